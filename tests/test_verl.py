@@ -1,0 +1,400 @@
+"""verl's checkpoint engine "wsync": verl's base class, registry, manager and workers, on a CPU.
+
+verl and Ray are not among the test extra's packages: `.ci/run verl` installs them.  Modules of verl
+that need a GPU's packages are read instead of imported (support.verl_source).
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support import tiny_qwen3, verl_source
+
+import wsync
+from wsync.demo.engines.serve import ServerProcess, serve_in_process
+from wsync.messages.tcp_channel import Frame, Listener
+
+if TYPE_CHECKING:
+    from support.verl_cluster import Cluster
+
+pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]  # verl's and Ray's
+PLACE = "WSYNC_VERL_PACKAGES"
+SGLANG = "workers/rollout/sglang_rollout/async_sglang_server.py"
+VLLM = "workers/rollout/vllm_rollout/vllm_async_server.py"
+EXTENSION = "workers/rollout/vllm_rollout/utils.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine_class() -> Any:
+    """The class, as verl's workers come by it."""
+    if PLACE not in os.environ:
+        pytest.skip(f"needs verl and Ray: `.ci/run verl` installs them and sets {PLACE}")
+    folder = os.environ[PLACE]
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(Path(__file__).parent)])
+    sys.path.insert(0, folder)
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+    from verl.utils.import_utils import import_external_libs
+
+    import_external_libs("wsync.verl")
+    return CheckpointEngineRegistry.get("wsync")
+
+
+@pytest.fixture
+def pair(engine_class: Any) -> Iterator[tuple[Any, Any]]:
+    """A trainer's first rank and a rollout worker that have met."""
+    trainer = engine_class(bucket_size=1 << 20, is_master=True, timeout=60.0)
+    rollout = engine_class(bucket_size=1 << 20, timeout=60.0)
+    trainer._listener = Listener("127.0.0.1", "a rollout worker")
+    address = trainer._listener.address
+    meeting = threading.Thread(target=rollout.init_process_group, kwargs={"address": address})
+    meeting.start()
+    trainer.init_process_group(address="", workers=1)
+    meeting.join()
+    yield trainer, rollout
+    trainer.finalize()
+    rollout.finalize()
+
+
+def test_the_package_does_not_import_verl() -> None:
+    code = (
+        "import sys, wsync, wsync.sglang; sys.exit('verl' in sys.modules or 'ray' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_the_class_has_all_that_verls_base_class_demands(engine_class: Any) -> None:
+    from verl.checkpoint_engine import CheckpointEngine
+
+    assert issubclass(engine_class, CheckpointEngine) and not engine_class.__abstractmethods__
+    for name in CheckpointEngine.__abstractmethods__:
+        wanted = inspect.signature(getattr(CheckpointEngine, name)).parameters.values()
+        taken = inspect.signature(getattr(engine_class, name)).parameters
+        assert [p.name for p in wanted if p.kind is not p.VAR_KEYWORD and p.name not in taken] == []
+    engine = engine_class(bucket_size=3 << 20)
+    assert engine._options.bucket_nbytes == 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"speed": 1}, "engine_kwargs.wsync: no option 'speed'"),
+        ({"deadline": 0}, "deadline=0 is not positive"),
+        ({"timeout": -1}, "engine_kwargs.wsync: timeout=-1: seconds above 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    engine_class: Any, given: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        engine_class(bucket_size=1 << 20, **given)
+
+
+def test_replicas_are_near_on_the_trainers_gpus_or_remote() -> None:
+    from wsync.verl import Member, _offsets
+
+    def members(*places: str) -> list[Member]:
+        return [Member(None, *place.split(":")) for place in places]
+
+    trainer = members("a:", "a:")
+    assert _offsets(trainer, [members("a:"), members("a:", "a:", "a:")]) is None
+    assert _offsets(trainer, [members("a:"), members("b:")]) == [0, 2]
+    trainer = members("a:0", "a:1", "b:0", "b:1")
+    found = _offsets(trainer, [members("b:0", "b:1"), members("a:2"), members("a:1", "c:0")])
+    assert found == [2, 4, 4]
+
+
+def test_a_trainer_that_fails_tells_the_rollout_workers_why(pair: tuple[Any, Any]) -> None:
+    trainer, rollout = pair
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(2)
+        raise KeyError("no such layer")
+
+    with pytest.raises(KeyError, match="no such layer"):
+        asyncio.run(trainer.send_weights(weights(), global_steps=3))
+    with pytest.raises(wsync.RemoteError, match="KeyError: 'no such layer'"):
+        list(rollout.receive_weights(global_steps=3))
+
+
+def test_a_rollout_worker_that_is_gone_fails_the_trainer(pair: tuple[Any, Any]) -> None:
+    trainer, rollout = pair
+    rollout.finalize()
+    with pytest.raises(wsync.PeerClosedError, match="a rollout worker is gone"):
+        asyncio.run(trainer.send_weights(iter(()), global_steps=3))
+
+
+def test_a_trainer_that_is_gone_fails_the_rollout_worker(pair: tuple[Any, Any]) -> None:
+    trainer, rollout = pair
+    trainer.finalize()
+    with pytest.raises(wsync.PeerClosedError, match=r"trainer at .* is gone"):
+        list(rollout.receive_weights(global_steps=3))
+
+
+def test_another_step_is_refused(pair: tuple[Any, Any]) -> None:
+    from wsync.messages.tcp_channel import UPDATE
+
+    trainer, rollout = pair
+    trainer._say(Frame.BEGIN, UPDATE.pack(4, True))
+    with pytest.raises(wsync.ProtocolError, match="sends step 4, not 3"):
+        list(rollout.receive_weights(global_steps=3))
+
+
+def test_the_wait_for_a_trainer_has_an_end(pair: tuple[Any, Any]) -> None:
+    _, rollout = pair
+    rollout._timeout = 0.2
+    with pytest.raises(wsync.DeadlineError, match="did not send BEGIN"):
+        list(rollout.receive_weights(global_steps=3))
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "text"),
+    [
+        (["a", "a"], wsync.LayoutError, "a: verl gives two tensors of this name"),
+        (["q.base_layer.weight"], wsync.UnsupportedError, "model.lora.merge=True"),
+        (["q.lora_A.default.weight"], wsync.UnsupportedError, "model.lora.merge=True"),
+    ],
+)
+def test_tensors_that_are_not_whole_weights_are_refused(
+    engine_class: Any, names: list[str], error: type[Exception], text: str
+) -> None:
+    engine = engine_class(bucket_size=1 << 20, is_master=True)
+    with pytest.raises(error, match=text):
+        asyncio.run(engine.send_weights((name, torch.zeros(1)) for name in names))
+
+
+class FSDPEngine(SimpleNamespace):
+    pass
+
+
+class VeOmniEngine(FSDPEngine):
+    pass
+
+
+class OtherEngine(SimpleNamespace):
+    pass
+
+
+def test_training_engines_without_shards_to_send_are_refused() -> None:
+    from wsync.verl import layout_of
+
+    plain, adapted = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    adapted.peft_config = {}  # type: ignore[assignment]
+    for engine, text in (
+        (OtherEngine(module=plain), "OtherEngine: only FSDP's and Megatron's"),
+        (VeOmniEngine(module=plain), "VeOmniEngine: only FSDP's and Megatron's"),
+        (FSDPEngine(module=adapted), "FSDPEngine: the shards of a model with an adapter"),
+        (FSDPEngine(module=[plain], peft_cls=object()), "FSDPEngine: .* with an adapter"),
+        (FSDPEngine(module=plain, is_param_offload_enabled=True), "FSDPEngine: param_offload"),
+    ):
+        with pytest.raises(wsync.UnsupportedError, match=text):
+            layout_of(engine)
+    assert layout_of(FSDPEngine(module=plain)).names == ("weight", "bias")
+
+
+def test_training_engines_are_called_so_in_verl() -> None:
+    """The names by which they are told apart, and what is read of them."""
+    for folder, name, reads in (
+        ("fsdp", "FSDPEngine", ("self.module =", "def is_param_offload_enabled")),
+        ("megatron", "MegatronEngine", ("self.module =", "self.peft_cls", "self.model_config")),
+    ):
+        path = f"workers/engine/{folder}/transformer_impl.py"
+        assert verl_source.class_of(path, name)
+        assert all(read in verl_source.text(path) for read in reads)
+    (base,) = verl_source.class_of(
+        "workers/engine/veomni/transformer_impl.py", "VeOmniEngine"
+    ).bases
+    assert ast.unparse(base) == "FSDPEngine"
+
+
+def arguments_of(path: str, name: str) -> list[str | None]:
+    """The keys of the dict `args` that a server of verl's is started with; None: a `**`."""
+    launch = verl_source.methods_of(path, name)["launch_server"]
+    (found,) = (
+        node.value
+        for node in ast.walk(launch)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Dict)
+        and ast.unparse(node.targets[0]) == "args"
+    )
+    return [None if key is None else ast.literal_eval(key) for key in found.keys]
+
+
+def test_verl_hands_the_loaders_of_a_configuration_on() -> None:
+    sglang = arguments_of(SGLANG, "SGLangHttpServer")
+    assert "custom_weight_loader" in sglang
+    read = "list(engine_kwargs.pop('custom_weight_loader', None) or [])"
+    launch = verl_source.methods_of(SGLANG, "SGLangHttpServer")["launch_server"]
+    assert read in ast.unparse(launch)
+    vllm = arguments_of(VLLM, "vLLMHttpServer")
+    assert vllm.index("worker_extension_cls") < vllm.index(None)  # so that engine_kwargs decide
+
+
+def test_the_worker_extension_is_verls_and_wsyncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's class, as far as names go: vLLM refuses an extension of which its worker has one."""
+    import wsync.verl
+    import wsync.vllm
+
+    names = verl_source.methods_of(EXTENSION, "vLLMColocateWorkerExtension")
+    ours = {name for name in vars(wsync.vllm.WorkerExtension) if not name.startswith("__")}
+    assert not ours & set(names)
+    verls = type("vLLMColocateWorkerExtension", (), dict.fromkeys(set(names) - {"__new__"}))
+    package = "verl.workers.rollout.vllm_rollout"  # whose own needs vLLM
+    module = ModuleType(f"{package}.utils")
+    module.vLLMColocateWorkerExtension = verls  # type: ignore[attr-defined]
+    monkeypatch.setitem(
+        sys.modules, "verl.workers.rollout.vllm_rollout", ModuleType("vllm_rollout")
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    made = wsync.verl.WorkerExtension
+    monkeypatch.delattr(wsync.verl, "WorkerExtension")
+    assert issubclass(made, verls) and issubclass(made, wsync.vllm.WorkerExtension)
+    with pytest.raises(AttributeError, match="no attribute 'Extension'"):
+        _ = wsync.verl.Extension
+
+
+def test_verls_adapter_of_vllm_only_records_the_step(
+    engine_class: Any, pair: tuple[Any, Any]
+) -> None:
+    from verl.workers.rollout.utils import ensure_async_iterator
+
+    path = "workers/rollout/vllm_rollout/vllm_rollout.py"
+    wanted: dict[str, Any] = {"update_weights": {}, "_update_delta_weights": {}}
+    known = {"torch": torch, "ensure_async_iterator": ensure_async_iterator}
+    verls = verl_source.borrowed(path, "ServerAdapter", wanted, **known)
+    asked = []
+
+    class Handle:
+        async def remote(self, step: int) -> None:
+            asked.append(step)
+
+    adapter: Any = type("Adapter", (), verls)()
+    adapter.use_shm, adapter._ensure_server_handle = False, lambda: True
+    adapter.server_handle = SimpleNamespace(set_global_steps=Handle())
+    trainer, rollout = pair
+    from wsync.messages.tcp_channel import UPDATE
+
+    trainer._say(Frame.BEGIN, UPDATE.pack(3, True))
+    trainer._say(Frame.COMMIT, b"")
+    weights = rollout.receive_weights(global_steps=3)
+    wire = {"wire_format": engine_class.wire_format}
+    asyncio.run(adapter.update_weights(weights, global_steps=3, **wire))
+    assert asked == [3]
+
+
+@pytest.fixture(scope="module")
+def running(engine_class: Any) -> Iterator[tuple[Cluster, list[ServerProcess]]]:
+    import ray
+    from support.verl_cluster import Cluster, start_ray
+
+    config = tiny_qwen3.dense()
+    with serve_in_process(config, seed=5) as first, serve_in_process(config, seed=6) as second:
+        start_ray()
+        try:
+            yield Cluster([first.url, second.url]), [first, second]
+        finally:
+            ray.shutdown()
+
+
+Running = tuple["Cluster", list[ServerProcess]]
+# what verl has a server do around an update
+AROUND = [
+    "pause_generation",
+    "release_kv_cache",
+    "set_global_steps",
+    "resume_kv_cache",
+    "continue_generation",
+]
+
+
+def holds(server: ServerProcess, sums: dict[str, str], version: str) -> bool:
+    """Whether a server has these weights, byte for byte, and calls them so."""
+    info = wsync.handle(server.url).model_info(60.0)
+    return tiny_qwen3.in_server(server.url) == sums and info["weight_version"] == version
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["whole tensors", "shards"])
+def test_verls_manager_updates_all_servers(running: Running, shards: bool) -> None:
+    """Twice, with other weights; shards with the change to verl that wsync/README.md names."""
+    cluster, servers = running
+    cluster.trainers.choose(shards)
+    cluster.noted()
+    for step in (11, 12) if shards else (1, 2):
+        sums = cluster.trainers.train(step)[0]
+        metrics = cluster.manager.update_weights(global_steps=step)
+        assert metrics["checkpoint_engine/payload_mbytes"] > 0
+        assert all(holds(server, sums, str(step)) for server in servers)
+        assert cluster.noted() == [(AROUND, step)] * 2
+    cluster.trainers.choose(False)
+
+
+def test_a_wrong_tensor_is_named_everywhere_and_the_next_update_is_right(running: Running) -> None:
+    cluster, servers = running
+    cluster.trainers.choose(False)
+    sums = cluster.trainers.train(20)[0]
+    cluster.manager.update_weights(global_steps=20)
+    name = "model.layers.1.mlp.up_proj.weight"
+    cluster.trainers.spoil(name, (3, 64))
+    sent, received = cluster.outcomes(21)
+    for error in sent:
+        assert isinstance(error, wsync.LayoutError) and name in str(error)
+    for error in received:
+        assert isinstance(error, wsync.RemoteError) and name in str(error)
+    assert all(holds(server, sums, "20") for server in servers)
+    cluster.trainers.spoil(name, None)
+    sums = cluster.trainers.train(22)[0]
+    cluster.manager.update_weights(global_steps=22)
+    assert all(holds(server, sums, "22") for server in servers)
+
+
+def test_replicas_without_a_server_that_can_be_updated_are_refused(running: Running) -> None:
+    import ray
+    from support.verl_cluster import ServerActor
+
+    from wsync.verl import _server
+
+    with pytest.raises(wsync.UnsupportedError, match=r"rollout\.name has to be sglang or vllm"):
+        _server(7)
+    actor = ray.remote(num_cpus=0)(ServerActor)
+    names = ("vllm_server_8_0", "vllm_server_decode_8_0")
+    held = [actor.options(name=name).remote("http://[::1]:80") for name in names]
+    with pytest.raises(wsync.UnsupportedError, match=r"replica 8: .*\(disaggregation\)"):
+        _server(8)
+    del held
+
+
+def test_a_dead_server_fails_all_and_the_others_go_on_without_it(running: Running) -> None:
+    cluster, servers = running
+    cluster.trainers.choose(False)
+    servers[1].process.kill()
+    servers[1].process.wait(60)
+    sent, received = cluster.outcomes(30)
+    for error in sent + received:
+        assert isinstance(error, wsync.WsyncError) and servers[1].url in str(error), error
+    cluster.manager.remove_replicas([cluster.replicas[1]])
+    sums = cluster.trainers.train(31)[0]
+    cluster.manager.update_weights(global_steps=31)
+    assert holds(servers[0], sums, "31")
+
+
+def test_a_trainer_rank_that_dies_fails_the_rollout_workers(running: Running) -> None:
+    """The last test of this cluster."""
+    cluster, servers = running
+    before = tiny_qwen3.in_server(servers[0].url)
+    cluster.trainers.die(1)
+    sent, received = cluster.outcomes(40)
+    assert all(isinstance(error, Exception) for error in sent)
+    (error,) = received[:1]
+    assert isinstance(error, wsync.RemoteError) and "trainer at" in str(error)
+    assert tiny_qwen3.in_server(servers[0].url) == before
