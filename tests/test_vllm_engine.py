@@ -166,16 +166,14 @@ def test_a_reload_compares_what_goes_to_one_tensor(engine: VllmEngine) -> None:
     assert not any(engine.differing(1))
 
 
-def test_weights_that_vllm_packs_once_are_refused(engine: VllmEngine) -> None:
+def test_weights_that_vllm_packs_once_are_packed_again(engine: VllmEngine) -> None:
     engine.prepare("qwen3_moe", packs=True)
-    before = engine.collective_rpc("found")
-    with (
-        wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync,
-        pytest.raises(wsync.RemoteError, match=r"mlp\.experts.*packs its weights once"),
-    ):
-        sync.update(engine.weights(1))
-    assert engine.collective_rpc("found") == before
-    assert [worker.consistent for worker in inspection.inspect(engine)] == [True, True]
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            sync.update(engine.weights(seed))
+            assert engine.differing(seed) == [[], []]
+    said = {reason for reason, _ in engine.collective_rpc("reasons")}
+    assert len(said) == 1 and "packs its weights once" in said.pop()
 
 
 def test_experts_that_vllm_moves_between_updates_are_refused(engine: VllmEngine) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -137,10 +137,12 @@ class VllmLoader(ChoosingLoader):
                 "vLLM balances experts (enable_eplb): its load_weights puts them where they were "
                 "when it started"
             )
-        self.reason = packed_once(self._model)
-        if self.reason:
-            raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
         self.reason = rewritten(self._model) or processed_once(self._model)
+        for path, method in packed_when_made(self._model):
+            kernel = type(method.moe_kernel.fused_experts).__name__
+            self.reason = f"{path}: {kernel} packs its weights once, when it is made"
+            if self._device.type != "cpu":  # nobody has seen what it makes of them
+                raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
         if not self.reason:
             losing()
             self._process()  # from here on there is all that it makes
@@ -236,12 +238,15 @@ def processed_once(model: torch.nn.Module) -> str:
     return ""
 
 
-def packed_once(model: torch.nn.Module) -> str:
-    """Which layer's weights are packed the first time alone that they are processed, or "".
+def packed_when_made(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Layers of experts whose weights are packed the first time alone that they are processed, by
+    path, and their methods.
 
     vLLM's unquantised mixture-of-experts method asks its kernel to pack them when it makes the
-    kernel, and not when it is given weights again (0.33.0, vLLM on CPUs).
+    kernel, and not when it is given weights again (0.32.0 and 0.33.0, vLLM on CPUs): after vLLM's
+    own reload the kernel takes plain weights for packed ones.
     """
+    found: dict[int, tuple[str, Any]] = {}
     for path, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
@@ -249,8 +254,31 @@ def packed_once(model: torch.nn.Module) -> str:
             continue
         makers = [c for c in type(experts).__mro__ if "process_weights_after_loading" in vars(c)]
         if len(makers) > 1:  # one is the base class, whose method does nothing
-            return f"{path}: {type(experts).__name__} packs its weights once, when it is made"
-    return ""
+            found[id(method)] = (path, method)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def packing_again(model: torch.nn.Module) -> Iterator[None]:
+    """Within it weights of such experts are packed whenever they are processed."""
+    methods = [method for _, method in packed_when_made(model)]
+    for method in methods:
+        process = method.process_weights_after_loading
+        pack = method.moe_kernel.fused_experts.process_weights_after_loading
+        method.process_weights_after_loading = _both(process, pack)
+    try:
+        yield
+    finally:
+        for method in methods:
+            del method.process_weights_after_loading
+
+
+def _both(first: Callable[[Any], object], second: Callable[[Any], object]) -> Callable[[Any], None]:
+    def call(layer: Any) -> None:
+        first(layer)
+        second(layer)
+
+    return call
 
 
 def rewritten(model: torch.nn.Module) -> str:
@@ -376,5 +404,5 @@ class _Reloader(ModuleLoader):
     def _configured(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self._config), torch.no_grad():
+        with set_current_vllm_config(self._config), torch.no_grad(), packing_again(self._model):
             yield
