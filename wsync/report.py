@@ -93,7 +93,7 @@ class Report:
     def _own_loading(self) -> str:
         if not self.own_loading:
             return ""
-        return f", own load_weights in {listed(self.own_loading)} (see own_loading)"
+        return f", own load_weights in {', '.join(sorted(self.own_loading))} (see own_loading)"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
