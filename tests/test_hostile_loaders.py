@@ -269,6 +269,67 @@ def test_the_rest_is_left_to_the_loader(load: Any, reason: str) -> None:
     assert differing(module.held(), loaded(load, 1, 2)) == []
 
 
+def clearing(module: Square, tensors: Tensors) -> None:
+    if "a" in tensors and tensors["a"].isnan().any():
+        module.b.data.zero_()
+    plain(module, tensors)
+
+
+def turning(module: Square, tensors: Tensors) -> None:
+    if "a" in tensors:
+        module.turned = bool(tensors["a"].isnan().any())
+    turned = getattr(module, "turned", False)
+    plain(module, {name: tensor.t() if turned else tensor for name, tensor in tensors.items()})
+
+
+def without_numbers(load: Callable[[Square, Tensors], None]) -> tuple[Square, Tensors, Tensors]:
+    """A module, tensors whose values no made-up ones have, and what the loader makes of these."""
+    odd, other = draw(2), Square(load)
+    odd["a"].fill_(float("nan"))
+    other.load_weights(list(odd.items()))
+    return Square(load), odd, other.held()
+
+
+def test_values_that_have_a_loader_write_over_what_is_copied_end_the_update() -> None:
+    module, odd, expected = without_numbers(clearing)
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        with pytest.raises(wsync.RemoteError, match="with the values of a it also writes to b"):
+            sync.update(odd)
+        sync.update(odd)
+        assert differing(module.held(), expected) == []
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_values_that_say_how_others_are_loaded_make_no_mixture(known: bool) -> None:
+    module, odd, expected = without_numbers(turning)
+    if known:
+        module.turned = False
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        if known:
+            with pytest.raises(wsync.RemoteError, match=r"turned, which .* was False and is True"):
+                sync.update(odd)
+        sync.update(odd)
+        assert differing(module.held(), expected) == []
+
+
+def loading_once(module: Square, tensors: Tensors) -> None:
+    had = module.__dict__.setdefault("had", set())
+    plain(module, tensors, *had)
+    had.update(tensors)
+
+
+def test_a_loader_that_loads_a_tensor_only_once_is_refused_at_the_second_update() -> None:
+    engine = ThreadEngine([RecordedLoader(Square(loading_once))])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        with pytest.raises(wsync.RemoteError, match="no tensor of the trainer is loaded to a "):
+            sync.update(draw(2))
+
+
 class Capsule:
     """What torch hands to others, by a function that is no method of tensors."""
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("wsync")
 _MOST_THREADS = 16  # more than memory can feed
-_NOTABLE_SECONDS = 1.0
+_NOTABLE_SECONDS = 10.0
 _VERSION = re.compile(r"[ -~]{1,128}")
 
 

@@ -59,6 +59,11 @@ class Attribute:
         return Attribute(part, parameter, name, _of_owner(name, value), _words(value))
 
     @property
+    def place(self) -> tuple[str, str, str]:
+        """Where it is looked for."""
+        return self.part, self.parameter, self.name
+
+    @property
     def absent(self) -> bool:
         return bool(self.form[0] == "absent")
 

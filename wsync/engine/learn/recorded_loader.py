@@ -37,6 +37,7 @@ from wsync.engine.learn.verify import (
     unloaded,
     verify,
 )
+from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import (
     ChoosingLoader,
     LoadWeights,
@@ -134,6 +135,7 @@ class RecordedLoader(ChoosingLoader):
             held = ModuleMemory(self._module)
             old = self.recording
             change = held.difference(old.facts, old.names) or self._stale() or old.stale(held)
+            change = change or old.refuted
             if not change:
                 return self._chosen.blob() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
@@ -144,12 +146,15 @@ class RecordedLoader(ChoosingLoader):
 
     def _learn(self, model: _core.Layout, facts: _Model, before: ModuleState) -> bytes:
         self._load = self.method()
+        refuted = self.recording.refuted if self.recording is not None else ""
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
         self._doubtful = {}
         self._watch_attributes([])
         self.reason = ""
         self._went_by = self.goes_by()
         try:
+            if refuted:
+                raise RecordingError(refuted)
             with before.unless_done():  # the loader goes by what it keeps of made-up tensors
                 recording = self._record(model, before)
         except (ClashError, OtherFormError, SharedError) as error:
@@ -309,11 +314,25 @@ class RecordedLoader(ChoosingLoader):
             # these do
             model = MadeUpModel(layout)
             names = frozenset(name for name, *_ in model.tensors) - recording.fallback.keys()
-            load_made_up(self._load, model, names)
+            with attributes_read(self._module) as read:
+                load_made_up(self._load, model, names)
+            self._check_apart(attributes, read, recording)
             if difference := ModuleMemory(self._module).difference(recording.facts):
                 raise RecordingError(f"while loading, {difference}")
         recording.guard(attributes, ModuleMemory(self._module))
         return recording
+
+    def _check_apart(
+        self, attributes: list[Attribute], read: list[Attribute], recording: Recording
+    ) -> None:
+        """Raises RecordingError where what is copied goes by attributes that are made of values,
+        which come when it has been copied.  attributes: as they were when all had been loaded;
+        read: while the rest was, without the tensors that the loader loads itself."""
+        parts = dict(self._module.named_modules())
+        gone_by = {each.place for each in read}
+        for each in attributes:
+            if each.place in gone_by and (difference := each.difference(parts)):
+                raise RecordingError(f"{difference} without {listed(recording.fallback)}")
 
     def _watch(self, layout: _core.Layout, attributes: list[Attribute]) -> Recording:
         model = MadeUpModel(layout)
@@ -410,9 +429,26 @@ class _Replay(RoutedLoader):
         if same and known is not None and self._computed() == known[1]:
             staged = [(name, tensor) for name, tensor in staged if not is_note(name)]
         if staged:
-            self.load_weights(staged)
+            self._load_own(staged)
         if found is not None:
             self._notes = found, self._computed()
+
+    def _load_own(self, staged: list[tuple[str, torch.Tensor]]) -> None:
+        """Raises StateError where the loader, which may go by values, does something else than it
+        was seen to do with made-up ones: the copies are done."""
+        recording, held = self.recording, self._held
+        assert held is not None
+        with WatchedWrites(held) as watched:
+            self.load_weights(staged)
+        over = {part for part in watched.parts - recording.aside if part[0] in recording.areas}
+        if over:
+            area, offset, *_ = min(over)
+            recording.refuted = (
+                f"with the values of {listed(name for name, _ in staged)} it also writes to "
+                f"{held.name(area, offset)}"
+            )
+        if change := recording.refuted or recording.stale(held):
+            raise _changed(self.module, change)
 
     def _computed(self) -> list[int]:
         """Checksums of what only the loader itself writes, as far as it may be shapes."""

@@ -58,6 +58,7 @@ from wsync.engine.learn.tracer import (
     Write,
     inline_threads,
 )
+from wsync.engine.learn.watched_writes import Part
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.module_tensors import dtype_of
 from wsync.module_tensors.quantised_names import is_note
@@ -156,7 +157,9 @@ class Recording:
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
     model's, and checksums of that; attributes: those that it read; names: all of the module; noted:
-    areas of which something notes where they start.  These four from `guard` on.
+    areas of which something notes where they start.  These four from `guard` on.  aside: what the
+    loader writes to when it loads fallbacks alone, from `verify` on.  refuted: what else it wrote
+    to in an update.
     """
 
     facts: list[Fact]
@@ -178,6 +181,8 @@ class Recording:
     attributes: AttributeGuards = field(default_factory=AttributeGuards)
     names: list[Name] = field(default_factory=list)
     noted: dict[int, int] = field(default_factory=dict)
+    aside: set[Part] = field(default_factory=set)
+    refuted: str = ""
 
     def guard(self, attributes: Sequence[Attribute], held: ModuleMemory) -> None:
         """From here on, what the loader went by is to stay as it is, if it is still there.

@@ -155,7 +155,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view or packet in _VIEWS or packet in _SHAPES:
             return func(*args, **kwargs)
         tensors = _tensors((args, kwargs))
-        changed = _changed(func, args, kwargs)
+        changed = changed_arguments(func, args, kwargs)
         copies = packet in _COPIES
         for tensor in tensors:
             if not copies or all(tensor is not other for other in changed):
@@ -448,7 +448,7 @@ def _puts(packet: Any, args: Sequence[Any]) -> bool:
     return packet in _PUTS or (packet is _aten.index_put_ and not accumulates)
 
 
-def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def changed_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments that an operator writes to."""
     found: list[torch.Tensor] = []
     for place, argument in enumerate(func._schema.arguments):

@@ -18,6 +18,7 @@ from wsync.engine.learn.module_state import ModuleState
 from wsync.engine.learn.recorder import Recording, RecordingError
 from wsync.engine.learn.regions import Box
 from wsync.engine.learn.time_limit import check
+from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.machine.device import follow_torch
 from wsync.module_tensors import dtype_of
@@ -26,7 +27,7 @@ from wsync.module_tensors import dtype_of
 _BATCH: Final = 256 << 20
 _TIMEOUT: Final = 600.0
 # bytes of parameters that a load has to replace: no element of MadeUpModel's seed 1 consists of one
-_POISONS: Final = (0x41, 0x42)
+_POISONS: Final = (0x42, 0x41, 0x42)
 
 
 def verify(
@@ -67,7 +68,9 @@ def verify(
             stream.copy(route, 0, LOCAL, sources, held.table())
         stream.synchronize(_TIMEOUT)
         if recording.fallback:
-            load_made_up(load, model, frozenset(recording.fallback))
+            with WatchedWrites(held) as watched:
+                load_made_up(load, model, frozenset(recording.fallback))
+            recording.aside |= watched.parts
         for transfer in (*recording.fills, *recording.copies):
             if transfer.area in areas:
                 transfer.run(held.areas)
@@ -106,8 +109,8 @@ def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> 
 
 
 def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict[str, torch.Tensor]:
-    """Elements of parameters that load_weights does not load from a model's tensors: by path, what
-    selects them, on the host.
+    """Elements of parameters that load_weights does not load from a model's tensors when it is
+    called again: by path, what selects them, on the host.
 
     The module's weights are put back.
 
@@ -117,7 +120,7 @@ def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict
     model = MadeUpModel(layout, seed=1)
     found: dict[str, torch.Tensor] = {}
     with ModuleState(module, values=True):
-        for poison in _POISONS:
+        for turn, poison in enumerate(_POISONS):
             for parameter in _parameters(module).values():
                 size = parameter.element_size()
                 value = torch.full((size,), poison, dtype=torch.uint8, device="cpu")
@@ -127,7 +130,8 @@ def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict
                 path: (elements(parameter) == poison).all(-1).cpu()
                 for path, parameter in _parameters(module).items()
             }
-            found = {path: mask & found.get(path, mask) for path, mask in left.items()}
+            if turn > 0:  # a loader may skip what it has loaded before
+                found = {path: mask & found.get(path, mask) for path, mask in left.items()}
     return {path: mask for path, mask in found.items() if mask.any()}
 
 
