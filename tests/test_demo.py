@@ -14,6 +14,7 @@ from support import nursery
 from support.engines import NEWEST, SGLANG_VERSIONS, engine_packages, engine_tree
 
 from wsync.demo import cli
+from wsync.demo.trainer import NEW_TOKENS, PROMPT_LENGTH, SENTENCE
 
 
 def run_demo(tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
@@ -45,6 +46,20 @@ def test_it_runs_in_the_repository_root(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verified: " in done.stdout
+
+
+def test_engines_say_the_text_when_it_is_learnt(tmp_path: Path) -> None:
+    facts, text = run_demo(tmp_path, "--model", "qwen3-moe", "--tp", "1", "--pp", "1", "--ep", "1")
+    assert (facts["verified"], facts["learnt"]) == (True, True)
+    for engine in facts["engines"]:
+        assert engine["after"] == SENTENCE[: PROMPT_LENGTH + NEW_TOKENS] != engine["before"]
+    assert "its own" not in text
+
+
+def test_a_text_that_is_not_learnt_is_called_the_models_own(tmp_path: Path) -> None:
+    facts, text = run_demo(tmp_path, "--tp", "1", "--pp", "1", "--updates", "1")
+    assert (facts["verified"], facts["learnt"]) == (True, False)
+    assert "the model has not learnt its text: what it generates is its own" in text
 
 
 @pytest.mark.slow

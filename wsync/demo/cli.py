@@ -141,6 +141,8 @@ def print_report(facts: dict[str, Any]) -> None:
         for moment in ("before", "after"):
             if moment in engine:
                 print(f"  generated {moment + ':':<7} {engine[moment]!r}")
+    if facts["learnt"] is False:
+        print("the model has not learnt its text: what it generates is its own")
     print()
     count, total = facts["tensors"], facts["bytes"]
     if facts["verified"]:

@@ -17,7 +17,6 @@ from wsync.disk import newest
 from wsync.handles.base import EngineHandle, handle
 from wsync.module_tensors import same_bytes
 
-_NEW_TOKENS = 40
 _SECONDS = 60.0
 
 
@@ -42,11 +41,11 @@ class Engines:
         for rank, pid in enumerate(self._sharded.pids):
             self.processes[str(pid)] = f"tensor-parallel worker {rank}"
 
-    def note(self, moment: str, prompt: list[int]) -> None:
-        """Keeps what each engine generates now."""
-        sampling = {"max_new_tokens": _NEW_TOKENS, "temperature": 0.0}
+    def note(self, moment: str, prompt: list[int], count: int) -> None:
+        """Keeps what each engine generates now: so many tokens."""
+        sampling = {"max_new_tokens": count, "temperature": 0.0}
         answer = self._post("/generate", {"input_ids": prompt, "sampling_params": sampling})
-        generated = self._sharded.generate(prompt, max_new_tokens=_NEW_TOKENS)
+        generated = self._sharded.generate(prompt, max_new_tokens=count)
         for fact, ids in zip(self.facts, (answer["output_ids"], generated), strict=True):
             fact[moment] = _text(prompt + ids)
         self.facts[0][f"weight_version_{moment}"] = answer["meta_info"]["weight_version"]

@@ -119,7 +119,8 @@ def run_demo(settings: Settings) -> dict[str, Any]:
         raise DemoFailed(f"{', '.join(missing)}: not installed; wsync's extra [demo] brings it")
     print(
         f"trainer: megatron-core, {settings.model}, {settings.ranks} processes "
-        f"(TP{settings.tp} x PP{settings.pp}, EP{settings.ep})",
+        f"(TP{settings.tp} x PP{settings.pp}, EP{settings.ep})\n"
+        "starting these and the engines takes some 20 seconds, on a busy machine a minute",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="wsync-demo-") as folder:

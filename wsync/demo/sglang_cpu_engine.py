@@ -45,7 +45,7 @@ class SglangEngine(WorkersEngine):
         name = f"SGLang's model classes, {parallel}, {tp} processes"
         self.facts: list[dict[str, Any]] = [{"name": name, "checked": ""}]
 
-    def note(self, moment: str, prompt: list[int]) -> None:
+    def note(self, moment: str, prompt: list[int], count: int) -> None:
         """Nothing: these engines do not generate."""
 
     def check(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import wsync
 from wsync.demo import hf_reference, megatron_cpu
@@ -22,6 +23,7 @@ from wsync.layout import TrainerLayout
 
 SENTENCE = "Fresh weights reach every engine, byte for byte, before the next token is due. "
 PROMPT_LENGTH = 18
+NEW_TOKENS = 40
 STEPS_PER_UPDATE = 12
 TOLERANCE = 1e-3
 
@@ -78,14 +80,17 @@ def _updates(
     updates: list[dict[str, Any]] = []
     delivered: list[dict[str, Any]] = []
     if engines is not None:
-        engines.note("before", prompt)
+        engines.note("before", prompt, NEW_TOKENS)
     expected: dict[str, torch.Tensor] = {}
+    learnt = None  # where engines generate
     handles = [] if engines is None else engines.handles
     layout = wsync.megatron.layout(trainer.chunks, trainer.hf)
     with _connect(layout, handles, settings, folder) as sync:
         for number in range(1, settings.updates + 1):
-            for _ in range(STEPS_PER_UPDATE):
+            for _ in _shown(range(STEPS_PER_UPDATE), f"training before update {number}"):
                 trainer.step(ids)
+            if number == settings.updates and settings.engine == "transformers":
+                learnt = _train_until_learnt(trainer, ids, 2 * (number - 1) * STEPS_PER_UPDATE)
             report = sync.update(version=number)
             expected = hf_reference.hf_state_dict(trainer.chunks, trainer.hf)
             logits = trainer.logits(ids)[0]
@@ -102,12 +107,13 @@ def _updates(
             delivered = [dataclasses.asdict(each) for each in sync.deliveries]
     if engines is None:
         return {}
-    engines.note("after", prompt)
+    engines.note("after", prompt, NEW_TOKENS)
     if isinstance(engines, Engines) and settings.mode == "disk":
         found = engines.join_late(folder, expected, str(settings.updates))
         problems += [f"after the last update: {problem}" for problem in found]
     return {
         "verified": not problems,
+        "learnt": learnt,
         "problems": problems,
         "mode": settings.mode,
         "model": settings.model,
@@ -121,6 +127,33 @@ def _updates(
         "processes": engines.processes,
         "versions": _versions(),
     }
+
+
+def _shown(steps: range, what: str) -> tqdm[int]:
+    """Steps with a bar, on rank 0 and where stderr is a terminal."""
+    hidden = None if dist.get_rank() == 0 else True
+    return tqdm(steps, desc=what, unit="step", leave=False, disable=hidden)
+
+
+def _train_until_learnt(trainer: megatron_cpu.CpuTrainer, ids: torch.Tensor, most: int) -> bool:
+    """Whether the model, after at most so many steps, goes on with the prompt as the text does."""
+    for _ in _shown(range(most), "training until the text is learnt"):
+        if _knows(trainer, ids):
+            return True
+        trainer.step(ids)
+    return _knows(trainer, ids)
+
+
+def _knows(trainer: megatron_cpu.CpuTrainer, ids: torch.Tensor) -> bool:
+    """Whether the text's next token is the likeliest by far, wherever an engine has to find it;
+    the same on all ranks."""
+    wanted = slice(PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS)
+    found = trainer.logits(ids)[0, wanted.start - 1 : wanted.stop - 1].float().topk(2)
+    first, second = found.values.unbind(-1)
+    right = (found.indices[:, 0] == ids[0, wanted]) & (first - second > 2 * TOLERANCE)
+    everywhere = right.all().to(torch.uint8)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
 
 
 def _connect(
