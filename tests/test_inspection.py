@@ -85,8 +85,8 @@ def test_workers_that_have_learnt_nothing_say_why() -> None:
     module = Fused()
     engine = ThreadEngine([RecordedLoader(module), ModuleLoader(module)])
     text = inspection.table(inspection.inspect(engine))
-    assert "worker 0: not learnt: no trainer has connected yet" in text
-    assert "worker 1: not learnt: its loader learns nothing" in text
+    assert "worker 0: nothing learnt: no trainer has asked for it yet; updates by buckets" in text
+    assert "worker 1: nothing learnt: its loader knows by itself what it takes" in text
 
 
 def test_an_engine_without_wsync_is_named() -> None:
@@ -122,7 +122,7 @@ def test_the_command_asks_a_url(tmp_path: Path) -> None:
     with serve_in_process(config) as server:
         done = run(server.url, "--json", str(path), "--tensors")
         assert (done.returncode, done.stderr) == (0, "")
-        assert "not learnt: its loader learns nothing" in done.stdout
+        assert "nothing learnt: its loader knows by itself what it takes" in done.stdout
         assert json.loads(path.read_text())[0]["loader"] == "ModuleLoader"
     gone = run(server.url, "--timeout", "5")
     assert gone.returncode == 1

@@ -53,7 +53,7 @@ class WorkerReport:
     inconsistency: str
     loader: str
     module: str = ""
-    unlearnt: str = "its loader learns nothing"
+    unlearnt: str = "its loader knows by itself what it takes"
     model_tensors: int = 0
     model_nbytes: int = 0
     kept_nbytes: int = 0
@@ -148,7 +148,7 @@ def _notes(workers: Sequence[WorkerReport]) -> list[str]:
     notes = defaultdict[str, list[int]](list)
     for each in workers:
         if each.unlearnt:
-            notes[f"not learnt: {each.unlearnt}"].append(each.worker)
+            notes[f"nothing learnt: {each.unlearnt}"].append(each.worker)
         for name, reason in each.fallbacks.items():
             notes[f"{name} goes through load_weights: {reason}"].append(each.worker)
         if not each.consistent:

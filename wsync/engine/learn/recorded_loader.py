@@ -68,6 +68,11 @@ _NOT_RECORDED: Final = (
 )
 
 
+_NOT_ASKED: Final = (
+    "no trainer has asked for it yet; updates by buckets, broadcasts or files go without"
+)
+
+
 class RecordedLoader(ChoosingLoader):
     """Replaces a module's load_weights by one list of copies.
 
@@ -258,7 +263,7 @@ class RecordedLoader(ChoosingLoader):
         """What has been learnt, for wsync.inspection."""
         module = type(self._module).__name__
         if self.recording is None:
-            return {"module": module, "unlearnt": self.reason or "no trainer has connected yet"}
+            return {"module": module, "unlearnt": self.reason or _NOT_ASKED}
         return {"module": module, **self.recording.describe(self._model)}
 
     @property
