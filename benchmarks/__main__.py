@@ -13,15 +13,20 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.environment import Skipped, environment, missing
+from benchmarks.environment import Skipped, check_memory, environment, missing
 
-NAMES = (
-    *("bucket", "update", "distributed", "disk", "plan", "control", "memory", "scaling", "load"),
-    *("needed", "quantise", "gpu"),
-)
+GB = 10**9
+# the memory that each needs at its highest, in all its processes: estimates from above
+NEEDED = {
+    **{"bucket": 3 * GB, "update": 14 * GB, "distributed": 14 * GB, "disk": 12 * GB},
+    **{"plan": 4 * GB, "control": 2 * GB, "memory": 8 * GB, "scaling": 11 * GB, "load": 4 * GB},
+    **{"needed": 8 * GB, "quantise": 10 * GB, "gpu": 4 * GB},
+}
+NAMES = tuple(NEEDED)
 
 
 def rows(name: str, **options: Any) -> Iterator[dict[str, Any]]:
+    check_memory(name, NEEDED[name])
     try:
         yield from importlib.import_module(f"benchmarks.{name}").run(**options)
     except ModuleNotFoundError as error:
@@ -41,7 +46,8 @@ def _show(row: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(NAMES)}")
+    text = ", ".join(f"{name} ({nbytes // GB} GB of memory)" for name, nbytes in NEEDED.items())
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {text}")
     parser.add_argument("--json", metavar="FILE", help="append one JSON line per case")
     parser.add_argument("--layers", type=int, help="gpu: of the model's 48 layers, so many")
     chosen = parser.parse_args(arguments)

@@ -8,9 +8,20 @@ import platform
 import subprocess
 from typing import Any
 
+from wsync import _core
+
 
 class Skipped(Exception):
     """A benchmark that this machine cannot run; the text says why."""
+
+
+def check_memory(what: str, nbytes: int) -> None:
+    """Raises Skipped where less memory is left than `what` needs: the kernel would kill others."""
+    available = _core.host_memory_available()
+    if available < nbytes:
+        raise Skipped(
+            f"{what} needs about {nbytes:,} bytes of memory, and {available:,} are available"
+        )
 
 
 def missing(error: ModuleNotFoundError) -> Skipped:

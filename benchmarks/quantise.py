@@ -18,10 +18,12 @@ import wsync
 from benchmarks import peers, update
 from benchmarks.bucket import bucket_class
 from benchmarks.consumer import Consumer, digest
+from benchmarks.environment import check_memory
 from benchmarks.ranks import on_ranks
 
 REPEATS = 5
 RANKS = 4
+RANKS_NBYTES = 26 * 10**9  # with the peers' way beside them
 _EXPERTS, _WIDTH, _HIDDEN = 128, 768, 2048  # of Qwen3-30B-A3B
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
@@ -59,6 +61,7 @@ def run() -> Iterator[dict[str, Any]]:
     for case, shapes in (("Qwen3-0.6B", qwen3_shapes()), ("128 experts", expert_shapes())):
         for method in CONFIGS:
             yield one_process(case, weights_of(shapes, 1), method)
+    check_memory(f"quantise from {RANKS} ranks", RANKS_NBYTES)
     for method in CONFIGS:
         yield from on_ranks(RANKS, _rank, method)
 

@@ -75,3 +75,44 @@ def test_without_the_tests_extra_sglang_alone_is_skipped() -> None:
         )
     )
     assert without("pytest", code) == "()\npytest is not installed: pip install '.[test]'\n"
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-B", "-c", code],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        check=True,
+    )
+
+
+def test_a_benchmark_for_which_memory_is_short_is_skipped_before_it_begins() -> None:
+    done = run(
+        "import benchmarks, sys\n"
+        "from wsync import _core\n"
+        "_core.host_memory_available = lambda: 13_999_999_999\n"
+        "from benchmarks.__main__ import main\n"
+        "main(['update'])\n"
+        "print([name for name in ('benchmarks.update', 'torch') if name in sys.modules])\n"
+    )
+    text = "needs about 14,000,000,000 bytes of memory, and 13,999,999,999 are available"
+    assert f"update     skipped: update {text}" in done.stdout
+    assert done.stdout.endswith("0 cases, 0 with wrong bytes, 1 skipped\n[]\n")
+
+
+def test_a_benchmark_says_how_much_memory_it_needs() -> None:
+    done = run("from benchmarks.__main__ import main; main(['--help'])")
+    assert "update (14 GB of memory)" in " ".join(done.stdout.split())
+
+
+def test_warnings_of_third_parties_are_not_shown() -> None:
+    done = run(
+        "import benchmarks, warnings\n"
+        "for module in ('megatron.core.a', 'torch', 'torchless', 'benchmarks.update'):\n"
+        "    warnings.warn_explicit(f'of {module}', UserWarning, 'file', 1, module=module)\n"
+    )
+    lines = done.stderr.splitlines()
+    assert [line.rpartition(" of ")[2] for line in lines] == ["torchless", "benchmarks.update"]

@@ -471,6 +471,9 @@ def nccl_library(libraries: Sequence[str] = ()) -> tuple[int, str, list[str]]:
     functions that it lacks.  libraries: paths at which it may lie, tried after WSYNC_NCCL_LIB and what the process has
     loaded and before the system's.  UnsupportedError says why there is none to use."""
 
+def host_memory_available() -> int:
+    """Bytes that may still be allocated: the machine's, or what this process's control group leaves of its limit."""
+
 def host_register(address: int, nbytes: int, device: Device, owner: object) -> object:
     """Has a GPU reach memory of the host for as long as the result lives, which keeps owner.  Nothing to do for the
     host as the device.  DeviceError if the driver refuses it."""

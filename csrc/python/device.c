@@ -6,6 +6,7 @@
 
 #include "device/cuda.h"
 #include "device/cuda_compile.h"
+#include "device/host.h"
 #include "python/convert.h"
 #include "python/device_types.h"
 
@@ -269,6 +270,15 @@ static PyObject *cuda_devices(PyObject *module, PyObject *Py_UNUSED(unused))
     return list != NULL ? Py_BuildValue("(iN)", driver->version, list) : NULL;
 }
 
+/* --- host memory ---------------------------------------------------------------------- */
+
+static PyObject *host_memory_available(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(wsync_host_memory_available(""));
+}
+
 /* --- host_register() ----------------------------------------------------------------- */
 
 static const char registration_capsule[] = "wsync.registration";
@@ -353,6 +363,11 @@ PyMethodDef wsync_py_functions_device[] = {
      "cuda_devices()\n--\n\n"
      "(version, [(uuid, name, bytes, (major, minor)), ...]) of the GPUs that this process\n"
      "sees.  UnsupportedError says why there is none to use."},
+    {"host_memory_available", host_memory_available, METH_NOARGS,
+     "host_memory_available()\n--\n\n"
+     "Bytes that may still be allocated: the machine's, or what this process's control "
+     "group\n"
+     "leaves of its limit."},
     {"host_register", WSYNC_PY_KEYWORDS(host_register),
      "host_register(address, nbytes, device, owner)\n--\n\n"
      "Has a GPU reach memory of the host for as long as the result lives, which keeps\n"
