@@ -365,9 +365,8 @@ PyMethodDef wsync_py_functions_device[] = {
      "sees.  UnsupportedError says why there is none to use."},
     {"host_memory_available", host_memory_available, METH_NOARGS,
      "host_memory_available()\n--\n\n"
-     "Bytes that may still be allocated: the machine's, or what this process's control "
-     "group\n"
-     "leaves of its limit."},
+     "Bytes that may still be allocated: the machine's, or what this process's control\n"
+     "group leaves of its limit."},
     {"host_register", WSYNC_PY_KEYWORDS(host_register),
      "host_register(address, nbytes, device, owner)\n--\n\n"
      "Has a GPU reach memory of the host for as long as the result lives, which keeps\n"
