@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 from support import ray_cluster
-from support.ray_actors import AsyncEngine, AsyncTrainer, Engine, Trainer, drawn
+from support.ray_actors import AsyncEngine, AsyncTrainer, Engine, Llm, Trainer, drawn
 from support.ray_cluster import await_death, kill, start
 from support.ray_plain_actors import Asking, Lock, Raising, Served
 from support.tiny_qwen3 import draw, in_server, sums
@@ -77,6 +77,12 @@ def engines() -> list[Any]:
     return [start(Engine), start(AsyncEngine), start(AsyncEngine, receives=True)]
 
 
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    """vLLM's kind, which takes no files."""
+    return start(Llm)
+
+
 def states(engines: list[Any]) -> list[tuple[str, str, bool]]:
     return get([engine.state.remote() for engine in engines])  # type: ignore[no-any-return]
 
@@ -85,8 +91,10 @@ def states(engines: list[Any]) -> list[tuple[str, str, bool]]:
     "name", ["UpdateWeightFromTensor", "UpdateWeightFromDistributed", "UpdateWeightFromDisk"]
 )
 def test_actors_update_actors(
-    name: str, trainer: Group, engines: list[Any], folder: Path, tmp_path: Path
+    name: str, trainer: Group, engines: list[Any], llm: Any, tmp_path: Path
 ) -> None:
+    if name != "UpdateWeightFromDisk":
+        engines = [*engines, llm]
     lock = start(Lock)
     trainer.connect(name, engines, lock, update_weight_disk_dir=str(tmp_path))
     for number in (1, 2):

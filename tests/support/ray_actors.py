@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import datetime
+import json
 import os
 import secrets
 from types import SimpleNamespace
@@ -126,6 +127,36 @@ class AsyncEngine(Engine):
 
     async def update_weights_from_distributed(self, **request: Any) -> None:
         await asyncio.to_thread(super().update_weights_from_distributed, **request)
+
+
+class Llm:
+    """vLLM's AsyncLLM of one worker, which has the methods of wsync's extension."""
+
+    def __init__(self) -> None:
+        self._worker = BareWorker(shapes=SHAPES, threads=1)
+        self.paused = False
+
+    def state(self) -> tuple[str, str, bool]:
+        return self._worker.digest(), self._worker.updates.weight_version, self.paused
+
+    async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+        return [await asyncio.to_thread(getattr(self, method), *args)]
+
+    def wsync_describe(self) -> str:
+        version = self._worker.updates.weight_version
+        return json.dumps({"rank": 0, "workers": 1, "engines": 1, "weight_version": version})
+
+    def wsync_update(self, messages: list[str], version: str | None = None) -> list[Any]:
+        return list(self._worker.receiver.handle(messages[0].encode(), version=version))
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
 
 
 class Trainer:
