@@ -60,7 +60,8 @@ class Options:
             of its lists.  With "select": "slime" it is what slime quantises: by name, whatever
             lists say.  "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM, as
             SGLang keeps them on Blackwell.
-        progress: True or False; None shows a progress bar where stderr is a terminal.
+        progress: True or False; None shows a progress bar in a notebook, and where
+            stderr is a terminal.
     """
 
     deadline: float = 120.0

@@ -69,6 +69,7 @@ _DARK: Final = (
     "--ink:#e8ebee;--dim:#a3adb7;--paper:#16191d;--line:#3a424a;--shade:#262c33;"
     "--good:#4cc38a;--bad:#ff7b6b;--bar:#5a98ec"
 )
+# a notebook has rules for tables, which names given twice outrank
 STYLE: Final = f"""
 .wsync{{{_LIGHT};color:var(--ink);background:var(--paper);
 font:14px/1.45 system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}}
@@ -76,7 +77,7 @@ div.wsync{{padding:12px 16px;border:1px solid var(--line);border-radius:6px;max-
 body.wsync{{margin:0}}
 .wsync main{{max-width:1140px;margin:0 auto;padding:16px 24px 48px}}
 .wsync h1{{font-size:22px;margin:8px 0 4px;overflow-wrap:anywhere}}
-.wsync h2{{font-size:16px;margin:28px 0 6px;color:var(--ink)}}
+.wsync h2{{font-size:16px;font-weight:600;margin:28px 0 6px;color:var(--ink)}}
 div.wsync h2{{font-size:14px;margin:16px 0 4px}}
 .wsync p{{margin:4px 0;overflow-wrap:anywhere}}
 .wsync .dim{{color:var(--dim)}}
@@ -84,21 +85,21 @@ div.wsync h2{{font-size:14px;margin:16px 0 4px}}
 .wsync .bad{{color:var(--bad);font-weight:600}}
 .wsync .scroll{{overflow-x:auto}}
 .wsync table{{border-collapse:collapse;margin:6px 0;color:var(--ink);font-size:13px}}
-.wsync tr,.wsync thead tr,.wsync tbody tr:nth-child(odd){{background:transparent}}
-.wsync th,.wsync td{{padding:3px 14px 3px 0;text-align:left;vertical-align:top;
+.wsync.wsync tr:nth-child(n){{background:transparent}}
+.wsync.wsync th,.wsync.wsync td{{padding:3px 14px 3px 0;text-align:left;vertical-align:top;
 border:0;border-bottom:1px solid var(--line);overflow-wrap:anywhere}}
-.wsync th{{color:var(--dim);font-weight:600;vertical-align:bottom;overflow-wrap:normal}}
-.wsync th.number,.wsync td.number{{text-align:right;font-variant-numeric:tabular-nums;
-white-space:nowrap;overflow-wrap:normal}}
-.wsync td:last-child,.wsync th:last-child{{padding-right:0}}
+.wsync.wsync th{{color:var(--dim);font-weight:600;vertical-align:bottom;overflow-wrap:normal}}
+.wsync.wsync th.number,.wsync.wsync td.number{{text-align:right;white-space:nowrap;
+font-variant-numeric:tabular-nums;overflow-wrap:normal}}
+.wsync.wsync td:last-child,.wsync.wsync th:last-child{{padding-right:0}}
 .wsync td:not(.number){{min-width:4.5em}}
-.wsync td.group{{padding-top:10px}}
+.wsync.wsync td.group{{padding-top:10px}}
 .wsync code,.wsync .mono{{font-family:ui-monospace,"DejaVu Sans Mono",monospace;font-size:12px;
 background:transparent;color:var(--ink);overflow-wrap:anywhere;white-space:pre-wrap}}
 .wsync summary{{cursor:pointer;margin-top:12px;color:var(--dim)}}
 .wsync details details{{margin-left:16px}}
 .wsync .figures{{display:flex;flex-wrap:wrap;gap:8px;margin:10px 0}}
-.wsync .figures div{{background:var(--shade);border-radius:6px;padding:6px 14px;min-width:84px}}
+.wsync .figures div{{background:var(--shade);border-radius:6px;padding:6px 12px;min-width:72px}}
 .wsync .figures b{{display:block;font-size:17px;font-weight:600;font-variant-numeric:tabular-nums}}
 .wsync .figures span{{color:var(--dim);font-size:12px}}
 .wsync .legend{{display:flex;flex-wrap:wrap;gap:3px 18px;margin:6px 0;font-size:12px;

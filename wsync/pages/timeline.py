@@ -32,9 +32,9 @@ def timeline(records: Sequence[Record]) -> Html:
         parts.append(_drawing(records, whole, whole[0], "timeline of the update"))
     else:
         overview = _overview(records)
-        parts.append(tag("p", "The whole update; what is drawn below is shaded.", class_="dim"))
+        parts.append(tag("p", "The whole update:", class_="dim"))
         parts.append(_drawing(overview, whole, whole[0], "the whole update", shaded=rounds))
-        parts.append(tag("p", "Its rounds, from the first that arrives.", class_="dim"))
+        parts.append(tag("p", "The shaded part, its rounds:", class_="dim"))
         parts.append(_drawing(records, rounds, whole[0], "the rounds of the update"))
     return joined([*parts, *(tag("div", line, class_="legend") for line in _legend(records))])
 
@@ -44,7 +44,7 @@ def file(records: Sequence[Record], title: str) -> str:
     whole, rounds = extent(records), rounds_of(records)
     drawings = [("The whole update", records if rounds is None else _overview(records), whole)]
     if rounds is not None:
-        drawings.append(("Its rounds, from the first that arrives", records, rounds))
+        drawings.append(("The shaded part, its rounds", records, rounds))
     parts, y = [tag("text", title, x=0, y=26, font_size=16)], 40.0
     for name, shown, window in drawings:
         parts.append(tag("text", name, x=0, y=y + 14, font_size=13, class_="dim"))

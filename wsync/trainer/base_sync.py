@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from tqdm import tqdm
+from tqdm import TqdmWarning
 
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup, host_identity, together
@@ -28,6 +30,7 @@ from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:
     import torch
+    from tqdm import tqdm
 
     Source = TrainerLayout | Mapping[str, torch.Tensor]
     Weights = Mapping[str, torch.Tensor]
@@ -308,13 +311,25 @@ class Updates(abc.ABC):
         """A bar on rank 0, where it is wanted; `unit` says what it counts."""
         wanted = self.options.progress
         shown = self._group.rank == 0 and wanted is not False
-        return tqdm(
+        return _bars()(
             total=total,
             desc=f"weights v{report.version}",
             leave=False,
             disable=(None if wanted is None else False) if shown else True,
             **unit,
         )
+
+
+@functools.cache
+def _bars() -> type[tqdm[None]]:
+    """A notebook's bars where this is one and has ipywidgets, whose lack is no news to a user who
+    did not ask for bars; else a terminal's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TqdmWarning)
+        from tqdm import auto
+
+    chosen: type[tqdm[None]] = auto.tqdm
+    return chosen
 
 
 def agree(
