@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from support import nursery
@@ -87,10 +88,20 @@ def test_remote_engines_are_sent_what_they_keep_or_everything(
     options: tuple[str, ...], least: float, most: float, tmp_path: Path
 ) -> None:
     """Two engines, one of two workers, which hold one model together or are sent one each."""
-    facts, _ = run_demo(tmp_path, *options, "--updates", "1")
+    path = tmp_path / "page.html"
+    facts, _ = run_demo(tmp_path, *options, "--updates", "1", "--report", str(path))
     assert facts["verified"]
-    assert facts["updates"][0]["workers"] == 3
-    assert least <= facts["updates"][0]["delivered_nbytes"] / facts["bytes"] <= most
+    (update,) = facts["updates"]
+    assert update["workers"] == len(facts["deliveries"]) == 3
+    assert sum(each["nbytes"] for each in facts["deliveries"]) == update["delivered_nbytes"]
+    assert least <= update["delivered_nbytes"] / facts["bytes"] <= most
+    page = " ".join(ElementTree.fromstring(path.read_text(encoding="utf-8")).itertext())
+    assert f"Verified: {facts['tensors']} tensors, {facts['bytes']:,} bytes" in page
+    for delivery in facts["deliveries"]:
+        assert delivery["engine"] in page and f"{delivery['nbytes']:,}" in page
+    assert "trainer rank 3" in page
+    loading = "--broadcast" not in options  # by wsync's receiver, which says when
+    assert (f"load of round {update['rounds'] - 1}: " in page) is loading
 
 
 def check_sglang(tmp_path: Path, version: str, model: str, *options: str) -> None:

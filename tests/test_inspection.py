@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -81,6 +83,21 @@ def test_the_table_has_a_line_a_worker_and_names_what_is_unusual_once() -> None:
     assert all("  o[0:" in line and " -> o" in line for line in lines)
 
 
+def test_the_page_says_what_the_table_says_and_where_kinds_of_tensors_go() -> None:
+    engine, _ = learnt_engine()
+    found = inspection.inspect(engine)
+    found[1] = dataclasses.replace(found[1], inconsistency="half <old>", consistent=False)
+    root = ElementTree.fromstring(inspection.page(found, "http://a&b", "^o$"))
+    text = " ".join(root.itertext())
+    for worker in found:
+        assert f"{worker.kept_nbytes:,}" in text and f"{worker.model_nbytes:,}" in text
+    assert "worker 1: half <old>" in text and "wsync inspect http://a&b" in text
+    rows = [[" ".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
+    assert rows.count(["experts.*.gate", "w13", "bfloat16", "2", "2", "100.0%"]) == 2
+    assert rows.count(["q", "qkv", "bfloat16", "1", "1", "50.0%"]) == 2
+    assert root.findtext(".//pre") == inspection.listing(found, "^o$")
+
+
 def test_workers_that_have_learnt_nothing_say_why() -> None:
     module = Fused()
     engine = ThreadEngine([RecordedLoader(module), ModuleLoader(module)])
@@ -118,12 +135,13 @@ def test_the_command_asks_a_url(tmp_path: Path) -> None:
         **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
     )
-    path = tmp_path / "found.json"
+    path, page = tmp_path / "found.json", tmp_path / "found.html"
     with serve_in_process(config) as server:
-        done = run(server.url, "--json", str(path), "--tensors")
+        done = run(server.url, "--json", str(path), "--html", str(page), "--tensors")
         assert (done.returncode, done.stderr) == (0, "")
         assert "nothing learnt: its loader knows by itself what it takes" in done.stdout
         assert json.loads(path.read_text())[0]["loader"] == "ModuleLoader"
+        assert "not learnt: its loader learns nothing" in page.read_text(encoding="utf-8")
     gone = run(server.url, "--timeout", "5")
     assert gone.returncode == 1
     assert gone.stderr.startswith(f"wsync inspect: engine {server.url}")

@@ -43,6 +43,14 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     Parameters that the trainer does not deliver are refused by name, unless the environment
     variable WSYNC_KEEP of SGLang's processes names them: "visual.*" for a trainer of a language
     model without its vision tower.
+
+        python -m sglang.launch_server --model-path DIR --port 30000 \\
+            --custom-weight-loader wsync.sglang.load_weights
+
+    >>> with wsync.connect(weights, engines=["http://127.0.0.1:30000"]) as sync:
+    ...     report = sync.update(version=7)
+    >>> wsync.handle("http://127.0.0.1:30000").model_info(10)["weight_version"]
+    '7'
     """
     part, control = _Part(), None
     try:

@@ -30,7 +30,19 @@ from wsync.module_tensors.quantised_names import without_scales
 
 class WorkerExtension:
     """Methods that vLLM's workers get.  None of them raises: an executor that meets an exception
-    leaves the other workers' answers in its queues."""
+    leaves the other workers' answers in its queues.
+
+    >>> llm = LLM("DIR", worker_extension_cls="wsync.vllm.WorkerExtension")
+    >>> with wsync.connect(weights, engines=[llm]) as sync:
+    ...     report = sync.update(version=7)
+    >>> wsync.handle(llm).model_info(10)["weight_version"]
+    '7'
+
+    Of a server, started with VLLM_SERVER_DEV_MODE=1 in its environment, wsync takes the URL
+    "vllm+http://127.0.0.1:8000":
+
+        vllm serve DIR --port 8000 --worker-extension-cls wsync.vllm.WorkerExtension
+    """
 
     # of vLLM's Worker
     model_runner: Any

@@ -32,6 +32,10 @@ def install(args: Any) -> None:
     Where wsync cannot deliver a model, or to an engine, slime's own class runs, and a warning says
     why.  The log says which way each engine takes.  Options: see `Updater`.
 
+        python train.py --custom-megatron-init-path wsync.slime.install \\
+            --sglang-custom-weight-loader wsync.sglang.load_weights \\
+            --train-env-vars '{"WSYNC_OPTIONS": "{\\"deadline\\": 300}"}'
+
     Args:
         args: slime's arguments.
 
