@@ -11,6 +11,15 @@ Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several
 placements are sums that are not added up, and are refused.
 
 Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.6 to 2.13.
+
+On all ranks:
+
+>>> for part in (*model.model.layers, model):
+...     _ = fully_shard(part)
+>>> layout = wsync.fsdp.layout(model)
+>>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
+...     train_step(model)
+...     report = sync.update(version=1)
 """
 
 from __future__ import annotations

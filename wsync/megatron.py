@@ -12,6 +12,15 @@ same boxes on several ranks.
 
 Where a converter stands in for the family (wsync.families.converter), the modules that hold the
 parameters say how those are cut (wsync.families.shares).
+
+In a training loop of your own, on all ranks (`chunks`: what Megatron's get_model returns):
+
+>>> layout = wsync.megatron.layout(chunks, hf_config)
+>>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
+...     for step in (1, 2):
+...         train_step(chunks)
+...         report = sync.update(version=step)
+...         log(report.metrics(), step)
 """
 
 from __future__ import annotations

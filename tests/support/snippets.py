@@ -16,16 +16,16 @@ import wsync
 URL = "http://127.0.0.1:30000"  # what examples call an engine
 
 
-def run(function: object, url: str, **names: Any) -> dict[str, Any]:
+def run(documented: object, url: str, **names: Any) -> dict[str, Any]:
     """Runs what stands behind >>> in a docstring, with these names; the names that there are then.
     Raises AssertionError where it does not do what the docstring says, or where there is none."""
-    text = inspect.getdoc(function) or ""
+    text = inspect.getdoc(documented) or ""
     parser = doctest.DocTestParser()
     given = {"wsync": wsync, **names}
-    test = parser.get_doctest(text.replace(URL, url), given, str(function), None, 0)
+    test = parser.get_doctest(text.replace(URL, url), given, str(documented), None, 0)
     said: list[str] = []
     done = doctest.DocTestRunner(verbose=False).run(test, out=said.append, clear_globs=False)
-    assert done.attempted > 0, f"{function}: no example"
+    assert done.attempted > 0, f"{documented}: no example"
     assert done.failed == 0, "".join(said)
     return test.globs
 
@@ -61,7 +61,7 @@ def megatron(url: str) -> tuple[list[float], dict[str, str]]:
 
         step = _stepping(lambda: (p for chunk in chunks for p in chunk.parameters()), steps)
         names = {"chunks": chunks, "hf_config": trainer.hf, "train_step": step, "log": log}
-        run(wsync.megatron.layout, url, **names)
+        run(wsync.megatron, url, **names)
         assert steps == [0, 1]
         return logged, sums(hf_reference.hf_state_dict(chunks, trainer.hf))
 
@@ -74,6 +74,6 @@ def fsdp(url: str) -> dict[str, str]:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(dense()).float()
     step = _stepping(model.parameters, [])
-    after = run(wsync.fsdp.layout, url, model=model, fully_shard=fully_shard, train_step=step)
+    after = run(wsync.fsdp, url, model=model, fully_shard=fully_shard, train_step=step)
     assert after["report"].version == "1"
     return sums({name: p.full_tensor() for name, p in model.state_dict().items()})
