@@ -20,6 +20,15 @@ On all ranks:
 >>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
 ...     train_step(model)
 ...     report = sync.update(version=1)
+
+On all ranks:
+
+>>> for part in (*model.model.layers, model):
+...     _ = fully_shard(part)
+>>> layout = wsync.fsdp.layout(model)
+>>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
+...     train_step(model)
+...     report = sync.update(version=1)
 """
 
 from __future__ import annotations
@@ -96,15 +105,6 @@ def layout(
 
     Raises UnsupportedError for a placement that is no weight (`Partial`) and for fused experts of
     a family without rules, LayoutError for a tensor that does not fit its placement.
-
-    On all ranks:
-
-    >>> for part in (*model.model.layers, model):
-    ...     _ = fully_shard(part)
-    >>> layout = wsync.fsdp.layout(model)
-    >>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
-    ...     train_step(model)
-    ...     report = sync.update(version=1)
     """
     reader = _Reader()
     config = getattr(model, "config", None) if config is None else config

@@ -21,6 +21,15 @@ In a training loop of your own, on all ranks (`chunks`: what Megatron's get_mode
 ...         train_step(chunks)
 ...         report = sync.update(version=step)
 ...         log(report.metrics(), step)
+
+In a training loop of your own, on all ranks (`chunks`: what Megatron's get_model returns):
+
+>>> layout = wsync.megatron.layout(chunks, hf_config)
+>>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
+...     for step in (1, 2):
+...         train_step(chunks)
+...         report = sync.update(version=step)
+...         log(report.metrics(), step)
 """
 
 from __future__ import annotations
@@ -128,15 +137,6 @@ def layout(
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
     matches, that goes where another one does, that has another shape than the configuration says,
     or whose attributes contradict it; for one that a converter does not copy, or whose cut is open.
-
-    In a training loop of your own, on all ranks (`chunks`: what Megatron's get_model returns):
-
-    >>> layout = wsync.megatron.layout(chunks, hf_config)
-    >>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
-    ...     for step in (1, 2):
-    ...         train_step(chunks)
-    ...         report = sync.update(version=step)
-    ...         log(report.metrics(), step)
     """
     chunks = model if isinstance(model, Sequence) else [model]
     learnt = None if converter is None and bridge is None else Family("of a converter")
