@@ -190,6 +190,17 @@ def test_a_lane_without_anything_takes_no_room() -> None:
     assert height(copies) < height(spans)
 
 
+def test_very_many_spans_make_no_very_large_drawing() -> None:
+    spans = [["stream", "load", n, n * MS, n * MS + 1] for n in range(50_000)]
+    many = {**record("e"), "spans": [*spans, ["stream", "load", 50_000, 60_000 * MS, 70_000 * MS]]}
+    text = file([many], "many")
+    titles = [
+        element.text or "" for element in parsed(text).iter() if element.tag.endswith("title")
+    ]
+    assert 1_400 < len(titles) < 4_000
+    assert "load of round 50000: 10000.000 ms" in titles
+
+
 def test_no_two_names_share_a_line_however_many_engines() -> None:
     names = [f"engine {number} {'n' * 49}" for number in range(20)]
     records = [record("trainer rank 0", "trainer"), *map(record, names)]

@@ -45,7 +45,7 @@ WORKER: Final = {
     "finish": Kind("#a0522d", "#b8694a", "last copies"),
     "verdict": Kind("#68727d", "#98a3af", "wait for the commit"),
 }
-POST: Final = Kind("#1c2024", "#e8ebee", "a round is handed over")
+POST: Final = Kind("#1c2024", "#e8ebee", "here a round is handed over")
 OTHER: Final = Kind("#d3d8dd", "#474e55", "none of these")
 KINDS: Final = {**PHASES, **COPIES, **WORKER, "post": POST, "other": OTHER}
 

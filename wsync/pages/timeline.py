@@ -14,11 +14,19 @@ from wsync.pages.style import COPIES, KINDS, PHASES, POST, STYLE, WORKER
 
 Record = Mapping[str, Any]
 Window = tuple[int, int]
+Span = Sequence[Any]
 
 LANES: Final = ("thread", "stream")
 _NAME, _LANE, _GAP = 17, 12, 9  # pixels
 _HEAD: Final = 22
 _FILE_WIDTH: Final = 1200
+_KEYS_FROM, _KEYS_IN_LINE = 170, 3
+_FULL: Final = 2000  # spans of a lane, which are about as many as it has pixels
+_GROUPS: Final = {
+    "lower bars, copies:": COPIES,
+    "trainer ranks wait until:": {**PHASES, "post": POST},
+    "engine workers:": WORKER,
+}
 _OF_ROUNDS: Final = ("load", "post", "staging", "engine", "gather", "copy")
 _MOST: Final = 0.7  # of an update: rounds that take more need no drawing of their own
 
@@ -53,13 +61,16 @@ def file(records: Sequence[Record], title: str) -> str:
         height = _height(shown)
         parts.append(tag("svg", drawn, y=f"{y + _HEAD:g}", width="100%", height=f"{height:g}"))
         y += _HEAD + height + 16
-    for line in _keys(records):
-        x = 0
-        for kind, words in line:
-            parts.append(tag("rect", x=x, y=y, width=12, height=12, rx=2, class_=f"k-{kind}"))
-            parts.append(tag("text", words, x=x + 18, y=y + 10, font_size=12))
-            x += 18 + 7 * len(words) + 16
-        y += 20
+    for title, keys in _keys(records):
+        for start in range(0, len(keys), _KEYS_IN_LINE):
+            x = float(_KEYS_FROM)
+            said = "" if start else title
+            parts.append(tag("text", said, x=0, y=y + 10, font_size=12, class_="dim"))
+            for kind, words in keys[start : start + _KEYS_IN_LINE]:
+                parts.append(tag("rect", x=x, y=y, width=12, height=12, rx=2, class_=f"k-{kind}"))
+                parts.append(tag("text", words, x=x + 18, y=y + 10, font_size=12))
+                x += 34 + 6.6 * len(words)
+            y += 20
     ground = tag("rect", width="100%", height="100%", class_="paper")
     inside = tag("svg", *parts, x="1%", width="98%", height="100%", overflow="visible")
     size = {"width": _FILE_WIDTH, "height": f"{y + 10:g}", "class_": "wsync"}
@@ -141,18 +152,28 @@ def _panel(records: Sequence[Record], window: Window, zero: int, shaded: Window 
 
 def _lane(record: Record, lane: str, y: float, window: Window) -> Html:
     """Rounds that are handed over come last, on top of what they stand in."""
+    spans = [
+        span
+        for span in record["spans"]
+        if span[0] == lane and span[1] in KINDS and span[4] >= window[0] and span[3] <= window[1]
+    ]
     blocks = []
-    for _, what, number, begin, end in sorted(
-        (span for span in record["spans"] if span[0] == lane and span[1] in KINDS),
-        key=lambda span: span[1] == "post",
-    ):
-        if end < window[0] or begin > window[1]:
-            continue
+    for _, what, number, begin, end in sorted(_seen(spans, window), key=lambda s: s[1] == "post"):
         shares = (_share(max(begin, window[0]), window), _share(min(end, window[1]), window))
         label = what if number < 0 else f"{what} of round {number}"
         title = f"{label}: {(end - begin) / 1e6:.3f} ms"
         blocks.append(block(what, *shares, y, _LANE - 1, title))
     return joined(blocks)
+
+
+def _seen(spans: Sequence[Span], window: Window) -> Sequence[Span]:
+    """Of very many spans, those that do not lie in one pixel with another of their kind."""
+    if len(spans) <= _FULL:
+        return spans
+    size = (window[1] - window[0]) / _FULL
+    return list(
+        {(what, b // size, e // size): (ln, what, n, b, e) for ln, what, n, b, e in spans}.values()
+    )
 
 
 def _share(moment: int, window: Window) -> float:
@@ -167,17 +188,23 @@ def _sum(record: Record) -> str:
     return f"{words}, {seconds_text(seconds)}" if copies else ""
 
 
-def _keys(records: Sequence[Record]) -> list[list[tuple[str, str]]]:
-    """Lines of the legend: (kind, words) of what there is."""
+def _keys(records: Sequence[Record]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The legend: of each group of what there is, its title and (kind, words)."""
     seen = {span[1] for record in records for span in record["spans"]}
-    kinds = {**COPIES, "post": POST, **PHASES, **WORKER}
-    words = {kind: f"{kind}: {known.words}" for kind, known in kinds.items() if kind in seen}
-    groups = ([*COPIES, "post"], PHASES, WORKER)
-    lines = [[(kind, words[kind]) for kind in group if kind in words] for group in groups]
-    return [line[start : start + 3] for line in lines for start in range(0, len(line), 3)]
+    found = [
+        (title, [(kind, f"{kind}: {known.words}") for kind, known in kinds.items() if kind in seen])
+        for title, kinds in _GROUPS.items()
+    ]
+    return [(title, keys) for title, keys in found if keys]
 
 
 def _legend(records: Sequence[Record]) -> list[Html]:
     return [
-        joined(tag("span", swatch(kind), words) for kind, words in line) for line in _keys(records)
+        joined(
+            [
+                tag("span", title, class_="dim"),
+                *(tag("span", swatch(kind), words) for kind, words in keys),
+            ]
+        )
+        for title, keys in _keys(records)
     ]
