@@ -59,8 +59,8 @@ _MAX_NBYTES: Final = {
     Frame.COMMIT: 0,
     Frame.FAILED: 1 << 16,
 }
-_FROM_WORKERS: Final = (Frame.BLOB, Frame.PREPARED, Frame.FAILED)
-_FROM_TRAINERS: Final = (Frame.MODEL, Frame.PLAN, Frame.BEGIN, Frame.COMMIT, Frame.FAILED)
+FROM_WORKERS: Final = (Frame.BLOB, Frame.PREPARED, Frame.FAILED)
+FROM_TRAINERS: Final = (Frame.MODEL, Frame.PLAN, Frame.BEGIN, Frame.COMMIT, Frame.FAILED)
 
 
 class Channel:
@@ -78,8 +78,16 @@ class Channel:
         self._torn = False  # a frame was sent in part: what follows would be taken for its rest
 
     @classmethod
-    def connect(cls, address: str, timeout: float) -> Channel:
-        """A worker's end of a connection to the Listener at an address.
+    def connect(
+        cls,
+        address: str,
+        timeout: float,
+        *,
+        peer: str = "trainer",
+        takes: Collection[Frame] = FROM_TRAINERS,
+    ) -> Channel:
+        """A worker's end of a connection to the Listener at an address, or a trainer's to that of
+        a `peer` which takes other frames from there.
 
         Raises:
             ProtocolError: no such address.
@@ -91,14 +99,14 @@ class Channel:
                 f"address {address[33:120]!r}: expected <token>@<host>:<port>"
             )
         token, host, port = match.groups()
-        where = f"trainer at {host}:{port}"
+        where = f"{peer} at {host}:{port}"
         try:
             connection = socket.create_connection((host, int(port)), timeout)
         except TimeoutError as error:
             raise _core.DeadlineError(f"no {where} within {timeout:.0f} s") from error
         except (OSError, OverflowError) as error:
             raise _core.PeerClosedError(f"no {where}: {error}") from error
-        channel = cls(connection, where, _FROM_TRAINERS)
+        channel = cls(connection, where, takes)
         try:
             channel.send(Frame.HELLO, token.encode(), timeout)
         except BaseException:
@@ -226,12 +234,13 @@ class Channel:
 class Listener:
     """Where one worker is to connect.
 
-    host: the address of this host that it can reach; peer: what errors call the worker.
+    host: the address of this host that it can reach; peer: what errors call the worker; takes:
+    which frames come from there.
     """
 
-    def __init__(self, host: str, peer: str) -> None:
+    def __init__(self, host: str, peer: str, *, takes: Collection[Frame] = FROM_WORKERS) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._peer = peer
+        self._peer, self._takes = peer, takes
         self._listener = socket.create_server((host, 0), family=family)
         self._listener.setblocking(False)
         self._token = secrets.token_hex(16)
@@ -255,7 +264,7 @@ class Listener:
                     if authentic is not None:
                         waiting.remove(connection)
                         if authentic:
-                            return Channel(connection, self._peer, _FROM_WORKERS)
+                            return Channel(connection, self._peer, self._takes)
                         connection.close()
                 if len(waiting) > _MAX_UNAUTHENTICATED:
                     waiting.pop(0).close()
