@@ -24,13 +24,13 @@ from support import tiny_qwen3, verl_source
 
 import wsync
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
-from wsync.messages.tcp_channel import Frame, Listener
+from wsync.messages.tcp_channel import FROM_TRAINERS, UPDATE, Frame, Listener
 
 if TYPE_CHECKING:
     from support.verl_cluster import Cluster
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]  # verl's and Ray's
-PLACE = "WSYNC_VERL_PACKAGES"
+PLACE = "WSYNC_VERL_PACKAGES"  # a folder that holds one of packages for each version
 SGLANG = "workers/rollout/sglang_rollout/async_sglang_server.py"
 VLLM = "workers/rollout/vllm_rollout/vllm_async_server.py"
 EXTENSION = "workers/rollout/vllm_rollout/utils.py"
@@ -41,7 +41,7 @@ def engine_class() -> Any:
     """The class, as verl's workers come by it."""
     if PLACE not in os.environ:
         pytest.skip(f"needs verl and Ray: `.ci/run verl` installs them and sets {PLACE}")
-    folder = os.environ[PLACE]
+    folder = str(Path(os.environ[PLACE], "verl091"))
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(Path(__file__).parent)])
     sys.path.insert(0, folder)
     from verl.checkpoint_engine import CheckpointEngineRegistry
@@ -56,11 +56,11 @@ def pair(engine_class: Any) -> Iterator[tuple[Any, Any]]:
     """A trainer's first rank and a rollout worker that have met."""
     trainer = engine_class(bucket_size=1 << 20, is_master=True, timeout=60.0)
     rollout = engine_class(bucket_size=1 << 20, timeout=60.0)
-    trainer._listener = Listener("127.0.0.1", "a rollout worker")
-    address = trainer._listener.address
-    meeting = threading.Thread(target=rollout.init_process_group, kwargs={"address": address})
+    rollout._listener = Listener("127.0.0.1", "the trainer", takes=FROM_TRAINERS)
+    address = rollout._listener.address
+    meeting = threading.Thread(target=rollout.init_process_group, kwargs={"servers": None})
     meeting.start()
-    trainer.init_process_group(address="", workers=1)
+    trainer.init_process_group(servers=[], rollouts=[address])
     meeting.join()
     yield trainer, rollout
     trainer.finalize()
@@ -131,20 +131,18 @@ def test_a_trainer_that_fails_tells_the_rollout_workers_why(pair: tuple[Any, Any
 def test_a_rollout_worker_that_is_gone_fails_the_trainer(pair: tuple[Any, Any]) -> None:
     trainer, rollout = pair
     rollout.finalize()
-    with pytest.raises(wsync.PeerClosedError, match="a rollout worker is gone"):
+    with pytest.raises(wsync.PeerClosedError, match=r"rollout worker at .* is gone"):
         asyncio.run(trainer.send_weights(iter(()), global_steps=3))
 
 
 def test_a_trainer_that_is_gone_fails_the_rollout_worker(pair: tuple[Any, Any]) -> None:
     trainer, rollout = pair
     trainer.finalize()
-    with pytest.raises(wsync.PeerClosedError, match=r"trainer at .* is gone"):
+    with pytest.raises(wsync.PeerClosedError, match="the trainer is gone"):
         list(rollout.receive_weights(global_steps=3))
 
 
 def test_another_step_is_refused(pair: tuple[Any, Any]) -> None:
-    from wsync.messages.tcp_channel import UPDATE
-
     trainer, rollout = pair
     trainer._say(Frame.BEGIN, UPDATE.pack(4, True))
     with pytest.raises(wsync.ProtocolError, match="sends step 4, not 3"):
@@ -283,8 +281,6 @@ def test_verls_adapter_of_vllm_only_records_the_step(
     adapter.use_shm, adapter._ensure_server_handle = False, lambda: True
     adapter.server_handle = SimpleNamespace(set_global_steps=Handle())
     trainer, rollout = pair
-    from wsync.messages.tcp_channel import UPDATE
-
     trainer._say(Frame.BEGIN, UPDATE.pack(3, True))
     trainer._say(Frame.COMMIT, b"")
     weights = rollout.receive_weights(global_steps=3)
@@ -396,5 +392,5 @@ def test_a_trainer_rank_that_dies_fails_the_rollout_workers(running: Running) ->
     sent, received = cluster.outcomes(40)
     assert all(isinstance(error, Exception) for error in sent)
     (error,) = received[:1]
-    assert isinstance(error, wsync.RemoteError) and "trainer at" in str(error)
+    assert isinstance(error, wsync.RemoteError) and "the trainer: " in str(error)
     assert tiny_qwen3.in_server(servers[0].url) == before

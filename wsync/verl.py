@@ -40,7 +40,14 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 import wsync
 from wsync.handles.sglang_http import HttpHandle
 from wsync.handles.vllm import VllmHandle, VllmServer
-from wsync.messages.tcp_channel import UPDATE, Channel, Frame, Listener
+from wsync.messages.tcp_channel import (
+    FROM_TRAINERS,
+    FROM_WORKERS,
+    UPDATE,
+    Channel,
+    Frame,
+    Listener,
+)
 
 _WHERE: Final = "checkpoint_engine.engine_kwargs.wsync"
 _MEETING_SECONDS: Final = 60.0
@@ -51,7 +58,7 @@ _ADAPTERS: Final = (".base_layer.", ".lora_A.", ".lora_B.", ".lora_embedding_")
 @dataclass(frozen=True)
 class Member:
     """What a process tells of itself before an update: its Ray actor, its node, the GPU it is on,
-    "" without one, and where the first trainer rank listens."""
+    "" without one, and where it listens, unless it is the first trainer rank."""
 
     actor: Any
     node: str
@@ -138,9 +145,9 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.finalize()  # of an update that has failed
         context = ray.get_runtime_context()
         address = ""
-        if self._is_master:
+        if not self._is_master:
             host = ray.util.get_node_ip_address().strip("[]")
-            self._listener = Listener(host, "a rollout worker")
+            self._listener = Listener(host, "the trainer", takes=FROM_TRAINERS)
             address = self._listener.address
         return Member(context.current_actor, context.get_node_id(), _gpu(), address)
 
@@ -169,48 +176,51 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             replicas.setdefault(number, []).append(rollout)
         servers = [_server(number) for number in replicas]
         offsets = _offsets(ranks, list(replicas.values()))
-        others = [0] * (actor_wg_world_size - 1)
+        addresses = [rollout.address for rollout in rollouts]
         trainer: dict[str, list[Any]] = {
-            "address": [""] * actor_wg_world_size,
-            "workers": [rollout_world_size, *others],
+            "rollouts": [addresses, *([[]] * (actor_wg_world_size - 1))],
             "servers": [servers] * actor_wg_world_size,
             "offsets": [offsets] * actor_wg_world_size,
         }
-        return trainer, {"address": [ranks[0].address] * rollout_world_size}
+        return trainer, {"servers": [None] * rollout_world_size}
 
     def init_process_group(
         self,
         *,
-        address: str,
-        workers: int = 0,
-        servers: Sequence[Server] = (),
+        servers: Sequence[Server] | None,
         offsets: Sequence[int] | None = None,
+        rollouts: Sequence[str] = (),
     ) -> None:
-        """Has the rollout workers meet the first trainer rank.
+        """Has the first trainer rank meet the rollout workers, which are told of no servers.
 
         Raises:
             DeadlineError, PeerClosedError: they do not.
         """
-        if address:
-            self._channels = [Channel.connect(address, _MEETING_SECONDS)]
-            return
-        self._servers = list(servers)
-        self._offsets = None if offsets is None else list(offsets)
-        if self._listener is not None:
-            for _ in range(workers):
-                self._channels.append(self._listener.accept(_MEETING_SECONDS))
-            self._listener.close()
-            self._listener = None
+        if servers is None:
+            assert self._listener is not None
+            self._channels = [self._listener.accept(_MEETING_SECONDS)]
+        else:
+            self._servers = list(servers)
+            self._offsets = None if offsets is None else list(offsets)
+            for address in rollouts:
+                channel = Channel.connect(
+                    address, _MEETING_SECONDS, peer="rollout worker", takes=FROM_WORKERS
+                )
+                self._channels.append(channel)
+        self._stop_listening()
 
     def finalize(self) -> None:
         """Ends an update: gives back the memory of whole tensors, and leaves the others."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self._stop_listening()
         for channel in self._channels:
             channel.close()
         self._channels = []
         self._kept.clear()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]] | Any, global_steps: int | None = None
