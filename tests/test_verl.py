@@ -10,6 +10,7 @@ import ast
 import asyncio
 import inspect
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ import torch
 from support import tiny_qwen3, verl_source
 
 import wsync
+import wsync.sglang
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
 from wsync.messages.tcp_channel import FROM_TRAINERS, UPDATE, Frame, Listener
 
@@ -84,6 +86,36 @@ def test_the_class_has_all_that_verls_base_class_demands(engine_class: Any) -> N
         assert [p.name for p in wanted if p.kind is not p.VAR_KEYWORD and p.name not in taken] == []
     engine = engine_class(bucket_size=3 << 20)
     assert engine._options.bucket_nbytes == 3 << 20
+
+
+def written_configurations() -> list[str]:
+    """The configurations that the guide and the module show."""
+    import wsync.verl
+
+    pages = (verl_source.GUIDE.read_text(encoding="utf-8"), wsync.verl.__doc__ or "")
+    return [re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0] for page in pages]
+
+
+def test_verl_takes_the_configuration_that_is_written_down(engine_class: Any) -> None:
+    import yaml
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.config import RolloutConfig
+
+    guide, docstring = written_configurations()
+    assert guide == docstring
+    rollout = omega_conf_to_dataclass({"name": "sglang", **yaml.safe_load(guide)}, RolloutConfig)
+    chosen = rollout.checkpoint_engine
+    assert chosen.custom_backend_module == engine_class.__module__
+    given = chosen.engine_kwargs[chosen.backend]
+    engine = CheckpointEngineRegistry.new(chosen.backend, bucket_size=1 << 20, **given)
+    assert type(engine) is engine_class and engine._options.deadline == 300
+    assert rollout.engine_kwargs == {
+        "sglang": {
+            "custom_weight_loader": [f"{wsync.sglang.load_weights.__module__}.load_weights"]
+        },
+        "vllm": {"worker_extension_cls": f"{engine_class.__module__}.WorkerExtension"},
+    }
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ checkpoint_engine:
   backend: wsync
   custom_backend_module: wsync.verl
   engine_kwargs:
-    wsync: {deadline: 300}              # what wsync.Options takes, and `timeout`
+    wsync: {deadline: 300}
 engine_kwargs:
   sglang:
     custom_weight_loader: [wsync.sglang.load_weights]
   vllm:
     worker_extension_cls: wsync.verl.WorkerExtension
 ```
+
+`engine_kwargs.wsync` has what `wsync.Options` takes, and `timeout` (see WsyncCheckpointEngine).
 
 Each trainer rank keeps its share of the whole tensors that verl gathers, and the ranks update the
 servers with one `wsync.Sync`.  verl's rollout workers, through which verl's own engines send, only

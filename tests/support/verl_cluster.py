@@ -33,13 +33,6 @@ from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
 TRAINER = "workers/engine_workers.py"
-# what wsync/README.md says that verl needs
-SHARDS = {
-    "effective_mode == 'delta_sharded'": (
-        "effective_mode == 'delta_sharded' or "
-        "getattr(self.checkpoint_engine, 'sends_shards', False)"
-    )
-}
 PATIENCE = 120.0
 _LOG = logging.getLogger(__name__)
 
@@ -81,7 +74,7 @@ class FSDPEngine:
 
 
 def _trainers(shards: bool) -> dict[str, Any]:
-    wanted: dict[str, Any] = {"update_weights": SHARDS if shards else {}}
+    wanted: dict[str, Any] = {"update_weights": verl_source.documented_change() if shards else {}}
     if not shards:
         wanted["execute_checkpoint_engine"] = {}
     known = {"register": register, "Dispatch": Dispatch}
