@@ -147,6 +147,51 @@ def test_replicas_are_near_on_the_trainers_gpus_or_remote() -> None:
     assert found == [2, 4, 4]
 
 
+def test_an_update_of_sglang_leaves_going_on_to_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its KV cache has memory again, what goes on would write to none."""
+    from wsync.verl import Server
+
+    asked = []
+
+    def request(self: object, method: str, path: str, *_: object) -> tuple[int, str]:
+        asked.append(path)
+        return 200, '{"status": "ok", "success": true, "tp_size": 1}'
+
+    monkeypatch.setattr("wsync.handles.sglang_http.HttpHandle.request", request)
+    handle = Server("sglang", "http://127.0.0.1:1").handle(60.0)
+    handle.pause("abort", 60.0)
+    handle.update_weights([b""], load_format=None, weight_version=3, timeout=60.0)
+    handle.resume(60.0)
+    update = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    assert asked == ["/server_info", "/pause_generation", *update]
+
+
+def test_an_update_of_vllm_leaves_pausing_and_going_on_to_verl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from wsync.verl import Server
+
+    asked = []
+
+    class Vllm:
+        name = "vllm"
+
+        def collective_rpc(self, method: str, args: object = ()) -> list[str]:
+            return ['{"rank": 0, "workers": 1, "engines": 1, "prefix_cache": true}']
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in ("pause_generation", "resume_generation", "reset_prefix_cache"):
+                raise AttributeError(name)
+            return lambda **_: asked.append(name)
+
+    monkeypatch.setattr("wsync.verl.VllmServer", lambda url: Vllm())
+    handle = Server("vllm", "http://127.0.0.1:1").handle(60.0)
+    handle.pause("abort", 60.0)
+    handle.flush(60.0)
+    handle.resume(60.0)
+    assert asked == ["reset_prefix_cache"]
+
+
 def test_a_trainer_that_fails_tells_the_rollout_workers_why(pair: tuple[Any, Any]) -> None:
     trainer, rollout = pair
 
