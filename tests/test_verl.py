@@ -257,6 +257,10 @@ class VeOmniEngine(FSDPEngine):
     pass
 
 
+class MegatronEngine(SimpleNamespace):
+    pass
+
+
 class OtherEngine(SimpleNamespace):
     pass
 
@@ -278,11 +282,25 @@ def test_training_engines_without_shards_to_send_are_refused() -> None:
     assert layout_of(FSDPEngine(module=plain)).names == ("weight", "bias")
 
 
+def test_a_megatron_engines_chunks_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wsync.verl import layout_of
+
+    monkeypatch.setattr("wsync.megatron.layout", lambda *given: given)
+    chunks = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    configured = SimpleNamespace(hf_config=object())
+    engine = MegatronEngine(module=chunks, peft_cls=None, model_config=configured)
+    assert layout_of(engine) == (chunks, configured.hf_config)
+
+
 def test_training_engines_are_called_so_in_verl() -> None:
     """The names by which they are told apart, and what is read of them."""
     for folder, name, reads in (
         ("fsdp", "FSDPEngine", ("self.module =", "def is_param_offload_enabled")),
-        ("megatron", "MegatronEngine", ("self.module =", "self.peft_cls", "self.model_config")),
+        (
+            "megatron",
+            "MegatronEngine",
+            ("self.module =", "self.peft_cls", "self.model_config.hf_config"),
+        ),
     ):
         path = f"workers/engine/{folder}/transformer_impl.py"
         assert verl_source.class_of(path, name)
