@@ -63,11 +63,12 @@ long fake_thread(void)
 static void write_line(int fd, bool with_thread, const char *format, va_list arguments)
 {
     char line[TEXT_NBYTES + NAME_NBYTES];
-    int length = snprintf(line, sizeof(line), "%ld ", (long)getpid());
+    int length;
 
     if (fd < 0) {
         return;
     }
+    length = snprintf(line, sizeof(line), "%ld ", (long)getpid());
     if (with_thread) {
         length +=
             snprintf(line + length, sizeof(line) - (size_t)length, "%ld ", fake_thread());
