@@ -16,6 +16,8 @@ enum {
     CONTROL_NBYTES = 4096,
     WORD_STRIDE = 64, /* a cache line of its own for each word */
     HALF_ALIGNMENT = 128,
+    /* Rounds that may be under way: the host is behind none, and asks rarely. */
+    AHEAD = WSYNC_NCCL_MAX_GROUPS / 2,
     HEX_NBYTES = 2 * sizeof(wsync_nccl_id_t) + 1,
 };
 
@@ -26,12 +28,12 @@ typedef enum word {
     WORD_READ,
 } word_t;
 
-/* The rounds of one parity. */
+/* The rounds of one parity, by their sequence numbers; 0: none. */
 typedef struct half {
-    wsync_nccl_transfer_t *transfers;
-    size_t capacity;
-    uint64_t moving;   /* sequence number of the last round that had messages; 0: none */
-    uint64_t received; /* the same of the last one that received */
+    uint64_t moving;   /* the last that had messages */
+    uint64_t received; /* the last that received */
+    /* The stream that waits for `moving` to move, so that all it is given later does. */
+    const wsync_stream_t *waiter;
 } half_t;
 
 typedef struct nccl {
@@ -44,6 +46,11 @@ typedef struct nccl {
     uint64_t recv_nbytes;
     int timeout_ms;
     half_t halves[2];
+    const wsync_stream_t *poster; /* the stream that rounds of this update are posted on */
+    wsync_nccl_transfer_t *transfers; /* of the round that is posted */
+    size_t capacity;
+    uint64_t posted[WSYNC_NCCL_MAX_GROUPS]; /* the last rounds with messages */
+    uint64_t posted_count;                  /* of all of them */
 } nccl_t;
 
 static const char name[] = "exchange";
@@ -251,15 +258,40 @@ static wsync_status_t await_moved(nccl_t *self, uint32_t round, uint64_t sequenc
     }
 }
 
+/* Whether the stream that packs the next round of this half waits for the last one itself.
+ */
+static bool is_ordered(const nccl_t *self, const half_t *half)
+{
+    return half->moving > self->base.base && half->waiter != NULL &&
+           half->waiter == self->poster;
+}
+
+/* Keeps the host less than AHEAD groups ahead; it looks once for half as many. */
+static wsync_status_t await_room(nccl_t *self, uint32_t round, int64_t deadline_ms,
+                                 wsync_error_t *err)
+{
+    const uint64_t count = self->posted_count;
+    const uint64_t moved = wsync_event_query(event_of(self, WORD_MOVED));
+
+    if (count < AHEAD || self->posted[(count - AHEAD) % WSYNC_NCCL_MAX_GROUPS] <= moved) {
+        return wsync_nccl_communicator_check(self->communicator, err);
+    }
+    return await_moved(self, round,
+                       self->posted[(count - AHEAD / 2) % WSYNC_NCCL_MAX_GROUPS],
+                       deadline_ms, err);
+}
+
 static wsync_status_t nccl_acquire(wsync_comm_t *comm, uint32_t round, int64_t deadline_ms,
                                    wsync_error_t *err)
 {
     nccl_t *self = own(comm);
     half_t *half = &self->halves[wsync_comm_sequence(comm, round) & 1];
-    const wsync_status_t status =
-        half->moving != 0 ? await_moved(self, round, half->moving, deadline_ms, err)
-                          : wsync_nccl_communicator_check(self->communicator, err);
+    wsync_status_t status;
 
+    if (half->moving == 0 || is_ordered(self, half)) {
+        return await_room(self, round, deadline_ms, err);
+    }
+    status = await_moved(self, round, half->moving, deadline_ms, err);
     half->moving = status == WSYNC_OK ? 0 : half->moving;
     return status;
 }
@@ -329,21 +361,24 @@ static wsync_status_t nccl_post(wsync_comm_t *comm, uint32_t round, wsync_stream
     half_t *half = &self->halves[sequence & 1];
     wsync_nccl_group_t group = {.end = {event_of(self, WORD_MOVED), sequence},
                                 .round = round};
+    wsync_nccl_transfer_t *transfers;
     wsync_status_t status = WSYNC_OK;
     bool sends;
     bool receives;
     const size_t limit = transfer_limit(self, round, &sends, &receives);
 
+    self->poster = stream;
     if (limit == 0) {
         return wsync_nccl_communicator_check(self->communicator, err);
     }
-    group.transfers = wsync_array_reserve(half->transfers, &half->capacity, limit,
-                                          sizeof(*half->transfers));
-    if (group.transfers == NULL) {
+    transfers =
+        wsync_array_reserve(self->transfers, &self->capacity, limit, sizeof(*transfers));
+    if (transfers == NULL) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, name, "round %u: no memory", round);
     }
-    half->transfers = (wsync_nccl_transfer_t *)group.transfers;
-    group.count = list_transfers(self, round, half->transfers);
+    self->transfers = transfers;
+    group.transfers = transfers;
+    group.count = list_transfers(self, round, transfers);
     if (sends) {
         group.begins[0] = (wsync_nccl_point_t){event_of(self, WORD_PACKED), sequence};
         status = wsync_stream_record(stream, group.begins[0].event, sequence, err);
@@ -356,6 +391,8 @@ static wsync_status_t nccl_post(wsync_comm_t *comm, uint32_t round, wsync_stream
     }
     half->moving = sequence;
     half->received = receives ? sequence : half->received;
+    half->waiter = NULL;
+    self->posted[self->posted_count++ % WSYNC_NCCL_MAX_GROUPS] = sequence;
     return status;
 }
 
@@ -364,20 +401,23 @@ static wsync_status_t nccl_wait(wsync_comm_t *comm, uint32_t round, wsync_stream
 {
     nccl_t *self = own(comm);
     const uint64_t sequence = wsync_comm_sequence(comm, round);
+    half_t *half = &self->halves[sequence & 1];
     wsync_status_t status = wsync_nccl_communicator_check(self->communicator, err);
 
     /* What was sent is waited for as well: who has synchronised the stream may give staging
-     * back. */
-    if (status != WSYNC_OK || self->halves[sequence & 1].moving != sequence) {
+     * back, and what it packs two rounds later does not meet what is still sent. */
+    if (status != WSYNC_OK || half->moving != sequence) {
         return status;
     }
     if (wsync_stream_ahead(stream) == 0) {
         return await_moved(self, round, sequence, deadline_ms, err);
     }
     status = wsync_nccl_communicator_begun(self->communicator, round, deadline_ms, err);
-    return status == WSYNC_OK
-               ? wsync_stream_wait(stream, event_of(self, WORD_MOVED), sequence, err)
-               : status;
+    if (status == WSYNC_OK) {
+        status = wsync_stream_wait(stream, event_of(self, WORD_MOVED), sequence, err);
+    }
+    half->waiter = status == WSYNC_OK ? stream : NULL;
+    return status;
 }
 
 static wsync_status_t nccl_release(wsync_comm_t *comm, uint32_t round,
@@ -430,8 +470,7 @@ static void nccl_destroy(wsync_comm_t *comm)
     wsync_memory_destroy(self->staging);
     /* Streams that still have to record retain it. */
     wsync_memory_destroy(self->control);
-    free(self->halves[0].transfers);
-    free(self->halves[1].transfers);
+    free(self->transfers);
     free(self);
 }
 

@@ -6,21 +6,27 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "core/base/array.h"
 #include "device/cuda.h"
 #include "device/deadline.h"
 
 enum {
-    QUEUE = 8, /* groups that have been given to the thread and have not moved */
-    LOOK_MS = 1,
+    QUEUE = WSYNC_NCCL_MAX_GROUPS,
+    LOOK_MS = 10, /* how often a group that moves is looked after */
     IDLE_MS = 1000,
-    SETTLE_NS = 100 * 1000,
+    ASKS = 3, /* how often NCCL is asked at once whether it is done */
+    PAUSE_NS = 20 * 1000,
+    SLACK_NS = 1000, /* by which pauses may be longer */
+    MAX_PAUSE_NS = 1000 * 1000,
     CLOSE_MS = 30 * 1000, /* how long NCCL may take to abort */
     /* What NCCL may take of the GPU, beside which an engine or a backward pass may run. */
     MAX_CTAS = 16,
     RANKS_NBYTES = 128, /* of a list of ranks in a message */
+    WHAT_NBYTES = RANKS_NBYTES + 64,
 };
 
 struct wsync_nccl_communicator {
@@ -41,7 +47,9 @@ struct wsync_nccl_communicator {
 
     pthread_mutex_t mutex; /* guards what follows */
     pthread_cond_t changed;
-    wsync_nccl_group_t groups[QUEUE];
+    wsync_nccl_group_t groups[QUEUE]; /* of which the thread reads the oldest without it */
+    wsync_nccl_transfer_t *lists[QUEUE]; /* of their transfers */
+    size_t capacities[QUEUE];
     uint64_t submitted; /* groups that the thread was given, */
     uint64_t enqueued;  /* has given to NCCL, */
     uint64_t passed;    /* and has seen to have moved */
@@ -70,13 +78,17 @@ static bool is_closing(wsync_nccl_communicator_t *self)
 
 /* --- the thread ----------------------------------------------------------------------- */
 
+static bool has_come(const wsync_nccl_point_t *point)
+{
+    return point->event.memory == NULL || wsync_event_query(point->event) >= point->value;
+}
+
 /* The other ranks of a group's transfers, as " 1 4 7"; as many as fit. */
-static void write_ranks(const wsync_nccl_communicator_t *self,
-                        const wsync_nccl_group_t *group, char text[RANKS_NBYTES])
+static void list_ranks(const wsync_nccl_communicator_t *self,
+                       const wsync_nccl_group_t *group, char text[RANKS_NBYTES])
 {
     size_t used = 0;
 
-    text[0] = '\0';
     for (uint32_t rank = 0; rank < self->rank_count; rank++) {
         bool found = false;
 
@@ -95,7 +107,18 @@ static void write_ranks(const wsync_nccl_communicator_t *self,
     }
 }
 
-static wsync_status_t fail_late(const wsync_nccl_communicator_t *self,
+static void write_ranks(wsync_nccl_communicator_t *self, const wsync_nccl_group_t *group,
+                        char text[RANKS_NBYTES])
+{
+    text[0] = '\0';
+    (void)pthread_mutex_lock(&self->mutex);
+    if (!has_come(&group->end)) { /* else another group may have the list now */
+        list_ranks(self, group, text);
+    }
+    (void)pthread_mutex_unlock(&self->mutex);
+}
+
+static wsync_status_t fail_late(wsync_nccl_communicator_t *self,
                                 const wsync_nccl_group_t *group, wsync_error_t *err)
 {
     char ranks[RANKS_NBYTES];
@@ -107,33 +130,68 @@ static wsync_status_t fail_late(const wsync_nccl_communicator_t *self,
         group->round, self->rank, ranks, self->timeout_ms / 1000);
 }
 
+/* What was attempted, for messages: a group, or (NULL) to meet. */
+static void describe(wsync_nccl_communicator_t *self, const wsync_nccl_group_t *group,
+                     char text[WHAT_NBYTES])
+{
+    char ranks[RANKS_NBYTES];
+
+    if (group == NULL) {
+        (void)snprintf(text, WHAT_NBYTES, "rank %u of %u", self->rank, self->rank_count);
+        return;
+    }
+    write_ranks(self, group, ranks);
+    (void)snprintf(text, WHAT_NBYTES, "round %u: rank %u with ranks%s", group->round,
+                   self->rank, ranks);
+}
+
+/* OK if the call went well; else its error, with what was attempted. */
+static wsync_status_t check(wsync_nccl_communicator_t *self, wsync_nccl_result_t result,
+                            const char *call, const wsync_nccl_group_t *group,
+                            wsync_error_t *err)
+{
+    char what[WHAT_NBYTES];
+
+    if (result == WSYNC_NCCL_SUCCESS) {
+        return WSYNC_OK;
+    }
+    describe(self, group, what);
+    return wsync_nccl_check(self->library, result, call, err, "%s", what);
+}
+
 /* Waits until NCCL has done what it was asked for; only this may be called meanwhile. */
 static wsync_status_t settle(wsync_nccl_communicator_t *self, const char *call,
-                             const char *what, int64_t deadline_ms, wsync_error_t *err)
+                             const wsync_nccl_group_t *group, int64_t deadline_ms,
+                             wsync_error_t *err)
 {
-    const struct timespec pause = {.tv_nsec = SETTLE_NS};
+    struct timespec pause = {.tv_nsec = PAUSE_NS};
+    char what[WHAT_NBYTES];
 
-    for (;;) {
+    for (unsigned asked = 1;; asked++) {
         wsync_nccl_result_t state = WSYNC_NCCL_SUCCESS;
         const wsync_nccl_result_t result =
             self->library->comm_get_async_error(self->comm, &state);
 
         if (result != WSYNC_NCCL_SUCCESS) {
-            return wsync_nccl_check(self->library, result, "ncclCommGetAsyncError", err,
-                                    "%s", what);
+            return check(self, result, "ncclCommGetAsyncError", group, err);
         }
         if (state != WSYNC_NCCL_IN_PROGRESS) {
-            return wsync_nccl_check(self->library, state, call, err, "%s", what);
+            return check(self, state, call, group, err);
+        }
+        if (asked < ASKS) {
+            continue;
         }
         if (is_closing(self)) {
             return fail_closing(err);
         }
         if (wsync_clock_ms() >= deadline_ms) {
+            describe(self, group, what);
             return wsync_fail(err, WSYNC_ERR_CLOSED, 0, call,
                               "%s: %s is not done after %d s", what, call,
                               self->timeout_ms / 1000);
         }
         (void)nanosleep(&pause, NULL);
+        pause.tv_nsec = pause.tv_nsec < MAX_PAUSE_NS / 2 ? 2 * pause.tv_nsec : MAX_PAUSE_NS;
     }
 }
 
@@ -147,9 +205,7 @@ static wsync_status_t meet(wsync_nccl_communicator_t *self, wsync_error_t *err)
 {
     wsync_nccl_config_t config = WSYNC_NCCL_CONFIG_INIT;
     wsync_nccl_result_t result;
-    char what[64];
 
-    (void)snprintf(what, sizeof(what), "rank %u of %u", self->rank, self->rank_count);
     config.blocking = 0;
     config.min_ctas = 1;
     config.max_ctas = MAX_CTAS;
@@ -157,11 +213,10 @@ static wsync_status_t meet(wsync_nccl_communicator_t *self, wsync_error_t *err)
     result = self->library->comm_init(&self->comm, (int)self->rank_count, self->id,
                                       (int)self->rank, &config);
     if (!accepted(result)) {
-        return wsync_nccl_check(self->library, result, "ncclCommInitRankConfig", err, "%s",
-                                what);
+        return check(self, result, "ncclCommInitRankConfig", NULL, err);
     }
     /* Who waits for this has a deadline of its own, and closes. */
-    return settle(self, "ncclCommInitRankConfig", what, INT64_MAX, err);
+    return settle(self, "ncclCommInitRankConfig", NULL, INT64_MAX, err);
 }
 
 static wsync_nccl_result_t begin_transfer(const wsync_nccl_communicator_t *self,
@@ -192,24 +247,18 @@ static wsync_status_t begin_transfers(wsync_nccl_communicator_t *self,
     const wsync_nccl_library_t *library = self->library;
     wsync_nccl_result_t result = library->group_start();
     wsync_nccl_result_t last;
-    char ranks[RANKS_NBYTES];
-    char what[RANKS_NBYTES + 64];
 
-    write_ranks(self, group, ranks);
-    (void)snprintf(what, sizeof(what), "round %u: rank %u with ranks%s", group->round,
-                   self->rank, ranks);
     if (!accepted(result)) {
-        return wsync_nccl_check(library, result, "ncclGroupStart", err, "%s", what);
+        return check(self, result, "ncclGroupStart", group, err);
     }
     for (size_t i = 0; i < group->count && accepted(result); i++) {
         result = begin_transfer(self, &group->transfers[i]);
     }
     last = library->group_end();
     if (!accepted(result) || !accepted(last)) {
-        return wsync_nccl_check(library, accepted(result) ? last : result, "ncclGroupEnd",
-                                err, "%s", what);
+        return check(self, accepted(result) ? last : result, "ncclGroupEnd", group, err);
     }
-    return settle(self, "ncclGroupEnd", what, wsync_clock_ms() + self->timeout_ms, err);
+    return settle(self, "ncclGroupEnd", group, wsync_clock_ms() + self->timeout_ms, err);
 }
 
 static wsync_status_t run_group(wsync_nccl_communicator_t *self,
@@ -232,11 +281,6 @@ static wsync_status_t run_group(wsync_nccl_communicator_t *self,
                : status;
 }
 
-static bool has_come(const wsync_nccl_point_t *point)
-{
-    return point->event.memory == NULL || wsync_event_query(point->event) >= point->value;
-}
-
 /* Looks after the oldest group that has not moved. */
 static wsync_status_t watch(wsync_nccl_communicator_t *self,
                             const wsync_nccl_group_t *group, wsync_error_t *err)
@@ -244,17 +288,14 @@ static wsync_status_t watch(wsync_nccl_communicator_t *self,
     wsync_nccl_result_t state = WSYNC_NCCL_SUCCESS;
     wsync_nccl_result_t result;
     const int64_t now = wsync_clock_ms();
-    char what[32];
 
     if (has_come(&group->end)) {
         return WSYNC_OK;
     }
-    (void)snprintf(what, sizeof(what), "round %u", group->round);
     result = self->library->comm_get_async_error(self->comm, &state);
     if (result != WSYNC_NCCL_SUCCESS || !accepted(state)) {
-        return wsync_nccl_check(self->library,
-                                result != WSYNC_NCCL_SUCCESS ? result : state,
-                                "ncclCommGetAsyncError", err, "%s", what);
+        return check(self, result != WSYNC_NCCL_SUCCESS ? result : state,
+                     "ncclCommGetAsyncError", group, err);
     }
     if (self->begun_ms == 0 && has_come(&group->begins[0]) && has_come(&group->begins[1])) {
         self->begun_ms = now;
@@ -345,6 +386,7 @@ static void *thread_main(void *context)
     wsync_error_t err = {0};
     wsync_status_t status = wsync_cuda_enter(device, &err);
 
+    (void)prctl(PR_SET_TIMERSLACK, SLACK_NS);
     if (status == WSYNC_OK) {
         status = serve(self, &err);
         /* Before anything is given up: who sees an event then, sees this, too. */
@@ -375,6 +417,9 @@ static bool free_communicator(wsync_nccl_communicator_t *self)
 
     (void)pthread_cond_destroy(&self->changed);
     (void)pthread_mutex_destroy(&self->mutex);
+    for (size_t i = 0; i < QUEUE; i++) {
+        free(self->lists[i]);
+    }
     free(self);
     return dry;
 }
@@ -423,6 +468,7 @@ wsync_status_t wsync_nccl_communicator_create(const wsync_nccl_library_t *librar
         return wsync_fail(err, WSYNC_ERR_OS, code, "pthread_create", "pthread_create: %s",
                           strerror(code));
     }
+    (void)pthread_setname_np(made->thread, "wsync-nccl");
     *communicator = made;
     return WSYNC_OK;
 }
@@ -460,6 +506,26 @@ wsync_status_t wsync_nccl_communicator_meet(wsync_nccl_communicator_t *communica
     return status;
 }
 
+/* Keeps a group in the queue; with the mutex. */
+static wsync_status_t keep(wsync_nccl_communicator_t *self, const wsync_nccl_group_t *group,
+                           wsync_error_t *err)
+{
+    const size_t at = self->submitted % QUEUE;
+    wsync_nccl_transfer_t *list = wsync_array_reserve(
+        self->lists[at], &self->capacities[at], group->count, sizeof(*list));
+
+    if (list == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, name, "round %u: no memory",
+                          group->round);
+    }
+    memcpy(list, group->transfers, group->count * sizeof(*list));
+    self->lists[at] = list;
+    self->groups[at] = *group;
+    self->groups[at].transfers = list;
+    self->submitted++;
+    return WSYNC_OK;
+}
+
 wsync_status_t wsync_nccl_communicator_submit(wsync_nccl_communicator_t *communicator,
                                               const wsync_nccl_group_t *group,
                                               wsync_error_t *err)
@@ -476,7 +542,7 @@ wsync_status_t wsync_nccl_communicator_submit(wsync_nccl_communicator_t *communi
         status = wsync_fail(err, WSYNC_ERR_STATE, 0, name,
                             "round %u: %d groups have not moved", group->round, QUEUE);
     } else if (status == WSYNC_OK) {
-        self->groups[self->submitted++ % QUEUE] = *group;
+        status = keep(self, group, err);
         (void)pthread_cond_broadcast(&self->changed);
     }
     (void)pthread_mutex_unlock(&self->mutex);

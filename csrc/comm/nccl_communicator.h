@@ -32,10 +32,12 @@ typedef struct wsync_nccl_point {
     uint64_t value;
 } wsync_nccl_point_t;
 
-enum { WSYNC_NCCL_MAX_BEGINS = 2 };
+enum {
+    WSYNC_NCCL_MAX_BEGINS = 2,
+    WSYNC_NCCL_MAX_GROUPS = 16, /* that were submitted and have not moved */
+};
 
-/* Transfers that need each other, so that they are begun together.  Their list is borrowed
- * until `end` has come or the communicator is closed. */
+/* Transfers that need each other, so that they are begun together. */
 typedef struct wsync_nccl_group {
     const wsync_nccl_transfer_t *transfers;
     size_t count;
@@ -57,7 +59,8 @@ wsync_status_t wsync_nccl_communicator_create(const wsync_nccl_library_t *librar
 /* Waits until all ranks have met.  TIMEOUT; can be repeated. */
 wsync_status_t wsync_nccl_communicator_meet(wsync_nccl_communicator_t *communicator,
                                             int64_t deadline_ms, wsync_error_t *err);
-/* Has the thread begin a group after those that it was given before. */
+/* Has the thread begin a group, which is copied, after those that it was given before.
+ * STATE: as many as there may be have not moved. */
 wsync_status_t wsync_nccl_communicator_submit(wsync_nccl_communicator_t *communicator,
                                               const wsync_nccl_group_t *group,
                                               wsync_error_t *err);
