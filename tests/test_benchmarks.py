@@ -1,4 +1,4 @@
-"""The benchmark that needs a GPU, run dry: it has to work on the day that there is one."""
+"""Benchmarks that need GPUs, run dry: they have to work on the day that there are some."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support import fakecuda
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def benchmark(folder: Path, **environment: str) -> tuple[str, list[dict[str, object]]]:
-    """What `python -m benchmarks gpu` in the repository root prints, and its rows."""
+def benchmark(name: str, folder: Path, **environment: str) -> tuple[str, list[dict[str, object]]]:
+    """What `python -m benchmarks NAME` in the repository root prints, and its rows."""
     file = folder / "rows.json"
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     done = subprocess.run(
-        [sys.executable, "-B", "-m", "benchmarks", "gpu", "--layers", "1", "--json", str(file)],
+        [sys.executable, "-B", "-m", "benchmarks", name, "--layers", "1", "--json", str(file)],
         env={**inherited, **environment},
         capture_output=True,
         text=True,
@@ -31,7 +32,7 @@ def benchmark(folder: Path, **environment: str) -> tuple[str, list[dict[str, obj
 
 
 def test_every_part_runs_and_checks_its_bytes_without_a_gpu(tmp_path: Path) -> None:
-    text, rows = benchmark(tmp_path, **fakecuda.logged(tmp_path))
+    text, rows = benchmark("gpu", tmp_path, **fakecuda.logged(tmp_path))
     assert "a dry run: the figures say nothing" in text
     parts = [str(row["case"]).partition(":")[0] for row in rows]
     assert set(parts) == {"memory", "order", "copy", "quantise", "update"}
@@ -39,7 +40,7 @@ def test_every_part_runs_and_checks_its_bytes_without_a_gpu(tmp_path: Path) -> N
 
 
 def test_without_a_driver_it_says_why_it_measures_nothing(tmp_path: Path) -> None:
-    text, rows = benchmark(tmp_path, WSYNC_CUDA_LIB="/nowhere/libcuda.so.1")
+    text, rows = benchmark("gpu", tmp_path, WSYNC_CUDA_LIB="/nowhere/libcuda.so.1")
     assert "/nowhere/libcuda.so.1" in text
     assert rows == []
 
@@ -116,3 +117,16 @@ def test_warnings_of_third_parties_are_not_shown() -> None:
     )
     lines = done.stderr.splitlines()
     assert [line.rpartition(" of ")[2] for line in lines] == ["torchless", "benchmarks.update"]
+
+
+def test_rounds_by_nccl_are_verified_and_counted_without_a_gpu(tmp_path: Path) -> None:
+    text, rows = benchmark("nccl", tmp_path, WSYNC_CUDA_LIB="/nowhere/libcuda.so.1")
+    assert "nccl: 4 played GPUs and a played NCCL; a dry run" in text
+    assert len(rows) == 6
+    assert all(row["verified"] and row["dry"] for row in rows)
+    hosts = [row for row in rows if "processor" in str(row["case"])]
+    assert [row["calls"] for row in hosts] == [pytest.approx(5, abs=0.1)] * 3
+    assert [row["repeated_nbytes"] for row in hosts] == [0, 0, 0]
+    # what two want is there once more, what all want twice more
+    again = [int(str(row["peer_repeated_nbytes"])) for row in hosts]
+    assert again[0] == 0 < 4 * again[1] == again[2]

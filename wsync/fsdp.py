@@ -20,15 +20,6 @@ On all ranks:
 >>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
 ...     train_step(model)
 ...     report = sync.update(version=1)
-
-On all ranks:
-
->>> for part in (*model.model.layers, model):
-...     _ = fully_shard(part)
->>> layout = wsync.fsdp.layout(model)
->>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
-...     train_step(model)
-...     report = sync.update(version=1)
 """
 
 from __future__ import annotations
