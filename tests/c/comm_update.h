@@ -117,7 +117,27 @@ static inline void update_rank(member_t *m, wsync_comm_t *comm, const wsync_plan
     }
 }
 
-/* Makes what a rank has, and runs its updates.  The exchange is new, and destroyed. */
+/* Makes what a rank has. */
+static inline void open_member(member_t *m)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_memory_create(m->device, 2ULL * TENSORS * PART, &m->parameters, &err),
+             err);
+    CHECK_OK(wsync_memory_create(m->device, 1 << 20, &m->ring, &err), err);
+    CHECK_OK(wsync_stream_create(m->device, 1, &m->stream, &err), err);
+    m->buffer = (wsync_span_t){m->parameters->data, 2ULL * TENSORS * PART};
+    m->rings[m->rank] = (wsync_span_t){m->ring->data, 1 << 20};
+}
+
+static inline void close_member(member_t *m)
+{
+    wsync_stream_destroy(m->stream);
+    wsync_memory_destroy(m->parameters);
+    wsync_memory_destroy(m->ring);
+}
+
+/* Runs a rank's updates.  The exchange is new, and destroyed. */
 static inline void run_updates(member_t *m, wsync_comm_t *comm,
                                const char *const *addresses)
 {
@@ -127,20 +147,13 @@ static inline void run_updates(member_t *m, wsync_comm_t *comm,
         make_plan(m->rank, m->rank_count, m->worker_count, m->round_nbytes * 3 / 4);
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_memory_create(m->device, 2ULL * TENSORS * PART, &m->parameters, &err),
-             err);
-    CHECK_OK(wsync_memory_create(m->device, 1 << 20, &m->ring, &err), err);
-    CHECK_OK(wsync_stream_create(m->device, 1, &m->stream, &err), err);
-    m->buffer = (wsync_span_t){m->parameters->data, 2ULL * TENSORS * PART};
-    m->rings[m->rank] = (wsync_span_t){m->ring->data, 1 << 20};
+    open_member(m);
     CHECK_OK(wsync_comm_connect(comm, addresses, PATIENT_MS, &err), err);
     for (uint64_t update = 0; update < UPDATES; update++) {
         update_rank(m, comm, update % 2 ? finer : plan, update);
     }
     wsync_comm_destroy(comm); /* others may still be reading their last round */
-    wsync_stream_destroy(m->stream);
-    wsync_memory_destroy(m->parameters);
-    wsync_memory_destroy(m->ring);
+    close_member(m);
     wsync_plan_destroy(plan);
     wsync_plan_destroy(finer);
 }

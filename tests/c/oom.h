@@ -17,11 +17,15 @@ void *__wrap_calloc(size_t count, size_t nbytes);
 void *__wrap_realloc(void *memory, size_t nbytes);
 void __wrap_free(void *memory);
 
-static atomic_long oom_left = -1; /* allocations until one fails; negative: none fails */
-static atomic_long oom_live;      /* blocks that are allocated */
+static atomic_long oom_left = -1;  /* allocations until one fails; negative: none fails */
+static atomic_long oom_live;       /* blocks that are allocated */
+static atomic_long oom_made;       /* allocations, also of blocks that grow */
+static _Thread_local long oom_own; /* the same by this thread */
 
 static bool oom_strikes(void)
 {
+    atomic_fetch_add(&oom_made, 1);
+    oom_own++;
     return atomic_load(&oom_left) >= 0 && atomic_fetch_sub(&oom_left, 1) == 0;
 }
 
