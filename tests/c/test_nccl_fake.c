@@ -867,9 +867,6 @@ static void register_memory(nccl_rank_t *rank)
     NCCL(nccl->comm_deregister(rank->comm, handle));
     CHECK_EQ(nccl->comm_deregister(rank->comm, handle), WSYNC_NCCL_INVALID_ARGUMENT);
     check_misuse("ncclCommDeregister: nothing was there");
-    NCCL(nccl->comm_suspend(rank->comm, WSYNC_NCCL_SUSPEND_MEMORY));
-    CHECK_EQ(begin_send(rank, 0, 1, 0), WSYNC_NCCL_INVALID_USAGE);
-    NCCL(nccl->comm_resume(rank->comm));
     NCCL(nccl->mem_free(data));
     CHECK_EQ(nccl->mem_free(data), WSYNC_NCCL_INVALID_ARGUMENT);
     check_misuse("ncclMemFree: nothing was there");
@@ -879,6 +876,45 @@ static void register_memory(nccl_rank_t *rank)
 TEST(memory_and_registrations_are_counted)
 {
     run_ranks(1, register_memory);
+}
+
+/* Neither rank gets further alone. */
+static void suspend(nccl_rank_t *rank)
+{
+    const wsync_nccl_library_t *nccl;
+    int result = 0;
+
+    rank_start(rank);
+    nccl = rank->nccl;
+    if (rank->rank == 1) {
+        meet(rank);
+    }
+    CHECK_EQ(nccl->comm_suspend(rank->comm, WSYNC_NCCL_SUSPEND_MEMORY),
+             WSYNC_NCCL_IN_PROGRESS);
+    if (rank->rank == 0) {
+        for (int poll = 0; poll < 5; poll++) {
+            NCCL(nccl->comm_get_async_error(rank->comm, &result));
+            CHECK_EQ(result, WSYNC_NCCL_IN_PROGRESS);
+        }
+        CHECK_EQ(nccl_census().suspended, 0);
+        meet(rank);
+    }
+    NCCL(settle(rank));
+    CHECK_EQ(nccl_census().suspended, 1);
+    CHECK_EQ(begin_send(rank, 0, 1, 0), WSYNC_NCCL_INVALID_USAGE);
+    CHECK_EQ(nccl->comm_suspend(rank->comm, WSYNC_NCCL_SUSPEND_MEMORY),
+             WSYNC_NCCL_INVALID_USAGE);
+    check_misuse("ncclCommSuspend: twice, or with work under way");
+    CHECK_EQ(nccl->comm_resume(rank->comm), WSYNC_NCCL_IN_PROGRESS);
+    NCCL(settle(rank));
+    exchange_two_messages(rank);
+    drain(rank);
+    rank_close(rank);
+}
+
+TEST(communicators_are_suspended_together)
+{
+    run_ranks(2, suspend);
 }
 
 static void lose_device(nccl_rank_t *rank)
@@ -974,7 +1010,7 @@ TEST(the_environment_is_read_and_the_end_is_counted)
     CHECK_HAS(text, " ncclGetVersion\n");
     CHECK_HAS(text, " config 0 1 8\n");
     CHECK_HAS(text, " ncclSend\n");
-    CHECK_HAS(text, " census 1 0 0 1 0\n");
+    CHECK_HAS(text, " census 1 0 0 1 0 0\n");
     CHECK_EQ(unlink(path), 0);
     (void)close(fd);
 }

@@ -330,6 +330,20 @@ static int progress_init(struct wsync_nccl_comm *comm)
     return result;
 }
 
+/* Whether all ranks have come as far as this one. */
+static bool has_turned(struct wsync_nccl_comm *comm)
+{
+    const fake_member_t *members = comm->world->members;
+
+    for (int i = 0; i < comm->rank_count; i++) {
+        if (atomic_load(&members[i].turns) < atomic_load(&members[comm->rank].turns)) {
+            return false;
+        }
+    }
+    comm->turning = false;
+    return true;
+}
+
 int fake_progress(struct wsync_nccl_comm *comm)
 {
     int result = atomic_load(&comm->error);
@@ -345,7 +359,8 @@ int fake_progress(struct wsync_nccl_comm *comm)
         return WSYNC_NCCL_IN_PROGRESS;
     }
     if ((comm->finalized && atomic_load(&comm->ended) < comm->submitted) ||
-        (comm->revoked && atomic_load(&comm->ended) < atomic_load(&comm->begun))) {
+        (comm->revoked && atomic_load(&comm->ended) < atomic_load(&comm->begun)) ||
+        (comm->turning && !has_turned(comm))) {
         return WSYNC_NCCL_IN_PROGRESS;
     }
     if (comm->busy && comm->group != NULL) {
@@ -538,6 +553,16 @@ long fake_communicators(void)
 
     for (const struct wsync_nccl_comm *at = comms; at != NULL; at = at->next) {
         count += !at->freed;
+    }
+    return count;
+}
+
+long fake_suspended(void)
+{
+    long count = 0;
+
+    for (const struct wsync_nccl_comm *at = comms; at != NULL; at = at->next) {
+        count += !at->freed && at->suspended && !at->turning;
     }
     return count;
 }

@@ -288,6 +288,13 @@ static int set_suspended(struct wsync_nccl_comm *comm, const char *call, bool su
                                  "%s: twice, or with work under way", call);
         } else {
             comm->suspended = suspended;
+            atomic_fetch_add(&comm->world->members[comm->rank].turns, 1);
+            if (!comm->blocking) {
+                comm->turning = true;
+                comm->busy = true;
+                comm->polls = atomic_load(&fake_settings.polls);
+                result = WSYNC_NCCL_IN_PROGRESS;
+            }
         }
         fake_let_go(comm);
     }

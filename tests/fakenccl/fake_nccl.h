@@ -48,6 +48,7 @@ typedef struct fake_member {
     int version;
     int rank_count;
     uint8_t uuid[FAKE_UUID_NBYTES];
+    atomic_long turns; /* suspended, resumed */
 } fake_member_t;
 
 /* What the ranks share. */
@@ -101,6 +102,7 @@ struct wsync_nccl_comm {
     bool finalized;
     bool revoked;
     bool suspended;
+    bool turning; /* until all ranks have been suspended, or resumed, as often */
     bool freed;
     long owner;  /* thread that has made it */
     long holder; /* thread that has a group open, or is in a call; 0 */
@@ -167,6 +169,7 @@ void fake_await(const struct wsync_nccl_comm *comm, bool all);
 /* The hooks of tests/fakecuda, or NULL. */
 void *fake_driver_symbol(const char *name);
 long fake_communicators(void);
+long fake_suspended(void);
 long fake_works(void);
 
 /* --- group.c --- */

@@ -14,7 +14,8 @@
  * A send takes its place only when the receive is there; if that has another size, or one
  * side is in a collective operation and the other is not, or in another one, both wait
  * until they are aborted.  So does a send to a rank that waits for another one first.
- * Equal GPUs and unequal versions are refused.
+ * Equal GPUs and unequal versions are refused.  A communicator is suspended, and resumed,
+ * when all its ranks have asked for it; with work under way, or twice, it is a misuse.
  * A communicator that does not block is in progress for some polls after its init and
  * after each group, whose work is on the stream only then.
  *
@@ -40,6 +41,7 @@ typedef struct fakenccl_census {
     long allocations;   /* ncclMemAlloc */
     long works;         /* groups on streams that have not ended */
     long received;      /* messages that have arrived by now */
+    long suspended;     /* communicators whose ranks have all suspended them */
 } fakenccl_census_t;
 
 typedef void (*fakenccl_census_func_t)(fakenccl_census_t *census);

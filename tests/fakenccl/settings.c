@@ -231,7 +231,8 @@ void fakenccl_census(fakenccl_census_t *census)
                                   .registrations = fake_registrations(),
                                   .allocations = fake_allocations(),
                                   .works = fake_works(),
-                                  .received = fake_received()};
+                                  .received = fake_received(),
+                                  .suspended = fake_suspended()};
     fake_unlock();
 }
 
@@ -240,8 +241,8 @@ __attribute__((destructor)) static void count_at_exit(void)
     fakenccl_census_t census;
 
     fakenccl_census(&census);
-    fake_log("census %ld %ld %ld %ld %ld", census.communicators, census.registrations,
-             census.allocations, census.works, census.received);
+    fake_log("census %ld %ld %ld %ld %ld %ld", census.communicators, census.registrations,
+             census.allocations, census.works, census.received, census.suspended);
 }
 
 /* --- what NCCL says of itself -----------------------------------------------------------
