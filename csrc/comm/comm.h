@@ -34,10 +34,10 @@ wsync_status_t wsync_comm_create_shared(const wsync_device_t *device, const char
                                         uint64_t staging_nbytes, wsync_comm_t **comm,
                                         wsync_error_t *err);
 /* Ranks with a GPU each, whose bytes move by NCCL between memory of the GPUs, ordered by
- * streams: the host waits for nothing but room in the staging.  The sizes are of one half
- * of what a rank sends, and receives, in a round.  A round may take timeout_ms from when
- * this rank has packed it, and NCCL as long to begin it.  After a stream that waits here
- * was abandoned, the exchange can only be closed.
+ * streams: the host waits for nothing, but that less than eight rounds are under way.  The
+ * sizes are of one half of what a rank sends, and receives, in a round.  A round may take
+ * timeout_ms from when this rank has packed it, and NCCL as long to begin it.  After a
+ * stream that waits here was abandoned, the exchange can only be closed.
  *
  * INVALID: the host as the device.  connect refuses ranks of other versions of NCCL and
  * ranks that share a GPU (UNSUPPORTED), and names both. */
@@ -75,8 +75,9 @@ wsync_status_t wsync_comm_release(wsync_comm_t *comm, uint32_t round,
  * passed all of an update's rounds, only this, OK on all ranks, says that their bytes are
  * what the others sent: a rank that gives up may let go what it had not packed. */
 wsync_status_t wsync_comm_check(wsync_comm_t *comm, wsync_error_t *err);
-/* Gives the memory of staging back until the next begin, where it is this rank's alone.
- * STATE while an update is under way.  No stream may use it any more. */
+/* Gives the memory of staging back until the next begin, where it is this rank's alone, and
+ * NCCL's own, where its version can, once all ranks have parked: if one does not, a later
+ * call fails.  STATE while an update is under way.  No stream may use it any more. */
 wsync_status_t wsync_comm_park(wsync_comm_t *comm, wsync_error_t *err);
 /* Leaves the others, who see an end in the middle of an update as CLOSED.  Spans stay
  * readable and writable for streams that still run; only destroy may follow. */

@@ -31,6 +31,8 @@ typedef struct rank {
 
 typedef void (*rank_func_t)(rank_t *rank);
 
+static const char *nccl_path = FAKENCCL_PATH; /* what ranks load */
+
 /* All ranks get here before any goes on. */
 static inline void meet(rank_t *rank)
 {
@@ -46,7 +48,7 @@ static inline void meet(rank_t *rank)
 
 static inline void *symbol(const char *name)
 {
-    void *address = dlsym(dlopen(FAKENCCL_PATH, RTLD_NOW), name);
+    void *address = dlsym(dlopen(nccl_path, RTLD_NOW), name);
 
     CHECK(address != NULL);
     return address;
@@ -83,7 +85,7 @@ static inline const wsync_device_t *own_gpu(uint32_t number)
     (void)snprintf(text, sizeof(text), "%u", number);
     CHECK_EQ(setenv("WSYNC_FAKE_CUDA_FIRST", text, 1), 0);
     CHECK_EQ(setenv("WSYNC_CUDA_LIB", FAKECUDA_PATH, 1), 0);
-    CHECK_EQ(setenv("WSYNC_NCCL_LIB", FAKENCCL_PATH, 1), 0);
+    CHECK_EQ(setenv("WSYNC_NCCL_LIB", nccl_path, 1), 0);
     memset(uuid.bytes, 0xfa, sizeof(uuid.bytes));
     uuid.bytes[15] = (uint8_t)number;
     CHECK_OK(wsync_device_cuda(&uuid, "kernels", &device, &err), err);

@@ -385,9 +385,15 @@ static wsync_status_t update_pair(pair_t *pair, wsync_error_t *err)
                 status = both(pair, round, step_wait, err);
             }
         }
-        if (status == WSYNC_OK) {
+        if (status == WSYNC_OK && update == 0) {
             status = both(pair, 0, step_park, err);
         }
+    }
+    for (uint32_t r = 0; r < 2 && status == WSYNC_OK; r++) {
+        status = wsync_stream_synchronize(pair->streams[r], PATIENT_MS, err);
+    }
+    for (uint32_t r = 0; r < 2 && status == WSYNC_OK; r++) {
+        status = wsync_comm_check(pair->comms[r], err);
     }
     return status;
 }

@@ -60,6 +60,120 @@ TEST(some_ranks_only_send)
     run_ranks(3, -1, serve_one);
 }
 
+/* --- between updates --------------------------------------------------------------------
+ */
+
+typedef struct parking {
+    member_t member;
+    wsync_plan_t *plan;
+} parking_t;
+
+static void open_parking(rank_t *rank, parking_t *parking, int timeout_ms)
+{
+    wsync_error_t err = {0};
+
+    parking->plan =
+        make_plan(rank->rank, rank->rank_count, 1, 2ULL * 2 * PART * rank->rank_count);
+    open_rank(rank, rank->rank, parking->plan, timeout_ms);
+    parking->member = (member_t){.device = rank->device,
+                                 .rank = rank->rank,
+                                 .rank_count = rank->rank_count,
+                                 .worker_count = 1};
+    open_member(&parking->member);
+    CHECK_OK(wsync_comm_connect(rank->comm, rank->addresses, PATIENT_MS, &err), err);
+    update_rank(&parking->member, rank->comm, parking->plan, 0);
+}
+
+static void close_parking(rank_t *rank, parking_t *parking)
+{
+    wsync_comm_close(rank->comm);
+    CHECK(wsync_stream_abandon(parking->member.stream, PATIENT_MS));
+    wsync_comm_destroy(rank->comm);
+    close_member(&parking->member);
+    wsync_plan_destroy(parking->plan);
+    CHECK_EQ(census().communicators, 0);
+}
+
+/* Updates with the exchange parked in between; how many communicators give memory back. */
+static void park(rank_t *rank, long suspended)
+{
+    static parking_t parking;
+    wsync_error_t err = {0};
+
+    open_parking(rank, &parking, ROUND_MS);
+    for (uint64_t update = 1; update < 4; update++) {
+        const int64_t deadline = wsync_deadline_ms(PATIENT_MS);
+
+        CHECK_OK(wsync_comm_park(rank->comm, &err), err);
+        CHECK_OK(wsync_comm_park(rank->comm, &err), err); /* it is parked */
+        while (census().suspended < suspended && update < 3) {
+            CHECK(wsync_clock_ms() < deadline);
+            (void)usleep(100);
+        }
+        meet(rank);
+        /* the last time it may not even have been suspended yet */
+        update_rank(&parking.member, rank->comm, parking.plan, update);
+        CHECK_EQ(census().suspended, 0);
+        CHECK_OK(wsync_comm_check(rank->comm, &err), err);
+        meet(rank);
+    }
+    close_parking(rank, &parking);
+}
+
+static void park_all(rank_t *rank)
+{
+    park(rank, 1);
+}
+
+TEST(nccl_gives_memory_back_between_updates)
+{
+    run_ranks(3, -1, park_all);
+}
+
+static void park_staging(rank_t *rank)
+{
+    park(rank, 0);
+}
+
+TEST(an_old_nccl_keeps_its_memory)
+{
+    nccl_path = FAKENCCL_OLD_PATH;
+    run_ranks(2, -1, park_staging);
+}
+
+TEST(an_nccl_that_gives_nothing_back_goes_on)
+{
+    CHECK_EQ(setenv("WSYNC_FAKE_NCCL_FAIL", "ncclCommSuspend:0:5", 1), 0);
+    run_ranks(2, -1, park_staging);
+}
+
+static void park_alone(rank_t *rank)
+{
+    static parking_t parking;
+    const int64_t deadline = wsync_deadline_ms(PATIENT_MS);
+    wsync_status_t status = WSYNC_OK;
+    wsync_error_t err = {0};
+
+    open_parking(rank, &parking, HURRY_MS);
+    meet(rank);
+    if (rank->rank == 0) {
+        CHECK_OK(wsync_comm_park(rank->comm, &err), err);
+        while (status == WSYNC_OK && wsync_clock_ms() < deadline) {
+            status = wsync_comm_check(rank->comm, &err);
+            (void)usleep(1000);
+        }
+        CHECK_EQ(status, WSYNC_ERR_CLOSED);
+        CHECK_HAS(err.message, "rank 0 of 2: ncclCommSuspend is not done after");
+    }
+    meet(rank);
+    close_parking(rank, &parking);
+}
+
+TEST(a_rank_that_parks_alone_says_so)
+{
+    run_ranks(2, -1, park_alone);
+}
+
 /* --- who cannot meet --------------------------------------------------------------------
  */
 
