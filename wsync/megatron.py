@@ -21,15 +21,6 @@ In a training loop of your own, on all ranks (`chunks`: what Megatron's get_mode
 ...         train_step(chunks)
 ...         report = sync.update(version=step)
 ...         log(report.metrics(), step)
-
-In a training loop of your own, on all ranks (`chunks`: what Megatron's get_model returns):
-
->>> layout = wsync.megatron.layout(chunks, hf_config)
->>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
-...     for step in (1, 2):
-...         train_step(chunks)
-...         report = sync.update(version=step)
-...         log(report.metrics(), step)
 """
 
 from __future__ import annotations
