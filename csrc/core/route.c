@@ -298,3 +298,9 @@ const wsync_copy_t *wsync_route_copies(const wsync_route_t *route, uint32_t buff
     *count = lower_bound(&route->copies, (uint64_t)buffer + 1) - first;
     return route->copies.items + first;
 }
+
+const wsync_copy_t *wsync_route_all_copies(const wsync_route_t *route, size_t *count)
+{
+    *count = route->copies.count;
+    return route->copies.items;
+}

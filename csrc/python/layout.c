@@ -6,6 +6,7 @@
 
 #include "core/base/sort.h"
 #include "core/layout/encoding.h"
+#include "core/layout/join.h"
 #include "core/write_overlap.h"
 #include "python/convert.h"
 #include "python/device_types.h"
@@ -158,6 +159,32 @@ static PyObject *layout_merge(PyObject *module, PyObject *args, PyObject *kwargs
     Py_END_ALLOW_THREADS
     wsync_py_items_fini(&layouts);
     return status == WSYNC_OK ? wsync_py_layout_new(state, merged)
+                              : wsync_py_raise(state, &err);
+}
+
+static PyObject *layout_join(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"wanted", NULL};
+    ModuleState *state = wsync_py_state_of(self);
+    PyObject *wanted = Py_None;
+    const wsync_layout_t *chosen;
+    wsync_layout_t *joined = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:join", keywords, &wanted)) {
+        return NULL;
+    }
+    if (wanted != Py_None && Py_TYPE(wanted) != state->type_Layout) {
+        PyErr_Format(PyExc_TypeError, "wanted must be a Layout or None, not %R",
+                     (PyObject *)Py_TYPE(wanted));
+        return NULL;
+    }
+    chosen = wanted != Py_None ? layout_of(wanted) : NULL;
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_layout_join(layout_of(self), chosen, &joined, &err);
+    Py_END_ALLOW_THREADS
+    return status == WSYNC_OK ? wsync_py_layout_new(state, joined)
                               : wsync_py_raise(state, &err);
 }
 
@@ -332,6 +359,11 @@ static PyMethodDef layout_methods[] = {
      "shards($self, index)\n--\n\n"
      "The tensor's shards: (rank, buffer, offset, start, extent, strides in bytes, "
      "origin)."},
+    {"join", WSYNC_PY_KEYWORDS(layout_join),
+     "join($self, wanted=None)\n--\n\n"
+     "What a process that reads the memory of all ranks sees of the tensors and boxes\n"
+     "that `wanted` has (None: all): their shards on one rank, buffer b of rank r as\n"
+     "number b + the buffers of the ranks before r.  Of equal boxes one is left."},
     {"buffer_count", WSYNC_PY_KEYWORDS(layout_buffer_count),
      "buffer_count($self, rank=0)\n--\n\n"
      "One more than the largest buffer index that a rank uses."},

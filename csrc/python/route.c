@@ -115,5 +115,10 @@ static PyType_Slot route_slots[] = {
     {0, NULL},
 };
 
+static int add_all_buffers(PyObject *module, PyTypeObject *Py_UNUSED(type))
+{
+    return PyModule_AddIntConstant(module, "ALL_BUFFERS", WSYNC_PY_ALL_BUFFERS);
+}
+
 const wsync_py_type_t wsync_py_type_Route = {
-    "wsync._core.Route", sizeof(RouteObject), 0, route_slots, NULL, NULL};
+    "wsync._core.Route", sizeof(RouteObject), 0, route_slots, NULL, add_all_buffers};

@@ -7,6 +7,9 @@
 
 #include "core/route.h"
 
+/* In place of a buffer of a route. */
+enum { WSYNC_PY_ALL_BUFFERS = -1 };
+
 /* Immutable. */
 typedef struct RouteObject {
     PyObject_HEAD

@@ -266,6 +266,10 @@ static int find_copies(ModuleState *state, wsync_py_batch_t *batch)
         const wsync_route_t *route = ((RouteObject *)object)->route;
         const uint32_t buffers = wsync_route_buffer_count(route);
 
+        if (batch->index == WSYNC_PY_ALL_BUFFERS) {
+            batch->work.copies = wsync_route_all_copies(route, &batch->work.count);
+            return 0;
+        }
         if (batch->index < 0 || batch->index >= (long long)buffers) {
             return fail_range(state, "buffer", batch->index, buffers);
         }
@@ -653,8 +657,9 @@ static PyObject *stream_close(PyObject *object, PyObject *Py_UNUSED(unused))
 static PyMethodDef stream_methods[] = {
     {"copy", WSYNC_PY_KEYWORDS(stream_copy),
      "copy($self, copies, index, phase, sources, destinations)\n--\n\n"
-     "Enqueues the copies of a plan's round and phase, or of a route's buffer (phase\n"
-     "ignored).  Returns the bytes written.  Everything is kept alive until the stream\n"
+     "Enqueues the copies of a plan's round and phase, or of a route's buffer or\n"
+     "ALL_BUFFERS (phase ignored).  Returns the bytes written.  Everything is kept alive "
+     "until the stream\n"
      "has passed."},
     {"quantise", WSYNC_PY_KEYWORDS(stream_quantise),
      "quantise($self, quantiser, sources, results, codes)\n--\n\n"
