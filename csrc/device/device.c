@@ -74,6 +74,22 @@ wsync_status_t wsync_control_import(const wsync_device_t *self, int fd, uint64_t
     return import(self, true, fd, nbytes, memory, err);
 }
 
+wsync_status_t wsync_memory_borrow(const wsync_device_t *self, int fd,
+                                   wsync_memory_t **memory, wsync_error_t *err)
+{
+    char text[WSYNC_DEVICE_TEXT_NBYTES];
+
+    return self->memory_ops->borrow != NULL
+               ? self->memory_ops->borrow(self, fd, memory, err)
+               : wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_borrow",
+                            "memory of %s cannot be lent", wsync_device_text(self, text));
+}
+
+wsync_status_t wsync_memory_check_lent(const wsync_memory_t *memory, wsync_error_t *err)
+{
+    return memory->device->memory_ops->check_lent(memory, err);
+}
+
 void wsync_memory_retain(wsync_memory_t *memory)
 {
     (void)atomic_fetch_add_explicit(&memory->references, 1, memory_order_relaxed);

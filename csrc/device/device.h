@@ -36,7 +36,8 @@ typedef struct wsync_memory {
     void *data;           /* of the device; stays the same while the memory is parked */
     unsigned char *words; /* where the host reaches events in it; NULL: it holds none */
     uint64_t nbytes;
-    int fd; /* what a peer maps, borrowed; -1 while the memory is parked */
+    int fd;    /* what a peer maps, borrowed; -1 while the memory is parked */
+    bool lent; /* a peer's, for reading alone */
     atomic_uint references;
     wsync_pins_t pins;
 } wsync_memory_t;
@@ -104,6 +105,10 @@ struct wsync_memory_ops {
     /* Allocates memory (fd -1), or maps what a peer exported; `control`: for events. */
     wsync_status_t (*make)(const wsync_device_t *self, bool control, int fd,
                            uint64_t nbytes, wsync_memory_t **memory, wsync_error_t *err);
+    /* NULL: no memory of this device can be lent. */
+    wsync_status_t (*borrow)(const wsync_device_t *self, int fd, wsync_memory_t **memory,
+                             wsync_error_t *err);
+    wsync_status_t (*check_lent)(const wsync_memory_t *memory, wsync_error_t *err);
     void (*destroy)(wsync_memory_t *memory); /* the last reference is gone */
     wsync_status_t (*park)(wsync_memory_t *memory, wsync_error_t *err);
     wsync_status_t (*unpark)(wsync_memory_t *memory, int fd, wsync_error_t *err);
@@ -152,6 +157,14 @@ wsync_status_t wsync_control_create(const wsync_device_t *self, uint64_t nbytes,
                                     wsync_memory_t **memory, wsync_error_t *err);
 wsync_status_t wsync_control_import(const wsync_device_t *self, int fd, uint64_t nbytes,
                                     wsync_memory_t **memory, wsync_error_t *err);
+/* Maps memory that a peer lends, whatever has made it, for reading alone: all that fd holds
+ * now.  fd is borrowed, and a duplicate kept.  REFUSED unless the descriptor is of shared
+ * memory (a memfd, a file of /dev/shm), which no third process changes; UNSUPPORTED on a
+ * device that has no memory to lend. */
+wsync_status_t wsync_memory_borrow(const wsync_device_t *self, int fd,
+                                   wsync_memory_t **memory, wsync_error_t *err);
+/* REFUSED if memory that was borrowed has shrunk: reading it would end the process. */
+wsync_status_t wsync_memory_check_lent(const wsync_memory_t *memory, wsync_error_t *err);
 /* Memory is counted: it is created with one reference, retain adds one and destroy drops
  * one; the last one unmaps.  Both may be called from any thread. */
 void wsync_memory_retain(wsync_memory_t *memory);

@@ -264,6 +264,76 @@ static wsync_status_t memory_make(const wsync_device_t *self, bool control, int 
     return map_fd(self, own, nbytes, memory, err);
 }
 
+/* What a descriptor of shared memory holds now.  Only such files know seals: one on a disk
+ * may be cut short by anybody. */
+static wsync_status_t lent_nbytes(int fd, uint64_t *nbytes, wsync_error_t *err)
+{
+    struct stat info;
+
+    if (fstat(fd, &info) != 0) {
+        return fail_call("fstat", errno, 0, err);
+    }
+    if (fcntl(fd, F_GET_SEALS) < 0) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, errno, "wsync_memory_borrow",
+                          "descriptor %d, which a peer lends, is not of shared memory", fd);
+    }
+    *nbytes = (uint64_t)info.st_size;
+    return WSYNC_OK;
+}
+
+static wsync_status_t memory_borrow(const wsync_device_t *self, int fd,
+                                    wsync_memory_t **memory, wsync_error_t *err)
+{
+    wsync_memory_t *made;
+    uint64_t nbytes = 0;
+    wsync_status_t status = lent_nbytes(fd, &nbytes, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (nbytes == 0) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_borrow",
+                          "descriptor %d, which a peer lends, holds nothing", fd);
+    }
+    made = malloc(sizeof(*made));
+    if (made == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
+                          "lent memory of %" PRIu64 " bytes: no memory for its record",
+                          nbytes);
+    }
+    wsync_memory_init(made, self, nbytes);
+    made->lent = true;
+    made->fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    if (made->fd < 0) {
+        status = fail_call("fcntl", errno, nbytes, err);
+    } else {
+        void *data = mmap(NULL, nbytes, PROT_READ, MAP_SHARED, made->fd, 0);
+
+        if (data == MAP_FAILED) {
+            status = fail_call("mmap", errno, nbytes, err);
+        } else {
+            made->data = data;
+            *memory = made;
+            return WSYNC_OK;
+        }
+    }
+    memory_destroy(made);
+    return status;
+}
+
+static wsync_status_t memory_check_lent(const wsync_memory_t *memory, wsync_error_t *err)
+{
+    uint64_t nbytes = 0;
+    const wsync_status_t status = lent_nbytes(memory->fd, &nbytes, err);
+
+    if (status == WSYNC_OK && nbytes < memory->nbytes) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_check_lent",
+                          "lent memory has shrunk from %" PRIu64 " bytes to %" PRIu64,
+                          memory->nbytes, nbytes);
+    }
+    return status;
+}
+
 static wsync_status_t memory_park(wsync_memory_t *memory, wsync_error_t *err)
 {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
@@ -308,6 +378,8 @@ static wsync_status_t memory_unpark(wsync_memory_t *memory, int fd, wsync_error_
 
 const wsync_memory_ops_t wsync_host_memory_ops = {
     .make = memory_make,
+    .borrow = memory_borrow,
+    .check_lent = memory_check_lent,
     .destroy = memory_destroy,
     .park = memory_park,
     .unpark = memory_unpark,

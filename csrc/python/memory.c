@@ -62,6 +62,27 @@ static PyObject *memory_from_fd(PyObject *module, PyObject *args, PyObject *kwar
                               : wsync_py_raise(state, &err);
 }
 
+static PyObject *memory_borrow(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"fd", "device", NULL};
+    ModuleState *state = wsync_py_state(module);
+    wsync_py_device_arg_t device = {state, wsync_device_host()};
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    int fd;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|O&:borrow", names, &fd,
+                                     wsync_py_convert_device, &device)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_memory_borrow(device.device, fd, &memory, &err);
+    Py_END_ALLOW_THREADS
+    return status == WSYNC_OK ? wsync_py_memory_wrap(state, memory)
+                              : wsync_py_raise(state, &err);
+}
+
 static void memory_dealloc(PyObject *object)
 {
     MemoryObject *self = (MemoryObject *)object;
@@ -105,7 +126,8 @@ static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
         return -1;
     }
     if (PyBuffer_FillInfo(view, object, self->memory->data,
-                          (Py_ssize_t)self->memory->nbytes, 0, flags) < 0) {
+                          (Py_ssize_t)self->memory->nbytes, self->memory->lent,
+                          flags) < 0) {
         wsync_memory_unpin(self->memory);
         return -1;
     }
@@ -137,7 +159,8 @@ static PyType_Slot memory_slots[] = {
      "Memory(nbytes, device=None, control=False)\n--\n\n"
      "Memory that another process can map: of a GPU, or shared memory of the host (a\n"
      "sealed memfd), mapped and faulted in.\n\n"
-     "Zeroed; that of the host supports the buffer protocol (writable bytes).  control:\n"
+     "Zeroed; that of the host supports the buffer protocol (writable bytes, but of\n"
+     "borrowed memory).  control:\n"
      "it holds events and nothing else."},
     {Py_tp_new, memory_new},
     {Py_tp_dealloc, memory_dealloc},
@@ -149,6 +172,10 @@ static PyType_Slot memory_slots[] = {
 };
 
 static PyMethodDef memory_static_methods[] = {
+    {"borrow", WSYNC_PY_KEYWORDS(memory_borrow),
+     "borrow(fd, device=None)\n--\n\nMaps shared memory for reading alone, all that a "
+     "descriptor holds now; fd is duplicated.\n\n"
+     "PeerRefusedError if it is not of shared memory."},
     {"from_fd", WSYNC_PY_KEYWORDS(memory_from_fd),
      "from_fd(fd, nbytes, device=None)\n--\n\nMaps memory that another process made; fd is "
      "duplicated.\n\n"
