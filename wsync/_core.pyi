@@ -119,12 +119,17 @@ class Layout:
     @property
     def shard_nbytes(self) -> int: ...
     def buffer_count(self, rank: int = 0) -> int: ...
+    def join(self, wanted: Layout | None = None) -> Layout:
+        """What a process that reads the memory of all ranks sees of the tensors and boxes that `wanted` has (None:
+        all): their shards on one rank, buffer b of rank r as number b + the buffers of the ranks before r.  Of equal
+        boxes one is left, so that the ranks share the work."""
     def check_apart(self, buffers: BufferTable) -> None:
         """LayoutError, by name, where a byte belongs to shards of two buffers when buffer i lies at buffers[i]."""
 
 PACK: Final[int]
 LOCAL: Final[int]
 UNPACK: Final[int]
+ALL_BUFFERS: Final[int]  # of a route, in place of one
 
 # (source_buffer, destination_buffer, source_offset, destination_offset, row_count, transform,
 #  extent, source_stride, destination_stride)
@@ -323,6 +328,9 @@ class Memory:
     def __new__(cls, nbytes: int, device: Device | None = None, control: bool = False) -> Self: ...
     @staticmethod
     def from_fd(fd: int, nbytes: int, device: Device | None = None) -> Memory: ...
+    @staticmethod
+    def borrow(fd: int, device: Device | None = None) -> Memory:
+        """Maps shared memory for reading alone, all that a descriptor holds now.  PeerRefusedError: it is none."""
     def fileno(self) -> int: ...
     @property
     def address(self) -> int: ...
@@ -382,6 +390,11 @@ class Exporter:
         """The GPU that the worker is on, once it has been accepted; "" for the host."""
     def accept(self, timeout: float, check: Check = None) -> bytes: ...
     def attach(self, ring: Memory, manifest: bytes, timeout: float, check: Check = None) -> None: ...
+    def lend(self, memory: Memory, timeout: float, check: Check = None) -> int:
+        """Lends a segment of memory to the worker until a bind that does not name it; returns its number."""
+    def bind(self, bindings: bytes, timeout: float, check: Check = None) -> None:
+        """Says where the manifest's buffers lie: of each the segment (2**64 - 1: none), offset and size, three
+        uint64."""
     def begin(self, update: int, rounds: int, timeout: float, check: Check = None) -> None: ...
     def acquire(self, wait_round: int, stream: Stream | None, timeout: float, check: Check = None) -> None:
         """Has the stream wait until the worker has finished a round (None: waits here); -1: nothing to wait for."""
@@ -410,6 +423,12 @@ class Importer:
     def ring(self) -> Memory: ...
     @property
     def manifest(self) -> bytes: ...
+    @property
+    def bound(self) -> BufferTable | None:
+        """Where the manifest's buffers lie in what is lent, kept mapped; None: in the ring."""
+    @property
+    def segments(self) -> tuple[Memory, ...]:
+        """What is lent, in the order lent."""
     def take(self, round: int, stream: Stream | None, timeout: float, check: Check = None) -> None:
         """Has the stream wait until a round lies in the ring (None: waits here)."""
     def wait(self, round: int, timeout: float, check: Check = None) -> None:

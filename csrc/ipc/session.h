@@ -13,6 +13,12 @@
  *   commit       -- COMMIT ---------> verdict       or ABORT(text)
  *   park         <------- PARKED ----               where COMMIT asked for it
  *
+ * A rank can lend memory instead of filling a ring, which then is one of a byte: before
+ * BEGIN, LEND carries the descriptor of a segment, which the worker maps, and BIND says
+ * where in these segments each buffer of the manifest lies.  Both are sent again only when
+ * something has changed.  An update of lent memory has one round: ROUND 0 says that the
+ * bytes may be read, and DONE 0 that they have been.
+ *
  * Between updates the ring can be parked: its memory is given back, and its addresses stay
  * reserved (wsync_memory_park).  The worker parks its side within the verdict and says so,
  * then the exporter parks its own.  The next BEGIN carries the descriptor of new memory,
@@ -44,6 +50,15 @@ typedef struct wsync_receipt {
     uint64_t checksum; /* 0: not computed */
 } wsync_receipt_t;
 
+/* Where a buffer of a manifest lies in lent memory. */
+typedef struct wsync_binding {
+    uint64_t segment; /* what wsync_exporter_lend has called it; WSYNC_UNBOUND: nowhere */
+    uint64_t offset;
+    uint64_t nbytes;
+} wsync_binding_t;
+
+#define WSYNC_UNBOUND UINT64_MAX
+
 /* Rounds of one update: what a worker keeps for each is bounded by this. */
 enum { WSYNC_SESSION_MAX_ROUNDS = 1 << 20 };
 
@@ -69,6 +84,15 @@ const uint8_t *wsync_exporter_worker_uuid(const wsync_exporter_t *exporter);
 wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t *ring,
                                      const uint8_t *manifest, size_t nbytes, int timeout_ms,
                                      wsync_error_t *err);
+/* Lends memory, made here or borrowed, from now on until a bind that does not name it.
+ * *segment is its number in this session.  The memory can be let go of at once. */
+wsync_status_t wsync_exporter_lend(wsync_exporter_t *exporter, const wsync_memory_t *memory,
+                                   int timeout_ms, uint64_t *segment, wsync_error_t *err);
+/* Says where the manifest's buffers lie (copied into a sealed memfd).  Holds until the next
+ * bind or attach. */
+wsync_status_t wsync_exporter_bind(wsync_exporter_t *exporter,
+                                   const wsync_binding_t *bindings, size_t count,
+                                   int timeout_ms, wsync_error_t *err);
 /* INVALID beyond WSYNC_SESSION_MAX_ROUNDS.  Unparks a ring that is parked; if that fails,
  * for want of memory, the session is as it was. */
 wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
@@ -112,8 +136,9 @@ wsync_status_t wsync_importer_create(const wsync_device_t *device, const char *p
                                      const uint8_t *blob, size_t nbytes, int timeout_ms,
                                      wsync_importer_t **importer, wsync_error_t *err);
 void wsync_importer_destroy(wsync_importer_t *importer);
-/* Waits for BEGIN, taking an ATTACH before it if there is one, and unparks the ring if it
- * is parked. */
+/* Waits for BEGIN, taking an ATTACH and what is lent before it if there is any, and unparks
+ * the ring if it is parked.  REFUSED if what is lent is no shared memory, or has shrunk;
+ * PROTOCOL if a buffer is bound to bytes that no segment has. */
 wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
                                     uint64_t *update, uint32_t *round_count,
                                     wsync_error_t *err);
@@ -122,6 +147,14 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
 uint64_t wsync_importer_generation(const wsync_importer_t *importer);
 wsync_memory_t *wsync_importer_ring(const wsync_importer_t *importer);
 const uint8_t *wsync_importer_manifest(const wsync_importer_t *importer, size_t *nbytes);
+/* The segments that are lent, in the order in which they came; changed and dropped by
+ * begin. */
+wsync_memory_t *const *wsync_importer_segments(const wsync_importer_t *importer,
+                                               size_t *count);
+/* Where the manifest's buffers lie in them, and how often that was said: 0 and NULL since
+ * the last attach if nothing is lent.  Borrowed until the next begin. */
+const wsync_span_t *wsync_importer_bound(const wsync_importer_t *importer, size_t *count,
+                                         uint64_t *generation);
 /* Has `stream` wait until `round` lies in the ring; returns when it has been announced.
  * Without a stream (NULL) the calling thread waits. */
 wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,

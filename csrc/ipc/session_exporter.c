@@ -29,6 +29,7 @@ struct wsync_exporter {
     uint32_t round_count;
     uint32_t next_post;
     uint32_t done_count; /* rounds whose DONE has come */
+    uint64_t lent_count; /* segments */
     uint64_t done_value; /* what the done word must reach before they are over */
     wsync_receipt_t receipt;
     uint8_t worker_uuid[WSYNC_DEVICE_UUID_NBYTES];
@@ -278,6 +279,55 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t 
         wsync_memory_destroy(exporter->ring);
         exporter->ring = ring;
     }
+    return wsync_ending_note_failure(&exporter->ending, status, err);
+}
+
+wsync_status_t wsync_exporter_lend(wsync_exporter_t *exporter, const wsync_memory_t *memory,
+                                   int timeout_ms, uint64_t *segment, wsync_error_t *err)
+{
+    const wsync_awaited_t awaited = {"room for a segment", -1};
+    const wsync_frame_t frame = {.kind = SESSION_LEND,
+                                 .arguments = {exporter->lent_count},
+                                 .fds = {memory->fd},
+                                 .fd_count = 1};
+    wsync_status_t status = require(exporter, "lend", EXPORTER_ATTACHED, NULL, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (memory->fd < 0) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "lend: the memory is parked");
+    }
+    status = wsync_link_drain(&exporter->link, awaited, err);
+    if (status == WSYNC_OK) {
+        status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);
+    }
+    if (status == WSYNC_OK) {
+        *segment = exporter->lent_count++;
+    }
+    return wsync_ending_note_failure(&exporter->ending, status, err);
+}
+
+wsync_status_t wsync_exporter_bind(wsync_exporter_t *exporter,
+                                   const wsync_binding_t *bindings, size_t count,
+                                   int timeout_ms, wsync_error_t *err)
+{
+    const wsync_awaited_t awaited = {"room for the bindings", -1};
+    const size_t nbytes = count * sizeof(*bindings);
+    wsync_frame_t frame = {.kind = SESSION_BIND, .arguments = {nbytes}, .fd_count = 1};
+    wsync_status_t status = require(exporter, "bind", EXPORTER_ATTACHED, NULL, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_blob_create((const uint8_t *)bindings, nbytes, &frame.fds[0], err);
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = wsync_link_drain(&exporter->link, awaited, err);
+    if (status == WSYNC_OK) {
+        status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);
+    }
+    (void)close(frame.fds[0]);
     return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "ipc/lent.h"
 #include "ipc/sealed_blob.h"
 #include "ipc/session_internal.h"
 
@@ -15,6 +16,7 @@ struct wsync_importer {
     wsync_memory_t *ring; /* NULL before the first attach */
     uint8_t *manifest;
     size_t manifest_nbytes;
+    wsync_lent_t lent;
     uint64_t generation;
     uint64_t update;
     bool updating;
@@ -64,6 +66,7 @@ static wsync_status_t take_attach(wsync_importer_t *self, const wsync_frame_t *f
     self->ring = ring;
     self->manifest = manifest;
     self->manifest_nbytes = (size_t)frame->arguments[1];
+    wsync_lent_unbind(&self->lent);
     self->generation++;
     return WSYNC_OK;
 }
@@ -81,6 +84,9 @@ static wsync_status_t take_begin(wsync_importer_t *self, const wsync_frame_t *fr
     }
     if (parked) {
         status = wsync_memory_unpark(self->ring, frame->fds[0], err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_lent_check(&self->lent, err);
     }
     if (status == WSYNC_OK) {
         self->update = frame->arguments[0];
@@ -105,6 +111,13 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
     }
     if (frame->kind == SESSION_BEGIN) {
         return take_begin(self, frame, err);
+    }
+    if (frame->kind == SESSION_LEND && !self->updating && frame->fd_count == 1) {
+        return wsync_lent_add(&self->lent, self->device, frame->arguments[0], frame->fds[0],
+                              err);
+    }
+    if (frame->kind == SESSION_BIND && !self->updating && frame->fd_count == 1) {
+        return wsync_lent_bind(&self->lent, frame->fds[0], frame->arguments[0], err);
     }
     if (frame->fd_count != 0) {
         return wsync_link_unexpected(&self->link, frame, err);
@@ -180,6 +193,7 @@ void wsync_importer_destroy(wsync_importer_t *importer)
 {
     if (importer != NULL) {
         wsync_memory_destroy(importer->ring);
+        wsync_lent_fini(&importer->lent);
         wsync_link_close(&importer->link);
         wsync_memory_destroy(importer->link.control);
         free(importer->manifest);
@@ -228,6 +242,21 @@ const uint8_t *wsync_importer_manifest(const wsync_importer_t *importer, size_t 
 {
     *nbytes = importer->manifest_nbytes;
     return importer->manifest;
+}
+
+wsync_memory_t *const *wsync_importer_segments(const wsync_importer_t *importer,
+                                               size_t *count)
+{
+    *count = importer->lent.segments.count;
+    return importer->lent.segments.items;
+}
+
+const wsync_span_t *wsync_importer_bound(const wsync_importer_t *importer, size_t *count,
+                                         uint64_t *generation)
+{
+    *count = importer->lent.span_count;
+    *generation = importer->lent.spans != NULL ? importer->lent.generation : 0;
+    return importer->lent.spans;
 }
 
 /* STATE unless an update is under way and `round` is the next to be `call`ed.  INVALID for

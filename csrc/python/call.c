@@ -166,6 +166,8 @@ static const struct {
     [WSYNC_PY_TIMEOUT] = {"timeout", convert_seconds, FIELD(timeout), 0, false},
     [WSYNC_PY_CHECK] = {"check", convert_object, FIELD(check), 0, true},
     [WSYNC_PY_RING] = {"ring", convert_object, FIELD(ring), TYPE(Memory), false},
+    [WSYNC_PY_MEMORY] = {"memory", convert_object, FIELD(memory), TYPE(Memory), false},
+    [WSYNC_PY_BINDINGS] = {"bindings", convert_buffer, FIELD(manifest), 0, false},
     [WSYNC_PY_PLAN] = {"plan", convert_object, FIELD(plan), TYPE(Plan), false},
     [WSYNC_PY_STREAM] = {"stream", convert_object, FIELD(on), 0, false},
     [WSYNC_PY_ENQUEUE_STREAM] = {"stream", convert_object, FIELD(on), TYPE(Stream), false},

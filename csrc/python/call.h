@@ -38,11 +38,12 @@ typedef struct wsync_py_call {
     double timeout; /* s; the step is called once without it */
     PyObject *check;
     PyObject *ring;         /* Memory */
+    PyObject *memory;       /* Memory */
     PyObject *plan;         /* Plan */
     PyObject *on;           /* Stream or None */
     wsync_stream_t *stream; /* of `on`; NULL: none */
     const char *text;
-    Py_buffer manifest;
+    Py_buffer manifest; /* or bindings */
     int64_t wait_round;
     uint64_t update;
     uint64_t value;
@@ -72,6 +73,8 @@ typedef enum wsync_py_parameter {
     WSYNC_PY_TIMEOUT,
     WSYNC_PY_CHECK,
     WSYNC_PY_RING,
+    WSYNC_PY_MEMORY,
+    WSYNC_PY_BINDINGS,
     WSYNC_PY_PLAN,
     WSYNC_PY_STREAM,         /* or None */
     WSYNC_PY_ENQUEUE_STREAM, /* not None */

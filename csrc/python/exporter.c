@@ -131,6 +131,32 @@ static PyObject *keep_ring(PyObject *self, wsync_py_call_t *call)
 WSYNC_PY_CALL(exporter_attach, "attach", step_attach, keep_ring, WSYNC_PY_RING,
               WSYNC_PY_MANIFEST, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
+static wsync_status_t step_lend(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+{
+    const MemoryObject *lent = (MemoryObject *)call->memory;
+
+    return wsync_exporter_lend(call->core, lent->memory, timeout_ms, &call->value, err);
+}
+
+static PyObject *give_segment(PyObject *Py_UNUSED(self), wsync_py_call_t *call)
+{
+    return PyLong_FromUnsignedLongLong(call->value);
+}
+
+WSYNC_PY_CALL(exporter_lend, "lend", step_lend, give_segment, WSYNC_PY_MEMORY,
+              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+
+/* Only copied: the address need not be aligned. */
+static wsync_status_t step_bind(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+{
+    return wsync_exporter_bind(call->core, call->manifest.buf,
+                               (size_t)call->manifest.len / sizeof(wsync_binding_t),
+                               timeout_ms, err);
+}
+
+WSYNC_PY_CALL(exporter_bind, "bind", step_bind, NULL, WSYNC_PY_BINDINGS, WSYNC_PY_TIMEOUT,
+              WSYNC_PY_CHECK)
+
 static wsync_status_t step_begin(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
     return wsync_exporter_begin(call->core, call->update, call->rounds, timeout_ms, err);
@@ -225,6 +251,13 @@ static PyMethodDef exporter_methods[] = {
     METHOD(attach,
            "attach($self, ring, manifest, timeout, check=None)\n--\n\n"
            "Gives the worker a ring and the manifest of what will lie in it."),
+    METHOD(lend,
+           "lend($self, memory, timeout, check=None)\n--\n\n"
+           "Lends a segment of memory to the worker; returns its number."),
+    METHOD(bind,
+           "bind($self, bindings, timeout, check=None)\n--\n\n"
+           "Says where the manifest's buffers lie: of each the segment (2**64 - 1: none), "
+           "offset and size, three uint64."),
     METHOD(begin,
            "begin($self, update, rounds, timeout, check=None)\n--\n\nStarts an update."),
     METHOD(acquire,

@@ -11,6 +11,8 @@ typedef struct ImporterObject {
     PyObject *ring;       /* owned Memory; shares the importer's ring and outlives it */
     PyObject *manifest;   /* owned bytes */
     uint64_t generation;  /* of ring and manifest */
+    PyObject *bound;      /* owned BufferTable, or NULL */
+    uint64_t bound_generation;
 } ImporterObject;
 
 /* Where a worker connects to, and what it says of itself. */
@@ -83,6 +85,7 @@ static void importer_dealloc(PyObject *object)
     importer_release(&self->peer);
     Py_CLEAR(self->ring);
     Py_CLEAR(self->manifest);
+    Py_CLEAR(self->bound);
     wsync_py_free(object);
 }
 
@@ -115,6 +118,55 @@ static int refresh(ImporterObject *self)
     return 0;
 }
 
+/* The segments that are lent, as a new tuple of Memory. */
+static PyObject *wrap_segments(ImporterObject *self)
+{
+    ModuleState *state = wsync_py_state_of((PyObject *)self);
+    size_t count = 0;
+    wsync_memory_t *const *segments = wsync_importer_segments(self->peer.core, &count);
+    PyObject *wrapped = PyTuple_New((Py_ssize_t)count);
+
+    for (size_t i = 0; wrapped != NULL && i < count; i++) {
+        PyObject *memory;
+
+        wsync_memory_retain(segments[i]);
+        memory = wsync_py_memory_wrap(state, segments[i]);
+        if (memory == NULL || PyTuple_SetItem(wrapped, (Py_ssize_t)i, memory) < 0) {
+            Py_CLEAR(wrapped);
+        }
+    }
+    return wrapped;
+}
+
+/* Makes the table of what is bound, if that has changed. */
+static int refresh_bound(ImporterObject *self)
+{
+    size_t count = 0;
+    uint64_t generation = 0;
+    const wsync_span_t *spans = wsync_importer_bound(self->peer.core, &count, &generation);
+    PyObject *table = NULL;
+
+    if (generation == self->bound_generation) {
+        return 0;
+    }
+    if (spans != NULL) {
+        PyObject *segments = wrap_segments(self);
+
+        if (segments != NULL) {
+            table = wsync_py_buffers_create(wsync_py_state_of((PyObject *)self),
+                                            wsync_device_host(), spans, count, segments);
+            Py_DECREF(segments);
+        }
+        if (table == NULL) {
+            return -1;
+        }
+    }
+    Py_XDECREF(self->bound);
+    self->bound = table;
+    self->bound_generation = generation;
+    return 0;
+}
+
 static wsync_status_t step_begin(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
     return wsync_importer_begin(call->core, timeout_ms, &call->update, &call->rounds, err);
@@ -122,7 +174,7 @@ static wsync_status_t step_begin(wsync_py_call_t *call, int timeout_ms, wsync_er
 
 static PyObject *give_update(PyObject *self, wsync_py_call_t *call)
 {
-    if (refresh((ImporterObject *)self) < 0) {
+    if (refresh((ImporterObject *)self) < 0 || refresh_bound((ImporterObject *)self) < 0) {
         return NULL;
     }
     return Py_BuildValue("KI", (unsigned long long)call->update,
@@ -200,6 +252,26 @@ static PyObject *importer_ring(PyObject *object, void *Py_UNUSED(closure))
     return give_attached(object, ((ImporterObject *)object)->ring, "ring");
 }
 
+static PyObject *importer_bound(PyObject *object, void *Py_UNUSED(closure))
+{
+    PyObject *bound = ((ImporterObject *)object)->bound;
+
+    return Py_NewRef(bound != NULL ? bound : Py_None);
+}
+
+static PyObject *importer_segments(PyObject *object, void *Py_UNUSED(closure))
+{
+    wsync_py_peer_t *peer = (wsync_py_peer_t *)object;
+    PyObject *segments;
+
+    if (wsync_py_peer_enter(peer) < 0) {
+        return NULL;
+    }
+    segments = wrap_segments((ImporterObject *)object);
+    wsync_py_peer_leave(peer);
+    return segments;
+}
+
 static PyObject *importer_manifest(PyObject *object, void *Py_UNUSED(closure))
 {
     return give_attached(object, ((ImporterObject *)object)->manifest, "manifest");
@@ -238,6 +310,12 @@ static PyGetSetDef importer_getset[] = {
     {"generation", importer_generation, NULL,
      "Counts attaches: a change means that ring and manifest are new ones.", NULL},
     {"ring", importer_ring, NULL, "The ring; valid for as long as it is referenced.", NULL},
+    {"bound", importer_bound, NULL,
+     "Where the manifest's buffers lie in what is lent, as a BufferTable that keeps it\n"
+     "mapped; None: in the ring.",
+     NULL},
+    {"segments", importer_segments, NULL, "The Memory that is lent, in the order lent.",
+     NULL},
     {"manifest", importer_manifest, NULL, "What the trainer attached along with the ring.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},

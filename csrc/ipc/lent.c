@@ -1,0 +1,162 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ipc/lent.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+
+#include "ipc/sealed_blob.h"
+
+void wsync_lent_fini(wsync_lent_t *lent)
+{
+    for (size_t i = 0; i < lent->segments.count; i++) {
+        wsync_memory_destroy(lent->segments.items[i]);
+    }
+    free(lent->segments.items);
+    free(lent->numbers.items);
+    free(lent->spans);
+    *lent = (wsync_lent_t){0};
+}
+
+wsync_status_t wsync_lent_add(wsync_lent_t *lent, const wsync_device_t *device,
+                              uint64_t number, int fd, wsync_error_t *err)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_status_t status;
+
+    if (number != lent->next || lent->segments.count >= WSYNC_LENT_MAX_SEGMENTS) {
+        return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "session",
+                          "segment %" PRIu64 " is lent, where %" PRIu64
+                          " is the next, and %zu of at most %d are",
+                          number, lent->next, lent->segments.count,
+                          WSYNC_LENT_MAX_SEGMENTS);
+    }
+    if (!WSYNC_ARRAY_RESERVE(lent->segments, 1) || !WSYNC_ARRAY_RESERVE(lent->numbers, 1)) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
+                          "no memory for %zu segments", lent->segments.count + 1);
+    }
+    status = wsync_memory_borrow(device, fd, &memory, err);
+    if (status == WSYNC_OK) {
+        lent->segments.items[lent->segments.count++] = memory;
+        lent->numbers.items[lent->numbers.count++] = number;
+        lent->next++;
+    }
+    return status;
+}
+
+/* Index of a segment, or SIZE_MAX. */
+static size_t find(const wsync_lent_t *lent, uint64_t number)
+{
+    size_t low = 0;
+    size_t high = lent->numbers.count;
+
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+
+        if (lent->numbers.items[middle] < number) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low < lent->numbers.count && lent->numbers.items[low] == number ? low : SIZE_MAX;
+}
+
+/* Writes the span of every binding and notes which segments they use. */
+static wsync_status_t resolve(const wsync_lent_t *lent, const wsync_binding_t *bindings,
+                              size_t count, wsync_span_t *spans, bool *used,
+                              wsync_error_t *err)
+{
+    for (size_t i = 0; i < count; i++) {
+        const wsync_binding_t *binding = &bindings[i];
+        const size_t index = find(lent, binding->segment);
+        const wsync_memory_t *memory;
+
+        if (binding->segment == WSYNC_UNBOUND) {
+            continue;
+        }
+        memory = index != SIZE_MAX ? lent->segments.items[index] : NULL;
+        if (memory == NULL || binding->offset > memory->nbytes ||
+            binding->nbytes > memory->nbytes - binding->offset) {
+            return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "session",
+                              "buffer %zu: %" PRIu64 " bytes at %" PRIu64
+                              " of segment %" PRIu64 ", which has %" PRIu64,
+                              i, binding->nbytes, binding->offset, binding->segment,
+                              memory != NULL ? memory->nbytes : 0);
+        }
+        spans[i] = (wsync_span_t){.data = (unsigned char *)memory->data + binding->offset,
+                                  .nbytes = binding->nbytes};
+        used[index] = true;
+    }
+    return WSYNC_OK;
+}
+
+static void drop_unused(wsync_lent_t *lent, const bool *used)
+{
+    size_t kept = 0;
+
+    for (size_t i = 0; i < lent->segments.count; i++) {
+        if (used[i]) {
+            lent->segments.items[kept] = lent->segments.items[i];
+            lent->numbers.items[kept++] = lent->numbers.items[i];
+        } else {
+            wsync_memory_destroy(lent->segments.items[i]);
+        }
+    }
+    lent->segments.count = kept;
+    lent->numbers.count = kept;
+}
+
+wsync_status_t wsync_lent_bind(wsync_lent_t *lent, int fd, uint64_t nbytes,
+                               wsync_error_t *err)
+{
+    const size_t count = (size_t)(nbytes / sizeof(wsync_binding_t));
+    uint8_t *data = NULL;
+    wsync_span_t *spans = NULL;
+    bool *used = NULL;
+    wsync_status_t status = wsync_blob_read(fd, nbytes, &data, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    spans = calloc(count + 1, sizeof(*spans));
+    used = calloc(lent->segments.count + 1, sizeof(*used));
+    if (nbytes % sizeof(wsync_binding_t) != 0) {
+        status = wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "session",
+                            "%" PRIu64 " bytes of bindings, of %zu each", nbytes,
+                            sizeof(wsync_binding_t));
+    } else if (spans == NULL || used == NULL) {
+        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
+                            "no memory for %zu bindings", count);
+    } else {
+        status = resolve(lent, (const void *)data, count, spans, used, err);
+    }
+    if (status == WSYNC_OK) {
+        drop_unused(lent, used);
+        free(lent->spans);
+        lent->spans = spans;
+        lent->span_count = count;
+        lent->generation++;
+        spans = NULL;
+    }
+    free(data);
+    free(spans);
+    free(used);
+    return status;
+}
+
+void wsync_lent_unbind(wsync_lent_t *lent)
+{
+    free(lent->spans);
+    lent->spans = NULL;
+    lent->span_count = 0;
+}
+
+wsync_status_t wsync_lent_check(const wsync_lent_t *lent, wsync_error_t *err)
+{
+    wsync_status_t status = WSYNC_OK;
+
+    for (size_t i = 0; i < lent->segments.count && status == WSYNC_OK; i++) {
+        status = wsync_memory_check_lent(lent->segments.items[i], err);
+    }
+    return status;
+}

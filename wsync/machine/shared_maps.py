@@ -1,0 +1,124 @@
+"""Which shared memory of this process lies where.
+
+The kernel is asked, and not who has made the memory: tensors may be torch's (share_memory_), views
+of a multiprocessing.shared_memory, or anything else that maps a file without a disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from wsync import _core
+
+_READ: Final = 1 << 16
+# a mapping of proc_pid_maps(5) that is shared ("s"): start, end, offset, device, inode, path
+_SHARED: Final = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) ([0-9]+) *(.*)$", re.M
+)
+
+
+class File(NamedTuple):
+    """A file whose pages are memory, by the numbers that no other has while it is mapped."""
+
+    device: tuple[int, int]
+    inode: int
+
+
+class FilePlace(NamedTuple):
+    """Where memory of this process lies in such a file."""
+
+    file: File
+    offset: int
+
+
+class _Mapping(NamedTuple):
+    start: int
+    end: int
+    offset: int
+    file: File
+    path: bytes
+
+
+class SharedMaps:
+    """The shared mappings of this process, as they were when `find` was called last."""
+
+    def __init__(self) -> None:
+        self._maps = open("/proc/self/maps", "rb", buffering=0)  # noqa: SIM115  kept: see `_read`
+        self._found: list[_Mapping] = []
+
+    def close(self) -> None:
+        self._maps.close()
+
+    def find(self, spans: Iterable[tuple[int, int]]) -> list[FilePlace | None]:
+        """Where each span (address, bytes) lies now; None for one that is empty, or not within one
+        shared mapping."""
+        self._found = self._read()
+        starts = [mapping.start for mapping in self._found]
+        places: list[FilePlace | None] = []
+        for address, nbytes in spans:
+            index = bisect_right(starts, address) - 1
+            place = None
+            if nbytes and index >= 0 and address + nbytes <= self._found[index].end:
+                mapping = self._found[index]
+                place = FilePlace(mapping.file, mapping.offset + address - mapping.start)
+            places.append(place)
+        return places
+
+    def _read(self) -> list[_Mapping]:
+        """Neighbours that continue each other are one."""
+        self._maps.seek(0)
+        text = b"".join(iter(lambda: self._maps.read(_READ), b""))
+        found: list[_Mapping] = []
+        for start, end, offset, major, minor, inode, path in _SHARED.findall(text):
+            file = File((int(major, 16), int(minor, 16)), int(inode))
+            mapping = _Mapping(int(start, 16), int(end, 16), int(offset, 16), file, path)
+            last = found[-1] if found else None
+            if (
+                last is not None
+                and (last.file, last.end) == (file, mapping.start)
+                and last.offset + last.end - last.start == mapping.offset
+            ):
+                found[-1] = last._replace(end=mapping.end)
+            else:
+                found.append(mapping)
+        return found
+
+    def borrow(self, files: Iterable[File]) -> dict[File, _core.Memory]:
+        """The memory of files that `find` has met, to be lent to another process: of those that
+        this process has a descriptor of, or that can be opened by their name."""
+        wanted, borrowed = set(files), dict[File, _core.Memory]()
+        if not wanted:
+            return borrowed
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                file = _file_of(os.stat(f"/proc/self/fd/{name}"))
+            except OSError:  # closed since
+                continue
+            if file in wanted:
+                with contextlib.suppress(_core.PeerRefusedError):  # a file on a disk
+                    borrowed[file] = _core.Memory.borrow(int(name))
+                wanted.discard(file)
+        for mapping in self._found:
+            if mapping.file not in wanted:
+                continue
+            try:
+                fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:  # it has lost its name
+                continue
+            try:
+                if _file_of(os.fstat(fd)) == mapping.file:
+                    with contextlib.suppress(_core.PeerRefusedError):
+                        borrowed[mapping.file] = _core.Memory.borrow(fd)
+            finally:
+                os.close(fd)
+            wanted.discard(mapping.file)
+        return borrowed
+
+
+def _file_of(facts: os.stat_result) -> File:
+    return File((os.major(facts.st_dev), os.minor(facts.st_dev)), facts.st_ino)
