@@ -26,6 +26,7 @@ from wsync.bucket import FlattenedTensorMetadata as FlattenedTensorMetadata
 from wsync.disk import DiskSync as DiskSync
 from wsync.handles.base import EngineHandle as EngineHandle
 from wsync.handles.base import handle as handle
+from wsync.machine.exportable import exportable as exportable
 from wsync.options import Options as Options
 from wsync.report import Report as Report
 from wsync.sync import Sync as Sync
