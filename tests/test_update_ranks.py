@@ -20,6 +20,14 @@ CASES = {
     "tp2pp2vpp2-tied": (dense(4, tied=True), Parallel(tp=2, pp=2, vpp=2), {}, "auto"),
     "replicas": (dense(), Parallel(), {}, "auto"),
     "moe-tp2pp2ep2": (sparse(), Parallel(tp=2, pp=2, ep=2, etp=1), {"experts": "ep"}, "auto"),
+    "tp2pp2vpp2-tied-direct": (dense(4, tied=True), Parallel(tp=2, pp=2, vpp=2), {}, "direct"),
+    "replicas-direct": (dense(), Parallel(), {}, "direct"),
+    "moe-tp2pp2ep2-direct": (
+        sparse(),
+        Parallel(tp=2, pp=2, ep=2, etp=1),
+        {"experts": "ep"},
+        "direct",
+    ),
     "moe-ep4-gloo-full": (sparse(), Parallel(ep=4, etp=1), {"delivery": "full"}, "gloo"),
 }
 
@@ -34,15 +42,19 @@ def test_every_byte_arrives(name: str, ranks: Ranks) -> None:
     for field in ("version", "rounds", "delivered_nbytes"):
         assert len({fact[field] for fact in facts}) == 1, field
     first = facts[0]
+    if engine.get("delivery") == "full":
+        assert first["delivered_nbytes"] == 2 * first["model_nbytes"]
+    else:
+        assert first["redundancy"] == 1.0
+    if exchange == "direct":
+        moved = ("rounds", "sent_nbytes", "ring_nbytes", "staging_nbytes")
+        assert [first[name] for name in moved] == [1, 0, 0, 0]
+        return
     assert first["exchange"] == ("gloo" if exchange == "gloo" else "shared")
     assert first["rounds"] > 1
     # room for what is sent in one round and in the next
     staging = sum(fact["staging_nbytes"] for fact in facts)
     assert staging >= 2 * first["sent_nbytes"] / first["rounds"]
-    if engine.get("delivery") == "full":
-        assert first["delivered_nbytes"] == 2 * first["model_nbytes"]
-    else:
-        assert first["redundancy"] == 1.0
 
 
 def test_a_mapping_speaks_for_its_own_rank(ranks: Ranks, tmp_path: Path) -> None:

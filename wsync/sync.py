@@ -17,7 +17,9 @@ from wsync.report import Report
 from wsync.trainer.base_sync import Updates
 from wsync.trainer.connection import Connection
 from wsync.trainer.deliveries import WorkerDelivery, deliveries
+from wsync.trainer.direct_connection import DirectConnection
 from wsync.trainer.engine_form import check_forms, check_scales, tell_rearranged
+from wsync.trainer.lending import Lender
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
 
@@ -68,6 +70,8 @@ class Sync(Updates):
             if self._group.rank == 0:
                 found = self._find(engines, engine_gpu_offsets)
             self._roster = self._meet(found)
+        direct = self.options.delivery == "direct"
+        self._lender = Lender(self._layout, self._group.rank) if direct else None
 
     def update(
         self,
@@ -117,6 +121,8 @@ class Sync(Updates):
         try:
             if connection is not None:
                 connection.close()
+            if self._lender is not None:
+                self._lender.close()
         finally:
             super()._close()
 
@@ -183,6 +189,8 @@ class Sync(Updates):
         """Up to the point where the workers of this rank hold every byte."""
         table = self._bind(weights, report)
         sources = _core.BufferTable.of(table)
+        if self._lender is not None:
+            self._lender.look(sources)  # before engines are asked for anything
         check = self._group.check
         self._paused = True
         self._requests.pause(anew=self._connection is None)
@@ -208,8 +216,11 @@ class Sync(Updates):
 
     def _connect(self, gpu: str) -> Connection:
         if self._connection is None:
+            make: Callable[..., Connection] = Connection
+            if self._lender is not None:
+                make = functools.partial(DirectConnection, lender=self._lender)
             engines = self._requests.engines
-            self._connection = Connection(
+            self._connection = make(
                 self._group, self._roster, engines, self.options, gpu, self._lock
             )
         return self._connection

@@ -30,15 +30,24 @@ OPTIONS: dict[str, Any] = {
     "round_nbytes": 1 << 15,
     "ring_nbytes": 1 << 16,
 }
+DIRECT = wsync.Options(deadline=60.0, progress=False, delivery="direct")
 
 
 @contextlib.contextmanager
-def trainer_and_engine(config: Any, parallel: megatron_cpu.Parallel, engine: dict[str, Any]) -> Any:
-    """A sharded trainer, and on rank 0 an engine of two workers."""
+def trainer_and_engine(
+    config: Any,
+    parallel: megatron_cpu.Parallel,
+    engine: dict[str, Any],
+    *,
+    exportable: bool = False,
+) -> Any:
+    """A sharded trainer, in shared memory where that is wanted, and on rank 0 an engine of two
+    workers."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(megatron_cpu.on_cpu())
         stack.enter_context(megatron_cpu.groups(parallel))
-        trainer = megatron_cpu.build(config, parallel)
+        with wsync.exportable() if exportable else contextlib.nullcontext():
+            trainer = megatron_cpu.build(config, parallel)
         started = None
         if dist.get_rank() == 0:
             started = stack.enter_context(TensorParallelEngine(config, **engine))
@@ -63,10 +72,13 @@ def update_twice(
     config: Any, parallel: megatron_cpu.Parallel, engine: dict[str, Any], exchange: str
 ) -> dict[str, Any]:
     """Two updates with different weights, over gloo with everything parked in between; returns the
-    last report and what differed."""
-    options = wsync.Options(**OPTIONS, exchange=exchange, park=exchange == "gloo")
+    last report and what differed.  exchange: "direct" for none."""
+    direct = exchange == "direct"
+    options = DIRECT
+    if not direct:
+        options = wsync.Options(**OPTIONS, exchange=exchange, park=exchange == "gloo")
     wrong: list[str] = []
-    with trainer_and_engine(config, parallel, engine) as (trainer, started):
+    with trainer_and_engine(config, parallel, engine, exportable=direct) as (trainer, started):
         layout = megatron.layout(trainer.chunks, config)
         with wsync.connect(layout, [started] if started else [], options=options) as sync:
             for seed in (1, 2):

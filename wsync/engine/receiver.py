@@ -14,11 +14,12 @@ from wsync._core import (
     Layout,
     ProtocolError,
     StateError,
+    UnsupportedError,
     WsyncError,
     host,
 )
 from wsync.engine.learn.time_limit import learning
-from wsync.engine.ring_loaders import Confirms, Describes, Learner, Loader, Receipt
+from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.trace import Trace
@@ -168,6 +169,7 @@ class Receiver:
             self._generation = -1
             self._loader.attach(importer.ring, Layout.from_bytes(importer.manifest))
             self._generation = importer.generation
+        self._borrow(importer)
         try:
             receipt = self._load(importer, update, rounds, timeout)
         except BaseException:
@@ -180,6 +182,15 @@ class Receiver:
             self._loader.confirm()
         self.state.commit(message.session, update)
         trace.write(update)
+
+    def _borrow(self, importer: Session) -> None:
+        """Tells the loader where the trainer's own memory is, if that is lent."""
+        if isinstance(self._loader, Borrows):
+            self._loader.borrow(importer.bound)
+        elif importer.bound is not None:
+            raise UnsupportedError(
+                f"{type(self._loader).__name__} loads from a ring, and the trainer lends its memory"
+            )
 
     def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it

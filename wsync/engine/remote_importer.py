@@ -42,6 +42,11 @@ class RemoteImporter:
             self.close()
             raise
 
+    @property
+    def bound(self) -> None:
+        """Nothing is lent to another host."""
+        return
+
     def begin(self, timeout: float) -> tuple[int, int]:
         """Waits for an update, and before it for a plan or a model; (update, rounds)."""
         while True:

@@ -25,6 +25,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from wsync._core import (
+    ALL_BUFFERS,
     LOCAL,
     BufferTable,
     Device,
@@ -35,6 +36,7 @@ from wsync._core import (
     Route,
     StateError,
     Stream,
+    UnsupportedError,
     ViewPool,
     describe,
 )
@@ -87,6 +89,15 @@ class Loader(Protocol):
 
     def abandon(self) -> None:
         """Returns when nothing more is written."""
+
+
+@runtime_checkable
+class Borrows(Protocol):
+    """A loader that can copy out of the trainer's own memory."""
+
+    def borrow(self, sources: BufferTable | None) -> None:
+        """Called before each `begin`: buffer k of the manifest lies at sources[k], and an update is
+        one round, of all of them.  None: what lies in the ring is loaded, round by round."""
 
 
 @runtime_checkable
@@ -195,12 +206,22 @@ class RoutedLoader(_Loading):
         self._route: Route | None = None
         self._boxes: Layout | None = None  # of what the route leads to
         self._sources = BufferTable([])
+        self._borrowed: BufferTable | None = None  # the trainer's memory, in place of a ring
         self._destinations: BufferTable | None = None  # between `begin` and the last copy
         self._target: LoadTarget | None = None  # while an update runs
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._route = None
         super().attach(ring, manifest)
+
+    def borrow(self, sources: BufferTable | None) -> None:
+        self._borrowed = sources
+
+    def begin(self, rounds: int) -> None:
+        if self._borrowed is None:
+            super().begin(rounds)
+        elif rounds != 1:
+            raise ProtocolError(f"update of {rounds} rounds, where memory is lent for one")
 
     def _aim(self, target: LoadTarget) -> None:
         """Has what is loaded from now on go there: parameters may move between updates.
@@ -220,14 +241,18 @@ class RoutedLoader(_Loading):
         super().load(round)
         if self._route is None or self._destinations is None:
             raise StateError(f"round {round} before the update has begun")
-        if round < self._route.buffer_count:
+        if self._borrowed is not None:
+            self._loaded = set(self._attached().nbytes)
+            self.stream.copy(self._route, ALL_BUFFERS, LOCAL, self._borrowed, self._destinations)
+        elif round < self._route.buffer_count:
             self.stream.copy(self._route, round, LOCAL, self._sources, self._destinations)
 
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)
         assert self._target is not None
         self.stream.synchronize(timeout)
-        self._destinations = None  # no parameters are kept until the next update
+        # no parameters are kept until the next update, and nothing of the trainer's
+        self._destinations = self._borrowed = None
         self._target.complete()
         return receipt
 
@@ -239,7 +264,7 @@ class RoutedLoader(_Loading):
 
     def abandon(self) -> None:
         self.stream.abandon()  # what it still writes to, it keeps
-        self._target = self._destinations = None
+        self._target = self._destinations = self._borrowed = None
 
 
 class LayoutLoader(RoutedLoader):
@@ -285,6 +310,12 @@ class ChoosingLoader:
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._chosen.attach(ring, manifest)
+
+    def borrow(self, sources: BufferTable | None) -> None:
+        if isinstance(self._chosen, Borrows):
+            self._chosen.borrow(sources)
+        elif sources is not None:
+            raise UnsupportedError("whole tensors are loaded here, which lent memory need not hold")
 
     def begin(self, rounds: int) -> None:
         self._chosen.begin(rounds)

@@ -66,6 +66,7 @@ class Connection:
         self._exchange: Exchange | None = None
         self._options = options
         self._gpu = gpu
+        self._crowded = False  # whether several ranks use one GPU
         self._stream: _core.Stream | None = None
         self._sessions: list[Session] = []
         self._rings = _core.BufferTable([])
@@ -159,9 +160,19 @@ class Connection:
         planning = Planning(self._group, self._roster, self._sessions, self._options)
         layouts, device, crowded = planning.gather(blobs, self._gpu)
         self._stream = _core.Stream(self._options.threads, device)
+        self._crowded = crowded
+        self.plan = self._arrange(planning, layouts, device, check)
+
+    def _arrange(
+        self, planning: Planning, layouts: list[bytes], device: _core.Device, check: Check
+    ) -> _core.Plan:
+        """Makes a plan of what the workers keep, and all that its rounds need.
+
+        layouts: by the worker's number in the plan.
+        """
         remote = self._roster.taking(Delivery.REMOTE)
         self._transport.choose(
-            device, crowded, [engine.name for engine in remote for _ in range(engine.workers)]
+            device, self._crowded, [engine.name for engine in remote for _ in range(engine.workers)]
         )
         blueprint, plan = planning.fit(layouts, device)
         self._order(blueprint, plan)
@@ -171,7 +182,7 @@ class Connection:
             spans[session.worker] = session.attach(plan, device, deadline.left, check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
         self._exchange = self._transport.open(plan, check)
-        self.plan = plan
+        return plan
 
     def _send_model(self, blobs: dict[int, bytes], deadline: Deadline, check: Check) -> None:
         """Has the workers that asked for it learn, all at once."""

@@ -110,6 +110,18 @@ class Planning:
             missing,
         )
 
+    def plan(self, layouts: list[bytes], device: _core.Device) -> _core.Plan:
+        """Plans without making rings.
+
+        Raises:
+            LayoutError: the ranks' plans differ.
+        """
+        plan = self._draw(layouts, device, self.options.ring_nbytes).plan(self.group.rank)
+        self._agree(plan, "")
+        if self.group.rank == 0:
+            self._name_unused(plan)
+        return plan
+
     def _name_unused(self, plan: _core.Plan) -> None:
         names = [self.roster.model.tensor(index)[0] for index in plan.unused]
         names = [name for name in names if not is_note(name)]

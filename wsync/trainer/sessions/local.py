@@ -127,12 +127,17 @@ class WorkerSession(Session):
     def drop_ring(self) -> None:
         self._ring = None
 
+    @property
+    def manifest(self) -> _core.Layout:
+        """What the worker is to load."""
+        return self.rounds.manifest
+
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over ring and manifest; returns where the ring lies."""
         assert self._ring is not None
         self.rounds = WorkerRounds(plan, self.worker)
         with self._naming():
-            self._exporter.attach(self._ring, self.rounds.manifest.to_bytes(), timeout, check)
+            self._exporter.attach(self._ring, self.manifest.to_bytes(), timeout, check)
         return self._ring.address, self._ring.nbytes
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
@@ -168,7 +173,7 @@ class WorkerSession(Session):
         """
         with self._naming():
             tensors, nbytes, _ = self._exporter.prepared(timeout, check)
-        layout = self.rounds.manifest
+        layout = self.manifest
         if (tensors, nbytes) != (layout.tensor_count, layout.shard_nbytes):
             raise _core.ProtocolError(
                 f"{self.name} loaded {tensors} tensors of {nbytes} bytes instead of "

@@ -1,0 +1,237 @@
+"""Memory of trainer ranks that engine workers on their host read in place.
+
+Every update a rank looks where its weights lie (`Lender.look`), and says so to the others if that
+has changed (`Lending.share`).  The rank that holds a worker's session passes the descriptors of all
+ranks' segments on to it, each once, and tells it where the buffers of its manifest lie in them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from wsync import _core
+from wsync.exchange.trainer_group import TrainerGroup
+from wsync.machine.deadline import Check, Deadline
+from wsync.machine.shared_maps import File, SharedMaps
+from wsync.options import Options
+from wsync.report import listed
+
+_BINDING: Final = struct.Struct("=QQQ")  # wsync_binding_t of csrc/ipc/session.h
+_UNBOUND: Final = _BINDING.pack(2**64 - 1, 0, 0)
+
+Segment = tuple[int, int]  # the rank whose it is, and its number there
+
+
+class Bound(NamedTuple):
+    """Where a buffer lies: the number of a segment of its rank, and the place in it."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+class Lender:
+    """What one rank has to lend: where its buffers lie in shared memory.
+
+    layout: of this rank; names buffers in errors.
+    """
+
+    def __init__(self, layout: _core.Layout, rank: int) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._maps = SharedMaps()
+        self._numbers: dict[File, int] = {}  # of the segments that hold buffers
+        self._next = 0
+        self.segments: dict[int, _core.Memory] = {}  # kept: no other file takes such a number
+        self.places: list[Bound | None] = []  # by buffer; None for an empty one
+
+    def close(self) -> None:
+        self._maps.close()
+        self.segments, self._numbers = {}, {}
+
+    def look(self, buffers: _core.BufferTable) -> None:
+        """Finds out where the buffers lie now.
+
+        Raises:
+            UnsupportedError: another process cannot map the memory of one; the text names it.
+        """
+        spans = [buffers[index] for index in range(len(buffers))]
+        found = self._maps.find(spans)
+        grown = [
+            place.file
+            for place, (_, nbytes) in zip(found, spans, strict=True)
+            if place is not None and place.file in self._numbers
+            if place.offset + nbytes > self.segments[self._numbers[place.file]].nbytes
+        ]
+        for file in grown:
+            self._drop(file)
+        used = {place.file for place in found if place is not None}
+        for file, memory in self._maps.borrow(used - self._numbers.keys()).items():
+            self._numbers[file], self.segments[self._next] = self._next, memory
+            self._next += 1
+        for file in self._numbers.keys() - used:
+            self._drop(file)
+        self.places = [
+            Bound(self._numbers[place.file], place.offset, nbytes)
+            if place is not None and place.file in self._numbers
+            else None
+            for place, (_, nbytes) in zip(found, spans, strict=True)
+        ]
+        pairs = zip(self.places, spans, strict=True)
+        self._refuse([i for i, (place, (_, nbytes)) in enumerate(pairs) if nbytes and not place])
+
+    def _drop(self, file: File) -> None:
+        number = self._numbers.pop(file, None)
+        if number is not None:
+            del self.segments[number]
+
+    def _refuse(self, private: Sequence[int]) -> None:
+        if not private:
+            return
+        layout, wanted = self._layout, set(private)
+        names = [
+            layout.tensor(index).name
+            for index in range(layout.tensor_count)
+            if any(shard.buffer in wanted for shard in layout.shards(index))
+        ]
+        raise _core.UnsupportedError(
+            f"{listed(names)}: rank {self._rank} has {len(private)} of {len(self.places)} "
+            "parameters in memory that no other process can map, which delivery='direct' needs: "
+            "make the model within wsync.exportable(), or have its tensors share_memory_(); any "
+            "other delivery takes them as they are"
+        )
+
+
+class Borrower:
+    """One worker of this rank: what it has been lent, and where its buffers lie.
+
+    manifest: what it reads (`Layout.join`); offsets: the number of the first buffer of each rank
+    there, and their end.
+    """
+
+    def __init__(self, manifest: _core.Layout, offsets: Sequence[int]) -> None:
+        self.manifest = manifest
+        used = {
+            shard.buffer
+            for index in range(manifest.tensor_count)
+            for shard in manifest.shards(index)
+        }
+        self._buffers = [
+            [
+                (number, number - first)
+                for number in range(first, offsets[rank + 1])
+                if number in used
+            ]
+            for rank, first in enumerate(offsets[:-1])
+        ]
+        self._count = offsets[-1]
+        self._lent: dict[Segment, int] = {}  # its numbers of segments
+
+    def lend(
+        self,
+        exporter: _core.Exporter,
+        lending: Lending,
+        timeout: float,
+        check: Check,
+    ) -> None:
+        """Has the worker map what is new, and let go of what it no longer reads."""
+        deadline = Deadline(timeout)
+        table, used = [_UNBOUND] * self._count, dict[Segment, int]()
+        for rank, buffers in enumerate(self._buffers):
+            for number, buffer in buffers:
+                place = lending.places[rank][buffer]
+                if place is None:
+                    continue
+                segment = (rank, place.segment)
+                if segment not in used:
+                    known = self._lent.get(segment)
+                    if known is None:
+                        known = exporter.lend(lending.segments[segment], deadline.left, check)
+                    used[segment] = known
+                table[number] = _BINDING.pack(used[segment], place.offset, place.nbytes)
+        exporter.bind(b"".join(table), deadline.left, check)
+        self._lent = used
+
+
+class Lending:
+    """What the ranks of one host know of each other's memory; all of them make one together, and
+    call `share` once an update.
+
+    homes: the ranks that hold sessions with workers.
+    """
+
+    def __init__(
+        self, group: TrainerGroup, lender: Lender, homes: Sequence[int], options: Options
+    ) -> None:
+        self._group = group
+        self._lender = lender
+        self._homes = homes
+        self._options = options
+        self._told: list[Bound | None] | None = None  # where this rank's buffers are known to lie
+        self._passed: set[int] = set()  # segments that the homes have
+        self.places: list[list[Bound | None]] = [[] for _ in range(group.size)]
+        self.segments: dict[Segment, _core.Memory] = {}
+
+    def share(self) -> bool:
+        """Tells all ranks where this one's buffers lie, if that is news, and has the homes map what
+        they have not.  Whether any rank has news."""
+        mine, rank = None, self._group.rank
+        new = sorted(self._lender.segments.keys() - self._passed)
+        doors = dict[int, _core.Exporter]()
+        try:
+            if self._lender.places != self._told:
+                others = [home for home in self._homes if home != rank] if new else []
+                doors = {home: _core.Exporter(self._options.directory) for home in others}
+                addresses = {home: door.address for home, door in doors.items()}
+                mine = {"places": self._lender.places, "new": new, "addresses": addresses}
+            news = self._group.gather_json(mine)
+            for owner, told in enumerate(news):
+                if told is not None:
+                    self._learn(owner, told, doors)
+        finally:
+            for door in doors.values():
+                door.close()
+        self._told = self._lender.places
+        self._passed = set(self._lender.segments)
+        return any(told is not None for told in news)
+
+    def _learn(self, owner: int, told: Any, doors: dict[int, _core.Exporter]) -> None:
+        """One rank after another has its turn, so that no two wait for each other."""
+        self.places[owner] = [place and Bound(*place) for place in told["places"]]
+        if owner == self._group.rank:
+            self._pass(told["new"], doors)
+            found = self._lender.segments
+        elif self._group.rank in self._homes:
+            address = told["addresses"].get(str(self._group.rank), "")
+            found = self._fetch(address, told["new"]) if told["new"] else {}
+        else:
+            return
+        held = {place.segment for place in self.places[owner] if place is not None}
+        self.segments = {
+            segment: memory
+            for segment, memory in self.segments.items()
+            if segment[0] != owner or segment[1] in held
+        } | {(owner, number): found[number] for number in told["new"] if number in held}
+
+    def _pass(self, new: Sequence[int], doors: dict[int, _core.Exporter]) -> None:
+        """Hands the descriptors of new segments to the ranks that come for them."""
+        check = self._group.check
+        for door in doors.values():
+            deadline = Deadline(self._options.deadline)
+            door.accept(deadline.left, check)
+            door.attach(_core.Memory(1), b"", deadline.left, check)
+            for number in new:
+                door.lend(self._lender.segments[number], deadline.left, check)
+            door.begin(0, 0, deadline.left, check)
+
+    def _fetch(self, address: str, new: Sequence[int]) -> dict[int, _core.Memory]:
+        """The new segments of the rank that listens at an address, by their numbers."""
+        deadline, check = Deadline(self._options.deadline), self._group.check
+        session = _core.Importer(address, b"", deadline.left)
+        try:
+            session.begin(deadline.left, check)
+            return dict(zip(new, session.segments, strict=True))
+        finally:
+            session.close()
