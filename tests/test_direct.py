@@ -1,31 +1,197 @@
-"""Updates that engine workers copy out of the trainer's own memory."""
+"""Updates that engine workers copy out of the trainer's own memory.
+
+Byte-exact updates from sharded trainers are in test_update_ranks.py, faults in
+test_fault_matrix.py, and what the core checks in test_lending.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
+import torch
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+from wsync.trainer.lending import Borrower
+from wsync.trainer.sessions.direct import DirectSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False, delivery="direct")
 
 
 def shared(weights: Weights) -> Weights:
-    for tensor in weights.values():
-        tensor.share_memory_()
-    return weights
+    return {name: tensor.share_memory_() for name, tensor in weights.items()}
 
 
-def test_every_byte_arrives(config: Any, engine: TensorParallelEngine) -> None:
-    weights = shared(draw(config, 1))
+def overwrite(weights: Weights, others: Weights) -> None:
+    for name, tensor in others.items():
+        weights[name].copy_(tensor)
+
+
+@pytest.fixture
+def weights(config: Any) -> Weights:
+    return shared(draw(config, 1))
+
+
+@pytest.fixture
+def sync(weights: Weights, engine: TensorParallelEngine) -> Iterator[wsync.Sync]:
     with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
-        report = sync.update(version=7)
-        assert same(engine.weights(), weights)
-        for seed in (2, 3):
-            for name, tensor in draw(config, seed).items():
-                weights[name].copy_(tensor)
-            report = sync.update()
-            assert same(engine.weights(), weights)
+        yield sync
+
+
+def holdings(pid: int) -> tuple[list[str], list[str]]:
+    """What a process has mapped of shared memory, and its descriptors."""
+    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    links = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+            links.append(f"{name} {os.readlink(f'/proc/{pid}/fd/{name}')}")
+    shared = ("/torch_", "/memfd:")
+    return (
+        [line for line in maps if any(name in line for name in shared)],
+        sorted(link for link in links if any(name in link for name in shared)),
+    )
+
+
+def test_a_steady_update_opens_lends_and_maps_nothing(
+    config: Any, weights: Weights, sync: wsync.Sync, engine: TensorParallelEngine
+) -> None:
+    report = sync.update(version=7)
+    assert engine.weight_version == "7"
     assert (report.rounds, report.ring_nbytes, report.sent_nbytes) == (1, 0, 0)
+    before = [holdings(pid) for pid in engine.pids]
+    assert all(len(maps) >= len(weights) for maps, _ in before)
+    for seed in (2, 3):
+        overwrite(weights, draw(config, seed))
+        mine = holdings(os.getpid())
+        with (
+            mock.patch.object(Borrower, "lend", side_effect=AssertionError("lends")),
+            mock.patch("builtins.open", side_effect=AssertionError("opens")),
+            mock.patch("os.open", side_effect=AssertionError("opens")),
+            mock.patch("os.listdir", side_effect=AssertionError("looks for descriptors")),
+        ):
+            sync.update()
+        assert holdings(os.getpid()) == mine
+        assert same(engine.weights(), weights)
+    assert [holdings(pid) for pid in engine.pids] == before
+
+
+def test_memory_that_has_moved_is_found_again_and_the_old_let_go_of(
+    config: Any, sync: wsync.Sync, engine: TensorParallelEngine
+) -> None:
+    counts = set()
+    for seed in (2, 3, 4):
+        moved = shared(draw(config, seed))
+        sync.update(moved)
+        assert same(engine.weights(), moved)
+        counts.add(tuple(len(part) for pid in engine.pids for part in holdings(pid)))
+    assert len(counts) == 1
+
+
+def test_a_tensor_that_moves_within_its_segment_is_found(
+    config: Any, sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
+) -> None:
+    """As a trainer's own buffers do, from which parameters are cut."""
+    sizes = {name: tensor.numel() for name, tensor in weights.items()}
+    flat = torch.zeros(2 * sum(sizes.values())).share_memory_()
+    for seed, names in ((2, list(sizes)), (3, list(sizes)[::-1])):
+        start, cut = 0, {}
+        for name in names:
+            cut[name] = flat[start : start + sizes[name]].view(weights[name].shape)
+            start += sizes[name]
+        overwrite(cut, draw(config, seed))
+        sync.update(cut)
+        assert same(engine.weights(), cut)
+
+
+def test_private_memory_is_refused_by_name_before_anything_is_paused(
+    config: Any, sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
+) -> None:
+    sync.update()
+    held = engine.weights()
+    name = "model.norm.weight"
+    with (
+        mock.patch.object(engine, "pause", side_effect=AssertionError("paused")),
+        pytest.raises(wsync.UnsupportedError) as caught,
+    ):
+        sync.update({**weights, name: weights[name].clone()})
+    text = str(caught.value)
+    assert text.startswith(f"{name}: rank 0 has 1 of {len(weights)} parameters in memory that no")
+    assert "wsync.exportable()" in text and "share_memory_()" in text
+    assert same(engine.weights(), held)
+    overwrite(weights, draw(config, 5))
+    sync.update()
+    assert same(engine.weights(), weights)
+
+
+def test_an_engine_of_whole_tensors_is_refused(config: Any, weights: Weights) -> None:
+    with (
+        TensorParallelEngine(config, tp=1, delivery="full") as engine,
+        wsync.connect(weights, engines=[engine], options=OPTIONS) as sync,
+        pytest.raises(wsync.UnsupportedError, match="takes whole tensors"),
+    ):
+        sync.update()
+
+
+@pytest.mark.parametrize("choice", ["round_nbytes", "ring_nbytes"])
+def test_choices_about_rings_have_no_effect(
+    choice: str, weights: Weights, engine: TensorParallelEngine
+) -> None:
+    options = wsync.Options(delivery="direct", **{choice: 1 << 20})
+    with pytest.raises(wsync.InvalidArgumentError, match=f"{choice}=1048576 has no effect"):
+        wsync.connect(weights, engines=[engine], options=options)
+
+
+def test_a_file_that_is_cut_short_fails_the_update_and_not_the_engine(
+    sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
+) -> None:
+    sync.update()
+    name = "lm_head.weight"
+    fd, nbytes = weights[name].untyped_storage()._share_fd_cpu_()
+    os.ftruncate(fd, 0)
+    with pytest.raises(wsync.WsyncError, match="lent memory has shrunk"):
+        sync.update()
+    os.ftruncate(fd, nbytes)
+    sync.update()
+    assert same(engine.weights(), weights)
+
+
+def test_the_trainer_waits_until_the_workers_have_copied(
+    config: Any, sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
+) -> None:
+    """A worker that is stopped before it has read anything gets the weights of the update, which
+    the trainer changes as soon as that has returned."""
+    sync.update()
+    wanted, later = draw(config, 8), draw(config, 9)
+    worker, posted = engine.pids[1], threading.Event()
+    original = DirectSession.post
+
+    def post(self: DirectSession, *rest: Any) -> None:
+        if not posted.is_set():
+            os.kill(worker, signal.SIGSTOP)
+        original(self, *rest)
+        posted.set()
+
+    def update() -> None:
+        sync.update()
+        overwrite(weights, later)
+
+    overwrite(weights, wanted)
+    thread = threading.Thread(target=update)
+    try:
+        with mock.patch.object(DirectSession, "post", post):
+            thread.start()
+            assert posted.wait(60)
+            thread.join(0.5)  # who does not wait has changed them by now
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        thread.join(120)
+    assert same(engine.weights(), wanted)

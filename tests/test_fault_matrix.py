@@ -10,6 +10,7 @@ engines' APIs that stall or are not there (test_trainer_calls.py); loaders that 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -114,6 +115,37 @@ def test_an_update_survives_everything(cell: Cell, attempt: Try) -> None:
 @pytest.mark.parametrize("phase", ["round", "prepared"])
 def test_an_update_over_gloo_survives(phase: str, how: str, who: str, attempt: Try) -> None:
     found = attempt((phase, who, how), "gloo")
+    assert found["wrong"] == [], found
+
+
+# those in which something else happens where memory is lent; rank 2 has no worker
+DIRECT: list[Cell] = [
+    ("lend", "rank0", "kill"),
+    ("lend", "rank2", "stop"),
+    ("round", "worker1", "kill"),
+    ("done", "rank1", "raise"),
+]
+
+
+@pytest.mark.parametrize("cell", DIRECT, ids=_name)
+def test_an_update_of_lent_memory_survives(cell: Cell, attempt: Try) -> None:
+    found = attempt(cell, "direct")
+    assert found["wrong"] == [], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "stop", "raise"])
+@pytest.mark.parametrize(
+    ("phase", "who"),
+    [
+        *itertools.product(["lend"], ["rank1", "rank2"]),
+        *itertools.product(["round", "done", "prepared", "commit"], ["rank1", "worker0"]),
+    ],
+)
+def test_an_update_of_lent_memory_survives_everything(
+    phase: str, who: str, how: str, attempt: Try
+) -> None:
+    found = attempt((phase, who, how), "direct")
     assert found["wrong"] == [], found
 
 

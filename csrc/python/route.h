@@ -7,8 +7,8 @@
 
 #include "core/route.h"
 
-/* In place of a buffer of a route. */
-enum { WSYNC_PY_ALL_BUFFERS = -1 };
+/* In place of a buffer of a route; no number that a mistake would make. */
+enum { WSYNC_PY_ALL_BUFFERS = INT32_MIN };
 
 /* Immutable. */
 typedef struct RouteObject {

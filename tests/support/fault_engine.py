@@ -238,7 +238,7 @@ class _Loader(LayoutLoader):
         super().attach(ring, manifest)
 
     def load(self, round: int) -> None:
-        if round >= 1:
+        if round >= 1 or self._borrowed is not None:  # which is one round
             self.fault.at("round", self.ring)
         super().load(round)
 

@@ -24,6 +24,7 @@ from typing import Any
 from wsync._core import Exporter, Importer, Memory
 from wsync.sync import Sync
 from wsync.trainer.connection import Connection
+from wsync.trainer.lending import Lending
 from wsync.trainer.sessions.local import WorkerSession
 
 # where a trainer rank is in each phase: just before it calls
@@ -31,6 +32,7 @@ TRAINER: dict[str, tuple[type, str]] = {
     "listen": (Connection, "__init__"),
     "open": (Sync, "_open"),
     "attach": (WorkerSession, "attach"),
+    "lend": (Lending, "share"),  # direct delivery alone
     "round": (WorkerSession, "post"),
     "done": (WorkerSession, "wait"),
     "prepared": (WorkerSession, "prepared"),

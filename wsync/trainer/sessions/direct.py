@@ -7,7 +7,6 @@ from typing import Any
 from wsync import _core
 from wsync.machine.deadline import Check
 from wsync.trainer.lending import Borrower, Lending
-from wsync.trainer.sessions.base import Span
 from wsync.trainer.sessions.local import WorkerSession
 
 
@@ -26,18 +25,15 @@ class DirectSession(WorkerSession):
     def serve(self, borrower: Borrower) -> None:
         """What the worker reads; comes before `attach`."""
         self._borrower, self._bound = borrower, False
+        self._ring = _core.Memory(1)
 
     @property
     def manifest(self) -> _core.Layout:
         assert self._borrower is not None
         return self._borrower.manifest
 
-    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        """Hands over what the worker will read; nothing is written for it."""
-        with self._naming():
-            ring = _core.Memory(1, device)
-            self._exporter.attach(ring, self.manifest.to_bytes(), timeout, check)
-        return 0, 0
+    def _follow(self, plan: _core.Plan) -> None:
+        """The plan's rounds are not for it."""
 
     def lend(self, lending: Lending, news: bool, timeout: float, check: Check) -> None:
         """Tells the worker where the weights lie, if that has changed since it was told."""

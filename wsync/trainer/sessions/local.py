@@ -127,6 +127,9 @@ class WorkerSession(Session):
     def drop_ring(self) -> None:
         self._ring = None
 
+    def _follow(self, plan: _core.Plan) -> None:
+        self.rounds = WorkerRounds(plan, self.worker)
+
     @property
     def manifest(self) -> _core.Layout:
         """What the worker is to load."""
@@ -135,7 +138,7 @@ class WorkerSession(Session):
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over ring and manifest; returns where the ring lies."""
         assert self._ring is not None
-        self.rounds = WorkerRounds(plan, self.worker)
+        self._follow(plan)
         with self._naming():
             self._exporter.attach(self._ring, self.manifest.to_bytes(), timeout, check)
         return self._ring.address, self._ring.nbytes
