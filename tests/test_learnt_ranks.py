@@ -34,23 +34,26 @@ EXPERTS = Parallel(tp=2, pp=2, ep=2, etp=1)
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "parallel", "ep"),
+    ("family", "changes", "parallel", "ep", "delivery"),
     [
-        ("llama", {}, Parallel(tp=2, pp=2), 1),
-        ("qwen3", {}, Parallel(tp=1, pp=2), 1),
-        ("qwen3", TIED, Parallel(tp=2, pp=2), 1),
-        ("qwen3_moe", {}, EXPERTS, 1),
-        ("qwen3_moe", {}, EXPERTS, 2),
-        ("qwen3_moe", {}, Parallel(ep=4, etp=1), 2),
+        ("llama", {}, Parallel(tp=2, pp=2), 1, "auto"),
+        ("qwen3", {}, Parallel(tp=1, pp=2), 1, "auto"),
+        ("qwen3", TIED, Parallel(tp=2, pp=2), 1, "auto"),
+        ("qwen3", TIED, Parallel(tp=2, pp=2), 1, "direct"),
+        ("qwen3_moe", {}, EXPERTS, 1, "auto"),
+        ("qwen3_moe", {}, EXPERTS, 2, "auto"),
+        ("qwen3_moe", {}, EXPERTS, 2, "direct"),
+        ("qwen3_moe", {}, Parallel(ep=4, etp=1), 2, "auto"),
         # which is registered by the trainers alone
-        (own_family.NAME, {}, EXPERTS, 1),
+        (own_family.NAME, {}, EXPERTS, 1, "auto"),
     ],
 )
 def test_every_worker_holds_what_its_own_loading_gives(
-    family: str, changes: dict[str, Any], parallel: Parallel, ep: int, ranks: Ranks
+    family: str, changes: dict[str, Any], parallel: Parallel, ep: int, delivery: str, ranks: Ranks
 ) -> None:
-    facts = ranks.run(learnt_cases.update_twice, family, changes, parallel, ep, timeout=240)
+    case = (family, changes, parallel, ep, delivery)
+    facts = ranks.run(learnt_cases.update_twice, *case, timeout=240)
     assert [fact["wrong"] for fact in facts] == [[]] * 4
     assert facts[0]["redundancy"] == 1.0
-    assert facts[0]["rounds"] > 1
+    assert (facts[0]["rounds"] > 1) == (delivery == "auto")
     assert facts[0]["delivered_nbytes"] < 1.2 * facts[0]["model_nbytes"]

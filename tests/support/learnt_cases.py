@@ -19,6 +19,7 @@ from wsync import megatron
 from wsync.demo import hf_reference, megatron_cpu
 
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
+DIRECT = wsync.Options(deadline=60, progress=False, delivery="direct")
 _engines: list[Any] = []
 
 
@@ -34,10 +35,15 @@ def stop() -> None:
 
 
 def update_twice(
-    family: str, changes: dict[str, Any], parallel: megatron_cpu.Parallel, ep: int
+    family: str,
+    changes: dict[str, Any],
+    parallel: megatron_cpu.Parallel,
+    ep: int,
+    delivery: str,
 ) -> dict[str, Any]:
     """Two updates with different weights; the last report, and what differs from the engine's own
     loading of an independent conversion."""
+    direct = delivery == "direct"
     config = tiny_models.config(family, **changes)
     engine = _engines[0] if _engines else None
     if engine is not None:
@@ -50,10 +56,13 @@ def update_twice(
         if family == own_family.NAME:
             own_family.add()
             options = gqa_families.options(config)
-        trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16, **options)
+        with wsync.exportable() if direct else contextlib.nullcontext():
+            trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16, **options)
         layout = megatron.layout(trainer.chunks, config)
         engines = [] if engine is None else [engine]
-        sync = stack.enter_context(wsync.connect(layout, engines, options=OPTIONS))
+        sync = stack.enter_context(
+            wsync.connect(layout, engines, options=DIRECT if direct else OPTIONS)
+        )
         for seed in (1, 2):
             trainer.randomize(seed)
             report = sync.update()
