@@ -29,6 +29,7 @@ from wsync.trainer.quantised_model import quantise_rules
 
 CASES = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2), "auto"),
+    "tp2pp2-direct": (dense(), Parallel(tp=2, pp=2), "direct"),
     "moe-tp2pp2ep2-gloo": (sparse(), Parallel(tp=2, pp=2, ep=2, etp=1), "gloo"),
 }
 

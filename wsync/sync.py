@@ -190,7 +190,7 @@ class Sync(Updates):
         table = self._bind(weights, report)
         sources = _core.BufferTable.of(table)
         if self._lender is not None:
-            self._lender.look(sources)  # before engines are asked for anything
+            self._lender.look(sources, of(table))  # before engines are asked for anything
         check = self._group.check
         self._paused = True
         self._requests.pause(anew=self._connection is None)

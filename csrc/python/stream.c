@@ -268,6 +268,7 @@ static int find_copies(ModuleState *state, wsync_py_batch_t *batch)
 
         if (batch->index == WSYNC_PY_ALL_BUFFERS) {
             batch->work.copies = wsync_route_all_copies(route, &batch->work.count);
+            batch->index = 0; /* one round, to a trace */
             return 0;
         }
         if (batch->index < 0 || batch->index >= (long long)buffers) {

@@ -262,24 +262,22 @@ def update_twice(
     config: Any, parallel: megatron_cpu.Parallel, exchange: str, folder: str
 ) -> dict[str, Any]:
     """By each method: two updates of an engine with different weights, and one through the disk;
-    what differed."""
+    what differed.  exchange: "direct" for none."""
     wrong: list[str] = []
     options: dict[str, Any] = {"deadline": 60.0, "progress": False}
+    way: dict[str, Any] = {"exchange": exchange, "round_nbytes": 1 << 14}
+    if direct := exchange == "direct":
+        way = {"delivery": "direct"}
     with contextlib.ExitStack() as stack:
         stack.enter_context(megatron_cpu.on_cpu())
         stack.enter_context(megatron_cpu.groups(parallel))
-        trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
+        with wsync.exportable() if direct else contextlib.nullcontext():
+            trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
         layout = megatron.layout(trainer.chunks, config)
         for number, (method, (given, _)) in enumerate(METHODS.items()):
             expected = quantised(hf_reference.hf_state_dict(trainer.chunks, config), method)
             engines = [ProcessEngine(shapes_of(expected))] if dist.get_rank() == 0 else []
-            chosen = wsync.Options(
-                **options,
-                exchange=exchange,
-                quantise=given,
-                round_nbytes=1 << 14,
-                park=number % 2 > 0,
-            )
+            chosen = wsync.Options(**options, **way, quantise=given, park=number % 2 > 0)
             with (
                 contextlib.ExitStack() as closing,
                 wsync.connect(layout, engines, options=chosen) as sync,

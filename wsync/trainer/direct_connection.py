@@ -82,8 +82,8 @@ class DirectConnection(Connection):
         """Raises UnsupportedError for a worker that cannot copy for itself."""
         if device.ordinal >= 0:
             raise _core.UnsupportedError(
-                f"delivery='direct': the weights, or workers, are on {device!r}, and memory of "
-                "GPUs is not lent yet; any other delivery takes them"
+                f"delivery='direct': workers are on {device!r}, and GPUs do not read what is lent "
+                "yet; any other delivery brings them their weights"
             )
         for number, layout in enumerate(layouts):
             if layout == WHOLE:

@@ -32,6 +32,11 @@ class Bound(NamedTuple):
     nbytes: int
 
 
+def _buffers(layout: _core.Layout) -> set[int]:
+    """The buffers that shards of a layout lie in."""
+    return {shard.buffer for index in range(layout.tensor_count) for shard in layout.shards(index)}
+
+
 class Lender:
     """What one rank has to lend: where its buffers lie in shared memory.
 
@@ -41,6 +46,7 @@ class Lender:
     def __init__(self, layout: _core.Layout, rank: int) -> None:
         self._layout = layout
         self._rank = rank
+        self._used = _buffers(layout)
         self._maps = SharedMaps()
         self._numbers: dict[File, int] = {}  # of the segments that hold buffers
         self._next = 0
@@ -51,13 +57,20 @@ class Lender:
         self._maps.close()
         self.segments, self._numbers = {}, {}
 
-    def look(self, buffers: _core.BufferTable) -> None:
+    def look(self, buffers: _core.BufferTable, gpu: str) -> None:
         """Finds out where the buffers lie now.
+
+        gpu: the UUID of the GPU that some of them are on, "" where all are in host memory.
 
         Raises:
             UnsupportedError: another process cannot map the memory of one; the text names it.
         """
-        spans = [buffers[index] for index in range(len(buffers))]
+        if gpu:
+            raise _core.UnsupportedError(
+                f"delivery='direct': weights of rank {self._rank} are on {gpu}, and memory of GPUs "
+                "is not lent yet; any other delivery takes them"
+            )
+        spans = [buffers[i] if i in self._used else (0, 0) for i in range(len(buffers))]
         found = self._maps.find(spans)
         grown = [
             place.file
@@ -113,11 +126,7 @@ class Borrower:
 
     def __init__(self, manifest: _core.Layout, offsets: Sequence[int]) -> None:
         self.manifest = manifest
-        used = {
-            shard.buffer
-            for index in range(manifest.tensor_count)
-            for shard in manifest.shards(index)
-        }
+        used = _buffers(manifest)
         self._buffers = [
             [
                 (number, number - first)
