@@ -197,12 +197,18 @@ def loading_stream(place: str, threads: int) -> Stream:
 
 
 class RoutedLoader(_Loading):
-    """Copies boxes to where an update finds them, on a stream of its own."""
+    """Copies boxes to where an update finds them, on a stream of its own.
 
-    def __init__(self, stream: Stream) -> None:
+    threads: of that stream.  Where memory is lent it is one with a thread more: no trainer rank
+    copies anything then.
+    """
+
+    def __init__(self, stream: Stream, threads: int) -> None:
         super().__init__()
         self.device = stream.device
         self.stream = stream
+        self._threads = threads
+        self._streams: dict[bool, Stream] = {False: stream}  # by whether memory is lent
         self._route: Route | None = None
         self._boxes: Layout | None = None  # of what the route leads to
         self._sources = BufferTable([])
@@ -216,6 +222,10 @@ class RoutedLoader(_Loading):
 
     def borrow(self, sources: BufferTable | None) -> None:
         self._borrowed = sources
+        lent = sources is not None
+        if lent not in self._streams:
+            self._streams[lent] = Stream(self._threads + 1, self.device)
+        self.stream = self._streams[lent]
 
     def begin(self, rounds: int) -> None:
         if self._borrowed is None:
@@ -282,7 +292,8 @@ class LayoutLoader(RoutedLoader):
             raise LayoutError(f"layout of {layout.buffer_count()} buffers, {len(tensors)} tensors")
         self._layout = layout
         self._tensors = list(tensors)
-        super().__init__(loading_stream(device.of(describe(self._tensors, gpu=True)), threads))
+        place = device.of(describe(self._tensors, gpu=True))
+        super().__init__(loading_stream(place, threads), threads)
 
     def blob(self) -> bytes:
         return self._layout.to_bytes()
@@ -375,7 +386,7 @@ class _ByName(RoutedLoader):
     """Copies tensors to the parameters and buffers of the same name."""
 
     def __init__(self, module: torch.nn.Module, ignore: frozenset[str], threads: int) -> None:
-        super().__init__(loading_stream(device.of_module(module), threads))
+        super().__init__(loading_stream(device.of_module(module), threads), threads)
         self._module = module
         self._ignore = ignore
         self._found: _Found | None = None

@@ -117,6 +117,7 @@ class RecordedLoader(ChoosingLoader):
         self._ignore = (*ignore, *filter(None, os.environ.get(KEEP, "").split(",")))
         self._needed = needed
         self._after = after
+        self._threads = threads
         self._stream = loading_stream(device.of_module(module), threads)
         self._model: _Model = []
         self._went_by: object = None
@@ -177,7 +178,9 @@ class RecordedLoader(ChoosingLoader):
             return WHOLE
         self.check_delivered(recording.lacking, recording.skipped)
         self.recording, self._model = recording, facts
-        self._chosen = _Replay(self._module, self._load, recording, facts, self._stream)
+        self._chosen = _Replay(
+            self._module, self._load, recording, facts, self._stream, self._threads
+        )
         self._tell(recording)
         return self._chosen.blob() if self._needed else WHOLE
 
@@ -390,8 +393,9 @@ class _Replay(RoutedLoader):
         recording: Recording,
         model: _Model,
         stream: _core.Stream,
+        threads: int,
     ) -> None:
-        super().__init__(stream)
+        super().__init__(stream, threads)
         self.module = module
         self.load_weights = load
         self.recording = recording
