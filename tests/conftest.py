@@ -96,7 +96,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """A test of servers that fails shows what these have written."""
     report = yield
     if report.failed and item.get_closest_marker("servers"):
-        from support.sglang_server import logs
+        from support.servers import logs
 
         report.sections += logs()
     return report
@@ -154,8 +154,9 @@ def ranks() -> Iterator["Ranks"]:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Servers"]:
     """What starts SGLang's server."""
     from support import sglang_server
+    from support.servers import packages
 
-    folder = sglang_server.packages(sglang_server.NEWEST)
+    folder = packages(sglang_server.NEWEST)
     started = sglang_server.Nursery(folder, tmp_path_factory.mktemp("servers") / "log")
     yield started
     started.close()

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint
-from support.sglang_server import NEWEST, Fresh, Nursery, Server, packages
+from support.servers import packages
+from support.sglang_server import NEWEST, Fresh, Nursery, Server
 
 import wsync
 from wsync.handles.sglang_http import HttpHandle

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 import torch
-from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, likely
+from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, kept, recomputed
 from support.sglang_server import Nursery, Server
 
 import wsync
@@ -66,33 +66,6 @@ class Answer:
 
     def close(self) -> None:
         self._response.close()
-
-
-def kept(tokens: list[int], old: Checkpoint, new: Checkpoint) -> list[int]:
-    """After how many tokens the weights can have changed, where what had been computed for the
-    earlier ones was kept."""
-    with torch.no_grad():
-        found = []
-        for changed in range(1, len(tokens)):
-            if not all(old.says(tokens[:changed])):
-                break
-            before = PROMPT + tokens[: changed - 1]
-            cache = old.model(torch.tensor([before]), use_cache=True).past_key_values
-            rest = torch.tensor([tokens[changed - 1 : -1]])
-            logits = new.model(rest, past_key_values=cache).logits[0]
-            if all(likely(logits, tokens[changed:])):
-                found.append(changed)
-    return found
-
-
-def recomputed(tokens: list[int], old: Checkpoint, new: Checkpoint) -> list[int]:
-    """The same where everything is computed anew."""
-    before, after = old.says(tokens), new.says(tokens)
-    return [
-        changed
-        for changed in range(1, len(tokens))
-        if all(before[:changed]) and all(after[changed:])
-    ]
 
 
 @pytest.mark.parametrize("way", ["wsync", "stock"])

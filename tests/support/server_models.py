@@ -17,7 +17,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,  # of which vLLM's attention on CPUs takes multiples
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
     "eos_token_id": None,
@@ -65,6 +65,33 @@ def likely(logits: torch.Tensor, tokens: Sequence[int]) -> list[bool]:
     found = logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
     answer: list[bool] = (found >= largest - part * largest.abs()).tolist()
     return answer
+
+
+def kept(tokens: list[int], old: Checkpoint, new: Checkpoint) -> list[int]:
+    """After how many tokens the weights can have changed, where what had been computed for the
+    earlier ones was kept."""
+    with torch.no_grad():
+        found = []
+        for changed in range(1, len(tokens)):
+            if not all(old.says(tokens[:changed])):
+                break
+            before = PROMPT + tokens[: changed - 1]
+            cache = old.model(torch.tensor([before]), use_cache=True).past_key_values
+            rest = torch.tensor([tokens[changed - 1 : -1]])
+            logits = new.model(rest, past_key_values=cache).logits[0]
+            if all(likely(logits, tokens[changed:])):
+                found.append(changed)
+    return found
+
+
+def recomputed(tokens: list[int], old: Checkpoint, new: Checkpoint) -> list[int]:
+    """The same where everything is computed anew."""
+    before, after = old.says(tokens), new.says(tokens)
+    return [
+        changed
+        for changed in range(1, len(tokens))
+        if all(before[:changed]) and all(after[changed:])
+    ]
 
 
 def checkpoint(folder: Path, seed: int, *, experts: bool, dtype: torch.dtype) -> Checkpoint:

@@ -1,8 +1,10 @@
-"""Run as a script in the environment of SGLang's server: forks servers that have imported what they
-need, and whose own processes are forked, too.
+"""Run as a script in the environment of an engine's server: forks servers that have imported what
+they need, and whose own processes are forked, too.
 
-Each line of the input is a JSON list: the file for what a server writes, then its arguments.  It
-is answered with the process's number.  Nobody asks for their statuses.
+    python server_nursery.py KIND
+
+Each line of the input is a JSON list: the file for what a server writes, the module that Python
+runs, its arguments.  It is answered with the process's number.  Nobody asks for their statuses.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 
-_NEEDED = (
+_SGLANG = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.detokenizer_manager",
@@ -25,26 +28,38 @@ _NEEDED = (
     "sglang.srt.models.qwen3_moe",
     "wsync.sglang",
 )
+_VLLM = (
+    "transformers.models.qwen3_moe.configuration_qwen3_moe",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "wsync.vllm",
+)
+_NEEDED = {"sglang": _SGLANG, "vllm": _VLLM}
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def main() -> None:
-    for name in _NEEDED:
+    for name in _NEEDED[sys.argv[1]]:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
-        log, *arguments = json.loads(line)
+        log, module, *arguments = json.loads(line)
         ours, theirs = os.pipe()
         child = os.fork()
         if child == 0:
-            serve(log, arguments, theirs)
+            serve(log, module, arguments, theirs)
         os.close(theirs)
         os.read(ours, 1)  # until it has its session, or has ended
         os.close(ours)
         print(child, flush=True)
 
 
-def serve(log: str, arguments: list[str], begun: int) -> None:
+def serve(log: str, module: str, arguments: list[str], begun: int) -> None:
     """The rest of a server's life."""
     status = 1
     try:
@@ -56,18 +71,31 @@ def serve(log: str, arguments: list[str], begun: int) -> None:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for number, opened in ((0, os.open(os.devnull, os.O_RDONLY)), (1, file), (2, file)):
             os.dup2(opened, number)
-        workers = int(arguments[arguments.index("--tp-size") + 1])
-        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(workers)))
-        chosen = multiprocessing.set_start_method
-        multiprocessing.set_start_method = lambda *_, **__: chosen("fork", force=True)
-        sys.modules.pop("sglang.launch_server")
-        sys.argv = ["sglang.launch_server", *arguments]
-        runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+        if "--tp-size" in arguments:
+            workers = int(arguments[arguments.index("--tp-size") + 1])
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(workers)))
+        fork_processes()
+        sys.modules.pop(module, None)
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def fork_processes() -> None:
+    """Has the server's own processes forked, whatever it chooses."""
+    chosen, context = multiprocessing.set_start_method, multiprocessing.get_context
+    multiprocessing.set_start_method = lambda *_, **__: chosen("fork", force=True)
+    multiprocessing.get_context = lambda *_: context("fork")
+    if registry := sys.modules.get("vllm.model_executor.models.registry"):
+        # it starts a Python to look at a model's class
+        registry._run_in_subprocess = lambda function: function()
 
 
 if __name__ == "__main__":

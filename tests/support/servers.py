@@ -1,5 +1,5 @@
-"""SGLang's whole server on a CPU: uvicorn, tokenizer manager, schedulers and detokenizer, in
-processes of their own, with stand-ins for its kernels (sglang_site)."""
+"""Whole servers of engines on a CPU, in processes of their own; see sglang_server.py and
+vllm_server.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import requests
@@ -20,18 +20,15 @@ from support.engine_nursery import free_ports
 from support.server_models import PATIENCE, Checkpoint
 
 PLACE = "WSYNC_SERVER_PACKAGES"  # a folder that holds one of packages for each version
-NEWEST = "sglang0523"
-_SITE = Path(__file__).with_name("sglang_site")
-_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _LOG_NBYTES = 12_000  # of each server, where a test fails
-Starter = Callable[[Path, Sequence[str]], int]
+Starter = Callable[[Path, str, Sequence[str]], int]
 running: list[Server] = []
 
 
 def packages(version: str) -> Path:
-    """The folder of a version of SGLang and what it imports; skips where nobody has made it."""
+    """The folder of a version of an engine and what it imports; skips where nobody has made it."""
     if PLACE not in os.environ:
-        pytest.skip(f"needs SGLang's server: `.ci/run servers` installs it and sets {PLACE}")
+        pytest.skip(f"needs engines' servers: `.ci/run servers` installs them and sets {PLACE}")
     folder = Path(os.environ[PLACE], version)
     assert folder.is_dir(), folder
     return folder
@@ -42,6 +39,8 @@ class Server:
 
     Its processes are those of one session of the system."""
 
+    module: str  # what Python runs
+
     def __init__(self, start: Starter, model: Checkpoint, log: Path, **settings: Any) -> None:
         """start: a Fresh or a Nursery.  settings: tp, the number of workers; port, of a server
         that is gone; arguments, further ones."""
@@ -50,7 +49,7 @@ class Server:
         port, meeting = free_ports(2)
         self.port, self.workers = settings.get("port", port), settings.get("tp", 1)
         self.url = f"http://127.0.0.1:{self.port}"
-        self._session = start(log, self._arguments(meeting))
+        self._session = start(log, self.module, self._arguments(meeting))
         running.append(self)
         try:
             self.await_health()
@@ -59,33 +58,15 @@ class Server:
             raise
 
     def _arguments(self, meeting: int) -> list[str]:
-        dtype = str(self.model.dtype).removeprefix("torch.")  # or it makes float32 float16
-        further = self._settings.get("arguments", ())
-        words = [
-            *(
-                "--model-path",
-                self.model.folder,
-                "--device",
-                "cpu",
-                "--dtype",
-                dtype,
-                "--tp-size",
-                self.workers,
-            ),
-            *("--host", "127.0.0.1", "--port", self.port, "--nccl-port", meeting),
-            *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-            *("--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"),
-            *("--disable-overlap-schedule", "--disable-radix-cache"),
-            *("--max-total-tokens", 8192, "--max-running-requests", 4),
-            *("--custom-weight-loader", "wsync.sglang.load_weights", *further),
-        ]
-        return list(map(str, words))
+        """What it is started with; meeting: a free port."""
+        raise NotImplementedError
 
-    def again(self) -> Server:
+    def again(self) -> Self:
         """Another one in its place, at the same URL, after it has been killed."""
-        return Server(self._start, self.model, self.log, **{**self._settings, "port": self.port})
+        settings = {**self._settings, "port": self.port}
+        return type(self)(self._start, self.model, self.log, **settings)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,30 +91,15 @@ class Server:
 
     def processes(self) -> dict[int, str]:
         """Those of the server that have not ended, with the names that they give themselves."""
-        found = {}
-        for entry in os.scandir("/proc"):
-            with contextlib.suppress(OSError, ValueError):
-                number, stat = int(entry.name), Path(entry.path, "stat").read_text()
-                state, _, _, session = stat.rpartition(")")[2].split()[:4]
-                if int(session) == self._session and state not in "ZX":
-                    words = Path(entry.path, "cmdline").read_bytes().split(b"\0")
-                    found[number] = words[0].decode()
-        return found
+        return members(self._session)
 
     def signal(self, number: int) -> None:
         """To all of its processes."""
-        for process in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
+        signal_all(self._session, number)
 
     def kill(self) -> None:
         """As a machine that goes away does; returns when nothing of it is left."""
-
-        def gone() -> bool:
-            self.signal(signal.SIGKILL)
-            return not self.processes()
-
-        await_that(gone, f"all of {self.url} has ended")
+        kill(self._session)
 
     def close(self) -> None:
         if self in running:
@@ -142,8 +108,41 @@ class Server:
 
     def tail(self) -> str:
         """The end of what the server has written."""
-        written = self.log.read_bytes()[self._log_began :]
-        return written[-_LOG_NBYTES:].decode(errors="replace")
+        return tail(self.log, self._log_began)
+
+
+def members(session: int) -> dict[int, str]:
+    """Processes of a session of the system that have not ended, and their names."""
+    found = {}
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            number, stat = int(entry.name), Path(entry.path, "stat").read_text()
+            state, _, _, belongs = stat.rpartition(")")[2].split()[:4]
+            if int(belongs) == session and state not in "ZX":
+                words = Path(entry.path, "cmdline").read_bytes().split(b"\0")
+                found[number] = words[0].decode()
+    return found
+
+
+def signal_all(session: int, number: int) -> None:
+    for process in members(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def kill(session: int) -> None:
+    """Returns when nothing of it is left."""
+
+    def gone() -> bool:
+        signal_all(session, signal.SIGKILL)
+        return not members(session)
+
+    await_that(gone, f"all of session {session} has ended")
+
+
+def tail(log: Path, began: int = 0) -> str:
+    """The end of what has been written."""
+    return log.read_bytes()[began:][-_LOG_NBYTES:].decode(errors="replace")
 
 
 def await_that(condition: Callable[[], bool], what: str) -> None:
@@ -160,17 +159,16 @@ def logs() -> Iterator[tuple[str, str]]:
 
 
 class Fresh:
-    """Starts servers as users do; SGLang starts their processes anew, too."""
+    """Starts servers as users do; engines start their processes anew, too."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: what `packages` has said."""
-        self._environment = environment(folder)
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __call__(self, log: Path, arguments: Sequence[str]) -> int:
+    def __call__(self, log: Path, module: str, arguments: Sequence[str]) -> int:
         with log.open("ab") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -188,25 +186,25 @@ class Fresh:
 
 
 class Nursery:
-    """Starts servers that have imported everything; see sglang_nursery.py.  They end with it."""
+    """Starts servers that have imported everything; see server_nursery.py.  They end with it."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
-        """folder: what `packages` has said."""
+    def __init__(self, kind: str, environment: dict[str, str], log: Path) -> None:
+        """kind: one that server_nursery.py knows."""
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("sglang_nursery.py"))],
+                [sys.executable, str(Path(__file__).with_name("server_nursery.py")), kind],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
                 cwd=log.parent,
-                env=environment(folder),
+                env=environment,
             )
         self._log = log
 
-    def __call__(self, log: Path, arguments: Sequence[str]) -> int:
+    def __call__(self, log: Path, module: str, arguments: Sequence[str]) -> int:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([str(log), *arguments]) + "\n")
+        self._process.stdin.write(json.dumps([str(log), module, *arguments]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, f"the nursery has ended: {self._log.read_text()[-_LOG_NBYTES:]}"
@@ -218,20 +216,15 @@ class Nursery:
         self._process.communicate()
 
 
-def environment(folder: Path) -> dict[str, str]:
-    kept = {name: v for name, v in os.environ.items() if not name.startswith(("SGLANG", "PYTHON"))}
-    models = sorted(path.stem for path in (folder / "sglang/srt/models").glob("*.py"))
-    kept |= {
-        # an older version runs with the newest one's packages
-        "PYTHONPATH": os.pathsep.join([str(_SITE), str(folder), str(folder.with_name(NEWEST))]),
+def environment(site: Path, *folders: Path, without: tuple[str, ...]) -> dict[str, str]:
+    """What servers are started in: a sitecustomize, folders of packages, nothing of what begins
+    with `without`.  They end with this process."""
+    kept = {name: v for name, v in os.environ.items() if not name.startswith((*without, "PYTHON"))}
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(map(str, (site, *folders))),
         "PYTHONSAFEPATH": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "0",  # for each worker one; it binds nothing
-        # the others take a worker longer to import than all else
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(name for name in models if name not in _MODELS),
         "WSYNC_TEST_PARENT": str(os.getpid()),
     }
-    return kept
