@@ -25,6 +25,7 @@ import wsync
 if TYPE_CHECKING:
     from support.procs import Ranks
     from support.sglang_server import Nursery as Servers
+    from support.vllm_server import Nursery as Vllm
 
     from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 
@@ -158,5 +159,17 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Servers"]:
 
     folder = packages(sglang_server.NEWEST)
     started = sglang_server.Nursery(folder, tmp_path_factory.mktemp("servers") / "log")
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Vllm"]:
+    """What starts vLLM."""
+    from support import vllm_server
+    from support.servers import packages
+
+    folder = packages(vllm_server.NEWEST)
+    started = vllm_server.Nursery(folder, tmp_path_factory.mktemp("vllm") / "log")
     yield started
     started.close()

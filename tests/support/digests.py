@@ -11,9 +11,9 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
     from wsync.engine.learn.module_memory import ModuleMemory
 
     held = ModuleMemory(model)
-    return {
-        fact[0]: hashlib.sha256(
-            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
-        for fact, tensor in zip(held.facts, held.tensors, strict=True)
-    }
+    return {fact[0]: digest(tensor) for fact, tensor in zip(held.facts, held.tensors, strict=True)}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,27 @@
+"""What vLLM's workers get in tests; importable where vLLM is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.digests import digest, digests
+
+from wsync.vllm import WorkerExtension
+
+
+class Probe(WorkerExtension):
+    """wsync's extension, and what a worker holds."""
+
+    def held(self) -> dict[str, str]:
+        """Digests of all weights and buffers of the model, and of what linear layers make of unit
+        vectors: on a CPU their kernels have their weights."""
+        model: Any = self.model_runner.get_model()
+        found = {name: value for name, value in digests(model).items() if ".kv_cache" not in name}
+        for path, layer in model.named_modules():
+            if hasattr(layer, "cpu_linear") and not layer.weight.numel():
+                width = getattr(layer, "input_size_per_partition", layer.input_size)
+                units = torch.eye(width, dtype=layer.weight.dtype)
+                made = layer.cpu_linear(units, layer.weight, None)
+                found[f"{path} of unit vectors"] = digest(made)
+        return found

@@ -1,0 +1,160 @@
+"""vLLM takes updates: its pinned build for CPUs, as an LLM, as an AsyncLLM and over HTTP.
+
+Its packages are not among the test extra's: `.ci/run servers` installs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint
+from support.servers import packages
+from support.vllm_server import NEWEST, Fresh, Nursery, Server, offline
+
+import wsync
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+TOKENS = 12
+Pair = tuple[Checkpoint, Checkpoint]
+WAYS: dict[str, dict[str, Any]] = {
+    "local": {"delivery": "wsync"},
+    "remote": {"delivery": "distributed"},
+}
+# what a server has: experts or not, dtype, workers, arguments
+KINDS: dict[str, tuple[bool, torch.dtype, int, tuple[str, ...]]] = {
+    "qwen3-tp1": (False, torch.float32, 1, ()),
+    "qwen3-bfloat16-tp2": (False, torch.bfloat16, 2, ()),
+    "qwen3_moe-tp1": (True, torch.float32, 1, ()),
+    "qwen3_moe-tp2": (True, torch.float32, 2, ()),
+}
+
+
+def pair(folder: Path, *, experts: bool, dtype: torch.dtype = torch.float32) -> Pair:
+    """Two checkpoints of one model, which say different things."""
+    first, second = (
+        checkpoint(folder / str(seed), seed, experts=experts, dtype=dtype) for seed in (1, 2)
+    )
+    assert first.tokens(TOKENS) != second.tokens(TOKENS)
+    return first, second
+
+
+def held(server: Server) -> Any:
+    """What every worker holds."""
+    return server.post("/collective_rpc", method="held")["results"]
+
+
+def differing(found: Any, wanted: Any) -> list[str]:
+    """The tensors that workers hold otherwise than they should."""
+    return [
+        name
+        for one, other in zip(found, wanted, strict=True)
+        for name in one.keys() | other.keys()
+        if one.get(name) != other.get(name)
+    ]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(
+    request: pytest.FixtureRequest, vllm: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Pair, list[Any]]]:
+    """A server of one kind after another, what it is to hold, and what its workers hold after
+    vLLM's own load of that."""
+    experts, dtype, tp, arguments = KINDS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    models = pair(folder, experts=experts, dtype=dtype)
+    with Server(vllm, models[1], folder / "log", tp=tp, arguments=arguments) as server:
+        second = held(server)
+    with Server(vllm, models[0], folder / "log", tp=tp, arguments=arguments) as server:
+        yield server, models, [held(server), second]
+
+
+def connect(server: Server, weights: dict[str, torch.Tensor], **options: Any) -> wsync.Sync:
+    given = {"deadline": PATIENCE, "progress": False, **options}
+    return wsync.connect(weights, engines=["vllm+" + server.url], options=wsync.Options(**given))
+
+
+def check(server: Server, model: Checkpoint, version: str) -> None:
+    """That the server answers with these weights, and says so."""
+    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    answer = server.post("/inference/v1/generate", token_ids=PROMPT, sampling_params=greedy)
+    found = answer["choices"][0]
+    assert found["weight_versions"] == [{"version": version, "start": 0, "end": TOKENS}]
+    check_tokens(found["token_ids"], model)
+
+
+def check_tokens(tokens: list[int], model: Checkpoint) -> None:
+    assert len(tokens) == TOKENS
+    assert all(model.says(tokens)), tokens
+    if model.dtype == torch.float32:  # no rounding changes a token
+        assert tokens == model.tokens(TOKENS)
+
+
+def test_a_server_as_users_start_it(tmp_path: Path) -> None:
+    start = Fresh(packages(NEWEST))
+    first, second = pair(tmp_path, experts=False)
+    plain = "wsync.vllm.WorkerExtension"
+    with Server(start, first, tmp_path / "log", extension=plain) as server:
+        check(server, first, "default")
+        with connect(server, second.weights) as sync:
+            sync.update(version="second")
+            check(server, second, "second")
+    start.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_tensor_is_that_of_vllms_own_load(
+    served: tuple[Server, Pair, list[Any]], way: str
+) -> None:
+    server, models, wanted = served
+    assert len(wanted[0]) == server.workers
+    with connect(server, models[1].weights, **WAYS[way]) as sync:
+        for number in (1, 0):
+            report = sync.update(models[number].weights, version=f"{way}-{number}")
+            assert differing(held(server), wanted[number]) == []
+            check(server, models[number], f"{way}-{number}")
+    assert not report.unused
+    units = [name for name in differing(*wanted) if name.endswith("of unit vectors")]
+    assert len(units) >= server.workers * 2 * 2  # kernels have weights of their own
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
+    return list(pair(tmp_path_factory.mktemp("offline"), experts=False))
+
+
+def check_step(step: Any, model: Checkpoint, version: str) -> None:
+    check_tokens(step["tokens"], model)
+    assert step["spans"] == [[version, 0, TOKENS]]
+    assert step["version"] == version
+
+
+@pytest.mark.parametrize("kind", ["llm", "async"])
+def test_an_engine_of_the_trainers_process(
+    vllm: Nursery, models: list[Checkpoint], tmp_path: Path, kind: str
+) -> None:
+    before, after, back = offline(vllm, kind, tmp_path, models)
+    check_step(before, models[0], "default")
+    check_step(after, models[1], "second")
+    check_step(back, models[0], "first")
+    assert differing(back["held"], before["held"]) == []
+    assert differing(after["held"], before["held"]) != []
+
+
+def test_vllms_own_weight_transfer_by_wsync(
+    vllm: Nursery, models: list[Checkpoint], tmp_path: Path
+) -> None:
+    before, after, failed, back = offline(vllm, "transfer", tmp_path, models)
+    check_step(before, models[0], "default")
+    check_step(after, models[1], "1")
+    assert "lm_head.weight" in failed["error"]
+    assert failed["version"] == "1"
+    check_step(back, models[0], "first")
+    assert differing(back["held"], before["held"]) == []
+    assert len(before["held"]) == 2
+    rounds = ["start", "update", "update", "finish"]
+    assert after["calls"] == rounds
+    assert back["calls"] == [*rounds, "start", "update", "finish", *rounds]
