@@ -455,6 +455,9 @@ class Exchange:
              device: Device | None) -> Exchange:
         """Ranks with a GPU each; streams wait for what NCCL moves, not the host.  A round may take
         timeout seconds.  UnsupportedError: there is no NCCL; DeviceError: it fails."""
+    @staticmethod
+    def nccl_address(device: Device | None) -> str:
+        """The address that nccl() will have on a rank other than 0.  UnsupportedError: there is no NCCL."""
     @property
     def name(self) -> str:
         """Either "shared" or "nccl"."""

@@ -46,6 +46,14 @@ wsync_status_t wsync_comm_create_nccl(const struct wsync_nccl_library *library,
                                       uint32_t rank_count, uint64_t send_nbytes,
                                       uint64_t recv_nbytes, int timeout_ms,
                                       wsync_comm_t **comm, wsync_error_t *err);
+
+enum { WSYNC_COMM_ADDRESS_NBYTES = 512 };
+
+/* What wsync_comm_address will be of such an exchange on a rank other than 0, which can say
+ * it before there is a plan. */
+void wsync_comm_nccl_address(const struct wsync_nccl_library *library,
+                             const wsync_device_t *device,
+                             char address[WSYNC_COMM_ADDRESS_NBYTES]);
 /* Text to hand to all ranks; borrowed. */
 const char *wsync_comm_address(const wsync_comm_t *comm);
 /* Bytes of this rank's own staging, both halves. */

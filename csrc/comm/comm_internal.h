@@ -6,8 +6,6 @@
 #include "comm/comm.h"
 #include "ipc/link.h"
 
-enum { COMM_ADDRESS_NBYTES = 512 };
-
 /* Arguments have been checked, and rounds are the next ones.  After an error of any of
  * these but TIMEOUT the exchange has ended. */
 typedef struct wsync_comm_ops {
@@ -53,7 +51,7 @@ struct wsync_comm {
     bool connected;
     bool parked;
     wsync_ending_t ending;
-    char address[COMM_ADDRESS_NBYTES];
+    char address[WSYNC_COMM_ADDRESS_NBYTES];
 };
 
 /* Begins a record that is all 0.  INVALID: a rank that is none, or absurd staging. */

@@ -105,26 +105,41 @@ static bool read_hex(const char *text, char *bytes, size_t nbytes)
     return text[2 * nbytes] == '\0';
 }
 
-static wsync_status_t introduce(nccl_t *self, wsync_error_t *err)
+static void write_introduction(const wsync_nccl_library_t *library,
+                               const wsync_device_t *device, const char *id,
+                               char address[WSYNC_COMM_ADDRESS_NBYTES])
 {
     char uuid[2 * WSYNC_DEVICE_UUID_NBYTES + 1];
-    char text[HEX_NBYTES] = "-";
+
+    write_hex(device->uuid, WSYNC_DEVICE_UUID_NBYTES, uuid);
+    (void)snprintf(address, WSYNC_COMM_ADDRESS_NBYTES, "nccl %d %s %s", library->version,
+                   uuid, id);
+}
+
+void wsync_comm_nccl_address(const wsync_nccl_library_t *library,
+                             const wsync_device_t *device,
+                             char address[WSYNC_COMM_ADDRESS_NBYTES])
+{
+    write_introduction(library, device, "-", address);
+}
+
+static wsync_status_t introduce(nccl_t *self, wsync_error_t *err)
+{
+    char text[HEX_NBYTES];
     wsync_nccl_id_t id;
+    wsync_status_t status;
 
-    if (self->base.rank == 0) {
-        const wsync_status_t status =
-            wsync_nccl_check(self->library, self->library->get_unique_id(&id),
-                             "ncclGetUniqueId", err, "rank 0");
-
-        if (status != WSYNC_OK) {
-            return status;
-        }
-        write_hex(&id, sizeof(id), text);
+    if (self->base.rank != 0) {
+        wsync_comm_nccl_address(self->library, self->base.device, self->base.address);
+        return WSYNC_OK;
     }
-    write_hex(self->base.device->uuid, WSYNC_DEVICE_UUID_NBYTES, uuid);
-    (void)snprintf(self->base.address, sizeof(self->base.address), "nccl %d %s %s",
-                   self->library->version, uuid, text);
-    return WSYNC_OK;
+    status = wsync_nccl_check(self->library, self->library->get_unique_id(&id),
+                              "ncclGetUniqueId", err, "rank 0");
+    if (status == WSYNC_OK) {
+        write_hex(&id, sizeof(id), text);
+        write_introduction(self->library, self->base.device, text, self->base.address);
+    }
+    return status;
 }
 
 static wsync_status_t read_introduction(const char *address, uint32_t rank,

@@ -116,6 +116,30 @@ static PyObject *exchange_nccl(PyObject *module, PyObject *args, PyObject *kwarg
                               : wsync_py_raise(state, &err);
 }
 
+static PyObject *exchange_nccl_address(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"device", NULL};
+    ModuleState *state = wsync_py_state(module);
+    wsync_py_device_arg_t device = {state, wsync_device_host()};
+    const wsync_nccl_library_t *library = NULL;
+    char address[WSYNC_COMM_ADDRESS_NBYTES];
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:nccl_address", keywords,
+                                     wsync_py_convert_device, &device)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_nccl_library(NULL, 0, &library, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    wsync_comm_nccl_address(library, device.device, address);
+    return PyUnicode_FromString(address);
+}
+
 static void exchange_dealloc(PyObject *object)
 {
     ExchangeObject *self = (ExchangeObject *)object;
@@ -338,6 +362,9 @@ static PyMethodDef exchange_static_methods[] = {
         "nccl(rank, ranks, send_nbytes, recv_nbytes, timeout, device)\n--\n\n"
         "Ranks with a GPU each; streams wait for what NCCL moves, not the host.  A round "
         "may take timeout seconds."),
+    METHOD("nccl_address", exchange_nccl_address,
+           "nccl_address(device)\n--\n\n"
+           "The address that nccl() will have on a rank other than 0."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -16,7 +16,7 @@
 /* What the ranks of a test share. */
 typedef struct shared_ranks {
     atomic_int arrived;
-    char addresses[MAX_RANKS][COMM_ADDRESS_NBYTES];
+    char addresses[MAX_RANKS][WSYNC_COMM_ADDRESS_NBYTES];
 } shared_ranks_t;
 
 typedef struct rank {
@@ -96,6 +96,7 @@ static inline void open_rank(rank_t *rank, uint32_t gpu, const wsync_plan_t *pla
                              int timeout_ms)
 {
     const wsync_nccl_library_t *library = NULL;
+    char address[WSYNC_COMM_ADDRESS_NBYTES];
     wsync_error_t err = {0};
 
     rank->device = own_gpu(gpu);
@@ -105,8 +106,10 @@ static inline void open_rank(rank_t *rank, uint32_t gpu, const wsync_plan_t *pla
                                     plan != NULL ? wsync_plan_recv_nbytes(plan) : 0,
                                     timeout_ms, &rank->comm, &err),
              err);
-    (void)snprintf(rank->shared->addresses[rank->rank], COMM_ADDRESS_NBYTES, "%s",
+    (void)snprintf(rank->shared->addresses[rank->rank], WSYNC_COMM_ADDRESS_NBYTES, "%s",
                    wsync_comm_address(rank->comm));
+    wsync_comm_nccl_address(library, rank->device, address);
+    CHECK((strcmp(address, wsync_comm_address(rank->comm)) == 0) == (rank->rank != 0));
     for (uint32_t i = 0; i < rank->rank_count; i++) {
         rank->addresses[i] = rank->shared->addresses[i];
     }
