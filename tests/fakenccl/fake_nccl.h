@@ -178,6 +178,7 @@ long fake_works(void);
 int fake_launch(struct wsync_nccl_comm *comm);
 void fake_work_free(fake_work_t *work);
 long fake_received(void);
+long fake_operations(void);
 bool fake_in_group(void);
 /* Every operation is between these two; locked in between.  An operation outside of a group
  * is one by itself. */

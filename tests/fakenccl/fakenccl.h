@@ -26,7 +26,7 @@
  *   WSYNC_FAKE_NCCL_LOG      file that gets a line "PID TID CALL" per call, one
  *                            "PID TID config BLOCKING MIN_CTAS MAX_CTAS" per communicator,
  *                            and at the process's end "PID TID census" with the numbers of
- *                            fakenccl_census_t
+ *                            fakenccl_census_t, but the last
  *   WSYNC_FAKE_CUDA_MISUSE   file that gets a line "PID TEXT" per misuse
  *   WSYNC_FAKE_NCCL_FAIL     CALL:K:RESULT: the K-th such call (from 0; "*": any) fails
  *   WSYNC_FAKE_NCCL_INJECT   WHAT:K:VALUE, as of fakenccl_inject
@@ -42,6 +42,7 @@ typedef struct fakenccl_census {
     long works;         /* groups on streams that have not ended */
     long received;      /* messages that have arrived by now */
     long suspended;     /* communicators whose ranks have all suspended them */
+    long operations;    /* that have been asked for by now */
 } fakenccl_census_t;
 
 typedef void (*fakenccl_census_func_t)(fakenccl_census_t *census);

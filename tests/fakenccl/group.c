@@ -23,6 +23,11 @@ static _Thread_local struct {
 static atomic_long operations;
 static atomic_long received;
 
+long fake_operations(void)
+{
+    return atomic_load(&operations);
+}
+
 long fake_received(void)
 {
     return atomic_load(&received);

@@ -232,7 +232,8 @@ void fakenccl_census(fakenccl_census_t *census)
                                   .allocations = fake_allocations(),
                                   .works = fake_works(),
                                   .received = fake_received(),
-                                  .suspended = fake_suspended()};
+                                  .suspended = fake_suspended(),
+                                  .operations = fake_operations()};
     fake_unlock();
 }
 
