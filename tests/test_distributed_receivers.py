@@ -30,7 +30,8 @@ from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.exchange import update_group
-from wsync.exchange.remote_plan import Orders
+from wsync.exchange.introductions import Introduction
+from wsync.exchange.remote_plan import Blueprint, Meeting, Orders
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 from wsync.layout import from_tensors
 from wsync.machine.addresses import own_address
@@ -362,7 +363,7 @@ def test_a_worker_that_connects_late_has_less_time_to_say_what_it_keeps(
     connecting = threading.Timer(0.5, lambda: ends.append(Channel.connect(exporter.address, 5)))
     ends: list[Channel] = []
     connecting.start()
-    with pytest.raises(wsync.DeadlineError, match="worker 0 did not send BLOB"):
+    with pytest.raises(wsync.DeadlineError, match="worker 0 did not send INTRODUCTION"):
         exporter.accept(1.0, lambda: None)
     assert given[0] < 1.0  # what is left of it, and not all
     connecting.join()
@@ -409,7 +410,7 @@ def test_the_own_address_is_found_whatever_an_engine_is_called() -> None:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"\x09" + bytes(8), "a frame of kind 9"),
+        (b"\x0a" + bytes(8), "a frame of kind 10"),
         (b"\x04" + bytes(8), "a frame of kind 4"),
         (b"\x06" + (25).to_bytes(8, "little"), "PREPARED of 25 bytes, at most 24"),
         (b"\x02" + b"\xff" * 8, "BLOB of 18446744073709551615 bytes"),
@@ -471,6 +472,39 @@ def test_addresses_that_lead_nowhere() -> None:
 def test_orders_that_no_trainer_gives_are_refused(data: bytes) -> None:
     with pytest.raises(wsync.ProtocolError, match="the trainer's plan"):
         Orders.from_bytes(data)
+
+
+@pytest.mark.parametrize("meeting", [Rendezvous("h", 7, 1, "nccl", "n"), ["nccl 22907 00 -"]])
+def test_orders_say_where_ranks_meet(meeting: Meeting) -> None:
+    source = from_tensors({"a": torch.ones(3)}).layout
+    blueprint = Blueprint(source, [(whole(source, [0]), True)], [(0, 0)], [0], 0, 0)
+    told = Orders(0, 0, 5, meeting, blueprint).to_bytes()
+    assert Orders.from_bytes(told).meeting == meeting
+    for other in (b'["nccl 22907 00 -", 7]', b'[""]', b"[]", b'["%s"]' % (b"x" * 600), b"7"):
+        bad = re.sub(rb'"meeting": .*?[]}], "whole', b'"meeting": ' + other + b', "whole', told)
+        assert bad != told
+        with pytest.raises(wsync.ProtocolError, match="the trainer's plan: "):
+            Orders.from_bytes(bad)
+
+
+def test_what_a_rank_says_of_itself_is_parsed_as_hostile() -> None:
+    member = Introduction(
+        gpu="GPU-1", version=22907, address="nccl 22907 00 -", lacks="", in_torch=True
+    )
+    assert Introduction.from_bytes(member.to_bytes()) == member
+    assert Introduction.on(_core.host()) == Introduction()
+    for data in (
+        b"",
+        b"[]",
+        b'{"gpus": ""}',
+        b'{"version": "1"}',
+        b'{"version": true}',
+        b'{"gpu": "\\n"}',
+        b'{"lacks": "%s"}' % (b"x" * 600),
+        b"[" * 4000,
+    ):
+        with pytest.raises(wsync.ProtocolError, match="what a rank says of itself: "):
+            Introduction.from_bytes(data)
 
 
 @contextlib.contextmanager
@@ -578,7 +612,7 @@ def test_a_round_is_not_loaded_before_it_is_unpacked(monkeypatch: pytest.MonkeyP
             return cls()
 
     class Exchange:
-        wait = release = staticmethod(lambda *_: None)
+        wait = release = check = close = staticmethod(lambda *_: None)
 
     monkeypatch.setattr(wsync.engine.remote_importer, "Channel", Channel)
     host = wsync._core.host()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +25,9 @@ from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.transformers import Engine
 from wsync.engine.update_groups import UpdateGroups
 from wsync.engine.update_state import Repeated
+from wsync.exchange import choose_exchange
 from wsync.exchange.choose_exchange import Transport
+from wsync.exchange.introductions import Introduction
 from wsync.exchange.polled_collectives import Collectives
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 from wsync.machine.deadline import Deadline
@@ -410,20 +414,68 @@ def test_a_process_ends_as_it_wants_to_whatever_is_stuck_in_a_group() -> None:
     assert ended.returncode == 3, ended.stderr
 
 
-def chosen(options: wsync.Options, *, crowded: bool = False, lacking: str = "") -> str:
-    """By the first of two ranks on one host, of which the other says what it lacks."""
-    group: Any = SimpleNamespace(rank=0, size=2, gather_json=lambda mine: [mine, lacking])
+ONE = Introduction(gpu="GPU-1", version=22907, address="nccl 22907 1 -", lacks="", in_torch=True)
+TWO = dataclasses.replace(ONE, gpu="GPU-2")
+OLD = dataclasses.replace(TWO, version=22809)
+NONE = dataclasses.replace(TWO, version=0, address="", lacks="has no NCCL")
+
+
+def chosen(
+    options: wsync.Options, first: Introduction, second: Introduction, *workers: Introduction
+) -> str:
+    """By the first of two ranks on one host, which serves workers of engine E."""
+    told = [dataclasses.asdict(second), {}]
+    group: Any = SimpleNamespace(rank=0, size=2, gather_json=lambda mine: [mine, told])
     transport = Transport(group, [0, 0], options)
-    transport.choose(_core.host(), crowded, [])
+    remote = {2 + i: (f"engine E: worker {i}", said) for i, said in enumerate(workers)}
+    with mock.patch.object(Introduction, "on", return_value=first):
+        transport.choose(_core.host(), remote)
     return transport._kind
 
 
-def test_ranks_that_share_a_gpu_do_not_meet_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wsync.exchange.choose_exchange._lacks_nccl", lambda _: "")
-    assert chosen(wsync.Options()) == "nccl"
-    assert chosen(wsync.Options(), crowded=True) == "shared"
-    assert chosen(wsync.Options(), lacking="a rank on GPU 1 has no NCCL") == "shared"
-    with pytest.raises(wsync.InvalidArgumentError, match="trainer ranks share a GPU"):
-        chosen(wsync.Options(exchange="nccl"), crowded=True)
-    with pytest.raises(wsync.InvalidArgumentError, match="a rank on GPU 1 has no NCCL"):
-        chosen(wsync.Options(exchange="nccl"), lacking="a rank on GPU 1 has no NCCL")
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (ONE, "trainer rank 0 and trainer rank 1 share GPU-1: NCCL needs a GPU for each"),
+        (NONE, "trainer rank 1 has no NCCL"),
+        (OLD, "trainer rank 0 has NCCL 22907 and trainer rank 1 NCCL 22809"),
+        (Introduction(), "trainer rank 1 is on the host"),
+    ],
+)
+def test_ranks_that_nccl_does_not_serve_share_memory(second: Introduction, why: str) -> None:
+    assert chosen(wsync.Options(), ONE, TWO) == "nccl"
+    assert chosen(wsync.Options(), ONE, second) == "shared"
+    with pytest.raises(wsync.InvalidArgumentError, match=f"exchange='nccl', but {why}"):
+        chosen(wsync.Options(exchange="nccl"), ONE, second)
+
+
+@pytest.mark.parametrize(
+    ("worker", "kind", "why"),
+    [
+        (TWO, "gloo", "trainer rank 1 and engine E: worker 1 share GPU-2: NCCL needs a GPU"),
+        (dataclasses.replace(OLD, gpu="GPU-4"), "gloo", "engine E: worker 1 NCCL 22809"),
+        (dataclasses.replace(NONE, gpu="GPU-4"), "torch nccl", "engine E: worker 1 has no NCCL"),
+        (Introduction(), "gloo", "engine E: worker 1 is on the host"),
+    ],
+)
+def test_remote_workers_that_nccl_does_not_serve_are_reached_by_torch_s_groups(
+    worker: Introduction, kind: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    three = dataclasses.replace(ONE, gpu="GPU-3")
+    choose_exchange._say_once.cache_clear()
+    for options in (wsync.Options(), wsync.Options(exchange="nccl")):
+        assert chosen(options, ONE, TWO, three) == "nccl"
+    assert caplog.messages == []
+    for _ in range(2):
+        assert chosen(wsync.Options(), ONE, TWO, three, worker) == kind
+    (said,) = caplog.messages
+    assert f"remote workers are reached by {kind}, because " in said
+    assert why in said
+    assert chosen(wsync.Options(exchange="gloo"), ONE, TWO, three) == "gloo"
+    with pytest.raises(wsync.InvalidArgumentError, match=why):
+        chosen(wsync.Options(exchange="nccl"), ONE, TWO, three, worker)
+
+
+def test_nothing_is_said_where_all_are_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen(wsync.Options(), Introduction(), Introduction(), Introduction()) == "gloo"
+    assert caplog.messages == []

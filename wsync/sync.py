@@ -197,9 +197,10 @@ class Sync(Updates):
         connection = self._connect(of(table))
         # A plan is made of what the workers say when they have joined, so that a first update opens
         # before it can pack; a later one packs its first round while the engines pause.
-        planned = connection.plan is not None
-        if not planned:
+        ahead = connection.packs_ahead
+        if not ahead:
             self._open(connection, report)
+        if connection.plan is None:
             with report.phase("open"):
                 connection.attach(check)
         connection.describe(report)
@@ -207,7 +208,7 @@ class Sync(Updates):
             self._use_up_version()  # the last bucket says it
         with self._progress(report, report.rounds, unit="round") as bar:
             messages = connection.start(self._updates, sources, check, report)
-            if planned:
+            if ahead:
                 self._open(connection, report)
             connection.run(sources, messages, check, report, bar)
         with report.phase("prepare"):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from wsync import _core
-from wsync.exchange.all_to_all_exchange import GroupExchange
-from wsync.exchange.remote_plan import Orders
-from wsync.exchange.update_group import UpdateGroup, device_of
+from wsync.exchange.all_to_all_exchange import Exchange, GroupExchange
+from wsync.exchange.introductions import Introduction
+from wsync.exchange.remote_plan import Meeting, Orders
+from wsync.exchange.update_group import Rendezvous, UpdateGroup, device_of
+from wsync.machine.deadline import PUNCTUAL
 from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame
 
 
@@ -26,7 +30,7 @@ class RemoteImporter:
         self._worker = 0
         self._waits: list[int] = []
         self._group: UpdateGroup | None = None
-        self._exchange: GroupExchange | None = None
+        self._exchange: Exchange | None = None
         self._following: _core.BufferTable | None = None
         self._stream = _core.Stream(1, device)
         self._events = _core.Memory(64, device, control=True)
@@ -37,6 +41,7 @@ class RemoteImporter:
         self._recorded: list[bool] = []
         self._channel = Channel.connect(address, timeout)
         try:
+            self._channel.send(Frame.INTRODUCTION, Introduction.on(device).to_bytes(), timeout)
             self._channel.send(Frame.BLOB, blob, timeout)
         except BaseException:
             self.close()
@@ -78,22 +83,24 @@ class RemoteImporter:
             raise _core.StateError(f"round {round} without a plan")
         if round + 1 < self._rounds:
             self._following = self._join_round(round + 1, timeout)
-        exchange.wait(round, self._stream, timeout, self._channel.look)
+        exchange.wait(round, self._stream, timeout, self._look)
         former = self._waits[round]
         if former >= 0 and self._recorded[former]:
-            self._loaded.wait(self._passed + former + 1, timeout, self._channel.look)
+            self._loaded.wait(self._passed + former + 1, timeout, self._look)
         rings = [(0, 0)] * self._worker + [(self.ring.address, self.ring.nbytes)]
         ring = _core.BufferTable(rings, self.ring)
         self._stream.copy(plan, round, _core.UNPACK, spans, ring)
         exchange.release(round, self._stream)
         if stream is None:
-            self._stream.synchronize(timeout, self._channel.look)
+            self._stream.synchronize(timeout, self._look)
+            exchange.check()
         else:
             self._stream.record(self._unpacked, self._passed + round + 1)
             stream.wait(self._unpacked, self._passed + round + 1)
 
     def wait(self, round: int, timeout: float) -> None:
-        """Has nothing to wait for: a round that was taken lies in the ring."""
+        """Waits until a round that was taken for a stream lies in the ring."""
+        self._unpacked.wait(self._passed + round + 1, timeout, self._look)
 
     def done(self, round: int, stream: _core.Stream | None, timeout: float) -> None:
         """The slot of a round is free again: now, or when the stream gets here."""
@@ -103,6 +110,8 @@ class RemoteImporter:
         self._channel.look()
 
     def prepared(self, tensors: int, nbytes: int, checksum: int, timeout: float) -> None:
+        if self._exchange is not None:
+            self._exchange.check()
         self._channel.send(Frame.PREPARED, COUNTS.pack(tensors, nbytes, checksum), timeout)
 
     def verdict(self, timeout: float) -> None:
@@ -112,11 +121,21 @@ class RemoteImporter:
         self._channel.fail(text)
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = self._exchange = None
-        self._channel.close()
-        self._stream.close()
+        """Ends what is under way, and lets go of every part, whatever one of them raises."""
+        exchange, group, self._following = self._exchange, self._group, None
+        self._exchange = self._group = None
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._stream.close)
+            last_first.callback(self._channel.close)
+            for part in (group, exchange):
+                if part is not None:
+                    last_first.callback(part.close)
+
+    def _look(self) -> None:
+        """Raises what the trainer has said, or what has become of the exchange."""
+        self._channel.look()
+        if self._exchange is not None:
+            self._exchange.check()
 
     def _take_orders(self, orders: Orders, timeout: float) -> None:
         """Makes the plan that the trainer ranks have made, and joins them."""
@@ -130,11 +149,21 @@ class RemoteImporter:
         self.manifest = plan.manifest(orders.worker).to_bytes()
         self.ring = _core.Memory(max(plan.ring_nbytes(orders.worker), 1), self._device)
         self._waits = [plan.slot(orders.worker, k).wait_round for k in range(plan.round_count)]
-        look, backend = self._channel.look, orders.rendezvous.backend
-        device = device_of(backend, self._device)
-        self._group = orders.rendezvous.join(orders.rank, timeout, look, device=device, greet=True)
-        self._exchange = GroupExchange(self._group, backend, self._device, look)
+        self._meet(orders.meeting, orders.rank, plan, timeout)
         self._plan = plan
+
+    def _meet(self, meeting: Meeting, rank: int, plan: _core.Plan, timeout: float) -> None:
+        look = self._channel.look
+        if isinstance(meeting, Rendezvous):
+            device = device_of(meeting.backend, self._device)
+            self._group = meeting.join(rank, timeout, look, device=device, greet=True)
+            self._exchange = GroupExchange(self._group, meeting.backend, self._device, look)
+            return
+        sizes = (plan.send_nbytes, plan.recv_nbytes)
+        timeout *= PUNCTUAL  # of a round, before somebody's wait for it ends
+        exchange = _core.Exchange.nccl(rank, len(meeting), *sizes, timeout, self._device)
+        self._exchange = exchange
+        exchange.connect(meeting, PUNCTUAL * timeout, look)
 
     def _join_round(self, round: int, timeout: float) -> _core.BufferTable:
         """Takes part in a round's collective, with nothing to send; where it will lie."""

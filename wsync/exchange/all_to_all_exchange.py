@@ -39,13 +39,18 @@ class GroupExchange:
         device: _core.Device,
         check: Callable[[], object],
     ) -> None:
-        self.name = backend
+        self._backend = backend
         self._device = device
         self._group = group
         self._check = check  # called while this waits for a stream
         self._plan: _core.Plan | None = None
         make = functools.partial(on_gpu if backend == "nccl" else staging, device=device)
         self._halves = [_Half(make), _Half(make)]
+
+    @property
+    def name(self) -> str:
+        """As `Report.exchange` has it: "nccl" is wsync's own."""
+        return "torch nccl" if self._backend == "nccl" else self._backend
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +101,7 @@ class GroupExchange:
 
     def _hand_over(self, stream: _core.Stream) -> None:
         """The group comes next, which is torch's: it has an order only with streams of a GPU."""
-        if self.name == "nccl":
+        if self._backend == "nccl":
             lead_torch(stream)
         else:
             stream.synchronize(self._group.timeout, self._check)
@@ -108,7 +113,7 @@ class GroupExchange:
         """Gives the staging back until rounds need it again; none is under way."""
         for half in self._halves:
             half.clear()
-        if self.name == "nccl":
+        if self._backend == "nccl":
             release_cached(self._device)
 
     def close(self) -> None:

@@ -5,73 +5,102 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Mapping, Sequence
 
 from wsync import _core
 from wsync.exchange.all_to_all_exchange import Exchange, GroupExchange
+from wsync.exchange.introductions import Introduction, misfit, obstacle
+from wsync.exchange.remote_plan import Meeting
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, device_of
 from wsync.machine.addresses import own_address
-from wsync.machine.deadline import Check
-from wsync.machine.device import has_nccl
-from wsync.machine.nvidia_wheels import nccl_libraries
+from wsync.machine.deadline import PUNCTUAL, Check
 from wsync.options import Options
+
+_log = logging.getLogger(__name__)
 
 
 class Transport:
     """One rank's exchange, with the group and the store that it may need.
 
-    hosts: of every trainer rank.  `rendezvous` is where all ranks of the exchange meet, if not in
-    the trainer's own group.
+    hosts: of every trainer rank.  The methods are called in this order, by all trainer ranks
+    together.
     """
 
     def __init__(self, group: TrainerGroup, hosts: Sequence[int], options: Options) -> None:
-        self.rendezvous: Rendezvous | None = None
         self._kind = "none"
         self._exchange: Exchange | None = None
         self._group = group
         self._hosts = len(set(hosts))
         self._options = options
         self._device = _core.host()
+        self._members: list[tuple[str, Introduction]] = []  # by rank; remote workers come last
+        self._meeting: Meeting = ()
         self._store: Store | None = None
         self._everyone: UpdateGroup | None = None
 
-    def choose(self, device: _core.Device, crowded: bool, remote: Sequence[str]) -> None:
-        """Chooses for all ranks, together with them, and says where they are to meet.
+    def choose(self, device: _core.Device, workers: Mapping[int, tuple[str, Introduction]]) -> None:
+        """Chooses for all ranks, with what each says of itself.
 
         Args:
             device: what rounds lie on.
-            crowded: whether ranks share a GPU, where NCCL does not work.
-            remote: for each remote worker that takes part, the name of its engine.
+            workers: of the remote workers that this rank serves, by their rank in the exchange:
+                what messages call each, and what it says of itself.
+
+        Raises:
+            InvalidArgumentError: the exchange that Options name is not possible.
         """
         self._device = device
-        lacking = next(filter(None, self._group.gather_json(_lacks_nccl(device))), "")
-        self._kind = self._choose("trainer ranks share a GPU" if crowded else lacking, bool(remote))
-        if not remote:
-            return
-        mine: dict[str, object] = {}
-        if self._group.rank == 0:
-            self._store = Store(self._options.deadline)
-            size = self._group.size + len(remote)
-            place = Rendezvous(own_address(remote), self._store.port, size, self._kind)
-            mine = dataclasses.asdict(place)
-        self.rendezvous = Rendezvous(**self._group.gather_json(mine)[0])
+        mine = dataclasses.asdict(Introduction.on(device))
+        told = {rank: (name, dataclasses.asdict(said)) for rank, (name, said) in workers.items()}
+        ranks, remote = list[tuple[str, Introduction]](), dict[int, tuple[str, Introduction]]()
+        for rank, (said, served) in enumerate(self._group.gather_json([mine, told])):
+            ranks.append((f"trainer rank {rank}", Introduction(**said)))
+            remote |= {int(other): (name, Introduction(**m)) for other, (name, m) in served.items()}
+        self._members = ranks + [remote[rank] for rank in sorted(remote)]
+        self._kind = self._choose(bool(remote))
 
-    def open(self, plan: _core.Plan, check: Check) -> Exchange | None:
-        """Makes the exchange, together with all ranks; None where the plan needs none.
+    def meet(self, plan: _core.Plan, engines: Sequence[str]) -> Meeting:
+        """Makes what ranks need to meet, and says where that is, as remote workers are told it.
+
+        engines: the names of those that remote workers are of.
+        """
+        trainers, size = self._group.size, len(self._members)
+        if self._kind in ("shared", "nccl"):
+            exchange = self._exchange = self._make(plan)
+            workers = [member.address for _, member in self._members[trainers:]]
+            self._meeting = (*self._group.gather_json(exchange.address), *workers)
+        elif size > trainers:
+            mine: dict[str, object] = {}
+            if self._group.rank == 0:
+                self._store = Store(self._options.deadline)
+                backend = "nccl" if self._kind == "torch nccl" else self._kind
+                place = Rendezvous(own_address(engines), self._store.port, size, backend)
+                mine = dataclasses.asdict(place)
+            self._meeting = Rendezvous(**self._group.gather_json(mine)[0])
+        return self._meeting
+
+    def open(self, check: Check) -> Exchange | None:
+        """Meets all other ranks; the exchange, or None where the plan needs none.
 
         It is closed with this.  `check` is called while ranks or, later on, a stream are waited
         for.
         """
-        if self._kind == "shared" or (self._kind == "nccl" and self.rendezvous is None):
-            self._exchange = self._make(plan, check)
-        elif self.rendezvous is not None:
-            device = device_of(self._kind, self._device)
-            timeout = self._options.exchange_deadline
-            self._everyone = self.rendezvous.join(
+        timeout = self._options.exchange_deadline
+        if isinstance(self._exchange, _core.Exchange):
+            assert not isinstance(self._meeting, Rendezvous)
+            if len(self._members) > self._group.size:  # workers that have met wait for an update
+                timeout = PUNCTUAL * self._options.deadline
+            self._exchange.connect(self._meeting, timeout, check)
+        elif isinstance(self._meeting, Rendezvous):
+            backend = self._meeting.backend
+            device = device_of(backend, self._device)
+            self._everyone = self._meeting.join(
                 self._group.rank, timeout, check, device=device, greet=True
             )
-            self._exchange = GroupExchange(self._everyone, self._kind, self._device, check)
+            self._exchange = GroupExchange(self._everyone, backend, self._device, check)
         elif self._kind != "none":
             self._exchange = GroupExchange(self._group, self._kind, self._device, check)
         return self._exchange
@@ -83,51 +112,39 @@ class Transport:
                 if part is not None:
                     last_first.callback(part.close)
 
-    def _choose(self, lacking: str, remote: bool) -> str:
-        """What rounds are exchanged by: "none", "shared", "gloo" or "nccl".  lacking: why it cannot
-        be NCCL, "" where it can."""
+    def _choose(self, remote: bool) -> str:
+        """What rounds are exchanged by: "none", "shared", "nccl", "torch nccl" or "gloo"."""
         wanted = self._options.exchange
-        if remote:
-            return "nccl" if has_nccl(self._device) and not lacking else "gloo"
-        if self._group.size == 1:
+        if len(self._members) == 1:
             return "none"
         if wanted == "shared" and self._hosts > 1:
             raise _core.InvalidArgumentError(
                 f"exchange='shared', but the trainer ranks are on {self._hosts} hosts"
             )
+        lacking = obstacle(self._members)
         if wanted == "nccl" and lacking:
             raise _core.InvalidArgumentError(f"exchange='nccl', but {lacking}")
         if wanted != "auto":
             return wanted
         if not lacking:
             return "nccl"
-        return "shared" if self._hosts == 1 else "gloo"
+        if not remote:
+            return "shared" if self._hosts == 1 else "gloo"
+        in_torch = all(member.in_torch for _, member in self._members)
+        kind = "torch nccl" if in_torch and not misfit(self._members) else "gloo"
+        if self._group.rank == 0 and any(member.gpu for _, member in self._members):
+            _say_once(f"remote workers are reached by {kind}, because {lacking}")
+        return kind
 
-    def _make(self, plan: _core.Plan, check: Check) -> Exchange:
-        """An exchange of the trainer ranks alone, who have met."""
-        group, options, device = self._group, self._options, self._device
+    def _make(self, plan: _core.Plan) -> _core.Exchange:
+        rank, size, options = self._group.rank, len(self._members), self._options
         if self._kind == "shared":
-            exchange = _core.Exchange.shared(
-                group.rank, group.size, max(plan.send_nbytes, 1), options.directory, device
-            )
-        else:
-            sizes, timeout = (plan.send_nbytes, plan.recv_nbytes), options.exchange_deadline
-            exchange = _core.Exchange.nccl(group.rank, group.size, *sizes, timeout, device)
-        try:
-            addresses = group.all_gather(exchange.address.encode())
-            exchange.connect([a.decode() for a in addresses], options.exchange_deadline, check)
-        except BaseException:
-            exchange.close()
-            raise
-        return exchange
+            sent = max(plan.send_nbytes, 1)
+            return _core.Exchange.shared(rank, size, sent, options.directory, self._device)
+        sizes, timeout = (plan.send_nbytes, plan.recv_nbytes), options.exchange_deadline
+        return _core.Exchange.nccl(rank, size, *sizes, timeout, self._device)
 
 
-def _lacks_nccl(device: _core.Device) -> str:
-    """Why ranks on such a device cannot meet by NCCL; "" where they can."""
-    if device.ordinal < 0:
-        return f"a rank is on {device!r}"
-    try:
-        _core.nccl_library(nccl_libraries())
-    except _core.UnsupportedError as error:
-        return f"a rank on {device!r} has {error}"
-    return ""
+@functools.cache
+def _say_once(text: str) -> None:
+    _log.warning("wsync: %s", text)

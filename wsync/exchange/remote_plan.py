@@ -11,10 +11,16 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from wsync import _core
 from wsync.exchange.update_group import Rendezvous
+
+Meeting: TypeAlias = Rendezvous | Sequence[str]
+"""Where the ranks of an exchange meet: in a store, to make a group of torch's, or, by NCCL, at
+each other's addresses, which are in their order."""
+
+_MAX_ADDRESS: Final = 511  # characters, as csrc/comm/comm.h has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Orders:
     worker: int
     rank: int
     fingerprint: int
-    rendezvous: Rendezvous
+    meeting: Meeting
     blueprint: Blueprint
 
     def to_bytes(self) -> bytes:
@@ -63,7 +69,9 @@ class Orders:
             "worker": self.worker,
             "rank": self.rank,
             "fingerprint": self.fingerprint,
-            "rendezvous": dataclasses.asdict(self.rendezvous),
+            "meeting": dataclasses.asdict(self.meeting)
+            if isinstance(self.meeting, Rendezvous)
+            else list(self.meeting),
             "whole": [whole for _, whole in blueprint.destinations],
             "workers": list(blueprint.workers),
             "hosts": list(blueprint.hosts),
@@ -88,16 +96,11 @@ class Orders:
                 _number(fields["round_nbytes"]),
                 _number(fields["ring_nbytes"]),
             )
-            told = fields["rendezvous"]
-            host, backend, name = (str(told[key]) for key in ("host", "backend", "name"))
-            port, size = _number(told["port"]), _number(told["size"])
-            if backend not in ("gloo", "nccl"):
-                raise ValueError(f"backend {backend!r}")
-            rendezvous = Rendezvous(host, port, size, backend, name)
+            meeting, size = _meeting(fields["meeting"])
             worker, rank = _number(fields["worker"]), _number(fields["rank"])
             if blueprint.workers[worker][1] != rank or size != len(blueprint.hosts):
                 raise ValueError(f"worker {worker} is not rank {rank} of {size}")
-            return Orders(worker, rank, _number(fields["fingerprint"]), rendezvous, blueprint)
+            return Orders(worker, rank, _number(fields["fingerprint"]), meeting, blueprint)
         except _core.WsyncError:
             raise
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
@@ -119,6 +122,20 @@ def split_parts(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
     if ends[-1] != len(body):
         raise ValueError(f"{len(body)} bytes of layouts instead of {ends[-1]}")
     return fields, [body[first:last] for first, last in pairwise(ends)]
+
+
+def _meeting(told: Any) -> tuple[Meeting, int]:
+    """Where ranks meet, and how many they are."""
+    if isinstance(told, list):
+        for address in told:
+            if not (isinstance(address, str) and 0 < len(address) <= _MAX_ADDRESS):
+                raise ValueError(f"address {address!r}")
+        return told, len(told)
+    host, backend, name = (str(told[key]) for key in ("host", "backend", "name"))
+    port, size = _number(told["port"]), _number(told["size"])
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend {backend!r}")
+    return Rendezvous(host, port, size, backend, name), size
 
 
 def _number(value: Any) -> int:

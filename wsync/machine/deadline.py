@@ -18,6 +18,10 @@ POLL_SECONDS: Final = 0.05
 VERDICT_SECONDS: Final = 1.0
 """For the reason of a failure to arrive, after its effect was seen elsewhere."""
 
+PUNCTUAL: Final = 0.9
+"""What part of a deadline there is for those whose absence others would see at its end: it is named
+before these give up."""
+
 LATER_SECONDS: Final = 2.0
 """How much later a deadline ends that only guards another one, whose error says more."""
 

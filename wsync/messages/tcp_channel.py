@@ -37,7 +37,8 @@ _MAX_UNAUTHENTICATED: Final = 16  # connections that have shown no token so far
 
 
 class Frame(enum.IntEnum):
-    """What a frame is.  HELLO, BLOB and PREPARED come from a worker, FAILED from either side."""
+    """What a frame is.  HELLO, INTRODUCTION, BLOB and PREPARED come from a worker, FAILED from
+    either side."""
 
     HELLO = 1  # the token
     BLOB = 2  # what the worker keeps, as Loader.blob has it
@@ -47,6 +48,7 @@ class Frame(enum.IntEnum):
     PREPARED = 6  # COUNTS: tensors, bytes and checksum that were loaded
     COMMIT = 7
     FAILED = 8  # text
+    INTRODUCTION = 9  # see wsync.exchange.introductions
 
 
 _MAX_NBYTES: Final = {
@@ -58,8 +60,9 @@ _MAX_NBYTES: Final = {
     Frame.PREPARED: COUNTS.size,
     Frame.COMMIT: 0,
     Frame.FAILED: 1 << 16,
+    Frame.INTRODUCTION: 1 << 12,
 }
-FROM_WORKERS: Final = (Frame.BLOB, Frame.PREPARED, Frame.FAILED)
+FROM_WORKERS: Final = (Frame.INTRODUCTION, Frame.BLOB, Frame.PREPARED, Frame.FAILED)
 FROM_TRAINERS: Final = (Frame.MODEL, Frame.PLAN, Frame.BEGIN, Frame.COMMIT, Frame.FAILED)
 
 

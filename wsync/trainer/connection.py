@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.exchange.all_to_all_exchange import Exchange
 from wsync.exchange.choose_exchange import Transport
+from wsync.exchange.introductions import Introduction
 from wsync.exchange.remote_plan import Blueprint, Orders
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, group_name
 from wsync.handles.base import EngineHandle
 from wsync.machine.addresses import own_address
-from wsync.machine.deadline import Check, Deadline
+from wsync.machine.deadline import PUNCTUAL, Check, Deadline
 from wsync.machine.device import follow_torch
 from wsync.machine.sweep import sweep
 from wsync.messages.control import LEARN, Control
@@ -35,9 +36,6 @@ from wsync.trainer.sessions.stock import StockSession
 
 if TYPE_CHECKING:
     from tqdm import tqdm
-
-
-_PUNCTUAL = 0.9  # of the deadline, which those who have come wait from then on
 
 
 class Connection:
@@ -66,7 +64,6 @@ class Connection:
         self._exchange: Exchange | None = None
         self._options = options
         self._gpu = gpu
-        self._crowded = False  # whether several ranks use one GPU
         self._stream: _core.Stream | None = None
         self._sessions: list[Session] = []
         self._rings = _core.BufferTable([])
@@ -114,6 +111,15 @@ class Connection:
         """What has been sent to engines, and not been answered."""
         return [item for session in self._sessions for item in session.under_way]
 
+    @property
+    def packs_ahead(self) -> bool:
+        """Whether an update may begin before its engines have paused: there is a plan, and no
+        remote worker whom a group of NCCL would wait for meanwhile."""
+        if self.plan is None:
+            return False
+        by_nccl = self._exchange is not None and self._exchange.name == "nccl"
+        return not (by_nccl and self._roster.taking(Delivery.REMOTE))
+
     def openings(self, update: int) -> dict[int, list[Control]]:
         """The control messages that make workers join an update, by engine."""
         found = defaultdict[int, list[Control]](list)
@@ -152,15 +158,13 @@ class Connection:
 
     def attach(self, check: Check) -> None:
         """Waits for the workers, plans with what they keep, and hands them their rings."""
-        # who does not come is named before those who have come give up
-        deadline = Deadline(_PUNCTUAL * self._options.deadline)
+        deadline = Deadline(PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(deadline.left, check) for s in self._sessions}
         self._send_model(blobs, deadline, check)
         self._compare_learnt()
         planning = Planning(self._group, self._roster, self._sessions, self._options)
-        layouts, device, crowded = planning.gather(blobs, self._gpu)
+        layouts, device = planning.gather(blobs, self._gpu)
         self._stream = _core.Stream(self._options.threads, device)
-        self._crowded = crowded
         self.plan = self._arrange(planning, layouts, device, check)
 
     def _arrange(
@@ -170,10 +174,7 @@ class Connection:
 
         layouts: by the worker's number in the plan.
         """
-        remote = self._roster.taking(Delivery.REMOTE)
-        self._transport.choose(
-            device, self._crowded, [engine.name for engine in remote for _ in range(engine.workers)]
-        )
+        self._transport.choose(device, self._remote_introductions())
         blueprint, plan = planning.fit(layouts, device)
         self._order(blueprint, plan)
         spans = [(0, 0)] * len(self._roster.workers)
@@ -181,7 +182,7 @@ class Connection:
         for session in self._sessions:
             spans[session.worker] = session.attach(plan, device, deadline.left, check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
-        self._exchange = self._transport.open(plan, check)
+        self._exchange = self._transport.open(check)
         return plan
 
     def _send_model(self, blobs: dict[int, bytes], deadline: Deadline, check: Check) -> None:
@@ -209,14 +210,24 @@ class Connection:
             engine = self._roster.engines[self._roster.workers[number].engine].name
             self._own_loading.setdefault(engine, reason)
 
+    def _remote_introductions(self) -> dict[int, tuple[str, Introduction]]:
+        """What the remote workers of this rank have said of themselves, by their rank in the
+        exchange."""
+        workers = self._roster.workers
+        return {
+            workers[session.worker].home: (session.name, session.introduction)
+            for session in self._sessions
+            if isinstance(session, RemoteSession)
+        }
+
     def _order(self, blueprint: Blueprint, plan: _core.Plan) -> None:
         """Writes what remote workers are to do."""
+        engines = [engine.name for engine in self._roster.taking(Delivery.REMOTE)]
+        meeting = self._transport.meet(plan, engines)
         for session in self._sessions:
             if isinstance(session, RemoteSession):
                 rank = blueprint.workers[session.worker][1]
-                place = self._transport.rendezvous
-                assert place is not None
-                session.orders = Orders(session.worker, rank, plan.fingerprint, place, blueprint)
+                session.orders = Orders(session.worker, rank, plan.fingerprint, meeting, blueprint)
 
     def start(
         self, update: int, sources: _core.BufferTable, check: Check, report: Report

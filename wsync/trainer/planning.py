@@ -38,11 +38,8 @@ class Planning:
     sessions: Sequence[Session]
     options: Options
 
-    def gather(
-        self, blobs: dict[int, bytes], source: str
-    ) -> tuple[list[bytes], _core.Device, bool]:
-        """What every worker keeps, by its number; what this rank uses: a GPU, or the host; and
-        whether several ranks use one GPU.
+    def gather(self, blobs: dict[int, bytes], source: str) -> tuple[list[bytes], _core.Device]:
+        """What every worker keeps, by its number; and what this rank uses: a GPU, or the host.
 
         Args:
             blobs: what this rank's workers keep; layouts that are equal travel once a rank.
@@ -61,9 +58,7 @@ class Planning:
             gpus.append(facts["gpu"])
             layouts |= {int(number): found[i] for number, i in facts["index"].items()}
         device = find(self._settle(gpus))
-        known = [gpu for gpu in gpus if gpu]
-        crowded = len(set(known)) < len(known)
-        return [layouts[number] for number in range(len(self.roster.workers))], device, crowded
+        return [layouts[number] for number in range(len(self.roster.workers))], device
 
     def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[Blueprint, _core.Plan]:
         """Plans, and makes the rings: smaller ones where some rank has no memory for them.

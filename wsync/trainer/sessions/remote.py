@@ -7,6 +7,7 @@ wsync.exchange.remote_plan.
 from __future__ import annotations
 
 from wsync import _core
+from wsync.exchange.introductions import Introduction
 from wsync.exchange.remote_plan import Orders
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame, Listener
@@ -21,6 +22,7 @@ class RemoteExporter:
     def __init__(self, host: str, peer: str) -> None:
         self._listener = Listener(host, peer)
         self._channel: Channel | None = None
+        self.introduction = Introduction()  # what the worker says of itself, once accepted
         self.loaded = 0  # rounds that have been exchanged: what is known here
 
     @property
@@ -42,6 +44,8 @@ class RemoteExporter:
         deadline = Deadline(timeout)
         self._channel = self._listener.accept(timeout, check)
         self._listener.close()
+        said = self._channel.wait((Frame.INTRODUCTION,), deadline.left, check)[1]
+        self.introduction = Introduction.from_bytes(said)
         return self._channel.wait((Frame.BLOB,), deadline.left, check)[1]
 
     def attach(self, ring: _core.Memory, manifest: bytes, timeout: float, check: Check) -> None:
@@ -104,6 +108,12 @@ class RemoteSession(WorkerSession):
     @property
     def gpu(self) -> str | None:
         return None
+
+    @property
+    def introduction(self) -> Introduction:
+        """What the worker says of itself, once accepted."""
+        assert isinstance(self._exporter, RemoteExporter)
+        return self._exporter.introduction
 
     def _listen(self) -> RemoteExporter:
         return RemoteExporter(self._host, self.name)
