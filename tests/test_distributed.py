@@ -230,7 +230,9 @@ def test_colocated_and_remote_engines_in_one_update(
     assert len({join["group_name"] for join in joins}) == 1
     assert known == [0]  # an engine that joins does not wait for that
     nbytes = sum(tensor.nbytes for tensor in weights.values())
-    assert updater.pop_metrics()["wsync/delivered_nbytes"] == 2 * nbytes
+    metrics = updater.pop_metrics()
+    assert metrics["wsync/delivered_nbytes"] == 2 * nbytes
+    assert metrics["wsync/engines_by_stock_broadcast"] == 2
     updater.disconnect_rollout_engines()
 
 

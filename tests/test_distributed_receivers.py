@@ -80,6 +80,8 @@ def test_colocated_and_remote_engines_in_one_update(broadcast: str, ranks: Ranks
     assert [facts["wrong"] for facts in found] == [[]] * 4
     assert found[0]["workers"] == 3
     assert found[0]["redundancy"] == 1.0
+    remote = "gloo" if broadcast == "auto" else "stock broadcast"
+    assert [facts["paths"] for facts in found] == [{"tp2": "ring", "tp1": remote}] * 4
 
 
 def test_workers_that_learn_are_sent_what_they_keep() -> None:

@@ -233,6 +233,7 @@ def test_a_stock_engine_gets_flattened_buckets(config: Any, server: str) -> None
             report = sync.update(weights)
             assert checksums(server) == expected_checksums(weights)
     assert report.rounds > 3
+    assert report.paths == {server: "stock buckets"}
     assert wsync.handle(server).model_info(10)["weight_version"] == "2"
 
 

@@ -296,6 +296,7 @@ class DiskSync(Updates):
         report.rounds = len(self._arrangement.names)
         report.workers = sum(engine.workers for engine in self._requests.engines)
         report.exchange = "disk"
+        report.paths = {engine.name: "disk" for engine in self._requests.engines}
 
 
 class _Writer:

@@ -45,9 +45,13 @@ class Report:
     elements each quantise their own.
     `unused` names the trainer's tensors that no engine makes use of, and that are not delivered.
     `ways` has the engines' names by the way that their weights take, in words; of a `DiskSync`, on
-    rank 0.  `own_loading` says, by engine, which tensors its workers load by the engine's own
-    load_weights although they run wsync's, and why.  `learning_seconds` is how long workers took to
-    learn what they keep, a part of open in the first update of a connection.
+    rank 0.  `paths` says by engine what carried the bytes: "ring" (memory that it shares with a
+    trainer rank), "nccl" (a communicator of its workers and the trainer ranks), "torch nccl" or
+    "gloo" (a group of torch's), "stock buckets", "stock broadcast" or "disk".  `exchange` is what
+    carried them between trainer ranks: "none", "shared" or one of these.
+    `own_loading` says, by engine, which tensors its workers load by the engine's own load_weights
+    although they run wsync's, and why.  `learning_seconds` is how long workers took to learn what
+    they keep, a part of open in the first update of a connection.
     """
 
     version: str = ""
@@ -66,6 +70,7 @@ class Report:
     exchange: str = "none"
     unused: tuple[str, ...] = ()
     ways: dict[str, list[str]] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
     own_loading: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     learning_seconds: float = 0.0
@@ -122,8 +127,9 @@ class Report:
 
     def metrics(self, *, whole: bool = True) -> dict[str, float]:
         """Flat numbers for a training log: under names of wsync's own, and seconds and bytes under
-        slime's or in its manner.  whole: with `perf/update_weights_time`, which slime's actor
-        measures itself, around all that it does for an update."""
+        slime's or in its manner.  Engines are counted by their paths.  whole: with
+        `perf/update_weights_time`, which slime's actor measures itself, around all that it does for
+        an update."""
         flat = {f"wsync/{name}_seconds": seconds for name, seconds in self.phases.items()}
         flat["wsync/update_seconds"] = self.seconds
         if whole:
@@ -137,6 +143,9 @@ class Report:
             names += ["image_nbytes", "quantised_nbytes", "repeated_nbytes"]
         for name in names:
             flat[f"wsync/{name}"] = float(getattr(self, name))
+        for path in self.paths.values():
+            name = f"wsync/engines_by_{path.replace(' ', '_')}"
+            flat[name] = flat.get(name, 0.0) + 1.0
         return flat
 
     def facts(self) -> dict[str, Any]:

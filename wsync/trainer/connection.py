@@ -303,6 +303,9 @@ class Connection:
         report.ring_nbytes = sum(self._rings[number][1] for number in range(len(self._rings)))
         if self._exchange is not None:
             report.exchange = self._exchange.name
+        report.paths = {
+            engine.name: engine.delivery.path or report.exchange for engine in self._roster.engines
+        }
 
     def _copy_local(
         self, number: int, sources: _core.BufferTable, check: Check, report: Report

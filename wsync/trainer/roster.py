@@ -38,6 +38,16 @@ class Delivery(enum.StrEnum):
             Delivery.BROADCAST: "broadcasts",
         }[self]
 
+    @property
+    def path(self) -> str:
+        """As `Report.paths` has it; "" for that of the exchange."""
+        return {
+            Delivery.WSYNC: "ring",
+            Delivery.STOCK: "stock buckets",
+            Delivery.REMOTE: "",
+            Delivery.BROADCAST: "stock broadcast",
+        }[self]
+
     @staticmethod
     def of(engine: EngineHandle, first_gpu: int | None, options: Options, ranks: int) -> Delivery:
         """What an engine takes.  One whose GPUs are not all the trainer's is remote.  One that
