@@ -1,0 +1,363 @@
+"""What trainer ranks with a played GPU each do in tests/test_remote_nccl.py; rank 0 also runs
+engines whose workers have GPUs of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from support.errors import error_of
+from support.played_gpu import PlayedTensor, put
+from support.procs import runs
+from support.tiny_qwen3 import draw, same
+from support.update_cases import before_receiving
+
+import wsync
+from wsync import _core
+from wsync.demo.engines import tensor_parallel_engine
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+from wsync.engine.remote_importer import RemoteImporter
+from wsync.exchange import choose_exchange
+from wsync.exchange.choose_exchange import Transport
+from wsync.layout import TrainerLayout
+from wsync.trainer.connection import Connection
+
+GPUS = 8
+FIRST = "WSYNC_TEST_FIRST_GPU"  # of an engine's workers
+OPTIONS: dict[str, Any] = {
+    "deadline": 60.0,
+    "progress": False,
+    "delivery": "distributed",
+    "round_nbytes": 1 << 15,
+    "ring_nbytes": 1 << 16,
+    "flush_cache": False,
+}
+BRIEF: dict[str, Any] = {**OPTIONS, "deadline": 4.0}
+STRUCK = 1  # the round in which something happens
+
+
+class Census(ctypes.Structure):
+    """fakenccl_census_t: what a process has not given back."""
+
+    _fields_ = [
+        (name, ctypes.c_long)
+        for name in (
+            "communicators",
+            "registrations",
+            "allocations",
+            "works",
+            "received",
+            "operations",
+        )
+    ]
+
+
+def _fake() -> ctypes.CDLL:
+    return ctypes.CDLL(os.environ["WSYNC_NCCL_LIB"])
+
+
+def _count() -> Census:
+    found = Census()
+    _fake().fakenccl_census(ctypes.byref(found))
+    return found
+
+
+def census() -> tuple[int, int]:
+    """Communicators and groups of this process that are left."""
+    found = _count()
+    return found.communicators, found.works
+
+
+def inject(what: str, k: int, value: int = 0) -> None:
+    """At the k-th operation from now on, where it is about one; a negative k takes it back."""
+    if what in ("hang", "error") and k >= 0:
+        k += _count().operations
+    _fake().fakenccl_inject(what.encode(), ctypes.c_long(k), ctypes.c_long(value))
+
+
+# --- an engine's workers --------------------------------------------------------------------------
+
+
+class PlacedWorker(tensor_parallel_engine._Worker):
+    """Is served by a GPU of its own."""
+
+    def __init__(self, *, rank: int, **settings: Any) -> None:
+        os.environ["WSYNC_DEVICE"] = f"cuda:{int(os.environ[FIRST]) + rank}"
+        super().__init__(rank=rank, **settings)
+
+    def answer(self, what: str, argument: Any) -> Any:
+        if what == "census":
+            return census()
+        if what == "inject":
+            return inject(*argument)
+        if what == "strike":
+            return _strike_at(*argument)
+        return super().answer(what, argument)
+
+
+def _strike_at(step: str, how: int) -> None:
+    """Has this worker's process get a signal at a step of the next update."""
+    name = {
+        "introduced": "begin",
+        "ordered": "_meet",
+        "round": "take",
+        "loaded": "prepared",
+        "prepared": "verdict",
+    }[step]
+    original = getattr(RemoteImporter, name)
+
+    def struck(self: RemoteImporter, *arguments: Any) -> Any:
+        if step != "round" or arguments[0] == STRUCK:
+            setattr(RemoteImporter, name, original)
+            os.kill(os.getpid(), how)
+        return original(self, *arguments)
+
+    setattr(RemoteImporter, name, struck)
+
+
+def engine(config: Any, tp: int, first: int, **environment: str) -> TensorParallelEngine:
+    """One whose workers have the GPUs from `first` on."""
+    settings = {FIRST: str(first), "WSYNC_FAKE_CUDA_FIRST": "0", **environment}
+    settings["WSYNC_FAKE_CUDA_DEVICES"] = str(GPUS)
+    with (
+        mock.patch.dict(os.environ, settings),
+        mock.patch.object(tensor_parallel_engine, "_Worker", PlacedWorker),
+    ):
+        return TensorParallelEngine(config, tp=tp, name=f"tp{tp}")
+
+
+_engines: dict[int, TensorParallelEngine] = {}
+
+
+def engines(config: Any, *sizes: int) -> list[TensorParallelEngine]:
+    """On rank 0, engines of so many workers, which end with it, each on a GPU that nobody else has;
+    those of before, if they live."""
+    found = []
+    for number, tp in enumerate(sizes if dist.get_rank() == 0 else ()):
+        if tp in _engines and not all(map(_runs, _engines[tp].pids)):
+            _engines.pop(tp).close()
+        if tp not in _engines:
+            first = dist.get_world_size() + sum(sizes[:number])
+            _engines[tp] = engine(config, tp, first)
+        found.append(_engines[tp])
+    dist.barrier()  # nobody waits for engines to start within an update's deadline
+    return found
+
+
+def _runs(pid: int) -> bool:
+    return runs(pid, patience=0.1)
+
+
+# --- trainer ranks --------------------------------------------------------------------------------
+
+
+class Held:
+    """This rank's rows of every tensor, in memory of its GPU, which is the only one it sees."""
+
+    def __init__(self, config: Any) -> None:
+        rank = dist.get_rank()
+        os.environ |= {"WSYNC_FAKE_CUDA_FIRST": str(rank), "WSYNC_FAKE_CUDA_DEVICES": "1"}
+        self.config = config
+        self.tensors: list[PlayedTensor] = []
+        builder = _core.LayoutBuilder(rank)
+        for index, (name, whole) in enumerate(draw(config, 0).items()):
+            rows = self._rows(whole)
+            mine = whole[rows].contiguous()
+            self.tensors.append(put(mine))
+            start = [rows.start, *[0] * (whole.dim() - 1)]
+            strides = [stride * whole.itemsize for stride in mine.stride()]
+            builder.add_shard(name, "float32", whole.shape, start, mine.shape, index, 0, strides)
+        names = tuple(draw(config, 0))
+        table = _core.describe(self.tensors, names, gpu=True)
+        size = dist.get_world_size()
+        self.layout = TrainerLayout(builder.build(), names, lambda: self.tensors, table, rank, size)
+
+    @staticmethod
+    def _rows(whole: Any) -> slice:
+        rank, size, rows = dist.get_rank(), dist.get_world_size(), len(whole)
+        return slice(rank * rows // size, (rank + 1) * rows // size)
+
+    def train(self, seed: int) -> None:
+        """Other weights, where those were."""
+        for tensor, whole in zip(self.tensors, draw(self.config, seed).values(), strict=True):
+            mine = whole[self._rows(whole)].contiguous()
+            ctypes.memmove(tensor.data_ptr(), mine.data_ptr(), mine.nbytes)
+
+
+_held: list[Held] = []
+
+
+def held(config: Any) -> Held:
+    """The one of this process, whose driver stays what it is."""
+    if not _held:
+        _held.append(Held(config))
+    return _held[0]
+
+
+def deliver(config: Any, *sizes: int) -> dict[str, Any]:
+    """Two updates with different weights of engines of so many workers: what differed, how they
+    travelled, and what is left of it afterwards."""
+    mine, remote = held(config), engines(config, *sizes)
+    wrong, paths, paused = [], [], list[bool]()
+    start = Connection.start
+
+    def noting(*arguments: Any) -> Any:
+        paused.append(all(each.paused for each in remote))
+        return start(*arguments)
+
+    with (
+        mock.patch.object(Connection, "start", noting),
+        wsync.connect(mine.layout, remote, options=wsync.Options(**OPTIONS)) as sync,
+    ):
+        for seed in (1, 2):
+            mine.train(seed)
+            report = sync.update(version=seed)
+            wrong += _wrong(remote, config, seed, str(seed))
+            paths.append(report.paths)
+    return {
+        **report.facts(),
+        "metrics": report.metrics(),
+        "wrong": wrong,
+        "paths": paths,
+        "paused": paused,
+        "left": _left(remote),
+    }
+
+
+def disagree(config: Any) -> dict[str, Any]:
+    """What an engine with another version of NCCL is refused with, and two updates of it without
+    that; what is said of it in all."""
+    mine, remote, logged = held(config), [], list[str]()
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:
+            other = engine(config, 1, GPUS - 1, WSYNC_FAKE_NCCL_VERSION="22809")
+            remote.append(stack.enter_context(other))
+        dist.barrier()
+        options = wsync.Options(**OPTIONS, exchange="nccl")
+        with wsync.connect(mine.layout, remote, options=options) as sync:
+            error = error_of(sync.update)
+        warning = stack.enter_context(mock.patch.object(choose_exchange._log, "warning"))
+        for seed in (1, 2):
+            options = wsync.Options(**OPTIONS)
+            sync = stack.enter_context(wsync.connect(mine.layout, remote, options=options))
+            mine.train(seed)
+            report = sync.update(version=seed)
+        logged += [str(call.args[-1]) for call in warning.call_args_list]
+        wrong = _wrong(remote, config, 2, "2")
+    return {"error": error, "wrong": wrong, "paths": report.paths, "logged": logged}
+
+
+def _wrong(remote: list[TensorParallelEngine], config: Any, seed: int, version: str) -> list[str]:
+    """Engines with other weights than those of a seed, or under another version."""
+    expected = draw(config, seed) if remote else {}
+    return [
+        each.name
+        for each in remote
+        if not same(each.weights(), expected) or each.weight_version != version
+    ]
+
+
+def _left(remote: list[TensorParallelEngine]) -> tuple[tuple[int, int], set[tuple[int, int]]]:
+    """What this rank, which has left, and the workers, who have not heard of it, keep."""
+    return census(), {left for each in remote for left in each._call("census", None, 60)}
+
+
+def fail_once(config: Any, plant: str, *how: Any) -> dict[str, Any]:
+    """The first update of two engines fails, one way or another; the next one, of those that are
+    left, is to succeed."""
+    mine, remote = held(config), engines(config, 1, 2)
+    waits = signal.SIGSTOP in how or "hang" in how or "never" in how
+    options = wsync.Options(**(BRIEF if waits else OPTIONS))
+    with wsync.connect(mine.layout, remote, options=options) as sync:
+        undo = PLANTS[plant](remote, *how)
+        error = error_of(sync.update)
+        paused = all(each.paused for each in remote)
+    undo()
+    if plant == "worker" and how[1] == signal.SIGKILL:
+        remote = remote[1:]
+    mine.train(5)
+    with wsync.connect(mine.layout, remote, options=wsync.Options(**OPTIONS)) as sync:
+        report = sync.update(version="after")
+        wrong = _wrong(remote, config, 5, "after")
+    return {
+        "error": error,
+        "paused": paused,
+        "wrong": wrong,
+        "paths": set(report.paths.values()),
+        "left": _left(remote),
+    }
+
+
+def _plant_in_worker(
+    remote: list[TensorParallelEngine], step: str, how: int
+) -> Callable[[], object]:
+    if not remote:
+        return lambda: None
+    struck = remote[0]
+    struck._call("strike", [(step, how)], 60)
+    pid = struck.pids[0]
+    return lambda: how == signal.SIGSTOP and os.kill(pid, signal.SIGCONT)
+
+
+def _inject_in_worker(
+    remote: list[TensorParallelEngine], what: str, k: int, value: int
+) -> Callable[[], object]:
+    if not remote:
+        return lambda: None
+    struck = remote[0]
+    struck._call("inject", [(what, k, value)], 60)
+    return lambda: struck._call("inject", [(what, -1, 0)], 60)
+
+
+def _inject_in_trainer(
+    remote: list[TensorParallelEngine], what: str, k: int, value: int
+) -> Callable[[], object]:
+    if dist.get_rank() != 1:
+        return lambda: None
+    inject(what, k, value)
+    return lambda: inject(what, -1)
+
+
+PLANTS: Mapping[str, Callable[..., Callable[[], object]]] = {
+    "worker": _plant_in_worker,
+    "in worker": _inject_in_worker,
+    "in trainer": _inject_in_trainer,
+}
+
+
+def update_server(config: Any, url: str, version: int, strike: tuple[int, str] | None) -> str:
+    """An update of an engine that is not this trainer's, with weights drawn for the version; with
+    (rank, step), that rank is killed there.  The error, or ""."""
+    mine = held(config)
+    mine.train(version)
+    struck = strike is not None and strike[0] == dist.get_rank()
+    options = wsync.Options(**(BRIEF if strike else OPTIONS))
+    with contextlib.ExitStack() as stack:
+        if strike is not None and struck:
+            stack.enter_context(_killed_at(strike[1]))
+        sync = wsync.connect(mine.layout, [url], options=options)
+        error = error_of(lambda: sync.update(version=version))
+        sync.close()
+    return error or ""
+
+
+def _killed_at(step: str) -> Any:
+    def kill(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if step == "round":
+        return before_receiving(lambda _, number: kill() if number == STRUCK else None)
+    owner, name = {
+        "choosing": (Transport, "choose"),
+        "planned": (Transport, "meet"),
+        "meeting": (Transport, "open"),
+        "loaded": (Connection, "prepared"),
+        "committing": (Connection, "commit"),
+    }[step]
+    return mock.patch.object(owner, name, kill)
