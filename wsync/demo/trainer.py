@@ -83,9 +83,8 @@ def _updates(
         engines.note("before", prompt, NEW_TOKENS)
     expected: dict[str, torch.Tensor] = {}
     learnt = None  # where engines generate
-    handles = [] if engines is None else engines.handles
     layout = wsync.megatron.layout(trainer.chunks, trainer.hf)
-    with _connect(layout, handles, settings, folder) as sync:
+    with _connect(layout, engines.handles if engines else [], settings, folder) as sync:
         for number in range(1, settings.updates + 1):
             for _ in _shown(range(STEPS_PER_UPDATE), f"training before update {number}"):
                 trainer.step(ids)

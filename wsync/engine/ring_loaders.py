@@ -353,7 +353,7 @@ class ModuleLoader(ChoosingLoader):
     keeps them is named in a warning and gets copies from then on.  Its answer, where it is a set
     of parameter names (vLLM's convention), is used to check that every parameter was loaded.
     at_once: it is called once an update instead, with copies of all tensors in host memory, in
-    the trainer's order.
+    this order.
 
     Otherwise tensors are copied to the module's parameters and persistent buffers of the same
     name: an unknown name and a parameter that is not delivered are errors.  Names that stand for
@@ -365,7 +365,7 @@ class ModuleLoader(ChoosingLoader):
         module: torch.nn.Module,
         load_weights: LoadWeights | None = None,
         *,
-        at_once: bool = False,
+        at_once: Sequence[str] = (),
         ignore: Iterable[str] = (),
         threads: int = 1,
     ) -> None:
@@ -373,7 +373,7 @@ class ModuleLoader(ChoosingLoader):
         self._chosen = (
             _ByName(module, frozenset(ignore), threads)
             if method is None
-            else _ByCall(module, load_weights, frozenset(ignore), at_once)
+            else _ByCall(module, load_weights, frozenset(ignore), tuple(at_once))
         )
 
     def compare(self, twins: Twins) -> None:
@@ -455,7 +455,7 @@ class _ByCall(_Loading):
         module: torch.nn.Module,
         given: LoadWeights | None,
         ignore: frozenset[str],
-        at_once: bool,
+        at_once: tuple[str, ...],
     ) -> None:
         super().__init__()
         self._module = module
@@ -566,7 +566,7 @@ class _ByCall(_Loading):
         ]
         if self._at_once:
             staged, self._staged = self._staged | dict(empty), {}
-            self._call([(name, staged[name]) for name in manifest.shapes])
+            self._call([(name, staged[name]) for name in self._at_once if name in staged])
         elif empty:
             self._call(empty)
         if self._named is None:

@@ -15,8 +15,8 @@ from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Check, Deadline
 from wsync.machine.shared_maps import File, SharedMaps
+from wsync.module_tensors.listing import listed
 from wsync.options import Options
-from wsync.report import listed
 
 _BINDING: Final = struct.Struct("=QQQ")  # wsync_binding_t of csrc/ipc/session.h
 _UNBOUND: Final = _BINDING.pack(2**64 - 1, 0, 0)

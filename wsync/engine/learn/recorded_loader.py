@@ -174,7 +174,8 @@ class RecordedLoader(ChoosingLoader):
             self._watch_attributes(attributes)
             how = ", all in one call" if at_once else ""
             _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
-            self._chosen = ModuleLoader(self._module, self._load, at_once=at_once)
+            names = [fact.name for fact in facts] if at_once else []
+            self._chosen = ModuleLoader(self._module, self._load, at_once=names)
             return WHOLE
         self.check_delivered(recording.lacking, recording.skipped)
         self.recording, self._model = recording, facts
@@ -400,7 +401,8 @@ class _Replay(RoutedLoader):
         self.load_weights = load
         self.recording = recording
         by_name = {fact.name: fact for fact in model}
-        self.aside = [by_name[name] for name in recording.fallback]
+        # in the order in which they were tried: one may go by another
+        self.aside = [fact for fact in model if fact.name in recording.fallback]
         self.layout = self._destination({name: fact.shape for name, fact in by_name.items()})
         self._held: ModuleMemory | None = None
         # the shapes that the loader has loaded, and what came of them

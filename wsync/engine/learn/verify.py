@@ -100,12 +100,17 @@ def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> 
     with ModuleState(module, values=True):
         # what is not loaded after this must not look right
         load_made_up(load, MadeUpModel(layout))
-        load_made_up(load, model, apart=True)
+        load_made_up(load, model)
         held = ModuleMemory(module)
         sums = held.sums({fact[0] for fact in held.facts})
-        load_made_up(load, model)
-        now = ModuleMemory(module)
-        return now.facts == held.facts and now.sums(sums.keys()) == sums
+        # rounds may bring any tensor first
+        for calls in (model.together, model.together[::-1]):
+            load_made_up(load, MadeUpModel(layout))
+            load_made_up(load, model, calls=calls)
+            now = ModuleMemory(module)
+            if now.facts != held.facts or now.sums(sums.keys()) != sums:
+                return False
+        return True
 
 
 def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict[str, torch.Tensor]:
@@ -151,10 +156,10 @@ def load_made_up(
     model: MadeUpModel,
     names: frozenset[str] | None = None,
     *,
-    apart: bool = False,
+    calls: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Loads made-up tensors, all or these, in one call; apart: all, in as many calls as rounds may
-    make of them.
+    """Loads made-up tensors, all or these, in one call; calls: the numbers of those that each of
+    several brings.
 
     Raises:
         RecordingError: the loader has failed.
@@ -162,7 +167,7 @@ def load_made_up(
     try:
         with torch.no_grad():
             pairs = model.pairs(names)
-            for call in model.together if apart else [range(len(pairs))]:
+            for call in [range(len(pairs))] if calls is None else calls:
                 load([pairs[index] for index in call])
                 check()
     except Exception as error:
