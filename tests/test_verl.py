@@ -249,6 +249,31 @@ def test_tensors_that_are_not_whole_weights_are_refused(
         asyncio.run(engine.send_weights((name, torch.zeros(1)) for name in names))
 
 
+def test_ranks_that_failed_at_different_tensors_share_out_alike(
+    engine_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [5, 1, 3, 2, 2, 4]
+
+    def weights(end: int) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((str(place), torch.zeros(size)) for place, size in enumerate(sizes[:end]))
+        if end < len(sizes):
+            raise MemoryError
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    shares = []
+    for rank in (0, 1):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        engine = engine_class(bucket_size=1 << 20)
+        with pytest.raises(MemoryError):
+            engine._keep(weights(1 + 2 * rank))
+        engine.finalize()
+        engine._keep(weights(len(sizes)))
+        shares.append(set(engine._kept))
+    assert shares[0].isdisjoint(shares[1])
+    assert shares[0] | shares[1] == set(map(str, range(len(sizes))))
+
+
 class FSDPEngine(SimpleNamespace):
     pass
 

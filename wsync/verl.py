@@ -280,9 +280,11 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _keep(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Keeps this rank's share.  All ranks see all tensors, because they gather them together;
-        a new one stays for good on the rank that has the fewest bytes."""
+        a new one stays for good on the rank that has the fewest bytes, once this rank has seen
+        all: ranks that have failed at different tensors share out the same way the next time."""
         rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        nbytes, seen = self._nbytes or [0] * count, set[str]()
+        homes, nbytes = dict(self._homes), self._nbytes[:] or [0] * count
+        seen = set[str]()
         for name, tensor in weights:
             if name in seen:
                 raise wsync.LayoutError(f"{name}: verl gives two tensors of this name")
@@ -291,12 +293,12 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     f"{name}: adapters are sent merged only: model.lora.merge=True"
                 )
             seen.add(name)
-            if name not in self._homes:
-                self._homes[name] = nbytes.index(min(nbytes))
-                nbytes[self._homes[name]] += tensor.nbytes
-            if self._homes[name] == rank:
+            if name not in homes:
+                homes[name] = nbytes.index(min(nbytes))
+                nbytes[homes[name]] += tensor.nbytes
+            if homes[name] == rank:
                 self._kept[name] = tensor.detach().clone()
-        self._nbytes = nbytes
+        self._homes, self._nbytes = homes, nbytes
 
     def _connected(self, weights: Any) -> wsync.Sync:
         """The connection with the servers there are now; another one only when these change."""
