@@ -15,6 +15,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -410,17 +412,20 @@ def test_verls_adapter_of_vllm_only_records_the_step(
 
 
 @pytest.fixture(scope="module")
-def running(engine_class: Any) -> Iterator[tuple[Cluster, list[ServerProcess]]]:
+def running(
+    engine_class: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, list[ServerProcess]]]:
     import ray
     from support.verl_cluster import Cluster, start_ray
 
     config = tiny_qwen3.dense()
-    with serve_in_process(config, seed=5) as first, serve_in_process(config, seed=6) as second:
-        start_ray()
-        try:
-            yield Cluster([first.url, second.url]), [first, second]
-        finally:
-            ray.shutdown()
+    with ExitStack() as stack:
+        with ThreadPoolExecutor() as pool:  # while Ray starts
+            starting = [pool.submit(serve_in_process, config, seed=seed) for seed in (5, 6)]
+            stack.callback(ray.shutdown)
+            start_ray(tmp_path_factory.mktemp("ray"))
+            servers = [stack.enter_context(server.result()) for server in starting]
+        yield Cluster([server.url for server in servers]), servers
 
 
 Running = tuple["Cluster", list[ServerProcess]]

@@ -8,9 +8,11 @@ gloo; SGLang's adapter in the rollout workers, whose update_weights is verl's te
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -267,14 +269,16 @@ def _outcome(ref: Any) -> Any:
         return getattr(error, "cause", None) or error
 
 
-def start_ray() -> None:
-    """A Ray of this machine, whose workers import what this process does."""
+def start_ray(folder: Path) -> None:
+    """A Ray of this machine, whose workers import what this process does.  folder: an empty one,
+    for Ray has workers import from the current one, too, which may be where the source lies."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(
-        num_cpus=4,
-        num_gpus=0,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        configure_logging=False,
-        log_to_driver=False,
-    )
+    with contextlib.chdir(folder):
+        ray.init(
+            num_cpus=4,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            configure_logging=False,
+            log_to_driver=False,
+        )
