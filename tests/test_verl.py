@@ -481,7 +481,7 @@ def test_a_wrong_tensor_is_named_everywhere_and_the_next_update_is_right(running
 
 def test_replicas_without_a_server_that_can_be_updated_are_refused(running: Running) -> None:
     import ray
-    from support.verl_cluster import ServerActor
+    from support.verl_server import ServerActor
 
     from wsync.verl import _server
 

@@ -19,6 +19,7 @@ import ray
 import torch
 import torch.distributed as dist
 from support import tiny_qwen3, verl_source
+from support.verl_server import ServerActor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from verl.checkpoint_engine.base import (
@@ -163,46 +164,6 @@ class Adapter(BaseRollout):  # type: ignore[misc]
 
     async def resume(self, tags: list[str]) -> None: ...
     async def release(self) -> None: ...
-
-
-class ServerActor:
-    """verl's actor beside a server; notes what it is asked."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.asked: list[str] = []
-        self.global_steps: int | None = None
-
-    def get_server_address(self) -> tuple[str, int]:
-        host, _, port = self.url.removeprefix("http://").partition(":")
-        return host, int(port)
-
-    def set_global_steps(self, global_steps: int) -> None:
-        self.asked.append("set_global_steps")
-        self.global_steps = global_steps
-
-    def abort_all_requests(self, reject_request: bool = False) -> None:
-        self._do("pause_generation")
-
-    def resume_generation(self) -> None:
-        self._do("continue_generation")
-
-    def release_kv_cache(self) -> None:
-        self.asked.append("release_kv_cache")
-
-    def resume_kv_cache(self) -> None:
-        self.asked.append("resume_kv_cache")
-
-    def noted(self) -> tuple[list[str], int | None]:
-        """What was asked since the last call, and the step."""
-        asked, self.asked = self.asked, []
-        return asked, self.global_steps
-
-    def _do(self, method: str) -> None:
-        import requests
-
-        requests.post(f"{self.url}/{method}", json={}, timeout=60).raise_for_status()
-        self.asked.append(method)
 
 
 class Replica(RolloutReplica):  # type: ignore[misc]
