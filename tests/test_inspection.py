@@ -141,7 +141,7 @@ def test_the_command_asks_a_url(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         assert "nothing learnt: its loader knows by itself what it takes" in done.stdout
         assert json.loads(path.read_text())[0]["loader"] == "ModuleLoader"
-        assert "not learnt: its loader learns nothing" in page.read_text(encoding="utf-8")
+        assert "nothing learnt: its loader knows by itself" in page.read_text(encoding="utf-8")
     gone = run(server.url, "--timeout", "5")
     assert gone.returncode == 1
     assert gone.stderr.startswith(f"wsync inspect: engine {server.url}")

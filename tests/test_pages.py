@@ -25,7 +25,7 @@ def parsed(text: str) -> ElementTree.Element:
 
 def words(text: str) -> str:
     """What a reader sees, tooltips included."""
-    return " ".join(parsed(text).itertext())
+    return " ".join(" ".join(parsed(text).itertext()).split())
 
 
 def record(name: str, role: str = "engine", rounds: int = 3, commit: int = 500) -> dict[str, Any]:
@@ -55,6 +55,8 @@ def report() -> wsync.Report:
         rounds=17,
         workers=3,
         unused=("lm_head.<weight>",),
+        ways={"flattened buckets": ["http://a", "http://b"]},
+        own_loading={"http://a": "norm: computed"},
         seconds=0.25,
         phases={"commit": 0.1, "pause": 0.05, "of tomorrow": 0.025},
     )
@@ -120,6 +122,8 @@ def test_a_notebook_shows_the_report_s_own_numbers() -> None:
         assert re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d,])", text), number
     assert "250.0 ms" in text and "36.00 MB/s" in text
     assert "lm_head.<weight>" in text
+    assert "by flattened buckets: http://a, http://b" in text
+    assert "by its own load_weights, http://a: norm: computed" in text
     assert str(made).startswith("version x</title>")  # a terminal has what it had
 
 
@@ -238,6 +242,7 @@ def demo_facts(**more: Any) -> dict[str, Any]:
         "versions": {"wsync": "0"},
         "verified": True,
         "problems": [],
+        "learnt": False,
         **more,
     }
 
@@ -250,6 +255,7 @@ def test_the_demo_s_page_says_what_the_demo_found() -> None:
     assert seen.count("3,000,000") == 3 and "9,000,000" in seen and "225.0%" in seen
     assert "load of round 2: 0.500 ms" in seen
     assert "all compared" in seen and "words" in seen
+    assert "the model has not learnt its text" in seen
     assert [cell.text for cell in parsed(text).iter("span") if cell.get("class") == "bad"] == ["NO"]
     wrong = words(demo_page.report(demo_facts(verified=False, problems=["<a> differs"]), []))
     assert "NOT VERIFIED" in wrong and "<a> differs" in wrong and "Timeline" not in wrong

@@ -43,6 +43,9 @@ def report(facts: Facts, records: Sequence[Record]) -> str:
     if records:
         parts.append(section(f"Timeline of update {last['version']}", timeline(records)))
     parts.append(section("Engines", *(_engine(engine) for engine in facts["engines"])))
+    if facts["learnt"] is False:
+        text = "the model has not learnt its text: what it generates is its own"
+        parts.append(tag("p", text, class_="dim"))
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     parts.append(tag("p", versions, class_="dim"))
     return page(f"wsync demo: {facts['model']}", *parts)

@@ -78,7 +78,6 @@ def _updates(
     prompt = text[:PROMPT_LENGTH]
     problems: list[str] = []
     updates: list[dict[str, Any]] = []
-    delivered: list[dict[str, Any]] = []
     if engines is not None:
         engines.note("before", prompt, NEW_TOKENS)
     expected: dict[str, torch.Tensor] = {}
@@ -102,8 +101,7 @@ def _updates(
             print(f"update {number} of {settings.updates}: {verdict}", flush=True)
             problems += [f"update {number}: {problem}" for problem in found]
             updates.append({**report.facts(), "verified": not found})
-        if isinstance(sync, wsync.Sync):
-            delivered = [dataclasses.asdict(each) for each in sync.deliveries]
+        delivered = sync.deliveries if isinstance(sync, wsync.Sync) else []
     if engines is None:
         return {}
     engines.note("after", prompt, NEW_TOKENS)
@@ -121,7 +119,7 @@ def _updates(
         "tensors": len(expected),
         "bytes": sum(tensor.nbytes for tensor in expected.values()),
         "updates": updates,
-        "deliveries": delivered,
+        "deliveries": [dataclasses.asdict(each) for each in delivered],
         "engines": engines.facts,
         "processes": engines.processes,
         "versions": _versions(),

@@ -58,11 +58,25 @@ def bytes_table(facts: Mapping[str, Any]) -> Html:
     return table(["", "", "bytes", "that is"], rows, left=2)
 
 
+def engines(facts: Mapping[str, Any]) -> Html:
+    """Which way the engines' weights take, and what they load by themselves."""
+    ways = [
+        tag("p", tag("span", f"by {way}: ", class_="dim"), ", ".join(names))
+        for way, names in facts["ways"].items()
+    ]
+    own = [
+        tag("p", tag("span", f"by its own load_weights, {name}: ", class_="dim"), text)
+        for name, text in facts["own_loading"].items()
+    ]
+    return joined([*ways, *own])
+
+
 def update(facts: Mapping[str, Any], spans: Sequence[Sequence[Any]], rank: int) -> str:
     """What a Report says (`Report.facts`), and what its rank did when (`Trace.spans`)."""
     parts = [
         tag("b", f"Weights updated to version {facts['version']}"),
         figures(facts),
+        engines(facts),
         section("Phases of this rank", phases_bar(facts["seconds"], facts["phases"])),
         section("Bytes", bytes_table(facts)),
     ]
@@ -79,13 +93,20 @@ def _everything(facts: Mapping[str, Any]) -> Html:
     simple = [
         (name, _text(v)) for name, v in facts.items() if not isinstance(v, dict | tuple | list)
     ]
-    lists = {name: v for name, v in facts.items() if isinstance(v, tuple | list | dict) and v}
     more = [
-        folded(f"{name} ({len(values)})", tag("p", ", ".join(map(str, values)), class_="mono"))
-        for name, values in lists.items()
-        if name != "phases"
+        folded(
+            f"{name} ({len(values)})", *(tag("p", line, class_="mono") for line in _lines(values))
+        )
+        for name, values in facts.items()
+        if isinstance(values, tuple | list | dict) and values
     ]
     return joined([table(["", "value"], simple), *more])
+
+
+def _lines(values: Sequence[object] | Mapping[str, object]) -> list[str]:
+    if isinstance(values, Mapping):
+        return [f"{name}: {_text(value)}" for name, value in values.items()]
+    return [str(value) for value in values]
 
 
 def _text(value: object) -> str:
