@@ -56,6 +56,7 @@ def report() -> wsync.Report:
         workers=3,
         unused=("lm_head.<weight>",),
         ways={"flattened buckets": ["http://a", "http://b"]},
+        paths={"http://b": "ring"},
         own_loading={"http://a": "norm: computed"},
         seconds=0.25,
         phases={"commit": 0.1, "pause": 0.05, "of tomorrow": 0.025},
@@ -122,7 +123,7 @@ def test_a_notebook_shows_the_report_s_own_numbers() -> None:
         assert re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d,])", text), number
     assert "250.0 ms" in text and "36.00 MB/s" in text
     assert "lm_head.<weight>" in text
-    assert "by flattened buckets: http://a, http://b" in text
+    assert "by flattened buckets: http://a, http://b (ring)" in text
     assert "by its own load_weights, http://a: norm: computed" in text
     assert str(made).startswith("version x</title>")  # a terminal has what it had
 

@@ -59,9 +59,14 @@ def bytes_table(facts: Mapping[str, Any]) -> Html:
 
 
 def engines(facts: Mapping[str, Any]) -> Html:
-    """Which way the engines' weights take, and what they load by themselves."""
+    """Which way the engines' weights take, what carries them, and what engines load themselves."""
+    paths = {name: f" ({path})" for name, path in facts["paths"].items()}
     ways = [
-        tag("p", tag("span", f"by {way}: ", class_="dim"), ", ".join(names))
+        tag(
+            "p",
+            tag("span", f"by {way}: ", class_="dim"),
+            ", ".join(f"{name}{paths.get(name, '')}" for name in names),
+        )
         for way, names in facts["ways"].items()
     ]
     own = [
