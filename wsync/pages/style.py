@@ -21,7 +21,7 @@ PHASES: Final = {
         "#7d93ab", "#7f9ab8", "workers join; before the first update: they learn, ranks plan"
     ),
     "staging": Kind("#dcc04a", "#c2a52f", "other ranks have read what was sent before"),
-    "engine": Kind("#a184cc", "#9a7fd0", "workers give slots of the ring back"),
+    "engine": Kind("#a184cc", "#9a7fd0", "workers have taken rounds"),
     "gather": Kind("#e08b2c", "#d98a35", "what other ranks send has come"),
     "copy": Kind("#2f5fa8", "#5486d6", "this rank's own copies have run"),
     "prepare": Kind("#5f9ea0", "#4d9496", "all workers hold every byte"),
