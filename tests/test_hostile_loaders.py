@@ -26,7 +26,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import wsync
 from wsync import sglang
 from wsync._core import LayoutBuilder, Stream
-from wsync.engine.learn import verify
+from wsync.engine.learn import recorded_loader, verify
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import RecordingError, record
@@ -328,6 +328,74 @@ def test_a_loader_that_loads_a_tensor_only_once_is_refused_at_the_second_update(
         sync.update(draw(1))
         with pytest.raises(wsync.RemoteError, match="no tensor of the trainer is loaded to a "):
             sync.update(draw(2))
+
+
+class Chain(torch.nn.Module):
+    """Every second one is multiplied with the parameter before it, as that is by then."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = {name: f"p{number}" for number, name in enumerate(names)}
+        for place in self.names.values():
+            self.register_parameter(place, parameter(torch.ones(SIDE, SIDE)))
+        self.filler = parameter(torch.zeros(64, 64))
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            if name == "filler":
+                self.filler.data.copy_(tensor)
+                continue
+            place = self.names[name]
+            number = int(place[1:])
+            factor = getattr(self, f"p{number - 1}") if number % 2 else None
+            getattr(self, place).data.copy_(tensor if factor is None else tensor * factor)
+
+    def draw(self) -> Tensors:
+        found = {name: torch.randn(SIDE, SIDE) for name in self.names}
+        return {**found, "filler": torch.randn(64, 64)}
+
+
+def chained(module: Chain, other: Chain) -> RecordedLoader:
+    """Updates a module three times, and loads the same to another one."""
+    loader = RecordedLoader(module)
+    engine = ThreadEngine([loader])
+    with wsync.connect(module.draw(), engines=[engine], options=OPTIONS) as sync:
+        for _ in range(3):
+            weights = module.draw()
+            sync.update(weights)
+            other.load_weights(list(weights.items()))
+    return loader
+
+
+def test_what_the_loader_loads_itself_comes_in_the_trainers_order() -> None:
+    names = [f"w{number}" for number in range(16)]
+    module, other = Chain(*names), Chain(*names)
+    loader = chained(module, other)
+    assert loader.recording is not None and loader.recording.fallback.keys() == {*names}
+    assert differing(dict(module.named_parameters()), dict(other.named_parameters())) == []
+
+
+def test_one_call_with_everything_has_the_trainers_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds have another one: two of these are kept together."""
+    layer = "model.layers.0.self_attn"
+    kept = f"{layer}.q_a_proj.weight", f"{layer}.kv_a_proj_with_mqa.weight"
+    names = "first", kept[0], "middle", kept[1]
+    monkeypatch.setattr(recorded_loader, "record", raising)
+    module, other = Chain(*names), Chain(*names)
+    loader = chained(module, other)
+    assert loader.reason == "Chain cannot be learnt: not this one"
+    assert differing(dict(module.named_parameters()), dict(other.named_parameters())) == []
+
+
+def raising(*_: object) -> None:
+    raise RecordingError("not this one")
+
+
+def test_a_loader_that_goes_by_the_order_of_calls_is_called_once() -> None:
+    module, builder = Chain("a", "b"), LayoutBuilder()
+    for name, tensor in module.draw().items():
+        builder.add_tensor(name, "float32", tuple(tensor.shape))
+    assert not verify.may_be_split(module, module.load_weights, builder.build())
 
 
 class Capsule:
