@@ -67,6 +67,7 @@ def test_a_steady_update_opens_lends_and_maps_nothing(
     report = sync.update(version=7)
     assert engine.weight_version == "7"
     assert (report.rounds, report.ring_nbytes, report.sent_nbytes) == (1, 0, 0)
+    assert set(report.paths.values()) == {"direct"}
     before = [holdings(pid) for pid in engine.pids]
     assert all(len(maps) >= len(weights) for maps, _ in before)
     for seed in (2, 3):

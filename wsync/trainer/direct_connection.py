@@ -127,3 +127,4 @@ class DirectConnection(Connection):
     def describe(self, report: Report) -> None:
         super().describe(report)
         report.rounds, report.sent_nbytes = 1, 0
+        report.paths = dict.fromkeys(report.paths, "direct")
