@@ -44,16 +44,17 @@ def said(misuse: Path) -> str:
     return misuse.read_text(encoding="ascii", errors="replace") if misuse.exists() else ""
 
 
+@pytest.mark.parametrize("park", [False, True])
 def test_remote_workers_are_members_of_the_trainer_s_communicator(
-    ranks: Ranks, misuse: Path
+    park: bool, ranks: Ranks, misuse: Path
 ) -> None:
-    config = dense()
-    for facts in ranks.run(cases.deliver, config, 1, 2, timeout=300):
+    for facts in ranks.run(cases.deliver, dense(), park, timeout=300):
         assert facts["wrong"] == []
         assert facts["paths"] == [{"tp1": "nccl", "tp2": "nccl"}] * 2
         assert facts["exchange"] == "nccl"
         assert facts["paused"] == [True, True]  # before a group waits for their workers
         assert facts["metrics"]["wsync/engines_by_nccl"] == 2.0
+        assert facts["suspended"] == [int(park)] * 2
         assert facts["rounds"] > 2
         # each worker is sent its own boxes, once
         assert facts["redundancy"] == 1.0

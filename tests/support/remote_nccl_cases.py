@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
@@ -53,6 +54,7 @@ class Census(ctypes.Structure):
             "allocations",
             "works",
             "received",
+            "suspended",
             "operations",
         )
     ]
@@ -200,11 +202,12 @@ def held(config: Any) -> Held:
     return _held[0]
 
 
-def deliver(config: Any, *sizes: int) -> dict[str, Any]:
-    """Two updates with different weights of engines of so many workers: what differed, how they
-    travelled, and what is left of it afterwards."""
-    mine, remote = held(config), engines(config, *sizes)
-    wrong, paths, paused = [], [], list[bool]()
+def deliver(config: Any, park: bool) -> dict[str, Any]:
+    """Two updates with different weights of engines of one and of two workers: what differed, how
+    they travelled, what memory of NCCL was given back in between, and what is left afterwards."""
+    mine, remote = held(config), engines(config, 1, 2)
+    options = wsync.Options(**OPTIONS, park=park)
+    wrong, paths, paused, suspended = [], [], list[bool](), list[int]()
     start = Connection.start
 
     def noting(*arguments: Any) -> Any:
@@ -213,21 +216,31 @@ def deliver(config: Any, *sizes: int) -> dict[str, Any]:
 
     with (
         mock.patch.object(Connection, "start", noting),
-        wsync.connect(mine.layout, remote, options=wsync.Options(**OPTIONS)) as sync,
+        wsync.connect(mine.layout, remote, options=options) as sync,
     ):
         for seed in (1, 2):
             mine.train(seed)
             report = sync.update(version=seed)
             wrong += _wrong(remote, config, seed, str(seed))
             paths.append(report.paths)
+            suspended.append(_suspended(park))
     return {
         **report.facts(),
         "metrics": report.metrics(),
         "wrong": wrong,
         "paths": paths,
         "paused": paused,
+        "suspended": suspended,
         "left": _left(remote),
     }
+
+
+def _suspended(wanted: bool) -> int:
+    """Communicators of this rank that have been suspended by all ranks, which takes its time."""
+    end = time.monotonic() + 60
+    while wanted and not _count().suspended and time.monotonic() < end:
+        time.sleep(0.01)
+    return int(_count().suspended)
 
 
 def disagree(config: Any) -> dict[str, Any]:

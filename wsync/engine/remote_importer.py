@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 from wsync import _core
 from wsync.exchange.all_to_all_exchange import Exchange, GroupExchange
@@ -10,7 +11,9 @@ from wsync.exchange.introductions import Introduction
 from wsync.exchange.remote_plan import Meeting, Orders
 from wsync.exchange.update_group import Rendezvous, UpdateGroup, device_of
 from wsync.machine.deadline import PUNCTUAL
-from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame
+from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame
+
+_log = logging.getLogger(__name__)
 
 
 class RemoteImporter:
@@ -115,7 +118,13 @@ class RemoteImporter:
         self._channel.send(Frame.PREPARED, COUNTS.pack(tensors, nbytes, checksum), timeout)
 
     def verdict(self, timeout: float) -> None:
-        self._channel.wait((Frame.COMMIT,), timeout)
+        _, said = self._channel.wait((Frame.COMMIT,), timeout)
+        if said == PARK and self._exchange is not None:
+            self._following = None
+            try:
+                self._exchange.park()
+            except _core.WsyncError as error:  # the update is committed whatever comes of it
+                _log.warning("the exchange of remote workers is not parked: %s", error)
 
     def fail(self, text: str) -> None:
         self._channel.fail(text)

@@ -26,6 +26,8 @@ from wsync.machine.deadline import POLL_SECONDS, Check, Deadline
 # what BEGIN and PREPARED hold
 UPDATE: Final = struct.Struct("<QQ")
 COUNTS: Final = struct.Struct("<QQQ")
+# what COMMIT holds where the exchange gives its memory back until the next update
+PARK: Final = b"park"
 
 _HEADER: Final = struct.Struct("<BQ")
 _ADDRESS: Final = re.compile(r"([0-9a-f]{32})@([0-9A-Za-z._:%-]{1,253}):([0-9]{1,5})")
@@ -46,7 +48,7 @@ class Frame(enum.IntEnum):
     PLAN = 4  # see wsync.exchange.remote_plan
     BEGIN = 5  # UPDATE: update and rounds
     PREPARED = 6  # COUNTS: tensors, bytes and checksum that were loaded
-    COMMIT = 7
+    COMMIT = 7  # PARK, or nothing
     FAILED = 8  # text
     INTRODUCTION = 9  # see wsync.exchange.introductions
 
@@ -58,7 +60,7 @@ _MAX_NBYTES: Final = {
     Frame.PLAN: 1 << 33,
     Frame.BEGIN: UPDATE.size,
     Frame.PREPARED: COUNTS.size,
-    Frame.COMMIT: 0,
+    Frame.COMMIT: len(PARK),
     Frame.FAILED: 1 << 16,
     Frame.INTRODUCTION: 1 << 12,
 }

@@ -88,7 +88,9 @@ class Connection:
         engine = roster.engines[worker.engine]
         if worker.delivery is Delivery.REMOTE:
             host = own_address([engine.name])
-            return RemoteSession(number, engine=engine.name, index=worker.index, host=host)
+            return RemoteSession(
+                number, engine=engine.name, index=worker.index, host=host, park=options.park
+            )
         if worker.delivery is Delivery.STOCK:
             on_gpu = options.stock_memory == "gpu"
             if options.stock_memory == "auto":

@@ -10,7 +10,7 @@ from wsync import _core
 from wsync.exchange.introductions import Introduction
 from wsync.exchange.remote_plan import Orders
 from wsync.machine.deadline import Check, Deadline
-from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame, Listener
+from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame, Listener
 from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import Span
 from wsync.trainer.sessions.local import WorkerSession
@@ -79,7 +79,7 @@ class RemoteExporter:
         return tensors, nbytes, checksum
 
     def commit(self, timeout: float, check: Check, park: bool) -> None:
-        self._peer.send(Frame.COMMIT, b"", timeout, check)
+        self._peer.send(Frame.COMMIT, PARK if park else b"", timeout, check)
 
     def park(self, timeout: float, check: Check) -> None:
         """There is no ring here."""
@@ -97,13 +97,16 @@ class RemoteExporter:
 class RemoteSession(WorkerSession):
     """A remote worker that runs wsync's receiver: it takes part in the exchange itself.
 
-    host: the address of this host that the worker can reach.
+    host: the address of this host that the worker can reach; park: whether the exchange gives its
+    memory back between updates, which all its ranks do together.
     """
 
-    def __init__(self, worker: int, *, engine: str, index: int, host: str) -> None:
+    def __init__(
+        self, worker: int, *, engine: str, index: int, host: str, park: bool = False
+    ) -> None:
         self._host = host
         self.orders: Orders | None = None  # once there is a plan
-        super().__init__(worker, engine=engine, index=index)
+        super().__init__(worker, engine=engine, index=index, park=park)
 
     @property
     def gpu(self) -> str | None:
