@@ -134,10 +134,41 @@ def _measure(
                     whose = f"{name}, {target.peer}{peer}"
                     rows.append(case(label, "wsync", name, whose) | _delivery(report))
                     rows.append(case(f"{label}, stock engine", "wsync, stock", name, whose))
+        rows += _direct(chunks, config, target, slime, nbytes, expected, peer)
     finally:
         if target is not None:
             target.engine.close()
     return rows
+
+
+def _direct(
+    chunks: list[torch.nn.Module],
+    config: Any,
+    target: Target | None,
+    slime: Callable[[], None],
+    nbytes: int,
+    expected: str,
+    peer: str,
+) -> list[dict[str, Any]]:
+    """The rows of updates in which engines read the ranks' memory, which is moved for them."""
+    from benchmarks import update
+
+    update.share(parameter for chunk in chunks for parameter in chunk.parameters())
+    engine = target and target.engine
+    layout = wsync.megatron.layout(chunks, config)
+    with wsync.connect(layout, [engine] if engine else [], options=update.DIRECT) as sync:
+        ways: update.Ways = {
+            **update.slime(slime, most=1),
+            "wsync": (1, sync.update),
+            # one process alone copies, as one does where there is one rank
+            "memcpy": (1, update.memcpy(nbytes) if engine else lambda: None),
+        }
+        seconds, verified = update.compare(ways, engine, expected, REPEATS, dist.barrier)
+    if target is None:
+        return []
+    label, whose = f"TP2 x PP2{target.where}", f"{target.peer}{peer}"
+    found = {"nbytes": nbytes, "seconds": seconds, "verified": verified}
+    return list(update.direct_rows(label, whose, **found))
 
 
 @contextlib.contextmanager

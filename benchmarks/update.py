@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from benchmarks.consumer import Consumer, digest
 
 REPEATS = 5
 STOCK = wsync.Options(delivery="stock")
+DIRECT = wsync.Options(delivery="direct")
 
 # what each way is called: torch's threads on both sides, and one update
 Ways = dict[str, tuple[int, Callable[[], object]]]
@@ -86,6 +87,14 @@ def one_process() -> Iterator[dict[str, Any]]:
                 "memcpy": (1, memcpy(nbytes)),
             }
             seconds, verified = compare(ways, consumer, digest(weights), REPEATS)
+        share(weights.values())
+        with wsync.connect(weights, engines=[consumer], options=DIRECT) as direct:
+            ways = {
+                **slime(lambda: peers.send(weights.items(), peer_class, consumer.take), most=1),
+                "wsync": (1, direct.update),
+                "memcpy": (1, memcpy(nbytes)),
+            }
+            lent, agreed = compare(ways, consumer, digest(weights), REPEATS)
     finally:
         consumer.close()
     case = functools.partial(row, nbytes=nbytes, seconds=seconds, verified=verified)
@@ -94,11 +103,26 @@ def one_process() -> Iterator[dict[str, Any]]:
             yield case("one process", "wsync", name, f"{name}, {peer}")
             yield case("one process, stock engine", "wsync, stock", name, f"{name}, {peer}")
     yield case("one process", "wsync", "memcpy", "one memcpy")
+    yield from direct_rows("one process", peer, nbytes=nbytes, seconds=lent, verified=agreed)
 
 
-def slime(loop: Callable[[], object]) -> Ways:
+def direct_rows(case: str, peer: str, **found: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a direct update beside slime's loop and a memcpy; found: as `row` takes it."""
+    for name in found["seconds"]:
+        if name != "wsync":
+            whose = "one memcpy" if name == "memcpy" else f"{name}, {peer}"
+            yield row(f"{case}, direct", "wsync", name, whose, **found)
+
+
+def share(tensors: Iterable[torch.Tensor]) -> None:
+    """Moves tensors to memory that an engine's process can map."""
+    for tensor in tensors:
+        tensor.untyped_storage().share_memory_()
+
+
+def slime(loop: Callable[[], object], most: int = peers.DEFAULT_THREADS) -> Ways:
     """The peers' way with one thread of torch's, and with as many as torch uses by default."""
-    counts = sorted({1, peers.DEFAULT_THREADS})
+    counts = sorted({1, most})
     return {f"slime's loop, torch threads {count}": (count, loop) for count in counts}
 
 
