@@ -127,19 +127,30 @@ static inline void make_misuse(void)
     CHECK_EQ(setenv("WSYNC_FAKE_CUDA_MISUSE", path, 1), 0);
 }
 
-static inline void check_misuse(void)
+static inline const char *read_misuse(void)
 {
-    const char *path = getenv("WSYNC_FAKE_CUDA_MISUSE");
-    char text[512];
-    FILE *file = fopen(path, "rb");
+    static char text[4096];
+    FILE *file = fopen(getenv("WSYNC_FAKE_CUDA_MISUSE"), "rb");
     size_t nbytes;
 
     CHECK(file != NULL);
     nbytes = fread(text, 1, sizeof(text) - 1, file);
     text[nbytes] = '\0';
     (void)fclose(file);
-    CHECK_STR(text, "");
-    CHECK_EQ(unlink(path), 0);
+    return text;
+}
+
+/* The file says this, which is then forgotten. */
+static inline void forget_misuse(const char *words)
+{
+    CHECK_HAS(read_misuse(), words);
+    CHECK_EQ(truncate(getenv("WSYNC_FAKE_CUDA_MISUSE"), 0), 0);
+}
+
+static inline void check_misuse(void)
+{
+    CHECK_STR(read_misuse(), "");
+    CHECK_EQ(unlink(getenv("WSYNC_FAKE_CUDA_MISUSE")), 0);
 }
 
 /* Runs a function as every rank; `killed` (-1: none) dies of SIGKILL. */
