@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 
 from wsync import _core
+from wsync.exchange.polled_collectives import first_line
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, default_backend, device_of
 from wsync.machine.addresses import own_address
 from wsync.machine.daemon_threads import result
@@ -25,7 +26,7 @@ from wsync.machine.deadline import (
     Deadline,
     look_around,
 )
-from wsync.machine.device import staging
+from wsync.machine.device import has_nccl, on_gpu, staging
 from wsync.options import Options
 from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.requests import UnderWay
@@ -38,6 +39,7 @@ class BroadcastSession(BucketSession):
     """A source: the rounds of its stage, broadcast to all engines at once.
 
     A bucket is free again when its broadcast has ended: the engines have it then, loaded or not.
+    A group of NCCL is given memory of the GPU that rounds lie on, any other one memory of the host.
 
     Args:
         engines: those that take broadcasts.
@@ -56,6 +58,7 @@ class BroadcastSession(BucketSession):
         self._store = Store(options.deadline)
         backend = default_backend() if options.backend == "auto" else options.backend
         self._device = device_of(backend)
+        self._backend = backend
         size = 1 + sum(engine.workers for engine in engines)
         host = own_address([engine.name for engine in engines])
         self.rendezvous = Rendezvous(host, self._store.port, size, backend, name)
@@ -68,10 +71,27 @@ class BroadcastSession(BucketSession):
     def under_way(self) -> UnderWay:
         return self.requests.under_way
 
+    def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
+        nbytes = max(plan.ring_nbytes(self.worker), 1)
+        if not _sends_from(self._backend, device):
+            self._ring = staging(nbytes, device)
+            return
+        try:
+            self._ring = on_gpu(nbytes, device)
+        except torch.OutOfMemoryError as error:
+            raise _core.NoMemoryError(
+                f"a ring of {nbytes} bytes for broadcasts: {first_line(error)}"
+            ) from error
+        self._device = device_of(self._backend, device)
+
+    def drop_ring(self) -> None:
+        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
+
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Waits for all engines to join the group, and on rank 0 every other group."""
         self.rounds = WorkerRounds(plan, self.worker)
-        self._ring = staging(self.rounds.ring_nbytes, device)
+        if self._ring.numel() < self.rounds.ring_nbytes:
+            self.make_ring(plan, device)
         deadline, here = Deadline(timeout), dataclasses.replace(self.rendezvous, host="localhost")
         self.requests.join()
         try:
@@ -157,6 +177,11 @@ class BroadcastSession(BucketSession):
             return [slot[bucket[0].start_idx : bucket[-1].end_idx]]
         nbytes = sum(entry.numel for entry in bucket)
         if self._tight.numel() < nbytes:
-            self._tight = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self._tight = torch.empty(nbytes, dtype=torch.uint8, device=slot.device)
         torch.cat(parts, out=self._tight[:nbytes])
         return [self._tight[:nbytes]]
+
+
+def _sends_from(backend: str, device: _core.Device) -> bool:
+    """Whether a group of this backend sends what lies on the device without a copy on the host."""
+    return backend == "nccl" and has_nccl(device)
