@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "comm/comm_internal.h"
 #include "comm/nccl_communicator.h"
@@ -18,6 +19,7 @@ enum {
     HALF_ALIGNMENT = 128,
     /* Rounds that may be under way: the host is behind none, and asks rarely. */
     AHEAD = WSYNC_NCCL_MAX_GROUPS / 2,
+    ROOM_PAUSE_NS = 200 * 1000,
     HEX_NBYTES = 2 * sizeof(wsync_nccl_id_t) + 1,
 };
 
@@ -281,19 +283,33 @@ static bool is_ordered(const nccl_t *self, const half_t *half)
            half->waiter == self->poster;
 }
 
-/* Keeps the host less than AHEAD groups ahead; it looks once for half as many. */
+/* Keeps the host less than AHEAD groups ahead.  It waits for half of them, and looks
+ * rarely: the others keep NCCL busy meanwhile. */
 static wsync_status_t await_room(nccl_t *self, uint32_t round, int64_t deadline_ms,
                                  wsync_error_t *err)
 {
+    const struct timespec pause = {.tv_nsec = ROOM_PAUSE_NS};
+    const wsync_event_t moved = event_of(self, WORD_MOVED);
     const uint64_t count = self->posted_count;
-    const uint64_t moved = wsync_event_query(event_of(self, WORD_MOVED));
+    const uint64_t *posted = self->posted;
+    wsync_status_t status = wsync_nccl_communicator_check(self->communicator, err);
 
-    if (count < AHEAD || self->posted[(count - AHEAD) % WSYNC_NCCL_MAX_GROUPS] <= moved) {
-        return wsync_nccl_communicator_check(self->communicator, err);
+    if (status != WSYNC_OK || count < AHEAD ||
+        wsync_event_query(moved) >= posted[(count - AHEAD) % WSYNC_NCCL_MAX_GROUPS]) {
+        return status;
     }
-    return await_moved(self, round,
-                       self->posted[(count - AHEAD / 2) % WSYNC_NCCL_MAX_GROUPS],
-                       deadline_ms, err);
+    while (status == WSYNC_OK &&
+           wsync_event_query(moved) < posted[(count - AHEAD / 2) % WSYNC_NCCL_MAX_GROUPS]) {
+        if (wsync_left_ms(deadline_ms, 1) == 0) {
+            return wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, name,
+                              "deadline passed: rank %u waits for %d rounds to move before "
+                              "round %u",
+                              self->base.rank, (int)AHEAD / 2, round);
+        }
+        (void)nanosleep(&pause, NULL);
+        status = wsync_nccl_communicator_check(self->communicator, err);
+    }
+    return status;
 }
 
 static wsync_status_t nccl_acquire(wsync_comm_t *comm, uint32_t round, int64_t deadline_ms,

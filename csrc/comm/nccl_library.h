@@ -99,7 +99,14 @@ enum { WSYNC_NCCL_MIN_VERSION = 21800 }; /* 2.18.0 */
       (const void *source, void *destination, size_t count, wsync_nccl_type_t type,        \
        int root, wsync_nccl_comm_t comm, wsync_cu_stream_t stream))
 
-/* NULL in the table where the library has none. */
+/* NULL in the table where the library has none.  Suspend and Resume are called where an
+ * exchange is parked.  The others are looked up, so that it can be said what a library
+ * lacks, but not called:
+ *   MemAlloc and the registrations save NCCL a copy into memory of its own, if all ranks
+ *     use them and NCCL_CUMEM_ENABLE is not 0, as slime and SGLang set it; whether that
+ *     pays for rounds that change their addresses only a GPU can tell
+ *   AlltoAll sends as many bytes to every rank, the messages of a round are of any size
+ *   Revoke keeps a communicator to split or shrink it; here an abort frees it */
 #define WSYNC_NCCL_OPTIONAL_MAP(X)                                                       \
     X(wsync_nccl_result_t, mem_alloc, ncclMemAlloc, 21900, (void **data, size_t nbytes)) \
     X(wsync_nccl_result_t, mem_free, ncclMemFree, 21900, (void *data))                   \
