@@ -68,12 +68,12 @@ typedef struct parking {
     wsync_plan_t *plan;
 } parking_t;
 
-static void open_parking(rank_t *rank, parking_t *parking, int timeout_ms)
+static void open_parking(rank_t *rank, parking_t *parking, uint32_t tensors, int timeout_ms)
 {
+    const uint64_t round_nbytes = 2ULL * tensors * PART * rank->rank_count;
     wsync_error_t err = {0};
 
-    parking->plan =
-        make_plan(rank->rank, rank->rank_count, 1, 2ULL * 2 * PART * rank->rank_count);
+    parking->plan = make_plan(rank->rank, rank->rank_count, 1, round_nbytes);
     open_rank(rank, rank->rank, parking->plan, timeout_ms);
     parking->member = (member_t){.device = rank->device,
                                  .rank = rank->rank,
@@ -100,7 +100,7 @@ static void park(rank_t *rank, long suspended)
     static parking_t parking;
     wsync_error_t err = {0};
 
-    open_parking(rank, &parking, ROUND_MS);
+    open_parking(rank, &parking, 2, ROUND_MS);
     for (uint64_t update = 1; update < 4; update++) {
         const int64_t deadline = wsync_deadline_ms(PATIENT_MS);
 
@@ -154,7 +154,7 @@ static void park_alone(rank_t *rank)
     wsync_status_t status = WSYNC_OK;
     wsync_error_t err = {0};
 
-    open_parking(rank, &parking, HURRY_MS);
+    open_parking(rank, &parking, 2, HURRY_MS);
     meet(rank);
     if (rank->rank == 0) {
         CHECK_OK(wsync_comm_park(rank->comm, &err), err);
@@ -172,6 +172,42 @@ static void park_alone(rank_t *rank)
 TEST(a_rank_that_parks_alone_says_so)
 {
     run_ranks(2, -1, park_alone);
+}
+
+/* Rank 0 gets eight rounds ahead of rank 1, and no further. */
+static void run_ahead(rank_t *rank)
+{
+    static parking_t parking;
+    member_t *member = &parking.member;
+    wsync_error_t err = {0};
+
+    open_parking(rank, &parking, 1, ROUND_MS);
+    CHECK_EQ(wsync_plan_round_count(parking.plan), TENSORS);
+    update_rank(member, rank->comm, parking.plan, 1);
+    CHECK_OK(wsync_comm_begin(rank->comm, parking.plan, &err), err);
+    if (rank->rank == 1) {
+        meet(rank);
+    }
+    for (uint32_t round = 0; round < TENSORS; round++) {
+        if (rank->rank == 0 && round == 8) {
+            CHECK_EQ(wsync_comm_acquire(rank->comm, round, SOON_MS, &err),
+                     WSYNC_ERR_TIMEOUT);
+            CHECK_HAS(err.message, "rank 0 waits for 4 rounds to move before round 8");
+            meet(rank);
+        }
+        send_round(member, rank->comm, parking.plan, round);
+        CHECK_OK(wsync_comm_wait(rank->comm, round, member->stream, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_comm_release(rank->comm, round, member->stream, &err), err);
+    }
+    CHECK_OK(wsync_stream_synchronize(member->stream, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_comm_check(rank->comm, &err), err);
+    meet(rank);
+    close_parking(rank, &parking);
+}
+
+TEST(the_host_is_eight_rounds_ahead_at_most)
+{
+    run_ranks(2, -1, run_ahead);
 }
 
 /* --- who cannot meet --------------------------------------------------------------------
