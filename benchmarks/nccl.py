@@ -36,7 +36,7 @@ from wsync.machine.nvidia_wheels import nccl_libraries
 
 MOST_RANKS = 8
 # tensors, their columns, and bytes of a round, by `dry`
-SIZES = {False: (16, 4096, 128 << 20), True: (8, 256, 32 << 10)}
+SIZES = {False: (16, 4096, 128 << 20), True: (8, 256, 16 << 10)}
 DRY_RANKS = 4
 REPEATS = 3
 GOAL = 3.0  # times less processor time a round than the peer's way
@@ -107,7 +107,10 @@ def _rank(rank: int, dry: bool) -> list[dict[str, Any]]:
                 # torch knows nothing of played GPUs
                 "peer": Way(theirs, _core.host() if dry else gpu, plan, whole),
             }
-            rows += _rows(name, plan, _measure(ways, whole, group), dry)
+            found = _measure(ways, whole, group)
+            rows += _rows(name, plan, found, dry)
+            if together == 0:
+                rows.append(_parked(ways["wsync"], whole, found["wsync"]["seconds"], dry))
             for way in ways.values():
                 way.exchange.close()
     finally:
@@ -259,6 +262,44 @@ def _together(
         each["seconds"] = statistics.median(max(turn) for turn in turns)
         each["verified"] = all(one[2] for one in everyone)
     return result
+
+
+def _parked(way: Way, whole: Sequence[torch.Tensor], usual: float, dry: bool) -> dict[str, Any]:
+    """The first update after the exchange was parked, and how much memory of the GPU came back."""
+    assert isinstance(way.exchange, _core.Exchange)
+    staging = way.exchange.nbytes
+    dist.barrier()
+    before = _free(dry)
+    way.exchange.park()
+    dist.barrier()
+    time.sleep(0.1 if dry else 5.0)  # all ranks' threads do it
+    back = _free(dry) - before
+    way.clear()
+    dist.barrier()
+    begin = time.perf_counter()
+    way.update()
+    seconds = {"wsync": [time.perf_counter() - begin]}
+    found = _together({"wsync": {}}, seconds, way.right(whole))["wsync"]
+    return {
+        "benchmark": "nccl",
+        "case": "the first update after it was parked",
+        "ranks": dist.get_world_size(),
+        "bytes": staging,
+        "seconds": found["seconds"],
+        "peer": "one that was not parked",
+        "peer_seconds": usual,
+        "ratio": usual / found["seconds"],
+        "verified": found["verified"],
+        "dry": dry,
+        "returned_nbytes": back,
+        "figure": f"{back / 2**20:.0f} MiB came back, {staging / 2**20:.0f} of them staging"
+        if not dry
+        else "dry: says nothing",
+    }
+
+
+def _free(dry: bool) -> int:
+    return 0 if dry else torch.cuda.mem_get_info()[0]
 
 
 def _rows(

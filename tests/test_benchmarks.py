@@ -122,7 +122,7 @@ def test_warnings_of_third_parties_are_not_shown() -> None:
 def test_rounds_by_nccl_are_verified_and_counted_without_a_gpu(tmp_path: Path) -> None:
     text, rows = benchmark("nccl", tmp_path, WSYNC_CUDA_LIB="/nowhere/libcuda.so.1")
     assert "nccl: 4 played GPUs and a played NCCL; a dry run" in text
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert all(row["verified"] and row["dry"] for row in rows)
     hosts = [row for row in rows if "processor" in str(row["case"])]
     assert [row["calls"] for row in hosts] == [pytest.approx(5, abs=0.1)] * 3
