@@ -97,7 +97,7 @@ def _rank(rank: int, dry: bool) -> list[dict[str, Any]]:
     count, columns, round_nbytes = SIZES[dry]
     whole = _tensors(count, dist.get_world_size() * columns, columns)
     group, close = _group(rank, gpu, dry)
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
         for name, together in PLANS.items():
             plan = _plan(whole, together, round_nbytes)

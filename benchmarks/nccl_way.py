@@ -73,7 +73,7 @@ class Way:
         messages = self._send(0)
         for number in range(plan.round_count):
             stream.copy(plan, number, _core.LOCAL, self._sources, self._rings)
-            following = self._send(number + 1) if number + 1 < plan.round_count else None
+            following = self._send(number + 1) if number + 1 < plan.round_count else messages
             self._timed(exchange.wait, number, stream, SECONDS)
             stream.copy(plan, number, _core.UNPACK, messages, self._rings)
             self._timed(exchange.release, number, stream)
