@@ -143,8 +143,9 @@ class Llm:
         return [await asyncio.to_thread(getattr(self, method), *args)]
 
     def wsync_describe(self) -> str:
-        version = self._worker.updates.weight_version
-        return json.dumps({"rank": 0, "workers": 1, "engines": 1, "weight_version": version})
+        version, instance = self._worker.updates.weight_version, str(os.getpid())
+        facts = {"rank": 0, "workers": 1, "engines": 1, "instance": instance}
+        return json.dumps({**facts, "weight_version": version})
 
     def wsync_update(self, messages: list[str], version: str | None = None) -> list[Any]:
         return list(self._worker.receiver.handle(messages[0].encode(), version=version))
