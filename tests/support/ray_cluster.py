@@ -7,10 +7,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import ray
+import ray._private.node
 
 _TESTS = Path(__file__).resolve().parents[1]
 _STORE_NBYTES = 80 << 20  # Ray takes no less than 75 MB
@@ -27,9 +29,17 @@ def cluster(folder: Path) -> Iterator[None]:
         "PYTHONPATH": str(_TESTS),
         "RAY_AUTH_MODE": "disabled",  # no token in the user's home folder
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        # a busy machine may need minutes for what Ray expects in seconds
+        "RAY_agent_register_timeout_ms": "240000",
+        "RAY_worker_register_timeout_seconds": "240",
+        "RAY_health_check_failure_threshold": "50",
     }
-    with mock.patch.dict(os.environ, settings), contextlib.chdir(folder):
+    slow = SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=_tenth)
+    with (
+        mock.patch.dict(os.environ, settings),
+        mock.patch.object(ray._private.node, "time", slow),
+        contextlib.chdir(folder),
+    ):
         ray.init(
             address="local",
             num_cpus=2,
@@ -44,6 +54,11 @@ def cluster(folder: Path) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _tenth() -> float:
+    """A clock by which the 30 s that Ray gives its processes to start are five minutes."""
+    return time.monotonic() / 10
 
 
 def start(kind: type, *arguments: Any, **named: Any) -> Any:
