@@ -117,6 +117,11 @@ class Midway:
     def learn(self, *arguments: Any) -> Any:
         return self._loader.learn(*arguments)
 
+    @property
+    def own_loading(self) -> str:
+        text: str = self._loader.own_loading
+        return text
+
 
 class Parts(torch.nn.Module):
     """Two modules of a parameter each."""

@@ -27,6 +27,11 @@ def make_layout(tensors: Sequence[Tensor]) -> _core.Layout:
     return builder.build()
 
 
+def test_the_memory_that_is_left_is_a_part_of_the_machines() -> None:
+    left = _core.host_memory_available()
+    assert 0 < left <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def copy_tensors(
     stream: _core.Stream, sources: Sequence[Tensor], destinations: Sequence[Tensor]
 ) -> int:
