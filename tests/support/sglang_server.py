@@ -1,0 +1,66 @@
+"""SGLang's whole server on a CPU: uvicorn, tokenizer manager, schedulers and detokenizer, in
+processes of their own, with stand-ins for its kernels (sglang_site)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support import servers
+
+NEWEST = "sglang0523"
+_SITE = Path(__file__).with_name("sglang_site")
+_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+
+
+class Server(servers.Server):
+    """settings: tp, the number of workers; port, of a server that is gone; arguments, further
+    ones."""
+
+    module = "sglang.launch_server"
+
+    def _arguments(self, meeting: int) -> list[str]:
+        dtype = str(self.model.dtype).removeprefix("torch.")  # or it makes float32 float16
+        further = self._settings.get("arguments", ())
+        words = [
+            *(
+                "--model-path",
+                self.model.folder,
+                "--device",
+                "cpu",
+                "--dtype",
+                dtype,
+                "--tp-size",
+                self.workers,
+            ),
+            *("--host", "127.0.0.1", "--port", self.port, "--nccl-port", meeting),
+            *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+            *("--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"),
+            *("--disable-overlap-schedule", "--disable-radix-cache"),
+            *("--max-total-tokens", 8192, "--max-running-requests", 4),
+            *("--custom-weight-loader", "wsync.sglang.load_weights", *further),
+        ]
+        return list(map(str, words))
+
+
+class Fresh(servers.Fresh):
+    def __init__(self, folder: Path) -> None:
+        """folder: what `packages` has said."""
+        super().__init__(environment(folder))
+
+
+class Nursery(servers.Nursery):
+    def __init__(self, folder: Path, log: Path) -> None:
+        """folder: what `packages` has said."""
+        super().__init__("sglang", environment(folder), log)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    models = sorted(path.stem for path in (folder / "sglang/srt/models").glob("*.py"))
+    # an older version runs with the newest one's packages
+    folders = (folder, folder.with_name(NEWEST))
+    return servers.environment(_SITE, *folders, without=("SGLANG",)) | {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0",  # for each worker one; it binds nothing
+        # the others take a worker longer to import than all else
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(name for name in models if name not in _MODELS),
+    }
