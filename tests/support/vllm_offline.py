@@ -130,7 +130,6 @@ class Client:
 
 def transfer(first: Path, second: Path) -> list[Step]:
     """An LLM before vLLM's own update, after it, after one that fails, and after one back."""
-    import torch
     from vllm.distributed.weight_transfer import (
         ParamMeta,
         WeightSource,
@@ -164,12 +163,13 @@ def transfer(first: Path, second: Path) -> list[Step]:
     engine = WeightTransferTrainerFactory.trainer_init(told, client=client, source=source)
     engine.send_weights()
     steps.append(step())
-    source.tensors = {**weights(first), "lm_head.weight": torch.zeros(3, 5)}
+    source.tensors = weights(first)
+    llm.collective_rpc("set_fault", args=(True,))
     try:
         engine.send_weights("bad")
     except wsync.WsyncError as error:
         steps.append({"error": str(error), "version": llm.get_weight_version()})
-    source.tensors = weights(first)
+    llm.collective_rpc("set_fault", args=(False,))
     engine.send_weights("first")
     steps.append(step())
     engine.shutdown()

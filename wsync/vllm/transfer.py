@@ -1,0 +1,213 @@
+"""wsync as a backend of vLLM's own weight transfer, under the name "wsync".
+
+vLLM's workers take it by `--weight-transfer-config '{"backend": "wsync"}'`, wherever wsync is
+installed beside vLLM.  A trainer gives vLLM's factory a TrainerInitInfo:
+
+    from vllm.distributed.weight_transfer import (
+        HTTPVLLMWeightSyncClient, ModuleSource, WeightTransferTrainerFactory)
+    from wsync.vllm.transfer import TrainerInitInfo
+
+    engine = WeightTransferTrainerFactory.trainer_init(
+        TrainerInitInfo(rank=0, workers=2),
+        client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model))
+    engine.send_weights()
+
+The source's whole tensors go through wsync's ring to each worker, which has them loaded as
+WorkerExtension does.  As with vLLM's other backends the caller pauses generation, empties caches
+and has the engine resume.  Where a trainer has died within an update, the engine's
+finish_weight_update is to be called before another one's.  Not supported: data-parallel engines,
+and draft models.  Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer.base import TrainerInitInfo as VllmTrainerInitInfo
+from vllm.distributed.weight_transfer.base import (
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+import wsync
+from wsync.engine.receiver import Receiver
+from wsync.vllm import VllmLoader, register
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """What workers are told first: how many of them the trainer knows."""
+
+    workers: int
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """A control message for each worker, and what a closing one calls the weights."""
+
+    messages: list[str]
+    version: str | None = None
+
+
+@dataclass
+class TrainerInitInfo(VllmTrainerInitInfo):  # type: ignore[misc]
+    """What a trainer rank is told.
+
+    rank: of this process in torch.distributed's default group, which has all trainer ranks.
+    workers: how many the engine has (tensor parallel x pipeline parallel).
+    options: of wsync.connect.
+    """
+
+    backend: ClassVar[str] = "wsync"
+    workers: int = field(kw_only=True)
+    options: wsync.Options | None = field(kw_only=True, default=None)
+
+
+class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """A worker's part.
+
+    An update that fails is an error of the trainer's, which hears of it from the worker itself.
+    Here it is only logged: where one of several workers raises, vLLM's executor takes the others'
+    answers for those of its next call.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._rank = int(self.parallel_config.rank)
+        loader = VllmLoader(model, vllm_config, vllm_config.model_config, device)
+        self._receiver = Receiver(loader, worker=self._rank)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Raises ValueError where the trainer takes the engine for one of other workers."""
+        parallel = self.parallel_config
+        if parallel.data_parallel_size == 1 and init_info.workers == parallel.world_size:
+            return
+        if self._rank == parallel.world_size - 1:  # the executor has read the others' answers
+            raise ValueError(
+                f"workers {init_info.workers}: the engine has {parallel.world_size} of "
+                f"{parallel.data_parallel_size} data-parallel ones (1 is supported)"
+            )
+
+    def start_weight_update(self) -> None:
+        """Nothing: the opening message has all that an update begins with."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        message = update_info.messages[self._rank].encode()
+        good, text = self._receiver.handle(message, version=update_info.version)
+        if not good:
+            _log.error("%s", text)
+
+    def finish_weight_update(self) -> None:
+        if trouble := self._receiver.trouble:
+            _log.error("worker %d: %s", self._rank, trouble)
+
+    def shutdown(self) -> None:
+        self._receiver.close()
+
+
+class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: ignore[misc]
+    """A trainer rank's part: a connection of wsync's over vLLM's client.
+
+    All ranks make it and call send_weights.  Each sends of what its source yields for it: tensors
+    of a module as they lie, what is gathered for it (FSDP) whole, and all of it at once.
+    """
+
+    init_info_cls = TrainerInitInfo
+
+    def __init__(self, init_info: TrainerInitInfo, *, client: Any, source: Any) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._options = init_info.options
+        self._engine = _Engine(client, init_info.workers)
+        self._sync: wsync.Sync | None = None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: TrainerInitInfo, *, client: Any, source: Any | None = None
+    ) -> Self:
+        """Tells the workers how many the trainer knows; bytes move in send_weights."""
+        if source is None:
+            raise ValueError("wsync's weight transfer needs a WeightSource")
+        if init_info.is_sender:
+            client.init_weight_transfer_engine({"workers": init_info.workers})
+        return cls(init_info, client=client, source=source)
+
+    def send_weights(self, weight_version: str | None = None) -> wsync.Report:
+        """Replaces all weights of the engine by the source's; called on every trainer rank.
+
+        weight_version: what the engine's answers are to call them; the number of this call
+        without it.
+
+        Raises:
+            WsyncError: the same on all ranks.  The engine is left as it is, and must not answer
+                until another call has succeeded.
+        """
+        weights = {name: tensor.detach() for name, tensor in self.source if tensor is not None}
+        if self._sync is None:
+            self._sync = wsync.connect(weights, [self._engine], options=self._options)
+        try:
+            report = self._sync.update(weights, version=weight_version)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the update's own error says more
+                self._engine.finish(None)
+            raise
+        self._engine.finish(str(report.version))
+        return report
+
+    def shutdown(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
+
+
+class _Engine:
+    """vLLM's client as an engine with collective_rpc (wsync.handles.vllm).  The client hands no
+    answers on: workers are believed to be as many as the trainer was told."""
+
+    def __init__(self, client: Any, workers: int) -> None:
+        self.name = f"vLLM behind {type(client).__name__}"
+        self._client, self._workers = client, workers
+        self._started = False
+        self._facts = {
+            "workers": workers,
+            "engines": 1,
+            "weight_version": None,
+            "instance": secrets.token_hex(8),  # of a worker, which keeps its weights
+        }
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        ranks = range(self._workers)
+        if method == "wsync_describe":
+            return [json.dumps({"rank": rank, **self._facts}) for rank in ranks]
+        messages, version = args
+        if not self._started:
+            self._client.start_weight_update()
+            self._started = True
+        self._client.update_weights({"messages": messages, "version": version})
+        if version is not None:
+            self._facts["weight_version"] = version
+        return [[True, ""] for _ in ranks]
+
+    def finish(self, version: str | None) -> None:
+        """Ends what has been started, if anything has."""
+        if self._started:
+            self._started = False
+            self._client.finish_weight_update(version)
+
+
+register()
