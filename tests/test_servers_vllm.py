@@ -24,12 +24,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "local": {"delivery": "wsync"},
     "remote": {"delivery": "distributed"},
 }
-# what a server has: experts or not, dtype, workers, arguments
-KINDS: dict[str, tuple[bool, torch.dtype, int, tuple[str, ...]]] = {
-    "qwen3-tp1": (False, torch.float32, 1, ()),
-    "qwen3-bfloat16-tp2": (False, torch.bfloat16, 2, ()),
-    "qwen3_moe-tp1": (True, torch.float32, 1, ()),
-    "qwen3_moe-tp2": (True, torch.float32, 2, ()),
+# what a server has: experts or not, dtype, workers
+KINDS = {
+    "qwen3-tp1": (False, torch.float32, 1),
+    "qwen3-bfloat16-tp2": (False, torch.bfloat16, 2),
+    "qwen3_moe-tp2": (True, torch.float32, 2),
 }
 
 
@@ -63,12 +62,12 @@ def served(
 ) -> Iterator[tuple[Server, Pair, list[Any]]]:
     """A server of one kind after another, what it is to hold, and what its workers hold after
     vLLM's own load of that."""
-    experts, dtype, tp, arguments = KINDS[request.param]
+    experts, dtype, tp = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     models = pair(folder, experts=experts, dtype=dtype)
-    with Server(vllm, models[1], folder / "log", tp=tp, arguments=arguments) as server:
+    with Server(vllm, models[1], folder / "log", tp=tp) as server:
         second = held(server)
-    with Server(vllm, models[0], folder / "log", tp=tp, arguments=arguments) as server:
+    with Server(vllm, models[0], folder / "log", tp=tp) as server:
         yield server, models, [held(server), second]
 
 
