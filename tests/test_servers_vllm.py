@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint
-from support.servers import packages
-from support.vllm_server import NEWEST, Fresh, Nursery, Server, offline
+from support.vllm_server import PROBE, Nursery, Server, offline
 
 import wsync
 
@@ -65,9 +64,9 @@ def served(
     experts, dtype, tp = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     models = pair(folder, experts=experts, dtype=dtype)
-    with Server(vllm, models[1], folder / "log", tp=tp) as server:
+    with Server(vllm, models[1], folder / "log", tp=tp, extension=PROBE) as server:
         second = held(server)
-    with Server(vllm, models[0], folder / "log", tp=tp) as server:
+    with Server(vllm, models[0], folder / "log", tp=tp, extension=PROBE) as server:
         yield server, models, [held(server), second]
 
 
@@ -90,18 +89,6 @@ def check_tokens(tokens: list[int], model: Checkpoint) -> None:
     assert all(model.says(tokens)), tokens
     if model.dtype == torch.float32:  # no rounding changes a token
         assert tokens == model.tokens(TOKENS)
-
-
-def test_a_server_as_users_start_it(tmp_path: Path) -> None:
-    start = Fresh(packages(NEWEST))
-    first, second = pair(tmp_path, experts=False)
-    plain = "wsync.vllm.WorkerExtension"
-    with Server(start, first, tmp_path / "log", extension=plain) as server:
-        check(server, first, "default")
-        with connect(server, second.weights) as sync:
-            sync.update(version="second")
-            check(server, second, "second")
-    start.close()
 
 
 @pytest.mark.parametrize("way", WAYS)

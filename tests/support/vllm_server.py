@@ -14,6 +14,7 @@ NEWEST = "vllm0320"
 _SITE = Path(__file__).with_name("vllm_site")
 KV_CACHE_NBYTES = 1 << 26
 PROBE = "support.vllm_probe.Probe"
+_EXTENSION = "wsync.vllm.WorkerExtension"
 
 
 class Server(servers.Server):
@@ -27,18 +28,12 @@ class Server(servers.Server):
         words = [
             *("--model", self.model.folder, "--dtype", dtype),
             *("--host", "127.0.0.1", "--port", self.port, "--tensor-parallel-size", self.workers),
-            *("--worker-extension-cls", given("extension", PROBE)),
+            *("--worker-extension-cls", given("extension", _EXTENSION)),
             *("--skip-tokenizer-init", "--enable-scale-out", "--enforce-eager"),
             *("--kv-cache-memory-bytes", KV_CACHE_NBYTES, "--max-num-seqs", 4),
             *given("arguments", ()),
         ]
         return list(map(str, words))
-
-
-class Fresh(servers.Fresh):
-    def __init__(self, folder: Path) -> None:
-        """folder: what `packages` has said."""
-        super().__init__(environment(folder))
 
 
 class Nursery(servers.Nursery):
