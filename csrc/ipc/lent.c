@@ -11,7 +11,7 @@ void wsync_lent_fini(wsync_lent_t *lent)
     for (size_t i = 0; i < lent->segments.count; i++) {
         wsync_memory_destroy(lent->segments.items[i]);
     }
-    free(lent->segments.items);
+    free((void *)lent->segments.items);
     free(lent->numbers.items);
     free(lent->spans);
     *lent = (wsync_lent_t){0};
@@ -120,16 +120,18 @@ wsync_status_t wsync_lent_bind(wsync_lent_t *lent, int fd, uint64_t nbytes,
     }
     spans = calloc(count + 1, sizeof(*spans));
     used = calloc(lent->segments.count + 1, sizeof(*used));
+    if (spans == NULL || used == NULL) {
+        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
+                            "no memory for %zu bindings", count);
+        goto cleanup;
+    }
     if (nbytes % sizeof(wsync_binding_t) != 0) {
         status = wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "session",
                             "%" PRIu64 " bytes of bindings, of %zu each", nbytes,
                             sizeof(wsync_binding_t));
-    } else if (spans == NULL || used == NULL) {
-        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
-                            "no memory for %zu bindings", count);
-    } else {
-        status = resolve(lent, (const void *)data, count, spans, used, err);
+        goto cleanup;
     }
+    status = resolve(lent, (const void *)data, count, spans, used, err);
     if (status == WSYNC_OK) {
         drop_unused(lent, used);
         free(lent->spans);
@@ -138,6 +140,8 @@ wsync_status_t wsync_lent_bind(wsync_lent_t *lent, int fd, uint64_t nbytes,
         lent->generation++;
         spans = NULL;
     }
+
+cleanup:
     free(data);
     free(spans);
     free(used);

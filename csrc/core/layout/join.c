@@ -150,15 +150,14 @@ wsync_status_t wsync_layout_join(const wsync_layout_t *model, const wsync_layout
                      .given = calloc(rank_count + 1, sizeof(*self.given)),
                      .left_out = calloc(shard_count + 1, sizeof(*self.left_out)),
                      .err = err};
-    wsync_status_t status = WSYNC_OK;
+    wsync_status_t status;
 
     if (self.first == NULL || self.given == NULL || self.left_out == NULL) {
         status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
                             "no memory to join %zu shards", shard_count);
+        goto cleanup;
     }
-    if (status == WSYNC_OK) {
-        status = number_buffers(&self);
-    }
+    status = number_buffers(&self);
     if (status == WSYNC_OK) {
         status = wsync_layout_builder_create(&self.builder, err);
     }
@@ -168,6 +167,8 @@ wsync_status_t wsync_layout_join(const wsync_layout_t *model, const wsync_layout
     if (status == WSYNC_OK) {
         status = wsync_layout_builder_finish(self.builder, joined, err);
     }
+
+cleanup:
     wsync_layout_builder_destroy(self.builder);
     free(self.first);
     free(self.given);
