@@ -21,6 +21,7 @@ from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+from wsync.machine.shared_maps import SharedMaps
 from wsync.trainer.lending import Borrower
 from wsync.trainer.sessions.direct import DirectSession
 
@@ -196,3 +197,25 @@ def test_the_trainer_waits_until_the_workers_have_copied(
         os.kill(worker, signal.SIGCONT)
         thread.join(120)
     assert same(engine.weights(), wanted)
+
+
+def test_what_is_made_in_an_exportable_block_can_be_lent() -> None:
+    before = torch.zeros(4)
+    with wsync.exportable():
+        flat = torch.zeros(100)
+        parameter = torch.nn.Parameter(torch.empty(10))
+        parameter.data = flat[:10]
+        module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)).bfloat16()
+        given = torch.tensor([1.0, 2.0])
+        before.add_(1)
+    later = torch.zeros(4)
+    assert parameter.data_ptr() == flat.data_ptr()
+    parameter.data[3] = 5.0
+    assert flat[3] == 5.0
+    assert given.tolist() == [1.0, 2.0]
+    made = {"flat": flat, "given": given, **dict(module.named_parameters())}
+    maps = SharedMaps()
+    for tensors, lendable in ((made, True), ({"before": before, "later": later}, False)):
+        places = maps.find((tensor.data_ptr(), tensor.nbytes) for tensor in tensors.values())
+        assert [place is not None for place in places] == [lendable] * len(tensors), tensors.keys()
+    maps.close()
