@@ -22,7 +22,7 @@ from wsync._core import (
     UnsupportedError,
 )
 from wsync.handles.base import handle, handles_of
-from wsync.handles.local import RayHandle
+from wsync.handles.local import LocalHandle, RayHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
 from wsync.messages.control import LOAD_FORMAT
@@ -204,3 +204,42 @@ def test_actors_pause_and_flush_at_the_same_time_and_it_is_measured(
     told.disconnect_rollout_engines()
     assert metrics["wsync/engine_pause_seconds"] > 0
     assert metrics["wsync/engine_flush_seconds"] > 0
+
+
+class Slow(Engine):
+    """An actor that has not yet taken what it was sent."""
+
+    def __init__(self) -> None:
+        super().__init__({"tp_size": 1})
+        self.released = threading.Event()
+        self.taken: list[str | None] = []
+
+    def pause_generation(self) -> None: ...
+
+    def update_weights_from_tensor(
+        self, serialized_named_tensors: list[str], **settings: Any
+    ) -> tuple[bool, str]:
+        if settings.get("load_format") != LOAD_FORMAT:
+            assert self.released.wait(60)
+            self.taken.append(settings["weight_version"])
+        return True, "good"
+
+
+@pytest.mark.parametrize("make", [lambda e: RayHandle(Actor(e), timeout=60), LocalHandle])
+def test_a_bucket_that_nobody_waits_for_comes_before_those_of_the_next_update(make: Any) -> None:
+    engine = Slow()
+    shared = make(engine)
+    first, second = shared.during("1"), shared.during("2")
+    send = {"load_format": None, "timeout": 0.2}
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match="no answer within"):
+            first.update_weights([b"x"], weight_version="1", **send)
+    with pytest.raises(DeadlineError, match="a load of an update that has failed goes on"):
+        second.pause("abort", 0.2)
+    with pytest.raises(DeadlineError, match="a load of an update that has failed goes on"):
+        second.update_weights([b"x"], weight_version="2", **send)
+    second.update_weights([b"x"], load_format=LOAD_FORMAT, weight_version=None, timeout=60)
+    engine.released.set()
+    second.pause("abort", 60)
+    second.update_weights([b"x"], load_format=None, weight_version="2", timeout=60)
+    assert engine.taken == ["1", "1", "2"]

@@ -33,6 +33,10 @@ class _Method:
         self._actor = actor
         self._call = call
 
+    def options(self, *, max_task_retries: int) -> _Method:
+        assert max_task_retries == 0
+        return self
+
     def remote(self, *arguments: Any, **named: Any) -> Future[Any]:
         def run() -> Any:
             if self._actor.dead:

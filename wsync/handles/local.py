@@ -1,6 +1,8 @@
 """Engines reached by method calls: objects of this process, or Ray actors."""
 
+import contextlib
 import copy
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
@@ -16,8 +18,16 @@ from wsync.handles.answers import (
     tensor_workers,
     translate,
 )
+from wsync.handles.loads import Ended, Loads, brings_weights
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.daemon_threads import start
+
+Watched = Callable[[Ended], contextlib.AbstractContextManager[None]]
+"""Around the time that a call is waited for."""
+
+
+def _unwatched(ended: Ended) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class LocalHandle(ApiHandle):
@@ -36,6 +46,7 @@ class LocalHandle(ApiHandle):
     ) -> None:
         super().__init__()
         self._engine: Any = engine
+        self._loads, self._for = Loads(), object()
         self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
         if workers is None:
             workers = getattr(engine, "workers", gpus)
@@ -44,10 +55,13 @@ class LocalHandle(ApiHandle):
 
     def during(self, update_id: str) -> Self:
         """The same handle, for the requests of one update, which may have weights restored."""
-        return copy.copy(self)
+        found = copy.copy(self)
+        found._for = object()  # not of the same update
+        return found
 
     def pause(self, mode: str, timeout: float) -> None:
         self._begun = False
+        timeout = self._loads.wait(self._for, f"engine {self.name}", timeout)
         # slime's actors of 0.2.2 take no mode; abort is what they do
         arguments = {} if mode == "abort" else {"mode": mode}
         self._do("pause_generation", arguments, timeout)
@@ -81,14 +95,31 @@ class LocalHandle(ApiHandle):
         check_answer(self.name, method, self._call(method, timeout, **arguments))
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        function: Callable[..., Any] = getattr(self._engine, method)
-        return self._run(lambda: function(**arguments), method, timeout)
+        if not brings_weights(method, arguments):
+            return self._ask(method, timeout, arguments, _unwatched)
+        where = f"engine {self.name}: {method}"
+        timeout = self._loads.wait(self._for, where, timeout)
+        watched = functools.partial(self._loads.one, self._for)
+        return self._ask(method, timeout, arguments, watched)
 
-    def _run(self, function: Callable[[], Any], what: str, timeout: float) -> Any:
+    def _ask(
+        self, method: str, timeout: float, arguments: Mapping[str, Any], watched: Watched
+    ) -> Any:
+        function: Callable[..., Any] = getattr(self._engine, method)
+        return self._run(lambda: function(**arguments), method, timeout, watched)
+
+    def _run(
+        self,
+        function: Callable[[], Any],
+        what: str,
+        timeout: float,
+        watched: Watched = _unwatched,
+    ) -> Any:
         where = f"engine {self.name}: {what}"
         call = start(where, function)
-        if not wait([call], max(timeout, 0.0)).done:
-            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
+        with watched(lambda timeout: bool(wait([call], timeout).done)):
+            if not wait([call], max(timeout, 0.0)).done:
+                raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
         error = call.exception()
         if error is not None:
             raise translate(where, error) from error
@@ -127,25 +158,37 @@ class RayHandle(LocalHandle):
             )
         self.workers = found
 
-    def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        return call_actor(self._engine, self.name, method, timeout, **arguments)
+    def _ask(
+        self, method: str, timeout: float, arguments: Mapping[str, Any], watched: Watched
+    ) -> Any:
+        return call_actor(self._engine, self.name, method, timeout, arguments, watched)
 
 
 def url_of(actor: Any, timeout: float) -> str | None:
     """The URL of the server that a Ray actor has started, where it says one (slime's do)."""
     if not hasattr(actor, "get_url"):
         return None
-    url: str | None = call_actor(actor, str(actor), "get_url", timeout)
+    url: str | None = call_actor(actor, str(actor), "get_url", timeout, {})
     return url
 
 
-def call_actor(actor: Any, name: str, method: str, timeout: float, /, **arguments: Any) -> Any:
-    """What a method of an engine answers that is a Ray actor; errors have the engine's name."""
+def call_actor(
+    actor: Any,
+    name: str,
+    method: str,
+    timeout: float,
+    arguments: Mapping[str, Any],
+    watched: Watched = _unwatched,
+) -> Any:
+    """What a method of an engine answers that is a Ray actor; errors have the engine's name.  Ray
+    does not repeat it where it starts the actor again: that has none of the weights before."""
     ray = importlib.import_module("ray")
     where = f"engine {name}: {method}"
     try:
-        reference = getattr(actor, method).remote(**arguments)
-        return ray.get(reference, timeout=max(timeout, 0.0))
+        call = getattr(actor, method).options(max_task_retries=0)
+        reference = call.remote(**arguments)
+        with watched(functools.partial(_has_ended, ray, reference)):
+            return ray.get(reference, timeout=max(timeout, 0.0))
     except ray.exceptions.RayTaskError as error:  # also an instance of what the engine has raised
         raise RemoteError(f"{where}: {_raised(error, ray.exceptions.RayTaskError)}") from error
     except ray.exceptions.GetTimeoutError:
@@ -154,6 +197,15 @@ def call_actor(actor: Any, name: str, method: str, timeout: float, /, **argument
         raise PeerClosedError(f"{where}: {cut(str(error))}") from error
     except Exception as error:
         raise translate(where, error) from error
+
+
+def _has_ended(ray: Any, reference: Any, timeout: float) -> bool:
+    try:
+        ray.get(reference, timeout=max(timeout, 0.0))
+    except Exception as error:
+        late = isinstance(error, ray.exceptions.GetTimeoutError)
+        return not late or isinstance(error, ray.exceptions.RayTaskError)
+    return True
 
 
 def _raised(error: BaseException, wrapped: type[Any]) -> str:

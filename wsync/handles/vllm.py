@@ -177,7 +177,7 @@ class VllmHandle(LocalHandle):
 
     def _call(self, name: str, timeout: float, /, **arguments: Any) -> Any:
         if self._remote:
-            return call_actor(self._engine, self.name, name, timeout, **arguments)
+            return call_actor(self._engine, self.name, name, timeout, arguments)
         return self._run(lambda: self._wait_for(name, arguments), name, timeout)
 
     def _wait_for(self, name: str, arguments: dict[str, Any]) -> Any:

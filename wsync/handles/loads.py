@@ -1,0 +1,55 @@
+"""Calls that bring an engine weights, and may go on when nobody waits for them any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from wsync._core import DeadlineError
+from wsync.machine.deadline import Deadline
+from wsync.messages.control import LOAD_FORMAT
+
+Ended = Callable[[float], bool]
+"""Waits for the end of a call, but no more seconds than this; whether it has come."""
+
+
+def brings_weights(method: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call of an engine does; messages to wsync's receiver, which knows one update from
+    another, do not."""
+    return method.startswith("update_weights") and arguments.get("load_format") != LOAD_FORMAT
+
+
+class Loads:
+    """Those of one engine, which loads in the order of its own: a bucket of an update that failed
+    may come behind those of the next."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[object, Ended]] = []
+
+    def wait(self, update: object, where: str, timeout: float) -> float:
+        """Waits for those of other updates; the seconds that are left.  DeadlineError if they go
+        on for so long."""
+        deadline = Deadline(timeout)
+        for each in list(self._open):
+            if each[0] is update:
+                continue
+            if not each[1](deadline.left):
+                raise DeadlineError(f"{where}: a load of an update that has failed goes on")
+            self._forget(each)
+        return deadline.left
+
+    @contextmanager
+    def one(self, update: object, ended: Ended) -> Iterator[None]:
+        """While this call is waited for, and longer if it has not ended then."""
+        load = update, ended
+        self._open.append(load)
+        try:
+            yield
+        finally:
+            if ended(0.0):
+                self._forget(load)
+
+    def _forget(self, load: tuple[object, Ended]) -> None:
+        if load in self._open:
+            self._open.remove(load)
