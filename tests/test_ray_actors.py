@@ -234,9 +234,9 @@ def test_a_bucket_that_nobody_waits_for_comes_before_those_of_the_next_update(ma
     for _ in range(2):
         with pytest.raises(DeadlineError, match="no answer within"):
             first.update_weights([b"x"], weight_version="1", **send)
-    with pytest.raises(DeadlineError, match="a load of an update that has failed goes on"):
+    with pytest.raises(DeadlineError, match="what an update that failed has asked of it goes on"):
         second.pause("abort", 0.2)
-    with pytest.raises(DeadlineError, match="a load of an update that has failed goes on"):
+    with pytest.raises(DeadlineError, match="what an update that failed has asked of it goes on"):
         second.update_weights([b"x"], weight_version="2", **send)
     second.update_weights([b"x"], load_format=LOAD_FORMAT, weight_version=None, timeout=60)
     engine.released.set()

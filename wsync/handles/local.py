@@ -18,7 +18,7 @@ from wsync.handles.answers import (
     tensor_workers,
     translate,
 )
-from wsync.handles.loads import Ended, Loads, brings_weights
+from wsync.handles.changes import Changes, Ended, changes_engine
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.daemon_threads import start
 
@@ -46,7 +46,7 @@ class LocalHandle(ApiHandle):
     ) -> None:
         super().__init__()
         self._engine: Any = engine
-        self._loads, self._for = Loads(), object()
+        self._changes, self._for = Changes(), object()
         self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
         if workers is None:
             workers = getattr(engine, "workers", gpus)
@@ -61,7 +61,6 @@ class LocalHandle(ApiHandle):
 
     def pause(self, mode: str, timeout: float) -> None:
         self._begun = False
-        timeout = self._loads.wait(self._for, f"engine {self.name}", timeout)
         # slime's actors of 0.2.2 take no mode; abort is what they do
         arguments = {} if mode == "abort" else {"mode": mode}
         self._do("pause_generation", arguments, timeout)
@@ -95,11 +94,11 @@ class LocalHandle(ApiHandle):
         check_answer(self.name, method, self._call(method, timeout, **arguments))
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        if not brings_weights(method, arguments):
+        if not changes_engine(method, arguments):
             return self._ask(method, timeout, arguments, _unwatched)
         where = f"engine {self.name}: {method}"
-        timeout = self._loads.wait(self._for, where, timeout)
-        watched = functools.partial(self._loads.one, self._for)
+        timeout = self._changes.wait(self._for, where, timeout)
+        watched = functools.partial(self._changes.one, self._for)
         return self._ask(method, timeout, arguments, watched)
 
     def _ask(

@@ -1,4 +1,4 @@
-"""Calls that bring an engine weights, and may go on when nobody waits for them any more."""
+"""Calls that change an engine, and may go on when nobody waits for them any more."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ Ended = Callable[[float], bool]
 """Waits for the end of a call, but no more seconds than this; whether it has come."""
 
 
-def brings_weights(method: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call of an engine does; messages to wsync's receiver, which knows one update from
-    another, do not."""
+def changes_engine(method: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call loads weights, or stops an engine or has it go on.  Messages to wsync's
+    receiver do not, which knows one update from another."""
+    if method in ("pause_generation", "continue_generation"):
+        return True
     return method.startswith("update_weights") and arguments.get("load_format") != LOAD_FORMAT
 
 
-class Loads:
-    """Those of one engine, which loads in the order of its own: a bucket of an update that failed
-    may come behind those of the next."""
+class Changes:
+    """Those of one engine, in whatever order it does them: a bucket of an update that failed may
+    come behind those of the next, or its pause when that has gone on."""
 
     def __init__(self) -> None:
         self._open: list[tuple[object, Ended]] = []
@@ -35,21 +37,21 @@ class Loads:
             if each[0] is update:
                 continue
             if not each[1](deadline.left):
-                raise DeadlineError(f"{where}: a load of an update that has failed goes on")
+                raise DeadlineError(f"{where}: what an update that failed has asked of it goes on")
             self._forget(each)
         return deadline.left
 
     @contextmanager
     def one(self, update: object, ended: Ended) -> Iterator[None]:
         """While this call is waited for, and longer if it has not ended then."""
-        load = update, ended
-        self._open.append(load)
+        call = update, ended
+        self._open.append(call)
         try:
             yield
         finally:
             if ended(0.0):
-                self._forget(load)
+                self._forget(call)
 
-    def _forget(self, load: tuple[object, Ended]) -> None:
-        if load in self._open:
-            self._open.remove(load)
+    def _forget(self, call: tuple[object, Ended]) -> None:
+        if call in self._open:
+            self._open.remove(call)
