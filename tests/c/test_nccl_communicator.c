@@ -99,13 +99,12 @@ static void fill_late(rank_t *rank, mistake_t mistake)
     end_t end = open_end(rank, LONG_MS);
     wsync_error_t err = {0};
 
-    memset(end.data, 1, NBYTES);
+    memset(end.data, rank->rank == 1 ? 0xee : 1, NBYTES);
     submit(rank, &end, mistake);
     CHECK_OK(wsync_nccl_communicator_begun(end.communicator, 7,
                                            wsync_deadline_ms(PATIENT_MS), &err),
              err);
     if (rank->rank == 1) {
-        memset(end.data, 0xee, NBYTES);
         wsync_event_set(word(&end, 0), 1);
     }
     if (mistake == NO_WAIT) { /* all of it moves before anything is filled */

@@ -116,6 +116,8 @@ def host(*, tp: int, ep: int, rank: int, dp_attention: bool = False) -> None:
     )
     with set_current_vllm_config(VllmConfig(parallel_config=_config())):
         address = "file://" + tempfile.mktemp()
+        # it would ask ranks that are not there, and takes any number for the length of an answer
+        parallel_state.in_the_same_node_as = lambda *_: [True] * tp
         parallel_state.init_distributed_environment(tp, rank, address, rank, "fake")
         parallel_state.initialize_model_parallel(tp, backend="fake")
 

@@ -323,25 +323,28 @@ class RecordedLoader(ChoosingLoader):
             # these do
             model = MadeUpModel(layout)
             names = frozenset(name for name, *_ in model.tensors) - recording.fallback.keys()
+            parts = dict(self._module.named_modules())
+            earlier = {each.place: each.renewed(parts) for each in attributes}
             with attributes_read(self._module) as read:
                 load_made_up(self._load, model, names)
-            self._check_apart(attributes, read, recording)
+            gone_by = {e.place for e in read if e.place in earlier}
+            gone_by -= {p for p, e in earlier.items() if e.difference(parts)}
+            self._check_apart([a for a in attributes if a.place in gone_by], recording)
             if difference := ModuleMemory(self._module).difference(recording.facts):
                 raise RecordingError(f"while loading, {difference}")
         recording.guard(attributes, ModuleMemory(self._module))
         return recording
 
-    def _check_apart(
-        self, attributes: list[Attribute], read: list[Attribute], recording: Recording
-    ) -> None:
+    def _check_apart(self, attributes: list[Attribute], recording: Recording) -> None:
         """Raises RecordingError where what is copied goes by attributes that are made of values,
-        which come when it has been copied.  attributes: as they were when all had been loaded;
-        read: while the rest was, without the tensors that the loader loads itself."""
+        which come when it has been copied.
+
+        attributes: those that were read, and not changed, when no tensors came but those that are
+        copied; as they were when all had been loaded.
+        """
         parts = dict(self._module.named_modules())
-        gone_by = {each.place for each in read}
-        for each in attributes:
-            if each.place in gone_by and (difference := each.difference(parts)):
-                raise RecordingError(f"{difference} without {listed(recording.fallback)}")
+        if change := next(filter(None, (each.difference(parts) for each in attributes)), ""):
+            raise RecordingError(f"{change} without {listed(recording.fallback)}")
 
     def _watch(self, layout: _core.Layout, attributes: list[Attribute]) -> Recording:
         model = MadeUpModel(layout)
