@@ -17,6 +17,7 @@ from support.quantised_cases import METHODS, PER_TENSOR, blocks, quantised
 
 import wsync
 
+REFUSAL = wsync.InvalidArgumentError
 PLAIN: dict[str, Any] = {"model_type": "any"}
 WEIGHTS = {"model.layers.0.mlp.x_proj.weight": torch.zeros(16, 64, dtype=torch.bfloat16)}
 
@@ -48,11 +49,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 def test_an_engine_that_holds_another_form_is_refused(case: str, tmp_path: Path) -> None:
     config, quantise, text = REFUSED[case]
     path = model(tmp_path, config)
-    with pytest.raises(wsync.LayoutError, match=f"engine e: its weights are .*{text}") as error:
+    with pytest.raises(REFUSAL, match=f"engine e: its weights are .*{text}") as error:
         connect([Engine(model_path=path)], quantise)
     assert path in str(error.value)
     options = wsync.Options(quantise=quantise, progress=False)
-    with pytest.raises(wsync.LayoutError, match=text):
+    with pytest.raises(REFUSAL, match=text):
         wsync.DiskSync(WEIGHTS, [Engine(model_path=path)], folder=tmp_path, options=options)
 
 
@@ -79,15 +80,15 @@ def test_arguments_of_the_server_are_read(tmp_path: Path) -> None:
     override = json.dumps({"quantization_config": blocks(8, 16)})
     engine = Engine(model_path=path, json_model_override_args=override, quantization="fp8")
     connect([engine], blocks(8, 16))
-    with pytest.raises(wsync.LayoutError, match="fp8_block of 8 x 16, by its json_model_override"):
+    with pytest.raises(REFUSAL, match="fp8_block of 8 x 16, by its json_model_override"):
         connect([engine], None)
     online = Engine(model_path=path, quantization="fp8", json_model_override_args="{}")
     for quantise in (None, PER_TENSOR):
-        with pytest.raises(wsync.LayoutError, match="are quantised, by quantization='fp8'"):
+        with pytest.raises(REFUSAL, match="are quantised, by quantization='fp8'"):
             connect([online], quantise)
     quantising = Engine(model_path=path, quantization="fp8", load_format="flash_rl")
     connect([quantising], None)
-    with pytest.raises(wsync.LayoutError, match="not quantised, by load_format='flash_rl'"):
+    with pytest.raises(REFUSAL, match="not quantised, by load_format='flash_rl'"):
         connect([quantising], PER_TENSOR)
 
 
@@ -102,7 +103,7 @@ def test_what_no_engine_says_is_said_once(caplog: pytest.LogCaptureFixture, tmp_
     connect(engines, blocks(8, 16))
     (text,) = caplog.messages
     assert "in another form than fp8_block of 8 x 16: a, b, c (Options(checkpoint=)" in text
-    with pytest.raises(wsync.LayoutError, match="engine c: its weights are quantised, by quant"):
+    with pytest.raises(REFUSAL, match="engine c: its weights are quantised, by quant"):
         connect(engines, None)
 
 
@@ -209,6 +210,12 @@ def test_codes_for_stock_engines_take_no_memory_in_between() -> None:
             assert sync._image._memory is None
 
 
-def test_a_trainer_with_codes_of_its_own_is_not_compared(tmp_path: Path) -> None:
-    engine = Engine(model_path=model(tmp_path, blocks(128, 128)))
-    wsync.connect(quantised(WEIGHTS, "one block"), [engine]).close()
+def test_a_trainer_with_codes_of_its_own_needs_engines_that_hold_some(tmp_path: Path) -> None:
+    own = quantised(WEIGHTS, "one block")
+    wsync.connect(own, [Engine(model_path=model(tmp_path, blocks(128, 128)))]).close()
+    plain = Engine(model_path=model(tmp_path, None, "plain"))
+    text = "not quantised, .* delivered is codes and scales that the trainer holds"
+    with pytest.raises(REFUSAL, match=text):
+        wsync.connect(own, [plain])
+    options = wsync.Options(checkpoint=model(tmp_path, blocks(128, 128), "own"), progress=False)
+    wsync.connect(own, [plain], options=options).close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import ray_double, slime_cases, slime_double
-from support.local_servers import Packing
+from support.local_servers import Engine, Packing
 from support.procs import Ranks
 from support.quantised_cases import METHODS
 from support.ray_double import Actor
@@ -129,6 +129,17 @@ def test_servers_of_slime_repack_int4_around_an_update(slime: Any) -> None:
     chosen.update_weights()
     assert type(chosen._updater) is wsync.UpdateWeightFromTensor
     assert engine.calls == ["restore", "load", "pack", "continue"]
+
+
+def test_an_engine_of_another_form_is_an_error_and_not_slimes_affair(
+    slime: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = {"mlp.x_proj.weight": torch.ones(16, 64, dtype=torch.bfloat16)}
+    chosen = started(slime, weights, quantization_config=METHODS["int4"][0])
+    engine = Actor(Engine(model_path=str(tmp_path)))
+    with pytest.raises(wsync.InvalidArgumentError, match="which it would convert without a word"):
+        chosen.connect_rollout_engines([engine], None, engine_gpu_counts=[1])
 
 
 def test_deltas_stay_slimes_own(slime: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -91,7 +91,8 @@ class DiskSync(Updates):
 
     Raises:
         LayoutError: the ranks' layouts disagree, elements are on no rank, or weights are quantised
-            by another method than `base` or an engine says, or not at all where these are.
+            by another method than `base` says, or not at all where it is.
+        InvalidArgumentError: an engine says that it holds weights in another form.
         UnsupportedError: no conversion to `dtype`, or an engine cannot load from disk.
         WsyncError: the engines' handles could not be made; the same on all ranks.
     """

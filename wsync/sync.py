@@ -44,8 +44,8 @@ class Sync(Updates):
         options: see `Options`.
 
     Raises:
-        LayoutError: the ranks' layouts disagree, or an engine says that it holds weights in
-            another form than it is sent.
+        LayoutError: the ranks' layouts disagree.
+        InvalidArgumentError: an engine says that it holds weights in another form than it is sent.
         WsyncError: the engines' handles could not be made; the same on all ranks.
     """
 
@@ -302,8 +302,8 @@ def connect(
         InvalidArgumentError, UnsupportedError: an engine that is none or is given twice, or a
             tensor that cannot be sent.
         PeerClosedError, DeadlineError: an engine does not answer; the same on every rank.
-        LayoutError: the trainer ranks' layouts disagree, or an engine says that it holds weights
-            in another form than it is sent.
+        LayoutError: the trainer ranks' layouts disagree.
+        InvalidArgumentError: an engine says that it holds weights in another form than it is sent.
     """
     chosen = Options.of(options)
     handles = functools.partial(handles_of, engines, timeout=chosen.deadline, api_key=api_key)

@@ -26,6 +26,7 @@ from wsync.trainer.quantised_model import config_in, config_of, has_codes
 _log = logging.getLogger(__name__)
 
 _PLAIN: Final = "not quantised"
+_OWN: Final = "codes and scales that the trainer holds"
 _PATH: Final = (str, os.PathLike)
 _NONE: Final = (None, "", "unquant")  # of SGLang's --quantization
 # loaders of SGLang that take weights as they are, and quantise them each time
@@ -51,32 +52,33 @@ def check_forms(
     does, once for all of them, if weights are quantised and no checkpoint is named.
 
     Args:
-        model: what all ranks hold.  If they have codes and scales themselves, nothing is compared.
+        model: what all ranks hold.  If they have codes and scales themselves, engines have to hold
+            some, too; which is not compared.
         base: a folder that engines may have been started from, beside Options.checkpoint.
 
     Returns:
         The names of engines that do not say what they hold, for check_plain.
 
     Raises:
-        LayoutError: an engine holds another form, and no checkpoint says otherwise; the text has
-            both.
+        InvalidArgumentError: an engine holds another form, and no checkpoint says otherwise; the
+            text has both.
         WsyncError: as config_of, and Method.of for what options mean; an engine does not answer.
     """
     config = config_of(options)
-    if config is None and has_codes(model):
-        return []
-    sent = _PLAIN if config is None else _text(Method.of(config))
+    own = config is None and has_codes(model)
+    sent = _OWN if own else _PLAIN if config is None else _text(Method.of(config))
     named = [os.fspath(f) for f in (options.checkpoint, base) if f and isinstance(f, _PATH)]
-    known = [form for folder in named if (form := _in_folder(folder)) is not None]
+    found = [form for folder in named if (form := _in_folder(folder)) is not None]
+    known = [form for form in found if _takes(form, sent)]
     silent = []
     deadline = Deadline(options.deadline)
     for engine in engines:
         held = _held(_started(engine, deadline.left))
         if held is None or (held.vague and config is not None):
             silent.append(engine.name)
-        elif held.text != sent:
+        elif not _takes(held, sent):
             _differ(engine.name, held, sent, known)
-    if silent and config is not None and not known:
+    if silent and config is not None and not found:
         _log.warning(
             "engines do not say how their weights are quantised, and convert without a word what "
             "they are sent in another form than %s: %s (Options(checkpoint=) names the folder that "
@@ -84,7 +86,12 @@ def check_forms(
             sent,
             ", ".join(silent),
         )
-    return silent
+    return [] if own else silent
+
+
+def _takes(held: _Form, sent: str) -> bool:
+    """Whether who holds such weights is sent the same, as far as that can be told."""
+    return held.text != _PLAIN if sent == _OWN else held.text == sent
 
 
 def check_plain(model: _core.Layout, folder: str, silent: Sequence[str]) -> None:
@@ -152,11 +159,10 @@ def _differ(name: str, held: _Form, sent: str, known: Sequence[_Form]) -> None:
         f"engine {name}: its weights are {held.text}, by {held.source}, but what is delivered is "
         f"{sent}, which it would convert without a word"
     )
-    for form in known:
-        if form.text == sent:  # a path may be another folder on the engine's host
-            _log.warning("%s; %s says that it does hold these", text, form.source)
-            return
-    raise _core.LayoutError(
+    if known:  # a path may be another folder on the engine's host
+        _log.warning("%s; %s says that it does hold these", text, known[0].source)
+        return
+    raise _core.InvalidArgumentError(
         f"{text} (Options(quantise=) says how weights are delivered; Options(checkpoint=) names "
         "the folder that the engine was started from, where another is under its path here)"
     )
