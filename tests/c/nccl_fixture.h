@@ -7,10 +7,10 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
-#include "../fakenccl/fakenccl.h"
 #include "comm/nccl_library.h"
 #include "cuda_fixture.h"
 #include "device/deadline.h"
+#include "fakenccl_calls.h"
 
 enum { MAX_TEST_RANKS = 4, NCCL_MEMORY_NBYTES = 1 << 20, MISUSE_NBYTES = 8192 };
 
@@ -55,44 +55,6 @@ static inline void meet(nccl_rank_t *rank)
     rank->meetings++;
     atomic_fetch_add(&rank->shared->arrived, 1);
     AWAIT(atomic_load(&rank->shared->arrived) >= rank->meetings * rank->rank_count);
-}
-
-static inline void *nccl_symbol(const char *name)
-{
-    void *library = dlopen(getenv("WSYNC_NCCL_LIB"), RTLD_NOW);
-    void *address = library != NULL ? dlsym(library, name) : NULL;
-
-    CHECK(address != NULL);
-    return address; /* the library stays */
-}
-
-static inline void inject(const char *what, long k, long value)
-{
-    fakenccl_inject_func_t function;
-    void *address = nccl_symbol(FAKENCCL_INJECT);
-
-    memcpy(&function, &address, sizeof(function));
-    function(what, k, value);
-}
-
-static inline void fail_nccl(const char *call, long k, int result)
-{
-    fakenccl_fail_func_t function;
-    void *address = nccl_symbol(FAKENCCL_FAIL);
-
-    memcpy(&function, &address, sizeof(function));
-    function(call, k, result);
-}
-
-static inline fakenccl_census_t nccl_census(void)
-{
-    fakenccl_census_t census;
-    fakenccl_census_func_t function;
-    void *address = nccl_symbol(FAKENCCL_CENSUS);
-
-    memcpy(&function, &address, sizeof(function));
-    function(&census);
-    return census;
 }
 
 /* A GPU of its own for this process, unless the test has said which. */

@@ -4,14 +4,13 @@
 #ifndef WSYNC_TESTS_NCCL_RANKS_H
 #define WSYNC_TESTS_NCCL_RANKS_H
 
-#include <dlfcn.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 
-#include "../fakenccl/fakenccl.h"
 #include "comm/nccl_library.h"
 #include "comm_update.h"
+#include "fakenccl_calls.h"
 
 /* What the ranks of a test share. */
 typedef struct shared_ranks {
@@ -31,8 +30,6 @@ typedef struct rank {
 
 typedef void (*rank_func_t)(rank_t *rank);
 
-static const char *nccl_path = FAKENCCL_PATH; /* what ranks load */
-
 /* All ranks get here before any goes on. */
 static inline void meet(rank_t *rank)
 {
@@ -46,34 +43,6 @@ static inline void meet(rank_t *rank)
     }
 }
 
-static inline void *symbol(const char *name)
-{
-    void *address = dlsym(dlopen(nccl_path, RTLD_NOW), name);
-
-    CHECK(address != NULL);
-    return address;
-}
-
-static inline void inject(const char *what, long k, long value)
-{
-    fakenccl_inject_func_t function;
-    void *address = symbol(FAKENCCL_INJECT);
-
-    memcpy(&function, &address, sizeof(function));
-    function(what, k, value);
-}
-
-static inline fakenccl_census_t census(void)
-{
-    fakenccl_census_func_t function;
-    fakenccl_census_t found;
-    void *address = symbol(FAKENCCL_CENSUS);
-
-    memcpy(&function, &address, sizeof(function));
-    function(&found);
-    return found;
-}
-
 /* The GPU that is the fake's number `rank`, which this process alone sees. */
 static inline const wsync_device_t *own_gpu(uint32_t number)
 {
@@ -85,7 +54,7 @@ static inline const wsync_device_t *own_gpu(uint32_t number)
     (void)snprintf(text, sizeof(text), "%u", number);
     CHECK_EQ(setenv("WSYNC_FAKE_CUDA_FIRST", text, 1), 0);
     CHECK_EQ(setenv("WSYNC_CUDA_LIB", FAKECUDA_PATH, 1), 0);
-    CHECK_EQ(setenv("WSYNC_NCCL_LIB", nccl_path, 1), 0);
+    CHECK_EQ(setenv("WSYNC_NCCL_LIB", FAKENCCL_PATH, 0), 0);
     memset(uuid.bytes, 0xfa, sizeof(uuid.bytes));
     uuid.bytes[15] = (uint8_t)number;
     CHECK_OK(wsync_device_cuda(&uuid, "kernels", &device, &err), err);

@@ -420,9 +420,9 @@ static wsync_status_t live_once(void *context, wsync_error_t *err)
         pair->comms[r] = NULL;
         pair->streams[r] = NULL;
     }
-    CHECK_EQ(census().communicators, 0);
-    CHECK_EQ(census().works, 0);
-    CHECK_EQ(census().registrations, 0);
+    CHECK_EQ(nccl_census().communicators, 0);
+    CHECK_EQ(nccl_census().works, 0);
+    CHECK_EQ(nccl_census().registrations, 0);
     return status;
 }
 
@@ -459,24 +459,6 @@ TEST(each_allocation_fails_in_turn)
     close_pair(&pair);
 }
 
-static void fail_nccl(const char *call, long k)
-{
-    fakenccl_fail_func_t function;
-    void *address = symbol(FAKENCCL_FAIL);
-
-    memcpy(&function, &address, sizeof(function));
-    function(call, k, WSYNC_NCCL_SYSTEM_ERROR);
-}
-
-static const char *failed_call(void)
-{
-    fakenccl_failed_func_t function;
-    void *address = symbol(FAKENCCL_FAILED);
-
-    memcpy(&function, &address, sizeof(function));
-    return function();
-}
-
 TEST(each_call_fails_in_turn)
 {
     pair_t pair = {0};
@@ -489,10 +471,10 @@ TEST(each_call_fails_in_turn)
         wsync_error_t err = {0};
         wsync_status_t status;
 
-        fail_nccl("*", k);
+        fail_nccl("*", k, WSYNC_NCCL_SYSTEM_ERROR);
         status = live_once(&pair, &err);
-        call = failed_call();
-        fail_nccl("*", -1);
+        call = failed_nccl();
+        fail_nccl("*", -1, WSYNC_NCCL_SYSTEM_ERROR);
         CHECK_EQ(atomic_load(&oom_live), live);
         if (call == NULL || strcmp(call, "ncclCommAbort") == 0) {
             CHECK_OK(status, err);

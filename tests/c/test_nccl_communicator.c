@@ -57,8 +57,8 @@ static void close_end(rank_t *rank, end_t *end)
 {
     meet(rank);
     CHECK(wsync_nccl_communicator_destroy(end->communicator));
-    CHECK_EQ(census().communicators, 0);
-    CHECK_EQ(census().works, 0);
+    CHECK_EQ(nccl_census().communicators, 0);
+    CHECK_EQ(nccl_census().works, 0);
     wsync_memory_destroy(end->memory);
     wsync_memory_destroy(end->words);
 }
@@ -121,7 +121,7 @@ static void fill_late(rank_t *rank, mistake_t mistake)
     if (rank->rank == 1) {
         const int wanted = mistake == NO_WAIT ? 1 : 2;
 
-        CHECK_EQ(census().received, 2);
+        CHECK_EQ(nccl_census().received, 2);
         for (int i = 0; i < LARGE + SMALL; i++) {
             CHECK_EQ(end.data[i], wanted);
         }

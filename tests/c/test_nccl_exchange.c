@@ -23,7 +23,7 @@ static void update(rank_t *rank, uint32_t worker_count)
                         .worker_count = worker_count,
                         .round_nbytes = round_nbytes};
     run_updates(&member, rank->comm, rank->addresses);
-    CHECK_EQ(census().communicators, 0);
+    CHECK_EQ(nccl_census().communicators, 0);
 }
 
 /* Every message goes to all others: broadcasts. */
@@ -91,7 +91,7 @@ static void close_parking(rank_t *rank, parking_t *parking)
     wsync_comm_destroy(rank->comm);
     close_member(&parking->member);
     wsync_plan_destroy(parking->plan);
-    CHECK_EQ(census().communicators, 0);
+    CHECK_EQ(nccl_census().communicators, 0);
 }
 
 /* Updates with the exchange parked in between; how many communicators give memory back. */
@@ -106,14 +106,14 @@ static void park(rank_t *rank, long suspended)
 
         CHECK_OK(wsync_comm_park(rank->comm, &err), err);
         CHECK_OK(wsync_comm_park(rank->comm, &err), err); /* it is parked */
-        while (census().suspended < suspended && update < 3) {
+        while (nccl_census().suspended < suspended && update < 3) {
             CHECK(wsync_clock_ms() < deadline);
             (void)usleep(100);
         }
         meet(rank);
         /* the last time it may not even have been suspended yet */
         update_rank(&parking.member, rank->comm, parking.plan, update);
-        CHECK_EQ(census().suspended, 0);
+        CHECK_EQ(nccl_census().suspended, 0);
         CHECK_OK(wsync_comm_check(rank->comm, &err), err);
         meet(rank);
     }
@@ -137,7 +137,7 @@ static void park_staging(rank_t *rank)
 
 TEST(an_old_nccl_keeps_its_memory)
 {
-    nccl_path = FAKENCCL_OLD_PATH;
+    CHECK_EQ(setenv("WSYNC_NCCL_LIB", FAKENCCL_OLD_PATH, 1), 0);
     run_ranks(2, -1, park_staging);
 }
 
@@ -259,7 +259,7 @@ static void wait_for_nobody(rank_t *rank)
         CHECK_HAS(err.message, "rank 0 waits for the others of 2 ranks");
     }
     wsync_comm_destroy(rank->comm); /* while it may still be in progress */
-    CHECK_EQ(census().communicators, 0);
+    CHECK_EQ(nccl_census().communicators, 0);
 }
 
 TEST(a_rank_that_does_not_come_ends_with_the_deadline)
@@ -301,8 +301,8 @@ static wsync_status_t run_until_failure(rank_t *rank, const wsync_plan_t *plan,
     CHECK(wsync_stream_abandon(stream, PATIENT_MS));
     wsync_stream_destroy(stream);
     wsync_comm_destroy(rank->comm);
-    CHECK_EQ(census().communicators, 0);
-    CHECK_EQ(census().works, 0);
+    CHECK_EQ(nccl_census().communicators, 0);
+    CHECK_EQ(nccl_census().works, 0);
     return status;
 }
 

@@ -733,13 +733,9 @@ static int live_once(nccl_rank_t *rank)
 
 static void fail_each_call(nccl_rank_t *rank)
 {
-    fakenccl_failed_func_t failed;
-    void *address;
     int failures = 0;
 
     rank_open(rank);
-    address = nccl_symbol(FAKENCCL_FAILED);
-    memcpy(&failed, &address, sizeof(failed));
     for (long k = 0;; k++) {
         int result;
 
@@ -747,7 +743,7 @@ static void fail_each_call(nccl_rank_t *rank)
         result = live_once(rank);
         AWAIT(nccl_census().works == 0);
         CHECK_EQ(nccl_census().communicators, 0);
-        if (failed() == NULL) {
+        if (failed_nccl() == NULL) {
             CHECK_EQ(result, WSYNC_NCCL_SUCCESS);
             break;
         }
