@@ -321,30 +321,31 @@ class RecordedLoader(ChoosingLoader):
         if recording.fallback and before.plain.restore():
             # what is made of values comes again with real ones; for the rest, which comes no more,
             # these do
-            model = MadeUpModel(layout)
-            names = frozenset(name for name, *_ in model.tensors) - recording.fallback.keys()
-            parts = dict(self._module.named_modules())
-            earlier = {each.place: each.renewed(parts) for each in attributes}
-            with attributes_read(self._module) as read:
-                load_made_up(self._load, model, names)
-            gone_by = {e.place for e in read if e.place in earlier}
-            gone_by -= {p for p, e in earlier.items() if e.difference(parts)}
-            self._check_apart([a for a in attributes if a.place in gone_by], recording)
+            self._load_rest(layout, recording, attributes)
             if difference := ModuleMemory(self._module).difference(recording.facts):
                 raise RecordingError(f"while loading, {difference}")
         recording.guard(attributes, ModuleMemory(self._module))
         return recording
 
-    def _check_apart(self, attributes: list[Attribute], recording: Recording) -> None:
-        """Raises RecordingError where what is copied goes by attributes that are made of values,
-        which come when it has been copied.
+    def _load_rest(
+        self, layout: _core.Layout, recording: Recording, attributes: list[Attribute]
+    ) -> None:
+        """Loads made-up tensors, all but the fallbacks.  RecordingError where that goes by
+        attributes that fallbacks set: in an update these come when all else has been copied.
 
-        attributes: those that were read, and not changed, when no tensors came but those that are
-        copied; as they were when all had been loaded.
+        attributes: those that loading goes by, as they are when everything has been loaded.
         """
-        parts = dict(self._module.named_modules())
-        if change := next(filter(None, (each.difference(parts) for each in attributes)), ""):
-            raise RecordingError(f"{change} without {listed(recording.fallback)}")
+        model, parts = MadeUpModel(layout), dict(self._module.named_modules())
+        names = frozenset(name for name, *_ in model.tensors) - recording.fallback.keys()
+        before = [each.renewed(parts) for each in attributes]
+        with attributes_read(self._module) as read:
+            load_made_up(self._load, model, names)
+        gone_by = {each.place for each in read}
+        for whole, earlier in zip(attributes, before, strict=True):
+            if whole.place not in gone_by or earlier.difference(parts):
+                continue  # not read, or set by what is copied itself
+            if change := whole.difference(parts):
+                raise RecordingError(f"{change} without {listed(recording.fallback)}")
 
     def _watch(self, layout: _core.Layout, attributes: list[Attribute]) -> Recording:
         model = MadeUpModel(layout)
