@@ -29,12 +29,12 @@ class Changes:
     def __init__(self) -> None:
         self._open: list[tuple[object, Ended]] = []
 
-    def wait(self, update: object, where: str, timeout: float) -> float:
-        """Waits for those of other updates; the seconds that are left.  DeadlineError if they go
-        on for so long."""
+    def wait(self, requester: object, where: str, timeout: float) -> float:
+        """Waits for those that another has asked for; the seconds that are left.  DeadlineError if
+        they go on for so long."""
         deadline = Deadline(timeout)
         for each in list(self._open):
-            if each[0] is update:
+            if each[0] is requester:
                 continue
             if not each[1](deadline.left):
                 raise DeadlineError(f"{where}: what an update that failed has asked of it goes on")
@@ -42,9 +42,9 @@ class Changes:
         return deadline.left
 
     @contextmanager
-    def one(self, update: object, ended: Ended) -> Iterator[None]:
+    def one(self, requester: object, ended: Ended) -> Iterator[None]:
         """While this call is waited for, and longer if it has not ended then."""
-        call = update, ended
+        call = requester, ended
         self._open.append(call)
         try:
             yield

@@ -46,7 +46,7 @@ class LocalHandle(ApiHandle):
     ) -> None:
         super().__init__()
         self._engine: Any = engine
-        self._changes, self._for = Changes(), object()
+        self._changes, self._requester = Changes(), object()
         self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
         if workers is None:
             workers = getattr(engine, "workers", gpus)
@@ -56,7 +56,7 @@ class LocalHandle(ApiHandle):
     def during(self, update_id: str) -> Self:
         """The same handle, for the requests of one update, which may have weights restored."""
         found = copy.copy(self)
-        found._for = object()  # not of the same update
+        found._requester = object()
         return found
 
     def pause(self, mode: str, timeout: float) -> None:
@@ -97,8 +97,8 @@ class LocalHandle(ApiHandle):
         if not changes_engine(method, arguments):
             return self._ask(method, timeout, arguments, _unwatched)
         where = f"engine {self.name}: {method}"
-        timeout = self._changes.wait(self._for, where, timeout)
-        watched = functools.partial(self._changes.one, self._for)
+        timeout = self._changes.wait(self._requester, where, timeout)
+        watched = functools.partial(self._changes.one, self._requester)
         return self._ask(method, timeout, arguments, watched)
 
     def _ask(
