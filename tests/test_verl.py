@@ -27,6 +27,7 @@ from support import tiny_qwen3, verl_source
 
 import wsync
 import wsync.sglang
+from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
 from wsync.messages.tcp_channel import FROM_TRAINERS, UPDATE, Frame, Listener
 
@@ -251,6 +252,65 @@ def test_tensors_that_are_not_whole_weights_are_refused(
         asyncio.run(engine.send_weights((name, torch.zeros(1)) for name in names))
 
 
+Given = list[tuple[str, torch.Tensor]]
+
+
+def given(names: str, value: float, **more: Any) -> Given:
+    return [(name, torch.full((8, 4), value, **more)) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (given("abc", 2.0), "c: "),
+        (given("a", 2.0), "b: "),
+        ([*given("a", 2.0), ("b", torch.ones(9, 4))], "b: "),
+        (given("ab", 2.0, dtype=torch.int8), "a: "),
+        (given("aa", 2.0), "two tensors"),
+    ],
+    ids=["more", "fewer", "shape", "dtype", "twice"],
+)
+def test_the_step_after_one_with_other_tensors_is_right(
+    engine_class: Any, bad: Given, error: str
+) -> None:
+    """What no server takes is refused by name, and leaves nothing that refuses the next step."""
+    held = {name: ((8, 4), torch.float32) for name in "ab"}
+    with ProcessEngine(held, name="e", timeout=60) as server:
+        trainer = trainer_of(engine_class, server)
+        for step in (1, 3):
+            with pytest.raises(wsync.WsyncError, match=error):
+                send(trainer, bad, step)
+            send(trainer, given("ab", step + 1.0), step + 1)
+            assert all((tensor == step + 1).all() for tensor in server.weights().values())
+
+
+def test_other_tensors_that_servers_take_are_delivered(engine_class: Any) -> None:
+    held = {name: ((8, 4), torch.float32) for name in "ab"}
+    with ProcessEngine(held, name="e", timeout=60) as server:
+        trainer = trainer_of(engine_class, server)
+        steps = [
+            given("ab", 1.0),
+            given("ab", 2.0, dtype=torch.bfloat16),
+            [(name, tensor.t().contiguous().t()) for name, tensor in given("ba", 3.0)],
+            given("ab", 4.0),
+        ]
+        for step, weights in enumerate(steps, 1):
+            send(trainer, weights, step)
+            assert all((tensor == step).all() for tensor in server.weights().values())
+
+
+def trainer_of(engine_class: Any, server: ProcessEngine) -> Any:
+    """A trainer's only rank, with a server of this host."""
+    trainer = engine_class(1 << 20, True, deadline=30.0, progress=False)
+    trainer._servers = [SimpleNamespace(handle=lambda timeout: wsync.handle(server))]
+    return trainer
+
+
+def send(trainer: Any, weights: Given, step: int) -> None:
+    trainer.finalize()
+    asyncio.run(trainer.send_weights(iter(weights), global_steps=step))
+
+
 def test_ranks_that_failed_at_different_tensors_share_out_alike(
     engine_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,7 +529,7 @@ def test_a_wrong_tensor_is_named_everywhere_and_the_next_update_is_right(running
     cluster.trainers.spoil(name, (3, 64))
     sent, received = cluster.outcomes(21)
     for error in sent:
-        assert isinstance(error, wsync.LayoutError) and name in str(error)
+        assert isinstance(error, wsync.WsyncError) and name in str(error)
     for error in received:
         assert isinstance(error, wsync.RemoteError) and name in str(error)
     assert all(holds(server, sums, "20") for server in servers)

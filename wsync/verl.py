@@ -30,6 +30,7 @@ of which they are handed nothing (`wire_format`).
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -51,6 +52,9 @@ from wsync.messages.tcp_channel import (
     Listener,
 )
 
+_log = logging.getLogger(__name__)
+
+_OTHERS: Final = "servers or tensors are others than those of the last step"
 _WHERE: Final = "checkpoint_engine.engine_kwargs.wsync"
 _MEETING_SECONDS: Final = 60.0
 # of adapters that are not merged, as verl and PEFT name their tensors
@@ -136,11 +140,10 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._channels: list[Channel] = []  # the master's, with all rollout workers; theirs, to it
         self._servers: list[Server] = []
         self._offsets: list[int] | None = None
-        self._homes: dict[str, int] = {}  # which trainer rank keeps a tensor
-        self._nbytes: list[int] = []  # how much that is, by rank
         self._kept: dict[str, torch.Tensor] = {}  # this rank's share of whole tensors
         self._sync: wsync.Sync | None = None
         self._made_for: object = None
+        self._version = 0  # of the last connection, for steps that have no number
 
     def prepare(self) -> Member:
         """Begins an update: what `build_topology` is to know of this process."""
@@ -244,8 +247,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             WsyncError: see `wsync.Sync.update`; rollout workers raise its text.
         """
         try:
-            self._say(Frame.BEGIN, UPDATE.pack(global_steps or 0, global_steps is not None))
-            report = self._connected(weights).update(version=global_steps)
+            report = self._update(weights, global_steps)
             self._say(Frame.COMMIT, b"")
         except BaseException as error:
             for channel in self._channels:
@@ -278,39 +280,52 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             channel.look()
             channel.send(kind, content, self._options.deadline)
 
-    def _keep(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Keeps this rank's share.  All ranks see all tensors, because they gather them together;
-        a new one stays for good on the rank that has the fewest bytes, once this rank has seen
-        all: ranks that have failed at different tensors share out the same way the next time."""
+    def _update(self, weights: Any, step: int | None) -> wsync.Report:
+        """A step's update.  After one that fails, be it on whichever rank, the next one connects
+        anew: with other tensors than these, or where another rank has given this one up."""
+        try:
+            self._say(Frame.BEGIN, UPDATE.pack(step or 0, step is not None))
+            return self._connected(weights).update(version=step)
+        except BaseException:
+            self._made_for = None
+            raise
+
+    def _keep(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[object]:
+        """Keeps this rank's share; returns what all tensors are.  All ranks see all tensors in one
+        order, because they gather them together; each stays on the rank with the fewest bytes."""
         rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        homes, nbytes = dict(self._homes), self._nbytes[:] or [0] * count
-        seen = set[str]()
+        nbytes = [0] * count
+        forms = dict[str, object]()
+        self._kept.clear()
         for name, tensor in weights:
-            if name in seen:
+            if name in forms:
                 raise wsync.LayoutError(f"{name}: verl gives two tensors of this name")
             if any(part in name for part in _ADAPTERS):
                 raise wsync.UnsupportedError(
                     f"{name}: adapters are sent merged only: model.lora.merge=True"
                 )
-            seen.add(name)
-            if name not in homes:
-                homes[name] = nbytes.index(min(nbytes))
-                nbytes[homes[name]] += tensor.nbytes
-            if homes[name] == rank:
-                self._kept[name] = tensor.detach().clone()
-        self._homes, self._nbytes = homes, nbytes
+            home = nbytes.index(min(nbytes))
+            nbytes[home] += tensor.nbytes
+            forms[name] = tensor.dtype, tensor.shape, tensor.device.type
+            if home == rank:
+                self._kept[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return list(forms.items())
 
     def _connected(self, weights: Any) -> wsync.Sync:
-        """The connection with the servers there are now; another one only when these change."""
+        """The connection with the servers there are now, for such tensors; another one only when
+        these change."""
         engine = weights if hasattr(weights, "get_per_tensor_param") else None
-        if engine is None:
-            self._keep(weights)
-        wanted = (self._servers, self._offsets, engine)
+        given = self._keep(weights) if engine is None else (engine, _parts(engine))
+        wanted = (self._servers, self._offsets, given)
         if self._sync is not None and self._made_for == wanted:
             return self._sync
         if self._sync is not None:
             former, self._sync = self._sync, None
+            self._version = former.version
             former.close()
+            if self._is_master:
+                why = "the last step has failed" if self._made_for is None else _OTHERS
+                _log.info("wsync: connects to verl's servers anew: %s", why)
         deadline = self._options.deadline
         self._sync = wsync.Sync(
             self._kept if engine is None else layout_of(engine),
@@ -318,7 +333,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             engine_gpu_offsets=self._offsets,
             options=self._options,
         )
-        self._made_for = wanted
+        self._sync.version, self._made_for = self._version, wanted
         return self._sync
 
 
@@ -333,7 +348,7 @@ def layout_of(engine: Any) -> wsync.layout.TrainerLayout:
     name, module = kinds[0], engine.module
     if getattr(engine, "is_param_offload_enabled", False):
         raise wsync.UnsupportedError(f"{name}: param_offload: the shards are not where they train")
-    parts = module if isinstance(module, list) else [module]
+    parts = _parts(engine)
     if any(hasattr(getattr(p, "_fsdp_wrapped_module", p), "peft_config") for p in parts) or (
         getattr(engine, "peft_cls", None) is not None
     ):
@@ -343,6 +358,11 @@ def layout_of(engine: Any) -> wsync.layout.TrainerLayout:
     if "FSDPEngine" in kinds and "VeOmniEngine" not in kinds:
         return wsync.fsdp.layout(module)
     raise wsync.UnsupportedError(f"{name}: only FSDP's and Megatron's shards can be sent")
+
+
+def _parts(engine: Any) -> list[Any]:
+    """The modules of a training engine on this rank."""
+    return list(engine.module) if isinstance(engine.module, list) else [engine.module]
 
 
 def _gpu() -> str:
