@@ -183,6 +183,16 @@ def test_an_engine_that_wsync_cannot_update_changes_over(
     assert "UpdateWeightFromTensor runs: engine_parallel_configs: pp_size 2" in text
 
 
+def test_changing_over_lets_go_of_the_engines_before(slime: Any, server: str, config: Any) -> None:
+    chosen = started(slime, draw(config, 1))
+    chosen.connect_rollout_engines([Actor(Served(server))], None, [1], [0])
+    ours, connected = chosen._updater, chosen._updater._sync
+    chosen.connect_rollout_engines(["e"], None, [2], [0], [{"tp_size": 1, "pp_size": 2}])
+    assert (chosen._updater is ours, ours._sync) == (False, None)
+    with pytest.raises(wsync.StateError, match="after close"):
+        connected.update()
+
+
 def test_other_ranks_say_nothing(slime: Any, caplog: pytest.LogCaptureFixture) -> None:
     more = {"model": [torch.nn.Linear(2, 2)], "model_name": "mamba"}
     started(slime, {"w": torch.ones(2)}, rank=1, **more)

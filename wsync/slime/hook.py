@@ -103,6 +103,7 @@ class Either:
         before, self._updater = self._updater, self._make_own()
         if before is not None:
             self._updater.weight_version = before.weight_version
+            before.disconnect_rollout_engines()
 
 
 def _give_way(args: Any, what: str, reason: object) -> None:
