@@ -14,7 +14,9 @@ from support import nursery
 import wsync.demo.preload  # noqa: F401 (what trainers are forked with)
 from wsync.demo import cli
 
-if __name__ == "__main__":
+
+def main() -> int:
+    """The demo's exit status."""
     nursery.install()
     # the module: torch.multiprocessing has a function of the same name
     spawn: Any = importlib.import_module("torch.multiprocessing.spawn")
@@ -26,4 +28,8 @@ if __name__ == "__main__":
 
     spawn.start_processes = forked
     forkserver.ensure_running = lambda: None
-    sys.exit(cli.main(sys.argv[1:]))
+    return cli.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

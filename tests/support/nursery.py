@@ -37,6 +37,7 @@ _NEEDED = {
         "wsync.demo.engines.tensor_parallel_engine",
     ),
     "support.forked_demo": ("wsync.demo.preload",),
+    "support.played_demo": ("wsync.demo.preload",),
     _ENGINE: ("uvicorn", "wsync.demo.engines.app", "transformers.models.qwen3.modeling_qwen3"),
 }
 

@@ -37,12 +37,17 @@ class PlayedTensor:
     def is_neg(self) -> bool:
         return False
 
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Copies a contiguous tensor there: addresses of the GPU are also the host's."""
+        ctypes.memmove(self._address, tensor.data_ptr(), tensor.nbytes)
+
 
 def put(tensor: torch.Tensor) -> PlayedTensor:
-    """A tensor's bytes in memory of the GPU, whose addresses are also the host's."""
+    """A copy of a contiguous tensor in memory of the GPU."""
     memory = _core.IpcMemory(0, max(tensor.nbytes, 1))
-    ctypes.memmove(memory.address, tensor.data_ptr(), tensor.nbytes)
-    return PlayedTensor(memory.address, tensor, memory)
+    copy = PlayedTensor(memory.address, tensor, memory)
+    copy.fill(tensor)
+    return copy
 
 
 def reserve(like: torch.Tensor) -> PlayedTensor:

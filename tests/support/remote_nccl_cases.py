@@ -123,10 +123,14 @@ def _strike_at(step: str, how: int) -> None:
     setattr(RemoteImporter, name, struck)
 
 
+def all_gpus() -> dict[str, str]:
+    """The environment of a process that sees all of them, where this one may see its own alone."""
+    return {"WSYNC_FAKE_CUDA_FIRST": "0", "WSYNC_FAKE_CUDA_DEVICES": str(GPUS)}
+
+
 def engine(config: Any, tp: int, first: int, **environment: str) -> TensorParallelEngine:
     """One whose workers have the GPUs from `first` on."""
-    settings = {FIRST: str(first), "WSYNC_FAKE_CUDA_FIRST": "0", **environment}
-    settings["WSYNC_FAKE_CUDA_DEVICES"] = str(GPUS)
+    settings = {FIRST: str(first), **all_gpus(), **environment}
     with (
         mock.patch.dict(os.environ, settings),
         mock.patch.object(tensor_parallel_engine, "_Worker", PlacedWorker),
@@ -188,8 +192,7 @@ class Held:
     def train(self, seed: int) -> None:
         """Other weights, where those were."""
         for tensor, whole in zip(self.tensors, draw(self.config, seed).values(), strict=True):
-            mine = whole[self._rows(whole)].contiguous()
-            ctypes.memmove(tensor.data_ptr(), mine.data_ptr(), mine.nbytes)
+            tensor.fill(whole[self._rows(whole)].contiguous())
 
 
 _held: list[Held] = []

@@ -1,0 +1,68 @@
+"""`python -m support.played_demo ...` is `wsync demo ...` on GPUs that tests/fakecuda plays: each
+trainer rank has one, where its weights lie, and each engine worker has one of those after."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from support import forked_demo
+from support import remote_nccl_cases as cases
+from support.played_gpu import put
+
+import wsync
+from wsync import _core
+from wsync.demo import demo_engines, launcher
+from wsync.demo.engines.serve import ServerProcess, serve_in_process
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+from wsync.layout import TrainerLayout
+
+_run_rank = launcher._rank
+
+
+def _rank(rank: int, settings: launcher.Settings, folder: Path) -> None:
+    """Main function of a trainer process, which sees its own GPU alone."""
+    os.environ |= {"WSYNC_FAKE_CUDA_FIRST": str(rank), "WSYNC_FAKE_CUDA_DEVICES": "1"}
+    layout, first = wsync.megatron.layout, settings.ranks
+
+    def on_gpu(*arguments: Any) -> TrainerLayout:
+        return _placed(layout(*arguments))
+
+    with (
+        mock.patch.object(wsync.megatron, "layout", on_gpu),
+        mock.patch.object(demo_engines, "serve_in_process", functools.partial(_serve, first)),
+        mock.patch.object(demo_engines, "TensorParallelEngine", functools.partial(_start, first)),
+    ):
+        _run_rank(rank, settings, folder)
+
+
+def _placed(layout: TrainerLayout) -> TrainerLayout:
+    """The same of copies on the GPU, which are made anew for each update."""
+    placed = [put(tensor) for tensor in layout.tensors()]
+
+    def current() -> Any:
+        for copy, tensor in zip(placed, layout.tensors(), strict=True):
+            copy.fill(tensor)
+        return placed
+
+    table = _core.describe(placed, layout.names, gpu=True)
+    return dataclasses.replace(layout, tensors=current, made_from=table)
+
+
+def _serve(ranks: int, config: Any, **options: Any) -> ServerProcess:
+    with mock.patch.dict(os.environ, cases.all_gpus(), WSYNC_DEVICE=f"cuda:{ranks}"):
+        return serve_in_process(config, **options)
+
+
+def _start(ranks: int, config: Any, tp: int) -> TensorParallelEngine:
+    return cases.engine(config, tp, ranks + 1)
+
+
+if __name__ == "__main__":
+    launcher._rank = _rank
+    sys.exit(forked_demo.main())
