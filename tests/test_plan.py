@@ -470,6 +470,31 @@ def test_a_whole_destination_with_a_part_of_a_tensor_is_named() -> None:
     refused(world, _core.LayoutError, "w: destination 0", "[2, 32]")
 
 
+@pytest.mark.parametrize(
+    ("budgets", "sends", "receives"),
+    [
+        ({}, [0, 128], [0, 128]),
+        ({"send_nbytes": 192, "recv_nbytes": 192}, [0, 128], [0, 128]),
+        ({"send_nbytes": 191}, [0, 64], [0, 128]),
+        ({"recv_nbytes": 191}, [0, 128], [0, 64]),
+    ],
+)
+def test_messages_begin_at_whole_lines_where_budgets_have_room(
+    budgets: dict[str, int], sends: list[int], receives: list[int]
+) -> None:
+    """Rank 0 sends 64 bytes each to ranks 2 and 3, and rank 3 receives as many from rank 1."""
+    made = [matrix(name, 1) for name in "abc"]
+    shards = [Shard(0, 0, whole(made[0])), Shard(1, 0, whole(made[1])), Shard(2, 1, whole(made[2]))]
+    wanted = [Destination(False, {0: [whole(made[0])]})]
+    wanted.append(Destination(False, {i: [whole(made[i])] for i in (1, 2)}))
+    world = World(made, shards, wanted, [(0, 2), (1, 3)], [0] * 4)
+    world.budgets = budgets
+    plans = play(world)
+    assert plans[0].round_count == 1
+    assert [message.send_offset for message in plans[0].messages(0)] == sends
+    assert [message.recv_offset for message in plans[3].messages(0)] == receives
+
+
 @pytest.mark.parametrize("name", ["round_nbytes", "ring_nbytes", "send_nbytes", "recv_nbytes"])
 def test_a_budget_that_cannot_hold_a_whole_tensor_is_named(name: str) -> None:
     made = [matrix("small"), matrix("large", 8)]

@@ -6,6 +6,10 @@
 #include "core/base/sort.h"
 #include "core/plan/planner.h"
 
+/* Where messages begin if there is room: NCCL and GPUs move whole lines of so many bytes.
+ */
+enum { MESSAGE_ALIGN = 128 };
+
 /* A message of the round at hand. */
 typedef struct message {
     uint32_t source;
@@ -128,18 +132,43 @@ static int compare_keys(const void *left, const void *right)
     return sources != 0 ? sources : WSYNC_COMPARE(a->peers, b->peers);
 }
 
-/* Lays the round's messages out in everybody's staging and keeps this rank's. */
-static wsync_status_t place_messages(emitter_t *emitter)
+static uint64_t align_up(uint64_t nbytes, uint64_t alignment)
 {
-    wsync_plan_t *plan = emitter->plan;
+    return (nbytes + alignment - 1) / alignment * alignment;
+}
+
+/* Where messages of a rank's staging begin: at multiples of this.  They are those of one
+ * source, from `first` on in their order, or, from 0 on, those that this rank receives.  A
+ * budget counts less, and one that was asked for has to hold. */
+static uint64_t choose_alignment(const emitter_t *emitter, size_t first, bool received,
+                                 const wsync_plan_budget_t *budget)
+{
+    const message_key_t *order = emitter->order.items;
+    uint64_t end = 0;
+
+    if (!budget->fixed) {
+        return MESSAGE_ALIGN;
+    }
+    for (size_t i = first; i < emitter->messages.count; i++) {
+        if (!received && order[i].source != order[first].source) {
+            break;
+        }
+        if (!received || wsync_idsets_contains(&emitter->planner->ranks, order[i].peers,
+                                               emitter->plan->rank)) {
+            end = align_up(end, MESSAGE_ALIGN) +
+                  emitter->messages.items[order[i].number].nbytes;
+        }
+    }
+    return end <= budget->nbytes ? MESSAGE_ALIGN : WSYNC_PLAN_ALIGN;
+}
+
+static wsync_status_t sort_messages(emitter_t *emitter)
+{
     const size_t count = emitter->messages.count;
-    uint32_t index = 0;
-    uint64_t send_end = 0;
-    uint64_t recv_end = 0;
 
     emitter->order.count = 0;
     if (!WSYNC_ARRAY_RESERVE(emitter->order, count + 1) ||
-        !WSYNC_ARRAY_RESERVE(plan->messages, count + 1)) {
+        !WSYNC_ARRAY_RESERVE(emitter->plan->messages, count + 1)) {
         return wsync_plan_no_memory(emitter->planner, "messages", count);
     }
     for (uint32_t i = 0; i < count; i++) {
@@ -148,19 +177,34 @@ static wsync_status_t place_messages(emitter_t *emitter)
         emitter->order.items[i] = (message_key_t){message->source, message->peers, i};
     }
     qsort(emitter->order.items, count, sizeof(message_key_t), compare_keys);
-    for (size_t i = 0; i < count; i++) {
+    return WSYNC_OK;
+}
+
+/* Lays the round's messages out in everybody's staging and keeps this rank's. */
+static void place_messages(emitter_t *emitter)
+{
+    const wsync_planner_t *planner = emitter->planner;
+    wsync_plan_t *plan = emitter->plan;
+    const uint64_t recv_align = choose_alignment(emitter, 0, true, &planner->recv);
+    uint64_t send_align = 0;
+    uint64_t send_end = 0;
+    uint64_t recv_end = 0;
+    uint32_t index = 0;
+
+    for (size_t i = 0; i < emitter->messages.count; i++) {
         const message_key_t *key = &emitter->order.items[i];
         message_t *message = &emitter->messages.items[key->number];
         const bool sent = key->source == plan->rank;
         wsync_message_t made = {.source = key->source, .nbytes = message->nbytes};
         size_t peer_count;
 
-        if (i > 0 && emitter->order.items[i - 1].source != key->source) {
+        if (i == 0 || emitter->order.items[i - 1].source != key->source) {
+            send_align = choose_alignment(emitter, i, false, &planner->send);
             send_end = 0;
         }
-        made.peers = wsync_idsets_get(&emitter->planner->ranks, key->peers, &peer_count);
+        made.peers = wsync_idsets_get(&planner->ranks, key->peers, &peer_count);
         made.peer_count = (uint32_t)peer_count;
-        made.send_offset = wsync_plan_pad(send_end);
+        made.send_offset = align_up(send_end, send_align);
         send_end = made.send_offset + message->nbytes;
         plan->stats.message_count++;
         plan->stats.sent_nbytes += message->nbytes * peer_count;
@@ -168,9 +212,8 @@ static wsync_status_t place_messages(emitter_t *emitter)
         mix(plan, message->nbytes);
         if (sent) {
             plan->send_nbytes = send_end > plan->send_nbytes ? send_end : plan->send_nbytes;
-        } else if (wsync_idsets_contains(&emitter->planner->ranks, key->peers,
-                                         plan->rank)) {
-            made.recv_offset = wsync_plan_pad(recv_end);
+        } else if (wsync_idsets_contains(&planner->ranks, key->peers, plan->rank)) {
+            made.recv_offset = align_up(recv_end, recv_align);
             recv_end = made.recv_offset + message->nbytes;
         } else {
             continue;
@@ -179,7 +222,6 @@ static wsync_status_t place_messages(emitter_t *emitter)
         plan->messages.items[plan->messages.count++] = made;
     }
     plan->recv_nbytes = recv_end > plan->recv_nbytes ? recv_end : plan->recv_nbytes;
-    return WSYNC_OK;
 }
 
 /* --- copies --------------------------------------------------------------------------- */
@@ -342,7 +384,10 @@ static wsync_status_t emit_round(emitter_t *emitter)
         status = collect_messages(emitter, &planner->items.items[planner->turns[i].item]);
     }
     if (status == WSYNC_OK) {
-        status = place_messages(emitter);
+        status = sort_messages(emitter);
+    }
+    if (status == WSYNC_OK) {
+        place_messages(emitter);
     }
     for (size_t i = first; i < end && status == WSYNC_OK; i++) {
         const wsync_plan_item_t *item = &planner->items.items[planner->turns[i].item];

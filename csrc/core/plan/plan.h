@@ -66,8 +66,11 @@ typedef struct wsync_message {
     uint32_t source;
     uint32_t peer_count;
     const uint32_t *peers; /* ascending; never contains source */
-    uint64_t send_offset;  /* in the source's send staging of this round; 64-byte aligned */
-    uint64_t recv_offset;  /* in this rank's receive staging; undefined if rank == source */
+    /* In the staging of this round: the source's to send, and this rank's to receive, which
+     * is undefined if it is the source.  Multiples of 128, or of 64 where the messages
+     * would exceed a budget that was asked for. */
+    uint64_t send_offset;
+    uint64_t recv_offset;
     uint64_t nbytes;
 } wsync_message_t;
 
