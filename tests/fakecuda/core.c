@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "fake.h"
+#include "fake_calls.h"
 
 enum { DEFAULT_VERSION = 12080, MAX_PUSHED = 16, SHARED_MAGIC = 0x66616b65 };
 
@@ -23,14 +24,7 @@ static _Thread_local wsync_cu_result_t planned; /* for fake_leave */
 static atomic_int log_fd = -1;
 static atomic_int misuse_fd = -1;
 static atomic_bool ended; /* the process runs what it has for its end */
-static struct {
-    pthread_mutex_t mutex;
-    char call[64];
-    long left;
-    int code;
-    bool lasts;
-    const char *hit;
-} plan = {.mutex = PTHREAD_MUTEX_INITIALIZER, .left = -1};
+static fake_failure_t failure = FAKE_FAILURE_INIT;
 
 EXPORT void fakecuda_fail(const char *call, long k, int code);
 EXPORT void fakecuda_lose(const char *call, long k, int code);
@@ -45,20 +39,10 @@ EXPORT wsync_cu_result_t cuInit(unsigned flags);
 
 static void write_line(int fd, const char *format, va_list arguments)
 {
-    char line[512];
-    int length;
+    char prefix[FAKE_NAME_NBYTES];
 
-    if (fd < 0) {
-        return;
-    }
-    length = snprintf(line, sizeof(line), "%ld ", (long)getpid());
-    length +=
-        vsnprintf(line + length, sizeof(line) - (size_t)length - 2, format, arguments);
-    length = length > (int)sizeof(line) - 2 ? (int)sizeof(line) - 2 : length;
-    line[length] = '\n';
-    if (write(fd, line, (size_t)length + 1) < 0) {
-        return; /* a log that is full loses lines */
-    }
+    (void)snprintf(prefix, sizeof(prefix), "%ld", (long)getpid());
+    fake_write_line(fd, prefix, format, arguments);
 }
 
 void fake_log(const char *format, ...)
@@ -72,7 +56,7 @@ void fake_log(const char *format, ...)
 
 wsync_cu_result_t fake_refuse(wsync_cu_result_t code, const char *format, ...)
 {
-    char text[384];
+    char text[FAKE_TEXT_NBYTES];
     va_list arguments;
 
     va_start(arguments, format);
@@ -88,50 +72,26 @@ wsync_cu_result_t fake_refuse(wsync_cu_result_t code, const char *format, ...)
     return code;
 }
 
-static void make_plan(const char *call, long k, int code, bool lasts)
-{
-    (void)pthread_mutex_lock(&plan.mutex);
-    (void)snprintf(plan.call, sizeof(plan.call), "%s", call);
-    plan.left = k;
-    plan.code = code;
-    plan.lasts = lasts;
-    plan.hit = NULL;
-    (void)pthread_mutex_unlock(&plan.mutex);
-}
-
 void fakecuda_fail(const char *call, long k, int code)
 {
-    make_plan(call, k, code, false);
+    fake_failure_plan(&failure, call, k, code, false);
 }
 
 void fakecuda_lose(const char *call, long k, int code)
 {
-    make_plan(call, k, code, true);
+    fake_failure_plan(&failure, call, k, code, true);
 }
 
 const char *fakecuda_failed(void)
 {
-    const char *hit;
-
-    (void)pthread_mutex_lock(&plan.mutex);
-    hit = plan.hit;
-    (void)pthread_mutex_unlock(&plan.mutex);
-    return hit;
+    return fake_failure_hit(&failure);
 }
 
 static wsync_cu_result_t strike(const char *call)
 {
-    wsync_cu_result_t code = WSYNC_CU_SUCCESS;
-    bool lost = false;
+    bool lost;
+    const wsync_cu_result_t code = fake_failure_strike(&failure, call, &lost);
 
-    (void)pthread_mutex_lock(&plan.mutex);
-    if (plan.left >= 0 && (strcmp(plan.call, "*") == 0 || strcmp(plan.call, call) == 0) &&
-        plan.left-- == 0) {
-        plan.hit = call;
-        code = plan.code;
-        lost = plan.lasts;
-    }
-    (void)pthread_mutex_unlock(&plan.mutex);
     if (code != WSYNC_CU_SUCCESS) {
         fake_log("failed %s %d", call, code);
     }
@@ -207,32 +167,10 @@ void fake_unlock(void)
 
 /* --- initialisation, devices ---------------------------------------------------------- */
 
-static size_t read_number(const char *name, size_t otherwise)
-{
-    const char *text = getenv(name);
-
-    return text != NULL && text[0] != '\0' ? strtoull(text, NULL, 10) : otherwise;
-}
-
-static void read_plan(void)
-{
-    char call[64] = "";
-    long k = -1;
-    int code = 0;
-    int lasts = 0;
-    const char *text = getenv("WSYNC_FAKE_CUDA_FAIL");
-
-    if (text != NULL && sscanf(text, "%63[^:]:%ld:%d:%d", call, &k, &code, &lasts) >= 3) {
-        make_plan(call, k, code, lasts != 0);
-    }
-}
-
 static void open_log(const char *name, atomic_int *fd)
 {
-    const char *path = getenv(name);
-
-    if (atomic_load(fd) < 0 && path != NULL) {
-        atomic_store(fd, open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600));
+    if (atomic_load(fd) < 0) {
+        atomic_store(fd, fake_open_log(name));
     }
 }
 
@@ -253,7 +191,7 @@ wsync_cu_result_t fake_init(unsigned flags)
         return fake_refuse(WSYNC_CU_NOT_INITIALIZED, "cuInit in a fork");
     }
     if (fake.pid == 0) {
-        read_plan();
+        fake_failure_read(&failure, "WSYNC_FAKE_CUDA_FAIL");
     }
     code = strike("cuInit");
     if (code != WSYNC_CU_SUCCESS || flags != 0) {
@@ -261,20 +199,20 @@ wsync_cu_result_t fake_init(unsigned flags)
     }
     fake_lock();
     if (fake.pid == 0) {
-        fake.device_count = (int)read_number("WSYNC_FAKE_CUDA_DEVICES", 1);
+        fake.device_count = (int)fake_read_number("WSYNC_FAKE_CUDA_DEVICES", 1);
         fake.device_count =
             fake.device_count > FAKE_MAX_DEVICES ? FAKE_MAX_DEVICES : fake.device_count;
-        fake.first = (int)read_number("WSYNC_FAKE_CUDA_FIRST", 0);
-        fake.memory = read_number("WSYNC_FAKE_CUDA_MEMORY", (size_t)1 << 30);
-        fake.delay_us = (unsigned)read_number("WSYNC_FAKE_CUDA_DELAY_US", 100);
-        fake.no_vmm = read_number("WSYNC_FAKE_CUDA_NO_VMM", 0) != 0;
-        fake.pageable = read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) != 0;
-        fake.moving = read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) == 2;
-        fake.reserved = read_number("WSYNC_FAKE_CUDA_RESERVED", 0) != 0;
-        fake.sizes = read_number("WSYNC_FAKE_CUDA_SIZES", 0) != 0;
-        fake.serial = read_number("WSYNC_FAKE_CUDA_CONNECTIONS", 0) == 1;
-        fake.queue = read_number("WSYNC_FAKE_CUDA_QUEUE", 0);
-        fake.seed = (unsigned)read_number("WSYNC_FAKE_CUDA_SEED", 1);
+        fake.first = (int)fake_read_number("WSYNC_FAKE_CUDA_FIRST", 0);
+        fake.memory = fake_read_number("WSYNC_FAKE_CUDA_MEMORY", (size_t)1 << 30);
+        fake.delay_us = (unsigned)fake_read_number("WSYNC_FAKE_CUDA_DELAY_US", 100);
+        fake.no_vmm = fake_read_number("WSYNC_FAKE_CUDA_NO_VMM", 0) != 0;
+        fake.pageable = fake_read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) != 0;
+        fake.moving = fake_read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) == 2;
+        fake.reserved = fake_read_number("WSYNC_FAKE_CUDA_RESERVED", 0) != 0;
+        fake.sizes = fake_read_number("WSYNC_FAKE_CUDA_SIZES", 0) != 0;
+        fake.serial = fake_read_number("WSYNC_FAKE_CUDA_CONNECTIONS", 0) == 1;
+        fake.queue = fake_read_number("WSYNC_FAKE_CUDA_QUEUE", 0);
+        fake.seed = (unsigned)fake_read_number("WSYNC_FAKE_CUDA_SEED", 1);
         for (int i = 0; i < fake.device_count; i++) {
             fake.contexts[i].device = i;
         }
@@ -293,7 +231,7 @@ wsync_cu_result_t cuInit(unsigned flags)
 
 wsync_cu_result_t fake_driver_get_version(int *version)
 {
-    *version = (int)read_number("WSYNC_FAKE_CUDA_VERSION", DEFAULT_VERSION);
+    *version = (int)fake_read_number("WSYNC_FAKE_CUDA_VERSION", DEFAULT_VERSION);
     return WSYNC_CU_SUCCESS;
 }
 

@@ -9,6 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "../fakecuda/fake_calls.h"
 #include "fake_nccl.h"
 
 #ifdef FAKENCCL_OLD
@@ -16,7 +17,7 @@ enum { DEFAULT_VERSION = 21805 };
 #else
 enum { DEFAULT_VERSION = 22907 };
 #endif
-enum { DEFAULT_POLLS = 2, NAME_NBYTES = 64, TEXT_NBYTES = 384 };
+enum { DEFAULT_POLLS = 2 };
 
 fake_settings_t fake_settings = {.hang = -1, .die = -1, .fails = -1};
 
@@ -25,14 +26,13 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int log_fd = -1;
 static int misuse_fd = -1;
 
+static fake_failure_t failure = FAKE_FAILURE_INIT;
+
+/* What ncclGetLastError says. */
 static struct {
     pthread_mutex_t mutex;
-    char call[NAME_NBYTES];
-    long left;
-    int result;
-    const char *hit;
-    char last[TEXT_NBYTES]; /* what ncclGetLastError says */
-} plan = {.mutex = PTHREAD_MUTEX_INITIALIZER, .left = -1};
+    char text[FAKE_TEXT_NBYTES];
+} last = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
 EXPORT void fakenccl_census(fakenccl_census_t *census);
 EXPORT void fakenccl_fail(const char *call, long k, int result);
@@ -60,62 +60,44 @@ long fake_thread(void)
 /* --- lines -----------------------------------------------------------------------------
  */
 
-static void write_line(int fd, bool with_thread, const char *format, va_list arguments)
-{
-    char line[TEXT_NBYTES + NAME_NBYTES];
-    int length;
-
-    if (fd < 0) {
-        return;
-    }
-    length = snprintf(line, sizeof(line), "%ld ", (long)getpid());
-    if (with_thread) {
-        length +=
-            snprintf(line + length, sizeof(line) - (size_t)length, "%ld ", fake_thread());
-    }
-    length +=
-        vsnprintf(line + length, sizeof(line) - (size_t)length - 2, format, arguments);
-    length = length > (int)sizeof(line) - 2 ? (int)sizeof(line) - 2 : length;
-    line[length] = '\n';
-    if (write(fd, line, (size_t)length + 1) < 0) {
-        return; /* a log that is full loses lines */
-    }
-}
-
 void fake_log(const char *format, ...)
 {
+    char prefix[FAKE_NAME_NBYTES];
     va_list arguments;
 
+    (void)snprintf(prefix, sizeof(prefix), "%ld %ld", (long)getpid(), fake_thread());
     va_start(arguments, format);
-    write_line(log_fd, true, format, arguments);
+    fake_write_line(log_fd, prefix, format, arguments);
     va_end(arguments);
 }
 
 int fake_refuse(int result, const char *format, ...)
 {
-    char text[TEXT_NBYTES];
+    char text[FAKE_TEXT_NBYTES];
     va_list arguments;
 
     va_start(arguments, format);
     (void)vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
     fake_log("refused %d: %s", result, text);
-    (void)pthread_mutex_lock(&plan.mutex);
-    memcpy(plan.last, text, sizeof(text));
-    (void)pthread_mutex_unlock(&plan.mutex);
+    (void)pthread_mutex_lock(&last.mutex);
+    memcpy(last.text, text, sizeof(text));
+    (void)pthread_mutex_unlock(&last.mutex);
     return result;
 }
 
 int fake_misuse(int result, const char *format, ...)
 {
-    char text[TEXT_NBYTES];
+    char prefix[FAKE_NAME_NBYTES];
+    char text[FAKE_TEXT_NBYTES];
     va_list arguments;
 
     va_start(arguments, format);
     (void)vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
+    (void)snprintf(prefix, sizeof(prefix), "%ld", (long)getpid());
     va_start(arguments, format);
-    write_line(misuse_fd, false, format, arguments);
+    fake_write_line(misuse_fd, prefix, format, arguments);
     va_end(arguments);
     return fake_refuse(result, "%s", text);
 }
@@ -125,22 +107,12 @@ int fake_misuse(int result, const char *format, ...)
 
 void fakenccl_fail(const char *call, long k, int result)
 {
-    (void)pthread_mutex_lock(&plan.mutex);
-    (void)snprintf(plan.call, sizeof(plan.call), "%s", call);
-    plan.left = k;
-    plan.result = result;
-    plan.hit = NULL;
-    (void)pthread_mutex_unlock(&plan.mutex);
+    fake_failure_plan(&failure, call, k, result, false);
 }
 
 const char *fakenccl_failed(void)
 {
-    const char *hit;
-
-    (void)pthread_mutex_lock(&plan.mutex);
-    hit = plan.hit;
-    (void)pthread_mutex_unlock(&plan.mutex);
-    return hit;
+    return fake_failure_hit(&failure);
 }
 
 void fakenccl_inject(const char *what, long k, long value)
@@ -170,36 +142,20 @@ void fakenccl_inject(const char *what, long k, long value)
     }
 }
 
-static int open_file(const char *name)
-{
-    const char *path = getenv(name);
-
-    return path == NULL ? -1 : open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-}
-
-static long read_number(const char *name, long otherwise)
-{
-    const char *text = getenv(name);
-
-    return text != NULL && text[0] != '\0' ? strtol(text, NULL, 10) : otherwise;
-}
-
 static void read_environment(void)
 {
-    const char *failure = getenv("WSYNC_FAKE_NCCL_FAIL");
     const char *injected = getenv("WSYNC_FAKE_NCCL_INJECT");
-    char name[NAME_NBYTES] = "";
+    char name[FAKE_NAME_NBYTES] = "";
     long k = -1;
     long value = 0;
 
-    log_fd = open_file("WSYNC_FAKE_NCCL_LOG");
-    misuse_fd = open_file("WSYNC_FAKE_CUDA_MISUSE");
+    log_fd = fake_open_log("WSYNC_FAKE_NCCL_LOG");
+    misuse_fd = fake_open_log("WSYNC_FAKE_CUDA_MISUSE");
     atomic_store(&fake_settings.version,
-                 (int)read_number("WSYNC_FAKE_NCCL_VERSION", DEFAULT_VERSION));
-    atomic_store(&fake_settings.polls, read_number("WSYNC_FAKE_NCCL_POLLS", DEFAULT_POLLS));
-    if (failure != NULL && sscanf(failure, "%63[^:]:%ld:%ld", name, &k, &value) == 3) {
-        fakenccl_fail(name, k, (int)value);
-    }
+                 (int)fake_read_number("WSYNC_FAKE_NCCL_VERSION", DEFAULT_VERSION));
+    atomic_store(&fake_settings.polls,
+                 (long)fake_read_number("WSYNC_FAKE_NCCL_POLLS", DEFAULT_POLLS));
+    fake_failure_read(&failure, "WSYNC_FAKE_NCCL_FAIL");
     if (injected != NULL && sscanf(injected, "%63[^:]:%ld:%ld", name, &k, &value) == 3) {
         fakenccl_inject(name, k, value);
     }
@@ -207,17 +163,12 @@ static void read_environment(void)
 
 int fake_begin(const char *call)
 {
-    int result = WSYNC_NCCL_SUCCESS;
+    bool lasts;
+    int result;
 
     (void)pthread_once(&once, read_environment);
     fake_log("%s", call);
-    (void)pthread_mutex_lock(&plan.mutex);
-    if (plan.left >= 0 && (strcmp(plan.call, "*") == 0 || strcmp(plan.call, call) == 0) &&
-        plan.left-- == 0) {
-        plan.hit = call;
-        result = plan.result;
-    }
-    (void)pthread_mutex_unlock(&plan.mutex);
+    result = fake_failure_strike(&failure, call, &lasts);
     return result == WSYNC_NCCL_SUCCESS ? result : fake_refuse(result, "%s: planned", call);
 }
 
@@ -276,11 +227,11 @@ const char *ncclGetErrorString(int result)
 
 const char *ncclGetLastError(wsync_nccl_comm_t comm)
 {
-    static _Thread_local char text[TEXT_NBYTES];
+    static _Thread_local char text[FAKE_TEXT_NBYTES];
 
     (void)comm;
-    (void)pthread_mutex_lock(&plan.mutex);
-    memcpy(text, plan.last, sizeof(text));
-    (void)pthread_mutex_unlock(&plan.mutex);
+    (void)pthread_mutex_lock(&last.mutex);
+    memcpy(text, last.text, sizeof(text));
+    (void)pthread_mutex_unlock(&last.mutex);
     return text;
 }

@@ -58,7 +58,7 @@ def fake_nvrtc() -> str:
 def fake_nccl(*, old: bool = False) -> str:
     """Where tests/fakenccl lies; the old one has nothing that came after NCCL 2.18."""
     sources = sorted(_TREE.glob("tests/fakenccl/*.c"))
-    used = [*_TREE.glob("tests/fakenccl/*.h"), _TREE / "tests/fakecuda/fakecuda.h"]
+    used = [*_TREE.glob("tests/fakenccl/*.h"), *_TREE.glob("tests/fakecuda/*.h")]
     used += [_TREE / "csrc/comm/nccl_library.h", _TREE / "csrc/device/cuda_driver.h"]
     if old:
         return _built("libfakenccl_old", sources, used, "-DFAKENCCL_OLD")
