@@ -224,8 +224,7 @@ static int make_comm(int rank_count, int rank, const wsync_nccl_id_t *id,
     made->rank = rank;
     made->rank_count = rank_count;
     made->blocking = config->blocking != 0;
-    made->busy = true;
-    made->polls = atomic_load(&fake_settings.polls);
+    (void)fake_set_busy(made);
     made->world = open_world(id, &made->fd);
     atomic_store(&made->users, 1);
     result = made->world == NULL
@@ -441,6 +440,31 @@ void fake_let_go(struct wsync_nccl_comm *comm)
     comm->holder = 0;
 }
 
+int fake_change(struct wsync_nccl_comm *comm, const char *call, fake_use_t use,
+                fake_change_t change, void *argument)
+{
+    int result = fake_begin(call);
+
+    if (result != WSYNC_NCCL_SUCCESS) {
+        return result;
+    }
+    fake_lock();
+    result = fake_hold(comm, call, use);
+    if (result == WSYNC_NCCL_SUCCESS) {
+        result = change(comm, call, argument);
+        fake_let_go(comm);
+    }
+    fake_unlock();
+    return result;
+}
+
+int fake_set_busy(struct wsync_nccl_comm *comm)
+{
+    comm->busy = true;
+    comm->polls = atomic_load(&fake_settings.polls);
+    return WSYNC_NCCL_IN_PROGRESS;
+}
+
 int ncclCommGetAsyncError(wsync_nccl_comm_t comm, int *result)
 {
     int done = fake_begin("ncclCommGetAsyncError");
@@ -524,24 +548,17 @@ int ncclCommDestroy(wsync_nccl_comm_t comm)
     return end_comm(comm, "ncclCommDestroy", FAKE_FREE);
 }
 
+static int finalize(struct wsync_nccl_comm *comm, const char *call, void *argument)
+{
+    (void)call;
+    (void)argument;
+    comm->finalized = true;
+    return fake_set_busy(comm);
+}
+
 int ncclCommFinalize(wsync_nccl_comm_t comm)
 {
-    int result = fake_begin("ncclCommFinalize");
-
-    if (result != WSYNC_NCCL_SUCCESS) {
-        return result;
-    }
-    fake_lock();
-    result = fake_hold(comm, "ncclCommFinalize", FAKE_MANAGE);
-    if (result == WSYNC_NCCL_SUCCESS) {
-        comm->finalized = true;
-        comm->busy = true;
-        comm->polls = atomic_load(&fake_settings.polls);
-        fake_let_go(comm);
-        result = WSYNC_NCCL_IN_PROGRESS;
-    }
-    fake_unlock();
-    return result;
+    return fake_change(comm, "ncclCommFinalize", FAKE_MANAGE, finalize, NULL);
 }
 
 /* --- what is counted --------------------------------------------------------------------

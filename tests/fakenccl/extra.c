@@ -128,30 +128,19 @@ int ncclMemFree(void *data)
 /* --- registrations ----------------------------------------------------------------------
  */
 
-static int add_registration(struct wsync_nccl_comm *comm, const char *call, void **handle)
+static int add_registration(struct wsync_nccl_comm *comm, const char *call, void *handle)
 {
-    fake_registration_t *made;
-    int result = fake_begin(call);
+    fake_registration_t *made = calloc(1, sizeof(*made));
 
-    if (result != WSYNC_NCCL_SUCCESS) {
-        return result;
+    (void)call;
+    if (made == NULL) {
+        return WSYNC_NCCL_SYSTEM_ERROR;
     }
-    fake_lock();
-    result = fake_hold(comm, call, FAKE_MANAGE);
-    if (result == WSYNC_NCCL_SUCCESS) {
-        made = calloc(1, sizeof(*made));
-        if (made == NULL) {
-            result = WSYNC_NCCL_SYSTEM_ERROR;
-        } else {
-            made->next = comm->registrations;
-            comm->registrations = made;
-            registrations++;
-            *handle = made;
-        }
-        fake_let_go(comm);
-    }
-    fake_unlock();
-    return result;
+    made->next = comm->registrations;
+    comm->registrations = made;
+    registrations++;
+    memcpy(handle, &made, sizeof(made));
+    return WSYNC_NCCL_SUCCESS;
 }
 
 static int remove_registration(struct wsync_nccl_comm *comm, const char *call, void *handle)
@@ -186,7 +175,7 @@ int ncclCommRegister(wsync_nccl_comm_t comm, void *data, size_t nbytes, void **h
 {
     (void)data;
     (void)nbytes;
-    return add_registration(comm, "ncclCommRegister", handle);
+    return fake_change(comm, "ncclCommRegister", FAKE_MANAGE, add_registration, handle);
 }
 
 int ncclCommDeregister(wsync_nccl_comm_t comm, void *handle)
@@ -197,16 +186,12 @@ int ncclCommDeregister(wsync_nccl_comm_t comm, void *handle)
 int ncclCommWindowRegister(wsync_nccl_comm_t comm, void *data, size_t nbytes,
                            wsync_nccl_window_t *window, int flags)
 {
-    void *handle = NULL;
-    int result;
-
     if ((uintptr_t)data % WINDOW_ALIGNMENT != 0 || nbytes == 0 ||
         (flags & ~WSYNC_NCCL_WINDOW_SYMMETRIC) != 0) {
         return fake_refuse(WSYNC_NCCL_INVALID_ARGUMENT, "a window that is not aligned");
     }
-    result = add_registration(comm, "ncclCommWindowRegister", &handle);
-    *window = handle;
-    return result;
+    return fake_change(comm, "ncclCommWindowRegister", FAKE_MANAGE, add_registration,
+                       window);
 }
 
 int ncclCommWindowDeregister(wsync_nccl_comm_t comm, wsync_nccl_window_t window)
@@ -248,70 +233,55 @@ int ncclAlltoAll(const void *source, void *destination, size_t count, int type,
     return fake_operation_end(result);
 }
 
-int ncclCommRevoke(wsync_nccl_comm_t comm, int flags)
+static int revoke(struct wsync_nccl_comm *comm, const char *call, void *argument)
 {
-    int result = fake_begin("ncclCommRevoke");
+    const int *flags = argument;
 
-    if (result != WSYNC_NCCL_SUCCESS) {
-        return result;
+    if (*flags != 0 || comm->revoked) {
+        return fake_refuse(WSYNC_NCCL_INVALID_USAGE, "%s: flags, or twice", call);
     }
-    fake_lock();
-    result = fake_hold(comm, "ncclCommRevoke", FAKE_FREE);
-    if (result == WSYNC_NCCL_SUCCESS && (flags != 0 || comm->revoked)) {
-        fake_let_go(comm);
-        result = fake_refuse(WSYNC_NCCL_INVALID_USAGE, "ncclCommRevoke: flags, or twice");
-    }
-    if (result == WSYNC_NCCL_SUCCESS) {
-        atomic_store(&comm->stop, true);
-        comm->revoked = true;
-        comm->busy = true;
-        comm->polls = atomic_load(&fake_settings.polls);
-        fake_let_go(comm);
-        result = WSYNC_NCCL_IN_PROGRESS;
-    }
-    fake_unlock();
-    return result;
+    atomic_store(&comm->stop, true);
+    comm->revoked = true;
+    return fake_set_busy(comm);
 }
 
-static int set_suspended(struct wsync_nccl_comm *comm, const char *call, bool suspended)
+int ncclCommRevoke(wsync_nccl_comm_t comm, int flags)
 {
-    int result = fake_begin(call);
+    return fake_change(comm, "ncclCommRevoke", FAKE_FREE, revoke, &flags);
+}
 
-    if (result != WSYNC_NCCL_SUCCESS) {
-        return result;
+static int set_suspended(struct wsync_nccl_comm *comm, const char *call, void *argument)
+{
+    const bool *suspended = argument;
+
+    if (comm->suspended == *suspended || atomic_load(&comm->ended) < comm->submitted) {
+        return fake_misuse(WSYNC_NCCL_INVALID_USAGE, "%s: twice, or with work under way",
+                           call);
     }
-    fake_lock();
-    result = fake_hold(comm, call, FAKE_MANAGE);
-    if (result == WSYNC_NCCL_SUCCESS) {
-        if (comm->suspended == suspended || atomic_load(&comm->ended) < comm->submitted) {
-            result = fake_misuse(WSYNC_NCCL_INVALID_USAGE,
-                                 "%s: twice, or with work under way", call);
-        } else {
-            comm->suspended = suspended;
-            atomic_fetch_add(&comm->world->members[comm->rank].turns, 1);
-            if (!comm->blocking) {
-                comm->turning = true;
-                comm->busy = true;
-                comm->polls = atomic_load(&fake_settings.polls);
-                result = WSYNC_NCCL_IN_PROGRESS;
-            }
-        }
-        fake_let_go(comm);
+    comm->suspended = *suspended;
+    atomic_fetch_add(&comm->world->members[comm->rank].turns, 1);
+    if (comm->blocking) {
+        return WSYNC_NCCL_SUCCESS;
     }
-    fake_unlock();
-    return result;
+    comm->turning = true;
+    return fake_set_busy(comm);
 }
 
 int ncclCommSuspend(wsync_nccl_comm_t comm, int flags)
 {
+    bool suspended = true;
+
     return flags != WSYNC_NCCL_SUSPEND_MEMORY
                ? WSYNC_NCCL_INVALID_ARGUMENT
-               : set_suspended(comm, "ncclCommSuspend", true);
+               : fake_change(comm, "ncclCommSuspend", FAKE_MANAGE, set_suspended,
+                             &suspended);
 }
 
 int ncclCommResume(wsync_nccl_comm_t comm)
 {
-    return set_suspended(comm, "ncclCommResume", false);
+    bool suspended = false;
+
+    return fake_change(comm, "ncclCommResume", FAKE_MANAGE, set_suspended, &suspended);
 }
 
 #endif

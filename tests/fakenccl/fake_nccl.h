@@ -160,6 +160,14 @@ typedef enum fake_use {
  * remains so. */
 int fake_hold(struct wsync_nccl_comm *comm, const char *call, fake_use_t use);
 void fake_let_go(struct wsync_nccl_comm *comm);
+/* What a call changes of a communicator; locked. */
+typedef int (*fake_change_t)(struct wsync_nccl_comm *comm, const char *call,
+                             void *argument);
+/* A whole call: its log, whether it may be made now, and what it changes. */
+int fake_change(struct wsync_nccl_comm *comm, const char *call, fake_use_t use,
+                fake_change_t change, void *argument);
+/* The communicator is in progress from now on, which is what a call returns; locked. */
+int fake_set_busy(struct wsync_nccl_comm *comm);
 /* The result of ncclCommGetAsyncError, which the asking moves on; locked. */
 int fake_progress(struct wsync_nccl_comm *comm);
 /* One user less: the last one frees what the ranks share. */

@@ -301,20 +301,14 @@ static int join_group(struct wsync_nccl_comm *comm, wsync_cu_stream_t stream)
 /* What the group's end does to one of its communicators; locked. */
 static int close_group(struct wsync_nccl_comm *comm)
 {
-    const long polls = atomic_load(&fake_settings.polls);
-
     fake_let_go(comm);
     if (group.error != WSYNC_NCCL_SUCCESS) {
         fake_work_free(comm->group);
         comm->group = NULL;
         return group.error;
     }
-    if (comm->blocking || polls == 0) {
-        return fake_launch(comm);
-    }
-    comm->busy = true;
-    comm->polls = polls;
-    return WSYNC_NCCL_IN_PROGRESS;
+    return comm->blocking || atomic_load(&fake_settings.polls) == 0 ? fake_launch(comm)
+                                                                    : fake_set_busy(comm);
 }
 
 static int leave_group(void)
