@@ -176,3 +176,35 @@ def test_ranks_share_the_work_of_what_several_hold() -> None:
     part = model.join(wanted)
     assert sorted(part.names()) == ["a", "c"]
     assert [shard.buffer for shard in part.shards(part.find("c"))] == [6]
+
+
+def test_what_cannot_be_read_in_place_is_left_to_a_ring() -> None:
+    ranks = [
+        [("a", 0, 8), ("b", 0, 4), ("c", 0, 8)],
+        [("a", 0, 8), ("b", 4, 4), ("d", 0, 8)],
+    ]
+    model = _core.Layout.merge([layout(rank, boxes) for rank, boxes in enumerate(ranks)])
+    wanted = layout(0, [("a", 0, 8), ("b", 0, 8), ("c", 0, 8), ("d", 0, 8)])
+    for lent, found in (
+        (bytes([1, 1, 1, 1, 1, 1]), "abcd"),
+        (bytes([0, 1, 1, 1, 0, 1]), "acd"),  # the other rank has a, too, but not all of b
+        (bytes([1, 0, 1, 0, 1, 0]), "ac"),
+        (bytes(6), ""),
+    ):
+        joined = model.join(wanted, lent)
+        rest = wanted.without(joined)
+        assert sorted(joined.names()) == list(found)
+        assert sorted(joined.names() + rest.names()) == list("abcd")
+        places = {shard.buffer for i in range(len(found)) for shard in joined.shards(i)}
+        assert all(lent[number] for number in places)
+        both = joined.beside(rest, 6)
+        assert [shard.buffer for shard in both.shards(both.find("b"))][0] in (1, 7)
+    # a box that a worker does not want may be private
+    part = model.join(layout(0, [("b", 5, 2)]), bytes([0, 0, 0, 0, 1, 0]))
+    assert [shard.buffer for shard in part.shards(part.find("b"))] == [4]
+    with pytest.raises(ValueError, match="lent is of 5 buffers, there are 6"):
+        model.join(None, bytes(5))
+    with pytest.raises(_core.LayoutError, match="buffer 1 beside 4294967295 others"):
+        builder = _core.LayoutBuilder()
+        builder.add_shard("x", "uint8", (8,), (0,), (8,), 1, 0, (1,))
+        wanted.beside(builder.build(), 2**32 - 1)

@@ -119,17 +119,22 @@ class Layout:
     @property
     def shard_nbytes(self) -> int: ...
     def buffer_count(self, rank: int = 0) -> int: ...
-    def join(self, wanted: Layout | None = None) -> Layout:
+    def join(self, wanted: Layout | None = None, lent: bytes = ...) -> Layout:
         """What a process that reads the memory of all ranks sees of the tensors and boxes that `wanted` has (None:
         all): their shards on one rank, buffer b of rank r as number b + the buffers of the ranks before r.  Of equal
-        boxes one is left, so that the ranks share the work."""
+        boxes one is left, so that the ranks share the work.  lent: a byte for each number, 0 where that cannot be read;
+        tensors that are wanted from such a buffer alone are left out."""
+    def without(self, other: Layout) -> Layout:
+        """The tensors that `other` lacks."""
+    def beside(self, other: Layout, first: int) -> Layout:
+        """Both layouts in one, where buffer b of `other` has become first + b."""
     def check_apart(self, buffers: BufferTable) -> None:
         """LayoutError, by name, where a byte belongs to shards of two buffers when buffer i lies at buffers[i]."""
 
 PACK: Final[int]
 LOCAL: Final[int]
 UNPACK: Final[int]
-ALL_BUFFERS: Final[int]  # of a route, in place of one
+ALL_BUFFERS: Final[int]  # of a route that there are sources of, in place of one
 
 # (source_buffer, destination_buffer, source_offset, destination_offset, row_count, transform,
 #  extent, source_stride, destination_stride)

@@ -299,8 +299,9 @@ const wsync_copy_t *wsync_route_copies(const wsync_route_t *route, uint32_t buff
     return route->copies.items + first;
 }
 
-const wsync_copy_t *wsync_route_all_copies(const wsync_route_t *route, size_t *count)
+const wsync_copy_t *wsync_route_copies_below(const wsync_route_t *route, uint64_t end,
+                                             size_t *count)
 {
-    *count = route->copies.count;
+    *count = lower_bound(&route->copies, end);
     return route->copies.items;
 }

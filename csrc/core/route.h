@@ -24,7 +24,8 @@ void wsync_route_destroy(wsync_route_t *route);
 uint32_t wsync_route_buffer_count(const wsync_route_t *route);
 const wsync_copy_t *wsync_route_copies(const wsync_route_t *route, uint32_t buffer,
                                        size_t *count);
-/* The copies of all buffers, one buffer after another (borrowed). */
-const wsync_copy_t *wsync_route_all_copies(const wsync_route_t *route, size_t *count);
+/* The copies of all buffers below number `end`, one buffer after another (borrowed). */
+const wsync_copy_t *wsync_route_copies_below(const wsync_route_t *route, uint64_t end,
+                                             size_t *count);
 
 #endif

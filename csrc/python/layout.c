@@ -162,17 +162,36 @@ static PyObject *layout_merge(PyObject *module, PyObject *args, PyObject *kwargs
                               : wsync_py_raise(state, &err);
 }
 
+static int check_lent(ModuleState *state, const wsync_layout_t *layout, Py_ssize_t given)
+{
+    wsync_error_t err = {0};
+    uint32_t count;
+
+    if (wsync_layout_count_buffers(layout, &count, &err) != WSYNC_OK) {
+        (void)wsync_py_raise(state, &err);
+        return -1;
+    }
+    if ((size_t)given != count) {
+        PyErr_Format(PyExc_ValueError, "join: lent is of %zd buffers, there are %lu", given,
+                     (unsigned long)count);
+        return -1;
+    }
+    return 0;
+}
+
 static PyObject *layout_join(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"wanted", NULL};
+    static char *keywords[] = {"wanted", "lent", NULL};
     ModuleState *state = wsync_py_state_of(self);
     PyObject *wanted = Py_None;
+    PyObject *lent = NULL;
     const wsync_layout_t *chosen;
+    const uint8_t *bytes;
     wsync_layout_t *joined = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:join", keywords, &wanted)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OS:join", keywords, &wanted, &lent)) {
         return NULL;
     }
     if (wanted != Py_None && Py_TYPE(wanted) != state->type_Layout) {
@@ -180,11 +199,56 @@ static PyObject *layout_join(PyObject *self, PyObject *args, PyObject *kwargs)
                      (PyObject *)Py_TYPE(wanted));
         return NULL;
     }
+    if (lent != NULL && check_lent(state, layout_of(self), PyBytes_Size(lent)) < 0) {
+        return NULL;
+    }
     chosen = wanted != Py_None ? layout_of(wanted) : NULL;
+    bytes = lent != NULL ? (const uint8_t *)PyBytes_AsString(lent) : NULL;
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_layout_join(layout_of(self), chosen, &joined, &err);
+        status = wsync_layout_join(layout_of(self), chosen, bytes, &joined, &err);
     Py_END_ALLOW_THREADS
     return status == WSYNC_OK ? wsync_py_layout_new(state, joined)
+                              : wsync_py_raise(state, &err);
+}
+
+static PyObject *layout_without(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"other", NULL};
+    ModuleState *state = wsync_py_state_of(self);
+    PyObject *other;
+    wsync_layout_t *rest = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:without", keywords,
+                                     state->type_Layout, &other)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_layout_without(layout_of(self), layout_of(other), &rest, &err);
+    Py_END_ALLOW_THREADS
+    return status == WSYNC_OK ? wsync_py_layout_new(state, rest)
+                              : wsync_py_raise(state, &err);
+}
+
+static PyObject *layout_beside(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"other", "first", NULL};
+    ModuleState *state = wsync_py_state_of(self);
+    PyObject *other;
+    unsigned int first;
+    wsync_layout_t *both = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!I:beside", keywords,
+                                     state->type_Layout, &other, &first)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_layout_beside(layout_of(self), layout_of(other), first, &both, &err);
+    Py_END_ALLOW_THREADS
+    return status == WSYNC_OK ? wsync_py_layout_new(state, both)
                               : wsync_py_raise(state, &err);
 }
 
@@ -360,10 +424,18 @@ static PyMethodDef layout_methods[] = {
      "The tensor's shards: (rank, buffer, offset, start, extent, strides in bytes, "
      "origin)."},
     {"join", WSYNC_PY_KEYWORDS(layout_join),
-     "join($self, wanted=None)\n--\n\n"
+     "join($self, wanted=None, lent=...)\n--\n\n"
      "What a process that reads the memory of all ranks sees of the tensors and boxes\n"
      "that `wanted` has (None: all): their shards on one rank, buffer b of rank r as\n"
-     "number b + the buffers of the ranks before r.  Of equal boxes one is left."},
+     "number b + the buffers of the ranks before r.  Of equal boxes one is left.  lent: a\n"
+     "byte for each number, 0 where that cannot be read; tensors that are wanted from "
+     "such\n"
+     "a buffer alone are left out."},
+    {"without", WSYNC_PY_KEYWORDS(layout_without),
+     "without($self, other)\n--\n\nThe tensors that other lacks."},
+    {"beside", WSYNC_PY_KEYWORDS(layout_beside),
+     "beside($self, other, first)\n--\n\n"
+     "Both layouts in one, where buffer b of other has become first + b."},
     {"buffer_count", WSYNC_PY_KEYWORDS(layout_buffer_count),
      "buffer_count($self, rank=0)\n--\n\n"
      "One more than the largest buffer index that a rank uses."},

@@ -242,9 +242,9 @@ static int fail_range(ModuleState *state, const char *what, long long index, siz
     return -1;
 }
 
-/* The copies of a plan's round and phase, or of a route's buffer: those of the first
- * owner. */
-static int find_copies(ModuleState *state, wsync_py_batch_t *batch)
+/* The copies of a plan's round and phase, or of a route's buffer or all of `buffer_count`:
+ * those of the first owner. */
+static int find_copies(ModuleState *state, wsync_py_batch_t *batch, size_t buffer_count)
 {
     PyObject *object = batch->owners[0];
 
@@ -267,7 +267,8 @@ static int find_copies(ModuleState *state, wsync_py_batch_t *batch)
         const uint32_t buffers = wsync_route_buffer_count(route);
 
         if (batch->index == WSYNC_PY_ALL_BUFFERS) {
-            batch->work.copies = wsync_route_all_copies(route, &batch->work.count);
+            batch->work.copies =
+                wsync_route_copies_below(route, buffer_count, &batch->work.count);
             batch->index = 0; /* one round, to a trace */
             return 0;
         }
@@ -366,7 +367,7 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
                                      &sources, state->type_BufferTable, &destinations) ||
         wsync_py_check_gpu(state, sources->gpu, device, "Stream.copy") < 0 ||
         wsync_py_check_gpu(state, destinations->gpu, device, "Stream.copy") < 0 ||
-        find_copies(state, &batch) < 0) {
+        find_copies(state, &batch, sources->count) < 0) {
         return NULL;
     }
     batch.work.sources = sources->spans;
@@ -659,9 +660,8 @@ static PyMethodDef stream_methods[] = {
     {"copy", WSYNC_PY_KEYWORDS(stream_copy),
      "copy($self, copies, index, phase, sources, destinations)\n--\n\n"
      "Enqueues the copies of a plan's round and phase, or of a route's buffer or\n"
-     "ALL_BUFFERS (phase ignored).  Returns the bytes written.  Everything is kept alive "
-     "until the stream\n"
-     "has passed."},
+     "ALL_BUFFERS that there are sources of (phase ignored).  Returns the bytes written.\n"
+     "Everything is kept alive until the stream has passed."},
     {"quantise", WSYNC_PY_KEYWORDS(stream_quantise),
      "quantise($self, quantiser, sources, results, codes)\n--\n\n"
      "Enqueues one pass of a quantiser over its rank's parameters.  results: the spans of "
