@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * One half of a session against a peer that sends what it should not, or not at all. */
+#include <fcntl.h>
 #include <sys/mman.h>
 
 #include "ipc/sealed_blob.h"
@@ -46,6 +47,8 @@ TEST(frames_of_a_hostile_worker_are_refused)
         {.kind = SESSION_DONE, .fds = {0}, .fd_count = 1},
         {.kind = SESSION_PREPARED},
         {.kind = SESSION_PARKED, .arguments = {1}},
+        {.kind = SESSION_LEND, .fds = {0}, .fd_count = 1},
+        {.kind = SESSION_BIND, .fds = {0}, .fd_count = 1},
     };
 
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
@@ -270,6 +273,8 @@ TEST(frames_of_a_hostile_trainer_are_refused)
         {.kind = SESSION_ATTACH},
         {.kind = SESSION_DONE},
         {.kind = SESSION_ROUND, .fds = {0}, .fd_count = 1},
+        {.kind = SESSION_LEND, .fds = {0}, .fd_count = 1},
+        {.kind = SESSION_BIND, .fds = {0}, .fd_count = 1},
     };
     uint64_t update = 0;
     uint32_t count = 0;
@@ -375,4 +380,260 @@ TEST(an_announced_round_that_never_comes_ends_with_the_deadline_or_the_peer)
     CHECK_EQ(wsync_importer_take(t.importer, 0, NULL, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
     CHECK_HAS(err.message, "while round 0 was awaited");
     close_trainer(&t);
+}
+
+enum { LENT_NBYTES = 4096 };
+
+/* Sends what a trainer lends; `segment` is its number there. */
+static void raw_lend(const raw_trainer_t *t, uint64_t segment, int fd)
+{
+    raw_send(t->channel,
+             (wsync_frame_t){
+                 .kind = SESSION_LEND, .arguments = {segment}, .fds = {fd}, .fd_count = 1});
+}
+
+/* Sends bindings, and that they have `nbytes`. */
+static void raw_bind(const raw_trainer_t *t, const wsync_binding_t *bindings, size_t count,
+                     uint64_t nbytes)
+{
+    wsync_frame_t frame = {.kind = SESSION_BIND, .arguments = {nbytes}, .fd_count = 1};
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_blob_create((const uint8_t *)bindings, count * sizeof(*bindings),
+                               &frame.fds[0], &err),
+             err);
+    raw_send(t->channel, frame);
+    wsync_frame_fini(&frame);
+}
+
+static int shared_file(uint64_t nbytes)
+{
+    const int fd = memfd_create("lent", MFD_CLOEXEC);
+
+    CHECK_EQ(ftruncate(fd, (off_t)nbytes), 0);
+    return fd;
+}
+
+/* What comes before an update is refused: `says` is in the text.  The session has ended,
+ * nothing is bound, and `segments` are mapped, until it is destroyed. */
+static void check_lending_ends(raw_trainer_t *t, wsync_status_t expected, const char *says,
+                               size_t segments)
+{
+    uint64_t generation = 1;
+    uint64_t update = 0;
+    uint32_t rounds = 0;
+    size_t count = 1;
+    wsync_error_t err = {0};
+
+    raw_send(t->channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {1, 1, 0}});
+    CHECK_EQ(wsync_importer_begin(t->importer, PATIENT_MS, &update, &rounds, &err),
+             expected);
+    CHECK_HAS(err.message, says);
+    CHECK(wsync_importer_bound(t->importer, &count, &generation) == NULL);
+    CHECK_EQ(count, 0);
+    CHECK_EQ(generation, 0);
+    (void)wsync_importer_segments(t->importer, &count);
+    CHECK_EQ(count, segments);
+    CHECK_EQ(wsync_importer_begin(t->importer, SOON_MS, &update, &rounds, &err),
+             WSYNC_ERR_STATE);
+}
+
+TEST(segments_that_are_none_are_refused)
+{
+    enum { CASES = 8 };
+
+    for (int i = 0; i < CASES && on_host(); i++) { /* memory of GPUs is not lent */
+        raw_trainer_t t = open_trainer();
+        const int fd = shared_file(i == 5 ? 0 : LENT_NBYTES);
+        const int no_memory = open("/dev/null", O_RDONLY | O_CLOEXEC);
+        const wsync_frame_t bare = {.kind = SESSION_LEND};
+        const wsync_frame_t two = {.kind = SESSION_LEND, .fds = {fd, fd}, .fd_count = 2};
+
+        raw_send(t.channel, attach_frame(&t));
+        switch (i) {
+        case 0:
+            raw_send(t.channel, bare);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL, "trainer (pid ", 0);
+            break;
+        case 1:
+            raw_send(t.channel, two);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL, "trainer (pid ", 0);
+            break;
+        case 2:
+            raw_lend(&t, 1, fd);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL,
+                               "segment 1 is lent, where 0 is the next", 0);
+            break;
+        case 3:
+            raw_lend(&t, 0, fd);
+            raw_lend(&t, 0, fd);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL,
+                               "segment 0 is lent, where 1 is the next", 1);
+            break;
+        case 4:
+            raw_lend(&t, UINT64_MAX, fd);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL, "segment 18446744073709551615", 0);
+            break;
+        case 5:
+            raw_lend(&t, 0, fd);
+            check_lending_ends(&t, WSYNC_ERR_REFUSED, "holds nothing", 0);
+            break;
+        case 6:
+            raw_lend(&t, 0, no_memory);
+            check_lending_ends(&t, WSYNC_ERR_REFUSED, "is not of shared memory", 0);
+            break;
+        default:
+            raw_lend(&t, 0, t.ring->fd);
+            raw_lend(&t, 2, fd);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL,
+                               "segment 2 is lent, where 1 is the next", 1);
+            break;
+        }
+        (void)close(fd);
+        (void)close(no_memory);
+        close_trainer(&t);
+    }
+}
+
+TEST(bindings_to_what_is_not_lent_are_refused)
+{
+    static const struct {
+        wsync_binding_t bindings[2];
+        uint64_t nbytes; /* as it is said */
+        const char *says;
+    } cases[] = {
+        {{{1, 0, 1}, {0, 0, 1}}, 48, "buffer 0: 1 bytes at 0 of segment 1, which has 0"},
+        {{{0, 0, 1}, {0, 4096, 1}}, 48, "buffer 1: 1 bytes at 4096 of segment 0"},
+        {{{0, 0, 4097}, {0, 0, 1}}, 48, "buffer 0: 4097 bytes at 0 of segment 0"},
+        {{{0, UINT64_MAX, 2}, {0, 0, 1}}, 48, "buffer 0: 2 bytes at 18446744073709551615"},
+        {{{0, 2, UINT64_MAX}, {0, 0, 1}}, 48, "buffer 0: 18446744073709551615 bytes at 2"},
+        {{{UINT64_MAX - 1, 0, 0}, {0, 0, 1}}, 48, "of segment 18446744073709551614"},
+        {{{0, 0, 1}, {0, 0, 1}}, 24, "has 48 bytes and is said to have 24"},
+        {{{0, 0, 1}, {0, 0, 1}}, 72, "has 48 bytes and is said to have 72"},
+        {{{0, 0, 1}, {0, 0, 1}}, UINT64_MAX, "said to have 18446744073709551615"},
+    };
+    const wsync_binding_t odd[2] = {{0, 0, 1}, {0, 0, 1}};
+    const int fd = shared_file(LENT_NBYTES);
+    const size_t count = sizeof(cases) / sizeof(cases[0]);
+    wsync_error_t err = {0};
+
+    for (size_t i = 0; i < count + 4 && on_host(); i++) {
+        raw_trainer_t t = open_trainer();
+        wsync_frame_t frame = {.kind = SESSION_BIND, .arguments = {48}, .fd_count = 1};
+
+        raw_send(t.channel, attach_frame(&t));
+        if (i < count) {
+            raw_lend(&t, 0, fd);
+            raw_bind(&t, cases[i].bindings, 2, cases[i].nbytes);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL, cases[i].says, 1);
+        } else if (i == count) { /* before anything is lent */
+            raw_bind(&t, odd, 2, 48);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL, "of segment 0, which has 0", 0);
+        } else if (i == count + 1) { /* no whole number of bindings */
+            CHECK_OK(wsync_blob_create((const uint8_t *)odd, 47, &frame.fds[0], &err), err);
+            frame.arguments[0] = 47;
+            raw_send(t.channel, frame);
+            wsync_frame_fini(&frame);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL, "47 bytes of bindings, of 24 each",
+                               0);
+        } else if (i == count + 2) { /* of bytes that the trainer can still change */
+            frame.fds[0] = fd;
+            frame.arguments[0] = LENT_NBYTES;
+            raw_send(t.channel, frame);
+            check_lending_ends(&t, WSYNC_ERR_REFUSED, "has seals 0x", 0);
+        } else {
+            frame.fd_count = 0;
+            raw_send(t.channel, frame);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL, "trainer (pid ", 0);
+        }
+        close_trainer(&t);
+    }
+    (void)close(fd);
+}
+
+/* What an earlier update has read stays as it was when the next one is refused. */
+TEST(what_has_changed_since_an_update_is_refused)
+{
+    const wsync_receipt_t receipt = {0};
+    const wsync_binding_t first[2] = {{0, 0, 8}, {WSYNC_UNBOUND, 0, 0}};
+    const wsync_binding_t again[2] = {{1, 0, 8}, {0, 0, 8}};
+    static const struct {
+        wsync_status_t status;
+        const char *says;
+    } expected[] = {
+        {WSYNC_ERR_PROTOCOL, "of segment 1, which has 0"},
+        {WSYNC_ERR_PROTOCOL, "segment 1 is lent, where 2 is the next"},
+        {WSYNC_ERR_REFUSED, "shrunk from 4096 bytes to 8"},
+    };
+    uint64_t update = 0;
+    uint64_t generation = 0;
+    uint32_t rounds = 0;
+    size_t count = 0;
+    wsync_error_t err = {0};
+
+    for (int i = 0; i < 3 && on_host(); i++) {
+        raw_trainer_t t = open_trainer();
+        const int fd = shared_file(LENT_NBYTES);
+        const wsync_span_t *bound;
+
+        raw_send(t.channel, attach_frame(&t));
+        raw_lend(&t, 0, fd);
+        raw_lend(&t, 1, fd);
+        raw_bind(&t, first, 2, sizeof(first));
+        raw_send(t.channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {1, 0, 0}});
+        CHECK_OK(wsync_importer_begin(t.importer, PATIENT_MS, &update, &rounds, &err), err);
+        bound = wsync_importer_bound(t.importer, &count, &generation);
+        CHECK(bound != NULL && count == 2 && bound[0].nbytes == 8 && bound[1].nbytes == 0);
+        (void)wsync_importer_segments(t.importer, &count);
+        CHECK_EQ(count, 1);
+        CHECK_OK(wsync_importer_prepared(t.importer, &receipt, PATIENT_MS, &err), err);
+        raw_send(t.channel, (wsync_frame_t){.kind = SESSION_COMMIT});
+        CHECK_OK(wsync_importer_verdict(t.importer, PATIENT_MS, &err), err);
+        switch (i) {
+        case 0: /* it was let go of */
+            raw_bind(&t, again, 2, sizeof(again));
+            break;
+        case 1: /* numbers are not given twice */
+            raw_lend(&t, 1, fd);
+            break;
+        default:
+            CHECK_EQ(ftruncate(fd, 8), 0);
+            break;
+        }
+        raw_send(t.channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {2, 0, 0}});
+        CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &rounds, &err),
+                 expected[i].status);
+        CHECK_HAS(err.message, expected[i].says);
+        CHECK(wsync_importer_bound(t.importer, &count, &generation) == bound);
+        (void)close(fd);
+        close_trainer(&t);
+    }
+}
+
+TEST(a_trainer_that_goes_while_it_lends_ends_the_session)
+{
+    const wsync_binding_t bindings[1] = {{0, 0, 8}};
+    const int fd = shared_file(LENT_NBYTES);
+
+    for (int i = 0; i < 3 && on_host(); i++) {
+        raw_trainer_t t = open_trainer();
+        uint64_t update = 0;
+        uint32_t rounds = 0;
+        wsync_error_t err = {0};
+
+        raw_send(t.channel, attach_frame(&t));
+        if (i > 0) {
+            raw_lend(&t, 0, fd);
+        }
+        if (i > 1) {
+            raw_bind(&t, bindings, 1, sizeof(bindings));
+        }
+        wsync_channel_destroy(t.channel);
+        t.channel = NULL;
+        CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &rounds, &err),
+                 WSYNC_ERR_CLOSED);
+        CHECK_HAS(err.message, "while the next update was awaited");
+        close_trainer(&t);
+    }
+    (void)close(fd);
 }
