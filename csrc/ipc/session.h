@@ -13,10 +13,10 @@
  *   commit       -- COMMIT ---------> verdict       or ABORT(text)
  *   park         <------- PARKED ----               where COMMIT asked for it
  *
- * A rank can lend memory instead of filling a ring, which then is one of a byte: before
- * BEGIN, LEND carries the descriptor of a segment, which the worker maps, and BIND says
- * where in these segments each buffer of the manifest lies.  Both are sent again only when
- * something has changed.  An update of lent memory has one round: ROUND 0 says that the
+ * A rank can lend memory beside a ring, which may then be one of a byte: before BEGIN,
+ * LEND carries the descriptor of a segment, which the worker maps, and BIND says where in
+ * these segments the first buffers of the manifest lie; those after them are the rounds.
+ * Both are sent again only when something has changed.  ROUND 0 also says that the lent
  * bytes may be read, and DONE 0 that they have been.
  *
  * Between updates the ring can be parked: its memory is given back, and its addresses stay

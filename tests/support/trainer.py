@@ -6,7 +6,7 @@ import torch
 
 from wsync._core import Exporter, Layout, LayoutBuilder, Memory, Stream, describe, pack
 from wsync.machine.device import find
-from wsync.messages.control import Control
+from wsync.messages.control import BORROWS, Control
 
 Tensors = Mapping[str, torch.Tensor]
 SECONDS = 60.0
@@ -60,7 +60,7 @@ class Trainer:
         return message.to_bytes()
 
     def accept(self) -> None:
-        self.blob = self.exporter.accept(SECONDS)
+        self.blob = self.exporter.accept(SECONDS).removeprefix(BORROWS)
         device = find(self.exporter.worker_uuid)
         self.ring = Memory(2 * self.slot, device)
         self.stream = Stream(1, device)

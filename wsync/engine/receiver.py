@@ -23,7 +23,7 @@ from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loa
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.trace import Trace
-from wsync.messages.control import LEARN, UPDATING, Control, Learnt
+from wsync.messages.control import BORROWS, LEARN, UPDATING, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
 
 if TYPE_CHECKING:
@@ -223,8 +223,9 @@ class Receiver:
         importer = self._importer
         if importer is None or self._session != message.session:
             blob, device = self._loader.blob(), self._loader.device
+            said = BORROWS + blob if isinstance(self._loader, Borrows) else blob
             # first: a late message of a trainer that is gone does not end another's session
-            importer = connect(message.address, blob, message.deadline, device)
+            importer = connect(message.address, said, message.deadline, device)
             if self._importer is not None:
                 self._importer.fail("another trainer has taken over")
             self.close()

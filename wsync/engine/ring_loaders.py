@@ -96,8 +96,8 @@ class Borrows(Protocol):
     """A loader that can copy out of the trainer's own memory."""
 
     def borrow(self, sources: BufferTable | None) -> None:
-        """Called before each `begin`: buffer k of the manifest lies at sources[k], and an update is
-        one round, of all of them.  None: what lies in the ring is loaded, round by round."""
+        """Called before each `begin`: the first buffers of the manifest lie at these sources, and
+        are loaded with round 0; those after them are the rounds.  None: all are rounds."""
 
 
 @runtime_checkable
@@ -153,8 +153,10 @@ class RingManifest:
                 size = math.prod(shard.extent) * dtype_of(dtype).itemsize
                 self.nbytes[shard.buffer] = self.nbytes.get(shard.buffer, 0) + size
 
-    def check_rounds(self, rounds: int) -> None:
-        if (last := max(self.nbytes, default=-1)) >= rounds:
+    def check_rounds(self, rounds: int, first: int = 0) -> None:
+        """first: the number of round 0 among the buffers; those before it come with that round."""
+        last = max(max(self.nbytes, default=-1) - first, 0 if first else -1)
+        if last >= rounds:
             raise ProtocolError(f"update of {rounds} rounds: the manifest has {last + 1}")
 
     def receipt(self, loaded: Iterable[int]) -> Receipt:
@@ -199,8 +201,8 @@ def loading_stream(place: str, threads: int) -> Stream:
 class RoutedLoader(_Loading):
     """Copies boxes to where an update finds them, on a stream of its own.
 
-    threads: of that stream.  Where memory is lent it is one with a thread more: no trainer rank
-    copies anything then.
+    threads: of that stream.  Where memory is lent it is one with a thread more: trainer ranks copy
+    little or nothing then.
     """
 
     def __init__(self, stream: Stream, threads: int) -> None:
@@ -212,7 +214,8 @@ class RoutedLoader(_Loading):
         self._route: Route | None = None
         self._boxes: Layout | None = None  # of what the route leads to
         self._sources = BufferTable([])
-        self._borrowed: BufferTable | None = None  # the trainer's memory, in place of a ring
+        self._borrowed: BufferTable | None = None  # the trainer's memory, beside the ring
+        self._first = 0  # of the route's buffers that is a round
         self._destinations: BufferTable | None = None  # between `begin` and the last copy
         self._target: LoadTarget | None = None  # while an update runs
 
@@ -228,10 +231,9 @@ class RoutedLoader(_Loading):
         self.stream = self._streams[lent]
 
     def begin(self, rounds: int) -> None:
-        if self._borrowed is None:
-            super().begin(rounds)
-        elif rounds != 1:
-            raise ProtocolError(f"update of {rounds} rounds, where memory is lent for one")
+        self._first = 0 if self._borrowed is None else len(self._borrowed)
+        self._attached().check_rounds(rounds, self._first)
+        self._loaded = set()
 
     def _aim(self, target: LoadTarget) -> None:
         """Has what is loaded from now on go there: parameters may move between updates.
@@ -248,14 +250,15 @@ class RoutedLoader(_Loading):
         self._target, self._destinations = target, destinations
 
     def load(self, round: int) -> None:
-        super().load(round)
         if self._route is None or self._destinations is None:
             raise StateError(f"round {round} before the update has begun")
-        if self._borrowed is not None:
-            self._loaded = set(self._attached().nbytes)
+        if self._borrowed is not None and round == 0:
+            self._loaded.update(range(self._first))
             self.stream.copy(self._route, ALL_BUFFERS, LOCAL, self._borrowed, self._destinations)
-        elif round < self._route.buffer_count:
-            self.stream.copy(self._route, round, LOCAL, self._sources, self._destinations)
+        buffer = self._first + round
+        super().load(buffer)
+        if buffer < self._route.buffer_count:
+            self.stream.copy(self._route, buffer, LOCAL, self._sources, self._destinations)
 
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)

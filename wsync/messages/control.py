@@ -50,6 +50,10 @@ LEARN: Final = b"?"
 load_weights of the engine's own reads them), every tensor in pieces as small as is good, or to be
 told first what tensors there are.  What it asks for then is in a `Learnt`."""
 
+BORROWS: Final = b"+"
+"""Comes before what a worker asks for when it joins, if it can also copy out of memory that the
+trainer lends."""
+
 PROTOCOL: Final = 1
 MAX_NBYTES: Final = 4096
 _MAX_UPDATE: Final = 2**63 - 1
