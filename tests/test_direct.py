@@ -7,6 +7,7 @@ test_fault_matrix.py, and what the core checks in test_lending.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
@@ -114,42 +115,48 @@ def test_a_tensor_that_moves_within_its_segment_is_found(
         assert same(engine.weights(), cut)
 
 
-def test_private_memory_is_refused_by_name_before_anything_is_paused(
-    config: Any, sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
+def test_private_memory_goes_through_a_ring_in_the_same_update_and_is_named_once(
+    config: Any, weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sync.update()
-    held = engine.weights()
-    name = "model.norm.weight"
+    options = dataclasses.replace(OPTIONS, round_nbytes=1 << 12, ring_nbytes=1 << 13)
+    names = ["model.norm.weight", "model.embed_tokens.weight"]
+    private = {name: weights[name].clone() for name in names}
+    large = private[names[1]].nbytes
+    with wsync.connect(weights, engines=[engine], options=options) as sync:
+        assert sync.update().rounds == 1
+        for seed in (2, 3):
+            overwrite(weights, draw(config, seed))
+            overwrite(private, {name: weights[name] for name in names})
+            report = sync.update({**weights, **private})
+            assert same(engine.weights(), weights)
+            assert set(report.paths.values()) == {"direct and ring"}
+            assert 1 < report.rounds <= large / (1 << 12) and report.ring_nbytes
+        overwrite(weights, draw(config, 4))
+        everything = sync.update({name: tensor.clone() for name, tensor in weights.items()})
+        assert set(everything.paths.values()) == {"ring"}
+        assert same(engine.weights(), weights)
+        overwrite(weights, draw(config, 5))
+        assert set(sync.update().paths.values()) == {"direct"}
+        assert same(engine.weights(), weights)
+    said = [text for text in caplog.messages if "no other process" in text]
+    assert len(said) == 2, said
+    assert said[0].startswith(
+        f"wsync: {names[1]}, {names[0]}: rank 0 has 2 of {len(weights)} parameters in memory that "
+    )
+    assert "wsync.exportable()" in said[0] and "share_memory_()" in said[0]
+
+
+def test_an_engine_of_whole_tensors_gets_rings(config: Any, weights: Weights) -> None:
     with (
-        mock.patch.object(engine, "pause", side_effect=AssertionError("paused")),
-        pytest.raises(wsync.UnsupportedError) as caught,
+        TensorParallelEngine(config, tp=1, delivery="full") as whole,
+        TensorParallelEngine(config, tp=2) as parts,
+        wsync.connect(weights, engines=[whole, parts], options=OPTIONS) as sync,
     ):
-        sync.update({**weights, name: weights[name].clone()})
-    text = str(caught.value)
-    assert text.startswith(f"{name}: rank 0 has 1 of {len(weights)} parameters in memory that no")
-    assert "wsync.exportable()" in text and "share_memory_()" in text
-    assert same(engine.weights(), held)
-    overwrite(weights, draw(config, 5))
-    sync.update()
-    assert same(engine.weights(), weights)
-
-
-def test_an_engine_of_whole_tensors_is_refused(config: Any, weights: Weights) -> None:
-    with (
-        TensorParallelEngine(config, tp=1, delivery="full") as engine,
-        wsync.connect(weights, engines=[engine], options=OPTIONS) as sync,
-        pytest.raises(wsync.UnsupportedError, match="takes whole tensors"),
-    ):
-        sync.update()
-
-
-@pytest.mark.parametrize("choice", ["round_nbytes", "ring_nbytes"])
-def test_choices_about_rings_have_no_effect(
-    choice: str, weights: Weights, engine: TensorParallelEngine
-) -> None:
-    options = wsync.Options(delivery="direct", **{choice: 1 << 20})
-    with pytest.raises(wsync.InvalidArgumentError, match=f"{choice}=1048576 has no effect"):
-        wsync.connect(weights, engines=[engine], options=options)
+        for seed in (2, 3):
+            overwrite(weights, draw(config, seed))
+            report = sync.update()
+            assert sorted(report.paths.values()) in (["direct"], ["direct", "ring"])
+            assert same(whole.weights(), weights) and same(parts.weights(), weights)
 
 
 def test_a_file_that_is_cut_short_fails_the_update_and_not_the_engine(

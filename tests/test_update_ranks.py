@@ -29,10 +29,13 @@ CASES = {
         {"experts": "ep"},
         "direct",
     ),
+    "tp2pp2-private": (dense(), Parallel(tp=2, pp=2), {}, "private"),
+    "tp2pp2-hosts": (dense(), Parallel(tp=2, pp=2), {}, "hosts"),
     "moe-ep4-gloo-full": (sparse(), Parallel(ep=4, etp=1), {"delivery": "full"}, "gloo"),
 }
+LENT = ("direct", "private", "hosts")
 if os.environ.get("WSYNC_DEVICE"):  # GPUs do not read what is lent
-    CASES = {name: case for name, case in CASES.items() if case[3] != "direct"}
+    CASES = {name: case for name, case in CASES.items() if case[3] not in LENT}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,11 +52,14 @@ def test_every_byte_arrives(name: str, ranks: Ranks) -> None:
         assert first["delivered_nbytes"] == 2 * first["model_nbytes"]
     else:
         assert first["redundancy"] == 1.0
+    if exchange in LENT:
+        both = exchange != "direct"
+        assert set(first["paths"].values()) == {"direct and ring" if both else "direct"}
     if exchange == "direct":
         moved = ("rounds", "sent_nbytes", "ring_nbytes", "staging_nbytes")
         assert [first[name] for name in moved] == [1, 0, 0, 0]
         return
-    assert first["exchange"] == ("gloo" if exchange == "gloo" else "shared")
+    assert first["exchange"] == ("gloo" if exchange in ("gloo", "hosts") else "shared")
     assert first["rounds"] > 1
     # room for what is sent in one round and in the next
     staging = sum(fact["staging_nbytes"] for fact in facts)

@@ -31,10 +31,10 @@ class Options:
             engine of one worker that engine_gpu_offsets puts on that GPU, and else "host".
         delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets),
             "distributed" (they are remote: see `broadcast`), or "auto", which asks each engine.
-            "direct" is "wsync" without rings, for trainers on one host whose weights lie in shared
-            memory (see `wsync.exportable`): each worker copies them from there to its parameters,
-            and keeps that memory mapped until an update finds them elsewhere.  What cannot be
-            shared is refused by name.
+            "direct" is "wsync" for trainers whose weights lie in shared memory (see
+            `wsync.exportable`): each worker on a rank's host copies them from there to its
+            parameters, and keeps that memory mapped until an update finds them elsewhere.  What
+            cannot be read there comes through its ring in the same update, and is named once.
         broadcast: what remote engines take: "wsync" (they run wsync's receiver, and each worker is
             sent what it keeps), a "bucket" in one broadcast, or one for each "tensor" (slime's
             actors of 0.2.2, whose update_weights_from_distributed has no load_format); "auto"

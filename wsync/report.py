@@ -47,9 +47,9 @@ class Report:
     `ways` has the engines' names by the way that their weights take, in words; of a `DiskSync`, on
     rank 0.  `paths` says by engine what carried the bytes: "ring" (memory that it shares with a
     trainer rank), "nccl" (a communicator of its workers and the trainer ranks), "torch nccl" or
-    "gloo" (a group of torch's), "direct" (the trainer's own memory), "stock buckets", "stock
-    broadcast" or "disk".  `exchange` is what carried them between trainer ranks: "none", "shared"
-    or one of these.
+    "gloo" (a group of torch's), "direct" (the trainer's own memory), "direct and ring" (both),
+    "stock buckets", "stock broadcast" or "disk".  `exchange` is what carried them between trainer
+    ranks: "none", "shared" or one of these.
     `own_loading` says, by engine, which tensors its workers load by the engine's own load_weights
     although they run wsync's, and why.  `learning_seconds` is how long workers took to learn what
     they keep, a part of open in the first update of a connection.

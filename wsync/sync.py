@@ -17,9 +17,8 @@ from wsync.report import Report
 from wsync.trainer.base_sync import Updates
 from wsync.trainer.connection import Connection
 from wsync.trainer.deliveries import WorkerDelivery, deliveries
-from wsync.trainer.direct_connection import DirectConnection
 from wsync.trainer.engine_form import check_forms, check_scales, tell_rearranged
-from wsync.trainer.lending import Lender
+from wsync.trainer.lending import Lender, Lending
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
 
@@ -72,6 +71,7 @@ class Sync(Updates):
             self._roster = self._meet(found)
         direct = self.options.delivery == "direct"
         self._lender = Lender(self._layout, self._group.rank) if direct else None
+        self._lending: Lending | None = None  # as long as a connection is kept
 
     def update(
         self,
@@ -189,8 +189,8 @@ class Sync(Updates):
         """Up to the point where the workers of this rank hold every byte."""
         table = self._bind(weights, report)
         sources = _core.BufferTable.of(table)
-        if self._lender is not None:
-            self._lender.look(sources, of(table))  # before engines are asked for anything
+        with report.phase("open"):
+            self._lend(sources, of(table))  # before engines are asked for anything
         check = self._group.check
         self._paused = True
         self._requests.pause(anew=self._connection is None)
@@ -215,14 +215,36 @@ class Sync(Updates):
             connection.prepared(check)
         return connection
 
+    def _lend(self, sources: _core.BufferTable, gpu: str) -> None:
+        """Has all ranks know which weights workers can read in place, and where these lie now.  A
+        connection ends whose plan was made for others."""
+        if self._lender is None:
+            return
+        connection, lending, roster = self._connection, self._lending, self._roster
+        if connection is None or lending is None:
+            homes = sorted({worker.served_by for worker in roster.workers})
+            known = (homes, roster.hosts, self.options)
+            lending = self._lending = Lending(self._group, self._lender, *known)
+        news, pattern = lending.news, lending.pattern
+        self._lender.look(sources, gpu)
+        lending.share()
+        if lending.news != news and lending.pattern != pattern and connection is not None:
+            self._connection = None
+            connection.close()
+        if self._group.rank == 0:
+            for text in filter(None, lending.obstacles):
+                self._warn(f"{text}; until then their bytes take the way that they take without")
+
     def _connect(self, gpu: str) -> Connection:
         if self._connection is None:
-            make: Callable[..., Connection] = Connection
-            if self._lender is not None:
-                make = functools.partial(DirectConnection, lender=self._lender)
-            engines = self._requests.engines
-            self._connection = make(
-                self._group, self._roster, engines, self.options, gpu, self._lock
+            self._connection = Connection(
+                self._group,
+                self._roster,
+                self._requests.engines,
+                self.options,
+                gpu,
+                self._lock,
+                lending=self._lending,
             )
         return self._connection
 

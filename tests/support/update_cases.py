@@ -72,15 +72,24 @@ def update_twice(
     config: Any, parallel: megatron_cpu.Parallel, engine: dict[str, Any], exchange: str
 ) -> dict[str, Any]:
     """Two updates with different weights, over gloo with everything parked in between; returns the
-    last report and what differed.  exchange: "direct" for none."""
-    direct = exchange == "direct"
+    last report and what differed.  exchange: "direct" for none; "private", where odd ranks cannot
+    lend; or "hosts", where the last two ranks are on another host than the engine."""
+    rank = dist.get_rank()
+    direct = exchange in ("direct", "private", "hosts")
     options = DIRECT
-    if not direct:
+    if exchange in ("private", "hosts"):
+        options = wsync.Options(**OPTIONS, delivery="direct")
+    elif not direct:
         options = wsync.Options(**OPTIONS, exchange=exchange, park=exchange == "gloo")
+    host = "second" if exchange == "hosts" and rank >= 2 else "first"
+    lendable = direct and not (exchange == "private" and rank % 2)
     wrong: list[str] = []
-    with trainer_and_engine(config, parallel, engine, exportable=direct) as (trainer, started):
+    with trainer_and_engine(config, parallel, engine, exportable=lendable) as (trainer, started):
         layout = megatron.layout(trainer.chunks, config)
-        with wsync.connect(layout, [started] if started else [], options=options) as sync:
+        with (
+            mock.patch("wsync.sync.host_identity", lambda: host),
+            wsync.connect(layout, [started] if started else [], options=options) as sync,
+        ):
             for seed in (1, 2):
                 trainer.randomize(seed)
                 report = sync.update()

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
@@ -21,15 +22,17 @@ from wsync.machine.addresses import own_address
 from wsync.machine.deadline import PUNCTUAL, Check, Deadline
 from wsync.machine.device import follow_torch
 from wsync.machine.sweep import sweep
-from wsync.messages.control import LEARN, Control
+from wsync.messages.control import LEARN, PIECES, WHOLE, Control
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.broadcast_requests import BroadcastRequests
-from wsync.trainer.planning import Planning
+from wsync.trainer.lending import Borrower, Lending
+from wsync.trainer.planning import Planning, whole
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.roster import Delivery, PlanWorker, Roster
 from wsync.trainer.sessions.base import Session
 from wsync.trainer.sessions.broadcast import BroadcastSession
+from wsync.trainer.sessions.direct import DirectSession
 from wsync.trainer.sessions.local import WorkerSession
 from wsync.trainer.sessions.remote import RemoteSession
 from wsync.trainer.sessions.stock import StockSession
@@ -46,6 +49,11 @@ class Connection:
         engines: the handles, on rank 0.
         gpu: the UUID of the GPU of this rank's weights, "" for the host.
         lock: slime's rollout_engine_lock.
+        lending: what workers on the ranks' hosts can read in place; its `pattern` holds for as long
+            as this is used.
+
+    Attributes:
+        plan: of all that is delivered, once the workers have said what they keep.
     """
 
     def __init__(
@@ -56,8 +64,14 @@ class Connection:
         options: Options,
         gpu: str,
         lock: Any = None,
+        *,
+        lending: Lending | None = None,
     ) -> None:
         self.plan: _core.Plan | None = None
+        self._carried: _core.Plan | None = None  # of what goes in rounds: all that is not read
+        self._lending = lending
+        self._borrowing: set[int] = set()  # workers that can read what is lent to them
+        self._reading: dict[int, bool] = {}  # workers that do; whether they also get rounds
         self._group = group
         self._roster = roster
         self._transport = Transport(group, roster.hosts, options)
@@ -100,13 +114,15 @@ class Connection:
             on_gpu = on_gpu and self._gpu != ""
             handle, timeout = engines[worker.engine], options.request_deadline
             return StockSession(number, handle, timeout=timeout, on_gpu=on_gpu)
-        return WorkerSession(
-            number,
-            engine=engine.name,
-            index=worker.index,
-            directory=options.directory,
-            park=options.park,
-        )
+        known: dict[str, Any] = {
+            "engine": engine.name,
+            "index": worker.index,
+            "directory": options.directory,
+            "park": options.park,
+        }
+        if self._lending is None:
+            return WorkerSession(number, **known)
+        return DirectSession(number, lending=self._lending, **known)
 
     @property
     def under_way(self) -> UnderWay:
@@ -115,9 +131,10 @@ class Connection:
 
     @property
     def packs_ahead(self) -> bool:
-        """Whether an update may begin before its engines have paused: there is a plan, and no
-        remote worker whom a group of NCCL would wait for meanwhile."""
-        if self.plan is None:
+        """Whether an update may begin before its engines have paused: there is a plan, no worker
+        that has to be there to be told where weights lie, and no remote one whom a group of NCCL
+        would wait for meanwhile."""
+        if self.plan is None or self._reading:
             return False
         by_nccl = self._exchange is not None and self._exchange.name == "nccl"
         return not (by_nccl and self._roster.taking(Delivery.REMOTE))
@@ -163,7 +180,7 @@ class Connection:
         deadline = Deadline(PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(deadline.left, check) for s in self._sessions}
         self._send_model(blobs, deadline, check)
-        self._compare_learnt()
+        self._compare_workers()
         planning = Planning(self._group, self._roster, self._sessions, self._options)
         layouts, device = planning.gather(blobs, self._gpu)
         self._stream = _core.Stream(self._options.threads, device)
@@ -176,16 +193,52 @@ class Connection:
 
         layouts: by the worker's number in the plan.
         """
-        self._transport.choose(device, self._remote_introductions())
-        blueprint, plan = planning.fit(layouts, device)
-        self._order(blueprint, plan)
+        carried = self._lend(layouts, device)
+        blueprint, plan = planning.fit(carried, device)
+        self._carried = plan
+        by_rounds = len(self._reading) < len(layouts) or plan.round_count > 0
+        if by_rounds:
+            self._transport.choose(device, self._remote_introductions())
+            self._order(blueprint, plan)
         spans = [(0, 0)] * len(self._roster.workers)
         deadline = Deadline(self._options.deadline)
         for session in self._sessions:
             spans[session.worker] = session.attach(plan, device, deadline.left, check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
-        self._exchange = self._transport.open(check)
+        if by_rounds:
+            self._exchange = self._transport.open(check)
+        if self._reading:
+            plan = planning.plan(layouts, device)
+        planning.name_unused(plan)
         return plan
+
+    def _lend(self, layouts: list[bytes], device: _core.Device) -> list[bytes]:
+        """Has workers read in place what they can; what has to be carried to each then."""
+        lending, model = self._lending, self._roster.model
+        if lending is None or device.ordinal >= 0:
+            return layouts
+        counts = [model.buffer_count(rank) for rank in range(self._group.size)]
+        offsets = list(accumulate(counts, initial=0))
+        sessions = {s.worker: s for s in self._sessions if isinstance(s, DirectSession)}
+        known: dict[tuple[bytes, int], tuple[_core.Layout, _core.Layout]] = {}
+        carried = list(layouts)
+        for number in sorted(self._borrowing):
+            layout, worker = layouts[number], self._roster.workers[number]
+            if layout == WHOLE:
+                continue
+            host = self._roster.hosts[worker.served_by]
+            if (layout, host) not in known:
+                wanted = None if layout == PIECES else _core.Layout.from_bytes(layout)
+                joined = model.join(wanted, lending.lent(host, counts))
+                wanted = wanted or whole(model, range(model.tensor_count))
+                known[layout, host] = joined, wanted.without(joined)
+            joined, rest = known[layout, host]
+            if joined.shard_count:
+                carried[number] = rest.to_bytes()
+                self._reading[number] = rest.shard_count > 0
+                if number in sessions:
+                    sessions[number].serve(Borrower(joined, offsets))
+        return carried
 
     def _send_model(self, blobs: dict[int, bytes], deadline: Deadline, check: Check) -> None:
         """Has the workers that asked for it learn, all at once."""
@@ -203,11 +256,14 @@ class Connection:
                 blobs[session.worker] = session.accept_layout(deadline.left, check)
             self._learning_seconds = time.perf_counter() - start
 
-    def _compare_learnt(self) -> None:
-        """Has all ranks know what the workers of each have learnt."""
-        mine = [[s.worker, s.own_loading] for s in self._sessions if s.own_loading]
-        seconds, found = zip(*self._group.gather_json([self._learning_seconds, mine]), strict=True)
+    def _compare_workers(self) -> None:
+        """Has all ranks know what the workers of each have learnt, and which of them borrow."""
+        learnt = [[s.worker, s.own_loading] for s in self._sessions if s.own_loading]
+        borrowing = [s.worker for s in self._sessions if isinstance(s, DirectSession) and s.borrows]
+        mine = [self._learning_seconds, learnt, borrowing]
+        seconds, found, able = zip(*self._group.gather_json(mine), strict=True)
         self._learning_seconds = max(seconds)
+        self._borrowing = {number for rank in able for number in rank}
         for number, reason in (each for rank in found for each in rank):
             engine = self._roster.engines[self._roster.workers[number].engine].name
             self._own_loading.setdefault(engine, reason)
@@ -236,7 +292,7 @@ class Connection:
     ) -> _core.BufferTable | None:
         """Begins an update and packs its first round, of which nobody is told; `run` takes what
         this returns."""
-        plan, stream, timeout = self.plan, self._stream, self._options.deadline
+        plan, stream, timeout = self._carried, self._stream, self._options.deadline
         assert plan is not None and stream is not None
         report.trace.watch(stream, 3 * plan.round_count)
         follow_torch(stream)  # which may still be writing the weights
@@ -256,10 +312,11 @@ class Connection:
         report: Report,
         bar: tqdm[None],
     ) -> None:
-        """Moves all rounds into the rings of this rank's workers."""
-        plan, stream, timeout = self.plan, self._stream, self._options.deadline
-        assert plan is not None and stream is not None
-        for number in range(plan.round_count):
+        """Moves all rounds into the rings of this rank's workers, and waits until they have taken
+        them and what they read in place."""
+        stream, timeout = self._stream, self._options.deadline
+        assert stream is not None
+        for number in range(self._round_count):
             if number > 0:
                 self._copy_local(number, sources, check, report)
             following = self._pack_and_post(number + 1, sources, check, report)
@@ -272,7 +329,7 @@ class Connection:
             report.trace.mark("post", number)
             self._show(number + 1, bar)
         with report.phase("engine"):
-            for number in range(plan.round_count):
+            for number in range(self._round_count):
                 for session in self._sessions:
                     session.wait(number, timeout, check)
                 self._show(number + 1, bar)
@@ -283,10 +340,16 @@ class Connection:
             report.staging_nbytes = self._exchange.nbytes
         report.trace.take(stream)
 
+    @property
+    def _round_count(self) -> int:
+        """Round 0 is also that of what is read in place."""
+        assert self._carried is not None
+        return max(self._carried.round_count, bool(self._reading))
+
     def describe(self, report: Report) -> None:
         """Says what an update by this plan moves."""
-        plan, model = self.plan, self._roster.model
-        assert plan is not None
+        plan, carried, model = self.plan, self._carried, self._roster.model
+        assert plan is not None and carried is not None
         stats = plan.stats
         report.tensors = model.tensor_count
         report.model_nbytes = model.nbytes
@@ -295,8 +358,8 @@ class Connection:
         more = max(broadcast - 1, 0) * model.nbytes
         report.delivered_nbytes = stats["delivered_nbytes"] + more
         report.needed_nbytes = stats["needed_nbytes"] + more
-        report.sent_nbytes = stats["sent_nbytes"]
-        report.rounds = plan.round_count
+        report.sent_nbytes = carried.stats["sent_nbytes"]
+        report.rounds = self._round_count
         report.unused = tuple(model.tensor(index)[0] for index in plan.unused)
         report.own_loading = dict(self._own_loading)
         report.learning_seconds, self._learning_seconds = self._learning_seconds, 0.0
@@ -306,14 +369,23 @@ class Connection:
         if self._exchange is not None:
             report.exchange = self._exchange.name
         report.paths = {
-            engine.name: engine.delivery.path or report.exchange for engine in self._roster.engines
+            engine.name: self._path(number) or report.exchange
+            for number, engine in enumerate(self._roster.engines)
         }
+
+    def _path(self, engine: int) -> str:
+        """What carries the weights of an engine, by its number; "": the exchange."""
+        workers = [n for n, worker in enumerate(self._roster.workers) if worker.engine == engine]
+        reading = [self._reading[number] for number in workers if number in self._reading]
+        if not reading:
+            return self._roster.engines[engine].delivery.path
+        return "direct" if len(reading) == len(workers) and not any(reading) else "direct and ring"
 
     def _copy_local(
         self, number: int, sources: _core.BufferTable, check: Check, report: Report
     ) -> None:
         """Copies what this rank has of a round into the rings, once their slots are free."""
-        plan, stream = self.plan, self._stream
+        plan, stream = self._carried, self._stream
         assert plan is not None and stream is not None
         if number >= plan.round_count:
             return
@@ -374,7 +446,7 @@ class Connection:
         self, number: int, sources: _core.BufferTable, check: Check, report: Report
     ) -> _core.BufferTable | None:
         """Packs and posts what this rank sends in a round; returns where its messages lie."""
-        exchange, plan, stream = self._exchange, self.plan, self._stream
+        exchange, plan, stream = self._exchange, self._carried, self._stream
         assert plan is not None and stream is not None
         if exchange is None or number >= plan.round_count:
             return None
@@ -389,7 +461,7 @@ class Connection:
         self, number: int, messages: _core.BufferTable, check: Check, report: Report
     ) -> None:
         """Waits for what others send to this rank in a round, and unpacks it into the rings."""
-        exchange, plan, stream = self._exchange, self.plan, self._stream
+        exchange, plan, stream = self._exchange, self._carried, self._stream
         assert exchange is not None and plan is not None and stream is not None
         with report.phase("gather"):
             exchange.wait(number, stream, self._options.exchange_deadline, check)

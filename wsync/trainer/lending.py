@@ -8,7 +8,7 @@ ranks' segments on to it, each once, and tells it where the buffers of its manif
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Final, NamedTuple
 
 from wsync import _core
@@ -40,7 +40,7 @@ def _buffers(layout: _core.Layout) -> set[int]:
 class Lender:
     """What one rank has to lend: where its buffers lie in shared memory.
 
-    layout: of this rank; names buffers in errors.
+    layout: of this rank; names buffers in `obstacle`.
     """
 
     def __init__(self, layout: _core.Layout, rank: int) -> None:
@@ -51,25 +51,24 @@ class Lender:
         self._numbers: dict[File, int] = {}  # of the segments that hold buffers
         self._next = 0
         self.segments: dict[int, _core.Memory] = {}  # kept: no other file takes such a number
-        self.places: list[Bound | None] = []  # by buffer; None for an empty one
+        self.places: list[Bound | None] = []  # by buffer; None for one that is empty or private
+        self.obstacle = ""  # which tensors are private, and what can be done about that
 
     def close(self) -> None:
         self._maps.close()
         self.segments, self._numbers = {}, {}
 
     def look(self, buffers: _core.BufferTable, gpu: str) -> None:
-        """Finds out where the buffers lie now.
+        """Finds out where the buffers lie now, and which of them other processes can map.
 
         gpu: the UUID of the GPU that some of them are on, "" where all are in host memory.
-
-        Raises:
-            UnsupportedError: another process cannot map the memory of one; the text names it.
         """
         if gpu:
-            raise _core.UnsupportedError(
-                f"delivery='direct': weights of rank {self._rank} are on {gpu}, and memory of GPUs "
-                "is not lent yet; any other delivery takes them"
+            self.obstacle = (
+                f"weights of rank {self._rank} are on {gpu}, and memory of GPUs is not lent yet"
             )
+            self.places = [None] * len(buffers)
+            return
         spans = [buffers[i] if i in self._used else (0, 0) for i in range(len(buffers))]
         found = self._maps.find(spans)
         grown = [
@@ -93,40 +92,39 @@ class Lender:
             for place, (_, nbytes) in zip(found, spans, strict=True)
         ]
         pairs = zip(self.places, spans, strict=True)
-        self._refuse([i for i, (place, (_, nbytes)) in enumerate(pairs) if nbytes and not place])
+        private = {i for i, (place, (_, nbytes)) in enumerate(pairs) if nbytes and not place}
+        self.obstacle = self._name(private) if private else ""
 
     def _drop(self, file: File) -> None:
         number = self._numbers.pop(file, None)
         if number is not None:
             del self.segments[number]
 
-    def _refuse(self, private: Sequence[int]) -> None:
-        if not private:
-            return
-        layout, wanted = self._layout, set(private)
+    def _name(self, private: Set[int]) -> str:
+        layout = self._layout
         names = [
             layout.tensor(index).name
             for index in range(layout.tensor_count)
-            if any(shard.buffer in wanted for shard in layout.shards(index))
+            if any(shard.buffer in private for shard in layout.shards(index))
         ]
-        raise _core.UnsupportedError(
+        return (
             f"{listed(names)}: rank {self._rank} has {len(private)} of {len(self.places)} "
-            "parameters in memory that no other process can map, which delivery='direct' needs: "
-            "make the model within wsync.exportable(), or have its tensors share_memory_(); any "
-            "other delivery takes them as they are"
+            "parameters in memory that no other process can map; make the model within "
+            "wsync.exportable(), or have its tensors share_memory_(), for engines to read them "
+            "in place"
         )
 
 
 class Borrower:
     """One worker of this rank: what it has been lent, and where its buffers lie.
 
-    manifest: what it reads (`Layout.join`); offsets: the number of the first buffer of each rank
-    there, and their end.
+    joined: what it reads in place (`Layout.join`); offsets: the number of the first buffer of each
+    rank there, and their end.
     """
 
-    def __init__(self, manifest: _core.Layout, offsets: Sequence[int]) -> None:
-        self.manifest = manifest
-        used = _buffers(manifest)
+    def __init__(self, joined: _core.Layout, offsets: Sequence[int]) -> None:
+        self._joined = joined
+        used = _buffers(joined)
         self._buffers = [
             [
                 (number, number - first)
@@ -137,6 +135,11 @@ class Borrower:
         ]
         self._count = offsets[-1]
         self._lent: dict[Segment, int] = {}  # its numbers of segments
+
+    def manifest_with(self, rounds: _core.Layout) -> _core.Layout:
+        """All that the worker is to load: what it reads in place, and then what its rounds bring,
+        buffer k being round k."""
+        return self._joined.beside(rounds, self._count)
 
     def lend(
         self,
@@ -165,27 +168,49 @@ class Borrower:
 
 
 class Lending:
-    """What the ranks of one host know of each other's memory; all of them make one together, and
-    call `share` once an update.
+    """What the ranks know of each other's memory; all of them make one together, and call `share`
+    once an update.
 
-    homes: the ranks that hold sessions with workers.
+    homes: the ranks that hold sessions with workers; hosts: of every rank.
     """
 
     def __init__(
-        self, group: TrainerGroup, lender: Lender, homes: Sequence[int], options: Options
+        self,
+        group: TrainerGroup,
+        lender: Lender,
+        homes: Sequence[int],
+        hosts: Sequence[int],
+        options: Options,
     ) -> None:
         self._group = group
         self._lender = lender
-        self._homes = homes
+        self._hosts = hosts
+        self._homes = [home for home in homes if hosts[home] == hosts[group.rank]]
         self._options = options
         self._told: list[Bound | None] | None = None  # where this rank's buffers are known to lie
         self._passed: set[int] = set()  # segments that the homes have
+        self.news = 0  # counts what `share` has brought
         self.places: list[list[Bound | None]] = [[] for _ in range(group.size)]
+        self.obstacles = [""] * group.size
         self.segments: dict[Segment, _core.Memory] = {}
 
-    def share(self) -> bool:
-        """Tells all ranks where this one's buffers lie, if that is news, and has the homes map what
-        they have not.  Whether any rank has news."""
+    def lent(self, host: int, counts: Sequence[int]) -> bytes:
+        """For each buffer of all ranks, one rank after another, whether workers on a host can read
+        it; counts: how many each rank has."""
+        found = bytearray()
+        for rank, count in enumerate(counts):
+            near, places = self._hosts[rank] == host, self.places[rank]
+            found += bytes(near and n < len(places) and bool(places[n]) for n in range(count))
+        return bytes(found)
+
+    @property
+    def pattern(self) -> list[bytes]:
+        """Which buffers of every rank can be read in place: a plan is made for one of these."""
+        return [bytes(place is not None for place in places) for places in self.places]
+
+    def share(self) -> None:
+        """Tells all ranks where this one's buffers lie, if that is news, and has the homes on its
+        host map what they have not."""
         mine, rank = None, self._group.rank
         new = sorted(self._lender.segments.keys() - self._passed)
         doors = dict[int, _core.Exporter]()
@@ -194,7 +219,12 @@ class Lending:
                 others = [home for home in self._homes if home != rank] if new else []
                 doors = {home: _core.Exporter(self._options.directory) for home in others}
                 addresses = {home: door.address for home, door in doors.items()}
-                mine = {"places": self._lender.places, "new": new, "addresses": addresses}
+                mine = {
+                    "places": self._lender.places,
+                    "obstacle": self._lender.obstacle,
+                    "new": new,
+                    "addresses": addresses,
+                }
             news = self._group.gather_json(mine)
             for owner, told in enumerate(news):
                 if told is not None:
@@ -204,16 +234,18 @@ class Lending:
                 door.close()
         self._told = self._lender.places
         self._passed = set(self._lender.segments)
-        return any(told is not None for told in news)
+        self.news += any(told is not None for told in news)
 
     def _learn(self, owner: int, told: Any, doors: dict[int, _core.Exporter]) -> None:
         """One rank after another has its turn, so that no two wait for each other."""
+        rank = self._group.rank
         self.places[owner] = [place and Bound(*place) for place in told["places"]]
-        if owner == self._group.rank:
+        self.obstacles[owner] = told["obstacle"]
+        if owner == rank:
             self._pass(told["new"], doors)
             found = self._lender.segments
-        elif self._group.rank in self._homes:
-            address = told["addresses"].get(str(self._group.rank), "")
+        elif rank in self._homes and self._hosts[owner] == self._hosts[rank]:
+            address = told["addresses"].get(str(rank), "")
             found = self._fetch(address, told["new"]) if told["new"] else {}
         else:
             return

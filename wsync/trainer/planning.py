@@ -81,10 +81,8 @@ class Planning:
             lacking = self._agree(plan, self._make_rings(plan, device))
             largest = max(plan.ring_nbytes(number) for number in range(len(self.roster.workers)))
             if not lacking:
-                if self.group.rank == 0:
-                    self._name_unused(plan)
-                    if largest < wanted:
-                        self._name_small_rings(missing, largest, wanted)
+                if self.group.rank == 0 and largest < wanted:
+                    self._name_small_rings(missing, largest, wanted)
                 return blueprint, plan
             missing, wanted = lacking, wanted or largest
             if device.ordinal >= 0 and not released:
@@ -113,11 +111,12 @@ class Planning:
         """
         plan = self._draw(layouts, device, self.options.ring_nbytes).plan(self.group.rank)
         self._agree(plan, "")
-        if self.group.rank == 0:
-            self._name_unused(plan)
         return plan
 
-    def _name_unused(self, plan: _core.Plan) -> None:
+    def name_unused(self, plan: _core.Plan) -> None:
+        """Warns, on rank 0, of tensors that no worker makes use of."""
+        if self.group.rank != 0:
+            return
         names = [self.roster.model.tensor(index)[0] for index in plan.unused]
         names = [name for name in names if not is_note(name)]
         if names:

@@ -212,27 +212,9 @@ class Roster:
                 idle["park"] = (
                     "engines that run wsync (delivery='wsync'), several trainer ranks, or quantise"
                 )
-        if options.delivery == "direct":
-            self._check_direct()
-            rings = "rings, which delivery='direct' does without"
-            idle |= dict.fromkeys(("exchange", "round_nbytes", "ring_nbytes"), rings)
-            if options.quantise is None:
-                idle["park"] = rings
         options.refuse(idle)
         if Delivery.REMOTE in found and options.exchange == "shared":
             distant = ", ".join(engine.name for engine in self.taking(Delivery.REMOTE))
             raise _core.InvalidArgumentError(
                 f"exchange='shared', but workers of remote engines take part in it: {distant}"
-            )
-
-    def _check_direct(self) -> None:
-        """Raises InvalidArgumentError for who cannot read the ranks' memory in place."""
-        distant = [e.name for e in self.engines if e.delivery is not Delivery.WSYNC]
-        if distant:
-            raise _core.InvalidArgumentError(
-                f"delivery='direct', but engines on other hosts take part: {', '.join(distant)}"
-            )
-        if len(set(self.hosts)) > 1:
-            raise _core.InvalidArgumentError(
-                f"delivery='direct', but the trainer ranks are on {len(set(self.hosts))} hosts"
             )

@@ -7,42 +7,46 @@ from typing import Any
 from wsync import _core
 from wsync.machine.deadline import Check
 from wsync.trainer.lending import Borrower, Lending
+from wsync.trainer.sessions.base import Span
 from wsync.trainer.sessions.local import WorkerSession
 
 
 class DirectSession(WorkerSession):
-    """A worker on this host that maps what the ranks lend and copies out of it.
+    """A worker on this host that may map what the ranks lend and copy out of it.
 
-    Its ring is one byte, and an update one round: it says when the weights may be read, and its end
-    that they have been.
+    What it cannot read there comes through its ring, which may be of nothing.  Round 0 says that
+    the weights may be read, and its end that they have been.
     """
 
-    def __init__(self, worker: int, **known: Any) -> None:
+    def __init__(self, worker: int, *, lending: Lending, **known: Any) -> None:
         super().__init__(worker, **known)
+        self._lending = lending
+        self._told = -1  # the news that the worker has
         self._borrower: Borrower | None = None
-        self._bound = False
+        self._manifest: _core.Layout | None = None
 
     def serve(self, borrower: Borrower) -> None:
-        """What the worker reads; comes before `attach`."""
-        self._borrower, self._bound = borrower, False
-        self._ring = _core.Memory(1)
+        """What the worker reads in place; comes before `attach`."""
+        self._borrower = borrower
 
     @property
     def manifest(self) -> _core.Layout:
-        assert self._borrower is not None
-        return self._borrower.manifest
+        assert self._manifest is not None
+        return self._manifest
 
-    def _follow(self, plan: _core.Plan) -> None:
-        """The plan's rounds are not for it."""
-
-    def lend(self, lending: Lending, news: bool, timeout: float, check: Check) -> None:
-        """Tells the worker where the weights lie, if that has changed since it was told."""
-        assert self._borrower is not None and isinstance(self._exporter, _core.Exporter)
-        if news or not self._bound:
-            with self._naming():
-                self._borrower.lend(self._exporter, lending, timeout, check)
-            self._bound = True
+    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
+        self._manifest = plan.manifest(self.worker)
+        if self._borrower is not None:
+            self._manifest = self._borrower.manifest_with(self._manifest)
+        span = super().attach(plan, device, timeout, check)
+        return span if plan.ring_nbytes(self.worker) else (0, 0)
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
+        """Also tells the worker where the weights lie, if that has changed since it was told."""
         with self._naming():
-            self._exporter.begin(update, 1, timeout, check)
+            if self._borrower is not None and self._told != self._lending.news:
+                assert isinstance(self._exporter, _core.Exporter)
+                self._borrower.lend(self._exporter, self._lending, timeout, check)
+                self._told = self._lending.news
+            rounds = max(len(self.rounds.slots), self._borrower is not None)
+            self._exporter.begin(update, rounds, timeout, check)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from wsync import _core
 from wsync.machine.deadline import Check
 from wsync.machine.device import find
-from wsync.messages.control import Learnt
+from wsync.messages.control import BORROWS, Learnt
 from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import Session, Span
 
@@ -49,6 +49,7 @@ class WorkerSession(Session):
         self._engine, self._worker = engine, f"worker {index}"
         self._park = park
         self.id = secrets.token_hex(8)
+        self.borrows = False  # once accepted: whether the worker can read what is lent to it
         self._directory = directory
         # one that the worker is in, and before it, while the worker learns, the one it was in
         self._exporters: list[Exporter] = [self._listen()]
@@ -84,7 +85,9 @@ class WorkerSession(Session):
 
     def accept(self, timeout: float, check: Check) -> bytes:
         with self._naming():
-            return self._exporter.accept(timeout, check)
+            said = self._exporter.accept(timeout, check)
+        self.borrows = said.startswith(BORROWS)
+        return said.removeprefix(BORROWS)
 
     @property
     def gpu(self) -> str | None:
@@ -127,9 +130,6 @@ class WorkerSession(Session):
     def drop_ring(self) -> None:
         self._ring = None
 
-    def _follow(self, plan: _core.Plan) -> None:
-        self.rounds = WorkerRounds(plan, self.worker)
-
     @property
     def manifest(self) -> _core.Layout:
         """What the worker is to load."""
@@ -138,7 +138,7 @@ class WorkerSession(Session):
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over ring and manifest; returns where the ring lies."""
         assert self._ring is not None
-        self._follow(plan)
+        self.rounds = WorkerRounds(plan, self.worker)
         with self._naming():
             self._exporter.attach(self._ring, self.manifest.to_bytes(), timeout, check)
         return self._ring.address, self._ring.nbytes
