@@ -155,6 +155,24 @@ void wsync_lent_unbind(wsync_lent_t *lent)
     lent->span_count = 0;
 }
 
+wsync_status_t wsync_lent_release(wsync_lent_t *lent, wsync_error_t *err)
+{
+    wsync_status_t status = WSYNC_OK;
+
+    wsync_lent_unbind(lent);
+    for (size_t i = 0; i < lent->segments.count; i++) {
+        wsync_error_t other = {0};
+        const wsync_status_t parked =
+            wsync_memory_park(lent->segments.items[i], status == WSYNC_OK ? err : &other);
+
+        status = status == WSYNC_OK ? parked : status;
+        wsync_memory_destroy(lent->segments.items[i]);
+    }
+    lent->segments.count = 0;
+    lent->numbers.count = 0;
+    return status;
+}
+
 wsync_status_t wsync_lent_check(const wsync_lent_t *lent, wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;

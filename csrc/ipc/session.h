@@ -22,9 +22,10 @@
  * Between updates the ring can be parked: its memory is given back, and its addresses stay
  * reserved (wsync_memory_park).  The worker parks its side within the verdict and says so,
  * then the exporter parks its own.  The next BEGIN carries the descriptor of new memory,
- * which both sides map at the old addresses, so that no copies have to be planned again.  A
- * worker whose ring is pinned, or of a kind that cannot be parked, says why; then both
- * sides keep the ring.
+ * which both sides map at the old addresses, so that no copies have to be planned again.
+ * With its side the worker gives back what was lent to it: to be lent again, it is sent
+ * again.  A worker whose ring is pinned, or of a kind that cannot be parked, says why; then
+ * both sides keep the ring.
  *
  * Either side may send FAILED(text) at any time during an update; the other gets it as
  * WSYNC_ERR_REMOTE from whatever it waits for.  Every wait takes a timeout; TIMEOUT leaves
@@ -84,7 +85,8 @@ const uint8_t *wsync_exporter_worker_uuid(const wsync_exporter_t *exporter);
 wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t *ring,
                                      const uint8_t *manifest, size_t nbytes, int timeout_ms,
                                      wsync_error_t *err);
-/* Lends memory, made here or borrowed, from now on until a bind that does not name it.
+/* Lends memory, made here or borrowed, from now on until a bind that does not name it, or
+ * until the ring is parked.
  * *segment is its number in this session.  The memory can be let go of at once. */
 wsync_status_t wsync_exporter_lend(wsync_exporter_t *exporter, const wsync_memory_t *memory,
                                    int timeout_ms, uint64_t *segment, wsync_error_t *err);
@@ -170,9 +172,9 @@ wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
 wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
                                        const wsync_receipt_t *receipt, int timeout_ms,
                                        wsync_error_t *err);
-/* WSYNC_OK: committed, and if the exporter asked for it the ring is parked, unless there
- * are pins on it: what was enqueued on it must have run.  REMOTE: aborted, with the
- * exporter's text. */
+/* WSYNC_OK: committed, and if the exporter asked for it the ring is parked and lent memory
+ * is given back, unless there are pins on it: what was enqueued on it must have run.
+ * REMOTE: aborted, with the exporter's text. */
 wsync_status_t wsync_importer_verdict(wsync_importer_t *importer, int timeout_ms,
                                       wsync_error_t *err);
 /* Tells the exporter that the update failed here; never fails.  The session is closed. */

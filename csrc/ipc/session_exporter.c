@@ -72,6 +72,15 @@ static wsync_status_t require(const wsync_exporter_t *self, const char *call,
     return status == WSYNC_OK ? session_check_stream(&self->link, stream, err) : status;
 }
 
+/* STATE unless an update may begin now. */
+static wsync_status_t require_between(const wsync_exporter_t *self, const char *call,
+                                      wsync_error_t *err)
+{
+    const bool parked = self->state == EXPORTER_PARKED;
+
+    return require(self, call, parked ? EXPORTER_PARKED : EXPORTER_ATTACHED, NULL, err);
+}
+
 static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_error_t *err)
 {
     wsync_exporter_t *self = owner;
@@ -290,7 +299,7 @@ wsync_status_t wsync_exporter_lend(wsync_exporter_t *exporter, const wsync_memor
                                  .arguments = {exporter->lent_count},
                                  .fds = {memory->fd},
                                  .fd_count = 1};
-    wsync_status_t status = require(exporter, "lend", EXPORTER_ATTACHED, NULL, err);
+    wsync_status_t status = require_between(exporter, "lend", err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -315,7 +324,7 @@ wsync_status_t wsync_exporter_bind(wsync_exporter_t *exporter,
     const wsync_awaited_t awaited = {"room for the bindings", -1};
     const size_t nbytes = count * sizeof(*bindings);
     wsync_frame_t frame = {.kind = SESSION_BIND, .arguments = {nbytes}, .fd_count = 1};
-    wsync_status_t status = require(exporter, "bind", EXPORTER_ATTACHED, NULL, err);
+    wsync_status_t status = require_between(exporter, "bind", err);
 
     if (status == WSYNC_OK) {
         status = wsync_blob_create((const uint8_t *)bindings, nbytes, &frame.fds[0], err);
@@ -339,8 +348,7 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
     const bool parked = exporter->state == EXPORTER_PARKED;
     wsync_frame_t frame = {.kind = SESSION_BEGIN,
                            .arguments = {update, round_count, exporter->base}};
-    wsync_status_t status =
-        require(exporter, "begin", parked ? EXPORTER_PARKED : EXPORTER_ATTACHED, NULL, err);
+    wsync_status_t status = require_between(exporter, "begin", err);
 
     if (status != WSYNC_OK) {
         return status;

@@ -386,7 +386,8 @@ static void park(wsync_importer_t *self)
     wsync_error_t err = {0};
     wsync_frame_t frame = {.kind = SESSION_PARKED, .arguments = {1}};
 
-    if (wsync_memory_park(self->ring, &err) != WSYNC_OK) {
+    if (wsync_lent_release(&self->lent, &err) != WSYNC_OK ||
+        wsync_memory_park(self->ring, &err) != WSYNC_OK) {
         frame.arguments[0] = 0;
         wsync_link_write(&frame, err.message);
     }

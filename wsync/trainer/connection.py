@@ -414,6 +414,8 @@ class Connection:
             session.park(deadline.left, check)
         if self._options.park and self._exchange is not None:
             self._exchange.park()
+        if self._options.park and self._lending is not None:
+            self._lending.release()
 
     def look(self) -> None:
         """Raises what ails a worker of this rank, a remote engine or the exchange; waits for

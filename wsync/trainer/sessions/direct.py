@@ -50,3 +50,10 @@ class DirectSession(WorkerSession):
                 self._told = self._lending.news
             rounds = max(len(self.rounds.slots), self._borrower is not None)
             self._exporter.begin(update, rounds, timeout, check)
+
+    def park(self, timeout: float, check: Check) -> None:
+        """Waits, too, until the worker has let go of all that was lent to it."""
+        super().park(timeout, check)
+        if self._park and self._borrower is not None:
+            self._borrower.forget()
+            self._told = -1
