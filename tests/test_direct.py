@@ -23,7 +23,7 @@ from support.tiny_qwen3 import Weights, draw, same
 import wsync
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.machine.shared_maps import SharedMaps
-from wsync.trainer.lending import Borrower
+from wsync.trainer.lending import Borrower, Lender, Lending
 from wsync.trainer.sessions.direct import DirectSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False, delivery="direct")
@@ -157,6 +157,104 @@ def test_an_engine_of_whole_tensors_gets_rings(config: Any, weights: Weights) ->
             report = sync.update()
             assert sorted(report.paths.values()) in (["direct"], ["direct", "ring"])
             assert same(whole.weights(), weights) and same(parts.weights(), weights)
+
+
+AUTO = dataclasses.replace(OPTIONS, delivery="auto")
+PRIVATE = "no other process can map"
+
+
+def test_auto_reads_in_place_what_lies_in_shared_memory_wholly(
+    config: Any, weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with wsync.connect(weights, engines=[engine], options=AUTO) as sync:
+        for seed in (2, 3):
+            overwrite(weights, draw(config, seed))
+            assert set(sync.update().paths.values()) == {"direct"}
+            assert same(engine.weights(), weights)
+        assert not [text for text in caplog.messages if PRIVATE in text]
+        name = "model.norm.weight"
+        others = {**weights, name: weights[name].clone()}
+        for seed in (4, 5):
+            overwrite(others, draw(config, seed))
+            assert set(sync.update(others).paths.values()) == {"ring"}
+            assert same(engine.weights(), others)
+    (said,) = [text for text in caplog.messages if PRIVATE in text]
+    assert said.startswith(f"wsync: {name}: rank 0 has 1 of {len(weights)} parameters")
+
+
+def test_auto_looks_once_where_nothing_can_be_lent(
+    config: Any, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = draw(config, 1)
+    with wsync.connect(weights, engines=[engine], options=AUTO) as sync:
+        assert set(sync.update().paths.values()) == {"ring"}
+        with (
+            mock.patch.object(Lender, "look", side_effect=AssertionError("looks")),
+            mock.patch.object(Lending, "share", side_effect=AssertionError("asks")),
+        ):
+            sync.update()
+    assert not [text for text in caplog.messages if PRIVATE in text]
+
+
+def test_auto_spares_descriptors(
+    weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mock.patch("wsync.trainer.lending._most_segments", return_value=len(weights) - 1):
+        for options, path in ((AUTO, "ring"), (OPTIONS, "direct")):
+            with wsync.connect(weights, engines=[engine], options=options) as sync:
+                assert set(sync.update().paths.values()) == {path}
+    (said,) = [text for text in caplog.messages if "ulimit -n" in text]
+    assert f"rank 0 has its weights in {len(weights)} pieces of shared memory" in said
+
+
+@pytest.mark.parametrize("delivery", ["auto", "direct"])
+def test_a_parked_update_leaves_nothing_mapped(
+    delivery: str, config: Any, engine: TensorParallelEngine
+) -> None:
+    """So that a trainer can offload its weights, or free them."""
+    options = dataclasses.replace(OPTIONS, delivery=delivery, park=True)
+    weights = shared(draw(config, 1))
+    files = {os.fstat(t.untyped_storage()._share_fd_cpu_()[0]).st_ino for t in weights.values()}
+    with wsync.connect(weights, engines=[engine], options=options) as sync:
+        for seed in (2, 3):
+            moved = weights if seed == 2 else shared(draw(config, seed))
+            overwrite(moved, draw(config, seed))
+            report = sync.update(moved)
+            assert set(report.paths.values()) == {"direct"}
+            assert same(engine.weights(), moved)
+            for pid in engine.pids:
+                maps, links = holdings(pid)
+                assert not [line for line in maps if int(line.split()[4]) in files], maps
+                assert not [line for line in links if "/torch_" in line], links
+                files |= {
+                    os.fstat(t.untyped_storage()._share_fd_cpu_()[0]).st_ino for t in moved.values()
+                }
+
+
+def test_memory_that_is_never_let_go_of_fails_the_update(
+    config: Any, weights: Weights, engine: TensorParallelEngine
+) -> None:
+    """With park=True the trainer would free it when update() returns."""
+    options = dataclasses.replace(OPTIONS, deadline=3.0, park=True)
+    with wsync.connect(weights, engines=[engine], options=options) as sync:
+        sync.update()
+        commit = DirectSession.commit
+
+        def stopped(self: DirectSession, *rest: Any) -> None:
+            os.kill(engine.pids[1], signal.SIGSTOP)
+            commit(self, *rest)
+
+        try:
+            with (
+                mock.patch.object(DirectSession, "commit", stopped),
+                pytest.raises(wsync.DeadlineError, match="parking of the ring"),
+            ):
+                sync.update()
+        finally:
+            os.kill(engine.pids[1], signal.SIGCONT)
+        overwrite(weights, draw(config, 7))
+        sync.update()
+        assert same(engine.weights(), weights)
 
 
 def test_a_file_that_is_cut_short_fails_the_update_and_not_the_engine(

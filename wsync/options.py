@@ -30,7 +30,8 @@ class Options:
             under one kernel and IPC namespace, or its server ends; "auto" takes "gpu" for an
             engine of one worker that engine_gpu_offsets puts on that GPU, and else "host".
         delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets),
-            "distributed" (they are remote: see `broadcast`), or "auto", which asks each engine.
+            "distributed" (they are remote: see `broadcast`), or "auto", which asks each engine,
+            and is "direct" for trainer ranks all of whose weights lie in shared memory.
             "direct" is "wsync" for trainers whose weights lie in shared memory (see
             `wsync.exportable`): each worker on a rank's host copies them from there to its
             parameters, and keeps that memory mapped until an update finds them elsewhere.  What
@@ -50,7 +51,8 @@ class Options:
             memory engine and trainer need for themselves in between (slime's colocate mode).
             Getting it anew costs time in every update, and fails the update where there is none.
             A ring that a loader keeps looking at stays, with a warning.  The memory of codes and
-            scales is given back, too (see `quantise`).
+            scales is given back, too (see `quantise`).  With "direct", engines have let go of the
+            trainer's memory when an update returns, and map it anew in the next.
         threads: copying threads of one trainer rank.  Weights in host memory are quantised by the
             rank's share of the host's cores, if that is more.
         directory: where sockets live; None for the temporary directory.
@@ -170,6 +172,11 @@ class Options:
         if not isinstance(given, Options | None):
             raise _core.InvalidArgumentError(f"options={given!r}: wsync.Options(...) is wanted")
         return Options() if given is None else given
+
+    @property
+    def lends(self) -> bool:
+        """Whether workers may read the memory of trainer ranks in place."""
+        return self.delivery in ("auto", "direct")
 
     @property
     def exchange_deadline(self) -> float:

@@ -69,9 +69,11 @@ class Sync(Updates):
             if self._group.rank == 0:
                 found = self._find(engines, engine_gpu_offsets)
             self._roster = self._meet(found)
-        direct = self.options.delivery == "direct"
-        self._lender = Lender(self._layout, self._group.rank) if direct else None
-        self._lending: Lending | None = None  # as long as a connection is kept
+        self._lender: Lender | None = None
+        if self.options.lends and self._roster.taking(Delivery.WSYNC):
+            wholly = self.options.delivery == "auto"
+            self._lender = Lender(self._layout, self._group.rank, wholly=wholly)
+        self._lending: Lending | None = None  # as long as a connection is kept that makes use of it
 
     def update(
         self,
@@ -217,20 +219,25 @@ class Sync(Updates):
 
     def _lend(self, sources: _core.BufferTable, gpu: str) -> None:
         """Has all ranks know which weights workers can read in place, and where these lie now.  A
-        connection ends whose plan was made for others."""
+        connection ends whose plan was made for others.  Where nobody has asked for it, and nothing
+        can be read when a connection is made, nobody looks again as long as that is kept."""
         if self._lender is None:
             return
         connection, lending, roster = self._connection, self._lending, self._roster
-        if connection is None or lending is None:
+        if connection is None:
             homes = sorted({worker.served_by for worker in roster.workers})
             known = (homes, roster.hosts, self.options)
             lending = self._lending = Lending(self._group, self._lender, *known)
+        if lending is None:
+            return
         news, pattern = lending.news, lending.pattern
         self._lender.look(sources, gpu)
         lending.share()
         if lending.news != news and lending.pattern != pattern and connection is not None:
             self._connection = None
             connection.close()
+        if lending.empty and self.options.delivery == "auto":
+            self._lending = None
         if self._group.rank == 0:
             for text in filter(None, lending.obstacles):
                 self._warn(f"{text}; until then their bytes take the way that they take without")

@@ -98,7 +98,7 @@ class Updates(abc.ABC):
         ways: they would not meet."""
         options, ways = self.options, ("exchange", "broadcast", "backend", "quantise")
         arguments = {name: getattr(options, name) for name in ways} | arguments
-        arguments["delivery"] = options.delivery if options.delivery == "direct" else "rounds"
+        arguments["delivery"] = options.delivery if options.lends else "rounds"
         mine = [type(self).__name__, *(f"{name}={value!r}" for name, value in arguments.items())]
         for meant in zip(*self._group.gather_json(mine), strict=False):  # the type comes first
             if len(set(meant)) > 1:

@@ -7,6 +7,7 @@ ranks' segments on to it, each once, and tells it where the buffers of its manif
 
 from __future__ import annotations
 
+import resource
 import struct
 from collections.abc import Sequence, Set
 from typing import Any, Final, NamedTuple
@@ -41,10 +42,13 @@ class Lender:
     """What one rank has to lend: where its buffers lie in shared memory.
 
     layout: of this rank; names buffers in `obstacle`.
+    wholly: it lends all of its buffers or none, and none where they are so many segments that
+    processes might not have descriptors enough: for who has not asked for it.
     """
 
-    def __init__(self, layout: _core.Layout, rank: int) -> None:
+    def __init__(self, layout: _core.Layout, rank: int, *, wholly: bool = False) -> None:
         self._layout = layout
+        self._wholly = wholly
         self._rank = rank
         self._used = _buffers(layout)
         self._maps = SharedMaps()
@@ -56,6 +60,10 @@ class Lender:
 
     def close(self) -> None:
         self._maps.close()
+        self.release()
+
+    def release(self) -> None:
+        """Lets go of all segments."""
         self.segments, self._numbers = {}, {}
 
     def look(self, buffers: _core.BufferTable, gpu: str) -> None:
@@ -64,10 +72,8 @@ class Lender:
         gpu: the UUID of the GPU that some of them are on, "" where all are in host memory.
         """
         if gpu:
-            self.obstacle = (
-                f"weights of rank {self._rank} are on {gpu}, and memory of GPUs is not lent yet"
-            )
-            self.places = [None] * len(buffers)
+            said = f"weights of rank {self._rank} are on {gpu}, and memory of GPUs is not lent yet"
+            self._lend_nothing(len(buffers), "" if self._wholly else said)
             return
         spans = [buffers[i] if i in self._used else (0, 0) for i in range(len(buffers))]
         found = self._maps.find(spans)
@@ -80,6 +86,14 @@ class Lender:
         for file in grown:
             self._drop(file)
         used = {place.file for place in found if place is not None}
+        if self._wholly and len(used) > (most := _most_segments()):
+            self._lend_nothing(
+                len(buffers),
+                f"rank {self._rank} has its weights in {len(used)} pieces of shared memory, and "
+                f"more than {most}, a quarter of its descriptors (ulimit -n), are read in place "
+                "with Options(delivery='direct') alone",
+            )
+            return
         for file, memory in self._maps.borrow(used - self._numbers.keys()).items():
             self._numbers[file], self.segments[self._next] = self._next, memory
             self._next += 1
@@ -94,6 +108,12 @@ class Lender:
         pairs = zip(self.places, spans, strict=True)
         private = {i for i, (place, (_, nbytes)) in enumerate(pairs) if nbytes and not place}
         self.obstacle = self._name(private) if private else ""
+        if private and self._wholly:
+            self._lend_nothing(len(buffers), self.obstacle if any(self.places) else "")
+
+    def _lend_nothing(self, count: int, why: str) -> None:
+        self.release()
+        self.places, self.obstacle = [None] * count, why
 
     def _drop(self, file: File) -> None:
         number = self._numbers.pop(file, None)
@@ -113,6 +133,10 @@ class Lender:
             "wsync.exportable(), or have its tensors share_memory_(), for engines to read them "
             "in place"
         )
+
+
+def _most_segments() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 class Borrower:
@@ -140,6 +164,10 @@ class Borrower:
         """All that the worker is to load: what it reads in place, and then what its rounds bring,
         buffer k being round k."""
         return self._joined.beside(rounds, self._count)
+
+    def forget(self) -> None:
+        """The worker has nothing any more."""
+        self._lent = {}
 
     def lend(
         self,
@@ -204,6 +232,11 @@ class Lending:
         return bytes(found)
 
     @property
+    def empty(self) -> bool:
+        """Whether no rank lends anything."""
+        return not any(any(places) for places in self.places)
+
+    @property
     def pattern(self) -> list[bytes]:
         """Which buffers of every rank can be read in place: a plan is made for one of these."""
         return [bytes(place is not None for place in places) for places in self.places]
@@ -235,6 +268,11 @@ class Lending:
         self._told = self._lender.places
         self._passed = set(self._lender.segments)
         self.news += any(told is not None for told in news)
+
+    def release(self) -> None:
+        """Lets go of what this rank holds of its own memory and of the others'."""
+        self._lender.release()
+        self.segments, self._passed, self._told = {}, set(), None
 
     def _learn(self, owner: int, told: Any, doors: dict[int, _core.Exporter]) -> None:
         """One rank after another has its turn, so that no two wait for each other."""
