@@ -7,16 +7,16 @@ what is planted.  What is missing comes from PyPI and is kept in CACHE.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import headers
+import wheels
+
 # The one that torch 2.11 brings, and a later one that has every function of the table.
 RELEASES = ("nvidia-nccl-cu13==2.28.9", "nvidia-nccl-cu13==2.32.3")
-PIP_INSTALL = (sys.executable, "-m", "pip", "install", "-qq", "--no-deps")
-COMPILE = ("gcc", "-std=c11", "-Wall", "-Werror", "-fsyntax-only")
 HEADER = "comm/nccl_library.h"
 # All that nccl.h takes from CUDA.
 CUDA = {
@@ -44,15 +44,7 @@ WORDS = {0: "no error", 1: "cuda", 2: "system", 3: "internal", 4: "argument", 5:
 
 def release(name: str, cache: Path) -> Path:
     """A release's folder, with lib and include."""
-    folder = cache / name.replace("==", "-")
-    with open(cache / "lock", "ab") as lock:  # as `locked` of .ci/run: others share the cache
-        number = lock.fileno()
-        subprocess.run(["flock", "-w", "900", str(number)], pass_fds=[number], check=True)
-        if not (folder / "complete").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            subprocess.run([*PIP_INSTALL, "--target", folder, name], check=True)
-            (folder / "complete").touch()
-    return folder / "nvidia/nccl"
+    return wheels.install((name,), cache) / "nvidia/nccl"
 
 
 def probe(program: Path, nccl: Path) -> list[tuple[str, str]]:
@@ -100,34 +92,10 @@ def examine_library(answers: list[tuple[str, str]], nccl: Path, header: str) -> 
     return wrong
 
 
-def compile_abi(root: Path, folder: Path, sources: Path, nccl: Path) -> str:
-    """What the compiler complains of; sources is csrc, or what is planted in it."""
-    folders = [f"-I{path}" for path in (sources, root / "csrc", nccl / "include", folder)]
-    done = subprocess.run(
-        [*COMPILE, *folders, root / "tests/c/nccl_abi.c"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return "" if done.returncode == 0 else done.stderr
-
-
-def planted(root: Path, folder: Path, nccl: Path, header: str) -> list[str]:
-    """Every plant must be found."""
-    wrong = []
-    for index, (before, after, words) in enumerate(PLANTS):
-        copy = folder / f"plant-{index}" / HEADER
-        copy.parent.mkdir(parents=True)
-        copy.write_text(header.replace(before, after))
-        said = compile_abi(root, folder, folder / f"plant-{index}", nccl)
-        if header.count(before) != 1 or words not in said:
-            wrong.append(f"planted {after!r} in {header.count(before)} places: {said[:2000]}")
-    return wrong
-
-
 def main() -> int:
     root, cache, program = map(Path, sys.argv[1:])
     header = (root / "csrc" / HEADER).read_text()
+    source = root / "tests/c/nccl_abi.c"
     wrong = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -136,10 +104,11 @@ def main() -> int:
         for item in RELEASES:
             nccl = release(item, cache)
             complaints = examine_library(probe(program, nccl), nccl, header)
-            if said := compile_abi(root, folder, root / "csrc", nccl):
+            folders = [root / "csrc", nccl / "include", folder]
+            if said := headers.compile(source, folders):
                 complaints.append(f"nccl.h:\n{said}")
             wrong += [f"{item}: {complaint}" for complaint in complaints]
-        wrong += planted(root, folder, nccl, header)
+        wrong += headers.planted(source, folders, HEADER, PLANTS)
     print(*wrong, sep="\n", end="\n" if wrong else "")
     count = len(RELEASES) * len(entries(header))
     print(f"checked: {count} functions of {len(RELEASES)} releases, and {len(PLANTS)} plants")
