@@ -11,10 +11,6 @@
 
 #define DRIVER_LIBRARY "libcuda.so.1"
 
-/* Streams mean what they mean in programs that do not ask for one default stream a thread.
- */
-enum { LEGACY_STREAM = 1 };
-
 typedef wsync_cu_result_t (*lookup_func_t)(const char *symbol, void **address, int version,
                                            uint64_t flags, int *status);
 
@@ -91,7 +87,8 @@ static wsync_status_t look_up(lookup_func_t lookup, const char *only, wsync_erro
         if (only != NULL && strcmp(only, entry->symbol) != 0) {
             continue;
         }
-        code = lookup(entry->symbol, &address, entry->version, LEGACY_STREAM, &found);
+        code = lookup(entry->symbol, &address, entry->version,
+                      WSYNC_CU_LOOKUP_LEGACY_STREAM, &found);
         if (code == WSYNC_CU_STUB_LIBRARY) {
             return fail_load(code, "cuGetProcAddress", err);
         }

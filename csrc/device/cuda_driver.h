@@ -12,7 +12,11 @@
 #include "core/base/status.h"
 
 typedef int wsync_cu_result_t;
-typedef int wsync_cu_device_t;                /* ordinal in this process */
+typedef int wsync_cu_device_t;    /* ordinal in this process */
+typedef int wsync_cu_attribute_t; /* of a device */
+typedef int wsync_cu_pointer_attribute_t;
+typedef int wsync_cu_granularity_t;
+typedef int wsync_cu_handle_type_t;
 typedef unsigned long long wsync_cu_ptr_t;    /* address on the device */
 typedef unsigned long long wsync_cu_handle_t; /* physical memory */
 typedef struct wsync_cu_context *wsync_cu_context_t;
@@ -30,6 +34,7 @@ typedef struct wsync_cu_uuid {
 typedef struct wsync_cu_ipc {
     char bytes[64];
 } wsync_cu_ipc_t;
+typedef wsync_cu_ipc_t wsync_cu_ipc_event_t;
 
 typedef struct wsync_cu_location {
     int type;
@@ -90,6 +95,9 @@ enum {
     WSYNC_CU_WAIT_GEQ = 0,
     WSYNC_CU_EVENT_DISABLE_TIMING = 2,
     WSYNC_CU_EVENT_INTERPROCESS = 4,
+    /* Streams mean what they mean in programs that do not ask for one default stream a
+     * thread. */
+    WSYNC_CU_LOOKUP_LEGACY_STREAM = 1,
 };
 
 /* Attributes of an address: an unsigned, a wsync_cu_ptr_t, an unsigned long long, a bool, a
@@ -134,7 +142,7 @@ enum {
     X(device_get_uuid, cuDeviceGetUuid, 11040,                                             \
       (wsync_cu_uuid_t * uuid, wsync_cu_device_t device))                                  \
     X(device_get_attribute, cuDeviceGetAttribute, 2000,                                    \
-      (int *value, int attribute, wsync_cu_device_t device))                               \
+      (int *value, wsync_cu_attribute_t attribute, wsync_cu_device_t device))              \
     X(device_total_mem, cuDeviceTotalMem, 3020,                                            \
       (size_t *nbytes, wsync_cu_device_t device))                                          \
     X(primary_retain, cuDevicePrimaryCtxRetain, 7000,                                      \
@@ -144,7 +152,8 @@ enum {
     X(context_pop, cuCtxPopCurrent, 4000, (wsync_cu_context_t * context))                  \
     X(mem_get_info, cuMemGetInfo, 3020, (size_t *free, size_t *total))                     \
     X(mem_granularity, cuMemGetAllocationGranularity, 10020,                               \
-      (size_t *nbytes, const wsync_cu_property_t *property, int option))                   \
+      (size_t *nbytes, const wsync_cu_property_t *property,                                \
+       wsync_cu_granularity_t option))                                                     \
     X(mem_properties, cuMemGetAllocationPropertiesFromHandle, 10020,                       \
       (wsync_cu_property_t * property, wsync_cu_handle_t handle))                          \
     X(mem_create, cuMemCreate, 10020,                                                      \
@@ -162,9 +171,10 @@ enum {
     X(mem_set_access, cuMemSetAccess, 10020,                                               \
       (wsync_cu_ptr_t at, size_t nbytes, const wsync_cu_access_t *access, size_t count))   \
     X(mem_export, cuMemExportToShareableHandle, 10020,                                     \
-      (void *shareable, wsync_cu_handle_t handle, int type, unsigned long long flags))     \
+      (void *shareable, wsync_cu_handle_t handle, wsync_cu_handle_type_t type,             \
+       unsigned long long flags))                                                          \
     X(mem_import, cuMemImportFromShareableHandle, 10020,                                   \
-      (wsync_cu_handle_t * handle, void *shareable, int type))                             \
+      (wsync_cu_handle_t * handle, void *shareable, wsync_cu_handle_type_t type))          \
     X(mem_alloc, cuMemAlloc, 3020, (wsync_cu_ptr_t * at, size_t nbytes))                   \
     X(mem_free, cuMemFree, 3020, (wsync_cu_ptr_t at))                                      \
     X(mem_range, cuMemGetAddressRange, 3020,                                               \
@@ -175,15 +185,16 @@ enum {
       (wsync_cu_ptr_t * at, wsync_cu_ipc_t handle, unsigned flags))                        \
     X(ipc_close_memory, cuIpcCloseMemHandle, 4010, (wsync_cu_ptr_t at))                    \
     X(ipc_get_event, cuIpcGetEventHandle, 4010,                                            \
-      (wsync_cu_ipc_t * handle, wsync_cu_event_t event))                                   \
+      (wsync_cu_ipc_event_t * handle, wsync_cu_event_t event))                             \
     X(ipc_open_event, cuIpcOpenEventHandle, 4010,                                          \
-      (wsync_cu_event_t * event, wsync_cu_ipc_t handle))                                   \
+      (wsync_cu_event_t * event, wsync_cu_ipc_event_t handle))                             \
     X(host_register, cuMemHostRegister, 6050, (void *data, size_t nbytes, unsigned flags)) \
     X(host_unregister, cuMemHostUnregister, 4000, (void *data))                            \
     X(host_pointer, cuMemHostGetDevicePointer, 3020,                                       \
       (wsync_cu_ptr_t * at, void *data, unsigned flags))                                   \
     X(pointer_attributes, cuPointerGetAttributes, 7000,                                    \
-      (unsigned count, int *attributes, void **values, wsync_cu_ptr_t at))                 \
+      (unsigned count, wsync_cu_pointer_attribute_t *attributes, void **values,            \
+       wsync_cu_ptr_t at))                                                                 \
     X(stream_create, cuStreamCreate, 2000, (wsync_cu_stream_t * stream, unsigned flags))   \
     X(stream_destroy, cuStreamDestroy, 4000, (wsync_cu_stream_t stream))                   \
     X(stream_query, cuStreamQuery, 2000, (wsync_cu_stream_t stream))                       \
