@@ -88,7 +88,7 @@ static inline void send_round(member_t *m, wsync_comm_t *comm, const wsync_plan_
 static inline void update_rank(member_t *m, wsync_comm_t *comm, const wsync_plan_t *plan,
                                uint64_t update)
 {
-    uint16_t *values = m->parameters->data;
+    uint16_t *values = reach(m->parameters->data);
     const uint32_t rounds = wsync_plan_round_count(plan);
     wsync_error_t err = {0};
 
@@ -113,7 +113,7 @@ static inline void update_rank(member_t *m, wsync_comm_t *comm, const wsync_plan
     }
     CHECK_OK(wsync_stream_synchronize(m->stream, PATIENT_MS, &err), err);
     if (m->rank < m->worker_count) {
-        check_ring(plan, m->rank, m->rank_count, update, m->ring->data);
+        check_ring(plan, m->rank, m->rank_count, update, reach(m->ring->data));
     }
 }
 

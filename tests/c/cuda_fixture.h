@@ -11,6 +11,7 @@
 
 #include "../fakecuda/fakecuda.h"
 #include "device/cuda.h"
+#include "fake_reach.h"
 #include "harness.h"
 
 enum { PATIENT_MS = 60000 };
@@ -67,12 +68,6 @@ static inline wsync_memory_t *make_memory(const wsync_cuda_device_t *device,
     return memory;
 }
 
-/* Device addresses of the fake are addresses of the process. */
-static inline unsigned char *bytes_of(const wsync_memory_t *memory)
-{
-    return memory->data;
-}
-
 static inline void *fake_symbol(const char *name)
 {
     void *library = dlopen(FAKECUDA_PATH, RTLD_NOW | RTLD_NOLOAD);
@@ -81,6 +76,12 @@ static inline void *fake_symbol(const char *name)
     CHECK(address != NULL);
     (void)dlclose(library);
     return address;
+}
+
+/* Of memory of the device, where the processor reaches it. */
+static inline unsigned char *bytes_of(const wsync_memory_t *memory)
+{
+    return reach(memory->data);
 }
 
 static inline void fake_fail(const char *call, long k, int code)

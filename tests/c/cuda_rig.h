@@ -144,15 +144,22 @@ static inline void check_target(const rig_t *rig, const wsync_copy_t *copies, si
     const wsync_span_t wanted = {calloc(1, rig->target.nbytes), rig->target.nbytes};
 
     CHECK(wanted.data != NULL);
-    wsync_host_copy_run(copies, count, sources, &wanted);
-    CHECK(memcmp(rig->target.data, wanted.data, wanted.nbytes) == 0);
+    for (size_t i = 0; i < count; i++) {
+        const wsync_span_t *span = &sources[copies[i].source_buffer];
+        const wsync_span_t source = {reach(span->data), span->nbytes};
+        wsync_copy_t copy = copies[i];
+
+        copy.source_buffer = 0;
+        wsync_host_copy_run(&copy, 1, &source, &wanted);
+    }
+    CHECK(memcmp(reach(rig->target.data), wanted.data, wanted.nbytes) == 0);
     free(wanted.data);
 }
 
 static inline void check_copies(const rig_t *rig, const wsync_copy_t *copies, size_t count,
                                 const wsync_span_t *sources, size_t source_count)
 {
-    memset(rig->target.data, 0, rig->target.nbytes);
+    memset(reach(rig->target.data), 0, rig->target.nbytes);
     enqueue(rig, copies, count, sources, source_count);
     synchronize(rig);
     check_target(rig, copies, count, sources);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Tests that every device backend passes.  WSYNC_TEST_DEVICE picks one: "host", or "cuda"
- * on tests/fakecuda, where device addresses are addresses of the process. */
+ * on tests/fakecuda, where the processor reaches the bytes by reach() alone. */
 #ifndef WSYNC_TESTS_DEVICE_FIXTURE_H
 #define WSYNC_TESTS_DEVICE_FIXTURE_H
 
@@ -8,6 +8,7 @@
 
 #include "device/cuda.h"
 #include "device/device.h"
+#include "fake_reach.h"
 #include "harness.h"
 
 static inline bool on_host(void)

@@ -30,7 +30,7 @@ typedef struct nccl_rank {
     int meetings;
     wsync_nccl_comm_t comm;
     wsync_cu_stream_t stream;
-    unsigned char *memory; /* of the device: the fake's addresses are the process's */
+    unsigned char *memory; /* of the device */
 } nccl_rank_t;
 
 typedef void (*nccl_rank_func_t)(nccl_rank_t *rank);
@@ -80,7 +80,7 @@ static inline void rank_open(nccl_rank_t *rank)
     CU(rank->cu->stream_create(&rank->stream, WSYNC_CU_STREAM_NON_BLOCKING));
     CU(rank->cu->mem_alloc(&at, NCCL_MEMORY_NBYTES));
     rank->memory = (unsigned char *)(uintptr_t)at;
-    memset(rank->memory, 0xee, NCCL_MEMORY_NBYTES);
+    memset(reach(rank->memory), 0xee, NCCL_MEMORY_NBYTES);
 }
 
 /* The result that a communicator settles on, or that of a call which fails. */

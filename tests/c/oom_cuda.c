@@ -35,11 +35,11 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
         const wsync_span_t source = {memory->data, NBYTES};
         const wsync_span_t destination = {(char *)import->data + 64, 64};
 
-        memset(source.data, 7, 64);
-        memset(destination.data, 0, 64);
+        memset(reach(source.data), 7, 64);
+        memset(reach(destination.data), 0, 64);
         status = wsync_stream_copy_list(stream, &copy, 1, &source, 1, &destination, 1, err);
         CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
-        CHECK_EQ(*(char *)destination.data, status == WSYNC_OK ? 7 : 0);
+        CHECK_EQ(*(char *)reach(destination.data), status == WSYNC_OK ? 7 : 0);
     }
     if (status == WSYNC_OK) {
         status = wsync_stream_record(stream, (wsync_event_t){control, 8}, 1, err);
@@ -110,13 +110,14 @@ static wsync_status_t feed(void *context, wsync_error_t *err)
         const wsync_span_t destination = {data, NBYTES};
 
         memset(pageable, 7, NBYTES);
-        memset(data + NBYTES, 7, NBYTES);
+        memset(reach(data + NBYTES), 7, NBYTES);
         status =
             wsync_stream_copy_list(stream, copies, 2, sources, 2, &destination, 1, err);
         if (status != WSYNC_OK) {
             memset(pageable, 8, NBYTES);
         }
         CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
+        data = reach(data);
         CHECK(status != WSYNC_OK || (data[0] == 7 && data[NBYTES - 1] == 7));
     }
     wsync_stream_destroy(stream);
@@ -166,11 +167,11 @@ static wsync_status_t quantise(void *context, wsync_error_t *err)
             .pass = WSYNC_QUANTISE_CODES,
         };
 
-        memset(data, 0, 128);
-        memset(data + 128, 7, 64);
+        memset(reach(data), 0, 128);
+        memset(reach(data + 128), 7, 64);
         status = wsync_stream_quantise(stream, &batch, err);
         CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
-        CHECK_EQ(data[128], status == WSYNC_OK ? 0 : 7);
+        CHECK_EQ(*(char *)reach(data + 128), status == WSYNC_OK ? 0 : 7);
     }
     wsync_stream_destroy(stream);
     wsync_memory_destroy(memory);

@@ -244,7 +244,7 @@ static void run_steadily(rank_t *rank)
     check_nccl_calls(read_log(logs.nccl, logs.nccl_start), &expected);
     check_cuda_calls(read_log(logs.cuda, logs.cuda_start), &expected);
     if (rank->rank < STEADY_WORKERS) {
-        check_ring(plan, rank->rank, STEADY_RANKS, 1, member.ring->data);
+        check_ring(plan, rank->rank, STEADY_RANKS, 1, reach(member.ring->data));
     }
     meet(rank);
     wsync_comm_destroy(rank->comm);

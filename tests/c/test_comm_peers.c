@@ -80,7 +80,7 @@ TEST(spans_outlive_close)
     CHECK_OK(wsync_comm_spans(duo.comms[0], 0, spans, count, &err), err);
     wsync_comm_close(duo.comms[0]);
     for (size_t i = 0; i < count; i++) {
-        memset(spans[i].data, 1, spans[i].nbytes);
+        memset(reach(spans[i].data), 1, spans[i].nbytes);
     }
     close_duo(&duo);
 }

@@ -123,13 +123,15 @@ TEST(memory_that_a_stream_uses_is_not_taken_away)
     wsync_cu_handle_t handle = 0;
     wsync_cu_ptr_t at;
     wsync_cu_ptr_t other = 0;
+    wsync_cu_ptr_t gate_at = 0;
     uint64_t gate = 0;
 
     CU(cu->mem_create(&handle, CHUNK, &exportable, 0));
     at = map(cu, handle);
     CU(cu->mem_alloc(&other, 64));
     CU(cu->host_register(&gate, sizeof(gate), 0));
-    CU(cu->stream_wait_value(stream, (wsync_cu_ptr_t)(uintptr_t)&gate, 1, 0));
+    CU(cu->host_pointer(&gate_at, &gate, 0));
+    CU(cu->stream_wait_value(stream, gate_at, 1, 0));
     CU(cu->memcpy_async(other, at, 64, stream));
     CHECK_EQ(cu->mem_unmap(at, CHUNK), WSYNC_CU_ILLEGAL_STATE);
     CHECK_EQ(cu->mem_free(other), WSYNC_CU_ILLEGAL_STATE);
@@ -327,6 +329,7 @@ TEST(events_order_streams_of_two_processes)
     wsync_cu_event_t event = NULL;
     wsync_cu_event_t again = NULL;
     wsync_cu_ipc_t handle;
+    wsync_cu_ptr_t gate_at = 0;
     uint64_t gate = 0;
 
     CHECK_EQ(cu->event_create(&event, WSYNC_CU_EVENT_INTERPROCESS), WSYNC_CU_INVALID_VALUE);
@@ -338,7 +341,8 @@ TEST(events_order_streams_of_two_processes)
     say(peer.socket, &handle, sizeof(handle));
     await_nudge(peer.socket);
     CU(cu->host_register(&gate, sizeof(gate), 0));
-    CU(cu->stream_wait_value(stream, (wsync_cu_ptr_t)(uintptr_t)&gate, 1, 0));
+    CU(cu->host_pointer(&gate_at, &gate, 0));
+    CU(cu->stream_wait_value(stream, gate_at, 1, 0));
     CU(cu->event_record(event, stream));
     nudge(peer.socket);
     await_nudge(peer.socket);
@@ -444,6 +448,7 @@ TEST(memory_that_a_launch_uses_is_not_taken_away)
     uint32_t value = 17;
     uint32_t count = 4;
     void *parameters[] = {&at, &value, &count};
+    wsync_cu_ptr_t gate_at = 0;
     uint64_t gate = 0;
 
     CU(cu->mem_alloc(&at, 64));
@@ -451,7 +456,8 @@ TEST(memory_that_a_launch_uses_is_not_taken_away)
     CU(cu->module_load(&module, "image"));
     CU(cu->module_function(&function, module, "fake_fill"));
     CU(cu->host_register(&gate, sizeof(gate), 0));
-    CU(cu->stream_wait_value(stream, (wsync_cu_ptr_t)(uintptr_t)&gate, 1, 0));
+    CU(cu->host_pointer(&gate_at, &gate, 0));
+    CU(cu->stream_wait_value(stream, gate_at, 1, 0));
     CU(cu->launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL));
     CHECK_EQ(cu->mem_free(at), WSYNC_CU_ILLEGAL_STATE);
     CU(cu->mem_free(other));

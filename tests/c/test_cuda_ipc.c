@@ -18,7 +18,7 @@ static wsync_cuda_ipc_t *make(const wsync_cuda_device_t *device)
 
 static unsigned char *data_of(const wsync_cuda_ipc_t *memory)
 {
-    return (unsigned char *)(uintptr_t)memory->at;
+    return reach((const void *)(uintptr_t)memory->at);
 }
 
 static void check_refused(const wsync_cuda_device_t *device, const wsync_cu_ipc_t *handle,

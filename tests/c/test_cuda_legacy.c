@@ -298,7 +298,7 @@ static void work_main(int socket)
             const unsigned char *ring;
 
             CHECK_OK(wsync_importer_take(importer, round, NULL, PATIENT_MS, &err), err);
-            ring = wsync_importer_ring(importer)->data;
+            ring = bytes_of(wsync_importer_ring(importer));
             CHECK_EQ(ring[NBYTES - 1], update * 16 + round);
             CHECK_OK(wsync_importer_done(importer, round, NULL, PATIENT_MS, &err), err);
         }

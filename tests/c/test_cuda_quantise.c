@@ -71,11 +71,16 @@ static unsigned char *at(const scene_t *scene, uint64_t offset)
     return (unsigned char *)scene->memory->data + offset;
 }
 
+static unsigned char *bytes(const scene_t *scene, uint64_t offset)
+{
+    return reach(at(scene, offset));
+}
+
 static void reset(const scene_t *scene)
 {
-    float *entries = (float *)(void *)at(scene, TABLE_AT);
+    float *entries = (float *)(void *)bytes(scene, TABLE_AT);
 
-    memset(at(scene, 0), 0xa5, IMAGE_NBYTES);
+    memset(bytes(scene, 0), 0xa5, IMAGE_NBYTES);
     for (int i = 0; i < 2 * ENTRIES; i++) {
         entries[i] = -INFINITY;
     }
@@ -87,8 +92,8 @@ static void scene_init(scene_t *scene, const wsync_device_t *device)
     scene->memory = make_buffer(device, EVERYTHING);
     scene->sources[0] = (wsync_span_t){at(scene, WEIGHTS_AT), WEIGHTS_NBYTES};
     scene->sources[1] = (wsync_span_t){at(scene, WEIGHTS_AT + 256 * 1024), WEIGHTS_NBYTES};
-    fill(scene->sources[0].data, WEIGHTS_NBYTES, 1);
-    fill(scene->sources[1].data, WEIGHTS_NBYTES, 2);
+    fill(reach(scene->sources[0].data), WEIGHTS_NBYTES, 1);
+    fill(reach(scene->sources[1].data), WEIGHTS_NBYTES, 2);
     scene->batch = (wsync_quantise_batch_t){
         .pieces = pieces,
         .count = PIECES,
@@ -125,9 +130,9 @@ static void check_scene(const scene_t *scene)
     scene_t wanted;
 
     scene_init(&wanted, wsync_device_host());
-    memcpy(at(&wanted, WEIGHTS_AT), at(scene, WEIGHTS_AT), EVERYTHING - WEIGHTS_AT);
+    memcpy(bytes(&wanted, WEIGHTS_AT), bytes(scene, WEIGHTS_AT), EVERYTHING - WEIGHTS_AT);
     run_passes(stream, &wanted);
-    CHECK(memcmp(at(&wanted, 0), at(scene, 0), WEIGHTS_AT) == 0);
+    CHECK(memcmp(bytes(&wanted, 0), bytes(scene, 0), WEIGHTS_AT) == 0);
     wsync_stream_destroy(stream);
     wsync_memory_destroy(wanted.memory);
 }
@@ -139,7 +144,7 @@ TEST(passes_are_those_of_the_host)
 
     scene_init(&scene, gpu());
     for (uint32_t round = 0; round < 3; round++) {
-        fill(scene.sources[0].data, WEIGHTS_NBYTES, round);
+        fill(reach(scene.sources[0].data), WEIGHTS_NBYTES, round);
         reset(&scene);
         run_passes(stream, &scene);
         check_scene(&scene);
@@ -213,7 +218,7 @@ static void refuse(wsync_stream_t *stream, const scene_t *scene, const char *tex
     CHECK_HAS(err.message, text);
     CHECK_HAS(err.message, "is pageable memory of the host, which GPU 0");
     CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
-    CHECK_EQ(*(unsigned char *)scene->batch.image.data, 0xa5);
+    CHECK_EQ(*(unsigned char *)reach(scene->batch.image.data), 0xa5);
 }
 
 TEST(memory_that_the_gpu_does_not_reach_is_named)
@@ -236,7 +241,7 @@ TEST(memory_that_the_gpu_does_not_reach_is_named)
     other.batch.extremes.data = host.data;
     refuse(rig.stream, &other, "the table of extremes, 64 bytes at ");
     /* The same weights, registered. */
-    memcpy(host.data, scene.sources[1].data, WEIGHTS_NBYTES);
+    memcpy(host.data, reach(scene.sources[1].data), WEIGHTS_NBYTES);
     scene.sources[1].data = host.data;
     pin(&rig, host.data, EVERYTHING);
     run_passes(rig.stream, &scene);
@@ -295,7 +300,7 @@ TEST(weights_whose_memory_is_paused_are_an_error)
     rig = make_rig(NBYTES);
     paused = make_buffer(rig.base, WEIGHTS_NBYTES);
     scene_init(&scene, rig.base);
-    fill(paused->data, WEIGHTS_NBYTES, 2);
+    fill(reach(paused->data), WEIGHTS_NBYTES, 2);
     scene.sources[1] = span_of(paused);
     for (int round = 0; round < 2; round++) {
         reset(&scene);

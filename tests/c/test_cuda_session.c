@@ -164,7 +164,7 @@ static wsync_status_t run_update(update_t *u, uint64_t number, wsync_error_t *er
 {
     wsync_status_t status;
 
-    memset(u->parameters->data, 0, ROUNDS * SLOT);
+    memset(bytes_of(u->parameters), 0, ROUNDS * SLOT);
     status = begin_both(u, number, err);
     for (uint32_t round = 0; status == WSYNC_OK && round < ROUNDS; round++) {
         status = run_round(u, round, err);
@@ -178,8 +178,8 @@ static wsync_status_t run_update(update_t *u, uint64_t number, wsync_error_t *er
         status = wsync_stream_synchronize(u->loading, patience_ms, err);
     }
     /* What was committed is there. */
-    CHECK(status != WSYNC_OK ||
-          memcmp(u->parameters->data, u->weights->data, (size_t)ROUNDS * SLOT) == 0);
+    CHECK(status != WSYNC_OK || memcmp(bytes_of(u->parameters), bytes_of(u->weights),
+                                       (size_t)ROUNDS * SLOT) == 0);
     return status;
 }
 
@@ -198,6 +198,7 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
 
 static void make_weights(update_t *u)
 {
+    unsigned char *data;
     wsync_error_t err = {0};
 
     CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
@@ -205,8 +206,9 @@ static void make_weights(update_t *u)
     u->device = test_device();
     CHECK_OK(wsync_memory_create(u->device, ROUNDS * SLOT, &u->weights, &err), err);
     CHECK_OK(wsync_memory_create(u->device, ROUNDS * SLOT, &u->parameters, &err), err);
+    data = bytes_of(u->weights);
     for (size_t i = 0; i < ROUNDS * SLOT; i++) {
-        ((unsigned char *)u->weights->data)[i] = (unsigned char)(i * 7 >> 3);
+        data[i] = (unsigned char)(i * 7 >> 3);
     }
 }
 

@@ -17,7 +17,7 @@ TEST(every_kind_of_source_gives_the_bytes_of_the_host)
     free(sources[0].data);
     memory = make_buffer(rig.base, NBYTES);
     sources[0].data = memory->data;
-    fill(sources[0].data, NBYTES, 0);
+    fill(reach(sources[0].data), NBYTES, 0);
     pin(&rig, sources[1].data, NBYTES);
     /* 2 is pageable; 3 is pinned in part, 4 in two parts, 5 within a larger range. */
     pin(&rig, sources[3].data, NBYTES / 2);

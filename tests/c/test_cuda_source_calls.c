@@ -105,7 +105,7 @@ TEST(a_destination_must_be_in_reach_of_the_device)
     char place[64];
     wsync_error_t err = {0};
 
-    fill(source.data, NBYTES, 16);
+    fill(reach(source.data), NBYTES, 16);
     CHECK_EQ(wsync_stream_copy_list(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
              WSYNC_ERR_UNSUPPORTED);
     (void)snprintf(place, sizeof(place), "destination buffer 1, %d bytes at %#zx", NBYTES,
@@ -116,7 +116,7 @@ TEST(a_destination_must_be_in_reach_of_the_device)
     CHECK_OK(wsync_stream_copy_list(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
              err);
     synchronize(&rig);
-    CHECK(memcmp(source.data, destinations[1].data, 1000) == 0);
+    CHECK(memcmp(reach(source.data), destinations[1].data, 1000) == 0);
     unpin(&rig, destinations[1].data);
     end_rig(&rig);
     free(destinations[0].data);
@@ -148,7 +148,7 @@ static void run_of(const rig_t *rig, const wsync_span_t *sources, uint64_t id,
 static bool came(const rig_t *rig, wsync_span_t source)
 {
     synchronize(rig);
-    return memcmp(rig->target.data, source.data, 1000) == 0;
+    return memcmp(reach(rig->target.data), source.data, 1000) == 0;
 }
 
 /* A list that changes keeps its number here, as no caller may do: so it shows whether the
@@ -202,7 +202,7 @@ TEST(memory_that_is_gone_from_its_address_is_an_error)
     (void)snprintf(place, sizeof(place), "%d bytes at %#zx", NBYTES,
                    (size_t)(uintptr_t)source.data);
     for (int i = 0; i < 2; i++) {
-        fill(source.data, NBYTES, 19);
+        fill(reach(source.data), NBYTES, 19);
         check_copies(&rig, &run, 1, &source, 1);
         CHECK_OK(wsync_memory_park(paused, &err), err);
         CHECK_EQ(
@@ -254,12 +254,12 @@ TEST(managed_memory_is_the_device_s)
     const wsync_span_t managed = new_source(NBYTES, 21);
     wsync_error_t err = {0};
 
-    fill(rig.target.data, NBYTES, 22);
+    fill(reach(rig.target.data), NBYTES, 22);
     declare(managed.data, NBYTES);
     CHECK_OK(wsync_stream_copy_list(rig.stream, &run, 1, &rig.target, 1, &managed, 1, &err),
              err);
     synchronize(&rig);
-    CHECK(memcmp(rig.target.data, managed.data, NBYTES) == 0);
+    CHECK(memcmp(reach(rig.target.data), managed.data, NBYTES) == 0);
     end_rig(&rig);
     free(managed.data);
 }
@@ -384,7 +384,7 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
         status = wsync_stream_synchronize(stream, PATIENT_MS, err);
     }
     if (status == WSYNC_OK) {
-        CHECK(memcmp(rig->target.data, data[1], SLOT + 1000) == 0);
+        CHECK(memcmp(reach(rig->target.data), data[1], SLOT + 1000) == 0);
     }
     if (stream != NULL) {
         (void)wsync_stream_abandon(stream, PATIENT_MS);

@@ -13,23 +13,24 @@ TEST(copies_are_those_of_the_host)
     wsync_stream_t *stream = make_stream(device);
     wsync_stream_t *reference = make_stream(host);
     const wsync_span_t source = span_of(from);
+    const wsync_span_t same = {reach(source.data), NBYTES};
     const wsync_span_t destination = span_of(to);
     const wsync_span_t wanted = span_of(expected);
     wsync_error_t err = {0};
 
-    fill(source.data, NBYTES, 1);
+    fill(same.data, NBYTES, 1);
     for (int count = 1; count <= SHAPES; count++) {
-        memset(destination.data, 0, NBYTES);
+        memset(reach(destination.data), 0, NBYTES);
         memset(wanted.data, 0, NBYTES);
         CHECK_OK(wsync_stream_copy_list(stream, shapes, (size_t)count, &source, 1,
                                         &destination, 1, &err),
                  err);
-        CHECK_OK(wsync_stream_copy_list(reference, shapes, (size_t)count, &source, 1,
-                                        &wanted, 1, &err),
+        CHECK_OK(wsync_stream_copy_list(reference, shapes, (size_t)count, &same, 1, &wanted,
+                                        1, &err),
                  err);
         CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
         CHECK_OK(wsync_stream_synchronize(reference, PATIENT_MS, &err), err);
-        CHECK(memcmp(destination.data, wanted.data, NBYTES) == 0);
+        CHECK(memcmp(reach(destination.data), wanted.data, NBYTES) == 0);
     }
     wsync_stream_destroy(stream);
     wsync_stream_destroy(reference);
@@ -99,7 +100,7 @@ TEST(moved_buffers_are_bound_anew)
     off_t before;
     wsync_error_t err = {0};
 
-    fill(source.data, NBYTES, 1);
+    fill(reach(source.data), NBYTES, 1);
     for (int i = 1; i < 3; i++) {
         const wsync_span_t destination = span_of(buffers[i]);
 
@@ -113,7 +114,7 @@ TEST(moved_buffers_are_bound_anew)
         text,
         "cuPointerGetAttributes cuMemcpyHtoDAsync cuStreamSynchronize cuLaunchKernel ");
     CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
-    CHECK(memcmp(buffers[1]->data, buffers[2]->data, NBYTES) == 0);
+    CHECK(memcmp(bytes_of(buffers[1]), bytes_of(buffers[2]), NBYTES) == 0);
     wsync_stream_destroy(stream);
     for (int i = 0; i < 3; i++) {
         wsync_memory_destroy(buffers[i]);
@@ -135,7 +136,7 @@ TEST(addresses_of_buffers_that_move_for_ever_are_not_kept)
     wsync_error_t err = {0};
 
     CHECK(sources != NULL);
-    fill(from->data, NBYTES, 1);
+    fill(bytes_of(from), NBYTES, 1);
     sources[0] = span_of(from);
     for (uintptr_t i = 0; i < UPDATES; i++) {
         sources[1].data = (void *)(i + 1); /* no copy names it */
@@ -168,13 +169,13 @@ TEST(a_long_run_goes_to_a_copy_engine)
     const off_t before = lseek(fd, 0, SEEK_END);
     wsync_error_t err = {0};
 
-    fill(source.data, NBYTES, 1);
+    fill(reach(source.data), NBYTES, 1);
     CHECK_OK(wsync_stream_copy_list(stream, &run, 1, &source, 1, &destination, 1, &err),
              err);
     read_calls(fd, before, text);
     CHECK_STR(text, "cuPointerGetAttributes cuPointerGetAttributes cuMemcpyAsync ");
     CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
-    CHECK(memcmp(source.data, destination.data, NBYTES) == 0);
+    CHECK(memcmp(reach(source.data), reach(destination.data), NBYTES) == 0);
     wsync_stream_destroy(stream);
     wsync_memory_destroy(from);
     wsync_memory_destroy(to);
@@ -244,7 +245,7 @@ static void play(int socket, bool first)
     if (first) {
         control = make_control(device);
         buffer = make_buffer(device, NBYTES);
-        fill(buffer->data, NBYTES, 1);
+        fill(bytes_of(buffer), NBYTES, 1);
         say_fd(socket, control->fd);
         say_fd(socket, buffer->fd);
     } else {
@@ -274,7 +275,7 @@ static void play(int socket, bool first)
                  err);
     }
     CHECK_OK(wsync_event_wait((wsync_event_t){control, 64}, ROUNDS, PATIENT_MS, &err), err);
-    CHECK(memcmp((char *)buffer->data + ROUNDS * 4096, buffer->data, 4096) == 0);
+    CHECK(memcmp(bytes_of(buffer) + ROUNDS * 4096, bytes_of(buffer), 4096) == 0);
     wsync_stream_destroy(stream);
     wsync_memory_destroy(buffer);
     wsync_memory_destroy(control);
@@ -313,7 +314,7 @@ TEST(streams_of_others_are_followed_and_led)
     wsync_cu_stream_t other = NULL;
     wsync_error_t err = {0};
 
-    fill(span.data, NBYTES, 1);
+    fill(reach(span.data), NBYTES, 1);
     CU(driver->stream_create(&other, WSYNC_CU_STREAM_NON_BLOCKING));
     /* Nothing moves before the gate opens, so that only the order can make it right. */
     CU(driver->stream_wait_value(other, wsync_cuda_event_address(gate), 1,
@@ -327,7 +328,7 @@ TEST(streams_of_others_are_followed_and_led)
     CHECK_EQ(wsync_stream_synchronize(stream, 50, &err), WSYNC_ERR_TIMEOUT);
     wsync_event_set(gate, 1);
     CU(driver->stream_synchronize(other));
-    CHECK(memcmp(span.data, (char *)span.data + 12288, 4096) == 0);
+    CHECK(memcmp(bytes_of(buffer), bytes_of(buffer) + 12288, 4096) == 0);
     CU(driver->stream_destroy(other));
     wsync_stream_destroy(stream);
     wsync_memory_destroy(buffer);
@@ -353,7 +354,7 @@ TEST(a_stream_that_does_not_run_dry_says_so)
     wsync_error_t err = {0};
 
     lost = make_stream(device);
-    fill(span.data, NBYTES, 1);
+    fill(reach(span.data), NBYTES, 1);
     CU(driver->stream_create(&other, WSYNC_CU_STREAM_NON_BLOCKING));
     CU(driver->stream_wait_value(other, wsync_cuda_event_address(gate), 1,
                                  WSYNC_CU_WAIT_GEQ));
@@ -366,7 +367,7 @@ TEST(a_stream_that_does_not_run_dry_says_so)
     wsync_event_set(gate, 1);
     CU(driver->stream_synchronize(other));
     CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
-    CHECK(memcmp(span.data, (char *)span.data + 8192, 4096) == 0);
+    CHECK(memcmp(bytes_of(buffer), bytes_of(buffer) + 8192, 4096) == 0);
     CHECK(wsync_stream_abandon(stream, 0));
     CU(driver->stream_destroy(other));
     CHECK(wsync_stream_destroy(stream));

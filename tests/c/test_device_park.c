@@ -23,7 +23,7 @@ static wsync_memory_t *make(void)
 
 static unsigned char *bytes_of(const wsync_memory_t *memory)
 {
-    return memory->data;
+    return reach(memory->data);
 }
 
 static void park(wsync_memory_t *memory)
@@ -52,7 +52,7 @@ static long count_mappings(void)
 TEST(parked_memory_gives_its_bytes_back_and_keeps_its_addresses)
 {
     wsync_memory_t *memory = make();
-    unsigned char *data = bytes_of(memory);
+    const unsigned char *data = memory->data;
     const long mappings = count_mappings();
     const int fd = memory->fd;
     wsync_error_t err = {0};
@@ -61,16 +61,16 @@ TEST(parked_memory_gives_its_bytes_back_and_keeps_its_addresses)
         park(memory);
         CHECK_EQ(count_mappings(), mappings - 1);
         CHECK_EQ(fcntl(fd, F_GETFD), -1);
-        CHECK(bytes_of(memory) == data);
+        CHECK(memory->data == data);
         CHECK_EQ(memory->nbytes, NBYTES);
         /* the range is taken: nobody else is given it */
-        CHECK(mmap(data, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE,
-                   -1, 0) == MAP_FAILED);
+        CHECK(mmap(memory->data, 4096, PROT_READ,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) == MAP_FAILED);
         CHECK_OK(wsync_memory_unpark(memory, -1, &err), err);
         CHECK_EQ(count_mappings(), mappings);
-        CHECK(bytes_of(memory) == data);
+        CHECK(memory->data == data);
         CHECK((fcntl(memory->fd, F_GETFD) & FD_CLOEXEC) != 0);
-        memset(data, 7, NBYTES);
+        memset(bytes_of(memory), 7, NBYTES);
     }
     wsync_memory_destroy(memory);
     CHECK_EQ(count_mappings(), mappings - 1);
@@ -81,21 +81,21 @@ TEST(both_sides_get_the_new_bytes_where_the_old_ones_were)
     wsync_memory_t *memory = make();
     wsync_memory_t *peer = NULL;
     wsync_error_t err = {0};
-    unsigned char *data = bytes_of(memory);
-    unsigned char *seen;
+    const unsigned char *data = memory->data;
+    const unsigned char *seen;
 
     CHECK_OK(wsync_memory_import(device(), memory->fd, NBYTES, &peer, &err), err);
-    seen = bytes_of(peer);
+    seen = peer->data;
     park(peer);
-    data[0] = 1; /* one side's parking is its own */
+    bytes_of(memory)[0] = 1; /* one side's parking is its own */
     park(memory);
     CHECK_OK(wsync_memory_unpark(memory, -1, &err), err);
     CHECK_OK(wsync_memory_unpark(peer, memory->fd, &err), err);
-    CHECK(bytes_of(memory) == data && bytes_of(peer) == seen);
-    data[NBYTES - 1] = 42;
-    CHECK_EQ(seen[NBYTES - 1], 42);
+    CHECK(memory->data == data && peer->data == seen);
+    bytes_of(memory)[NBYTES - 1] = 42;
+    CHECK_EQ(bytes_of(peer)[NBYTES - 1], 42);
     park(memory);
-    CHECK_EQ(seen[NBYTES - 1], 42); /* an import needs its exporter no more */
+    CHECK_EQ(bytes_of(peer)[NBYTES - 1], 42); /* an import needs its exporter no more */
     wsync_memory_destroy(memory);
     wsync_memory_destroy(peer);
 }
@@ -183,7 +183,7 @@ TEST(memory_that_runs_out_leaves_it_parked_and_may_come_back)
 
     starve_prepare();
     memory = make();
-    data = bytes_of(memory);
+    data = memory->data;
     park(memory);
     starve();
     for (int i = 0; i < 2; i++) {
@@ -192,7 +192,7 @@ TEST(memory_that_runs_out_leaves_it_parked_and_may_come_back)
     }
     starve_no_more();
     CHECK_OK(wsync_memory_unpark(memory, -1, &err), err);
-    CHECK(bytes_of(memory) == data);
-    data[NBYTES - 1] = 1;
+    CHECK(memory->data == data);
+    bytes_of(memory)[NBYTES - 1] = 1;
     wsync_memory_destroy(memory);
 }

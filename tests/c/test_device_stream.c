@@ -168,7 +168,7 @@ TEST(copies_out_of_bounds_enqueue_nothing)
     };
     wsync_error_t err = {0};
 
-    memset(source.data, 1, 64);
+    memset(reach(source.data), 1, 64);
     copies[1].source_offset = 33;
     CHECK_EQ(wsync_stream_copy_list(stream, copies, 2, &source, 1, &destination, 1, &err),
              WSYNC_ERR_INVALID);
@@ -184,7 +184,7 @@ TEST(copies_out_of_bounds_enqueue_nothing)
              err);
     CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
     for (size_t i = 0; i < 64; i++) {
-        CHECK_EQ(((unsigned char *)destination.data)[i], 0);
+        CHECK_EQ(((unsigned char *)reach(destination.data))[i], 0);
     }
     wsync_stream_destroy(stream);
     wsync_memory_destroy(from);
@@ -228,7 +228,7 @@ static void check_order(unsigned threads)
     wsync_stream_t *stream = make_stream(threads);
     wsync_memory_t *buffer = make_buffer((ROUNDS + 1) * LENGTH * sizeof(uint64_t));
     const wsync_span_t span = span_of(buffer);
-    uint64_t *cells = span.data;
+    uint64_t *cells = reach(span.data);
     wsync_copy_t *copies = calloc(ROUNDS, sizeof(*copies));
     wsync_error_t err = {0};
 
@@ -280,7 +280,7 @@ static void check_destroy(unsigned threads)
         .row_count = LENGTH, .source_item_nbytes = 1, .destination_item_nbytes = 1};
     wsync_error_t err = {0};
 
-    memset(source.data, 3, LENGTH);
+    memset(reach(source.data), 3, LENGTH);
     for (uint64_t i = 0; i < ENTRIES; i++) {
         CHECK_OK(
             wsync_stream_copy_list(stream, &copy, 1, &source, 1, &destination, 1, &err),
@@ -291,7 +291,7 @@ static void check_destroy(unsigned threads)
     for (uint64_t i = 0; i < ENTRIES; i++) {
         CHECK_EQ(wsync_event_query((wsync_event_t){memory, 8 * i}), 1);
     }
-    CHECK(memcmp(source.data, destination.data, LENGTH) == 0);
+    CHECK(memcmp(reach(source.data), reach(destination.data), LENGTH) == 0);
     wsync_memory_destroy(memory);
     wsync_memory_destroy(from);
     wsync_memory_destroy(to);

@@ -42,7 +42,7 @@ static end_t open_end(rank_t *rank, int timeout_ms)
     memcpy(&id, rank->shared->addresses[0], sizeof(id));
     CHECK_OK(wsync_memory_create(rank->device, NBYTES, &end.memory, &err), err);
     CHECK_OK(wsync_control_create(rank->device, 4096, &end.words, &err), err);
-    end.data = end.memory->data;
+    end.data = reach(end.memory->data);
     CHECK_OK(wsync_nccl_communicator_create(library, rank->device, &id, rank->rank,
                                             rank->rank_count, timeout_ms, &end.communicator,
                                             &err),
@@ -68,8 +68,8 @@ static void submit(const rank_t *rank, const end_t *end, mistake_t mistake)
 {
     const bool sends = rank->rank == 0;
     wsync_nccl_transfer_t transfers[2] = {
-        {.data = end->data, .nbytes = LARGE},
-        {.data = end->data + LARGE, .nbytes = SMALL},
+        {.data = end->memory->data, .nbytes = LARGE},
+        {.data = (char *)end->memory->data + LARGE, .nbytes = SMALL},
     };
     wsync_nccl_group_t group = {
         .transfers = transfers, .count = 2, .end = {word(end, 1), 1}, .round = 7};
@@ -202,7 +202,8 @@ TEST(a_receive_that_is_short_ends_the_communicator)
 static void submit_many(rank_t *rank)
 {
     end_t end = open_end(rank, LONG_MS);
-    wsync_nccl_transfer_t transfer = {.way = WSYNC_NCCL_BROADCAST, .data = end.data};
+    wsync_nccl_transfer_t transfer = {.way = WSYNC_NCCL_BROADCAST,
+                                      .data = end.memory->data};
     wsync_nccl_group_t group = {.transfers = &transfer, .count = 1};
     wsync_error_t err = {0};
 

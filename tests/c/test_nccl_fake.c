@@ -10,13 +10,15 @@ enum { LARGE = 200000, SMALL = 3000, FAR = 500000 };
 
 static void fill(const nccl_rank_t *rank, size_t offset, size_t nbytes, int value)
 {
-    memset(rank->memory + offset, value, nbytes);
+    memset(reach(rank->memory + offset), value, nbytes);
 }
 
 static bool holds(const nccl_rank_t *rank, size_t offset, size_t nbytes, int value)
 {
+    const unsigned char *bytes = reach(rank->memory + offset);
+
     for (size_t i = 0; i < nbytes; i++) {
-        if (rank->memory[offset + i] != value) {
+        if (bytes[i] != value) {
             return false;
         }
     }
@@ -174,7 +176,7 @@ static void record_early(nccl_rank_t *rank)
         CHECK_EQ(result, poll < 3 ? WSYNC_NCCL_IN_PROGRESS : WSYNC_NCCL_SUCCESS);
     }
     drain(rank);
-    CHECK_EQ(memcmp(rank->memory, rank->memory + FAR, SMALL), 0);
+    CHECK_EQ(memcmp(reach(rank->memory), reach(rank->memory + FAR), SMALL), 0);
     CU(rank->cu->event_destroy(event));
     rank_close(rank);
 }

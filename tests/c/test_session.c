@@ -32,7 +32,7 @@ static void *work(void *context)
         CHECK_EQ(wsync_importer_generation(s->importer), 1 + i / 2);
         CHECK(memcmp(wsync_importer_manifest(s->importer, &nbytes), "manifest", 8) == 0);
         CHECK_EQ(nbytes, 8);
-        ring = wsync_importer_ring(s->importer)->data;
+        ring = reach(wsync_importer_ring(s->importer)->data);
         for (uint32_t round = 0; round < count; round++) {
             CHECK_OK(wsync_importer_take(s->importer, round, NULL, PATIENT_MS, &err), err);
             for (size_t word = 0; word < SLOT_WORDS; word++) {
@@ -62,7 +62,7 @@ TEST(every_round_of_every_update_arrives)
     pthread_t worker;
 
     CHECK_OK(wsync_memory_create(device(), RING_NBYTES, &buffer, &err), err);
-    values = buffer->data;
+    values = reach(buffer->data);
     connect_session(&s);
     CHECK_EQ(pthread_create(&worker, NULL, work, &s), 0);
     for (uint64_t i = 0; i < UPDATES; i++) {
@@ -83,7 +83,7 @@ TEST(every_round_of_every_update_arrives)
                 .row_count = SLOT_WORDS,
                 .source_item_nbytes = 8,
                 .destination_item_nbytes = 8};
-            const wsync_span_t from = {values, RING_NBYTES};
+            const wsync_span_t from = {buffer->data, RING_NBYTES};
             const wsync_span_t to = {s.ring->data, RING_NBYTES};
 
             CHECK_OK(

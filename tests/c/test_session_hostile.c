@@ -354,8 +354,8 @@ TEST(descriptors_of_a_hostile_trainer_are_refused)
         CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
                  expected[i]);
         if (i == 4) {
-            *(char *)t.ring->data = 5;
-            CHECK_EQ(*(char *)wsync_importer_ring(t.importer)->data, 5);
+            *(char *)reach(t.ring->data) = 5;
+            CHECK_EQ(*(char *)reach(wsync_importer_ring(t.importer)->data), 5);
         }
         (void)close(loose);
         close_trainer(&t);

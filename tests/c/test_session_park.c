@@ -13,12 +13,12 @@ static void move(session_t *s, uint64_t update, int value)
     wsync_error_t err = {0};
 
     begin_session(s, update, 1);
-    memset(s->ring->data, value, RING_NBYTES);
+    memset(reach(s->ring->data), value, RING_NBYTES);
     CHECK_OK(wsync_exporter_post(s->exporter, 0, s->stream, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_take(s->importer, 0, NULL, PATIENT_MS, &err), err);
     taken = wsync_importer_ring(s->importer);
     for (size_t i = 0; i < RING_NBYTES; i++) {
-        CHECK_EQ(((unsigned char *)taken->data)[i], value);
+        CHECK_EQ(((unsigned char *)reach(taken->data))[i], value);
     }
     CHECK_OK(wsync_importer_done(s->importer, 0, NULL, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_prepared(s->importer, &receipt, PATIENT_MS, &err), err);
@@ -118,7 +118,7 @@ TEST(a_ring_that_is_looked_at_stays_on_both_sides)
     CHECK_HAS(err.message,
               "the worker keeps the ring: the memory cannot be parked: 1 view");
     CHECK(s.ring->fd >= 0 && theirs->fd >= 0);
-    CHECK_EQ(*(unsigned char *)theirs->data, 1);
+    CHECK_EQ(*(unsigned char *)reach(theirs->data), 1);
     move(&s, 2, 2);
     wsync_memory_unpin(theirs);
     park(&s);

@@ -60,6 +60,10 @@ typedef const char *(*fakecuda_failed_func_t)(void);
 /* The host's memory counts as managed from now on. */
 typedef void (*fakecuda_managed_func_t)(void *data, size_t nbytes);
 
+/* Where the processor reads and writes what the device has at an address, until that is
+ * given back; other addresses are the host's own. */
+typedef void *(*fakecuda_reach_func_t)(const void *at);
+
 /* --- for tests/fakenccl -----------------------------------------------------------------
  */
 
@@ -88,6 +92,7 @@ typedef int (*fakecuda_current_func_t)(uint8_t *uuid);
 #define FAKECUDA_ENQUEUE "fakecuda_enqueue"
 #define FAKECUDA_CURRENT "fakecuda_current"
 #define FAKECUDA_MANAGED "fakecuda_managed"
+#define FAKECUDA_REACH "fakecuda_reach"
 #define FAKECUDA_CENSUS "fakecuda_census"
 #define FAKECUDA_FAIL "fakecuda_fail"
 #define FAKECUDA_LOSE "fakecuda_lose"
