@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import SGLANG_VERSIONS, SglangReceiver, engine_tree
-from support.fakecuda import fake_driver, fake_environment
+from support.fakecuda import fake_driver, fake_environment, fake_nvrtc
 from support.gpu_reader import load
 from support.peer import Peer, PeerError
 from support.sglang_receiver import add_packages, digest
@@ -82,13 +82,14 @@ PRELUDE = """
 import ctypes, os, time
 import torch
 from support.gpu_reader import count_down, load, new_ring, open_tensor
+from support.played_gpu import reach
 from wsync import _core
 from wsync.messages import gpu_payload, payload
 from wsync.messages.gpu_payload import GpuTensor
 
 def never(): pass
-def write(ring, offset, data): ctypes.memmove(ring.address + offset, data, len(data))
-def read(opened): return ctypes.string_at(opened.address, opened.nbytes)
+def write(ring, offset, data): ctypes.memmove(reach(ring.address + offset), data, len(data))
+def read(opened): return ctypes.string_at(reach(opened.address), opened.nbytes)
 """
 
 
@@ -107,7 +108,7 @@ def started(**environment: str) -> Iterator[Peer]:
 @pytest.fixture(scope="module")
 def owner() -> Iterator[Peer]:
     """Tests leave no ring behind that is held."""
-    with started() as peer:
+    with started(WSYNC_NVRTC_LIB=fake_nvrtc()) as peer:
         yield peer
 
 

@@ -75,7 +75,7 @@ TEST(streams_run_in_order_and_behind_their_caller)
     CHECK_EQ(cu->host_register(&gate, 4, 0), WSYNC_CU_ALREADY_REGISTERED);
     CU(cu->host_unregister(&gate));
     CHECK_EQ(cu->host_unregister(&gate), WSYNC_CU_NOT_REGISTERED);
-    CHECK_EQ(cu->stream_write_value(stream, gate_at, 9, 0), WSYNC_CU_INVALID_VALUE);
+    CHECK_EQ(cu->stream_write_value(stream, gate_at, 9, 0), WSYNC_CU_ILLEGAL_ADDRESS);
     CU(cu->stream_destroy(stream));
     CHECK_EQ(cu->stream_destroy(stream), WSYNC_CU_INVALID_HANDLE);
     CHECK_EQ(cu->stream_query(stream), WSYNC_CU_INVALID_HANDLE);
@@ -144,6 +144,65 @@ TEST(memory_that_a_stream_uses_is_not_taken_away)
     CHECK_EQ(cu->memset_async(other, 0, 1, stream), WSYNC_CU_ILLEGAL_ADDRESS);
     unmap(cu, at);
     CU(cu->mem_release(handle));
+}
+
+/* The kernel reads what a process could, and says where it could not. */
+static bool can_read(int fd, const void *at)
+{
+    const ssize_t written = write(fd, at, 8);
+
+    CHECK(written == 8 || (written < 0 && errno == EFAULT));
+    return written == 8;
+}
+
+TEST(memory_of_the_device_is_not_the_processor_s)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_handle_t handle = 0;
+    wsync_cu_ptr_t at[2] = {0};
+    int ends[2];
+
+    CHECK_EQ(pipe(ends), 0);
+    CU(cu->mem_alloc(&at[0], 64));
+    CU(cu->mem_create(&handle, CHUNK, &exportable, 0));
+    at[1] = map(cu, handle);
+    CU(cu->mem_release(handle));
+    for (int i = 0; i < 2; i++) {
+        const void *data = (const void *)(uintptr_t)at[i];
+
+        CHECK(!can_read(ends[1], data));
+        CHECK(can_read(ends[1], reach(data)));
+        CU(cu->memset_async(at[i], 9, 64, stream));
+        CU(cu->stream_synchronize(stream));
+        CHECK_EQ(((unsigned char *)reach(data))[63], 9);
+    }
+    CU(cu->mem_free(at[0]));
+    unmap(cu, at[1]);
+    (void)close(ends[0]);
+    (void)close(ends[1]);
+}
+
+TEST(the_device_has_addresses_of_its_own_for_memory_of_the_host)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    uint64_t words[4] = {0};
+    const wsync_cu_ptr_t host = (uintptr_t)words;
+    wsync_cu_ptr_t at = 0;
+
+    CU(cu->host_register(words, sizeof(words), 0));
+    CU(cu->host_pointer(&at, &words[1], 0));
+    CHECK(at != host + 8 && at % 8 == 0);
+    CU(cu->stream_write_value(stream, at, 5, 0));
+    CU(cu->stream_synchronize(stream));
+    CHECK_EQ(words[1], 5);
+    CHECK_EQ(cu->stream_write_value(stream, host, 6, 0), WSYNC_CU_INVALID_VALUE);
+    CHECK_EQ(cu->memset_async(host, 6, 8, stream), WSYNC_CU_INVALID_VALUE);
+    CHECK(reach((const void *)(uintptr_t)at) == &words[1]);
+    CHECK_EQ(cu->host_register(&words[3], 8, 0), WSYNC_CU_ALREADY_REGISTERED);
+    CU(cu->host_unregister(words));
+    CHECK_EQ(cu->stream_write_value(stream, at, 7, 0), WSYNC_CU_ILLEGAL_ADDRESS);
 }
 
 static void import_main(int socket)

@@ -64,7 +64,7 @@ typedef enum fake_kind {
     FAKE_MAPPED,
     FAKE_ALLOCATED, /* cuMemAlloc */
     FAKE_OPENED,    /* cuIpcOpenMemHandle */
-    FAKE_HOST,      /* cuMemHostRegister */
+    FAKE_HOST,      /* cuMemHostRegister; `host` is the caller's */
     FAKE_MANAGED,   /* fakecuda_managed: as cuMemAllocManaged would give it */
     FAKE_GRAVE,     /* was one of these: its addresses are not used again */
 } fake_kind_t;
@@ -73,8 +73,9 @@ typedef struct fake_range {
     struct fake_range *next;
     fake_kind_t kind;
     unsigned long long buffer; /* a number of its own */
-    uintptr_t at;
+    uintptr_t at;              /* for the device */
     size_t nbytes;
+    unsigned char *host; /* where threads of the fake reach it, or NULL: nowhere */
     struct wsync_cu_context *context; /* of an allocation */
     int device;                       /* of a mapping; -1: no access */
     fake_physical_t *physical;        /* of a mapping */
@@ -160,6 +161,7 @@ typedef struct fake_state {
     bool moving;   /* and moves its pages to the device when that reads them */
     bool reserved; /* addresses without memory are the device's all the same */
     bool no_vmm;
+    bool shown; /* the processor reaches device memory where the device does */
     bool sizes;
     bool serial;  /* all streams share one queue of the device */
     size_t queue; /* operations that a stream holds; 0: any number */
@@ -215,6 +217,14 @@ int fake_steal(pid_t pid, int fd, const char *name);
  * what only the host reaches; locked. */
 wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes,
                                    bool by_host);
+/* Addresses that nobody else has, at which there is nothing for the processor; 0: none. */
+uintptr_t fake_reserve(size_t nbytes);
+/* Takes device memory away for ever. */
+void fake_bury(fake_range_t *range);
+/* Where a thread of the fake reads and writes what the device has at an address: other
+ * addresses are the host's own.  Locked. */
+void *fake_reach(uintptr_t at);
+EXPORT void *fakecuda_reach(const void *at); /* not locked */
 /* Whether an operation that has not ended names the range; locked. */
 bool fake_range_busy(uintptr_t at, size_t nbytes);
 /* Every call fails from now on; returns when no stream runs anything any more. */

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What tests ask of the stand-in for libcuda.so.1 (dlsym; the library is what
- * WSYNC_CUDA_LIB names).  Device memory is memfds, a device address is the host address of
- * a mapping, and streams are threads that take their time.  What the real driver leaves
+ * WSYNC_CUDA_LIB names).  Device memory is memfds, which the processor finds nothing of at
+ * the device's addresses; the device has addresses of its own for registered memory of the
+ * host; and streams are threads that take their time.  What the real driver leaves
  * undefined is refused, with a line in the log that says why.
  *
  * Environment, read by cuInit:
@@ -20,6 +21,8 @@
  *                             its pages (0)
  *   WSYNC_FAKE_CUDA_RESERVED  1: reserved addresses without memory count as the device's;
  *                             0: the driver knows nothing of them (0)
+ *   WSYNC_FAKE_CUDA_SHOWN     1: the processor reaches device memory at the device's
+ *                             addresses, for those who play torch's part on it (0)
  *   WSYNC_FAKE_CUDA_LOG       file that gets a line "PID CALL" per call
  *   WSYNC_FAKE_CUDA_MISUSE    file that gets a line "PID TEXT" per call that is refused for
  *                             what would come of it: use after free or destroy, a late call

@@ -32,10 +32,13 @@ static fake_range_t *map_allocation(int fd, size_t nbytes, fake_kind_t kind)
 {
     fake_range_t *range = calloc(1, sizeof(*range));
     void *data = mmap(NULL, pages(nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    const uintptr_t at = fake.shown ? (uintptr_t)data : fake_reserve(pages(nbytes));
 
-    if (range != NULL && data != MAP_FAILED) {
+    if (range != NULL && data != MAP_FAILED && at != 0) {
         *range = (fake_range_t){.kind = kind,
-                                .at = (uintptr_t)data,
+                                .buffer = ++fake.next_buffer,
+                                .at = at,
+                                .host = data,
                                 .nbytes = nbytes,
                                 .device = -1,
                                 .opens = 1,
@@ -52,8 +55,7 @@ static fake_range_t *map_allocation(int fd, size_t nbytes, fake_kind_t kind)
 
 static void unmap_allocation(fake_range_t *range)
 {
-    (void)mmap((void *)range->at, pages(range->nbytes), PROT_NONE,
-               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    fake_bury(range);
     fake_shared_unmap(range->shared);
     (void)close(range->fd);
     range->fd = -1;

@@ -12,6 +12,8 @@
 
 #define PHYSICAL_NAME "fakecuda-physical"
 
+enum { PAGE_NBYTES = 4096 };
+
 static bool inside(const fake_range_t *range, uintptr_t at, size_t nbytes)
 {
     return at >= range->at && at - range->at <= range->nbytes &&
@@ -28,6 +30,18 @@ static fake_range_t *find(fake_kind_t kind, fake_kind_t other, uintptr_t at, siz
 {
     for (fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
         if ((range->kind == kind || range->kind == other) && inside(range, at, nbytes)) {
+            return range;
+        }
+    }
+    return NULL;
+}
+
+/* The registration of an address of the host's. */
+static fake_range_t *find_host(uintptr_t data, size_t nbytes)
+{
+    for (fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
+        if (range->kind == FAKE_HOST && data < (uintptr_t)range->host + range->nbytes &&
+            (uintptr_t)range->host < data + nbytes) {
             return range;
         }
     }
@@ -58,11 +72,41 @@ wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes
                                call, nbytes, (size_t)at);
         }
     }
-    return by_host || fake.pageable
-               ? WSYNC_CU_SUCCESS
-               : fake_refuse(WSYNC_CU_INVALID_VALUE,
-                             "%s: %#zx is not of the device, and not registered", call,
-                             (size_t)at);
+    if (by_host || fake.pageable) {
+        return WSYNC_CU_SUCCESS;
+    }
+    return fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: %#zx is %s", call, (size_t)at,
+                       find_host(at, nbytes) != NULL
+                           ? "the host's address of registered memory"
+                           : "not of the device, and not registered");
+}
+
+uintptr_t fake_reserve(size_t nbytes)
+{
+    void *base =
+        mmap(NULL, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+    return base != MAP_FAILED ? (uintptr_t)base : 0;
+}
+
+void *fake_reach(uintptr_t at)
+{
+    for (const fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
+        if (range->host != NULL && at >= range->at && at - range->at < range->nbytes) {
+            return range->host + (at - range->at);
+        }
+    }
+    return (void *)at;
+}
+
+void *fakecuda_reach(const void *at)
+{
+    void *host;
+
+    fake_lock();
+    host = fake_reach((uintptr_t)at);
+    fake_unlock();
+    return host;
 }
 
 /* Adds a range; NULL without memory. */
@@ -94,11 +138,18 @@ static void remove_range(fake_range_t *range)
     }
 }
 
-/* Takes the pages away for ever: what uses them later is found out. */
-static void bury(uintptr_t at, size_t nbytes)
+/* At addresses that are shown, nothing else is put: what uses them later is found out. */
+void fake_bury(fake_range_t *range)
 {
-    (void)mmap((void *)at, nbytes, PROT_NONE,
-               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    const size_t nbytes = (range->nbytes + PAGE_NBYTES - 1) / PAGE_NBYTES * PAGE_NBYTES;
+
+    if ((uintptr_t)range->host != range->at) {
+        (void)munmap(range->host, nbytes);
+    } else {
+        (void)mmap(range->host, nbytes, PROT_NONE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    }
+    range->host = NULL;
 }
 
 /* --- physical memory -------------------------------------------------------------------
@@ -358,7 +409,7 @@ wsync_cu_result_t fake_mem_import(wsync_cu_handle_t *handle, void *shareable, in
 wsync_cu_result_t fake_mem_reserve(wsync_cu_ptr_t *at, size_t nbytes, size_t alignment,
                                    wsync_cu_ptr_t wanted, unsigned long long flags)
 {
-    void *base;
+    uintptr_t base;
     uintptr_t aligned;
     wsync_cu_result_t code = fake_enter("cuMemAddressReserve");
 
@@ -373,13 +424,11 @@ wsync_cu_result_t fake_mem_reserve(wsync_cu_ptr_t *at, size_t nbytes, size_t ali
         return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemAddressReserve: %zu bytes",
                            nbytes);
     }
-    base = mmap(NULL, nbytes + FAKE_GRANULARITY, PROT_NONE,
-                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED) {
+    base = fake_reserve(nbytes + FAKE_GRANULARITY);
+    if (base == 0) {
         return WSYNC_CU_OUT_OF_MEMORY;
     }
-    aligned =
-        ((uintptr_t)base + FAKE_GRANULARITY - 1) / FAKE_GRANULARITY * FAKE_GRANULARITY;
+    aligned = (base + FAKE_GRANULARITY - 1) / FAKE_GRANULARITY * FAKE_GRANULARITY;
     fake_lock();
     code = add_range(FAKE_RESERVED, aligned, nbytes) != NULL ? WSYNC_CU_SUCCESS
                                                              : WSYNC_CU_OUT_OF_MEMORY;
@@ -434,6 +483,7 @@ wsync_cu_result_t fake_mem_map(wsync_cu_ptr_t at, size_t nbytes, size_t offset,
 {
     fake_physical_t *physical;
     fake_range_t *range = NULL;
+    void *host = NULL;
     wsync_cu_result_t code = fake_enter("cuMemMap");
 
     if (code != WSYNC_CU_SUCCESS) {
@@ -447,14 +497,15 @@ wsync_cu_result_t fake_mem_map(wsync_cu_ptr_t at, size_t nbytes, size_t offset,
         find_overlap(FAKE_MAPPED, (uintptr_t)at, nbytes) != NULL) {
         code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemMap: %zu bytes of %zu", nbytes,
                            physical != NULL ? physical->nbytes : 0);
-    } else if (mmap((void *)(uintptr_t)at, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
-                    physical->fd, 0) == MAP_FAILED) {
-        code = WSYNC_CU_MAP_FAILED;
     } else {
-        range = add_range(FAKE_MAPPED, (uintptr_t)at, nbytes);
-        code = range != NULL ? WSYNC_CU_SUCCESS : WSYNC_CU_OUT_OF_MEMORY;
+        host =
+            mmap(fake.shown ? (void *)(uintptr_t)at : NULL, nbytes, PROT_READ | PROT_WRITE,
+                 MAP_SHARED | (fake.shown ? MAP_FIXED : 0), physical->fd, 0);
+        range = host != MAP_FAILED ? add_range(FAKE_MAPPED, (uintptr_t)at, nbytes) : NULL;
+        code = range != NULL ? WSYNC_CU_SUCCESS : WSYNC_CU_MAP_FAILED;
     }
     if (range != NULL) {
+        range->host = host;
         range->physical = physical;
         physical->maps++;
     }
@@ -477,7 +528,7 @@ wsync_cu_result_t fake_mem_unmap(wsync_cu_ptr_t at, size_t nbytes)
     } else if (fake_range_busy((uintptr_t)at, nbytes)) {
         code = fake_refuse(WSYNC_CU_ILLEGAL_STATE, "cuMemUnmap while a stream uses it");
     } else {
-        bury((uintptr_t)at, nbytes);
+        fake_bury(range);
         range->physical->maps--;
         drop_physical(range->physical);
         remove_range(range);
@@ -501,8 +552,6 @@ wsync_cu_result_t fake_mem_set_access(wsync_cu_ptr_t at, size_t nbytes,
         access->location.type != WSYNC_CU_LOCATION_DEVICE || access->location.id < 0 ||
         access->location.id >= fake.device_count) {
         code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemSetAccess: nothing mapped there");
-    } else if (mprotect((void *)(uintptr_t)at, nbytes, PROT_READ | PROT_WRITE) != 0) {
-        code = WSYNC_CU_MAP_FAILED;
     } else {
         range->device = access->location.id;
     }
@@ -515,7 +564,11 @@ wsync_cu_result_t fake_mem_set_access(wsync_cu_ptr_t at, size_t nbytes,
 
 wsync_cu_result_t fake_host_register(void *data, size_t nbytes, unsigned flags)
 {
+    /* As far into a page as the host's. */
+    const size_t offset = (uintptr_t)data % PAGE_NBYTES;
     struct wsync_cu_context *context = NULL;
+    fake_range_t *range = NULL;
+    uintptr_t at;
     wsync_cu_result_t code = fake_enter_context("cuMemHostRegister", &context);
 
     if (code != WSYNC_CU_SUCCESS) {
@@ -526,10 +579,15 @@ wsync_cu_result_t fake_host_register(void *data, size_t nbytes, unsigned flags)
         return WSYNC_CU_INVALID_VALUE;
     }
     fake_lock();
-    if (find_overlap(FAKE_HOST, (uintptr_t)data, nbytes) != NULL) {
+    if (find_host((uintptr_t)data, nbytes) != NULL) {
         code = fake_refuse(WSYNC_CU_ALREADY_REGISTERED, "cuMemHostRegister: twice");
-    } else if (add_range(FAKE_HOST, (uintptr_t)data, nbytes) == NULL) {
-        code = WSYNC_CU_OUT_OF_MEMORY;
+    } else {
+        at = fake_reserve(offset + nbytes);
+        range = at != 0 ? add_range(FAKE_HOST, at + offset, nbytes) : NULL;
+        code = range != NULL ? WSYNC_CU_SUCCESS : WSYNC_CU_OUT_OF_MEMORY;
+    }
+    if (range != NULL) {
+        range->host = data;
     }
     fake_unlock();
     return code;
@@ -544,14 +602,16 @@ wsync_cu_result_t fake_host_unregister(void *data)
         return code;
     }
     fake_lock();
-    range = find_exact(FAKE_HOST, (uintptr_t)data, 0);
-    if (range == NULL) {
+    range = find_host((uintptr_t)data, 1);
+    if (range == NULL || range->host != data) {
         code = fake_refuse(WSYNC_CU_NOT_REGISTERED, "cuMemHostUnregister: not registered");
-    } else if (fake_range_busy(range->at, range->nbytes)) {
+    } else if (fake_range_busy(range->at, range->nbytes) ||
+               fake_range_busy((uintptr_t)data, range->nbytes)) {
         code = fake_refuse(WSYNC_CU_ILLEGAL_STATE,
                            "cuMemHostUnregister while a stream uses it");
     } else {
-        remove_range(range);
+        range->kind = FAKE_GRAVE;
+        range->host = NULL;
     }
     fake_unlock();
     return fake_leave(code);
@@ -560,17 +620,20 @@ wsync_cu_result_t fake_host_unregister(void *data)
 wsync_cu_result_t fake_host_pointer(wsync_cu_ptr_t *at, void *data, unsigned flags)
 {
     struct wsync_cu_context *context = NULL;
+    const fake_range_t *range;
     wsync_cu_result_t code = fake_enter_context("cuMemHostGetDevicePointer", &context);
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
     fake_lock();
-    if (flags != 0 || find(FAKE_HOST, FAKE_HOST, (uintptr_t)data, 1) == NULL) {
+    range = find_host((uintptr_t)data, 1);
+    if (flags != 0 || range == NULL) {
         code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemHostGetDevicePointer: unknown");
+    } else {
+        *at = range->at + ((uintptr_t)data - (uintptr_t)range->host);
     }
     fake_unlock();
-    *at = (uintptr_t)data;
     return code;
 }
 

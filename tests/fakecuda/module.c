@@ -11,7 +11,7 @@
 /* Writes value to count words: what tests launch where there is no other kernel. */
 static void fill_words(unsigned grid, unsigned block, void **parameters)
 {
-    uint32_t *words = *(uint32_t **)parameters[0];
+    uint32_t *words = fakecuda_reach(*(void **)parameters[0]);
     const uint32_t value = *(const uint32_t *)parameters[1];
     const uint32_t count = *(const uint32_t *)parameters[2];
 
@@ -63,7 +63,7 @@ static wsync_cu_result_t visit_entry(unsigned long long table, unsigned index,
     const wsync_cu_result_t code = visit(state, at, sizeof(unsigned long long));
 
     if (code == WSYNC_CU_SUCCESS) {
-        *address = (uintptr_t)(*(const unsigned long long *)at);
+        *address = (uintptr_t)(*(const unsigned long long *)fake_reach(at));
     }
     return code;
 }
@@ -106,8 +106,9 @@ static wsync_cu_result_t each_of_segments(const unsigned char *parameters,
     const wsync_segment_t *segments;
 
     memcpy(&args, parameters, sizeof(args));
-    segments = (const wsync_segment_t *)(uintptr_t)args.segments;
-    code = visit(state, (uintptr_t)&segments[args.first], args.count * sizeof(*segments));
+    segments = fake_reach((uintptr_t)args.segments);
+    code = visit(state, (uintptr_t)args.segments + args.first * sizeof(*segments),
+                 args.count * sizeof(*segments));
     if (code == WSYNC_CU_SUCCESS) {
         code = visit(state, (uintptr_t)args.tile_starts + args.first * sizeof(unsigned),
                      (args.count + 1) * sizeof(unsigned));
@@ -210,8 +211,9 @@ static wsync_cu_result_t each_of_tasks(const unsigned char *parameters,
     const wsync_quantise_task_t *tasks;
 
     memcpy(&args, parameters, sizeof(args));
-    tasks = (const wsync_quantise_task_t *)(uintptr_t)args.tasks;
-    code = visit(state, (uintptr_t)&tasks[args.first], args.count * sizeof(*tasks));
+    tasks = fake_reach((uintptr_t)args.tasks);
+    code = visit(state, (uintptr_t)args.tasks + args.first * sizeof(*tasks),
+                 args.count * sizeof(*tasks));
     if (code == WSYNC_CU_SUCCESS) {
         code = visit(state, (uintptr_t)args.unit_starts + args.first * sizeof(unsigned),
                      (args.count + 1) * sizeof(unsigned));
@@ -229,14 +231,87 @@ static wsync_cu_result_t each_of_tasks(const unsigned char *parameters,
     return code;
 }
 
+/* --- launches, at addresses where the host reaches what the device does ----------------
+ */
+
+/* A table of addresses, of which those are filled in that are asked for. */
+typedef struct table {
+    const unsigned long long *device;
+    unsigned long long *host; /* owned */
+    size_t capacity;
+} table_t;
+
+static void *reach(unsigned long long at)
+{
+    return fake_reach((uintptr_t)at);
+}
+
+static void reach_entry(table_t *table, size_t index)
+{
+    if (index >= table->capacity) {
+        const size_t capacity = 2 * index + 64;
+        unsigned long long *host = realloc(table->host, capacity * sizeof(*host));
+
+        if (host == NULL) {
+            abort();
+        }
+        memset(host + table->capacity, 0, (capacity - table->capacity) * sizeof(*host));
+        table->host = host;
+        table->capacity = capacity;
+    }
+    if (table->host[index] == 0) {
+        table->host[index] = (uintptr_t)reach(table->device[index]);
+    }
+}
+
 static void quantise_tasks(unsigned grid, unsigned block, void **parameters)
 {
-    (void)wsync_host_kernel_launch(WSYNC_QUANTISE_KERNEL_NAME, grid, block, parameters);
+    wsync_quantise_args_t args = *(const wsync_quantise_args_t *)parameters[0];
+    void *own[] = {&args};
+    const wsync_quantise_task_t *tasks;
+    table_t sources = {0};
+
+    fake_lock();
+    tasks = reach(args.tasks);
+    sources.device = reach(args.sources);
+    for (size_t i = args.first; i < args.first + args.count; i++) {
+        reach_entry(&sources, tasks[i].source_buffer);
+    }
+    args.tasks = (uintptr_t)tasks;
+    args.unit_starts = (uintptr_t)reach(args.unit_starts);
+    args.sources = (uintptr_t)sources.host;
+    args.image = (uintptr_t)reach(args.image);
+    args.table = (uintptr_t)reach(args.table);
+    args.scratch = (uintptr_t)reach(args.scratch);
+    fake_unlock();
+    (void)wsync_host_kernel_launch(WSYNC_QUANTISE_KERNEL_NAME, grid, block, own);
+    free(sources.host);
 }
 
 static void copy_segments(unsigned grid, unsigned block, void **parameters)
 {
-    (void)wsync_host_kernel_launch(WSYNC_KERNEL_NAME, grid, block, parameters);
+    wsync_kernel_args_t args = *(const wsync_kernel_args_t *)parameters[0];
+    void *own[] = {&args};
+    const wsync_segment_t *segments;
+    table_t sources = {0};
+    table_t destinations = {0};
+
+    fake_lock();
+    segments = reach(args.segments);
+    sources.device = reach(args.sources);
+    destinations.device = reach(args.destinations);
+    for (size_t i = args.first; i < args.first + args.count; i++) {
+        reach_entry(&sources, segments[i].source_buffer);
+        reach_entry(&destinations, segments[i].destination_buffer);
+    }
+    args.segments = (uintptr_t)segments;
+    args.tile_starts = (uintptr_t)reach(args.tile_starts);
+    args.sources = (uintptr_t)sources.host;
+    args.destinations = (uintptr_t)destinations.host;
+    fake_unlock();
+    (void)wsync_host_kernel_launch(WSYNC_KERNEL_NAME, grid, block, own);
+    free(sources.host);
+    free(destinations.host);
 }
 
 const fake_kernel_t *fake_kernel_find(const char *name)

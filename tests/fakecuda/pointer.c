@@ -13,6 +13,12 @@ static unsigned type_of(const fake_range_t *range)
                                                                    : WSYNC_CU_MEMORY_DEVICE;
 }
 
+/* Whether an address is in a range that begins there. */
+static bool in(wsync_cu_ptr_t at, const void *begin, const fake_range_t *range)
+{
+    return at >= (uintptr_t)begin && at - (uintptr_t)begin < range->nbytes;
+}
+
 static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_ptr_t at)
 {
     const unsigned type = type_of(range);
@@ -22,8 +28,9 @@ static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_
                                                                              : 0;
     const bool managed = range != NULL && range->kind == FAKE_MANAGED;
     const bool mapped = known && range->kind != FAKE_RESERVED;
-    const wsync_cu_ptr_t address = type != 0 ? at : 0;
-    const wsync_cu_ptr_t start = known ? range->at : 0;
+    const bool by_host = known && range->kind == FAKE_HOST && in(at, range->host, range);
+    const wsync_cu_ptr_t start = !known ? 0 : by_host ? (uintptr_t)range->host : range->at;
+    const wsync_cu_ptr_t address = by_host ? range->at + (at - start) : type != 0 ? at : 0;
     const size_t nbytes = known ? range->nbytes : 0;
 
     switch (attribute) {
@@ -53,18 +60,15 @@ static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_
     }
 }
 
-static bool holds(const fake_range_t *range, wsync_cu_ptr_t at)
-{
-    return at >= range->at && at - range->at < range->nbytes;
-}
-
 /* What lies at an address: memory, or else the reservation of the address. */
 static const fake_range_t *find_range(wsync_cu_ptr_t at)
 {
     const fake_range_t *reserved = NULL;
 
     for (const fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
-        if (holds(range, at) && range->kind != FAKE_GRAVE) {
+        if (range->kind != FAKE_GRAVE &&
+            (in(at, (const void *)range->at, range) ||
+             (range->kind == FAKE_HOST && in(at, range->host, range)))) {
             if (range->kind != FAKE_RESERVED) {
                 return range;
             }

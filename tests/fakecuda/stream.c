@@ -50,20 +50,32 @@ static void launch(const fake_op_t *op)
     op->kernel->run(op->grid, op->block, parameters);
 }
 
+static void *reach(uintptr_t at)
+{
+    void *host;
+
+    fake_lock();
+    host = fake_reach(at);
+    fake_unlock();
+    return host;
+}
+
 static void run(const fake_op_t *op)
 {
+    void *destination = reach(op->destination);
+
     switch (op->kind) {
     case FAKE_COPY:
-        memmove((void *)op->destination, (const void *)op->source, op->nbytes);
+        memmove(destination, reach(op->source), op->nbytes);
         return;
     case FAKE_SET:
-        memset((void *)op->destination, (int)op->value, op->nbytes);
+        memset(destination, (int)op->value, op->nbytes);
         return;
     case FAKE_WRITE_VALUE:
-        __atomic_store_n((uint64_t *)op->destination, op->value, __ATOMIC_RELEASE);
+        __atomic_store_n((uint64_t *)destination, op->value, __ATOMIC_RELEASE);
         return;
     case FAKE_WAIT_VALUE:
-        while ((int64_t)(__atomic_load_n((uint64_t *)op->destination, __ATOMIC_ACQUIRE) -
+        while ((int64_t)(__atomic_load_n((uint64_t *)destination, __ATOMIC_ACQUIRE) -
                          op->value) < 0 &&
                atomic_load(&fake.lost) == 0) {
             pause_ns(POLL_NS);

@@ -411,6 +411,16 @@ static int grow(fake_work_t *work)
     return WSYNC_NCCL_SUCCESS;
 }
 
+/* Where the processor reaches what a stream's device has. */
+static unsigned char *reach(const void *data)
+{
+    fakecuda_reach_func_t function;
+    void *address = fake_driver_symbol(FAKECUDA_REACH);
+
+    memcpy(&function, (const void *)&address, sizeof(function));
+    return address != NULL ? function(data) : NULL;
+}
+
 int fake_add(struct wsync_nccl_comm *comm, bool sends, int peer, const void *data,
              const fake_offer_t *offer)
 {
@@ -425,7 +435,7 @@ int fake_add(struct wsync_nccl_comm *comm, bool sends, int peer, const void *dat
     work->parts[work->part_count++] = (fake_part_t){
         .sends = sends,
         .peer = peer,
-        .data = (unsigned char *)(uintptr_t)data,
+        .data = reach(data),
         .offer = *offer,
         .operation = work->operation,
     };

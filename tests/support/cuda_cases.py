@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.fakecuda import calls, position
+from support.played_gpu import reach
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
@@ -470,7 +471,7 @@ def quantise() -> dict[str, Any]:
                         if where:
                             asked = calls(begin).get(os.getpid(), Counter())
                 address, *_, nbytes = table[len(table) - 1]
-                images.append(ctypes.string_at(address, nbytes))
+                images.append(ctypes.string_at(reach(address), nbytes))
                 image.close()
             found[kind] = (images[0] == images[1], len(images[0]), dict(asked))
     return found

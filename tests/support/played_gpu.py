@@ -38,8 +38,16 @@ class PlayedTensor:
         return False
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Copies a contiguous tensor there: addresses of the GPU are also the host's."""
-        ctypes.memmove(self._address, tensor.data_ptr(), tensor.nbytes)
+        """Copies a contiguous tensor there."""
+        ctypes.memmove(reach(self._address), tensor.data_ptr(), tensor.nbytes)
+
+
+def reach(address: int) -> int:
+    """Where the processor reads and writes what the GPU has at an address."""
+    library = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
+    library.fakecuda_reach.restype = ctypes.c_void_p
+    found: int = library.fakecuda_reach(ctypes.c_void_p(address))
+    return found
 
 
 def put(tensor: torch.Tensor) -> PlayedTensor:

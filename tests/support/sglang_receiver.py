@@ -7,7 +7,7 @@ taken out of the real file and run alone; `sglang.srt.weight_sync.tensor_bucket`
 is.  Answers {"tensors": [[name, dtype, shape, sha256 of the bytes], ...]} or {"error": text}.
 
 With UUIDs, torch believes that there are such GPUs, and SGLang's own patch_torch is at work up to
-the call of CUDA: that is done on tests/fakecuda, whose memory is the host's, and noted in
+the call of CUDA: that is done on tests/fakecuda, whose memory torch then reads, and noted in
 {"opened": [[device, handle, bytes, offset, file, counter, event, waits], ...]}.
 """
 
@@ -80,6 +80,7 @@ class Gpus:
 
     def _open(self, *arguments: Any) -> Any:
         from support.gpu_reader import Mapped
+        from support.played_gpu import reach
 
         assert [type(value) for value in arguments] == [
             *(int, bytes, int, int, bytes, int, bytes, bool)
@@ -87,7 +88,7 @@ class Gpus:
         self.opened.append([a.hex() if isinstance(a, bytes) else a for a in arguments])
         device, handle, nbytes, offset, file, counter, *_ = arguments
         memory = Mapped(device, handle[2:])
-        data = (ctypes.c_uint8 * nbytes).from_address(memory.address + offset)
+        data = (ctypes.c_uint8 * nbytes).from_address(reach(memory.address + offset))
 
         def let_go() -> None:
             memory.close()

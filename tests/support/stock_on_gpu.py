@@ -1,5 +1,4 @@
-"""A trainer whose buckets for a stock engine lie on a GPU of tests/fakecuda: its addresses are the
-host's, so that a stream of the host fills them."""
+"""A trainer whose weights, and buckets for a stock engine, lie on a GPU of tests/fakecuda."""
 
 from __future__ import annotations
 
@@ -7,29 +6,16 @@ import base64
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from support.engines import SglangReceiver
+from support.played_gpu import put, source_of
 from support.sglang_receiver import digest
 
 import wsync
 from wsync.messages import gpu_payload
-from wsync.trainer import connection
-from wsync.trainer.sessions import stock
 
 SHAPES = {"a": (40, 5), "b": (300,), "c": (7, 7, 7), "d": (256,), "e": (300, 1)}
-
-
-class OnGpu(stock.StockSession):
-    """The fake's GPU, though the connection's stream is the host's."""
-
-    def __init__(self, worker: int, engine: Any, *, timeout: float, on_gpu: bool) -> None:
-        assert not on_gpu  # the weights are the host's
-        super().__init__(worker, engine, timeout=timeout, on_gpu=True)
-
-    def attach(self, plan: Any, device: Any, timeout: float, check: Any) -> tuple[int, int]:
-        return super().attach(plan, gpu(), timeout, check)
 
 
 def gpu() -> Any:
@@ -84,18 +70,17 @@ class OneSlot:
 def update_twice(tree: Path, uuid: str) -> tuple[list[bool], list[Any], bool]:
     """Whether each update brought every byte; what the engine opened; whether it let all go."""
     engine = StockEngine(tree, uuid)
-    options = wsync.Options(round_nbytes=1408, ring_nbytes=2816, delivery="stock", deadline=60)
+    options = wsync.Options(
+        round_nbytes=1408, ring_nbytes=2816, delivery="stock", deadline=60, stock_memory="gpu"
+    )
     right = []
-    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    source = source_of(list(tensors), [put(tensor) for tensor in tensors.values()])
     try:
-        with (
-            mock.patch.object(connection, "StockSession", OnGpu),
-            wsync.connect(tensors, [engine], options=options) as sync,
-        ):
+        with wsync.Sync(source, [engine], options=options) as sync:
             for _ in range(2):
-                for tensor in tensors.values():
-                    tensor.copy_(torch.randn(tensor.shape))
-                sync.update()
+                tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+                sync.update({name: put(tensor) for name, tensor in tensors.items()})
                 right.append(
                     engine.loaded
                     == {n: ["torch.float32", list(t.shape), digest(t)] for n, t in tensors.items()}
