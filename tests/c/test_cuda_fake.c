@@ -527,6 +527,38 @@ TEST(memory_that_a_launch_uses_is_not_taken_away)
              WSYNC_CU_ILLEGAL_ADDRESS);
 }
 
+typedef struct caller {
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_context_t context;
+    int codes[3];
+} caller_t;
+
+static void call_driver(void *argument)
+{
+    caller_t *caller = argument;
+    wsync_cu_ptr_t at = 0;
+
+    caller->codes[0] = caller->cu->context_push(caller->context);
+    caller->codes[1] = caller->cu->mem_alloc(&at, 64);
+    caller->codes[2] = caller->cu->mem_free(at);
+}
+
+TEST(host_functions_of_streams_make_no_calls)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    caller_t caller = {.cu = cu};
+
+    CU(cu->primary_retain(&caller.context, 0));
+    CU(cu->launch_host(stream, call_driver, &caller));
+    CU(cu->stream_synchronize(stream));
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ(caller.codes[i], WSYNC_CU_NOT_PERMITTED);
+    }
+    CHECK_EQ(fake_census().allocated, 0);
+    CU(cu->stream_destroy(stream));
+}
+
 TEST(the_kth_call_of_a_name_fails)
 {
     const wsync_cuda_driver_t *cu;

@@ -64,7 +64,8 @@ wsync_cu_result_t fake_refuse(wsync_cu_result_t code, const char *format, ...)
     va_end(arguments);
     fake_log("refused %d: %s", code, text);
     if (code == WSYNC_CU_ILLEGAL_STATE || code == WSYNC_CU_ILLEGAL_ADDRESS ||
-        code == WSYNC_CU_INVALID_HANDLE || code == WSYNC_CU_DEINITIALIZED) {
+        code == WSYNC_CU_INVALID_HANDLE || code == WSYNC_CU_DEINITIALIZED ||
+        code == WSYNC_CU_NOT_PERMITTED) {
         va_start(arguments, format);
         write_line(atomic_load(&misuse_fd), format, arguments);
         va_end(arguments);
@@ -101,6 +102,16 @@ static wsync_cu_result_t strike(const char *call)
     return code;
 }
 
+/* Those of streams make no calls. */
+static _Thread_local bool is_host_function;
+
+void fake_call_host(wsync_cu_host_func_t function, void *argument)
+{
+    is_host_function = true;
+    function(argument);
+    is_host_function = false;
+}
+
 static wsync_cu_result_t check_process(const char *call)
 {
     fake_log("%s", call);
@@ -112,6 +123,10 @@ static wsync_cu_result_t check_process(const char *call)
     }
     if (atomic_load(&ended)) {
         return fake_refuse(WSYNC_CU_DEINITIALIZED, "%s while the process ends", call);
+    }
+    if (is_host_function) {
+        return fake_refuse(WSYNC_CU_NOT_PERMITTED, "%s by a host function of a stream",
+                           call);
     }
     return atomic_load(&fake.lost);
 }

@@ -94,7 +94,7 @@ static void run(const fake_op_t *op)
         launch(op);
         return;
     case FAKE_CALL_HOST:
-        op->function(op->argument);
+        fake_call_host(op->function, op->argument);
         return;
     case FAKE_WORK:
         while (atomic_load(&fake.lost) == 0 && !op->work.step(op->work.argument)) {
