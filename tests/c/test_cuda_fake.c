@@ -527,6 +527,42 @@ TEST(memory_that_a_launch_uses_is_not_taken_away)
              WSYNC_CU_ILLEGAL_ADDRESS);
 }
 
+/* An address of one version is none for the parameters of another. */
+TEST(names_mean_what_they_mean_in_a_version)
+{
+    static const struct {
+        const char *symbol;
+        int version;
+        uint64_t flags;
+        int code;
+    } asked[] = {
+        {"cuDeviceGetUuid", 11040, 1, WSYNC_CU_SUCCESS},
+        {"cuDeviceGetUuid", 9020, 1, WSYNC_CU_NOT_FOUND},
+        {"cuStreamWaitValue64", 9000, 1, WSYNC_CU_NOT_FOUND},
+        {"cuEventElapsedTime", 12070, 1, WSYNC_CU_SUCCESS},
+        {"cuEventElapsedTime", 12080, 1, WSYNC_CU_NOT_FOUND},
+        {"cuMemCreate", 13000, 1, WSYNC_CU_SUCCESS},
+        {"cuMemCreate", 10010, 1, WSYNC_CU_NOT_FOUND},
+        {"cuLaunchKernel", 4000, 2, WSYNC_CU_NOT_FOUND},
+        {"cuNoSuchCall", 13000, 1, WSYNC_CU_NOT_FOUND},
+    };
+    int (*look_up)(const char *, void **, int, uint64_t, int *);
+    void *address;
+
+    (void)load_driver();
+    address = fake_symbol("cuGetProcAddress_v2");
+    memcpy(&look_up, (const void *)&address, sizeof(look_up));
+    for (size_t i = 0; i < sizeof(asked) / sizeof(asked[0]); i++) {
+        int status = -1;
+        const int code =
+            look_up(asked[i].symbol, &address, asked[i].version, asked[i].flags, &status);
+
+        CHECK_EQ(code, asked[i].code);
+        CHECK_EQ(address != NULL, code == WSYNC_CU_SUCCESS);
+        CHECK_EQ(status, code != WSYNC_CU_SUCCESS);
+    }
+}
+
 typedef struct caller {
     const wsync_cuda_driver_t *cu;
     wsync_cu_context_t context;

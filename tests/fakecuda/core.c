@@ -31,8 +31,6 @@ EXPORT void fakecuda_lose(const char *call, long k, int code);
 EXPORT const char *fakecuda_failed(void);
 EXPORT int fakecuda_current(uint8_t *uuid);
 EXPORT void fakecuda_census(fakecuda_census_t *census);
-EXPORT int cuGetProcAddress_v2(const char *symbol, void **address, int version,
-                               uint64_t flags, int *status);
 EXPORT wsync_cu_result_t cuInit(unsigned flags);
 
 /* --- log and planned failures --------------------------------------------------------- */
@@ -509,31 +507,4 @@ void fakecuda_census(fakecuda_census_t *census)
     }
     fake_unlock();
     *census = count;
-}
-
-int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags,
-                        int *status)
-{
-    static const struct {
-        const char *symbol;
-        int version;
-        void *address;
-    } table[] = {
-#define ENTRY(member, symbol, version, parameters) \
-    {#symbol, version, (void *)fake_##member},
-        WSYNC_CUDA_MAP(ENTRY)
-#undef ENTRY
-    };
-
-    (void)flags;
-    for (size_t i = 0; i < sizeof(table) / sizeof(table[0]); i++) {
-        if (strcmp(symbol, table[i].symbol) == 0 && version >= table[i].version) {
-            *address = table[i].address;
-            *status = 0;
-            return WSYNC_CU_SUCCESS;
-        }
-    }
-    *address = NULL;
-    *status = 1;
-    return WSYNC_CU_NOT_FOUND;
 }
