@@ -89,6 +89,18 @@ def test_an_engine_is_known_by_what_it_tells(monkeypatch: pytest.MonkeyPatch) ->
     assert len(handles_of(["http://127.0.0.1:1", "http://127.0.0.2:1"], timeout=1)) == 2
 
 
+@pytest.mark.parametrize("weights", [{}, {"a": torch.empty(0, 4)}])
+def test_weights_without_an_element_are_refused(
+    weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """As a filter leaves them that no name has passed: a stock engine would be sent nothing."""
+    text = f"no trainer rank has an element to send: {len(weights)} tensor"
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        wsync.connect(weights, [Engine()])
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        DiskSync(weights, folder=tmp_path)
+
+
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).parameters()])
 def test_a_model_is_not_a_mapping(wrong: Any) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=r"tensors by name are wanted"):

@@ -157,7 +157,8 @@ class Updates(abc.ABC):
     def _gather(self) -> _core.Layout:
         """What all ranks have to deliver, in one layout.  Raises InvalidArgumentError where this
         rank's is not of this rank, or of as many: buffers would be looked for on others, or be left
-        out."""
+        out.  The same where nobody has an element: an engine would be sent nothing, and be called
+        updated."""
         source, rank, size = self._source, self._group.rank, self._group.size
         if (source.rank, source.ranks) != (rank, size):
             raise _core.InvalidArgumentError(
@@ -170,6 +171,10 @@ class Updates(abc.ABC):
                     f"the layout has tensors of rank {other}, but this is rank {rank} of {size}"
                 )
         model = self._merged()
+        if not model.nbytes:
+            raise _core.InvalidArgumentError(
+                f"no trainer rank has an element to send: {counted(model.tensor_count, 'tensor')}"
+            )
         if rank == 0:
             self._check_engines(model)
         rules = self._rules(model)
