@@ -20,7 +20,7 @@ from wsync.disk import DiskSync, newest
 from wsync.families import tables
 from wsync.families.blocks import eh_proj, mtp
 from wsync.families.tables import Family
-from wsync.layout import from_tensors, global_name
+from wsync.layout import from_tensors, global_name, kept
 
 
 @pytest.fixture
@@ -320,6 +320,39 @@ def test_a_buffer_that_serves_for_one_name_after_another_is_refused() -> None:
     same = weights["a"].requires_grad_()
     tied = MappingProxyType({"a": same, "b": same, "c": same.data})
     assert len({from_tensors(tied).bind()[i][0] for i in range(3)}) == 1
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_buffer_that_serves_in_parts_is_refused(counted: bool) -> None:
+    """Each tensor lies at its end."""
+
+    class Last(Staged):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            part = self.buffer[-self.start[name] :]
+            target = part if counted else part.data
+            return target.copy_(torch.full(part.shape, float(self.start[name])))
+
+    staged = Last({"a": 6, "b": 5, "c": 4})
+    text = r"a: the mapping has written to it since, and gives the same memory as b: "
+    with pytest.raises(LayoutError, match=text):
+        from_tensors(staged)
+    if counted:  # what cannot be asked again
+        with pytest.raises(LayoutError, match=text):
+            kept((name, staged[name]) for name in staged)
+    base = torch.arange(16.0)
+    views = MappingProxyType(
+        {"all": base, "first": base[:8], "some": base[6:12], "last": base[12:]}
+    )
+    assert from_tensors(views).bind()[2][0] == base.data_ptr() + 24
+    columns = base.view(4, 4)
+
+    class Filled(Staged):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            part = columns[:, self.start[name] :][:, :2]
+            return part.copy_(torch.full(part.shape, float(self.start[name])))
+
+    from_tensors(Filled({"left": 0, "right": 2}))
+    assert columns[0].tolist() == [0.0, 0.0, 2.0, 2.0]
 
 
 def by_numpy(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

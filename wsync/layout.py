@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from wsync import _core
 from wsync.families.rules import group_of
@@ -35,44 +34,77 @@ def items_of(tensors: Mapping[str, _T]) -> list[tuple[str, _T]]:
     """All items at once: another thread may change the mapping.
 
     Raises LayoutError where a mapping that makes its tensors writes to one that it has given
-    before, and gives that memory under another name, too.
+    before, and gives that memory, or a part of it, under another name, too.
     """
     if isinstance(tensors, dict):
         return list(tensors.items())
-    given, places = list[tuple[str, _T]](), list[tuple[int, int]]()
-    names = defaultdict[int, list[str]](list)
-    for name, tensor in tensors.items():
+    return kept(tensors.items(), tensors.__getitem__)
+
+
+def kept(
+    pairs: Iterable[tuple[str, _T]], ask: Callable[[str], object] | None = None
+) -> list[tuple[str, _T]]:
+    """Names and tensors, which may be made one after another.
+
+    Raises LayoutError where one was written to when it had been given, and lies in the memory of
+    another.  ask: makes the tensor of a name once more, as what torch does not count is seen then.
+    """
+    given, places = list[tuple[str, _T]](), list[_Place]()
+    for name, tensor in pairs:
         given.append((name, tensor))
         places.append(_place(tensor))
-        names[places[-1][0]].append(name)
-    for (name, tensor), (address, version) in zip(given, places, strict=True):
-        others = names[address]
-        if not address or len(others) == 1:
-            continue
-        written = _place(tensor) != (address, version)
-        # by .data, numpy or in inference mode nothing counts it
-        if written or (name != others[-1] and _written_for(tensors, name, tensor)):
-            other = next((other for other in others if other != name), name)
-            raise _core.LayoutError(
-                f"{name}: the mapping has written to it since, and gives the same memory as "
-                f"{other}: tensors have to stay as they are until the update is done"
-            )
+    for group in _overlapping(places):
+        for number in group:
+            name, tensor = given[number]
+            written = _place(tensor) != places[number]
+            # by .data, numpy or in inference mode nothing counts it
+            if not written and ask is not None and number != group[-1]:
+                written = _written_for(ask, name, tensor)
+            other = next((o for n in group if (o := given[n][0]) != name), name)
+            if written:
+                raise _core.LayoutError(
+                    f"{name}: the mapping has written to it since, and gives the same memory as "
+                    f"{other}: tensors have to stay as they are until the update is done"
+                )
     return given
 
 
-def _written_for(tensors: Mapping[str, _T], name: str, tensor: Any) -> bool:
+class _Place(NamedTuple):
+    """Where a tensor begins, 0 for nowhere, and ends, if it has all elements in between; and how
+    often torch has written there, as far as it counts that."""
+
+    start: int
+    end: int
+    version: int
+
+
+def _overlapping(places: Sequence[_Place]) -> list[list[int]]:
+    """Groups of those that lie in the memory of others, by their numbers, which ascend."""
+    groups, end = list[list[int]](), 0
+    for number in sorted(range(len(places)), key=lambda number: places[number][:2]):
+        start = places[number].start
+        if start and start >= end:
+            groups.append([])
+        if start:
+            groups[-1].append(number)
+            end = max(end, places[number].end)
+    return [sorted(group) for group in groups if len(group) > 1]
+
+
+def _written_for(ask: Callable[[str], object], name: str, tensor: Any) -> bool:
     """Whether a mapping that is asked for a tensor once more changes what lies there."""
     before = checksum_of(tensor)
-    tensors[name]
+    ask(name)
     return checksum_of(tensor) != before
 
 
-def _place(tensor: Any) -> tuple[int, int]:
-    """Address, 0 for none, and how often torch has written there, as far as it counts that."""
+def _place(tensor: Any) -> _Place:
     try:
-        return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+        start = tensor.data_ptr()
+        nbytes = tensor.nbytes if tensor.is_contiguous() else 1
+        return _Place(start, start + nbytes, 0 if tensor.is_inference() else tensor._version)
     except (AttributeError, RuntimeError):  # no tensor, or one of several parts
-        return 0, 0
+        return _Place(0, 0, 0)
 
 
 def by_plain_name(

@@ -25,6 +25,7 @@ import contextlib
 import json
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -155,10 +156,17 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         without it.
 
         Raises:
-            WsyncError: the same on all ranks.  The engine is left as it is, and must not answer
-                until another call has succeeded.
+            WsyncError: the same on all ranks, but for what is wrong with one's source.  The engine
+                is left as it is, and must not answer until another call has succeeded.
+            LayoutError: the source has written to a tensor that it had given before, or gives two
+                of one name.
         """
-        weights = {name: tensor.detach() for name, tensor in self.source if tensor is not None}
+        held = ((name, tensor.detach()) for name, tensor in self.source if tensor is not None)
+        given = wsync.layout.kept(held)
+        weights = dict(given)
+        if len(weights) < len(given):
+            name, _ = Counter(name for name, _ in given).most_common(1)[0]
+            raise wsync.LayoutError(f"{name}: the source gives two tensors of this name")
         if self._sync is None:
             self._sync = wsync.connect(weights, [self._engine], options=self._options)
         try:
