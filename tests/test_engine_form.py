@@ -57,6 +57,37 @@ def test_an_engine_that_holds_another_form_is_refused(case: str, tmp_path: Path)
         wsync.DiskSync(WEIGHTS, [Engine(model_path=path)], folder=tmp_path, options=options)
 
 
+@pytest.mark.parametrize("way", ["buckets", "disk"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_that_comes_again_in_another_form_is_refused(
+    way: str, fails: bool, tmp_path: Path
+) -> None:
+    """fails: the update in which it went."""
+    engine = Packing()
+    engine.started["model_path"] = model(tmp_path, None)
+    options = wsync.Options(progress=False, deadline=30.0)
+    with (
+        wsync.connect(WEIGHTS, [engine], options=options)
+        if way == "buckets"
+        else wsync.DiskSync(WEIGHTS, [engine], folder=tmp_path / "versions", options=options)
+    ) as sync:
+        sync.update()
+        if fails:
+            with mock.patch.object(engine, "flush_cache", side_effect=OSError("gone")):
+                with pytest.raises(wsync.RemoteError, match="gone"):
+                    sync.update()
+        engine.calls.clear()
+        engine.version = "default"
+        engine.started["model_path"] = model(tmp_path, blocks(128, 128), "again")
+        for _ in range(2):
+            with pytest.raises(REFUSAL, match="fp8_block of 128 x 128.* delivered is not quanti"):
+                sync.update()
+        assert engine.calls == []
+        engine.started["model_path"] = model(tmp_path, None, "plain")
+        sync.update()
+        assert engine.calls[-1] == "continue"
+
+
 @pytest.mark.parametrize(
     ("config", "quantise"),
     [

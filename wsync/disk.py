@@ -37,7 +37,7 @@ from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.base_sync import Updates
-from wsync.trainer.engine_form import check_forms, check_scales
+from wsync.trainer.engine_form import SentForm, check_scales
 from wsync.trainer.quantised_model import config_to_write, exact_config, for_files
 from wsync.trainer.requests import EngineRequests
 
@@ -206,7 +206,9 @@ class DiskSync(Updates):
         with self._file_calls() as calls:
             find = functools.partial(config_to_write, options, base, model)
             self._config, self._config_source = calls.run([(self._versions.root, find)])[0]
-        self._silent = check_forms(self._requests.handles, options, model, base=base)
+        sent = SentForm.of(options, model, base=base)
+        self._silent = sent.silent(self._requests.handles, options.deadline)
+        self._requests.compare = sent.check
 
     def _facts(self) -> dict[str, Any]:
         """What the configuration of every version says beside that of `base`; on rank 0."""

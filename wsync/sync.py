@@ -17,7 +17,7 @@ from wsync.report import Report
 from wsync.trainer.base_sync import Updates
 from wsync.trainer.connection import Connection
 from wsync.trainer.deliveries import WorkerDelivery, deliveries
-from wsync.trainer.engine_form import check_forms, check_scales, tell_rearranged
+from wsync.trainer.engine_form import SentForm, check_scales, tell_rearranged
 from wsync.trainer.lending import Lender, Lending
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
@@ -157,7 +157,14 @@ class Sync(Updates):
         return found
 
     def _check_engines(self, model: _core.Layout) -> None:
-        self._silent = check_forms(self._stock, self.options, model)
+        sent = SentForm.of(self.options, model)
+        self._silent = sent.silent(self._stock, self.options.deadline)
+
+        def compare(engine: EngineHandle, timeout: float) -> None:
+            if any(engine is stock for stock in self._stock):
+                sent.check(engine, timeout)
+
+        self._requests.compare = compare
         tell_rearranged(self._requests.handles, self.options, model)
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:

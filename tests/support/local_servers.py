@@ -37,6 +37,10 @@ class Packing(Engine):
         self.version = given.get("weight_version", self.version)
         self.calls.append("load")
 
+    def update_weights_from_disk(self, **given: Any) -> None:
+        self.version = given["weight_version"]
+        self.calls.append("read")
+
     def post_process_weights(self, restore_weights_before_load: bool, **_: Any) -> None:
         self.calls.append("restore" if restore_weights_before_load else "pack")
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -42,51 +43,74 @@ class _Form(NamedTuple):
     vague: bool = False
 
 
-def check_forms(
-    engines: Sequence[EngineHandle], options: Options, model: _core.Layout, *, base: object = None
-) -> list[str]:
-    """Compares what engines without wsync's receiver say of themselves with what they are sent.
+@dataclass(frozen=True)
+class SentForm:
+    """In which form weights are sent, to be compared with what engines hold.
 
     Engines of SGLang say how they were started.  The configuration of the model is read if its
-    folder is there under the same path here.  Where nothing says what an engine holds, the log
-    does, once for all of them, if weights are quantised and no checkpoint is named.
+    folder is there under the same path here.
 
-    Args:
-        model: what all ranks hold.  If they have codes and scales themselves, engines have to hold
-            some, too; which is not compared.
-        base: a folder that engines may have been started from, beside Options.checkpoint.
-
-    Returns:
-        The names of engines that do not say what they hold, for check_plain.
-
-    Raises:
-        InvalidArgumentError: an engine holds another form, and no checkpoint says otherwise; the
-            text has both.
-        WsyncError: as config_of, and Method.of for what options mean; an engine does not answer.
+    text: it, in words.  found: what folders say that engines may have been started from.
     """
-    config = config_of(options)
-    own = config is None and has_codes(model)
-    sent = _OWN if own else _PLAIN if config is None else _text(Method.of(config))
-    named = [os.fspath(f) for f in (options.checkpoint, base) if f and isinstance(f, _PATH)]
-    found = [form for folder in named if (form := _in_folder(folder)) is not None]
-    known = [form for form in found if _takes(form, sent)]
-    silent = []
-    deadline = Deadline(options.deadline)
-    for engine in engines:
-        held = _held(_started(engine, deadline.left))
-        if held is None or (held.vague and config is not None):
-            silent.append(engine.name)
-        elif not _takes(held, sent):
-            _differ(engine.name, held, sent, known)
-    if silent and config is not None and not found:
-        _log.warning(
-            "engines do not say how their weights are quantised, and convert without a word what "
-            "they are sent in another form than %s: %s (Options(checkpoint=) names the folder that "
-            "they were started from, which is compared)",
-            sent,
-            ", ".join(silent),
-        )
-    return [] if own else silent
+
+    text: str
+    found: Sequence[_Form]
+
+    @staticmethod
+    def of(options: Options, model: _core.Layout, *, base: object = None) -> SentForm:
+        """The form that options mean.
+
+        Args:
+            model: what all ranks hold.  If they have codes and scales themselves, engines have to
+                hold some, too; which is not compared.
+            base: a folder that engines may have been started from, beside Options.checkpoint.
+
+        Raises:
+            WsyncError: as config_of, and Method.of for what options mean.
+        """
+        config = config_of(options)
+        own = config is None and has_codes(model)
+        sent = _OWN if own else _PLAIN if config is None else _text(Method.of(config))
+        named = [os.fspath(f) for f in (options.checkpoint, base) if f and isinstance(f, _PATH)]
+        return SentForm(sent, [form for folder in named if (form := _in_folder(folder))])
+
+    @property
+    def _quantised(self) -> bool:
+        return self.text not in (_OWN, _PLAIN)
+
+    def check(self, engine: EngineHandle, timeout: float) -> bool:
+        """Whether an engine says what it holds.
+
+        Raises:
+            InvalidArgumentError: it holds another form, and no checkpoint says otherwise; the text
+                has both.
+            WsyncError: it does not answer.
+        """
+        held = _held(_started(engine, timeout))
+        if held is None or (held.vague and self._quantised):
+            return False
+        if not _takes(held, self.text):
+            known = [form for form in self.found if _takes(form, self.text)]
+            _differ(engine.name, held, self.text, known)
+        return True
+
+    def silent(self, engines: Sequence[EngineHandle], timeout: float) -> list[str]:
+        """The names of engines that do not say what they hold, for check_plain.  The log says so,
+        once for all of them, if weights are quantised and no checkpoint is named.
+
+        Raises what `check` does.
+        """
+        deadline = Deadline(timeout)
+        names = [engine.name for engine in engines if not self.check(engine, deadline.left)]
+        if names and self._quantised and not self.found:
+            _log.warning(
+                "engines do not say how their weights are quantised, and convert without a word "
+                "what they are sent in another form than %s: %s (Options(checkpoint=) names the "
+                "folder that they were started from, which is compared)",
+                self.text,
+                ", ".join(names),
+            )
+        return [] if self.text == _OWN else names
 
 
 def _takes(held: _Form, sent: str) -> bool:

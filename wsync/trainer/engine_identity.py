@@ -30,14 +30,23 @@ class CheckedEngine:
     with the opening message, one of the update's own until the last: a bucket of another trainer,
     or one that comes again, is noticed at the next, and what is left of an update that failed does
     not bear an older version.
+
+    before: what checked it in the connection before.
+
+    Attributes:
+        handle: the engine's own.
+        restarted: whether it may have been started again, perhaps otherwise, since an update that
+            has ended well.
     """
 
-    def __init__(self, engine: EngineHandle) -> None:
+    def __init__(self, engine: EngineHandle, before: CheckedEngine | None = None) -> None:
+        self.handle = engine
+        self.restarted = True
         self.name = engine.name
         self.workers = engine.workers
         self._engine = engine
         self._during: Any = engine  # what only some handles have is asked of it, too
-        self._identity: dict[str, Any] = {}
+        self._identity: dict[str, Any] = {} if before is None else before._identity
         self._reported: object = None  # the version that the engine has to report
         self._version: str | None = None  # that the update has given
         self._given: str | None = None  # that the last update has, if it has ended well
@@ -63,11 +72,12 @@ class CheckedEngine:
         self._version = None
         given, self._given = self._given, None
         self._during.pause(mode, timeout)
-        self._identity, found = self._ask(deadline)
+        identity, (self._identity, found) = self._identity, self._ask(deadline)
         self._reported = found.get("weight_version")
         stock = "instance" not in found and self._reported is not None
         self._buckets = itertools.count(1) if stock else None
         self._disturbed = stock and str(self._reported) != given
+        self.restarted = self._disturbed or self._identity != identity
         if self._disturbed and given is not None:
             _log.warning(
                 "engine %s: reports weight version %s, and the last update gave it %s: it was "

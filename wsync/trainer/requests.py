@@ -92,10 +92,15 @@ class EngineRequests:
 
     What a version that failed has left under way is waited for before engines are told of the
     next one: they would take on the older one last.
+
+    Attributes:
+        compare: called, with a timeout, for the handle of an engine that has paused and may have
+            been started again since it was compared; raises where it cannot take what it is sent.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
         self.handles = engines
+        self.compare: Callable[[EngineHandle, float], object] = lambda engine, timeout: None
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
@@ -111,19 +116,21 @@ class EngineRequests:
         options, deadline = self._options, Deadline(self._options.deadline)
         self._stops = []
         if anew:
-            self.engines = [CheckedEngine(engine) for engine in self.handles]
+            self.engines = [CheckedEngine(before.handle, before) for before in self.engines]
 
-        def pause(index: int, engine: EngineHandle) -> None:
+        def pause(index: int, engine: Any) -> None:
             self.stop(engine, lambda: deadline.left)
 
         self._pausing = self._start(pause, options.deadline)
 
-    def stop(self, engine: EngineHandle, remaining: Callable[[], float]) -> None:
+    def stop(self, engine: CheckedEngine, remaining: Callable[[], float]) -> None:
         """Has one engine stop and, with Options.flush_cache, drop its cache; `remaining` gives the
         timeout of each call."""
         times = [time.perf_counter()]
         engine.pause(self._options.pause_mode, remaining())
         times.append(time.perf_counter())
+        if engine.restarted:
+            self.compare(engine.handle, remaining())
         if self._options.flush_cache:
             engine.flush(remaining())
         times.append(time.perf_counter())
