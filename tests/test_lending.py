@@ -152,6 +152,21 @@ def test_shared_mappings_are_found_by_address() -> None:
     maps.close()
 
 
+def test_memory_of_system_v_is_not_lent() -> None:
+    """The kernel numbers it otherwise than files: a memfd may have the same number."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.shmat.restype = ctypes.c_void_p
+    number = libc.shmget(0, PAGE, 0o1600)  # IPC_PRIVATE, IPC_CREAT
+    address = libc.shmat(number, None, 0)
+    libc.shmctl(number, 0, None)  # IPC_RMID: it goes with its last mapping
+    maps = SharedMaps()
+    try:
+        assert maps.find([(address, 8)]) == [None]
+    finally:
+        maps.close()
+        libc.shmdt(ctypes.c_void_p(address))
+
+
 def layout(rank: int, boxes: list[tuple[str, int, int]]) -> _core.Layout:
     """Boxes (tensor, start, extent) of tensors of 8 bytes, each a buffer of its own."""
     builder = _core.LayoutBuilder(rank)

@@ -21,6 +21,9 @@ _SHARED: Final = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) ([0-9]+) *(.*)$", re.M
 )
 
+# System V's memory, whose ids are there for inodes: a memfd may have the same number
+_NO_FILE: Final = re.compile(rb"/SYSV[0-9a-f]{8}( \(deleted\))?")
+
 
 class File(NamedTuple):
     """A file whose pages are memory, by the numbers that no other has while it is mapped."""
@@ -75,6 +78,8 @@ class SharedMaps:
         text = b"".join(iter(lambda: self._maps.read(_READ), b""))
         found: list[_Mapping] = []
         for start, end, offset, major, minor, inode, path in _SHARED.findall(text):
+            if _NO_FILE.fullmatch(path):
+                continue
             file = File((int(major, 16), int(minor, 16)), int(inode))
             mapping = _Mapping(int(start, 16), int(end, 16), int(offset, 16), file, path)
             last = found[-1] if found else None
