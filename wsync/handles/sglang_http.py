@@ -45,12 +45,15 @@ class HttpHandle(ApiHandle):
         api_key: str | None = None,
         timeout: float = 30.0,
     ) -> None:
-        """Asks the server for tp_size unless `workers` is given."""
+        """Asks the server for tp_size unless `workers` is given.
+
+        Raises InvalidArgumentError for an api_key that no HTTP header can have.
+        """
         if not url.startswith(("http://", "https://")):
             raise InvalidArgumentError(f"engine {url!r}: a URL starts with http:// or https://")
         super().__init__(sessions=True)  # until the server says that it knows none
         self.name = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {}
         self._server: dict[str, Any] | None = None
         self._timeout = timeout
         if workers is None:
@@ -202,3 +205,14 @@ class HttpHandle(ApiHandle):
             raise PeerClosedError(f"{where}: {cause(error)}") from error
         except (requests.RequestException, ValueError) as error:
             raise RemoteError(f"{where}: {cut(str(error))}") from error
+
+
+def _checked_key(api_key: object) -> str:
+    """The key; the error does not tell it, which may be read by others."""
+    odd = ["\r", "\n", "\0"]
+    if isinstance(api_key, str) and all(c not in odd and ord(c) < 256 for c in api_key):
+        return api_key
+    raise InvalidArgumentError(
+        f"api_key: a {type(api_key).__name__} that no HTTP header can have: a text in Latin-1 of "
+        "one line is wanted"
+    )
