@@ -108,11 +108,33 @@ def test_a_model_is_not_a_mapping(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("deadline", "3"), ("threads", 2.5), ("round_nbytes", "1M")]
+    ("name", "value"),
+    [("deadline", "3"), ("deadline", True), ("threads", 2.5), ("threads", True)]
+    + [("round_nbytes", "1M"), ("ring_nbytes", False)],
 )
 def test_an_option_of_another_type_is_named(name: str, value: Any) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=f"{name}={value!r} is no "):
         wsync.Options(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("threads", 65, "over 64"),
+        ("threads", 2**40, "over 64"),
+        ("round_nbytes", 2**63, f"over {2**63 - 1}"),
+        ("ring_nbytes", 2**64, f"over {2**63 - 1}"),
+        ("bucket_nbytes", 2**63, f"over {2**63 - 1}"),
+        ("directory", "a\0b", "no path has a NUL in it"),
+        ("checkpoint", "\0", "no path has a NUL in it"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named_before_an_engine_is_asked_for_anything(
+    name: str, value: Any, text: str
+) -> None:
+    with pytest.raises(wsync.InvalidArgumentError, match=text) as error:
+        wsync.Options(**{name: value})
+    assert f"{name}={value!r}" in str(error.value)
 
 
 def test_options_that_are_none_are_named() -> None:

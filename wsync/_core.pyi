@@ -135,6 +135,7 @@ PACK: Final[int]
 LOCAL: Final[int]
 UNPACK: Final[int]
 ALL_BUFFERS: Final[int]  # of a route that there are sources of, in place of one
+MAX_THREADS: Final[int]  # of a stream
 
 # (source_buffer, destination_buffer, source_offset, destination_offset, row_count, transform,
 #  extent, source_stride, destination_stride)

@@ -6,10 +6,12 @@ import json
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Final
 
 from wsync import _core
 from wsync.machine.deadline import MAX_DEADLINE
+
+_MOST_NBYTES: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +55,8 @@ class Options:
             A ring that a loader keeps looking at stays, with a warning.  The memory of codes and
             scales is given back, too (see `quantise`).  With "direct", engines have let go of the
             trainer's memory when an update returns, and map it anew in the next.
-        threads: copying threads of one trainer rank.  Weights in host memory are quantised by the
-            rank's share of the host's cores, if that is more.
+        threads: copying threads of one trainer rank, 64 at most.  Weights in host memory are
+            quantised by the rank's share of the host's cores, if that is more.
         directory: where sockets live; None for the temporary directory.
         checkpoint: folder of the model's Hugging Face checkpoint, with whose names, shapes and
             dtypes the trainer's are compared when it connects; slime's updaters take
@@ -104,20 +106,23 @@ class Options:
                 raise _core.InvalidArgumentError(f"{name}={value!r} is none of {allowed}")
         for name in ("threads", "round_nbytes", "ring_nbytes", "bucket_nbytes"):
             value, least = getattr(self, name), int(name == "threads")
-            if not isinstance(value, int):
+            most = _core.MAX_THREADS if least else _MOST_NBYTES
+            if not isinstance(value, int) or isinstance(value, bool):
                 raise _core.InvalidArgumentError(f"{name}={value!r} is no integer")
-            if value < least:
-                text = "not positive" if least else "negative"
+            if not least <= value <= most:
+                text = f"over {most}" if value > most else "not positive" if least else "negative"
                 raise _core.InvalidArgumentError(f"{name}={value!r} is {text}")
-        if not isinstance(self.deadline, (int, float)):
+        if not isinstance(self.deadline, (int, float)) or isinstance(self.deadline, bool):
             raise _core.InvalidArgumentError(f"deadline={self.deadline!r} is no number of seconds")
         if not 0 < self.deadline <= MAX_DEADLINE:
             text = "not positive" if not self.deadline > 0 else f"over {MAX_DEADLINE:.0f} s"
             raise _core.InvalidArgumentError(f"deadline={self.deadline!r} is {text}")
         for name in ("directory", "checkpoint"):
-            if not isinstance(getattr(self, name), str | None):
-                raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is no text")
-
+            value = getattr(self, name)
+            if not isinstance(value, str | None):
+                raise _core.InvalidArgumentError(f"{name}={value!r} is no text")
+            if value and "\0" in value:
+                raise _core.InvalidArgumentError(f"{name}={value!r:.200}: no path has a NUL in it")
         if isinstance(self.quantise, Mapping):
             try:  # a copy of its own: the caller's may change
                 object.__setattr__(self, "quantise", json.loads(json.dumps(self.quantise)))

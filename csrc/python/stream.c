@@ -731,9 +731,11 @@ static PyType_Slot stream_slots[] = {
     {0, NULL},
 };
 
-const wsync_py_type_t wsync_py_type_Stream = {"wsync._core.Stream",
-                                              sizeof(StreamObject),
-                                              Py_TPFLAGS_HAVE_GC,
-                                              stream_slots,
-                                              NULL,
-                                              NULL};
+static int add_max_threads(PyObject *module, PyTypeObject *Py_UNUSED(type))
+{
+    return PyModule_AddIntConstant(module, "MAX_THREADS", WSYNC_STREAM_MAX_THREADS);
+}
+
+const wsync_py_type_t wsync_py_type_Stream = {
+    "wsync._core.Stream", sizeof(StreamObject), Py_TPFLAGS_HAVE_GC, stream_slots, NULL,
+    add_max_threads};
