@@ -185,7 +185,7 @@ DISK = "update_weights_from_disk"
 @pytest.mark.parametrize("key", ["\u043a\u043b\u044e\u0447", "two\nlines", b"bytes"])
 def test_a_key_that_no_header_can_have_is_refused(server: FakeServer, key: Any) -> None:
     for url in (server.url, f"vllm+{server.url}"):
-        with pytest.raises(wsync.InvalidArgumentError, match="api_key: a .*Latin-1") as error:
+        with pytest.raises(wsync.InvalidArgumentError, match=r"api_key: a .*Latin-1") as error:
             handle(url, api_key=key)
         assert str(key) not in str(error.value)
     assert handle(server.url, api_key="schl\u00fcssel").workers == 2

@@ -109,8 +109,10 @@ def test_a_model_is_not_a_mapping(wrong: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("deadline", "3"), ("deadline", True), ("threads", 2.5), ("threads", True)]
-    + [("round_nbytes", "1M"), ("ring_nbytes", False)],
+    [
+        *(("deadline", "3"), ("deadline", True), ("threads", 2.5), ("threads", True)),
+        *(("round_nbytes", "1M"), ("ring_nbytes", False)),
+    ],
 )
 def test_an_option_of_another_type_is_named(name: str, value: Any) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=f"{name}={value!r} is no "):
