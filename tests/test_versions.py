@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import wsync
 from wsync.checkpoints import versions
@@ -118,6 +119,35 @@ def test_own_files_are_not_found_through_links(name: str, kind: str, tmp_path: P
     (root / name).unlink()
     write(root, 2)
     assert everything(root) == {"latest", "weight_v000002"}
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_version_takes_anothers_place(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exchanges: whether the file system can exchange two names, so that there always is one."""
+    gaps = []
+    rename = Path.rename
+
+    def watched(path: Path, target: Path) -> Path:
+        made = rename(path, target)
+        if not (tmp_path / "latest" / INDEX).exists():
+            gaps.append(path.name)
+        return made
+
+    monkeypatch.setattr(Path, "rename", watched)
+    if not exchanges:
+        monkeypatch.setattr(versions, "_exchange", lambda one, other: False)
+    for value in (1.0, 2.0, 3.0):
+        with DiskSync(
+            {"a": torch.full((3,), value)}, folder=tmp_path, replace=True, options=OPTIONS
+        ) as sync:
+            gaps.clear()
+            sync.update(version=7)
+        assert everything(tmp_path) == {"weight_v000007", "latest"}
+        (part,) = newest(tmp_path).glob("*.safetensors")
+        assert load_file(part)["a"].tolist() == [value] * 3
+    assert gaps == ([] if exchanges else ["weight_v000007"])
 
 
 def test_an_index_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@
 
 A version is written there, brought to the disk, and renamed; the link follows when the disk has the
 new name.  So `latest` leads to a complete version at any time: whenever a writer is killed, and
-after a power failure as far as the file system keeps what fsync has brought to it.
+after a power failure as far as the file system keeps what fsync has brought to it.  Where a version
+takes the place of another, that is so on file systems that can exchange two names (not on NFS).
 What `publish` has returned is there afterwards.  Other files and folders are left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -31,6 +33,7 @@ LATEST = "latest"
 _LOCK = ".lock"
 _WORK = ".wsync-work"
 _PREFIX = "weight_v"
+_RENAME_EXCHANGE = 2  # of <linux/fs.h>
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -150,9 +153,10 @@ class Versions:
                 _sync(path)
             _sync(folder)
             check()
-            if final.exists():  # nobody is to find old weights, or a part of both
-                final.rename(self._hidden(name))
-            folder.rename(final)
+            if not (final.exists() and _exchange(folder, final)):
+                if final.exists():  # nobody is to find old weights, or a part of both
+                    final.rename(self._hidden(name))
+                folder.rename(final)
             _sync(self.root)
             _sync(self._work)
             link = self._hidden(LATEST)
@@ -208,6 +212,16 @@ def _open(path: Path) -> int:
         os.close(found)
         raise _core.StateError(f"{path}: is no regular file")
     return found
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Has two folders take each other's names at once, or does nothing where that cannot be (NFS;
+    a C library without renameat2)."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    if call is None:
+        return False
+    names = os.fsencode(one.absolute()), os.fsencode(other.absolute())
+    return bool(call(0, names[0], 0, names[1], _RENAME_EXCHANGE) == 0)
 
 
 def _folder(given: Any) -> str | os.PathLike[str]:
