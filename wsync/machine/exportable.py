@@ -23,6 +23,8 @@ def exportable() -> Iterator[None]:
     When the block ends, the CPU storages of tensors that operators of torch have made in this
     thread, and that are still alive, are moved to torch's shared memory (`share_memory_`).  They
     are moved in place: parameters, views and flat buffers that share a storage go on sharing it.
+    What else looks at their memory is left behind on memory that is free then, and must not be used
+    any more: arrays that `tensor.numpy()` has made in the block, memoryviews, DLPack capsules.
     Gradients and optimizer states that are made in the block move, too; what is made later does
     not.  A tensor that was made before the block, or that no operator has made (`torch.from_numpy`,
     a file that is mapped), can be moved by its own `share_memory_()`.
