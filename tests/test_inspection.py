@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from support.fused import Fused, changed, draw
+from support.local_servers import Packing
 from support.workers import ThreadEngine
 
 import wsync
-from wsync import inspection
+from wsync import inspection, sglang
 from wsync.demo.engines.serve import serve_in_process
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import ModuleLoader
@@ -87,12 +94,16 @@ def test_the_page_says_what_the_table_says_and_where_kinds_of_tensors_go() -> No
     engine, _ = learnt_engine()
     found = inspection.inspect(engine)
     found[1] = dataclasses.replace(found[1], inconsistency="half <old>", consistent=False)
-    root = ElementTree.fromstring(inspection.page(found, "http://a&b", "^o$"))
+    whole = inspection.EngineReport(
+        name="http://a&b", server="SGLang <1>", weight_version="7", workers=found
+    )
+    root = ElementTree.fromstring(inspection.page(whole, "^o$"))
     text = " ".join(root.itertext())
     for worker in found:
         assert f"{worker.kept_nbytes:,}" in text and f"{worker.model_nbytes:,}" in text
     assert "worker 1: half <old>" in text and "wsync inspect http://a&b" in text
     rows = [[" ".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
+    assert rows[:4] == [["", ""], *map(list, inspection.summary(whole))]
     assert rows.count(["experts.*.gate", "w13", "bfloat16", "2", "2", "100.0%"]) == 2
     assert rows.count(["q", "qkv", "bfloat16", "1", "1", "50.0%"]) == 2
     assert root.findtext(".//pre") == inspection.listing(found, "^o$")
@@ -116,6 +127,80 @@ def test_an_engine_without_wsync_is_named() -> None:
         inspection.inspect(Stock())
 
 
+def test_an_engine_without_wsync_says_its_version_and_no_more() -> None:
+    engine = Packing()
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(version="seventh")
+    found = inspection.look(engine)
+    assert (found.weight_version, found.workers) == ("seventh", [])
+    assert dict(inspection.summary(found)) == {
+        "server": "unknown",
+        "weight version": "seventh",
+        "loads by buckets, broadcasts or files": "unknown",
+        "what workers keep": f"unknown: {found.unasked}",
+    }
+    root = ElementTree.fromstring(inspection.page(found))
+    assert [row[1].text for row in root.iter("tr")][1:] == ["unknown", "seventh", "unknown", ANY]
+
+
+def test_sglangs_workers_count_what_others_load() -> None:
+    class Engine(ThreadEngine):
+        def update_weights(self, payloads: Any, **_: Any) -> None:
+            sglang.load_weights(self.module, pickle.loads(payloads[0]))
+
+    module, engine = Fused(), Engine([])
+    engine.module, engine.workers = module, 1
+    assert [worker.loads for worker in inspection.inspect(engine)] == [0]
+    for _ in range(3):
+        module.load_weights(list(draw(1).items()))
+    found = inspection.look(engine)
+    assert [worker.loads for worker in found.workers] == [3]
+    assert "broadcasts or files: 3 since" in ": ".join(inspection.summary(found)[2])
+
+
+def test_workers_that_are_not_told_of_others_loads_say_so() -> None:
+    rows = dict(inspection.summary(inspection.look(learnt_engine()[0])))
+    assert rows["loads by buckets, broadcasts or files"] == "unknown"
+
+
+def test_a_server_of_vllm_without_the_extension_says_what_it_is() -> None:
+    answers = {
+        ("POST", "/collective_rpc"): (500, {"error": "no attribute 'wsync_describe'"}),
+        ("GET", "/version"): (200, {"version": "0.32.0"}),
+        ("GET", "/weight_info"): (200, {"weight_version": "seventh"}),
+    }
+    with answering(answers) as url:
+        found = inspection.look(f"vllm+{url}", timeout=30)
+    assert (found.server, found.weight_version) == ("vLLM 0.32.0", "seventh")
+    assert "wsync_describe" in found.unasked and "--worker-extension-cls" in found.unasked
+
+
+@contextlib.contextmanager
+def answering(answers: dict[tuple[str, str], tuple[int, Any]]) -> Iterator[str]:
+    """The URL of a server that answers so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, content = answers.get((self.command, self.path), (404, {}))
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        serving.join()
+
+
 def test_an_engine_that_does_not_answer_costs_the_timeout() -> None:
     engine, _ = learnt_engine()
     engine.update_weights = lambda *_, **__: None
@@ -129,7 +214,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_asks_a_url(tmp_path: Path) -> None:
-    from transformers import Qwen3Config
+    from transformers import AutoModelForCausalLM, Qwen3Config
 
     config = Qwen3Config(
         **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
@@ -140,8 +225,18 @@ def test_the_command_asks_a_url(tmp_path: Path) -> None:
         done = run(server.url, "--json", str(path), "--html", str(page), "--tensors")
         assert (done.returncode, done.stderr) == (0, "")
         assert "nothing learnt: its loader knows by itself what it takes" in done.stdout
-        assert json.loads(path.read_text())[0]["loader"] == "ModuleLoader"
+        found = json.loads(path.read_text())
+        assert found["workers"][0]["loader"] == "ModuleLoader"
         assert "nothing learnt: its loader knows by itself" in page.read_text(encoding="utf-8")
+        assert f"server: wsync {wsync.__version__}\nweight version: default" in done.stdout
+        model = AutoModelForCausalLM.from_config(config)
+        stock = dataclasses.replace(OPTIONS, delivery="stock")
+        with wsync.connect(dict(model.named_parameters()), [server.url], options=stock) as sync:
+            sync.update(version="seventh")
+        done = run(server.url, "--json", "-")
+        found = json.loads(done.stdout)
+        assert found["weight_version"] == "seventh"
+        assert found["workers"][0]["loads"] > 0
     gone = run(server.url, "--timeout", "5")
     assert gone.returncode == 1
     assert gone.stderr.startswith(f"wsync inspect: engine {server.url}")

@@ -16,6 +16,7 @@ from support.servers import packages
 from support.sglang_server import NEWEST, Fresh, Nursery, Server
 
 import wsync
+from wsync import inspection
 from wsync.handles.sglang_http import HttpHandle
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
@@ -139,6 +140,17 @@ def test_every_byte_is_that_of_a_reload_from_the_disk(
             sync.update(model.weights, version=number)
             assert checksums(server) == wanted[number]
             check(server, model, str(number))
+
+
+def test_an_inspection_says_what_was_loaded_by_other_means(served: tuple[Server, Pair]) -> None:
+    server, (first, _) = served
+    before = inspection.look(server.url, timeout=PATIENCE)
+    reloaded(server, first)
+    found = inspection.look(server.url, timeout=PATIENCE)
+    assert (found.server, found.weight_version) == ("SGLang 0.5.23", "reloaded")
+    assert len(found.workers) == server.workers
+    for former, now in zip(before.workers, found.workers, strict=True):
+        assert former.loads is not None and now.loads is not None and former.loads < now.loads
 
 
 def test_an_update_is_a_session(served: tuple[Server, Pair], monkeypatch: Any) -> None:

@@ -1,15 +1,20 @@
-"""`wsync inspect`: what the workers of a running engine have learnt to keep of a model.
+"""`wsync inspect`: what a running engine says of its weights, and what its workers have learnt to
+keep of a model.
 
-The engine runs wsync's loader (SGLang: --custom-weight-loader wsync.sglang.load_weights; vLLM:
---worker-extension-cls wsync.vllm.WorkerExtension) and has been updated by a trainer.  Its workers
-answer over a socket of their own, so this runs on their host, as their user.  SGLang answers when
-the requests under way are done.
+The workers have to run wsync's loader (SGLang: --custom-weight-loader wsync.sglang.load_weights;
+vLLM: --worker-extension-cls wsync.vllm.WorkerExtension), and learn when a trainer updates them.
+They answer over a socket of their own, so this runs on their host, as their user.  SGLang answers
+when the requests under way are done.
+
+Loads by other means than wsync's updates are counted by SGLang's workers from the time when wsync's
+loader is first called, be it by an inspection; vLLM's workers do not see them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -23,6 +28,7 @@ from typing import Any, Final
 from wsync import _core
 from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.handles.sglang_base import ApiHandle
+from wsync.handles.vllm import VllmHandle, VllmServer
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.pages import html
@@ -30,6 +36,8 @@ from wsync.pages.bars import length
 from wsync.pages.html import tag
 from wsync.trainer.requests import Calls
 
+_UNKNOWN: Final = "unknown"
+_SINCE: Final = "since wsync's receiver was made"
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -43,8 +51,10 @@ class WorkerReport:
     inside the model, after each update.  fallbacks: tensors that go through the engine's own
     load_weights, and why.  skipped: tensors that it makes no use of.  unwritten: (parameter,
     bytes that no tensor fills).  twins: (tensor, tensor) that are loaded to one place and have to
-    be the same.  tensors: name, dtype, shape, kept_as (a dtype) and boxes: into
-    (a parameter), start and extent in the tensor.
+    be the same.  loads: how often weights were loaded by other means than wsync's updates (a
+    bucket, a broadcast, files) since its receiver was made; None where it is not told of these.
+    tensors: name, dtype, shape, kept_as (a dtype) and boxes: into (a parameter), start and extent
+    in the tensor.
     """
 
     worker: int
@@ -59,6 +69,7 @@ class WorkerReport:
     kept_nbytes: int = 0
     fills: int = 0
     copies: int = 0
+    loads: int | None = None
     fallbacks: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     unwritten: list[list[Any]] = field(default_factory=list)
@@ -68,6 +79,22 @@ class WorkerReport:
     @property
     def boxes(self) -> int:
         return sum(len(tensor["boxes"]) for tensor in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """What an engine says.
+
+    server: what it is, and of which version.  weight_version: what it calls its weights, whoever
+    has updated them; None where it does not say that.  workers: what they say, if they run wsync's
+    loader; unasked: why they were not asked, else "".
+    """
+
+    name: str
+    server: str
+    weight_version: str | None
+    workers: list[WorkerReport] = field(default_factory=list)
+    unasked: str = ""
 
 
 def inspect(
@@ -85,15 +112,80 @@ def inspect(
         DeadlineError: a worker does not answer: it may be on another host.
     """
     asked = handle(engine, workers=workers, api_key=api_key, timeout=timeout)
-    if LOAD_FORMAT not in asked.load_formats:
-        raise _core.UnsupportedError(
-            f"engine {asked.name}: does not run wsync's loader, it takes {asked.load_formats}"
-        )
+    if without := _without(asked):
+        raise _core.UnsupportedError(f"engine {asked.name}: {without}")
+    return _asked(asked, Deadline(timeout))
+
+
+def look(
+    engine: object,
+    *,
+    workers: int | None = None,
+    api_key: str | None = None,
+    timeout: float = 30.0,
+) -> EngineReport:
+    """Asks an engine what it is and what it calls its weights, and its workers as `inspect` does,
+    where they run wsync's loader.
+
+    Raises:
+        WsyncError: it does not answer, or a worker of it does not.
+    """
     deadline = Deadline(timeout)
+    try:
+        asked = handle(engine, workers=workers, api_key=api_key, timeout=timeout)
+    except _core.RemoteError as error:
+        if not (isinstance(engine, str) and engine.startswith("vllm+")):
+            raise
+        server = VllmServer(engine.removeprefix("vllm+"), api_key=api_key)  # without the extension
+        version, weights = server.version(deadline.left), server.get_weight_version(deadline.left)
+        return EngineReport(
+            name=engine,
+            server=_called("vLLM", version),
+            weight_version=weights,
+            unasked=str(error),
+        )
+    server_name, weight_version = _says(asked, deadline)
+    without = _without(asked)
+    return EngineReport(
+        name=asked.name,
+        server=server_name,
+        weight_version=weight_version,
+        workers=[] if without else _asked(asked, deadline),
+        unasked=without,
+    )
+
+
+def _without(engine: EngineHandle) -> str:
+    """Why the workers of an engine cannot be asked, or ""."""
+    if LOAD_FORMAT in engine.load_formats:
+        return ""
+    return f"does not run wsync's loader, it takes {engine.load_formats}"
+
+
+def _says(engine: EngineHandle, deadline: Deadline) -> tuple[str, str | None]:
+    """What an engine calls itself, and its weights."""
+    found = engine.model_info(deadline.left)
+    kind, version, weights = "engine", None, found.get("weight_version")
+    if isinstance(engine, VllmHandle):
+        said = engine.says(deadline.left)
+        kind, version = "vLLM", said["version"]
+        weights = said["weight_version"] or weights
+    elif isinstance(engine, ApiHandle):
+        with contextlib.suppress(_core.RemoteError):  # not all have it
+            version = engine.server_info(deadline.left).get("version")
+        kind = "SGLang" if version and not str(version).startswith("wsync") else ""
+    return _called(kind, version), None if weights is None else str(weights)
+
+
+def _called(kind: str, version: object) -> str:
+    return f"{kind} {version or ''}".strip() or _UNKNOWN
+
+
+def _asked(engine: EngineHandle, deadline: Deadline) -> list[WorkerReport]:
     with contextlib.ExitStack() as sessions:
-        if isinstance(asked, ApiHandle):
-            sessions.enter_context(asked.asking(deadline.left))
-        return _ask(asked, deadline)
+        if isinstance(engine, ApiHandle):
+            sessions.enter_context(engine.asking(deadline.left))
+        return _ask(engine, deadline)
 
 
 def _ask(engine: EngineHandle, deadline: Deadline) -> list[WorkerReport]:
@@ -156,6 +248,28 @@ def _notes(workers: Sequence[WorkerReport]) -> list[str]:
     return [f"worker {', '.join(map(str, who))}: {text}" for text, who in notes.items()]
 
 
+def summary(found: EngineReport) -> list[tuple[str, str]]:
+    """What there is to say of an engine as a whole: what, and its value."""
+    version = _UNKNOWN if found.weight_version is None else found.weight_version
+    counts = defaultdict[str, list[str]](list)
+    for each in found.workers:
+        counts[_UNKNOWN if each.loads is None else f"{each.loads:,} {_SINCE}"].append(
+            str(each.worker)
+        )
+    seen = "; ".join(
+        text if len(counts) == 1 else f"{text} (worker {', '.join(who)})"
+        for text, who in counts.items()
+    )
+    rows = [
+        ("server", found.server),
+        ("weight version", version),
+        ("loads by buckets, broadcasts or files", seen or _UNKNOWN),
+    ]
+    if found.unasked:
+        rows.append(("what workers keep", f"{_UNKNOWN}: {found.unasked}"))
+    return rows
+
+
 def table(workers: Sequence[WorkerReport]) -> str:
     """One line a worker, and below it what is out of the ordinary."""
     rows = _rows(workers)
@@ -180,15 +294,16 @@ def listing(workers: Sequence[WorkerReport], pattern: str = "") -> str:
     return "\n".join(lines)
 
 
-def page(workers: Sequence[WorkerReport], engine: str, pattern: str | None = None) -> str:
-    """The table, what is out of the ordinary, and what kinds of tensors go where, as a file of
-    HTML; with a pattern also the listing."""
+def page(found: EngineReport, pattern: str | None = None) -> str:
+    """What the engine says, the table, what is out of the ordinary, and what kinds of tensors go
+    where, as a file of HTML; with a pattern also the listing."""
+    workers = found.workers
     learnt = [each for each in workers if not each.unlearnt]
-    head, *rows = _rows(workers)
-    parts = [
-        tag("p", f"{len(workers)} workers, of which {len(learnt)} have learnt what they keep."),
-        html.section("Workers", html.table(head, rows, left=2)),
-    ]
+    parts = [html.section("Engine", html.table(["", ""], summary(found), left=2))]
+    if workers:
+        head, *rows = _rows(workers)
+        count = f"{len(workers)} workers, of which {len(learnt)} have learnt what they keep."
+        parts += [tag("p", count), html.section("Workers", html.table(head, rows, left=2))]
     if learnt:
         kept = [_kept(each) for each in learnt]
         heads = ["worker", "", "bytes kept", "of the model's", "share"]
@@ -204,7 +319,7 @@ def page(workers: Sequence[WorkerReport], engine: str, pattern: str | None = Non
     if pattern is not None:
         title = f"Where tensors go whose names match {pattern!r}" if pattern else "All tensors"
         parts.append(html.section(title, tag("pre", listing(workers, pattern), class_="mono")))
-    return html.page(f"wsync inspect {engine}", *parts)
+    return html.page(f"wsync inspect {found.name}", *parts)
 
 
 def _kept(each: WorkerReport) -> list[str]:
@@ -252,7 +367,7 @@ def _elements(tensor: dict[str, Any]) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what an engine has learnt; 0, 1 where it cannot be asked, 2 for bad arguments."""
+    """Prints what an engine says; 0, 1 where it cannot be asked, 2 for bad arguments."""
     parser = argparse.ArgumentParser(
         "wsync inspect", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -273,14 +388,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.timeout <= 0:
         parser.error(f"--timeout {chosen.timeout:g}: not positive")
     try:
-        found = inspect(
+        found = look(
             chosen.url, workers=chosen.workers, api_key=chosen.api_key, timeout=chosen.timeout
         )
         if chosen.html:
-            text = page(found, chosen.url, chosen.tensors)
+            text = page(found, chosen.tensors)
             Path(chosen.html).write_text(text, encoding="utf-8")
         if chosen.json:
-            text = json.dumps([vars(each) for each in found], indent=1)
+            text = json.dumps(dataclasses.asdict(found), indent=1)
             if chosen.json == "-":
                 print(text)
                 return 0
@@ -288,7 +403,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (_core.WsyncError, OSError) as error:
         print(f"wsync inspect: {error}", file=sys.stderr)
         return 1
-    print(table(found))
-    if chosen.tensors is not None:
-        print("\n" + listing(found, chosen.tensors))
+    print(found.name, *(f"{what}: {value}" for what, value in summary(found)), sep="\n")
+    if found.workers:
+        print("\n" + table(found.workers))
+    if found.workers and chosen.tensors is not None:
+        print("\n" + listing(found.workers, chosen.tensors))
     return 0

@@ -62,7 +62,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
             part = vars(model).setdefault("_wsync", part)
             control = payload.control_bytes(named_tensors)
             if part.receiver is None:
-                part.receiver = Receiver(_loader(model))
+                part.receiver = Receiver(_loader(model), told=hasattr(model, "load_weights"))
             part.watch(model)
         wait_for_device(model)
         success, text = part.receiver.handle(control)

@@ -45,10 +45,11 @@ class Receiver:
     a message with another session id replaces it.
 
     state: whose update it is, what of it has come, and whether the weights are those of one.
+    told: whether whoever makes it tells the state of what is loaded by other means.
     """
 
-    def __init__(self, loader: Loader, *, worker: int = 0) -> None:
-        self.state = UpdateState()
+    def __init__(self, loader: Loader, *, worker: int = 0, told: bool = False) -> None:
+        self.state = UpdateState(told=told)
         self._loader = loader
         self._worker = worker
         self._session = ""
@@ -130,6 +131,7 @@ class Receiver:
             "update": self.state.update,
             "consistent": not self.trouble,
             "inconsistency": self.trouble,
+            "loads": self.state.loads,
             "loader": type(self._loader).__name__,
             **learnt,
         }

@@ -130,14 +130,17 @@ class UpdateState:
     request: what an engine calls the request that it has this worker carry out; weights: the
     request that last replaced all weights, which tells whether the workers of one engine hold
     the same.
+    loads: how often weights were loaded by other means than a receiver's update (a bucket, a
+    broadcast, files); None where whoever made this does not tell it of all of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, told: bool = False) -> None:
         self.weight_version = "default"
         self.consistent = True
         self.reason = ""
         self.update: int | None = None
         self.request = self.weights = 0
+        self.loads: int | None = 0 if told else None
         self._busy = Turn()
         self._lock = threading.RLock()  # a pause may come while a bucket is let in
         self._now = _Update()
@@ -281,6 +284,7 @@ class UpdateState:
             came, missing = now.came, now.missing
         with self.writing("a bucket is being loaded"):
             yield frozenset(came)
+            self._count()
             came.update(names)
             missing.difference_update(tensors[name] for name in names if name in tensors)
             if missing:
@@ -344,6 +348,11 @@ class UpdateState:
         """Others write to the weights, in a way of the engine's own: they are not those of the
         update that was committed."""
         self._committed = ""
+        self._count()
+
+    def _count(self) -> None:
+        if self.loads is not None:
+            self.loads += 1
 
     def _name(self, update: _Update | None, said: str | None) -> None:
         """Calls the weights what a request said, or else what an earlier one of its update did."""
@@ -375,6 +384,7 @@ class UpdateState:
         with self.writing(what):
             self.end_buckets()
             yield
+            self._count()
             self.restored()
 
     @contextmanager

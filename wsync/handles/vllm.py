@@ -121,6 +121,16 @@ class VllmHandle(LocalHandle):
             **({"instance": " ".join(instances)} if instances else {}),
         }
 
+    def says(self, timeout: float) -> dict[str, Any]:
+        """What the engine itself says of its version and of that of its weights, whoever has set
+        it; None where it has no such method."""
+        deadline, methods = Deadline(timeout), ("version", "get_weight_version")
+        version, weights = (
+            self._call(name, deadline.left) if self._has(name) and not self._remote else None
+            for name in methods
+        )
+        return {"version": version, "weight_version": weights}
+
     def _count(self, timeout: float) -> int:
         try:
             found = self._describe(timeout)
@@ -224,6 +234,20 @@ class VllmServer:
 
     def reset_encoder_cache(self) -> None:
         self._post("/reset_encoder_cache", known=False)
+
+    def get_weight_version(self, timeout: float = _PATIENCE_SECONDS) -> str | None:
+        """What it calls its weights, whoever has said it; None where it does not know that."""
+        return self._get("/weight_info", "weight_version", timeout)
+
+    def version(self, timeout: float = _PATIENCE_SECONDS) -> str | None:
+        """Of vLLM."""
+        return self._get("/version", "version", timeout)
+
+    def _get(self, path: str, key: str, timeout: float) -> str | None:
+        status, text = self._http.request("GET", path, None, timeout)
+        answer = json_or_text(text)
+        found = answer.get(key) if status == 200 and isinstance(answer, dict) else None
+        return found if isinstance(found, str) else None
 
     def update_weight_version(self, new_version: str) -> None:
         self._post("/update_weight_version", {"new_version": new_version}, known=False)

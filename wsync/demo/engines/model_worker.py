@@ -43,7 +43,7 @@ class ModelWorker:
 
     def __init__(self, loader: Loader, *, rank: int = 0, weight_version: str = "default") -> None:
         self.rank = rank
-        self.receiver = Receiver(loader, worker=rank)
+        self.receiver = Receiver(loader, worker=rank, told=True)
         self.updates = self.receiver.state
         self.updates.weight_version = weight_version
         self._groups = UpdateGroups(rank)
