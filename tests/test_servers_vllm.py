@@ -133,8 +133,9 @@ def test_an_engine_of_the_trainers_process(
 def test_vllms_own_weight_transfer_by_wsync(
     vllm: Nursery, models: list[Checkpoint], tmp_path: Path
 ) -> None:
-    before, after, failed, back = offline(vllm, "transfer", tmp_path, models)
+    before, incomplete, after, failed, back = offline(vllm, "transfer", tmp_path, models)
     check_step(before, models[0], "default")
+    assert incomplete["lacking"] in incomplete["error"]
     check_step(after, models[1], "1")
     assert "half way" in failed["error"]
     assert failed["version"] == "1"

@@ -129,7 +129,8 @@ class Client:
 
 
 def transfer(first: Path, second: Path) -> list[Step]:
-    """An LLM before vLLM's own update, after it, after one that fails, and after one back."""
+    """An LLM before vLLM's own update, after one that lacks a tensor and the next, after one that
+    fails, and after one back."""
     from vllm.distributed.weight_transfer import (
         ParamMeta,
         WeightSource,
@@ -161,6 +162,13 @@ def transfer(first: Path, second: Path) -> list[Step]:
     steps = [step()]
     told = TrainerInitInfo(rank=0, workers=2, options=OPTIONS)
     engine = WeightTransferTrainerFactory.trainer_init(told, client=client, source=source)
+    lacking = source.tensors.popitem()
+    try:
+        engine.send_weights()
+    except wsync.WsyncError as error:
+        steps.append({"error": str(error), "lacking": lacking[0]})
+    source.tensors |= dict([lacking])
+    client.calls.clear()
     engine.send_weights()
     steps.append(step())
     source.tensors = weights(first)

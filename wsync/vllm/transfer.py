@@ -136,7 +136,10 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._options = init_info.options
         self._engine = _Engine(client, init_info.workers)
+        self._weights: dict[str, torch.Tensor] = {}  # what the source gives, during an update
         self._sync: wsync.Sync | None = None
+        self._failed = False  # the last update
+        self._version = 0  # of the last connection
 
     @classmethod
     def trainer_init(
@@ -156,27 +159,46 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         without it.
 
         Raises:
+            LayoutError: a tensor is another one than at the last call, and the next one takes it;
+                or the source has written to a tensor that it had given before, or gives two of
+                one name.
             WsyncError: the same on all ranks, but for what is wrong with one's source.  The engine
                 is left as it is, and must not answer until another call has succeeded.
-            LayoutError: the source has written to a tensor that it had given before, or gives two
-                of one name.
         """
+        try:
+            report = self._connected().update(version=weight_version)
+        except BaseException:
+            self._failed = True
+            with contextlib.suppress(Exception):  # the update's own error says more
+                self._engine.finish(None)
+            raise
+        finally:
+            self._weights.clear()  # which are gathered for this update alone
+        self._engine.finish(str(report.version))
+        return report
+
+    def _connected(self) -> wsync.Sync:
+        """The connection of the last update if that was right, else a new one, which counts on."""
+        self._weights |= self._from_source()
+        former = self._sync
+        if former is not None and not self._failed:
+            return former
+        self._sync, self._failed = None, False
+        if former is not None:
+            self._version = former.version
+            former.close()
+        self._sync = wsync.connect(self._weights, [self._engine], options=self._options)
+        self._sync.version = self._version
+        return self._sync
+
+    def _from_source(self) -> dict[str, torch.Tensor]:
         held = ((name, tensor.detach()) for name, tensor in self.source if tensor is not None)
         given = wsync.layout.kept(held)
         weights = dict(given)
         if len(weights) < len(given):
             name, _ = Counter(name for name, _ in given).most_common(1)[0]
             raise wsync.LayoutError(f"{name}: the source gives two tensors of this name")
-        if self._sync is None:
-            self._sync = wsync.connect(weights, [self._engine], options=self._options)
-        try:
-            report = self._sync.update(weights, version=weight_version)
-        except BaseException:
-            with contextlib.suppress(Exception):  # the update's own error says more
-                self._engine.finish(None)
-            raise
-        self._engine.finish(str(report.version))
-        return report
+        return weights
 
     def shutdown(self) -> None:
         if self._sync is not None:
