@@ -614,6 +614,42 @@ TEST(the_kth_call_of_a_name_fails)
     CHECK_EQ(fake_census().allocated, 0);
 }
 
+TEST(a_kernel_faults_long_after_its_launch)
+{
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_stream_t stream;
+    wsync_cu_module_t module = NULL;
+    wsync_cu_function_t function = NULL;
+    wsync_cu_ptr_t at = 0;
+    wsync_cu_ptr_t gate_at = 0;
+    uint64_t gate = 0;
+    uint32_t value = 17;
+    uint32_t count = 4;
+    void *parameters[] = {&at, &value, &count};
+
+    choose_fake("WSYNC_FAKE_CUDA_FAULT", "1:719");
+    cu = enter_device(0);
+    stream = make_stream(cu);
+    CU(cu->mem_alloc(&at, 64));
+    CU(cu->module_load(&module, "image"));
+    CU(cu->module_function(&function, module, "fake_fill"));
+    CU(cu->host_register(&gate, sizeof(gate), 0));
+    CU(cu->host_pointer(&gate_at, &gate, 0));
+    CU(cu->launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL));
+    CU(cu->stream_wait_value(stream, gate_at, 1, 0));
+    CU(cu->launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL));
+    CU(cu->stream_write_value(stream, gate_at, 9, 0));
+    CHECK_EQ(cu->stream_query(stream), WSYNC_CU_NOT_READY);
+    __atomic_store_n(&gate, 1, __ATOMIC_RELEASE);
+    while (cu->stream_query(stream) == WSYNC_CU_NOT_READY) {
+        (void)usleep(1000);
+    }
+    CHECK_EQ(cu->stream_query(stream), WSYNC_CU_LAUNCH_FAILED);
+    CHECK_EQ(cu->mem_free(at), WSYNC_CU_LAUNCH_FAILED);
+    CHECK_EQ(cu->mem_alloc(&at, 64), WSYNC_CU_LAUNCH_FAILED);
+    CHECK_EQ(gate, 1); /* nothing behind it ran */
+}
+
 TEST(the_log_has_every_call_and_every_refusal)
 {
     char path[] = "/var/tmp/wsync-fake-XXXXXX";

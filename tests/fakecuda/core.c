@@ -25,9 +25,15 @@ static atomic_int log_fd = -1;
 static atomic_int misuse_fd = -1;
 static atomic_bool ended; /* the process runs what it has for its end */
 static fake_failure_t failure = FAKE_FAILURE_INIT;
+static struct {
+    pthread_mutex_t mutex;
+    long left; /* kernels that run until one faults; negative: none does */
+    int code;
+} fault = {.mutex = PTHREAD_MUTEX_INITIALIZER, .left = -1};
 
 EXPORT void fakecuda_fail(const char *call, long k, int code);
 EXPORT void fakecuda_lose(const char *call, long k, int code);
+EXPORT void fakecuda_fault(long k, int code);
 EXPORT const char *fakecuda_failed(void);
 EXPORT int fakecuda_current(uint8_t *uuid);
 EXPORT void fakecuda_census(fakecuda_census_t *census);
@@ -79,6 +85,30 @@ void fakecuda_fail(const char *call, long k, int code)
 void fakecuda_lose(const char *call, long k, int code)
 {
     fake_failure_plan(&failure, call, k, code, true);
+}
+
+void fakecuda_fault(long k, int code)
+{
+    (void)pthread_mutex_lock(&fault.mutex);
+    fault.left = k;
+    fault.code = code;
+    (void)pthread_mutex_unlock(&fault.mutex);
+}
+
+bool fake_launch_faults(void)
+{
+    bool faults = false;
+
+    (void)pthread_mutex_lock(&fault.mutex);
+    if (fault.left >= 0 && fault.left-- == 0) {
+        faults = true;
+        atomic_store(&fake.lost, fault.code);
+    }
+    (void)pthread_mutex_unlock(&fault.mutex);
+    if (faults) {
+        fake_log("a kernel faults");
+    }
+    return faults;
 }
 
 const char *fakecuda_failed(void)
@@ -180,6 +210,17 @@ void fake_unlock(void)
 
 /* --- initialisation, devices ---------------------------------------------------------- */
 
+static void read_fault(void)
+{
+    long k = -1;
+    int code = 0;
+    const char *text = getenv("WSYNC_FAKE_CUDA_FAULT");
+
+    if (text != NULL && sscanf(text, "%ld:%d", &k, &code) == 2) {
+        fakecuda_fault(k, code);
+    }
+}
+
 static void open_log(const char *name, atomic_int *fd)
 {
     if (atomic_load(fd) < 0) {
@@ -205,6 +246,7 @@ wsync_cu_result_t fake_init(unsigned flags)
     }
     if (fake.pid == 0) {
         fake_failure_read(&failure, "WSYNC_FAKE_CUDA_FAIL");
+        read_fault();
     }
     code = strike("cuInit");
     if (code != WSYNC_CU_SUCCESS || flags != 0) {

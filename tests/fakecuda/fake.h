@@ -195,6 +195,8 @@ wsync_cu_result_t fake_enter_context(const char *call, struct wsync_cu_context *
 /* Some of them need no context (NULL). */
 wsync_cu_result_t fake_enter_return(const char *call, struct wsync_cu_context **context);
 wsync_cu_result_t fake_leave(wsync_cu_result_t code);
+/* Whether the kernel that is to run faults: then every call fails from now on. */
+bool fake_launch_faults(void);
 /* Runs a host function of a stream, which may make no calls. */
 void fake_call_host(wsync_cu_host_func_t function, void *argument);
 /* Logs why and gives the code back. */

@@ -29,6 +29,8 @@
  *   WSYNC_FAKE_CUDA_SIZES     1: and a line "PID size BYTES" per upload (0)
  *   WSYNC_FAKE_CUDA_FAIL      CALL:K:CODE: the K-th such call (from 0; "*": any) fails;
  *                             CALL:K:CODE:1: and so does every call after it
+ *   WSYNC_FAKE_CUDA_FAULT     K:CODE: the K-th kernel that runs (from 0) faults, and every
+ *                             call fails from then on
  */
 #ifndef WSYNC_TESTS_FAKECUDA_H
 #define WSYNC_TESTS_FAKECUDA_H
@@ -57,6 +59,9 @@ typedef void (*fakecuda_fail_func_t)(const char *call, long k, int code);
 /* The same of a device that is lost with that call: every call fails from then on, with
  * nothing done, and streams run nothing any more. */
 typedef void (*fakecuda_lose_func_t)(const char *call, long k, int code);
+/* Kernels that run until one faults, long after its launch: its stream goes no further, and
+ * every call fails from then on.  Negative: none does. */
+typedef void (*fakecuda_fault_func_t)(long k, int code);
 /* The call that was failed, or NULL. */
 typedef const char *(*fakecuda_failed_func_t)(void);
 
@@ -99,6 +104,7 @@ typedef int (*fakecuda_current_func_t)(uint8_t *uuid);
 #define FAKECUDA_CENSUS "fakecuda_census"
 #define FAKECUDA_FAIL "fakecuda_fail"
 #define FAKECUDA_LOSE "fakecuda_lose"
+#define FAKECUDA_FAULT "fakecuda_fault"
 #define FAKECUDA_FAILED "fakecuda_failed"
 
 #endif

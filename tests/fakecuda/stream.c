@@ -91,7 +91,9 @@ static void run(const fake_op_t *op)
         }
         return;
     case FAKE_LAUNCH:
-        launch(op);
+        if (!fake_launch_faults()) {
+            launch(op);
+        }
         return;
     case FAKE_CALL_HOST:
         fake_call_host(op->function, op->argument);
