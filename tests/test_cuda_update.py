@@ -159,15 +159,28 @@ def test_a_driver_call_that_fails_in_the_worker(
     assert facts["right"]
 
 
+@pytest.mark.parametrize(
+    "lost",
+    [{"WSYNC_FAKE_CUDA_FAIL": "cuLaunchKernel:1:719:1"}, {"WSYNC_FAKE_CUDA_FAULT": "0:719"}],
+    ids=["a call", "a kernel"],
+)
 def test_a_gpu_that_is_lost_to_an_engine_is_an_error_and_the_trainer_s_own_goes_on(
-    trainer: Ranks,
+    lost: dict[str, str], trainer: Ranks
 ) -> None:
-    (facts,) = trainer.run(cuda_cases.lose_the_worker_s, timeout=120)
-    assert "cuLaunchKernel: " in facts["error"], facts
+    (facts,) = trainer.run(cuda_cases.lose_the_worker_s, lost, timeout=120)
+    assert ", 719)" in facts["error"], facts
     assert ", 719)" in facts["again"], facts
     assert facts["paused"]
     assert facts["after"] == ""
     assert facts["right"]
+
+
+def test_a_kernel_that_faults_in_the_trainer_ends_its_updates(tmp_path: Path) -> None:
+    with _ranks(1, tmp_path) as ranks:
+        (facts,) = ranks.run(cuda_cases.fault_in_the_trainer, timeout=120)
+    assert facts["paused"]
+    for error in facts["errors"]:
+        assert error.startswith("DeviceError: ") and ", 700)" in error, facts
 
 
 def test_rings_are_smaller_where_the_gpu_has_no_room(tmp_path: Path) -> None:

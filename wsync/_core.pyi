@@ -374,6 +374,8 @@ class Stream:
     def abandon(self, timeout: float = 60.0) -> bool:
         """Drops what has not begun, gives up waits, and returns when nothing that was enqueued runs any more; False if
         a GPU has not come to that within `timeout` seconds (at most 60): what was enqueued keeps all that it uses."""
+    def look(self) -> None:
+        """Raises what has ended its GPU's work for good; waits for nothing."""
     def synchronize(self, timeout: float, check: Check = None) -> None: ...
     def trace(self, capacity: int, /) -> list[tuple[int, int, int, int]]:
         """(index, phase, begin, end) of the copies that ran since the last call, in ns of CLOCK_MONOTONIC; those of the

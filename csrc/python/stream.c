@@ -549,6 +549,27 @@ static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwar
     return PyBool_FromLong(dry);
 }
 
+static PyObject *stream_look(PyObject *object, PyObject *Py_UNUSED(args))
+{
+    StreamObject *self = (StreamObject *)object;
+    ModuleState *state = wsync_py_state_of(object);
+    wsync_stream_t *stream = enter(state, self);
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (stream == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_stream_synchronize(stream, 0, &err);
+    Py_END_ALLOW_THREADS
+    leave(self);
+    if (status != WSYNC_OK && status != WSYNC_ERR_TIMEOUT) {
+        return wsync_py_raise(state, &err);
+    }
+    Py_RETURN_NONE;
+}
+
 static wsync_status_t synchronize_step(wsync_py_call_t *call, int timeout_ms,
                                        wsync_error_t *err)
 {
@@ -691,6 +712,9 @@ static PyMethodDef stream_methods[] = {
      "what was enqueued runs any more.  The stream can be used again.  False if a GPU has\n"
      "not come to that within timeout seconds (at most 60): what was enqueued then keeps\n"
      "all that it uses."},
+    {"look", stream_look, METH_NOARGS,
+     "look($self, /)\n--\n\n"
+     "Raises what has ended its GPU's work for good; waits for nothing."},
     {"synchronize", WSYNC_PY_KEYWORDS(stream_synchronize),
      "synchronize($self, timeout, check=None)\n--\n\n"
      "Waits for what is enqueued; DeadlineError after timeout seconds."},

@@ -255,16 +255,30 @@ def fail_in_the_worker(call: str, k: int, code: int) -> dict[str, Any]:
         }
 
 
-def lose_the_worker_s() -> dict[str, Any]:
+def lose_the_worker_s(environment: dict[str, str]) -> dict[str, Any]:
     """The GPU is lost to an engine in an update; then another engine has its turn."""
-    with _engine(WSYNC_FAKE_CUDA_FAIL="cuLaunchKernel:1:719:1") as engine, _engine() as other:
-        with wsync.connect(_weights(1), [engine], options=OPTIONS) as sync:
+    options = dataclasses.replace(OPTIONS, ring_nbytes=1 << 15)  # rounds share slots
+    with _engine(**environment) as engine, _engine() as other:
+        with wsync.connect(_weights(1), [engine], options=options) as sync:
             error, again = _try(sync, _weights(2)), _try(sync, _weights(2))
             paused = engine.paused
         with wsync.connect(_weights(1), [other], options=OPTIONS) as sync:
             after = _try(sync, _weights(3))
         right = same(other.weights(), _weights(3))
     return {"error": error, "again": again, "paused": paused, "after": after, "right": right}
+
+
+def fault_in_the_trainer() -> dict[str, Any]:
+    """A kernel of the second update faults, after whose launch calls have gone well; then this
+    process has lost its GPU."""
+    driver = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
+    with _engine() as engine:
+        with wsync.connect(_weights(1), [engine], options=OPTIONS) as sync:
+            sync.update(_weights(1))
+            driver.fakecuda_fault(ctypes.c_long(1), 700)
+            errors = [_try(sync, _weights(2)) for _ in range(2)]
+            paused = engine.paused
+        return {"errors": errors, "paused": paused}
 
 
 def short_of_memory() -> dict[str, Any]:

@@ -200,12 +200,14 @@ class Receiver:
         trace = self._trace
         self._loader.begin(rounds)
         stream = self._loader.stream
+        # words of a GPU that has faulted never come, here or in the trainer
+        look = None if stream is None else stream.look
         if stream is not None:
             follow_torch(stream)  # which may still read the weights
             trace.watch(stream, rounds)
         for round in range(rounds):
             with trace.span("take", round):
-                importer.take(round, stream, timeout)
+                importer.take(round, stream, timeout, look)
             self.state.lose(f"{_nth(update)} is running")
             with trace.span("load", round) if stream is None else nullcontext():
                 self._loader.load(round)
@@ -213,7 +215,7 @@ class Receiver:
         if stream is not None:
             for round in range(rounds):
                 with trace.span("take", round):
-                    importer.wait(round, timeout)
+                    importer.wait(round, timeout, look)
         with trace.span("finish"):
             receipt = self._loader.finish(timeout)
             await_torch(self._loader.device, timeout)  # what loaders do last

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+from collections.abc import Callable
 
 from wsync import _core
 from wsync.exchange.all_to_all_exchange import Exchange, GroupExchange
@@ -79,31 +81,39 @@ class RemoteImporter:
             self._following = self._join_round(0, timeout)
         return update, rounds
 
-    def take(self, round: int, stream: _core.Stream | None, timeout: float) -> None:
+    def take(
+        self,
+        round: int,
+        stream: _core.Stream | None,
+        timeout: float,
+        check: Callable[[], object] | None = None,
+    ) -> None:
         """Has the stream wait until a round lies in the ring (None: waits here)."""
+        look = functools.partial(self._look, check)
         exchange, plan, spans = self._exchange, self._plan, self._following
         if exchange is None or plan is None or spans is None:
             raise _core.StateError(f"round {round} without a plan")
         if round + 1 < self._rounds:
             self._following = self._join_round(round + 1, timeout)
-        exchange.wait(round, self._stream, timeout, self._look)
+        exchange.wait(round, self._stream, timeout, look)
         former = self._waits[round]
         if former >= 0 and self._recorded[former]:
-            self._loaded.wait(self._passed + former + 1, timeout, self._look)
+            self._loaded.wait(self._passed + former + 1, timeout, look)
         rings = [(0, 0)] * self._worker + [(self.ring.address, self.ring.nbytes)]
         ring = _core.BufferTable(rings, self.ring)
         self._stream.copy(plan, round, _core.UNPACK, spans, ring)
         exchange.release(round, self._stream)
         if stream is None:
-            self._stream.synchronize(timeout, self._look)
+            self._stream.synchronize(timeout, look)
             exchange.check()
         else:
             self._stream.record(self._unpacked, self._passed + round + 1)
             stream.wait(self._unpacked, self._passed + round + 1)
 
-    def wait(self, round: int, timeout: float) -> None:
+    def wait(self, round: int, timeout: float, check: Callable[[], object] | None = None) -> None:
         """Waits until a round that was taken for a stream lies in the ring."""
-        self._unpacked.wait(self._passed + round + 1, timeout, self._look)
+        look = functools.partial(self._look, check)
+        self._unpacked.wait(self._passed + round + 1, timeout, look)
 
     def done(self, round: int, stream: _core.Stream | None, timeout: float) -> None:
         """The slot of a round is free again: now, or when the stream gets here."""
@@ -140,8 +150,11 @@ class RemoteImporter:
                 if part is not None:
                     last_first.callback(part.close)
 
-    def _look(self) -> None:
-        """Raises what the trainer has said, or what has become of the exchange."""
+    def _look(self, check: Callable[[], object] | None = None) -> None:
+        """Raises what the trainer has said, or what has become of the exchange; or what `check`
+        does."""
+        if check is not None:
+            check()
         self._channel.look()
         if self._exchange is not None:
             self._exchange.check()

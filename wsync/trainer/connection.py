@@ -418,8 +418,10 @@ class Connection:
             self._lending.release()
 
     def look(self) -> None:
-        """Raises what ails a worker of this rank, a remote engine or the exchange; waits for
-        nothing."""
+        """Raises what ails this rank's GPU, a worker of it, a remote engine or the exchange; waits
+        for nothing."""
+        if self._stream is not None:
+            self._stream.look()  # one that has faulted leaves everybody waiting
         for session in self._sessions:
             session.look()
         if self._exchange is not None:
