@@ -172,6 +172,7 @@ static wsync_status_t launch(wsync_cuda_runner_t *self, const part_t *part,
     }
     args = (wsync_kernel_args_t){.segments = segments->at,
                                  .tile_starts = segments->at + segments->starts_offset,
+                                 .tile_index = segments->at + segments->index_offset,
                                  .sources = part->sources->table->at,
                                  .destinations = part->destinations->table->at,
                                  .first = segments->list.first,

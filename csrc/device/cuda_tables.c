@@ -149,6 +149,29 @@ static const wsync_cuda_table_t *settle(wsync_cuda_tables_t *tables,
     return NULL;
 }
 
+/* Its three parts at once, as they lie in device memory: each upload keeps the host. */
+static wsync_status_t upload_segments(const wsync_cuda_tables_t *tables,
+                                      const wsync_segments_t *segments,
+                                      const wsync_cuda_table_t *table, wsync_error_t *err)
+{
+    const size_t index_nbytes = segments->index_count * sizeof(*segments->tile_index);
+    const size_t nbytes = (size_t)table->index_offset + index_nbytes;
+    unsigned char *all = malloc(nbytes);
+    wsync_status_t status;
+
+    if (all == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
+                          "no memory for a table of %zu segments", segments->count);
+    }
+    memcpy(all, segments->items, (size_t)table->starts_offset);
+    memcpy(all + table->starts_offset, segments->tile_starts,
+           (size_t)(table->index_offset - table->starts_offset));
+    memcpy(all + table->index_offset, segments->tile_index, index_nbytes);
+    status = upload(tables, table->at, all, nbytes, err);
+    free(all);
+    return status;
+}
+
 static wsync_status_t fill_segments(wsync_cuda_tables_t *tables, const wsync_copy_t *copies,
                                     size_t count, wsync_cuda_table_t *table,
                                     wsync_error_t *err)
@@ -158,17 +181,15 @@ static wsync_status_t fill_segments(wsync_cuda_tables_t *tables, const wsync_cop
         wsync_segments_append(&segments, copies, count, &table->list, err);
 
     if (status == WSYNC_OK && table->list.count > 0) {
-        const size_t items_nbytes = segments.count * sizeof(*segments.items);
-        const size_t starts_nbytes = (segments.count + 1) * sizeof(*segments.tile_starts);
-
-        table->starts_offset = items_nbytes;
-        status = reserve(tables, items_nbytes + starts_nbytes, &table->at, err);
+        table->starts_offset = segments.count * sizeof(*segments.items);
+        table->index_offset =
+            table->starts_offset + (segments.count + 1) * sizeof(*segments.tile_starts);
+        status = reserve(
+            tables,
+            table->index_offset + segments.index_count * sizeof(*segments.tile_index),
+            &table->at, err);
         if (status == WSYNC_OK) {
-            status = upload(tables, table->at, segments.items, items_nbytes, err);
-        }
-        if (status == WSYNC_OK) {
-            status = upload(tables, table->at + items_nbytes, segments.tile_starts,
-                            starts_nbytes, err);
+            status = upload_segments(tables, &segments, table, err);
         }
     }
     wsync_segments_fini(&segments);

@@ -26,6 +26,7 @@ void wsync_segments_fini(wsync_segments_t *segments)
 {
     free(segments->items);
     free(segments->tile_starts);
+    free(segments->tile_index);
     *segments = (wsync_segments_t){0};
 }
 
@@ -122,7 +123,7 @@ static uint64_t cut_tiles(wsync_segment_t *segment)
             ? WSYNC_TILE_NBYTES
             : WSYNC_TILE_NBYTES / 4;
 
-    segment->row_chunks = 1;
+    segment->chunks = wsync_divisor(1);
     if (segment->row_count <= limit) {
         const uint64_t rows = limit / segment->row_count;
 
@@ -140,8 +141,9 @@ static uint64_t cut_tiles(wsync_segment_t *segment)
     if (ceil_divide(segment->row_count, segment->chunk_count) >= count_limit) {
         return count_limit;
     }
-    segment->row_chunks = (uint32_t)ceil_divide(segment->row_count, segment->chunk_count);
-    return (uint64_t)segment->row_total * segment->row_chunks;
+    segment->chunks =
+        wsync_divisor((uint32_t)ceil_divide(segment->row_count, segment->chunk_count));
+    return (uint64_t)segment->row_total * segment->chunks.value;
 }
 
 static wsync_status_t reserve(wsync_segments_t *segments, wsync_error_t *err)
@@ -162,6 +164,33 @@ static wsync_status_t reserve(wsync_segments_t *segments, wsync_error_t *err)
     if (segments->count == 0) {
         segments->tile_starts[0] = 0;
     }
+    return WSYNC_OK;
+}
+
+/* Groups that begin before this tile. */
+static size_t groups_before(uint64_t tile)
+{
+    return (size_t)ceil_divide(tile, WSYNC_TILE_GROUP);
+}
+
+/* Enters the last segment for the groups that begin in it, and behind the last one. */
+static wsync_status_t index_tiles(wsync_segments_t *segments, uint64_t tiles,
+                                  wsync_error_t *err)
+{
+    const size_t groups = groups_before(tiles);
+    uint32_t *grown = wsync_array_reserve(segments->tile_index, &segments->index_capacity,
+                                          groups + 1, sizeof(*grown));
+
+    if (grown == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "segments",
+                          "no memory for an index of %zu groups of tiles", groups);
+    }
+    segments->tile_index = grown;
+    for (size_t i = groups_before(segments->tile_starts[segments->count]); i <= groups;
+         i++) {
+        grown[i] = (uint32_t)segments->count;
+    }
+    segments->index_count = groups + 1;
     return WSYNC_OK;
 }
 
@@ -192,6 +221,10 @@ static wsync_status_t append_segment(wsync_segments_t *segments, const wsync_cop
                           "copy %zu: its rows of %llu elements come to 2^31 tiles or more, "
                           "which is no launch",
                           index, (unsigned long long)copy->row_count);
+    }
+    status = index_tiles(segments, tiles, err);
+    if (status != WSYNC_OK) {
+        return status;
     }
     segments->items[segments->count++] = segment;
     segments->tile_starts[segments->count] = (uint32_t)tiles;
@@ -357,6 +390,10 @@ wsync_status_t wsync_segments_append(wsync_segments_t *segments, const wsync_cop
     }
     if (status != WSYNC_OK) {
         segments->count = first;
+        if (first > 0) {
+            segments->index_count = groups_before(segments->tile_starts[first]) + 1;
+            segments->tile_index[segments->index_count - 1] = (uint32_t)first - 1;
+        }
         return status;
     }
     *list = (wsync_segment_list_t){.first = (uint32_t)first,

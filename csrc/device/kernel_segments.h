@@ -12,13 +12,17 @@
 #include "device/kernel_table.h"
 
 /* Growable: initialise with {0}, release with wsync_segments_fini.  What is uploaded are
- * `count` items and, unless that is 0, count + 1 tile_starts. */
+ * `count` items and, unless that is 0, count + 1 tile_starts and index_count of tile_index.
+ */
 typedef struct wsync_segments {
     wsync_segment_t *items;
     uint32_t *tile_starts;
+    uint32_t *tile_index;
     size_t count;
+    size_t index_count;
     size_t item_capacity;
     size_t start_capacity;
+    size_t index_capacity;
 } wsync_segments_t;
 
 /* The part of a table that one launch runs. */

@@ -21,6 +21,9 @@ enum {
     /* Long rows are cut at multiples of this many items, so that a cut row keeps its
      * alignment and the period of a fill. */
     WSYNC_TILE_GRAIN = 256,
+    /* Tiles from one entry of the index to the next: a tile's segment is found in five
+     * steps at most, whatever the number of segments. */
+    WSYNC_TILE_GROUP = 32,
 };
 
 /* What a segment does, numbered as wsync_transform_t.  An item is a byte, or an element of
@@ -45,8 +48,9 @@ typedef struct wsync_divisor {
 
 /* A copy as the kernel walks it.  Rows of row_count items lie together on both sides, and
  * ndim dimensions, the fastest first, repeat them.  Row r is the one whose indices are the
- * digits of r.  If row_chunks is 1 a tile is rows_per_tile rows and row.value is row_count;
- * else it is one of row_chunks pieces of chunk_count items of one row. */
+ * digits of r.  If chunks.value is 1 a tile is rows_per_tile rows and row.value is
+ * row_count; else it is one of chunks.value pieces of chunk_count items of one row, and row
+ * is 0. */
 typedef struct wsync_segment {
     unsigned long long source_offset;
     unsigned long long destination_offset;
@@ -57,8 +61,8 @@ typedef struct wsync_segment {
     unsigned destination_buffer;
     unsigned row_total; /* rows, < 2^31 */
     unsigned rows_per_tile;
-    unsigned row_chunks;
     unsigned chunk_count;
+    wsync_divisor_t chunks;
     wsync_divisor_t row;
     wsync_divisor_t extent[WSYNC_KERNEL_NDIM - 1]; /* the slowest needs none */
     unsigned char kind;                            /* wsync_segment_kind_t */
@@ -71,12 +75,14 @@ typedef struct wsync_segment {
 } wsync_segment_t;
 
 /* One launch runs `count` segments from `first` on.  Segment i has the tiles
- * [tile_starts[i], tile_starts[i + 1]).  Buffers are indices into the two tables of
- * addresses. */
+ * [tile_starts[i], tile_starts[i + 1]).  The tiles of a group, those from
+ * WSYNC_TILE_GROUP * g on, are of the segments from tile_index[g] to tile_index[g + 1].
+ * Buffers are indices into the two tables of addresses. */
 typedef struct wsync_kernel_args {
-    unsigned long long segments;     /* wsync_segment_t[], in device memory */
-    unsigned long long tile_starts;  /* unsigned[], in device memory, one more */
-    unsigned long long sources;      /* unsigned long long[], in device memory */
+    unsigned long long segments;    /* wsync_segment_t[], in device memory */
+    unsigned long long tile_starts; /* unsigned[], in device memory, one more */
+    unsigned long long tile_index;  /* unsigned[], in device memory, one more than groups */
+    unsigned long long sources;     /* unsigned long long[], in device memory */
     unsigned long long destinations; /* unsigned long long[], in device memory */
     unsigned first;
     unsigned count;

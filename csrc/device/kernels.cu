@@ -2,9 +2,9 @@
  * The copy kernel.  It is compiled by nvcc, by NVRTC and, with tests/c/kernel_host.c in
  * place of the device, as C11: no headers, no templates, no communication between threads.
  *
- * Every warp takes tiles of its own, finds a tile's segment in the prefix sums and moves
- * the tile in the widest units that all its addresses allow.  A warp waits for nobody, and
- * 32 warps on a multiprocessor with four 16-byte loads each keep 64 KiB under way. */
+ * Every warp takes tiles of its own, finds a tile's segment and moves the tile in the
+ * widest units that all its addresses allow.  A warp waits for nobody, and 32 warps on a
+ * multiprocessor with four 16-byte loads each keep 64 KiB under way. */
 #ifdef __CUDACC__
 #define DEVICE static __device__ __forceinline__
 #define KERNEL                                                       \
@@ -50,9 +50,23 @@ typedef struct tile {
     const u8_t *source;
     u8_t *destination;
     unsigned row;
-    unsigned count; /* items */
-    unsigned rows;  /* 0: of one row */
+    unsigned count;     /* items */
+    unsigned rows;      /* 0: of one row */
+    unsigned row_count; /* items of a row, of which `rows` are whole */
 } tile_t;
+
+/* A tile whose rows lie at equal distances, as those of most do: what its units need is in
+ * registers. */
+typedef struct lines {
+    const u8_t *source;
+    u8_t *destination;
+    int source_step; /* bytes from row to row */
+    int destination_step;
+    unsigned row_count; /* items of a row; 0: of a tile of one row */
+    unsigned magic;     /* of the division by it */
+    unsigned shift;
+    unsigned count; /* items */
+} lines_t;
 
 /* 16 bytes that are read once: they do not push the tables out of the first-level cache. */
 DEVICE vec16_t load_once(const u8_t *from)
@@ -62,7 +76,7 @@ DEVICE vec16_t load_once(const u8_t *from)
 #if !defined(__CUDACC__)
     value = *(const vec16_t *)(const void *)from;
 #elif __CUDACC_VER_MAJOR__ >= 12
-    asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
         : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
         : "l"(from));
 #else
@@ -73,16 +87,42 @@ DEVICE vec16_t load_once(const u8_t *from)
     return value;
 }
 
+/* The same where all of the 128 bytes around them will be read: memory gives them at once.
+ */
+DEVICE vec16_t load_line(const u8_t *from)
+{
+#if defined(__CUDACC__) && __CUDACC_VER_MAJOR__ >= 12
+    vec16_t value;
+
+    asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+        : "l"(from));
+    return value;
+#else
+    return load_once(from);
+#endif
+}
+
+DEVICE unsigned at_most(unsigned value, unsigned limit)
+{
+    return value < limit ? value : limit;
+}
+
 DEVICE unsigned low_bits(const void *address)
 {
     return (unsigned)(unsigned long long)address;
 }
 
+DEVICE unsigned quotient(unsigned value, unsigned magic, unsigned shift)
+{
+    const unsigned high = (unsigned)((unsigned long long)value * magic >> 32);
+
+    return (high + value) >> shift;
+}
+
 DEVICE unsigned divide(unsigned value, const wsync_divisor_t *by)
 {
-    const unsigned high = (unsigned)((unsigned long long)value * TABLE(by->magic) >> 32);
-
-    return (high + value) >> TABLE(by->shift);
+    return quotient(value, TABLE(by->magic), TABLE(by->shift));
 }
 
 /* Steps both sides from row 0 of the segment to row number `row`. */
@@ -92,7 +132,8 @@ DEVICE void seek(const wsync_segment_t *segment, unsigned row, const u8_t **sour
     const unsigned ndim = TABLE(segment->ndim);
 
     /* A loop: unrolled in every caller it takes the registers of the loads under way. */
-    NO_UNROLL for (unsigned d = 0; d < ndim; d++) {
+    NO_UNROLL for (unsigned d = 0; d < ndim; d++)
+    {
         unsigned index = row;
 
         if (d + 1 < ndim) {
@@ -104,9 +145,23 @@ DEVICE void seek(const wsync_segment_t *segment, unsigned row, const u8_t **sour
     }
 }
 
+/* index * step, which 32 bits may not hold. */
+DEVICE long long distance(unsigned index, int step)
+{
+    long long nbytes;
+
+#ifdef __CUDACC__
+    /* One instruction, with the sum; without it the compiler multiplies 64 by 64 bits. */
+    asm("mul.wide.s32 %0, %1, %2;" : "=l"(nbytes) : "r"(index), "r"(step));
+#else
+    nbytes = (long long)(int)index * step;
+#endif
+    return nbytes;
+}
+
 /* Where item number `item` of a tile lies on both sides. */
-DEVICE void locate(const tile_t *tile, unsigned item, const u8_t **source,
-                   u8_t **destination)
+DEVICE void locate(const tile_t *tile, unsigned item, unsigned source_nbytes,
+                   unsigned destination_nbytes, const u8_t **source, u8_t **destination)
 {
     const wsync_segment_t *segment = tile->segment;
     unsigned column = item;
@@ -119,8 +174,51 @@ DEVICE void locate(const tile_t *tile, unsigned item, const u8_t **source,
         column -= row * TABLE(segment->row.value);
         seek(segment, tile->row + row, source, destination);
     }
-    *source += column * (unsigned)TABLE(segment->source_item_nbytes);
-    *destination += column * (unsigned)TABLE(segment->destination_item_nbytes);
+    *source += column * source_nbytes;
+    *destination += column * destination_nbytes;
+}
+
+/* The same of lines. */
+DEVICE void locate_in_lines(const lines_t *lines, unsigned item, unsigned source_nbytes,
+                            unsigned destination_nbytes, const u8_t **source,
+                            u8_t **destination)
+{
+    const unsigned row = quotient(item, lines->magic, lines->shift);
+    const unsigned column = item - row * lines->row_count;
+
+    *source = lines->source + distance(row, lines->source_step) + column * source_nbytes;
+    *destination = lines->destination + distance(row, lines->destination_step) +
+                   column * destination_nbytes;
+}
+
+/* Whether the tile's rows lie at equal distances. */
+DEVICE unsigned make_lines(const tile_t *tile, lines_t *lines)
+{
+    const wsync_segment_t *segment = tile->segment;
+    const long long source_step = tile->rows > 0 ? TABLE(segment->source_stride[0]) : 0;
+    const long long destination_step =
+        tile->rows > 0 ? TABLE(segment->destination_stride[0]) : 0;
+
+    lines->source = tile->source;
+    lines->destination = tile->destination;
+    lines->source_step = (int)source_step;
+    lines->destination_step = (int)destination_step;
+    lines->row_count = TABLE(segment->row.value);
+    lines->magic = TABLE(segment->row.magic);
+    lines->shift = TABLE(segment->row.shift);
+    lines->count = tile->count;
+    if (tile->rows > 0) {
+        seek(segment, tile->row, &lines->source, &lines->destination);
+    }
+    if (tile->rows > 1 && TABLE(segment->ndim) > 1) {
+        const unsigned extent = TABLE(segment->extent[0].value);
+        const unsigned first = tile->row - divide(tile->row, &segment->extent[0]) * extent;
+
+        if (first + tile->rows > extent) {
+            return 0;
+        }
+    }
+    return lines->source_step == source_step && lines->destination_step == destination_step;
 }
 
 DEVICE unsigned cast(unsigned kind, unsigned bits)
@@ -152,44 +250,59 @@ DEVICE vec16_t widen(unsigned kind, vec8_t value)
 
 #define LOAD_PLAIN(type, from) (*(const type *)(const void *)(from))
 #define LOAD_ONCE(type, from) load_once(from)
+#define LOAD_LINE(type, from) load_line(from)
 #define SAME(kind, value) (value)
 
-/* A tile in units of `items` items each, which do not cross rows. */
-#define UNITS_FUNCTION(name, source_t, destination_t, items, load, change)     \
-    DEVICE void name(const tile_t *tile, unsigned kind, unsigned lane)         \
-    {                                                                          \
-        const unsigned count = tile->count / (items);                          \
-        unsigned i = lane;                                                     \
-        const u8_t *from;                                                      \
-                                                                               \
-        (void)kind;                                                            \
-        NO_UNROLL for (; i + (DEPTH - 1) * WARP < count; i += DEPTH * WARP) {  \
-            source_t value[DEPTH];                                             \
-            u8_t *to[DEPTH];                                                   \
-                                                                               \
-            UNROLL for (unsigned k = 0; k < DEPTH; k++) {                      \
-                locate(tile, (i + k * WARP) * (items), &from, &to[k]);         \
-                value[k] = load(source_t, from);                               \
-            }                                                                  \
-            UNROLL for (unsigned k = 0; k < DEPTH; k++) {                      \
-                *(destination_t *)(void *)to[k] = change(kind, value[k]);      \
-            }                                                                  \
-        }                                                                      \
-        NO_UNROLL for (; i < count; i += WARP) {                               \
-            u8_t *to;                                                          \
-                                                                               \
-            locate(tile, i * (items), &from, &to);                             \
-            *(destination_t *)(void *)to = change(kind, load(source_t, from)); \
-        }                                                                      \
+/* Moves units of `items` items each, which do not cross rows: `rows` is a tile or lines,
+ * and `find` says where an item of it lies.  All loads of a step are under way at once:
+ * lanes that have no unit any more load the last one, and store nothing. */
+#define UNITS_FUNCTION(name, rows_t, find, source_t, destination_t, items, load, change) \
+    DEVICE void name(const rows_t *rows, unsigned kind, unsigned lane)                   \
+    {                                                                                    \
+        const unsigned count = rows->count;                                              \
+                                                                                         \
+        (void)kind;                                                                      \
+        NO_UNROLL for (unsigned i = lane * (items); i < count;                           \
+                       i += DEPTH * WARP * (items))                                      \
+        {                                                                                \
+            source_t value[DEPTH];                                                       \
+            u8_t *to[DEPTH];                                                             \
+                                                                                         \
+            UNROLL for (unsigned k = 0; k < DEPTH; k++)                                  \
+            {                                                                            \
+                const u8_t *from;                                                        \
+                                                                                         \
+                find(rows, at_most(i + k * WARP * (items), count - (items)),             \
+                     (unsigned)sizeof(source_t) / (items),                               \
+                     (unsigned)sizeof(destination_t) / (items), &from, &to[k]);          \
+                value[k] = load(source_t, from);                                         \
+            }                                                                            \
+            UNROLL for (unsigned k = 0; k < DEPTH; k++)                                  \
+            {                                                                            \
+                if (i + k * WARP * (items) < count) {                                    \
+                    *(destination_t *)(void *)to[k] = change(kind, value[k]);            \
+                }                                                                        \
+            }                                                                            \
+        }                                                                                \
     }
 
-UNITS_FUNCTION(copy_units_1, u8_t, u8_t, 1U, LOAD_PLAIN, SAME)
-UNITS_FUNCTION(copy_units_2, u16_t, u16_t, 2U, LOAD_PLAIN, SAME)
-UNITS_FUNCTION(copy_units_4, u32_t, u32_t, 4U, LOAD_PLAIN, SAME)
-UNITS_FUNCTION(copy_units_8, u64_t, u64_t, 8U, LOAD_PLAIN, SAME)
-UNITS_FUNCTION(copy_units_16, vec16_t, vec16_t, 16U, LOAD_ONCE, SAME)
-UNITS_FUNCTION(narrow_units, vec16_t, vec8_t, 4U, LOAD_ONCE, narrow)
-UNITS_FUNCTION(widen_units, vec8_t, vec16_t, 4U, LOAD_PLAIN, widen)
+#define LINES_FUNCTION(name, ...) \
+    UNITS_FUNCTION(name, lines_t, locate_in_lines, __VA_ARGS__)
+#define TILE_FUNCTION(name, ...) UNITS_FUNCTION(name, tile_t, locate, __VA_ARGS__)
+
+LINES_FUNCTION(copy_lines_1, u8_t, u8_t, 1U, LOAD_PLAIN, SAME)
+LINES_FUNCTION(copy_lines_2, u16_t, u16_t, 2U, LOAD_PLAIN, SAME)
+LINES_FUNCTION(copy_lines_4, u32_t, u32_t, 4U, LOAD_PLAIN, SAME)
+LINES_FUNCTION(copy_lines_8, u64_t, u64_t, 8U, LOAD_PLAIN, SAME)
+LINES_FUNCTION(copy_lines_16, vec16_t, vec16_t, 16U, LOAD_ONCE, SAME)
+LINES_FUNCTION(copy_lines_128, vec16_t, vec16_t, 16U, LOAD_LINE, SAME)
+LINES_FUNCTION(narrow_lines, vec16_t, vec8_t, 4U, LOAD_ONCE, narrow)
+LINES_FUNCTION(widen_lines, vec8_t, vec16_t, 4U, LOAD_PLAIN, widen)
+TILE_FUNCTION(copy_units_1, u8_t, u8_t, 1U, LOAD_PLAIN, SAME)
+TILE_FUNCTION(copy_units_2, u16_t, u16_t, 2U, LOAD_PLAIN, SAME)
+TILE_FUNCTION(copy_units_4, u32_t, u32_t, 4U, LOAD_PLAIN, SAME)
+TILE_FUNCTION(copy_units_8, u64_t, u64_t, 8U, LOAD_PLAIN, SAME)
+TILE_FUNCTION(copy_units_16, vec16_t, vec16_t, 16U, LOAD_ONCE, SAME)
 
 DEVICE unsigned load_item(const u8_t *from, unsigned nbytes)
 {
@@ -201,7 +314,8 @@ DEVICE unsigned load_item(const u8_t *from, unsigned nbytes)
     if (nbytes == 2 && low_bits(from) % 2 == 0) {
         return LOAD_PLAIN(u16_t, from);
     }
-    NO_UNROLL for (unsigned i = nbytes; i-- > 0;) {
+    NO_UNROLL for (unsigned i = nbytes; i-- > 0;)
+    {
         bits = bits << 8 | from[i];
     }
     return bits;
@@ -214,7 +328,8 @@ DEVICE void store_item(u8_t *to, unsigned bits, unsigned nbytes)
     } else if (nbytes == 2 && low_bits(to) % 2 == 0) {
         *(u16_t *)(void *)to = (u16_t)bits;
     } else {
-        NO_UNROLL for (unsigned i = 0; i < nbytes; i++) {
+        NO_UNROLL for (unsigned i = 0; i < nbytes; i++)
+        {
             to[i] = (u8_t)(bits >> (8 * i));
         }
     }
@@ -228,11 +343,12 @@ DEVICE void cast_items(const tile_t *tile, unsigned kind, unsigned lane)
     const float scale = TABLE(tile->segment->scale);
     const float offset = TABLE(tile->segment->offset);
 
-    NO_UNROLL for (unsigned i = lane; i < tile->count; i += WARP) {
+    NO_UNROLL for (unsigned i = lane; i < tile->count; i += WARP)
+    {
         const u8_t *from;
         u8_t *to;
 
-        locate(tile, i, &from, &to);
+        locate(tile, i, from_nbytes, to_nbytes, &from, &to);
         store_item(to, wsync_convert(kind, load_item(from, from_nbytes), scale, offset),
                    to_nbytes);
     }
@@ -275,20 +391,20 @@ DEVICE void store_vector(u8_t *to, unsigned index, vec16_t value)
 /* Both sides are aligned to 16 bytes. */
 DEVICE void copy_vectors(u8_t *to, const u8_t *from, unsigned count, unsigned lane)
 {
-    unsigned i = lane;
-
-    NO_UNROLL for (; i + (DEPTH - 1) * WARP < count; i += DEPTH * WARP) {
+    NO_UNROLL for (unsigned i = lane; i < count; i += DEPTH * WARP)
+    {
         vec16_t value[DEPTH];
 
-        UNROLL for (unsigned k = 0; k < DEPTH; k++) {
-            value[k] = load_once(from + 16 * (i + k * WARP));
+        UNROLL for (unsigned k = 0; k < DEPTH; k++)
+        {
+            value[k] = load_line(from + 16 * at_most(i + k * WARP, count - 1));
         }
-        UNROLL for (unsigned k = 0; k < DEPTH; k++) {
-            store_vector(to, i + k * WARP, value[k]);
+        UNROLL for (unsigned k = 0; k < DEPTH; k++)
+        {
+            if (i + k * WARP < count) {
+                store_vector(to, i + k * WARP, value[k]);
+            }
         }
-    }
-    NO_UNROLL for (; i < count; i += WARP) {
-        store_vector(to, i, load_once(from + 16 * i));
     }
 }
 
@@ -299,22 +415,25 @@ DEVICE void realign_vectors(u8_t *to, const u8_t *from, unsigned by, unsigned co
 {
     enum { PAIRS = DEPTH / 2 };
     const vec16_t *vectors = (const vec16_t *)(const void *)from;
-    unsigned i = lane;
 
-    NO_UNROLL for (; i + (PAIRS - 1) * WARP < count; i += PAIRS * WARP) {
+    NO_UNROLL for (unsigned i = lane; i < count; i += PAIRS * WARP)
+    {
         vec16_t low[PAIRS];
         vec16_t high[PAIRS];
 
-        UNROLL for (unsigned k = 0; k < PAIRS; k++) {
-            low[k] = vectors[i + k * WARP];
-            high[k] = vectors[i + k * WARP + 1];
+        UNROLL for (unsigned k = 0; k < PAIRS; k++)
+        {
+            const unsigned at = at_most(i + k * WARP, count - 1);
+
+            low[k] = vectors[at];
+            high[k] = vectors[at + 1];
         }
-        UNROLL for (unsigned k = 0; k < PAIRS; k++) {
-            store_vector(to, i + k * WARP, realign(low[k], high[k], by));
+        UNROLL for (unsigned k = 0; k < PAIRS; k++)
+        {
+            if (i + k * WARP < count) {
+                store_vector(to, i + k * WARP, realign(low[k], high[k], by));
+            }
         }
-    }
-    NO_UNROLL for (; i < count; i += WARP) {
-        store_vector(to, i, realign(vectors[i], vectors[i + 1], by));
     }
 }
 
@@ -328,7 +447,8 @@ DEVICE void copy_run(u8_t *to, const u8_t *from, unsigned nbytes, unsigned lane)
     unsigned tail;
 
     if (nbytes < VECTORS_MIN_NBYTES) {
-        NO_UNROLL for (unsigned i = lane; i < nbytes; i += WARP) {
+        NO_UNROLL for (unsigned i = lane; i < nbytes; i += WARP)
+        {
             to[i] = from[i];
         }
         return;
@@ -376,7 +496,8 @@ DEVICE void fill_run(u8_t *to, vec16_t pattern, unsigned nbytes, unsigned lane)
     if (tail + lane < nbytes) {
         to[tail + lane] = byte_of(body, lane);
     }
-    NO_UNROLL for (unsigned i = lane; i < vectors; i += WARP) {
+    NO_UNROLL for (unsigned i = lane; i < vectors; i += WARP)
+    {
         store_vector(to + head, i, body);
     }
 }
@@ -388,7 +509,8 @@ DEVICE vec16_t load_pattern(const u8_t *from, unsigned period)
     unsigned long long high = 0;
     vec16_t value;
 
-    NO_UNROLL for (unsigned i = 0; i < 16; i++) {
+    NO_UNROLL for (unsigned i = 0; i < 16; i++)
+    {
         low = low >> 8 | high << 56;
         high = high >> 8 | (unsigned long long)from[i & (period - 1)] << 56;
     }
@@ -400,26 +522,27 @@ DEVICE vec16_t load_pattern(const u8_t *from, unsigned period)
 }
 
 /* The addresses of all rows of a tile, or'ed: what divides this divides each of them. */
-DEVICE void low_bits_of(const tile_t *tile, unsigned *source, unsigned *destination)
+DEVICE unsigned low_bits_of(const tile_t *tile)
 {
-    *source = low_bits(tile->source);
-    *destination = low_bits(tile->destination);
-    if (tile->rows > 0) {
-        NO_UNROLL for (unsigned d = 0; d < TABLE(tile->segment->ndim); d++) {
-            *source |= (unsigned)TABLE(tile->segment->source_stride[d]);
-            *destination |= (unsigned)TABLE(tile->segment->destination_stride[d]);
-        }
+    unsigned bits = low_bits(tile->source) | low_bits(tile->destination);
+
+    NO_UNROLL for (unsigned d = 0; d < TABLE(tile->segment->ndim); d++)
+    {
+        bits |= (unsigned)TABLE(tile->segment->source_stride[d]) |
+                (unsigned)TABLE(tile->segment->destination_stride[d]);
     }
+    return bits;
 }
 
 /* Every row of a tile by itself: bytes, or a fill. */
 DEVICE void run_rows(const tile_t *tile, unsigned kind, unsigned lane)
 {
     const unsigned rows = tile->rows > 0 ? tile->rows : 1;
-    const unsigned nbytes = tile->count / rows;
+    const unsigned nbytes = tile->row_count;
     const unsigned period = TABLE(tile->segment->source_item_nbytes);
 
-    NO_UNROLL for (unsigned i = 0; i < rows; i++) {
+    NO_UNROLL for (unsigned i = 0; i < rows; i++)
+    {
         const u8_t *from = tile->source;
         u8_t *to = tile->destination;
 
@@ -434,18 +557,10 @@ DEVICE void run_rows(const tile_t *tile, unsigned kind, unsigned lane)
     }
 }
 
-DEVICE void run_copy(const tile_t *tile, unsigned kind, unsigned lane)
+/* Rows that do not lie at equal distances, in units. */
+DEVICE void run_units(const tile_t *tile, unsigned bits, unsigned kind, unsigned lane)
 {
-    const unsigned row_nbytes = tile->rows > 0 ? tile->count / tile->rows : 0;
-    unsigned source;
-    unsigned destination;
-    unsigned bits;
-
-    low_bits_of(tile, &source, &destination);
-    bits = source | destination | row_nbytes;
-    if (tile->rows == 0 || (bits % 16 != 0 && row_nbytes >= RUN_MIN_NBYTES)) {
-        run_rows(tile, kind, lane);
-    } else if (bits % 16 == 0) {
+    if (bits % 16 == 0) {
         copy_units_16(tile, kind, lane);
     } else if (bits % 8 == 0) {
         copy_units_8(tile, kind, lane);
@@ -458,21 +573,55 @@ DEVICE void run_copy(const tile_t *tile, unsigned kind, unsigned lane)
     }
 }
 
+DEVICE void run_lines(const lines_t *lines, unsigned bits, unsigned kind, unsigned lane)
+{
+    if (bits % 128 == 0) {
+        copy_lines_128(lines, kind, lane);
+    } else if (bits % 16 == 0) {
+        copy_lines_16(lines, kind, lane);
+    } else if (bits % 8 == 0) {
+        copy_lines_8(lines, kind, lane);
+    } else if (bits % 4 == 0) {
+        copy_lines_4(lines, kind, lane);
+    } else if (bits % 2 == 0) {
+        copy_lines_2(lines, kind, lane);
+    } else {
+        copy_lines_1(lines, kind, lane);
+    }
+}
+
+DEVICE void run_copy(const tile_t *tile, unsigned kind, unsigned lane)
+{
+    const unsigned bits = low_bits_of(tile) | tile->row_count;
+    lines_t lines;
+
+    if (tile->rows == 0 || (bits % 16 != 0 && tile->row_count >= RUN_MIN_NBYTES)) {
+        run_rows(tile, kind, lane);
+    } else if (make_lines(tile, &lines)) {
+        run_lines(&lines, bits, kind, lane);
+    } else {
+        run_units(tile, bits, kind, lane);
+    }
+}
+
 DEVICE void run_cast(const tile_t *tile, unsigned kind, unsigned lane)
 {
-    const unsigned row_count = tile->rows > 0 ? tile->count / tile->rows : tile->count;
+    lines_t lines;
     unsigned source;
     unsigned destination;
 
-    low_bits_of(tile, &source, &destination);
-    if (row_count % 4 != 0 || TABLE(tile->segment->scale) != 0.0F) {
+    if (tile->row_count % 4 != 0 || TABLE(tile->segment->scale) != 0.0F ||
+        !make_lines(tile, &lines)) {
         cast_items(tile, kind, lane);
-    } else if (kind != WSYNC_SEGMENT_BF16_TO_F32 && source % 16 == 0 &&
-               destination % 8 == 0) {
-        narrow_units(tile, kind, lane);
+        return;
+    }
+    source = low_bits(lines.source) | (unsigned)lines.source_step;
+    destination = low_bits(lines.destination) | (unsigned)lines.destination_step;
+    if (kind != WSYNC_SEGMENT_BF16_TO_F32 && source % 16 == 0 && destination % 8 == 0) {
+        narrow_lines(&lines, kind, lane);
     } else if (kind == WSYNC_SEGMENT_BF16_TO_F32 && source % 8 == 0 &&
                destination % 16 == 0) {
-        widen_units(tile, kind, lane);
+        widen_lines(&lines, kind, lane);
     } else {
         cast_items(tile, kind, lane);
     }
@@ -482,28 +631,32 @@ DEVICE void run_cast(const tile_t *tile, unsigned kind, unsigned lane)
 DEVICE void run_tile(const wsync_segment_t *segment, unsigned index, const u8_t *source,
                      u8_t *destination, unsigned lane)
 {
-    const unsigned chunks = TABLE(segment->row_chunks);
     const unsigned kind = TABLE(segment->kind);
     tile_t tile;
 
     tile.segment = segment;
     tile.source = source + TABLE(segment->source_offset);
     tile.destination = destination + TABLE(segment->destination_offset);
-    if (chunks == 1) {
+    if (TABLE(segment->chunks.value) == 1) {
         const unsigned wanted = TABLE(segment->rows_per_tile);
         const unsigned left = TABLE(segment->row_total) - index * wanted;
 
         tile.row = index * wanted;
         tile.rows = left < wanted ? left : wanted;
-        tile.count = tile.rows * TABLE(segment->row.value);
+        tile.row_count = TABLE(segment->row.value);
+        tile.count = tile.rows * tile.row_count;
     } else {
         const unsigned wanted = TABLE(segment->chunk_count);
-        const unsigned long long start = (unsigned long long)(index % chunks) * wanted;
-        const unsigned long long left = TABLE(segment->row_count) - start;
+        unsigned long long start;
+        unsigned long long left;
 
-        tile.row = index / chunks;
+        tile.row = divide(index, &segment->chunks);
+        start =
+            (unsigned long long)(index - tile.row * TABLE(segment->chunks.value)) * wanted;
+        left = TABLE(segment->row_count) - start;
         tile.rows = 0;
         tile.count = left < wanted ? (unsigned)left : wanted;
+        tile.row_count = tile.count;
         seek(segment, tile.row, &tile.source, &tile.destination);
         tile.destination += start * TABLE(segment->destination_item_nbytes);
         /* The source of a fill is one period, however long its rows are. */
@@ -539,20 +692,21 @@ KERNEL wsync_copy(wsync_kernel_args_t args)
 {
     const wsync_segment_t *segments = (const wsync_segment_t *)GLOBAL(args.segments);
     const unsigned *tile_starts = (const unsigned *)GLOBAL(args.tile_starts);
+    const unsigned *tile_index = (const unsigned *)GLOBAL(args.tile_index);
     const unsigned long long *sources = (const unsigned long long *)GLOBAL(args.sources);
     const unsigned long long *destinations =
         (const unsigned long long *)GLOBAL(args.destinations);
     const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
     const unsigned warps = gridDim.x * blockDim.x / WARP;
     const unsigned end = TABLE(tile_starts[args.first + args.count]);
-    unsigned at = args.first;
     unsigned tile = TABLE(tile_starts[args.first]) + thread / WARP;
 
     for (; tile < end; tile += warps) {
-        const wsync_segment_t *segment;
+        const unsigned group = tile / WSYNC_TILE_GROUP;
+        const unsigned at = find_segment(tile_starts, tile, TABLE(tile_index[group]),
+                                         TABLE(tile_index[group + 1]) + 1);
+        const wsync_segment_t *segment = &segments[at];
 
-        at = find_segment(tile_starts, tile, at, args.first + args.count);
-        segment = &segments[at];
         run_tile(segment, tile - TABLE(tile_starts[at]),
                  (const u8_t *)GLOBAL(TABLE(sources[TABLE(segment->source_buffer)])),
                  (u8_t *)GLOBAL(TABLE(destinations[TABLE(segment->destination_buffer)])),

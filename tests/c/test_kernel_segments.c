@@ -59,7 +59,7 @@ TEST(divisors_are_exact)
 /* Every item of every row is in exactly one tile, and no tile is longer than it may be. */
 static void check_tiles(const wsync_segment_t *segment, uint32_t tiles)
 {
-    if (segment->row_chunks == 1) {
+    if (segment->chunks.value == 1) {
         CHECK_EQ(segment->row.value, segment->row_count);
         CHECK(segment->row_count * segment->rows_per_tile <= WSYNC_TILE_NBYTES);
         CHECK(segment->rows_per_tile <= WSYNC_TILE_ROWS);
@@ -68,9 +68,9 @@ static void check_tiles(const wsync_segment_t *segment, uint32_t tiles)
     } else {
         CHECK(segment->chunk_count <= WSYNC_TILE_NBYTES);
         CHECK_EQ(segment->chunk_count % WSYNC_TILE_GRAIN, 0);
-        CHECK((uint64_t)segment->row_chunks * segment->chunk_count >= segment->row_count);
-        CHECK((segment->row_chunks - 1ULL) * segment->chunk_count < segment->row_count);
-        CHECK_EQ(tiles, (uint64_t)segment->row_total * segment->row_chunks);
+        CHECK((uint64_t)segment->chunks.value * segment->chunk_count >= segment->row_count);
+        CHECK((segment->chunks.value - 1ULL) * segment->chunk_count < segment->row_count);
+        CHECK_EQ(tiles, (uint64_t)segment->row_total * segment->chunks.value);
     }
 }
 

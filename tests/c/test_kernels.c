@@ -215,6 +215,7 @@ static void launch(const wsync_segments_t *segments, const wsync_segment_list_t 
     wsync_kernel_args_t args = {
         .segments = (uintptr_t)segments->items,
         .tile_starts = (uintptr_t)segments->tile_starts,
+        .tile_index = (uintptr_t)segments->tile_index,
         .sources = (uintptr_t)from,
         .destinations = (uintptr_t)to,
         .first = list->first,

@@ -113,6 +113,14 @@ static wsync_cu_result_t each_of_segments(const unsigned char *parameters,
         code = visit(state, (uintptr_t)args.tile_starts + args.first * sizeof(unsigned),
                      (args.count + 1) * sizeof(unsigned));
     }
+    if (code == WSYNC_CU_SUCCESS) {
+        const unsigned *starts = (const unsigned *)(uintptr_t)args.tile_starts;
+        const unsigned low = starts[args.first] / WSYNC_TILE_GROUP;
+        const unsigned high = (starts[args.first + args.count] - 1) / WSYNC_TILE_GROUP + 1;
+
+        code = visit(state, (uintptr_t)args.tile_index + low * sizeof(unsigned),
+                     (high - low + 1) * sizeof(unsigned));
+    }
     for (unsigned i = 0; i < args.count && code == WSYNC_CU_SUCCESS; i++) {
         code = visit_segment(&args, &segments[args.first + i], visit, state);
     }
