@@ -101,6 +101,46 @@ TEST(tiles_cover_rows_of_any_length)
     wsync_segments_fini(&segments);
 }
 
+/* The group of every tile leads to a range of segments that holds the tile's own. */
+static void check_index(const wsync_segments_t *segments)
+{
+    const uint32_t *index = segments->tile_index;
+    const uint32_t *starts = segments->tile_starts;
+
+    CHECK_EQ(segments->index_count,
+             (starts[segments->count] + WSYNC_TILE_GROUP - 1) / WSYNC_TILE_GROUP + 1);
+    for (uint32_t i = 0; i < segments->count; i++) {
+        const uint32_t first = starts[i] / WSYNC_TILE_GROUP;
+        const uint32_t last = (starts[i + 1] - 1) / WSYNC_TILE_GROUP;
+
+        CHECK(index[first] <= i && i <= index[first + 1]);
+        CHECK(index[last] <= i && i <= index[last + 1]);
+        CHECK(index[first + 1] - index[first] <= WSYNC_TILE_GROUP);
+    }
+}
+
+TEST(an_index_leads_to_the_segment_of_a_tile)
+{
+    wsync_segments_t segments = {0};
+    wsync_copy_t copies[] = {bytes(1), bytes(1)};
+    wsync_segment_list_t list;
+    wsync_error_t err;
+
+    for (uint64_t i = 0; i < 300; i++) {
+        copies[0] = bytes(i % 7 == 0 ? i * WSYNC_TILE_NBYTES : i + 1);
+        (void)append(&segments, copies);
+        if (i > 0) {
+            check_index(&segments);
+        }
+        copies[1].ndim = i % 3 == 0 ? 5 : 0; /* now and then no copy */
+        (void)wsync_segments_append(&segments, copies, 2, &list, &err);
+        if (i > 0) {
+            check_index(&segments);
+        }
+    }
+    wsync_segments_fini(&segments);
+}
+
 TEST(extents_of_one_and_the_order_of_dimensions)
 {
     wsync_segments_t segments = {0};
