@@ -114,7 +114,7 @@ static wsync_cu_result_t each_of_segments(const unsigned char *parameters,
                      (args.count + 1) * sizeof(unsigned));
     }
     if (code == WSYNC_CU_SUCCESS) {
-        const unsigned *starts = (const unsigned *)(uintptr_t)args.tile_starts;
+        const unsigned *starts = fake_reach((uintptr_t)args.tile_starts);
         const unsigned low = starts[args.first] / WSYNC_TILE_GROUP;
         const unsigned high = (starts[args.first + args.count] - 1) / WSYNC_TILE_GROUP + 1;
 
@@ -314,6 +314,7 @@ static void copy_segments(unsigned grid, unsigned block, void **parameters)
     }
     args.segments = (uintptr_t)segments;
     args.tile_starts = (uintptr_t)reach(args.tile_starts);
+    args.tile_index = (uintptr_t)reach(args.tile_index);
     args.sources = (uintptr_t)sources.host;
     args.destinations = (uintptr_t)destinations.host;
     fake_unlock();
