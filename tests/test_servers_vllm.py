@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint
-from support.vllm_server import PROBE, Nursery, Server, offline
+from support.vllm_server import PROBE, Nursery, Server, offline, transfer
 
 import wsync
 
@@ -23,6 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "local": {"delivery": "wsync"},
     "remote": {"delivery": "distributed"},
 }
+TRANSFER = ("--weight-transfer-config", '{"backend": "wsync"}')
 # what a server has: experts or not, dtype, workers
 KINDS = {
     "qwen3-tp1": (False, torch.float32, 1),
@@ -66,7 +67,8 @@ def served(
     models = pair(folder, experts=experts, dtype=dtype)
     with Server(vllm, models[1], folder / "log", tp=tp, extension=PROBE) as server:
         second = held(server)
-    with Server(vllm, models[0], folder / "log", tp=tp, extension=PROBE) as server:
+    settings = {"tp": tp, "extension": PROBE, "arguments": TRANSFER}
+    with Server(vllm, models[0], folder / "log", **settings) as server:
         yield server, models, [held(server), second]
 
 
@@ -105,6 +107,17 @@ def test_every_tensor_is_that_of_vllms_own_load(
     assert not report.unused
     units = [name for name in differing(*wanted) if name.endswith("of unit vectors")]
     assert len(units) >= server.workers * 2 * 2  # kernels have weights of their own
+
+
+def test_two_trainer_ranks_update_a_server_by_vllms_own_weight_transfer(
+    served: tuple[Server, Pair, list[Any]], vllm: Nursery
+) -> None:
+    server, models, wanted = served
+    server.post("/pause?mode=abort&clear_cache=true")
+    assert transfer(vllm, server, models[1], "transfer") > 0
+    server.post("/resume")
+    assert differing(held(server), wanted[1]) == []
+    check(server, models[1], "transfer")
 
 
 @pytest.fixture(scope="module")

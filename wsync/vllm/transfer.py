@@ -16,7 +16,11 @@ The source's whole tensors go through wsync's ring to each worker, which has the
 WorkerExtension does.  As with vLLM's other backends the caller pauses generation, empties caches
 and has the engine resume.  Where a trainer has died within an update, the engine's
 finish_weight_update is to be called before another one's.  Not supported: data-parallel engines,
-and draft models.  Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py).
+and draft models.
+
+Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py): run with an LLM, and with the
+HTTP server and vLLM's client for it, from one trainer rank and from two; vLLM's client for Ray was
+read in its source alone.
 """
 
 from __future__ import annotations
