@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
-import requests
 import torch
+from support.server_answers import Answer
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, kept, recomputed
 from support.sglang_server import Nursery, Server
 
@@ -33,39 +31,21 @@ def served(
         yield server, (first, second)
 
 
-class Answer:
-    """One that is being generated."""
+class Generating(Answer):
+    """Of SGLang, whose events have all tokens so far."""
 
     def __init__(self, server: Server) -> None:
         greedy = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
-        self._response = requests.post(
-            server.url + "/generate",
-            json={"input_ids": PROMPT, "sampling_params": greedy, "stream": True},
-            stream=True,
-            timeout=PATIENCE,
-        )
-        self._lines = self._response.iter_lines()
-        self.tokens: list[int] = []
-        self.last: dict[str, Any] = {}
+        super().__init__(server, "/generate", input_ids=PROMPT, sampling_params=greedy)
 
-    def read(self, count: int) -> None:
-        """Until there are so many tokens, or it has ended."""
-        for line in self._lines:
-            if not line.startswith(b"data: ") or line == b"data: [DONE]":
-                continue
-            self.last = json.loads(line.removeprefix(b"data: "))
-            self.tokens = self.last["output_ids"]
-            if len(self.tokens) >= count:
-                return
+    def take(self, event: dict[str, Any]) -> None:
+        self.last, self.tokens = event, event["output_ids"]
 
     @property
     def reason(self) -> Any:
         """Why it has ended."""
         found = self.last["meta_info"]["finish_reason"]
         return found and found["type"]
-
-    def close(self) -> None:
-        self._response.close()
 
 
 @pytest.mark.parametrize("way", ["wsync", "stock"])
@@ -81,7 +61,7 @@ def test_no_answer_is_of_mixed_weights(served: tuple[Server, Pair], mode: str, w
     )
     with wsync.connect(old.weights, engines=[server.url], options=options) as sync:
         sync.update(version="old")
-        with closing(Answer(server)) as answer:
+        with Generating(server) as answer:
             answer.read(BEFORE)
             assert answer.reason is None
             sync.update(new.weights, version="new")

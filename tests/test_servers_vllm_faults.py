@@ -3,7 +3,6 @@ test_servers_vllm.py."""
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 from support.nursery import run
+from support.server_answers import Answer
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, kept, recomputed
 from support.server_phases import before
 from support.vllm_server import Nursery, Server
@@ -55,9 +54,9 @@ class Lab:
         assert found["weight_versions"] == [{"version": version, "start": 0, "end": TOKENS}]
 
 
-def request(count: int, **further: Any) -> dict[str, Any]:
+def request(count: int) -> dict[str, Any]:
     greedy = {"temperature": 0, "max_tokens": count, "ignore_eos": True, "detokenize": False}
-    return {"token_ids": PROMPT, "sampling_params": greedy, **further}
+    return {"token_ids": PROMPT, "sampling_params": greedy}
 
 
 @pytest.fixture(scope="module")
@@ -67,29 +66,15 @@ def lab(vllm: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
     made.server.close()
 
 
-class Answer:
-    """One that is being generated."""
+class Generating(Answer):
+    """Of vLLM, whose events have the tokens since the last one."""
 
     def __init__(self, server: Server) -> None:
-        self._response = requests.post(
-            server.url + "/inference/v1/generate",
-            json=request(LONG, stream=True),
-            stream=True,
-            timeout=PATIENCE,
-        )
-        self._lines = self._response.iter_lines()
-        self.tokens: list[int] = []
-        self.last: dict[str, Any] = {}
+        super().__init__(server, "/inference/v1/generate", **request(LONG))
 
-    def read(self, count: int) -> None:
-        """Until there are so many tokens, or it has ended."""
-        for line in self._lines:
-            if not line.startswith(b"data: ") or line == b"data: [DONE]":
-                continue
-            for self.last in json.loads(line.removeprefix(b"data: "))["choices"]:
-                self.tokens += self.last["token_ids"] or ()
-            if len(self.tokens) >= count:
-                return
+    def take(self, event: dict[str, Any]) -> None:
+        for self.last in event["choices"]:
+            self.tokens += self.last["token_ids"] or ()
 
 
 MODES = ("abort", "retract", "in_place")
@@ -100,10 +85,10 @@ def test_an_answer_says_which_weights_each_token_is_of(lab: Lab, mode: str) -> N
     old, new = lab.models
     with lab.connect(pause_mode=mode, flush_cache=mode != "in_place") as sync:
         sync.update(old.weights, version="old")
-        answer = Answer(lab.server)
-        answer.read(BEFORE)
-        sync.update(new.weights, version="new")
-        answer.read(LONG + 1)
+        with Generating(lab.server) as answer:
+            answer.read(BEFORE)
+            sync.update(new.weights, version="new")
+            answer.read(LONG + 1)
     versions = answer.last["weight_versions"]
     changed = versions[0]["end"]
     assert changed >= BEFORE
