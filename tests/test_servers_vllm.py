@@ -109,6 +109,7 @@ def test_every_tensor_is_that_of_vllms_own_load(
     assert len(units) >= server.workers * 2 * 2  # kernels have weights of their own
 
 
+@pytest.mark.parametrize("served", ["qwen3-bfloat16-tp2"], indirect=True)
 def test_two_trainer_ranks_update_a_server_by_vllms_own_weight_transfer(
     served: tuple[Server, Pair, list[Any]], vllm: Nursery
 ) -> None:
