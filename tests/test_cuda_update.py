@@ -240,10 +240,12 @@ def test_the_engine_may_number_the_gpus_differently(trainer: Ranks) -> None:
     [
         # what is uploaded shares a queue with what waits
         ({"CONNECTIONS": "1"}, (64, 4096), 1 << 16),
+        # memory for what is uploaded may wait for all that runs
+        ({"SYNCS": "1"}, (64, 4096), 1 << 16),
         # what is fed fills the queue in which it waits
         ({"QUEUE": "8", "PAGEABLE": "0"}, (20, 1 << 20), 16 << 20),
     ],
-    ids=["upload", "feed"],
+    ids=["upload", "sync", "feed"],
 )
 def test_a_gpu_that_waits_for_a_dead_engine_holds_nobody(
     settings: dict[str, str], shape: tuple[int, ...], rounds: int, tmp_path: Path

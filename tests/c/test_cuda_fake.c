@@ -3,6 +3,8 @@
  * undefined.  A test that passes on it means something only because of these. */
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
 
 #include "cuda_fixture.h"
 
@@ -525,6 +527,78 @@ TEST(memory_that_a_launch_uses_is_not_taken_away)
     CU(cu->mem_free(at));
     CHECK_EQ(cu->launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL),
              WSYNC_CU_ILLEGAL_ADDRESS);
+}
+
+typedef struct gate {
+    uint64_t *word;
+    const atomic_bool *through;
+} gate_t;
+
+/* Opens when it has been seen for a while that nobody got through. */
+static void *open_late(void *argument)
+{
+    const gate_t *gate = argument;
+
+    (void)usleep(20000);
+    CHECK(!atomic_load(gate->through));
+    __atomic_store_n(gate->word, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+TEST(calls_may_wait_for_the_device)
+{
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_stream_t stream;
+    wsync_cu_ptr_t at = 0;
+    wsync_cu_ptr_t gate_at = 0;
+    uint64_t word = 0;
+    atomic_bool through = false;
+    gate_t gate = {&word, &through};
+    pthread_t thread;
+
+    choose_fake("WSYNC_FAKE_CUDA_SYNCS", "1");
+    cu = enter_device(0);
+    stream = make_stream(cu);
+    CU(cu->host_register(&word, sizeof(word), 0));
+    CU(cu->host_pointer(&gate_at, &word, 0));
+    CU(cu->stream_wait_value(stream, gate_at, 1, 0));
+    CHECK_EQ(pthread_create(&thread, NULL, open_late, &gate), 0);
+    CU(cu->mem_alloc(&at, 64));
+    atomic_store(&through, true);
+    CHECK_EQ(word, 1);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    CU(cu->memset_async(at, 1, 64, stream));
+    CU(cu->mem_free(at)); /* it is in use, until this has waited */
+    CU(cu->host_unregister(&word));
+}
+
+/* What a stream waits for holds those that share its queue: every second one. */
+TEST(streams_share_queues)
+{
+    enum { STREAMS = 4 };
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_stream_t streams[STREAMS];
+    wsync_cu_ptr_t gate_at = 0;
+    uint64_t words[STREAMS] = {0};
+
+    choose_fake("WSYNC_FAKE_CUDA_CONNECTIONS", "2");
+    cu = enter_device(0);
+    CU(cu->host_register(words, sizeof(words), 0));
+    CU(cu->host_pointer(&gate_at, words, 0));
+    for (int i = 0; i < STREAMS; i++) {
+        streams[i] = make_stream(cu);
+    }
+    CU(cu->stream_wait_value(streams[0], gate_at, 1, 0));
+    for (unsigned i = 1; i < STREAMS; i++) {
+        CU(cu->stream_write_value(streams[i], gate_at + i * sizeof(words[0]), 1, 0));
+    }
+    CU(cu->stream_synchronize(streams[1]));
+    CU(cu->stream_synchronize(streams[3]));
+    CHECK_EQ(cu->stream_query(streams[2]), WSYNC_CU_NOT_READY);
+    __atomic_store_n(&words[0], 1, __ATOMIC_RELEASE);
+    CU(cu->stream_synchronize(streams[2]));
+    CHECK_EQ(words[2], 1);
+    CU(cu->host_unregister(words));
 }
 
 /* An address of one version is none for the parameters of another. */

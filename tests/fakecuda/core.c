@@ -266,7 +266,8 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.reserved = fake_read_number("WSYNC_FAKE_CUDA_RESERVED", 0) != 0;
         fake.shown = fake_read_number("WSYNC_FAKE_CUDA_SHOWN", 0) != 0;
         fake.sizes = fake_read_number("WSYNC_FAKE_CUDA_SIZES", 0) != 0;
-        fake.serial = fake_read_number("WSYNC_FAKE_CUDA_CONNECTIONS", 0) == 1;
+        fake.connections = fake_read_number("WSYNC_FAKE_CUDA_CONNECTIONS", 0);
+        fake.syncs = fake_read_number("WSYNC_FAKE_CUDA_SYNCS", 0) != 0;
         fake.queue = fake_read_number("WSYNC_FAKE_CUDA_QUEUE", 0);
         fake.seed = (unsigned)fake_read_number("WSYNC_FAKE_CUDA_SEED", 1);
         for (int i = 0; i < fake.device_count; i++) {

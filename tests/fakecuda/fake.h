@@ -140,7 +140,8 @@ struct wsync_cu_stream {
     unsigned seed;
     bool running; /* the head, without the lock */
     bool destroyed;
-    size_t length; /* of the queue */
+    size_t length;  /* of the queue */
+    size_t channel; /* of the device, that it shares with others */
 };
 
 struct wsync_cu_module {
@@ -163,9 +164,11 @@ typedef struct fake_state {
     bool no_vmm;
     bool shown; /* the processor reaches device memory where the device does */
     bool sizes;
-    bool serial;  /* all streams share one queue of the device */
-    size_t queue; /* operations that a stream holds; 0: any number */
+    size_t connections; /* queues of the device that streams share; 0: each has its own */
+    bool syncs;         /* calls that may wait for all that runs do */
+    size_t queue;       /* operations that a stream holds; 0: any number */
     uint64_t next_number;
+    size_t next_channel;
     unsigned seed;
     struct wsync_cu_context contexts[FAKE_MAX_DEVICES];
     fake_physical_t *physicals;
@@ -231,6 +234,8 @@ void *fake_reach(uintptr_t at);
 EXPORT void *fakecuda_reach(const void *at); /* not locked */
 /* Whether an operation that has not ended names the range; locked. */
 bool fake_range_busy(uintptr_t at, size_t nbytes);
+/* Where the driver may wait for the device: until all streams have passed what they had. */
+void fake_synchronize(void);
 /* Every call fails from now on; returns when no stream runs anything any more. */
 void fake_streams_lose(wsync_cu_result_t code);
 /* INVALID_HANDLE unless it lives (and, if one is given, is of the context); locked. */

@@ -12,8 +12,11 @@
  *   WSYNC_FAKE_CUDA_DELAY_US  longest random pause before an operation of a stream (100)
  *   WSYNC_FAKE_CUDA_SEED      of the pauses (1)
  *   WSYNC_FAKE_CUDA_CONNECTIONS
- *                             1: streams share a queue, where what waits blocks what came
- *                             later, as with CUDA_DEVICE_MAX_CONNECTIONS=1 (0: never)
+ *                             N: streams, whoever made them, take turns at so many queues,
+ *                             where what waits blocks what came later, as with
+ *                             CUDA_DEVICE_MAX_CONNECTIONS=N (0: each has its own)
+ *   WSYNC_FAKE_CUDA_SYNCS     1: calls that may wait for the device, which are those that
+ *                             take and give back memory and modules, do (0)
  *   WSYNC_FAKE_CUDA_QUEUE     operations that a stream takes before it keeps callers (any)
  *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
  *   WSYNC_FAKE_CUDA_PAGEABLE  1: the devices reach all memory of the host by themselves,

@@ -83,6 +83,7 @@ wsync_cu_result_t fake_mem_alloc(wsync_cu_ptr_t *at, size_t nbytes)
     if (code != WSYNC_CU_SUCCESS || nbytes == 0) {
         return code != WSYNC_CU_SUCCESS ? code : WSYNC_CU_INVALID_VALUE;
     }
+    fake_synchronize();
     fake_lock();
     fd = nbytes > fake.memory - fake.used[context->device]
              ? -1
@@ -108,6 +109,7 @@ wsync_cu_result_t fake_mem_free(wsync_cu_ptr_t at)
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
+    fake_synchronize();
     fake_lock();
     range = find_base(FAKE_ALLOCATED, at);
     if (range == NULL) {
@@ -252,6 +254,7 @@ wsync_cu_result_t fake_ipc_close_memory(wsync_cu_ptr_t at)
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
+    fake_synchronize();
     fake_lock();
     range = find_base(FAKE_OPENED, at);
     if (range == NULL) {

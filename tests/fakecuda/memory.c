@@ -521,6 +521,7 @@ wsync_cu_result_t fake_mem_unmap(wsync_cu_ptr_t at, size_t nbytes)
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
+    fake_synchronize();
     fake_lock();
     range = find_exact(FAKE_MAPPED, (uintptr_t)at, nbytes);
     if (range == NULL) {
@@ -578,6 +579,7 @@ wsync_cu_result_t fake_host_register(void *data, size_t nbytes, unsigned flags)
         (flags & ~(unsigned)(WSYNC_CU_HOST_PORTABLE | WSYNC_CU_HOST_DEVICE_MAP)) != 0) {
         return WSYNC_CU_INVALID_VALUE;
     }
+    fake_synchronize();
     fake_lock();
     if (find_host((uintptr_t)data, nbytes) != NULL) {
         code = fake_refuse(WSYNC_CU_ALREADY_REGISTERED, "cuMemHostRegister: twice");
@@ -601,6 +603,7 @@ wsync_cu_result_t fake_host_unregister(void *data)
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
+    fake_synchronize();
     fake_lock();
     range = find_host((uintptr_t)data, 1);
     if (range == NULL || range->host != data) {

@@ -365,6 +365,7 @@ wsync_cu_result_t fake_module_load(wsync_cu_module_t *module, const void *image)
         return WSYNC_CU_INVALID_VALUE;
     }
     made->context = context;
+    fake_synchronize();
     fake_lock();
     made->next = fake.modules;
     fake.modules = made;
@@ -382,6 +383,7 @@ wsync_cu_result_t fake_module_unload(wsync_cu_module_t module)
         return code;
     }
     code = WSYNC_CU_INVALID_HANDLE;
+    fake_synchronize();
     fake_lock();
     for (struct wsync_cu_module **at = &fake.modules; *at != NULL; at = &(*at)->next) {
         if (*at == module) {

@@ -134,7 +134,8 @@ static void free_stream(struct wsync_cu_stream *stream)
 static bool is_blocked(const struct wsync_cu_stream *self, const fake_op_t *op)
 {
     for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
-        if (at != self && at->head != NULL && at->head->number < op->number) {
+        if (at != self && at->channel == self->channel && at->context == self->context &&
+            at->head != NULL && at->head->number < op->number) {
             return true;
         }
     }
@@ -156,7 +157,7 @@ static void *stream_main(void *argument)
             (void)pthread_cond_wait(&stream->changed, &fake.mutex);
             continue;
         }
-        while (fake.serial && is_blocked(stream, op)) {
+        while (fake.connections > 0 && is_blocked(stream, op)) {
             fake_unlock();
             pause_ns(POLL_NS);
             fake_lock();
@@ -209,6 +210,34 @@ void fake_streams_lose(wsync_cu_result_t code)
     fake_unlock();
 }
 
+/* Whether some stream has not passed what was enqueued before an operation. */
+static bool is_behind(uint64_t number)
+{
+    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
+        if (at->head != NULL && at->head->number < number) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void fake_synchronize(void)
+{
+    uint64_t number;
+
+    if (!fake.syncs) {
+        return;
+    }
+    fake_lock();
+    number = fake.next_number;
+    while (is_behind(number) && atomic_load(&fake.lost) == 0) {
+        fake_unlock();
+        pause_ns(POLL_NS);
+        fake_lock();
+    }
+    fake_unlock();
+}
+
 wsync_cu_result_t fake_stream_create(wsync_cu_stream_t *stream, unsigned flags)
 {
     struct wsync_cu_context *context = NULL;
@@ -231,6 +260,7 @@ wsync_cu_result_t fake_stream_create(wsync_cu_stream_t *stream, unsigned flags)
     (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     fake_lock();
     made->seed = fake.seed++;
+    made->channel = fake.connections > 0 ? fake.next_channel++ % fake.connections : 0;
     made->next = fake.streams;
     fake.streams = made;
     if (pthread_create(&thread, &attributes, stream_main, made) != 0) {
