@@ -783,3 +783,40 @@ TEST(a_fork_of_a_process_with_a_driver_has_none)
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     CHECK_EQ(cu->device_get_count(&status), WSYNC_CU_SUCCESS);
 }
+
+static void take_memory_main(int socket)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_ptr_t at = 0;
+
+    CU(cu->mem_alloc(&at, CHUNK));
+    nudge(socket);
+    await_nudge(socket);
+}
+
+TEST(processes_have_the_memory_of_a_device_together)
+{
+    char path[] = "/var/tmp/wsync-board-XXXXXX";
+    const int fd = mkstemp(path);
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_ptr_t at = 0;
+    size_t left = 0;
+    size_t total = 0;
+    peer_t peer;
+
+    CHECK(fd >= 0);
+    choose_fake("WSYNC_FAKE_CUDA_MEMORY", "4194304");
+    choose_fake("WSYNC_FAKE_CUDA_BOARD", path);
+    peer = peer_start(take_memory_main);
+    await_nudge(peer.socket);
+    cu = enter_device(0);
+    CU(cu->mem_get_info(&left, &total));
+    CHECK(left == CHUNK && total == 2 * CHUNK);
+    CHECK_EQ(cu->mem_alloc(&at, CHUNK + 1), WSYNC_CU_OUT_OF_MEMORY);
+    nudge(peer.socket);
+    peer_end(peer); /* a process leaves nothing behind */
+    CU(cu->mem_alloc(&at, CHUNK + 1));
+    CU(cu->mem_free(at));
+    (void)unlink(path);
+    (void)close(fd);
+}

@@ -270,6 +270,10 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.syncs = fake_read_number("WSYNC_FAKE_CUDA_SYNCS", 0) != 0;
         fake.queue = fake_read_number("WSYNC_FAKE_CUDA_QUEUE", 0);
         fake.seed = (unsigned)fake_read_number("WSYNC_FAKE_CUDA_SEED", 1);
+        if (!fake_board_open(getenv("WSYNC_FAKE_CUDA_BOARD"))) {
+            fake_unlock();
+            return WSYNC_CU_OPERATING_SYSTEM;
+        }
         for (int i = 0; i < fake.device_count; i++) {
             fake.contexts[i].device = i;
         }

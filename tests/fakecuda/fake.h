@@ -156,7 +156,8 @@ typedef struct fake_state {
     int first;
     atomic_int lost; /* the code of every call from then on */
     size_t memory;
-    size_t used[FAKE_MAX_DEVICES];
+    struct fake_board *board; /* shared with other processes, or not */
+    struct fake_use *use;     /* this process's, on it */
     unsigned delay_us;
     bool pageable;
     bool moving;   /* and moves its pages to the device when that reads them */
@@ -224,6 +225,11 @@ int fake_steal(pid_t pid, int fd, const char *name);
  * what only the host reaches; locked. */
 wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes,
                                    bool by_host);
+/* Of all processes that share a board; locked. */
+bool fake_board_open(const char *path);
+size_t fake_free_nbytes(int device);
+/* Adds to what this process has of a device. */
+void fake_charge(int device, size_t nbytes);
 /* Addresses that nobody else has, at which there is nothing for the processor; 0: none. */
 uintptr_t fake_reserve(size_t nbytes);
 /* Takes device memory away for ever. */

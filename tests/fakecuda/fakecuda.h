@@ -8,7 +8,9 @@
  * Environment, read by cuInit:
  *   WSYNC_FAKE_CUDA_DEVICES   how many (1)
  *   WSYNC_FAKE_CUDA_FIRST     number of the first: what another process calls its n-th (0)
- *   WSYNC_FAKE_CUDA_MEMORY    bytes of each (1 GiB), counted in each process by itself
+ *   WSYNC_FAKE_CUDA_MEMORY    bytes of each (1 GiB)
+ *   WSYNC_FAKE_CUDA_BOARD     file of the processes that have these devices together, and
+ *                             count their memory together (each process by itself)
  *   WSYNC_FAKE_CUDA_DELAY_US  longest random pause before an operation of a stream (100)
  *   WSYNC_FAKE_CUDA_SEED      of the pauses (1)
  *   WSYNC_FAKE_CUDA_CONNECTIONS

@@ -85,7 +85,7 @@ wsync_cu_result_t fake_mem_alloc(wsync_cu_ptr_t *at, size_t nbytes)
     }
     fake_synchronize();
     fake_lock();
-    fd = nbytes > fake.memory - fake.used[context->device]
+    fd = nbytes > fake_free_nbytes(context->device)
              ? -1
              : memfd_create(ALLOCATION_NAME, MFD_CLOEXEC);
     if (fd >= 0 && ftruncate(fd, (off_t)(pages(nbytes) + PAGE_NBYTES)) == 0) {
@@ -93,7 +93,7 @@ wsync_cu_result_t fake_mem_alloc(wsync_cu_ptr_t *at, size_t nbytes)
     }
     if (range != NULL) {
         range->context = context;
-        fake.used[context->device] += nbytes;
+        fake_charge(context->device, nbytes);
         *at = range->at;
     }
     fake_unlock();
@@ -120,7 +120,7 @@ wsync_cu_result_t fake_mem_free(wsync_cu_ptr_t at)
     } else if (fake_range_busy(range->at, range->nbytes)) {
         code = fake_refuse(WSYNC_CU_ILLEGAL_STATE, "cuMemFree while a stream uses it");
     } else {
-        fake.used[range->context->device] -= range->nbytes;
+        fake_charge(range->context->device, -range->nbytes);
         atomic_store(&range->shared->gone, true);
         unmap_allocation(range);
     }

@@ -161,7 +161,7 @@ wsync_cu_result_t fake_mem_get_info(size_t *free_nbytes, size_t *total)
     const wsync_cu_result_t code = fake_enter_context("cuMemGetInfo", &context);
 
     if (code == WSYNC_CU_SUCCESS) {
-        *free_nbytes = fake.memory - fake.used[context->device];
+        *free_nbytes = fake_free_nbytes(context->device);
         *total = fake.memory;
     }
     return code;
@@ -219,7 +219,7 @@ static wsync_cu_result_t add_physical(int fd, size_t nbytes, int device, int ord
     made->handle = fake.next_handle++;
     made->next = fake.physicals;
     fake.physicals = made;
-    fake.used[device] += charged ? nbytes : 0;
+    fake_charge(device, charged ? nbytes : 0);
     *handle = made->handle;
     return WSYNC_CU_SUCCESS;
 }
@@ -236,7 +236,7 @@ static void drop_physical(fake_physical_t *physical)
             break;
         }
     }
-    fake.used[physical->device] -= physical->charged ? physical->nbytes : 0;
+    fake_charge(physical->device, physical->charged ? -physical->nbytes : 0);
     (void)close(physical->fd);
     free(physical);
 }
@@ -260,7 +260,7 @@ wsync_cu_result_t fake_mem_create(wsync_cu_handle_t *handle, size_t nbytes,
         return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemCreate: %zu bytes", nbytes);
     }
     fake_lock();
-    if (nbytes > fake.memory - fake.used[property->location.id]) {
+    if (nbytes > fake_free_nbytes(property->location.id)) {
         code = WSYNC_CU_OUT_OF_MEMORY;
     } else {
         (void)snprintf(name, sizeof(name), PHYSICAL_NAME "-%d-%d-%d",
