@@ -601,6 +601,28 @@ TEST(streams_share_queues)
     CU(cu->host_unregister(words));
 }
 
+TEST(devices_may_not_reach_each_other)
+{
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_property_t other = exportable;
+    wsync_cu_access_t access = access_0;
+    wsync_cu_handle_t handle = 0;
+    wsync_cu_ptr_t at = 0;
+
+    choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
+    choose_fake("WSYNC_FAKE_CUDA_PEERS", "0");
+    cu = enter_device(0);
+    other.location.id = 1;
+    CU(cu->mem_create(&handle, CHUNK, &other, 0));
+    CU(cu->mem_reserve(&at, CHUNK, 0, 0, 0));
+    CU(cu->mem_map(at, CHUNK, 0, handle, 0));
+    CHECK_EQ(cu->mem_set_access(at, CHUNK, &access, 1), 217);
+    access.location.id = 1;
+    CU(cu->mem_set_access(at, CHUNK, &access, 1));
+    CU(cu->mem_release(handle));
+    unmap(cu, at);
+}
+
 /* An address of one version is none for the parameters of another. */
 TEST(names_mean_what_they_mean_in_a_version)
 {

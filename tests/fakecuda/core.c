@@ -236,6 +236,7 @@ static void end(void)
 
 wsync_cu_result_t fake_init(unsigned flags)
 {
+    const char *text = getenv("WSYNC_FAKE_CUDA_LACKS");
     wsync_cu_result_t code;
 
     open_log("WSYNC_FAKE_CUDA_LOG", &log_fd);
@@ -261,6 +262,8 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.memory = fake_read_number("WSYNC_FAKE_CUDA_MEMORY", (size_t)1 << 30);
         fake.delay_us = (unsigned)fake_read_number("WSYNC_FAKE_CUDA_DELAY_US", 100);
         fake.no_vmm = fake_read_number("WSYNC_FAKE_CUDA_NO_VMM", 0) != 0;
+        fake.no_peers = fake_read_number("WSYNC_FAKE_CUDA_PEERS", 1) == 0;
+        (void)snprintf(fake.lacks, sizeof(fake.lacks), ",%s,", text != NULL ? text : "");
         fake.pageable = fake_read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) != 0;
         fake.moving = fake_read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) == 2;
         fake.reserved = fake_read_number("WSYNC_FAKE_CUDA_RESERVED", 0) != 0;
@@ -363,10 +366,13 @@ wsync_cu_result_t fake_device_get_attribute(int *value, int attribute,
                                             wsync_cu_device_t device)
 {
     const wsync_cu_result_t code = fake_enter("cuDeviceGetAttribute");
+    char number[16];
 
     (void)device;
+    (void)snprintf(number, sizeof(number), ",%d,", attribute);
     *value =
-        attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS    ? 4
+        strstr(fake.lacks, number) != NULL            ? 0
+        : attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS  ? 4
         : attribute == WSYNC_CU_ATTRIBUTE_MAJOR       ? 9
         : attribute == WSYNC_CU_ATTRIBUTE_MINOR       ? 0
         : attribute == WSYNC_CU_ATTRIBUTE_PAGEABLE    ? fake.pageable

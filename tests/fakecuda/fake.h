@@ -19,6 +19,8 @@ enum {
     FAKE_MAX_USERS = 16,
     FAKE_MAX_PARAMETERS = 8,
     FAKE_PARAMETER_NBYTES = 256,
+    FAKE_LACKS = 64,
+    FAKE_PEER_UNSUPPORTED = 217, /* CUDA_ERROR_PEER_ACCESS_UNSUPPORTED */
 };
 
 struct wsync_cu_context {
@@ -163,7 +165,9 @@ typedef struct fake_state {
     bool moving;   /* and moves its pages to the device when that reads them */
     bool reserved; /* addresses without memory are the device's all the same */
     bool no_vmm;
-    bool shown; /* the processor reaches device memory where the device does */
+    bool no_peers;          /* no device reaches another's memory */
+    char lacks[FAKE_LACKS]; /* numbers of attributes, between commas */
+    bool shown;             /* the processor reaches device memory where the device does */
     bool sizes;
     size_t connections; /* queues of the device that streams share; 0: each has its own */
     bool syncs;         /* calls that may wait for all that runs do */

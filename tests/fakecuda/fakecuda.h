@@ -21,6 +21,8 @@
  *                             take and give back memory and modules, do (0)
  *   WSYNC_FAKE_CUDA_QUEUE     operations that a stream takes before it keeps callers (any)
  *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
+ *   WSYNC_FAKE_CUDA_LACKS     numbers of attributes of devices that are 0, between commas
+ *   WSYNC_FAKE_CUDA_PEERS     0: no device reaches another one's memory (1)
  *   WSYNC_FAKE_CUDA_PAGEABLE  1: the devices reach all memory of the host by themselves,
  *                             and it counts as the host's, of no allocation; 2: and move
  *                             its pages (0)

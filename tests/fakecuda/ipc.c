@@ -16,7 +16,7 @@ typedef struct handle {
     uint32_t magic;
     int32_t pid;
     int32_t fd;
-    int32_t device;
+    int32_t device; /* the same number in all processes */
     uint64_t nbytes;
 } handle_t;
 
@@ -166,7 +166,7 @@ wsync_cu_result_t fake_ipc_get_memory(wsync_cu_ipc_t *handle, wsync_cu_ptr_t at)
                            "cuIpcGetMemHandle: not the start of a cuMemAlloc");
     } else {
         made.fd = range->fd;
-        made.device = range->context->device;
+        made.device = fake.first + range->context->device;
         made.nbytes = range->nbytes;
         memset(handle, 0, sizeof(*handle));
         memcpy(handle, &made, sizeof(made));
@@ -232,6 +232,11 @@ wsync_cu_result_t fake_ipc_open_memory(wsync_cu_ptr_t *at, wsync_cu_ipc_t handle
     if (wanted.pid == (int32_t)getpid()) {
         return fake_refuse(WSYNC_CU_INVALID_CONTEXT,
                            "cuIpcOpenMemHandle in the process that made it");
+    }
+    if (fake.no_peers && wanted.device != fake.first + context->device) {
+        return fake_refuse(FAKE_PEER_UNSUPPORTED,
+                           "cuIpcOpenMemHandle: memory of device %d, in a context of %d",
+                           wanted.device, fake.first + context->device);
     }
     fake_lock();
     for (range = fake.ranges; range != NULL; range = range->next) {

@@ -553,6 +553,10 @@ wsync_cu_result_t fake_mem_set_access(wsync_cu_ptr_t at, size_t nbytes,
         access->location.type != WSYNC_CU_LOCATION_DEVICE || access->location.id < 0 ||
         access->location.id >= fake.device_count) {
         code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemSetAccess: nothing mapped there");
+    } else if (fake.no_peers && access->location.id != range->physical->device) {
+        code = fake_refuse(FAKE_PEER_UNSUPPORTED,
+                           "cuMemSetAccess: device %d does not reach %d",
+                           access->location.id, range->physical->device);
     } else {
         range->device = access->location.id;
     }
