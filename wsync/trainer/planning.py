@@ -22,6 +22,8 @@ from wsync.trainer.sessions.base import Session
 _log = logging.getLogger(__name__)
 
 _GPU_ROUND_NBYTES = 256 << 20
+# Room for the tables of copies that a rank and its worker put on their GPU after the rings.
+_TABLES_NBYTES = 16 << 20
 _LEAST_RING_NBYTES = 16 << 10  # a machine that has less has other worries
 _DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
 
@@ -210,6 +212,8 @@ class Planning:
         try:
             for session in self.sessions:
                 session.make_ring(plan, device)
+            if device.ordinal >= 0:
+                _core.Memory(_TABLES_NBYTES, device)  # given back at once
         except _core.NoMemoryError as error:
             return f"rank {self.group.rank}: {error}"
         return ""
