@@ -109,8 +109,15 @@ def test_what_is_quantised_by_a_gpu_is_what_the_host_makes(trainers: Ranks) -> N
 
 def test_ranks_with_a_gpu_each_exchange_rounds_by_nccl(tmp_path: Path) -> None:
     with _ranks(2, tmp_path, WSYNC_NCCL_LIB=fakecuda.fake_nccl()) as ranks:
-        for found in ranks.run(cuda_cases.by_nccl, dense(), timeout=300):
+        for found in ranks.run(cuda_cases.by_own_gpus, dense(), "nccl", timeout=300):
             assert found == [("nccl", True)] * 3
+
+
+def test_ranks_whose_gpus_do_not_reach_each_other_exchange_rounds_by_gloo(tmp_path: Path) -> None:
+    alone = {"WSYNC_FAKE_CUDA_PEERS": "0", "WSYNC_NCCL_LIB": str(tmp_path / "none.so")}
+    with _ranks(2, tmp_path, **alone) as ranks:
+        for found in ranks.run(cuda_cases.by_own_gpus, dense(), "auto", timeout=300):
+            assert found == [("gloo", True)] * 3
 
 
 def test_broadcasts_leave_from_memory_of_the_gpu(tmp_path: Path) -> None:

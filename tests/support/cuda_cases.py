@@ -106,7 +106,7 @@ def steady(config: Any, moved: bool) -> dict[str, Any]:
     }
 
 
-def by_nccl(config: Any) -> list[tuple[str, bool]]:
+def by_own_gpus(config: Any, exchange: str) -> list[tuple[str, bool]]:
     """Updates by ranks with a GPU each: what rounds were exchanged by, and whether the engine holds
     what it should after each."""
     rank = dist.get_rank()
@@ -117,7 +117,7 @@ def by_nccl(config: Any) -> list[tuple[str, bool]]:
         if rank == 0:
             engine = stack.enter_context(TensorParallelEngine(config, tp=1))
         engines = [] if engine is None else [engine]
-        options = dataclasses.replace(OPTIONS, exchange="nccl", park=True)
+        options = dataclasses.replace(OPTIONS, exchange=exchange, park=True)
         sync = stack.enter_context(
             wsync.connect(sharded(draw(config, 0)), engines, options=options)
         )

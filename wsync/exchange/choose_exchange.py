@@ -129,7 +129,9 @@ class Transport:
         if not lacking:
             return "nccl"
         if not remote:
-            return "shared" if self._hosts == 1 else "gloo"
+            # a GPU may not reach the memory of another one
+            one_gpu = len({member.gpu for _, member in self._members}) == 1
+            return "shared" if self._hosts == 1 and one_gpu else "gloo"
         in_torch = all(member.in_torch for _, member in self._members)
         kind = "torch nccl" if in_torch and not misfit(self._members) else "gloo"
         if self._group.rank == 0 and any(member.gpu for _, member in self._members):
