@@ -45,9 +45,10 @@ class Options:
         backend: of the groups that buckets are broadcast in: "gloo", "nccl", or "auto".
         pause_mode: "abort", "retract" or "in_place", as SGLang's /pause_generation takes it.
         flush_cache: whether engines drop their KV cache before the update.
-        exchange: "auto", "shared" (all trainer ranks on one host, with GPUs that reach each
-            other's memory, and no remote engine runs wsync's receiver), "gloo" or "nccl" (all trainer ranks, and remote workers that run
-            wsync's receiver, have a GPU each, and the same version of NCCL).
+        exchange: "auto", "shared" (all trainer ranks on one host, with GPUs that reach each other's
+            memory, and no remote engine runs wsync's receiver), "gloo" or "nccl" (all trainer
+            ranks, and remote workers that run wsync's receiver, have a GPU each, and the same
+            version of NCCL).
         park: whether the rings of workers on the trainer's hosts, on both sides, and the staging
             of a gloo or nccl exchange give their memory back between updates: for GPUs whose
             memory engine and trainer need for themselves in between (slime's colocate mode).
