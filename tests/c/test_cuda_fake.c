@@ -7,6 +7,7 @@
 #include <stdatomic.h>
 
 #include "cuda_fixture.h"
+#include "device/kernel_table.h"
 
 enum { CHUNK = 2 * 1024 * 1024 };
 
@@ -477,6 +478,7 @@ TEST(kernels_get_the_arguments_of_their_launch)
     const wsync_cuda_driver_t *cu = enter_device(0);
     wsync_cu_stream_t stream = make_stream(cu);
     wsync_cu_module_t module = NULL;
+    wsync_cu_function_t copy = NULL;
     wsync_cu_function_t function = NULL;
     wsync_cu_ptr_t at = 0;
     uint32_t value = 17;
@@ -493,7 +495,16 @@ TEST(kernels_get_the_arguments_of_their_launch)
     value = 18;
     CU(cu->stream_synchronize(stream));
     CHECK_EQ(read_word(cu, at + 8), 0x0000001100000011);
+    CHECK_EQ(
+        cu->launch_kernel(function, 1, 1, 1, 32, 1, 1, 49153, stream, parameters, NULL),
+        WSYNC_CU_INVALID_VALUE);
+    CU(cu->module_function(&copy, module, WSYNC_KERNEL_NAME));
+    CHECK_EQ(cu->launch_kernel(copy, 1, 1, 1, WSYNC_KERNEL_BLOCK + 32, 1, 1, 0, stream,
+                               parameters, NULL),
+             701);
     CU(cu->module_unload(module));
+    CHECK_EQ(cu->launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL),
+             WSYNC_CU_INVALID_HANDLE);
     CHECK_EQ(cu->module_unload(module), WSYNC_CU_INVALID_HANDLE);
     CU(cu->mem_free(at));
 }

@@ -20,7 +20,10 @@ enum {
     FAKE_MAX_PARAMETERS = 8,
     FAKE_PARAMETER_NBYTES = 256,
     FAKE_LACKS = 64,
-    FAKE_PEER_UNSUPPORTED = 217, /* CUDA_ERROR_PEER_ACCESS_UNSUPPORTED */
+    FAKE_KERNELS = 3,
+    FAKE_SHARED_NBYTES = 48 * 1024, /* of a block, unless more is asked for before */
+    FAKE_OUT_OF_RESOURCES = 701,    /* CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES */
+    FAKE_PEER_UNSUPPORTED = 217,    /* CUDA_ERROR_PEER_ACCESS_UNSUPPORTED */
 };
 
 struct wsync_cu_context {
@@ -111,6 +114,7 @@ typedef struct fake_kernel {
     /* Visits all that a launch touches; locked. */
     wsync_cu_result_t (*each)(const unsigned char *parameters, fake_visit_func_t visit,
                               const void *state);
+    unsigned block; /* threads that its registers are enough for */
     int parameter_count;
     size_t parameter_nbytes[FAKE_MAX_PARAMETERS];
 } fake_kernel_t;
@@ -146,9 +150,15 @@ struct wsync_cu_stream {
     size_t channel; /* of the device, that it shares with others */
 };
 
+struct wsync_cu_function {
+    const struct wsync_cu_module *module;
+    const fake_kernel_t *kernel;
+};
+
 struct wsync_cu_module {
     struct wsync_cu_module *next;
     struct wsync_cu_context *context;
+    struct wsync_cu_function functions[FAKE_KERNELS];
 };
 
 typedef struct fake_state {
@@ -253,6 +263,9 @@ wsync_cu_result_t fake_event_check(const char *call, const struct wsync_cu_event
                                    const struct wsync_cu_context *context);
 /* Frees a destroyed event that nothing waits for; locked. */
 void fake_event_let_go(struct wsync_cu_event *event);
-const fake_kernel_t *fake_kernel_find(const char *name);
+/* The kernel of a launch, or why there is none; locked. */
+wsync_cu_result_t fake_kernel_of(wsync_cu_function_t function,
+                                 const struct wsync_cu_context *context,
+                                 const fake_kernel_t **kernel);
 
 #endif

@@ -323,32 +323,43 @@ static void copy_segments(unsigned grid, unsigned block, void **parameters)
     free(destinations.host);
 }
 
-const fake_kernel_t *fake_kernel_find(const char *name)
-{
-    static const fake_kernel_t kernels[] = {
-        {WSYNC_KERNEL_NAME,
-         copy_segments,
-         each_of_segments,
-         1,
-         {sizeof(wsync_kernel_args_t)}},
-        {WSYNC_QUANTISE_KERNEL_NAME,
-         quantise_tasks,
-         each_of_tasks,
-         1,
-         {sizeof(wsync_quantise_args_t)}},
-        {"fake_fill",
-         fill_words,
-         each_of_words,
-         3,
-         {sizeof(void *), sizeof(uint32_t), sizeof(uint32_t)}},
-    };
+static const fake_kernel_t kernels[FAKE_KERNELS] = {
+    {WSYNC_KERNEL_NAME,
+     copy_segments,
+     each_of_segments,
+     WSYNC_KERNEL_BLOCK,
+     1,
+     {sizeof(wsync_kernel_args_t)}},
+    {WSYNC_QUANTISE_KERNEL_NAME,
+     quantise_tasks,
+     each_of_tasks,
+     WSYNC_QUANTISE_BLOCK,
+     1,
+     {sizeof(wsync_quantise_args_t)}},
+    {"fake_fill",
+     fill_words,
+     each_of_words,
+     1024,
+     3,
+     {sizeof(void *), sizeof(uint32_t), sizeof(uint32_t)}},
+};
 
-    for (size_t i = 0; i < sizeof(kernels) / sizeof(kernels[0]); i++) {
-        if (strcmp(name, kernels[i].name) == 0) {
-            return &kernels[i];
+wsync_cu_result_t fake_kernel_of(wsync_cu_function_t function,
+                                 const struct wsync_cu_context *context,
+                                 const fake_kernel_t **kernel)
+{
+    for (const struct wsync_cu_module *at = fake.modules; at != NULL; at = at->next) {
+        if (function < at->functions || function >= at->functions + FAKE_KERNELS) {
+            continue;
         }
+        *kernel = function->kernel;
+        return at->context == context
+                   ? WSYNC_CU_SUCCESS
+                   : fake_refuse(WSYNC_CU_INVALID_CONTEXT,
+                                 "cuLaunchKernel: a kernel of another context");
     }
-    return NULL;
+    return fake_refuse(WSYNC_CU_INVALID_HANDLE,
+                       "cuLaunchKernel: no such kernel, or unloaded");
 }
 
 wsync_cu_result_t fake_module_load(wsync_cu_module_t *module, const void *image)
@@ -365,6 +376,9 @@ wsync_cu_result_t fake_module_load(wsync_cu_module_t *module, const void *image)
         return WSYNC_CU_INVALID_VALUE;
     }
     made->context = context;
+    for (size_t i = 0; i < FAKE_KERNELS; i++) {
+        made->functions[i] = (struct wsync_cu_function){made, &kernels[i]};
+    }
     fake_synchronize();
     fake_lock();
     made->next = fake.modules;
@@ -400,19 +414,18 @@ wsync_cu_result_t fake_module_unload(wsync_cu_module_t module)
 wsync_cu_result_t fake_module_function(wsync_cu_function_t *function,
                                        wsync_cu_module_t module, const char *name)
 {
-    const fake_kernel_t *kernel;
     const wsync_cu_result_t code = fake_enter("cuModuleGetFunction");
 
     if (code != WSYNC_CU_SUCCESS || module == NULL) {
         return code != WSYNC_CU_SUCCESS ? code : WSYNC_CU_INVALID_HANDLE;
     }
-    kernel = fake_kernel_find(name);
-    if (kernel == NULL) {
-        return fake_refuse(WSYNC_CU_NOT_FOUND, "cuModuleGetFunction: %s", name);
+    for (size_t i = 0; i < FAKE_KERNELS; i++) {
+        if (strcmp(name, kernels[i].name) == 0) {
+            *function = &module->functions[i];
+            return WSYNC_CU_SUCCESS;
+        }
     }
-    /* Opaque to callers, who only hand it back. */
-    memcpy(function, &kernel, sizeof(kernel));
-    return WSYNC_CU_SUCCESS;
+    return fake_refuse(WSYNC_CU_NOT_FOUND, "cuModuleGetFunction: %s", name);
 }
 
 wsync_cu_result_t fake_occupancy(int *blocks, wsync_cu_function_t function, int threads,

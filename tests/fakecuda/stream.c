@@ -593,18 +593,29 @@ wsync_cu_result_t fake_launch_kernel(wsync_cu_function_t function, unsigned grid
     fake_op_t op = {.kind = FAKE_LAUNCH, .grid = grid_x, .block = block_x};
     struct wsync_cu_context *context = NULL;
     size_t at = 0;
-    const wsync_cu_result_t code = fake_enter_context("cuLaunchKernel", &context);
+    wsync_cu_result_t code = fake_enter_context("cuLaunchKernel", &context);
 
-    (void)shared_nbytes;
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    if (function == NULL || grid_x == 0 || block_x == 0 || block_x > 1024 || grid_y != 1 ||
-        grid_z != 1 || block_y != 1 || block_z != 1 || extra != NULL) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuLaunchKernel: grid %u, block %u",
-                           grid_x, block_x);
+    fake_lock();
+    code = fake_kernel_of(function, context, &op.kernel);
+    fake_unlock();
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
     }
-    op.kernel = (const fake_kernel_t *)(const void *)function;
+    if (grid_x == 0 || grid_x > INT32_MAX || block_x == 0 || block_x > 1024 ||
+        grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || extra != NULL ||
+        shared_nbytes > FAKE_SHARED_NBYTES) {
+        return fake_refuse(WSYNC_CU_INVALID_VALUE,
+                           "cuLaunchKernel: grid %u, block %u, %u bytes", grid_x, block_x,
+                           shared_nbytes);
+    }
+    if (block_x > op.kernel->block) {
+        return fake_refuse(FAKE_OUT_OF_RESOURCES,
+                           "cuLaunchKernel: %u threads, registers for %u", block_x,
+                           op.kernel->block);
+    }
     for (int i = 0; i < op.kernel->parameter_count; i++) {
         memcpy(op.parameters + at, parameters[i], op.kernel->parameter_nbytes[i]);
         at += (op.kernel->parameter_nbytes[i] + 15) / 16 * 16;
