@@ -52,8 +52,7 @@ class GpuEngine(ProcessEngine):
 
 class _BareGpuWorker(BareWorker):
     def __init__(self, **settings: Any) -> None:
-        with torch.device(where()):
-            super().__init__(**settings)
+        super().__init__(**settings, device=where())
 
     def answer(self, what: str, argument: Any) -> Any:
         if what == "slow copy":

@@ -52,9 +52,9 @@ class ProcessEngine(WorkersEngine):
 
 
 class BareWorker(ModuleWorker):
-    """The process: buffers of a module that has no code."""
+    """The process: buffers of a module that has no code, on one of torch's devices."""
 
-    def __init__(self, *, shapes: Shapes, threads: int) -> None:
+    def __init__(self, *, shapes: Shapes, threads: int, device: str = "cpu") -> None:
         module = torch.nn.Module()
         for name, (shape, dtype) in shapes.items():
             *path, leaf = name.split(".")
@@ -63,7 +63,7 @@ class BareWorker(ModuleWorker):
                 if part not in home._modules:
                     home.add_module(part, torch.nn.Module())
                 home = home.get_submodule(part)
-            home.register_buffer(leaf, torch.zeros(tuple(shape), dtype=dtype, device="cpu"))
+            home.register_buffer(leaf, torch.zeros(tuple(shape), dtype=dtype, device=device))
         self.tensors: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
         super().__init__(module, threads=threads)
 
