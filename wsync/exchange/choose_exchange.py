@@ -143,7 +143,8 @@ class Transport:
         if self._kind == "shared":
             sent = max(plan.send_nbytes, 1)
             return _core.Exchange.shared(rank, size, sent, options.directory, self._device)
-        sizes, timeout = (plan.send_nbytes, plan.recv_nbytes), options.exchange_deadline
+        # engines wait for rounds, too, and cannot say which rank is missing
+        sizes, timeout = (plan.send_nbytes, plan.recv_nbytes), PUNCTUAL * options.deadline
         return _core.Exchange.nccl(rank, size, *sizes, timeout, self._device)
 
 
