@@ -283,11 +283,15 @@ def test_a_stream_that_is_being_closed_keeps_what_it_uses(trainer: Ranks) -> Non
     assert found == {"text": "another thread is closing the stream", "kept": True, "left": False}
 
 
+@pytest.mark.parametrize(("mark", "least"), [("gpu", 10), ("multigpu", 3)])
 @pytest.mark.slow
-def test_the_suite_for_a_gpu_passes_as_far_as_it_runs_without_one(tmp_path: Path) -> None:
+def test_the_suite_for_gpus_passes_as_far_as_it_runs_without(
+    mark: str, least: int, tmp_path: Path
+) -> None:
     environment = fakecuda.logged(tmp_path) | {gpu_engine.DRY: "1"}
+    environment["WSYNC_NCCL_LIB"] = fakecuda.fake_nccl()
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", str(HERE / "test_gpu.py")],
+        [sys.executable, "-P", "-m", "pytest", "-q", "-m", mark, str(HERE / f"test_{mark}.py")],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -295,4 +299,4 @@ def test_the_suite_for_a_gpu_passes_as_far_as_it_runs_without_one(tmp_path: Path
         cwd=HERE.parent,
     )
     assert done.returncode == 0, done.stdout
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 10, done.stdout
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= least, done.stdout

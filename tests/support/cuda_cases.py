@@ -61,7 +61,7 @@ def sharded(whole: Weights) -> TrainerLayout:
             [stride * tensor.itemsize for stride in tensor.stride()],
         )
     names = tuple(whole)
-    table = _core.describe(tensors, names)
+    table = _core.describe(tensors, names, gpu=True)
     return TrainerLayout(builder.build(), names, lambda: tensors, table, rank, size)
 
 
