@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _STORE_SECONDS: Final = 2.0  # for one answer of the store, where a deadline has passed already
 _GLOO_SECONDS: Final = 10.0
+_STORE_SILENT: Final = (
+    "the trainer's store does not answer: the process that hosts it is stuck or stopped"
+)
 _STORE_GONE: Final = "the trainer's store cannot be reached: the process that hosts it is gone"
 _T = TypeVar("_T")
 
@@ -269,8 +272,9 @@ class _Board:
         except RuntimeError:
             # nobody can be told what was seen here: say what all ranks can see
             return _core.PeerClosedError(_STORE_GONE)
-        except _core.DeadlineError as silence:
-            return silence
+        except _core.DeadlineError:
+            # how long each rank has waited for this is its own matter: all say the same
+            return _core.DeadlineError(_STORE_SILENT)
         return error if (type(error), str(error)) == (type(first), str(first)) else first
 
     def _look(self) -> str:
@@ -332,8 +336,7 @@ def _come(store: Any, rank: int, timeout: float) -> str:
 
 def _result(future: Future[_T], timeout: float) -> _T:
     """What a call of the store returns, or DeadlineError."""
-    late = "the trainer's store does not answer: the process that hosts it is stuck or stopped;"
-    return result(future, Deadline(timeout), bool, f"{late} no answer")
+    return result(future, Deadline(timeout), bool, f"{_STORE_SILENT}; no answer")
 
 
 def _raise(published: str) -> None:
