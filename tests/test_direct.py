@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 from support.tiny_qwen3 import Weights, draw, same
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import wsync
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
@@ -302,6 +305,65 @@ def test_the_trainer_waits_until_the_workers_have_copied(
         os.kill(worker, signal.SIGCONT)
         thread.join(120)
     assert same(engine.weights(), wanted)
+
+
+def test_workers_read_nothing_before_they_are_told(
+    config: Any, sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
+) -> None:
+    """Who does not wait for round 0 gets what lay there when the update began."""
+    sync.update()
+    wanted = draw(config, 8)
+    original = DirectSession.post
+
+    def post(self: DirectSession, *rest: Any) -> None:
+        time.sleep(0.2)  # an eager worker has read everything by now
+        overwrite(weights, wanted)
+        original(self, *rest)
+
+    with mock.patch.object(DirectSession, "post", post):
+        sync.update()
+    assert same(engine.weights(), wanted)
+
+
+def test_an_update_that_does_not_wait_for_its_workers_is_not_committed(
+    config: Any, sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
+) -> None:
+    sync.update()
+    overwrite(weights, draw(config, 8))
+    with (
+        mock.patch.object(DirectSession, "wait"),
+        mock.patch.object(DirectSession, "prepared"),
+        pytest.raises(wsync.StateError, match="commit: "),
+    ):
+        sync.update()
+    assert engine.weight_version == "1"
+    sync.update()
+    assert same(engine.weights(), weights)
+
+
+def test_memory_is_kept_until_the_workers_have_read_it(
+    config: Any, sync: wsync.Sync, engine: TensorParallelEngine
+) -> None:
+    """Though nobody else has the tensors any more: a storage that is freed early is given to the
+    next tensor of its size."""
+    expected, kept = draw(config, 6), list[bool]()
+    held = list[Any]()
+    original = DirectSession.wait
+
+    def given() -> Weights:
+        fresh = shared(draw(config, 6))
+        held.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in fresh.values())
+        return fresh
+
+    def wait(self: DirectSession, *rest: Any) -> None:
+        gc.collect()
+        kept.append(not any(reference.expired() for reference in held))
+        original(self, *rest)
+
+    with mock.patch.object(DirectSession, "wait", wait):
+        sync.update(given)
+    assert kept == [True, True]
+    assert same(engine.weights(), expected)
 
 
 def test_what_is_made_in_an_exportable_block_can_be_lent() -> None:

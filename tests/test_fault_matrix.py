@@ -142,7 +142,7 @@ def test_an_update_of_lent_memory_survives(cell: Cell, attempt: Try) -> None:
     ("phase", "who"),
     [
         *itertools.product(["lend"], ["rank1", "rank2"]),
-        *itertools.product(["round", "done", "prepared", "commit"], ["rank1", "worker0"]),
+        *itertools.product(["attach", "round", "done", "prepared", "commit"], ["rank1", "worker0"]),
     ],
 )
 def test_an_update_of_lent_memory_survives_everything(
@@ -151,6 +151,19 @@ def test_an_update_of_lent_memory_survives_everything(
     cell = (phase, who, how)
     _skip_what_means_nothing(cell, direct=True)
     found = attempt(cell, "direct")
+    assert found["wrong"] == [], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("who", ["rank0", "rank1", "worker0"])
+@pytest.mark.parametrize("phase", ["round", "done"])
+def test_an_update_of_lent_memory_and_rings_survives(
+    phase: str, who: str, how: str, attempt: Try
+) -> None:
+    cell = (phase, who, how)
+    _skip_what_means_nothing(cell, direct=True)
+    found = attempt(cell, "mixed")
     assert found["wrong"] == [], found
 
 

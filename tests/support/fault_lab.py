@@ -108,13 +108,15 @@ class Trainer:
         self.fault: Fault | None = None
         self.limits: dict[str, int] | None = None
         self.sync: wsync.Sync | None = None
-        self.direct = False
+        self.lends = False
 
     def connect(self, path: str, exchange: str) -> None:
-        self.direct = exchange == "direct"
+        # engines read the ranks' memory; "mixed": but for that of rank 1, which is private
+        direct = exchange in ("direct", "mixed")
+        self.lends = direct and not (exchange == "mixed" and self.rank == 1)
         how: dict[str, Any] = {**OPTIONS, "exchange": exchange}
-        if self.direct:  # engines read the ranks' memory
-            how = {"deadline": DEADLINE, "progress": False, "delivery": "direct"}
+        if direct:
+            how = {**OPTIONS, "delivery": "direct"}
         options = wsync.Options(**how, directory=self.folder)
         engines = [fault_engine.Handle(path)] if self.rank == 0 else []
         self.sync = wsync.connect(sharded(self.rank), engines, options=options)
@@ -123,7 +125,7 @@ class Trainer:
         assert self.sync is not None
         try:
             weights = rows(int(version), self.rank)
-            if self.direct:  # each time elsewhere
+            if self.lends:  # each time elsewhere
                 weights = {name: tensor.share_memory_() for name, tensor in weights.items()}
             self.sync.update(weights, version=version)
         finally:
