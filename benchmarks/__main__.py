@@ -23,10 +23,11 @@ NEEDED = {
     **{"needed": 8 * GB, "quantise": 10 * GB, "gpu": 4 * GB, "nccl": 4 * GB},
 }
 NAMES = tuple(NEEDED)
+DIRECT_NEEDED = 11 * GB  # of `update --direct`
 
 
 def rows(name: str, **options: Any) -> Iterator[dict[str, Any]]:
-    check_memory(name, NEEDED[name])
+    check_memory(name, DIRECT_NEEDED if options.get("direct") else NEEDED[name])
     try:
         yield from importlib.import_module(f"benchmarks.{name}").run(**options)
     except ModuleNotFoundError as error:
@@ -49,7 +50,17 @@ def main(arguments: list[str] | None = None) -> int:
     text = ", ".join(f"{name} ({nbytes // GB} GB of memory)" for name, nbytes in NEEDED.items())
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {text}")
     parser.add_argument("--json", metavar="FILE", help="append one JSON line per case")
-    parser.add_argument("--layers", type=int, help="gpu: of the model's 48 layers, so many")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=0,
+        help="gpu, update: of the model's layers, so many (update: an even number)",
+    )
+    parser.add_argument(
+        "--direct",
+        action="store_true",
+        help=f"update: only direct delivery ({DIRECT_NEEDED // GB} GB of memory)",
+    )
     chosen = parser.parse_args(arguments)
     for name in chosen.names:
         if name not in NAMES:
@@ -61,7 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
         f"{'ratio':>7}  verified  peer"
     )
     for name in chosen.names or NAMES:
-        options = {"layers": chosen.layers} if name == "gpu" and chosen.layers else {}
+        options: dict[str, Any] = {}
+        if name in ("gpu", "update") and chosen.layers:
+            options["layers"] = chosen.layers
+        if name == "update" and chosen.direct:
+            options["direct"] = True
         try:
             for row in rows(name, **options):
                 cases += 1

@@ -30,7 +30,7 @@ class Target:
     peer: str
 
 
-def sharded() -> Iterator[dict[str, Any]]:
+def sharded(layers: int) -> Iterator[dict[str, Any]]:
     """Rows of the cases; rank 0 of the trainer reports them.  Raises Skipped after those that need
     no SGLang, where that cannot be had."""
     path: tuple[str, ...] = ()
@@ -39,24 +39,54 @@ def sharded() -> Iterator[dict[str, Any]]:
         path = sglang_path()
     except Skipped as reason:
         skipped = reason
-    yield from on_ranks(RANKS, _rank, path)
+    yield from on_ranks(RANKS, _rank, path, layers)
     if skipped is not None:
         raise skipped
 
 
-def _rank(rank: int, path: tuple[str, ...]) -> list[dict[str, Any]]:
+def sharded_direct(layers: int) -> Iterator[dict[str, Any]]:
+    """The rows of direct delivery to an engine that needs no SGLang."""
+    yield from on_ranks(RANKS, _rank_direct, layers)
+
+
+@contextlib.contextmanager
+def _trainer(layers: int) -> Iterator[tuple[list[torch.nn.Module], Any]]:
     from benchmarks.update import qwen3_config
     from wsync.demo import megatron_cpu
 
     parallel = megatron_cpu.Parallel(tp=2, pp=2)
     with megatron_cpu.on_cpu(), megatron_cpu.groups(parallel):
-        config = qwen3_config()
-        trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
-        rows = _measure(rank, trainer.chunks, config, _bare, ("shared", "gloo"))
+        config = qwen3_config(layers)
+        yield megatron_cpu.build(config, parallel, dtype=torch.bfloat16).chunks, config
+
+
+def _rank_direct(rank: int, layers: int) -> list[dict[str, Any]]:
+    """Whole tensors lie on rank 0 alone, and go before the engine is measured."""
+    from benchmarks import peers, update
+    from benchmarks.bucket import bucket_class
+
+    peer, peer_class = bucket_class()
+    with _trainer(layers) as (chunks, config):
+        gather = peers.Gather(chunks, config)
+        whole = {name: tensor.clone() for name, tensor in gather.named_tensors() if rank == 0}
+        nbytes = update.size(whole)
+        target, expected = _bare(config, whole, peer_class) if rank == 0 else (None, "")
+        del whole
+        try:
+            loop = _slime(target, gather, peer_class)
+            return _direct(chunks, config, target, loop, nbytes, expected, peer)
+        finally:
+            if target is not None:
+                target.engine.close()
+
+
+def _rank(rank: int, path: tuple[str, ...], layers: int) -> list[dict[str, Any]]:
+    with _trainer(layers) as (chunks, config):
+        rows = _measure(rank, chunks, config, _bare, ("shared", "gloo"))
         if not path:
             return rows
         sglang = functools.partial(_sglang, path)
-        return rows + _measure(rank, trainer.chunks, config, sglang, ("shared",))
+        return rows + _measure(rank, chunks, config, sglang, ("shared",))
 
 
 def _bare(config: Any, weights: dict[str, torch.Tensor], bucket: Any) -> tuple[Target, str]:
@@ -100,19 +130,10 @@ def _measure(
 
     peer, peer_class = bucket_class()
     weights = hf_reference.hf_state_dict(chunks, config)
-    nbytes = sum(t.numel() * t.itemsize for t in weights.values())
+    nbytes = update.size(weights)
     target, expected = connect(config, weights, peer_class) if rank == 0 else (None, "")
     del weights
-    gather = peers.Gather(chunks, config)
-
-    def slime() -> None:
-        if target is not None:
-            engine = target.engine
-            peers.send(gather.named_tensors(), peer_class, engine.take, workers=engine.workers)
-        else:
-            for _ in gather.named_tensors():
-                pass
-
+    slime = _slime(target, peers.Gather(chunks, config), peer_class)
     rows = []
     try:
         for exchange in exchanges:
@@ -141,6 +162,21 @@ def _measure(
     return rows
 
 
+def _slime(target: Target | None, gather: Any, bucket: Any) -> Callable[[], None]:
+    """The peers' way of one update, for this rank."""
+    from benchmarks import peers
+
+    def send() -> None:
+        if target is not None:
+            engine = target.engine
+            peers.send(gather.named_tensors(), bucket, engine.take, workers=engine.workers)
+        else:
+            for _ in gather.named_tensors():
+                pass
+
+    return send
+
+
 def _direct(
     chunks: list[torch.nn.Module],
     config: Any,
@@ -163,7 +199,9 @@ def _direct(
             # one process alone copies, as one does where there is one rank
             "memcpy": (1, update.memcpy(nbytes) if engine else lambda: None),
         }
-        seconds, verified = update.compare(ways, engine, expected, REPEATS, dist.barrier)
+        # seconds each time, and its spread is of no interest here
+        once = update.slime(slime, most=1)
+        seconds, verified = update.compare(ways, engine, expected, REPEATS, dist.barrier, once=once)
     if target is None:
         return []
     label, whose = f"TP2 x PP2{target.where}", f"{target.peer}{peer}"

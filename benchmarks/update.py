@@ -28,22 +28,28 @@ DIRECT = wsync.Options(delivery="direct")
 Ways = dict[str, tuple[int, Callable[[], object]]]
 
 
-def run() -> Iterator[dict[str, Any]]:
-    yield from one_process()
-    from benchmarks.sharded import sharded
+def run(*, direct: bool = False, layers: int = 0) -> Iterator[dict[str, Any]]:
+    """direct: only the rows of direct delivery, with less memory; layers: so many instead of 28."""
+    from benchmarks import sharded
 
-    yield from sharded()
+    if direct:
+        yield from one_process_direct(layers)
+        yield from sharded.sharded_direct(layers)
+    else:
+        yield from one_process(layers)
+        yield from sharded.sharded(layers)
 
 
-def qwen3_config() -> Any:
-    """Qwen3-0.6B: 310 tensors, 596 million parameters, tied embeddings."""
+def qwen3_config(layers: int = 0) -> Any:
+    """Qwen3-0.6B: 310 tensors, 596 million parameters, tied embeddings.  layers: fewer of them, for
+    a rehearsal, with a small vocabulary."""
     from transformers import Qwen3Config
 
     return Qwen3Config(
-        vocab_size=151936,
+        vocab_size=1024 if layers else 151936,
         hidden_size=1024,
         intermediate_size=3072,
-        num_hidden_layers=28,
+        num_hidden_layers=layers or 28,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
@@ -52,12 +58,12 @@ def qwen3_config() -> Any:
     )
 
 
-def qwen3_weights(seed: int) -> dict[str, torch.Tensor]:
+def qwen3_weights(seed: int, layers: int = 0) -> dict[str, torch.Tensor]:
     """Random weights of those shapes under Hugging Face names."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(qwen3_config())
+        model = AutoModelForCausalLM.from_config(qwen3_config(layers))
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randint(-30000, 30000, p.shape, dtype=torch.int16, generator=generator).view(
@@ -67,13 +73,12 @@ def qwen3_weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def one_process() -> Iterator[dict[str, Any]]:
+def one_process(layers: int) -> Iterator[dict[str, Any]]:
     """One trainer process with plain tensors, one engine process."""
     peer, peer_class = bucket_class()
-    weights = qwen3_weights(1)
-    nbytes = sum(t.numel() * t.itemsize for t in weights.values())
-    shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
-    consumer = Consumer(shapes, peer_class)
+    weights = qwen3_weights(1, layers)
+    nbytes = size(weights)
+    consumer = consumer_of(weights, peer_class)
     stock = peers.StockEngine("consumer", 1, consumer.take)
     try:
         with (
@@ -87,14 +92,7 @@ def one_process() -> Iterator[dict[str, Any]]:
                 "memcpy": (1, memcpy(nbytes)),
             }
             seconds, verified = compare(ways, consumer, digest(weights), REPEATS)
-        share(weights.values())
-        with wsync.connect(weights, engines=[consumer], options=DIRECT) as direct:
-            ways = {
-                **slime(lambda: peers.send(weights.items(), peer_class, consumer.take), most=1),
-                "wsync": (1, direct.update),
-                "memcpy": (1, memcpy(nbytes)),
-            }
-            lent, agreed = compare(ways, consumer, digest(weights), REPEATS)
+        lent, agreed = directly(weights, consumer, peer_class)
     finally:
         consumer.close()
     case = functools.partial(row, nbytes=nbytes, seconds=seconds, verified=verified)
@@ -104,6 +102,42 @@ def one_process() -> Iterator[dict[str, Any]]:
             yield case("one process, stock engine", "wsync, stock", name, f"{name}, {peer}")
     yield case("one process", "wsync", "memcpy", "one memcpy")
     yield from direct_rows("one process", peer, nbytes=nbytes, seconds=lent, verified=agreed)
+
+
+def one_process_direct(layers: int) -> Iterator[dict[str, Any]]:
+    """The rows of direct delivery of `one_process` alone."""
+    peer, peer_class = bucket_class()
+    weights = qwen3_weights(1, layers)
+    consumer = consumer_of(weights, peer_class)
+    try:
+        seconds, verified = directly(weights, consumer, peer_class)
+    finally:
+        consumer.close()
+    found = {"nbytes": size(weights), "seconds": seconds, "verified": verified}
+    yield from direct_rows("one process", peer, **found)
+
+
+def directly(
+    weights: dict[str, torch.Tensor], consumer: Consumer, bucket: Any
+) -> tuple[dict[str, float], bool]:
+    """As `compare`, of the weights in memory that the engine reads, to which they are moved."""
+    share(weights.values())
+    with wsync.connect(weights, engines=[consumer], options=DIRECT) as direct:
+        ways: Ways = {
+            **slime(lambda: peers.send(weights.items(), bucket, consumer.take), most=1),
+            "wsync": (1, direct.update),
+            "memcpy": (1, memcpy(size(weights))),
+        }
+        return compare(ways, consumer, digest(weights), REPEATS)
+
+
+def size(weights: dict[str, torch.Tensor]) -> int:
+    return sum(t.numel() * t.itemsize for t in weights.values())
+
+
+def consumer_of(weights: dict[str, torch.Tensor], bucket: Any) -> Consumer:
+    """An engine process for these tensors."""
+    return Consumer({name: (tuple(t.shape), t.dtype) for name, t in weights.items()}, bucket)
 
 
 def direct_rows(case: str, peer: str, **found: Any) -> Iterator[dict[str, Any]]:
@@ -134,17 +168,20 @@ def compare(
     together: Callable[[], object] = lambda: None,
     *,
     beside: Collection[str] = ("memcpy",),
+    once: Collection[str] = (),
 ) -> tuple[dict[str, float], bool]:
     """Median seconds of each way, in turns; the updates are verified on cleared parameters, and
     once more at the end.
 
     together: returns when all trainer ranks have called it.  consumer: None but on rank 0.
-    beside: ways that do not update it.
+    beside: ways that do not update it.  once: ways that are timed once.
     """
     verified = True
     times: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name, (threads, way) in ways.items():
+            if repeat > 1 and name in once:
+                continue
             torch.set_num_threads(threads)
             if consumer is not None:
                 consumer.set_threads(threads)
