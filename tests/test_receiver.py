@@ -142,6 +142,26 @@ def test_a_late_message_of_a_trainer_that_is_gone_does_not_end_anothers_session(
     check(module, tiny_weights(2))
 
 
+class Unborrowing:
+    """A loader of a user's own, which knows nothing of lent memory."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "borrow":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def test_a_worker_says_whether_its_loader_can_borrow(start: Start) -> None:
+    for wrap, lends in ((lambda loader: loader, True), (Unborrowing, False)):
+        module = Tiny()
+        trainer, *_ = first_update(start, wrap(ModuleLoader(module)), tiny_weights(1))
+        assert (trainer.blob, trainer.lends) == (PIECES, lends)
+        check(module, tiny_weights(1))
+
+
 def test_parameters_may_move_between_updates(start: Start) -> None:
     module = Tiny()
     trainer, receiver, _ = first_update(start, ModuleLoader(module), tiny_weights(1))

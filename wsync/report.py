@@ -22,8 +22,9 @@ class Report:
 
         quantise codes and scales are made, with Options.quantise
         pause    engines stop, and all ranks know it
-        open     opening requests start; on a first update also: workers connect and say what
-                 they keep, ranks plan and make rings
+        open     opening requests start, and ranks say where weights lie that are read in place;
+                 on a first update also: workers connect and say what they keep, ranks plan and
+                 make rings
         staging  other ranks have read what this one sent two rounds before
         engine   workers give slots back, and at the end have taken every round
         gather   what other ranks send in a round has come

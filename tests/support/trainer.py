@@ -60,7 +60,8 @@ class Trainer:
         return message.to_bytes()
 
     def accept(self) -> None:
-        self.blob = self.exporter.accept(SECONDS).removeprefix(BORROWS)
+        said = self.exporter.accept(SECONDS)
+        self.blob, self.lends = said.removeprefix(BORROWS), said.startswith(BORROWS)
         device = find(self.exporter.worker_uuid)
         self.ring = Memory(2 * self.slot, device)
         self.stream = Stream(1, device)
