@@ -6,6 +6,7 @@ import ctypes
 import os
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,52 @@ def test_buffers_lie_where_they_are_bound_until_they_are_bound_anew(
     assert [at(importer.bound[i]) for i in (0, 1)] == [b"third", b"first"]
     assert len(importer.segments) == 2  # the second one was let go of
     assert at(bound[0]) == b"eco"  # but not under the feet of who has it
+
+
+def parked_update(exporter: _core.Exporter, importer: _core.Importer, number: int) -> None:
+    stream = _core.Stream()
+    exporter.begin(number, 1, PATIENCE)
+    assert importer.begin(PATIENCE) == (number, 1)
+    exporter.post(0, stream, PATIENCE)
+    importer.take(0, None, PATIENCE)
+    importer.done(0, None, PATIENCE)
+    importer.prepared(1, 1, 0, PATIENCE)
+    exporter.prepared(PATIENCE)
+    exporter.commit(PATIENCE, None, True)
+    importer.verdict(PATIENCE)
+    exporter.park(PATIENCE)
+
+
+def test_lent_memory_is_given_back_with_a_parked_ring(
+    session: tuple[_core.Exporter, _core.Importer],
+) -> None:
+    exporter, importer = session
+    for number in (1, 2):  # it is lent while the ring is parked, too
+        fd = os.memfd_create(f"given-back-{number}")
+        os.write(fd, b"lent" + bytes(PAGE - 4))
+        lent = exporter.lend(_core.Memory.borrow(fd), PATIENCE)
+        os.close(fd)
+        exporter.bind(bindings((lent, 0, 4)), PATIENCE)
+        parked_update(exporter, importer, number)
+        assert importer.segments == ()
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+        assert f"given-back-{number}" not in maps, maps
+    update(exporter, importer, 3)
+    assert importer.bound is None  # nothing has been lent anew
+
+
+def test_lent_memory_that_somebody_looks_at_is_not_given_back(
+    session: tuple[_core.Exporter, _core.Importer],
+) -> None:
+    exporter, importer = session
+    lent = exporter.lend(memory_of(b"lent"), PATIENCE)
+    exporter.bind(bindings((lent, 0, 4)), PATIENCE)
+    update(exporter, importer, 1)
+    view = memoryview(importer.segments[0])
+    with pytest.raises(_core.PeerRefusedError, match="the worker keeps the ring: "):
+        parked_update(exporter, importer, 2)
+    assert bytes(view[:4]) == b"lent"
+    update(exporter, importer, 3)
 
 
 @pytest.mark.parametrize(
