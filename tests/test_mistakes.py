@@ -18,10 +18,10 @@ import torch
 import wsync
 from wsync.demo import cli
 from wsync.disk import DiskSync, newest
-from wsync.doctor import importable
 from wsync.handles.base import handles_of
 from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
+from wsync.machine.installed_modules import importable
 from wsync.trainer.planning import uncut_nbytes
 
 

@@ -6,7 +6,6 @@ Every probe is independent: one that fails says so in its own row and stops noth
 import argparse
 import ctypes
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from wsync.machine.installed_modules import importable
 from wsync.machine.nvidia_wheels import bundled, nccl_libraries
 
 _Probe = Callable[[], tuple[bool, str]]
@@ -114,15 +114,6 @@ def _nccl() -> tuple[bool, str]:
     major, rest = divmod(version, 10000)
     lacks = f"; it lacks {', '.join(absent)}" if absent else ""
     return True, f"{major}.{rest // 100}.{rest % 100} ({path}){lacks}"
-
-
-def importable(module: str) -> bool:
-    """Whether `module` is installed; a bare folder, as `pip uninstall` may leave, is no module."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # its parent, or one that says nothing of itself
-        return False
-    return spec is not None and spec.origin is not None
 
 
 def _package(module: str, distribution: str) -> _Probe:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.exchange.trainer_group import host_identity
 from wsync.handles.base import EngineHandle, handles_of
+from wsync.machine.addresses import host_identity
 from wsync.machine.device import of
 from wsync.machine.trace import Trace
 from wsync.options import Options, numbers

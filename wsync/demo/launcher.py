@@ -16,8 +16,8 @@ from typing import Any
 
 from wsync._core import DeadlineError
 from wsync.demo.sglang_requirements import how_to_get
-from wsync.doctor import importable
 from wsync.machine.deadline import Deadline
+from wsync.machine.installed_modules import importable
 from wsync.machine.temporary_environment import variable
 
 MODES = ("colocated", "distributed", "mixed", "disk")

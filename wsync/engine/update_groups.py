@@ -100,8 +100,9 @@ class UpdateGroups:
                 self._leave(name, member)
 
     @contextmanager
-    def announced(self, group_name: str) -> Iterator[Callable[..., Named]]:
-        """Around what is done for one bucket that a trainer has announced; gives `receive`.
+    def announced(self, group_name: str) -> Iterator[tuple[Callable[..., Named], str]]:
+        """Around what is done for one bucket that a trainer has announced; gives `receive`, and the
+        connection that the group belongs to, as `connection_of` has it.
 
         The trainer sends it whatever becomes of the announcement.  A worker that does not take it
         leaves the group: it would take it for the bucket that is announced next.
@@ -115,7 +116,7 @@ class UpdateGroups:
             return tensors
 
         try:
-            yield receive
+            yield receive, connection_of(group_name)
         except (Repeated, Ended):  # it was sent and taken once, or its trainer meets others anew
             raise
         except BaseException:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import secrets
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -36,12 +35,6 @@ _STORE_SILENT: Final = (
 )
 _STORE_GONE: Final = "the trainer's store cannot be reached: the process that hosts it is gone"
 _T = TypeVar("_T")
-
-
-def host_identity() -> str:
-    """Text that is equal for two processes exactly if they can share memory."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-        return f"{socket.gethostname()} {boot.read().strip()}"
 
 
 class TrainerGroup:

@@ -1,4 +1,4 @@
-"""The address of this host that others are told."""
+"""What others are told of this host: its address, and a text that is no other host's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ ADDRESS = "WSYNC_ADDRESS"
 
 
 _SOMEWHERE = ("8.8.8.8", "2001:4860:4860::8888")  # by way of the default routes; never sent to
+
+
+def host_identity() -> str:
+    """Text that is equal for two processes exactly if they can share memory."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+        return f"{socket.gethostname()} {boot.read().strip()}"
 
 
 def own_address(engines: Sequence[str]) -> str:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import TqdmWarning
 
 from wsync import _core
-from wsync.exchange.trainer_group import TrainerGroup, host_identity, together
+from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
+from wsync.machine.addresses import host_identity
 from wsync.machine.fork_guard import Owner
 from wsync.machine.try_lock import Turn
 from wsync.options import Options

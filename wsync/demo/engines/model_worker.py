@@ -21,7 +21,6 @@ from wsync.engine.destination import (
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import Loader, ModuleLoader
 from wsync.engine.update_groups import BROADCAST_SECONDS, Named, UpdateGroups
-from wsync.exchange.update_group import connection_of
 from wsync.machine.deadline import Deadline
 from wsync.messages import control, payload
 from wsync.module_tensors import same_bytes
@@ -158,9 +157,8 @@ class ModelWorker:
         **what: Any,
     ) -> None:
         """Takes what a trainer broadcasts."""
-        origin = connection_of(group_name)
         request = self._request(end, update_id, weight_version, flush_cache)
-        with self._groups.announced(group_name) as receive, request:
+        with self._groups.announced(group_name) as (receive, origin), request:
             # before the broadcast, which would be another request's
             self.updates.admit(names, self.wanted(), origin)
             self.take(receive(timeout=end.left, names=names, group_name=group_name, **what), origin)
