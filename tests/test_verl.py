@@ -299,6 +299,22 @@ def test_other_tensors_that_servers_take_are_delivered(engine_class: Any) -> Non
             assert all((tensor == step).all() for tensor in server.weights().values())
 
 
+def test_the_log_says_why_a_step_connects_anew(
+    engine_class: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "wsync.verl")
+    with ProcessEngine({"a": ((8, 4), torch.float32)}, name="e", timeout=60) as server:
+        trainer = trainer_of(engine_class, server)
+        send(trainer, given("a", 1.0), 1)
+        send(trainer, given("a", 2.0), 2)
+        assert caplog.messages == []
+        with pytest.raises(wsync.WsyncError):
+            send(trainer, given("ab", 3.0), 3)
+        send(trainer, given("a", 4.0), 4)
+    why = ["servers or tensors are others than those of the last step", "the last step has failed"]
+    assert caplog.messages == [f"wsync: connects to verl's servers anew: {each}" for each in why]
+
+
 def trainer_of(engine_class: Any, server: ProcessEngine) -> Any:
     """A trainer's only rank, with a server of this host."""
     trainer = engine_class(1 << 20, True, deadline=30.0, progress=False)
@@ -515,6 +531,9 @@ def test_verls_manager_updates_all_servers(running: Running, shards: bool) -> No
         sums = cluster.trainers.train(step)[0]
         metrics = cluster.manager.update_weights(global_steps=step)
         assert metrics["checkpoint_engine/payload_mbytes"] > 0
+        assert metrics["checkpoint_engine/seconds"] == metrics["wsync/update_seconds"] > 0
+        assert (metrics["checkpoint_engine/gather_seconds"] > 0) == (not shards)
+        assert not [name for name in metrics if not name.startswith(("checkpoint_", "wsync/"))]
         assert all(holds(server, sums, str(step)) for server in servers)
         assert cluster.noted() == [(AROUND, step)] * 2
     cluster.trainers.choose(False)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -141,6 +142,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._servers: list[Server] = []
         self._offsets: list[int] | None = None
         self._kept: dict[str, torch.Tensor] = {}  # this rank's share of whole tensors
+        self._gather_seconds = 0.0  # of the last step
         self._sync: wsync.Sync | None = None
         self._made_for: object = None
         self._version = 0  # of the last connection, for steps that have no number
@@ -239,7 +241,10 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             global_steps: the weight version that servers report afterwards; None counts.
 
         Returns:
-            Metrics, for verl's trainer.
+            Metrics for verl's trainer, by the first rank, for verl keeps those of one rank:
+            seconds of the update, seconds that verl took to gather whole tensors before that,
+            megabytes that all servers' workers were delivered, and `wsync.Report.metrics` under
+            wsync's names.
 
         Raises:
             UnsupportedError: adapters that are not merged, or a training engine whose shards
@@ -253,9 +258,14 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             for channel in self._channels:
                 channel.fail(f"{type(error).__name__}: {error}")
             raise
+        if not self._is_master:
+            return {}
+        metrics = report.metrics()
         return {
             "checkpoint_engine/seconds": report.seconds,
+            "checkpoint_engine/gather_seconds": self._gather_seconds,
             "checkpoint_engine/payload_mbytes": report.delivered_nbytes / (1 << 20),
+            **{name: value for name, value in metrics.items() if name.startswith("wsync/")},
         }
 
     def receive_weights(self, global_steps: int | None = None) -> Iterator[Any]:
@@ -315,7 +325,9 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """The connection with the servers there are now, for such tensors; another one only when
         these change."""
         engine = weights if hasattr(weights, "get_per_tensor_param") else None
+        start = time.perf_counter()
         given = self._keep(weights) if engine is None else (engine, _parts(engine))
+        self._gather_seconds = 0.0 if engine is not None else time.perf_counter() - start
         wanted = (self._servers, self._offsets, given)
         if self._sync is not None and self._made_for == wanted:
             return self._sync

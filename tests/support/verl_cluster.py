@@ -102,16 +102,21 @@ class Trainer(Worker):  # type: ignore[misc]
         model = tiny_qwen3.transformers.AutoModelForCausalLM.from_config(tiny_qwen3.dense())
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         self.actor = type("Actor", (), {"engine": FSDPEngine(model)})()
+        self._sends_shards = False
 
     locals().update(_trainers(shards=False))
     _whole = _trainers(shards=False)["update_weights"]
     _shards = _trainers(shards=True)["update_weights"]
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, **given: Any) -> Any:
+        """verl's text, by the choice; an actor's methods cannot be exchanged once it runs."""
+        return await (self._shards if self._sends_shards else self._whole)(**given)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def choose(self, shards: bool) -> None:
         """Which text of verl's update_weights is run from now on."""
-        cls: Any = type(self)
-        cls.update_weights = cls._shards if shards else cls._whole
+        self._sends_shards = shards
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def train(self, step: int) -> dict[str, str]:
