@@ -313,11 +313,14 @@ TEST(ipc_handles_keep_the_order_of_free_and_close)
     wsync_cu_ptr_t base = 0;
     size_t nbytes = 0;
 
-    CU(cu->mem_alloc(&at, 100000));
-    CU(cu->memset_async(at, 3, 100000, stream));
+    CU(cu->mem_alloc(&base, 100000));
+    CHECK_EQ(cu->ipc_get_memory(&handle, base), WSYNC_CU_ILLEGAL_STATE);
+    CU(cu->mem_free(base));
+    CU(cu->mem_alloc(&at, CHUNK));
+    CU(cu->memset_async(at, 3, CHUNK, stream));
     CU(cu->stream_synchronize(stream));
-    CU(cu->mem_range(&base, &nbytes, at + 99999));
-    CHECK(base == at && nbytes == 100000);
+    CU(cu->mem_range(&base, &nbytes, at + CHUNK - 1));
+    CHECK(base == at && nbytes == CHUNK);
     CHECK_EQ(cu->ipc_get_memory(&handle, at + 512), WSYNC_CU_INVALID_VALUE);
     CU(cu->ipc_get_memory(&handle, at));
     CHECK_EQ(cu->ipc_open_memory(&base, handle, WSYNC_CU_IPC_LAZY_PEER_ACCESS),
@@ -350,7 +353,7 @@ TEST(a_process_that_died_has_nothing_open)
     wsync_cu_ipc_t handle;
     wsync_cu_ptr_t at = 0;
 
-    CU(cu->mem_alloc(&at, 4096));
+    CU(cu->mem_alloc(&at, CHUNK));
     CU(cu->ipc_get_memory(&handle, at));
     say(peer.socket, &handle, sizeof(handle));
     await_nudge(peer.socket);

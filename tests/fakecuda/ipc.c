@@ -164,6 +164,12 @@ wsync_cu_result_t fake_ipc_get_memory(wsync_cu_ipc_t *handle, wsync_cu_ptr_t at)
     if (range == NULL) {
         code = fake_refuse(WSYNC_CU_INVALID_VALUE,
                            "cuIpcGetMemHandle: not the start of a cuMemAlloc");
+    } else if (range->nbytes % FAKE_GRANULARITY != 0) {
+        /* The real one gives away the block of memory that it is a part of, with all else
+         * that lies there. */
+        code = fake_refuse(WSYNC_CU_ILLEGAL_STATE,
+                           "cuIpcGetMemHandle: %zu bytes in a block with others",
+                           range->nbytes);
     } else {
         made.fd = range->fd;
         made.device = fake.first + range->context->device;
