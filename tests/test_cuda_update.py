@@ -97,6 +97,13 @@ def test_weights_that_have_moved_cost_their_addresses_alone(trainer: Ranks) -> N
         assert set(worker) <= ROUND | LOOKS, worker
 
 
+def test_weights_of_a_gpu_reach_a_worker_without_the_host(tmp_path: Path) -> None:
+    """The trainer's GPU does not reach the host's memory, nor the host the GPU's."""
+    alone = {"WSYNC_FAKE_CUDA_PAGEABLE": "0", "WSYNC_DEVICE": "host"}
+    with _ranks(1, tmp_path, **alone) as ranks:
+        assert ranks.run(cuda_cases.weights_on_the_gpu, timeout=120) == [[True, True]]
+
+
 def test_what_is_quantised_by_a_gpu_is_what_the_host_makes(trainers: Ranks) -> None:
     for found in trainers.run(cuda_cases.quantise, timeout=120):
         for kind, (same, nbytes, calls) in found.items():

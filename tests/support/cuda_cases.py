@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.fakecuda import calls, position
-from support.played_gpu import reach
+from support.played_gpu import put, reach, source_of
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
@@ -266,6 +266,20 @@ def lose_the_worker_s(environment: dict[str, str]) -> dict[str, Any]:
             after = _try(sync, _weights(3))
         right = same(other.weights(), _weights(3))
     return {"error": error, "again": again, "paused": paused, "after": after, "right": right}
+
+
+def weights_on_the_gpu() -> list[bool]:
+    """Whether two updates with weights on the GPU are right, of an engine that has its own in
+    memory of the host; the second one's lie elsewhere."""
+    source = source_of(list(SHAPES), [put(tensor) for tensor in _weights(1).values()])
+    reaching = {"WSYNC_FAKE_CUDA_PAGEABLE": "1", "WSYNC_DEVICE": "cuda:0"}
+    right = []
+    with _engine(**reaching) as engine, wsync.Sync(source, [engine], options=OPTIONS) as sync:
+        sync.update()
+        right.append(same(engine.weights(), _weights(1)))
+        sync.update({name: put(tensor) for name, tensor in _weights(2).items()})
+        right.append(same(engine.weights(), _weights(2)))
+    return right
 
 
 def fault_in_the_trainer() -> dict[str, Any]:
