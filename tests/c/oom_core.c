@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Every allocation of the core fails once. */
 #include "core/layout/encoding.h"
+#include "core/layout/join.h"
 #include "core/route.h"
 #include "core/write_overlap.h"
 #include "layouts.h"
@@ -101,6 +102,39 @@ TEST(merging)
     wsync_layout_t *layout = sample();
 
     CHECK(oom_run(merge, layout) > 10);
+    wsync_layout_destroy(layout);
+}
+
+/* What a worker reads of ranks' memory, what is left, and both in one layout. */
+static wsync_status_t join(void *context, wsync_error_t *err)
+{
+    const wsync_layout_t *model = context;
+    uint8_t lent[2 * TENSOR_COUNT] = {1, 1, 1};
+    wsync_layout_t *joined = NULL;
+    wsync_layout_t *rest = NULL;
+    wsync_layout_t *both = NULL;
+    wsync_status_t status = wsync_layout_join(model, model, lent, &joined, err);
+
+    CHECK_EQ(status == WSYNC_OK, joined != NULL);
+    if (status == WSYNC_OK) {
+        status = wsync_layout_without(model, joined, &rest, err);
+        CHECK_EQ(status == WSYNC_OK, rest != NULL);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_layout_beside(joined, joined, 2 * TENSOR_COUNT, &both, err);
+        CHECK_EQ(status == WSYNC_OK, both != NULL);
+    }
+    wsync_layout_destroy(joined);
+    wsync_layout_destroy(rest);
+    wsync_layout_destroy(both);
+    return status;
+}
+
+TEST(joining)
+{
+    wsync_layout_t *layout = sample();
+
+    CHECK(oom_run(join, layout) > 10);
     wsync_layout_destroy(layout);
 }
 
