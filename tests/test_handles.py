@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import functools
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -429,6 +430,13 @@ def test_a_trainer_is_told_of_an_engine_that_drafts(
     wsync.connect({"w": torch.zeros(2)}, engines=[server.url], options=options).close()
     assert f"engine {server.url} drafts tokens with layers of its model" in caplog.text
     assert text in caplog.text
+
+
+def test_a_url_of_vllm_without_its_name_is_told_how_it_is_given(server: FakeServer) -> None:
+    server.answers["/server_info"] = (200, {"vllm_config": "..."})
+    told = f"tp_size is None; a server of vLLM is given as 'vllm+{server.url}'"
+    with pytest.raises(wsync.RemoteError, match=re.escape(told)):
+        handle(server.url)
 
 
 def test_older_servers_are_asked_by_their_older_paths(server: FakeServer) -> None:

@@ -53,7 +53,10 @@ def tensor_workers(name: str, started: Mapping[str, Any]) -> int:
         )
     workers = started.get("tp_size")
     if type(workers) is not int or workers < 1:
-        raise RemoteError(f"engine {name}: server_info: tp_size is {workers!r}")
+        hint = (
+            f"; a server of vLLM is given as {'vllm+' + name!r}" if name.startswith("http") else ""
+        )
+        raise RemoteError(f"engine {name}: server_info: tp_size is {workers!r}{hint}")
     return workers
 
 
