@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import guide
 
 import wsync
-from wsync.demo import cli
+from wsync.demo import cli, serve
 from wsync.disk import DiskSync, newest
 from wsync.handles.base import handles_of
 from wsync.handles.sglang_http import HttpHandle
@@ -99,6 +100,19 @@ def test_weights_without_an_element_are_refused(
         wsync.connect(weights, [Engine()])
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         DiskSync(weights, folder=tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_that_is_not_installed_is_named(
+    engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "importable", lambda name: name != engine)
+    assert serve.main([engine, "--model", str(tmp_path / "made")]) == 1
+    said = capsys.readouterr().err
+    assert f"wsync serve: the Python package '{engine}' is not installed" in said
+    (version,) = re.findall(rf"{engine}(?:-cpu)?==[0-9.]+", said)
+    assert any(version in block for block in guide.blocks("sh"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).parameters()])

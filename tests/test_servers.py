@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import guide
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint
-from support.servers import packages
-from support.sglang_server import NEWEST, Fresh, Nursery, Server
+from support.servers import Fresh, packages
+from support.sglang_server import NEWEST, Nursery, Served, Server, plain_environment
 
 import wsync
 from wsync import inspection
@@ -99,15 +100,10 @@ def reloaded(server: Server, model: Checkpoint) -> list[dict[str, str]]:
 
 
 def test_a_server_as_users_start_it(tmp_path: Path) -> None:
-    start = Fresh(packages(NEWEST))
-    first, second = pair(tmp_path, experts=False, dtype=torch.float32)
-    with Server(start, first, tmp_path / "log") as server:
-        check(server, first, "default")
-        with connect(server, second.weights) as sync:
-            sync.update(version="second")
-            check(server, second, "second")
-            sync.update(first.weights, version="first")
-            check(server, first, "first")
+    environment = plain_environment(packages(NEWEST))
+    start = Fresh(environment)
+    with Served(start, Checkpoint(tmp_path / guide.MODEL, None, {}), tmp_path / "log") as server:
+        guide.update(server.url, tmp_path, environment)
     start.close()
 
 

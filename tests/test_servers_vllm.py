@@ -11,10 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from support import guide
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint
-from support.vllm_server import PROBE, Nursery, Server, offline, transfer
+from support.servers import packages
+from support.vllm_server import (
+    NEWEST,
+    PROBE,
+    Nursery,
+    Served,
+    Server,
+    environment,
+    offline,
+    transfer,
+)
 
 import wsync
+from wsync.demo import serve
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 TOKENS = 12
@@ -70,6 +82,13 @@ def served(
     settings = {"tp": tp, "extension": PROBE, "arguments": TRANSFER}
     with Server(vllm, models[0], folder / "log", **settings) as server:
         yield server, models, [held(server), second]
+
+
+def test_a_server_as_users_start_it(vllm: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / guide.MODEL
+    serve.make_model(folder)
+    with Served(vllm, Checkpoint(folder, None, {}), tmp_path / "log") as server:
+        guide.update("vllm+" + server.url, tmp_path, environment(packages(NEWEST)))
 
 
 def connect(server: Server, weights: dict[str, torch.Tensor], **options: Any) -> wsync.Sync:

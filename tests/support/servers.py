@@ -4,6 +4,7 @@ vllm_server.py."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -158,8 +159,13 @@ def logs() -> Iterator[tuple[str, str]]:
         yield f"server {server.url}", server.tail()
 
 
+_libc = ctypes.CDLL(None)
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
 class Fresh:
-    """Starts servers as users do; engines start their processes anew, too."""
+    """Starts servers as users do; engines start their processes anew, too.  They end with this
+    process."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
@@ -175,6 +181,7 @@ class Fresh:
                 cwd=log.parent,
                 env=self._environment,
                 start_new_session=True,
+                preexec_fn=lambda: _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL),
             )
         self._processes.append(process)
         return process.pid

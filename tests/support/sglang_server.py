@@ -42,16 +42,24 @@ class Server(servers.Server):
         return list(map(str, words))
 
 
-class Fresh(servers.Fresh):
-    def __init__(self, folder: Path) -> None:
-        """folder: what `packages` has said."""
-        super().__init__(environment(folder))
+class Served(Server):
+    """As `wsync serve` starts it."""
+
+    module = "wsync"
+
+    def _arguments(self, meeting: int) -> list[str]:
+        return ["serve", "sglang", "--port", str(self.port)]
 
 
 class Nursery(servers.Nursery):
     def __init__(self, folder: Path, log: Path) -> None:
         """folder: what `packages` has said."""
         super().__init__("sglang", environment(folder), log)
+
+
+def plain_environment(folder: Path) -> dict[str, str]:
+    """A user's, who has installed SGLang."""
+    return servers.environment(folder, without=("SGLANG",))
 
 
 def environment(folder: Path) -> dict[str, str]:

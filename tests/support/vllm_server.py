@@ -11,6 +11,8 @@ from support.engine_nursery import free_ports
 from support.server_models import Checkpoint
 from support.sglang_server import NEWEST as SGLANG
 
+from wsync.demo import serve
+
 NEWEST = "vllm0320"
 _SITE = Path(__file__).with_name("vllm_site")
 KV_CACHE_NBYTES = 1 << 26
@@ -35,6 +37,15 @@ class Server(servers.Server):
             *given("arguments", ()),
         ]
         return list(map(str, words))
+
+
+class Served(Server):
+    """With the arguments that `wsync serve` gives."""
+
+    def _arguments(self, meeting: int) -> list[str]:
+        words = serve.command("vllm", str(self.model.folder), self.port)[1]
+        assert words[:2] == ["-m", self.module]
+        return words[2:]
 
 
 class Nursery(servers.Nursery):

@@ -25,6 +25,13 @@ _MISSING = (
     *("IPython", "loguru", "openai", "partial_json_parser", "sentencepiece", "torchvision"),
     *("triton", "tvm_ffi", "uvicorn", "xgrammar"),
 )
+# imported by its server, besides, and called by none of its own processes on a CPU
+NEEDED_BY_NO_SERVER = (
+    *("IPython", "gguf", "interegular", "llguidance", "openai", "openai_harmony", "outlines"),
+    *("partial_json_parser", "scipy", "sentencepiece", "soundfile", "tiktoken"),
+    *("torch_memory_saver", "torchao", "torchaudio", "torchvision", "triton", "tvm_ffi"),
+    *("watchfiles", "xgrammar"),
+)
 # looked up when a model's module is imported, and called by no loader
 _OPERATORS = (
     *("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu"),

