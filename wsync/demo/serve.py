@@ -17,8 +17,8 @@ from wsync.machine.installed_modules import importable
 _DESCRIPTION = """
 Starts the engine's own server on the CPU, as an engine that wsync can update, with a small Qwen3 of
 random weights.  What it runs is printed; arguments that are not listed here are the server's.  The
-folder of the model is made if it is missing.  The server answers after half a minute or two, and ends
-with Ctrl-C.
+folder of the model is made if it is missing.  The server answers after half a minute or two, and
+ends with Ctrl-C.
 """
 _INSTALL = {
     "sglang": "pip install 'wsync[sglang-cpu]' && pip install --no-deps sglang==0.5.23",
