@@ -277,7 +277,8 @@ def update_twice(
         for number, (method, (given, _)) in enumerate(METHODS.items()):
             expected = quantised(hf_reference.hf_state_dict(trainer.chunks, config), method)
             engines = [ProcessEngine(shapes_of(expected))] if dist.get_rank() == 0 else []
-            chosen = wsync.Options(**options, **way, quantise=given, park=number % 2 > 0)
+            park = number % 2 > 0 and not direct
+            chosen = wsync.Options(**options, **way, quantise=given, park=park)
             with (
                 contextlib.ExitStack() as closing,
                 wsync.connect(layout, engines, options=chosen) as sync,
