@@ -277,8 +277,7 @@ def update_twice(
         for number, (method, (given, _)) in enumerate(METHODS.items()):
             expected = quantised(hf_reference.hf_state_dict(trainer.chunks, config), method)
             engines = [ProcessEngine(shapes_of(expected))] if dist.get_rank() == 0 else []
-            park = number % 2 > 0 and not direct
-            chosen = wsync.Options(**options, **way, quantise=given, park=park)
+            chosen = wsync.Options(**options, **way, quantise=given, park=number % 2 > 0)
             with (
                 contextlib.ExitStack() as closing,
                 wsync.connect(layout, engines, options=chosen) as sync,
