@@ -1,28 +1,29 @@
-"""kernels.py ROOT CACHE PROGRAM: the kernels compile for every architecture, and in the machine
-code nothing is spilled, as many blocks fit a multiprocessor as the host counts on, and memory is
-read 16 bytes at a time.  PROGRAM (tests/c/compile_kernels.c) does the same with the real NVRTC, as
-a process that finds a device would.  Needs no GPU; what is missing of the toolkit comes from PyPI
-and is kept in CACHE."""
+"""kernels.py ROOT CACHE PROGRAM: the real NVRTC compiles the kernels for every architecture, and
+in the machine code nothing is spilled, as many blocks fit a multiprocessor as the host counts on,
+memory is read 16 bytes at a time, and rows are copied without a look at the tables.  PROGRAM
+(tests/c/compile_kernels.c) does what a process that finds a device does.
 
-import os
+kernels.py figures CACHE CSRC...: the figures of each folder's kernels, a table for
+benchmarks/README.md.
+
+Needs no GPU; NVRTC and nvdisasm come from PyPI and are kept in CACHE.
+"""
+
+import ctypes
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+
+import wheels
 
 ARCHITECTURES = (80, 90, 100, 120)
 REGISTERS = 65536  # of a multiprocessor
-WHEELS = {
-    "nvcc": ("nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88",
-             "nvidia-cuda-runtime==13.0.96"),
-    "nvdisasm": ("nvidia-cuda-nvdisasm==13.4.92",),
-    "libnvrtc.so.13": ("nvidia-cuda-nvrtc==13.0.88",),
-}  # fmt: skip
-PIP_INSTALL = (sys.executable, "-m", "pip", "install", "-qq", "--no-deps")
-NVCC = ("--cubin", "-Werror", "all-warnings", "-Xptxas", "-v")
-# Of each kernel: its constants, and what bytes it must store at a time.
+NVRTC = ("nvidia-cuda-nvrtc==13.0.88", "libnvrtc.so.13")
+NVDISASM = ("nvidia-cuda-nvdisasm==13.4.92", "nvdisasm")
+# Of each kernel: its constants, and what bits it must store at a time.
 KERNELS = {"wsync_copy": ("WSYNC_KERNEL", 128), "wsync_quantise": ("WSYNC_QUANTISE", 64)}
 FILES = (
     "kernels.cu",
@@ -31,54 +32,82 @@ FILES = (
     "quantise_math.h",
     "quantise_table.h",
 )
-# What is planted, and what must then be found.
+DEPTH = 4  # 16-byte loads that a thread has under way
+# Sets of plants: what is replaced, and what must then be found.
 PLANTS = (
-    (
-        "WSYNC_KERNEL_BLOCKS_PER_SM = 2,",
-        "WSYNC_KERNEL_BLOCKS_PER_SM = 4,",
-        ("wsync_copy: spills",),
-    ),
-    (
-        "WSYNC_QUANTISE_BLOCKS_PER_SM = 3,",
-        "WSYNC_QUANTISE_BLOCKS_PER_SM = 6,",
-        ("wsync_quantise: spills",),
-    ),
-    (
-        "ALIGNED(16)",
-        "ALIGNED(4)",
-        ("wsync_copy: no 16-byte stores", "wsync_quantise: no 16-byte loads"),
-    ),
-    ("ALIGNED(8)", "ALIGNED(4)", ("wsync_quantise: no 8-byte stores",)),
-    (
-        "#define GLOBAL(address) __cvta_global_to_generic(address)",
-        "#define GLOBAL(address) (address)",
-        ("wsync_copy: generic", "wsync_quantise: generic"),
-    ),
+    {
+        "WSYNC_KERNEL_BLOCKS_PER_SM = 2,": (
+            "WSYNC_KERNEL_BLOCKS_PER_SM = 4,",
+            ("wsync_copy: spills",),
+        ),
+        "WSYNC_QUANTISE_BLOCKS_PER_SM = 3,": (
+            "WSYNC_QUANTISE_BLOCKS_PER_SM = 6,",
+            ("wsync_quantise: spills",),
+        ),
+        "ALIGNED(16)": (
+            "ALIGNED(4)",
+            ("wsync_copy: no 16-byte stores", "wsync_quantise: no 16-byte loads"),
+        ),
+        "ALIGNED(8)": ("ALIGNED(4)", ("wsync_quantise: no 8-byte stores",)),
+    },
+    {
+        "#define GLOBAL(address) __cvta_global_to_generic(address)": (
+            "#define GLOBAL(address) (address)",
+            ("wsync_copy: generic", "wsync_quantise: generic"),
+        ),
+    },
+    {
+        "} else if (make_lines(tile, &lines)) {": (
+            "} else if (make_lines(tile, &lines) > 1) {",
+            ("wsync_copy: rows",),
+        ),
+        "tile.row = divide(index, &segment->chunks);": (
+            "tile.row = index / TABLE(segment->chunks.value);",
+            ("wsync_copy: divides",),
+        ),
+    },
 )
 
 
-def from_wheels(name: str, cache: Path) -> Path:
-    """A file of NVIDIA's wheels, which are installed into a folder of their own."""
-    folder = cache / WHEELS[name][0].replace("==", "-")
-    with open(cache / "lock", "ab") as lock:  # as `locked` of .ci/run: others share the cache
-        number = lock.fileno()
-        subprocess.run(["flock", "-w", "900", str(number)], pass_fds=[number], check=True)
-        if not (folder / "complete").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            subprocess.run([*PIP_INSTALL, "--target", folder, *WHEELS[name]], check=True)
-            (folder / "complete").touch()
-    (found,) = folder.glob(f"nvidia/*/*/{name}")
+def from_wheel(wheel: tuple[str, str], cache: Path) -> Path:
+    (found,) = wheels.install(wheel[:1], cache).glob(f"nvidia/*/*/{wheel[1]}")
+    found.chmod(0o755)
     return found
 
 
-def tool(name: str, cache: Path) -> Path:
-    """A program of the CUDA toolkit: the machine's own, else the one of NVIDIA's wheels."""
-    found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
-    if found and not os.environ.get("WSYNC_CI_CUDA_WHEELS"):
-        return Path(found)
-    program = from_wheels(name, cache)
-    program.chmod(0o755)
-    return program
+class Nvrtc:
+    def __init__(self, path: Path) -> None:
+        for builtins in path.parent.glob("libnvrtc-builtins.so*"):
+            ctypes.CDLL(str(builtins))
+        self._library = ctypes.CDLL(str(path))
+
+    def _read(self, what: str, program: ctypes.c_void_p) -> bytes:
+        count = ctypes.c_size_t()
+        getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(count))
+        data = ctypes.create_string_buffer(count.value)
+        getattr(self._library, f"nvrtcGet{what}")(program, data)
+        return data.raw
+
+    def compile(self, sources: Path, architecture: int) -> tuple[bytes, str]:
+        """The image, and what the compiler says."""
+        texts = [(sources / "device" / name).read_bytes() for name in FILES]
+        names = [f"device/{name}".encode() for name in FILES]
+        count = len(FILES) - 1
+        strings = ctypes.c_char_p * count
+        program = ctypes.c_void_p()
+        headers = strings(*texts[1:]), strings(*names[1:])
+        code = self._library.nvrtcCreateProgram(
+            ctypes.byref(program), texts[0], names[0], count, *headers
+        )
+        assert code == 0, f"nvrtcCreateProgram: {code}"
+        option = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{architecture}".encode())
+        code = self._library.nvrtcCompileProgram(program, 1, option)
+        said = self._read("ProgramLog", program).rstrip(b"\0").decode()
+        if code != 0:
+            sys.exit(f"{sources}: sm_{architecture}: does not compile: {code}\n{said}")
+        image = self._read("CUBIN", program)
+        self._library.nvrtcDestroyProgram(ctypes.byref(program))
+        return image, said
 
 
 def constant(headers: str, name: str) -> int:
@@ -87,151 +116,205 @@ def constant(headers: str, name: str) -> int:
     return int(match.group(1))
 
 
-def compile_for(nvcc: Path, sources: Path, architecture: int, cubin: Path) -> str:
-    """What the assembler says about the kernels."""
-    kernels = sources / "device/kernels.cu"
-    done = subprocess.run(
-        [nvcc, f"-arch=sm_{architecture}", *NVCC, "-I", sources, "-o", cubin, kernels],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        sys.exit(f"sm_{architecture}: does not compile:\n{done.stdout}{done.stderr}")
-    return done.stdout + done.stderr
+def disassemble(nvdisasm: Path, image: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        words = [nvdisasm, file.name]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
-def number(pattern: str, text: str) -> int:
-    match = re.search(pattern, text)
-    assert match, f"no {pattern!r} in:\n{text}"
-    return int(match.group(1))
+def instructions(lines: list[str]) -> list[str]:
+    return [line for line in lines if re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+[@A-Z]", line)]
 
 
-def disassemble(nvdisasm: Path, cubin: Path) -> str:
-    done = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True)
-    return done.stdout
+@dataclass(frozen=True)
+class Loop:
+    """Of the machine code, what moves DEPTH times 16 bytes: what it takes for 16 of them."""
+
+    instructions: float
+    table_loads: float
+
+    def __str__(self) -> str:
+        return f"{self.instructions:g} instructions and {self.table_loads:g} table loads"
 
 
-def parts(pattern: str, text: str) -> dict[str, str]:
-    """What follows each match, up to the next, by the kernel that the match names."""
-    words = re.split(pattern, text)
-    found = dict(zip(words[1::2], words[2::2], strict=True))
-    assert set(found) == set(KERNELS), f"kernels {sorted(found)} in:\n{text}"
-    return found
+def loops(code: str) -> list[Loop]:
+    """Those that move 16 bytes unchanged, the shortest first: of runs, then of rows."""
+    lines, places, found = code.splitlines(), dict[str, int](), set[Loop]()
+    for at, line in enumerate(lines):
+        if label := re.match(r"(\.L_x_\d+):", line):
+            places[label.group(1)] = at
+        jump = re.search(r"\bBRA(?:\.\w+)* .*`\((\.L_x_\d+)\)", line)
+        if not jump or jump.group(1) not in places:
+            continue
+        body = instructions(lines[places[jump.group(1)] : at + 1])
+        loads = [line for line in body if re.search(r"\bLDG\.", line)]
+        once = [line for line in loads if re.search(r"\.NA\..*\b128\b", line)]
+        stores = [line for line in body if re.search(r"\bSTG\.E\.128\b", line)]
+        if len(once) == len(stores) == DEPTH:
+            tables = [line for line in loads if ".CONSTANT" in line and ".NA." not in line]
+            found.add(Loop(len(body) / DEPTH, len(tables) / DEPTH))
+    return sorted(found, key=lambda loop: loop.instructions)
 
 
-def examine_code(code: str) -> tuple[list[str], dict[str, str]]:
-    """What is wrong with the accesses to memory, and how many there are, by kernel."""
-    wrong, figures = [], {}
-    for name, part in parts(r"(?m)^\s+\.section\s+\.text\.(\w+),", code).items():
-        complaints, figures[name] = examine_accesses(part, KERNELS[name][1])
-        wrong += [f"{name}: {complaint}" for complaint in complaints]
-    return wrong, figures
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel's machine code."""
 
+    name: str
+    code: str
+    registers: int
+    stack: int
 
-def examine_accesses(code: str, stored: int) -> tuple[list[str], str]:
-    """Of one kernel, which stores so many bits at a time."""
-    loads = len(re.findall(r"\bLDG\.E\.(?:[A-Z0-9]+\.)*128\b", code))
-    stores = len(re.findall(rf"\bSTG\.E\.(?:[A-Z0-9]+\.)*{stored}\b", code))
-    generic = len(re.findall(r"\b(?:LD|ST|ATOM)\.E\b", code))
-    instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
-    wrong = []
-    if re.search(r"\b(?:LDL|STL)\b", code):
-        wrong.append("spills: accesses to local memory")
-    if not loads:
-        wrong.append("no 16-byte loads")
-    if not stores:
-        wrong.append(f"no {stored // 8}-byte stores")
-    if generic:
-        wrong.append(f"generic accesses, {generic}: an address is not known to be global")
-    figures = f"{instructions} instructions, 16-byte loads {loads}, {stored // 8}-byte stores"
-    return wrong, f"{figures} {stores}"
+    def count(self, pattern: str) -> int:
+        return len(re.findall(pattern, self.code))
 
+    @property
+    def stored(self) -> int:
+        return KERNELS[self.name][1]
 
-def examine_registers(verbose: str, limit: int) -> tuple[list[str], str]:
-    """Of one kernel."""
-    registers = number(r"Used (\d+) registers", verbose)
-    stack = number(r"(\d+) bytes stack frame", verbose)
-    spilled = number(r"(\d+) bytes spill stores", verbose)
-    wrong = []
-    if registers > limit:
-        wrong.append(f"{registers} registers, more than the {limit} of its blocks")
-    if stack or spilled:
-        wrong.append(f"spills: {spilled} bytes, {stack} bytes of stack")
-    return wrong, f"{registers} registers"
+    @property
+    def stores(self) -> int:
+        return self.count(rf"\bSTG\.E\.(?:[A-Z0-9]+\.)*{self.stored}\b")
 
+    @property
+    def loads(self) -> int:
+        return self.count(r"\bLDG\.E\.(?:[A-Z0-9]+\.)*128\b")
 
-def check(tools: tuple[Path, Path], sources: Path, architecture: int) -> tuple[list[str], str]:
-    nvcc, nvdisasm = tools
-    headers = "".join((sources / "device" / file).read_text() for file in FILES)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernels.cubin"
-        verbose = compile_for(nvcc, sources, architecture, cubin)
-        wrong, figures = examine_code(disassemble(nvdisasm, cubin))
-    for name, part in parts(r"Compiling entry function '(\w+)'", verbose).items():
-        prefix = KERNELS[name][0]
+    def __str__(self) -> str:
+        total = len(instructions(self.code.splitlines()))
+        text = f"{self.name}: {self.registers} registers, {total} instructions, "
+        text += f"16-byte loads {self.loads}, {self.stored // 8}-byte stores {self.stores}"
+        if self.name == "wsync_copy":
+            moves = zip(("runs", "rows", "other rows"), loops(self.code), strict=False)
+            text += "; for 16 bytes of " + ", of ".join(f"{what} {loop}" for what, loop in moves)
+        return text
+
+    def complaints(self, headers: str) -> list[str]:
+        prefix, wrong = KERNELS[self.name][0], list[str]()
         threads = constant(headers, f"{prefix}_BLOCK") * constant(
             headers, f"{prefix}_BLOCKS_PER_SM"
         )
-        complaints, used = examine_registers(part, REGISTERS // threads)
-        wrong += [f"{name}: {complaint}" for complaint in complaints]
-        figures[name] = f"{used}, {figures[name]}"
-    return wrong, "; ".join(f"{name}: {figures[name]}" for name in KERNELS)
+        if self.registers > REGISTERS // threads:
+            wrong.append(f"{self.registers} registers, more than {REGISTERS // threads}")
+        if self.stack or self.count(r"\b(?:LDL|STL)\b"):
+            wrong.append(f"spills: {self.stack} bytes of stack")
+        if not self.loads:
+            wrong.append("no 16-byte loads")
+        if not self.stores:
+            wrong.append(f"no {self.stored // 8}-byte stores")
+        if generic := self.count(r"\b(?:LD|ST|ATOM)\.E\b"):
+            wrong.append(f"generic accesses, {generic}: an address is not known to be global")
+        if self.name == "wsync_copy":
+            if self.count(r"\bMUFU\.RCP\b"):
+                wrong.append("divides by floating point")
+            if len(loops(self.code)) < 2 or loops(self.code)[1].table_loads:
+                wrong.append("rows read the tables for every 16 bytes")
+        return [f"{self.name}: {complaint}" for complaint in wrong]
 
 
-def compile_at_run_time(program: Path, library: Path, nvdisasm: Path, folder: Path) -> list[str]:
+def kernels(code: str) -> list[Kernel]:
+    """Those of an image, by its disassembly."""
+    words = re.split(r"(?m)^\s+\.section\s+\.text\.(\w+),.*$", code)
+    found = dict(zip(words[1::2], words[2::2], strict=True))
+    assert set(found) == set(KERNELS), f"kernels {sorted(found)}"
+
+    def noted(what: str, name: str) -> int:
+        """What the image notes for the driver."""
+        value = rf"EIATTR_{what}\n(?:(?!EIATTR)[\s\S])*?index@\({name}\)\s+\S+\s+\.word\s+0x(\w+)"
+        match = re.search(value, code)
+        assert match, f"no {what} of {name}"
+        return int(match.group(1), 16)
+
+    return [
+        Kernel(name, found[name], noted("REGCOUNT", name), noted("FRAME_SIZE", name))
+        for name in KERNELS
+    ]
+
+
+def headers_of(sources: Path) -> str:
+    return "".join((sources / "device" / file).read_text() for file in FILES)
+
+
+def compile_as_wsync(program: Path, library: Path, folder: Path, architecture: int) -> bytes:
     """The first process compiles, the next one loads the same code from the disk."""
-    wrong = []
-    for architecture in ARCHITECTURES:
-        images = [folder / f"{architecture}.{how}" for how in ("compiled", "cached")]
-        for image in images:
-            words = [program, library, folder / "cache", str(architecture), image]
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-            if done.returncode != 0 or not done.stdout.startswith(image.suffix[1:]):
-                return [*wrong, f"{image.name}: {done.stdout}{done.stderr}"]
-        if images[0].read_bytes() != images[1].read_bytes():
-            wrong.append(f"sm_{architecture}: the cache gives other code than NVRTC")
-        complaints, figures = examine_code(disassemble(nvdisasm, images[1]))
-        wrong += [f"sm_{architecture} by NVRTC: {complaint}" for complaint in complaints]
-        text = "; ".join(f"{name}: {figures[name]}" for name in KERNELS)
-        print(f"sm_{architecture} by NVRTC: {text}")
-    return wrong
+    images = [folder / f"{architecture}.{how}" for how in ("compiled", "cached")]
+    for image in images:
+        words = [program, library, folder / "cache", str(architecture), image]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode != 0 or not done.stdout.startswith(image.suffix[1:]):
+            sys.exit(f"{image.name}: {done.stdout}{done.stderr}")
+    if images[0].read_bytes() != images[1].read_bytes():
+        sys.exit(f"sm_{architecture}: the cache gives other code than NVRTC")
+    return images[0].read_bytes()
 
 
-def planted(tools: tuple[Path, Path], sources: Path, folder: Path) -> list[str]:
+def planted(nvrtc: Nvrtc, nvdisasm: Path, sources: Path, folder: Path) -> list[str]:
     """Every plant must be found."""
     wrong = []
-    for index, (before, after, names) in enumerate(PLANTS):
+    for index, plants in enumerate(PLANTS):
         copy = folder / f"plant-{index}" / "device"
         copy.mkdir(parents=True)
-        places = 0
-        for file in FILES:
-            text = (sources / "device" / file).read_text()
-            places += text.count(before)
-            (copy / file).write_text(text.replace(before, after))
-        complaints, _ = check(tools, copy.parent, 90)
-        missed = [n for n in names if not any(c.startswith(n) for c in complaints)]
-        if places != 1 or missed:
-            wrong.append(f"planted {after!r} in {places} places: no {missed} in {complaints}")
+        texts = {file: (sources / "device" / file).read_text() for file in FILES}
+        for before, (after, _) in plants.items():
+            places = sum(text.count(before) for text in texts.values())
+            if places != 1:
+                wrong.append(f"{before!r} is in {places} places")
+            texts = {file: text.replace(before, after) for file, text in texts.items()}
+        for file, text in texts.items():
+            (copy / file).write_text(text)
+        image, _ = nvrtc.compile(copy.parent, 90)
+        headers = headers_of(copy.parent)
+        found = kernels(disassemble(nvdisasm, image))
+        said = [complaint for kernel in found for complaint in kernel.complaints(headers)]
+        for after, expected in plants.values():
+            missed = [words for words in expected if not any(words in line for line in said)]
+            wrong += [f"planted {after!r}: no {words!r} in {said}" for words in missed]
     return wrong
 
 
-def main() -> int:
-    sources, cache = Path(sys.argv[1]) / "csrc", Path(sys.argv[2])
-    tools = (tool("nvcc", cache), tool("nvdisasm", cache))
-    wrong = []
-    for architecture in ARCHITECTURES:
-        complaints, figures = check(tools, sources, architecture)
-        wrong += [f"sm_{architecture}: {complaint}" for complaint in complaints]
-        print(f"sm_{architecture}: {figures}")
-    library = from_wheels("libnvrtc.so.13", cache)
-    with tempfile.TemporaryDirectory() as folder:
-        wrong += planted(tools, sources, Path(folder))
-        wrong += compile_at_run_time(Path(sys.argv[3]), library, tools[1], Path(folder))
+def check(root: Path, cache: Path, program: Path) -> int:
+    sources, wrong = root / "csrc", list[str]()
+    library, nvdisasm = from_wheel(NVRTC, cache), from_wheel(NVDISASM, cache)
+    headers = headers_of(sources)
+    nvrtc = Nvrtc(library)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for architecture in ARCHITECTURES:
+            image = compile_as_wsync(program, library, folder, architecture)
+            for kernel in kernels(disassemble(nvdisasm, image)):
+                print(f"sm_{architecture}: {kernel}")
+                wrong += [f"sm_{architecture}: {text}" for text in kernel.complaints(headers)]
+        same, said = nvrtc.compile(sources, ARCHITECTURES[-1])
+        if same != image or said:
+            wrong.append(f"the embedded source is another one, or has warnings: {said}")
+        wrong += planted(nvrtc, nvdisasm, sources, folder)
     print(*wrong, sep="\n", end="\n" if wrong else "")
-    print(f"checked: {2 * len(ARCHITECTURES)} images and {len(PLANTS)} plants")
+    plants = sum(map(len, PLANTS))
+    print(f"checked: {len(KERNELS) * len(ARCHITECTURES)} kernels and {plants} plants")
     return 1 if wrong else 0
 
 
+def figures(cache: Path, folders: list[Path]) -> int:
+    nvrtc, nvdisasm = Nvrtc(from_wheel(NVRTC, cache)), from_wheel(NVDISASM, cache)
+    print("| architecture | registers, spills | runs | rows | other rows |")
+    print("| --- | --- | --- | --- | --- |")
+    for architecture in ARCHITECTURES:
+        columns: list[list[str]] = [[] for _ in range(4)]
+        for folder in folders:
+            code = disassemble(nvdisasm, nvrtc.compile(folder, architecture)[0])
+            kernel = kernels(code)[0]
+            moves = loops(kernel.code)
+            columns[0].append(f"{kernel.registers}, {kernel.stack}")
+            for column, loop in zip(columns[1:], (moves[0], moves[1], moves[-1]), strict=True):
+                column.append(f"{loop.instructions:g} ({loop.table_loads:g})")
+        print(f"| sm_{architecture} | " + " | ".join("; ".join(c) for c in columns) + " |")
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    first, *rest = sys.argv[1:]
+    if first == "figures":
+        sys.exit(figures(Path(rest[0]), [Path(folder) for folder in rest[1:]]))
+    sys.exit(check(Path(first), Path(rest[0]), Path(rest[1])))
