@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers, sglang_bucket
-from wsync.demo.engines.bare_engine import BareWorker, ProcessEngine, Shapes, digest
+from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine, Shapes, digest
 
 __all__ = ["Consumer", "digest"]
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import wsync
 from benchmarks.ranks import on_ranks
 from benchmarks.update import qwen3_config, qwen3_weights, row
-from wsync.demo.engines.bare_engine import BareWorker, ProcessEngine, digest
+from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine, digest
 from wsync.engine import checkpoint_loader
 from wsync.layout import TrainerLayout
 

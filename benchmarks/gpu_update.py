@@ -25,8 +25,8 @@ from benchmarks import peers, plan_shapes
 from benchmarks.bucket import bucket_class
 from benchmarks.gpu_device import Gpu
 from wsync import _core
-from wsync.demo.engines.bare_engine import BareWorker, ProcessEngine, Shapes
 from wsync.demo.engines.model_worker import ModelWorker
+from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine, Shapes
 from wsync.engine.ring_loaders import LayoutLoader
 from wsync.machine import device
 from wsync.machine.device import VARIABLE

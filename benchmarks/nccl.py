@@ -28,7 +28,7 @@ from benchmarks.gpu_device import FAKE, SECONDS, random_bytes
 from benchmarks.nccl_way import Way, thread_seconds
 from benchmarks.ranks import on_ranks
 from wsync import UnsupportedError, _core
-from wsync.exchange.all_to_all_exchange import GroupExchange
+from wsync.exchange.group_exchange import GroupExchange
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 from wsync.machine import device

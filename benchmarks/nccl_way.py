@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_device import SECONDS, fill, read
 from wsync import _core
-from wsync.exchange.all_to_all_exchange import Exchange, GroupExchange
+from wsync.exchange.group_exchange import Exchange, GroupExchange
 from wsync.machine import device
 
 _THREAD = "wsync-nccl"  # of wsync, which makes the calls of NCCL

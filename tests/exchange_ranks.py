@@ -5,7 +5,7 @@ import signal
 from multiprocessing.connection import Connection
 
 from wsync import _core
-from wsync.exchange.all_to_all_exchange import Exchange
+from wsync.exchange.group_exchange import Exchange
 
 PATIENCE = 60.0
 RANKS = 3

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wsync import LayoutError
-from wsync.families.converter import Whole, converter_of, learn
+from wsync.families.probed_converter import Whole, converter_of, learn
 
 NAME = "decoder.layers.{}.mlp.weight"
 

@@ -21,9 +21,9 @@ from support.procs import RankError, Ranks, started, stopped
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
-from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.layout import from_tensors
 from wsync.trainer.broadcast_requests import BroadcastRequests

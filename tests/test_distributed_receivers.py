@@ -26,15 +26,15 @@ from support.tiny_qwen3 import dense, sparse
 import wsync
 import wsync.engine.remote_importer
 from wsync import _core
-from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.exchange import update_group
 from wsync.exchange.introductions import Introduction
-from wsync.exchange.remote_plan import Blueprint, Meeting, Orders
+from wsync.exchange.plan_blueprint import Blueprint, Meeting, Orders
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 from wsync.layout import from_tensors
-from wsync.machine.addresses import own_address
+from wsync.machine.host import own_address
 from wsync.messages.tcp_channel import Channel, Frame, Listener
 from wsync.trainer.planning import whole
 from wsync.trainer.roster import Delivery, RolloutEngine
@@ -386,7 +386,7 @@ def test_other_hosts_are_never_told_a_loopback_address(monkeypatch: pytest.Monke
         return [(0, 0, 0, "", (address, 0)) for address in addresses]
 
     monkeypatch.delenv("WSYNC_ADDRESS", raising=False)
-    monkeypatch.setattr("wsync.machine.addresses._on_the_way", on_the_way)
+    monkeypatch.setattr("wsync.machine.host._on_the_way", on_the_way)
     monkeypatch.setattr(socket, "getaddrinfo", named)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
     assert own_address([]) == "192.168.7.1"

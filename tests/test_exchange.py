@@ -14,7 +14,7 @@ import torch
 from exchange_ranks import PATIENCE, RANKS, ROUND, make_plan, run, update_rank
 from support.procs import forked, stopped
 
-import wsync.exchange.all_to_all_exchange
+import wsync.exchange.group_exchange
 import wsync.machine.device
 from wsync import _core
 
@@ -107,15 +107,13 @@ def test_a_group_on_gpus_has_an_order_with_streams_and_not_with_the_host(
         told.append(stream)
         stream.synchronize(PATIENCE)
 
-    monkeypatch.setattr(wsync.exchange.all_to_all_exchange, "lead_torch", lead)
-    monkeypatch.setattr(wsync.exchange.all_to_all_exchange, "on_gpu", wsync.machine.device.staging)
+    monkeypatch.setattr(wsync.exchange.group_exchange, "lead_torch", lead)
+    monkeypatch.setattr(wsync.exchange.group_exchange, "on_gpu", wsync.machine.device.staging)
     threads, host = Threads(RANKS), _core.host()
 
     def work(rank: int) -> None:
         member = threads.member(rank)
-        exchange = wsync.exchange.all_to_all_exchange.GroupExchange(
-            member, "nccl", host, lambda: None
-        )
+        exchange = wsync.exchange.group_exchange.GroupExchange(member, "nccl", host, lambda: None)
         update_rank(rank, Pipe()[0], exchange, "work")
         assert exchange.nbytes > 0
         exchange.park()
@@ -131,7 +129,7 @@ def test_a_group_on_gpus_has_an_order_with_streams_and_not_with_the_host(
 def test_a_round_that_takes_too_long_is_named() -> None:
     group = mock.Mock(timeout=PATIENCE, exchange=lambda *_: "under way")
     group.finish.side_effect = _core.DeadlineError("a collective took over 1 s")
-    exchange = wsync.exchange.all_to_all_exchange.GroupExchange(
+    exchange = wsync.exchange.group_exchange.GroupExchange(
         group, "gloo", _core.host(), lambda: None
     )
     exchange.post(3, _core.Stream())
@@ -142,7 +140,7 @@ def test_a_round_that_takes_too_long_is_named() -> None:
 def test_a_wait_for_a_round_calls_the_check_that_it_is_given() -> None:
     group = mock.Mock(timeout=PATIENCE, exchange=lambda *_: "under way")
     group.finish.side_effect = lambda work, timeout, check=None: check()
-    exchange = wsync.exchange.all_to_all_exchange.GroupExchange(
+    exchange = wsync.exchange.group_exchange.GroupExchange(
         group, "gloo", _core.host(), lambda: None
     )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import wsync
-from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.disk import DiskSync
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from wsync._core import LayoutError, Pattern
-from wsync.engine.learn import value_forms
-from wsync.engine.learn.attribute_guards import Attribute, AttributeGuards
+from wsync.engine.learn import values_relied_on
+from wsync.engine.learn.attributes_read import Attribute, AttributeGuards
 from wsync.engine.learn.module_memory import ModuleMemory, slots, usable
-from wsync.engine.learn.value_forms import Forms
+from wsync.engine.learn.values_relied_on import Forms
 from wsync.module_tensors import Slot, Slots, homes_of
-from wsync.module_tensors.forms import pattern
+from wsync.module_tensors.value_patterns import pattern
 
 
 class Color(enum.IntEnum):
@@ -164,9 +164,9 @@ def mutate(chance: random.Random, value: Any) -> Any:
 @pytest.fixture
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values as deep as they are drawn are compared."""
-    monkeypatch.setattr(value_forms, "_DEPTH", 99)
-    elements = [functools.partial(value_forms._elements, depth) for depth in range(99)]
-    monkeypatch.setattr(value_forms, "_ELEMENTS", elements)
+    monkeypatch.setattr(values_relied_on, "_DEPTH", 99)
+    elements = [functools.partial(values_relied_on._elements, depth) for depth in range(99)]
+    monkeypatch.setattr(values_relied_on, "_ELEMENTS", elements)
 
 
 @pytest.mark.usefixtures("deep")

@@ -12,7 +12,7 @@ import pytest
 from support import draft_models, own_family, tiny_models
 from support.engines import NEWEST, SGLANG_VERSIONS, engine_results
 
-from wsync.families import tables
+from wsync.families import registry
 
 SCRIPT = Path(__file__).parent / "support" / "learn_models.py"
 OLD = pytest.param("sglang", "0.5.17", marks=pytest.mark.slow)
@@ -106,7 +106,7 @@ def test_one_worker(engine: str, version: str) -> None:
 @pytest.mark.parametrize(("engine", "version"), ENGINES)
 def test_every_family(engine: str, version: str) -> None:
     """Checkpoints are as transformers saves them; of two workers the second is looked at."""
-    assert tables.FAMILIES.keys() - draft_models.LIKE.keys() <= {*FAMILIES, *SAVED}
+    assert registry.FAMILIES.keys() - draft_models.LIKE.keys() <= {*FAMILIES, *SAVED}
     cases = [
         {"family": family, "tp": tp, "ep": 1, "ranks": [tp - 1], "modes": ["needed"]}
         for family in (*SAVED, own_family.NAME)
@@ -120,10 +120,10 @@ def test_every_family(engine: str, version: str) -> None:
 def test_every_familys_draft(engine: str, version: str) -> None:
     """The classes that compute layers of multi-token prediction, by checkpoints that have one.
     Embedding and head are the model's own where they load none."""
-    predicting = {name for name in tables.FAMILIES if mtp_targets(name)}
+    predicting = {name for name in registry.FAMILIES if mtp_targets(name)}
     # their checkpoints have no such layer
     unpublished = {"kimi_k2", "kimi_k25", "moonlight"}
-    assert predicting | tables.BRIDGED.keys() == unpublished | {*draft_models.FAMILIES}
+    assert predicting | registry.BRIDGED.keys() == unpublished | {*draft_models.FAMILIES}
     case = {"tp": 2, "ep": 1, "ranks": [1], "modes": ["needed"], "draft": True}
     undrafted = UNDRAFTED.get(f"{engine} {version}", {})
     cases = [case | {"family": f, "refused": f in undrafted} for f in draft_models.FAMILIES]
@@ -133,7 +133,7 @@ def test_every_familys_draft(engine: str, version: str) -> None:
         if family in undrafted:
             print(f"{engine} {version} has no draft of {family}: {result['refused']}")
             assert undrafted[family] in result["refused"]
-        elif family not in tables.BRIDGED:
+        elif family not in registry.BRIDGED:
             assert {name for name in result["names"] if mtp_targets(family, name)}
     check([result for result in results if "refused" not in result], engine)
 
@@ -142,7 +142,7 @@ def mtp_targets(family: str, name: str = "") -> list[str]:
     """Tensors that the family's table has in a first MTP layer of a model of two layers, as regular
     expressions; those that match a name, if one is given."""
     found = []
-    for rule in tables.FAMILIES[family].rules:
+    for rule in registry.FAMILIES[family].rules:
         for target in rule.targets if "{mtp}" in rule.name else ():
             numbers = target.name.replace("{mtp}", "0").replace("{layer}", "2")
             text = re.escape(numbers.replace("{first}", "0").replace("{last}", "1"))

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 import wsync
+from wsync.families.registry import TOGETHER
 from wsync.families.rules import group_of
-from wsync.families.tables import TOGETHER
 from wsync.layout import from_tensors
 from wsync.quantise.config import Method, TensorFacts
 from wsync.quantise.selection import Row, Selection, select
 from wsync.trainer.compare_checkpoint import compare
-from wsync.trainer.quantised_model import config_of, select_quantised
+from wsync.trainer.quantise_option import config_of, select_quantised
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 BLOCKS = Method.of(FP8)

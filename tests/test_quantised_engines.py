@@ -20,7 +20,7 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync.disk import newest
-from wsync.engine.learn.quantised_forms import Rehearsal
+from wsync.engine.learn.quantisation_mismatch import Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.module_tensors.quantised_names import group_of_parts, without_scales

@@ -19,13 +19,13 @@ from support.quantised_cases import METHODS, blocks, differing, groups, quantise
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
-from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.disk import newest
 from wsync.layout import from_tensors
 from wsync.messages import payload
 from wsync.trainer import quantised_image
-from wsync.trainer.quantised_model import quantise_rules
+from wsync.trainer.quantise_option import quantise_rules
 
 CASES = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2), "auto"),

@@ -17,7 +17,7 @@ from support.tiny_qwen3 import draw, in_server, sums
 
 import wsync
 from wsync._core import PeerClosedError, RemoteError
-from wsync.demo.engines.bare_engine import digest
+from wsync.demo.engines.weights_only_engine import digest
 from wsync.handles.base import handle
 from wsync.handles.local import RayHandle
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from wsync import _core
 from wsync.families.blocks import ATTENTION, DENSE_MLP, EMBEDDING, eh_proj, mtp
+from wsync.families.registry import FAMILIES, Family, family_of, read_model
 from wsync.families.rules import Cut, Rule, RuleError, Target, mtp_numbers
-from wsync.families.tables import FAMILIES, Family, family_of, read_model
 
 
 def numbered(shape):

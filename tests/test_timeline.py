@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import wsync
-from wsync.demo import timeline
-from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.demo import trace_export
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.machine import trace
 from wsync.pages.timeline import file
 
@@ -32,7 +32,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Records, wsync.Re
                 first = sync.update()
                 report = sync.update()
                 assert report.rounds == 8
-            found = timeline.read(folder, {engine.pids[0]: "the <engine>"})
+            found = trace_export.read(folder, {engine.pids[0]: "the <engine>"})
     assert [record["update"] for record in found] == [2, 2]
     assert first.trace is not report.trace
     return found, report
@@ -95,7 +95,7 @@ def test_copies_on_the_host_are_noted_without_a_folder() -> None:
 
 def test_the_chrome_trace_has_an_event_for_every_span(records: Records, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    timeline.write(path, records, "title")
+    trace_export.write(path, records, "title")
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     loads = [event for event in events if event.get("cat") == "load"]
     assert [event["name"] for event in loads] == [f"load {number}" for number in range(8)]

@@ -17,9 +17,9 @@ import wsync
 from wsync import LayoutError, _core
 from wsync._core import BufferTable
 from wsync.disk import DiskSync, newest
-from wsync.families import tables
+from wsync.families import registry
 from wsync.families.blocks import eh_proj, mtp
-from wsync.families.tables import Family
+from wsync.families.registry import Family
 from wsync.layout import from_tensors, global_name, kept
 
 
@@ -70,7 +70,7 @@ def test_slimes_updaters_take_a_model_as_slime_has_loaded_it(monkeypatch):
     family = Family(
         "own", mtp((), projection="fc"), loaders={"slime": (eh_proj("fc", swapped=True),)}
     )
-    monkeypatch.setitem(tables.FAMILIES, "own", family)
+    monkeypatch.setitem(registry.FAMILIES, "own", family)
     model = torch.nn.Module()
     model.mtp = torch.nn.Module()
     model.mtp.layers = torch.nn.ModuleList([torch.nn.Module()])

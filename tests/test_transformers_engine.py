@@ -640,7 +640,7 @@ def test_an_unknown_pause_mode_is_refused(shared: Server) -> None:
 @pytest.fixture
 def interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are started as users start them, and not by the tests' nursery."""
-    monkeypatch.setattr("wsync.demo.engines.child.Popen", subprocess.Popen)
+    monkeypatch.setattr("wsync.demo.engines.logged_process.Popen", subprocess.Popen)
 
 
 def test_an_engine_process_serves_and_ends_with_its_parent(interpreters: None) -> None:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import wsync
 from wsync import _core
-from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.transformers import Engine
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.engine.update_groups import UpdateGroups
 from wsync.engine.update_state import Repeated
 from wsync.exchange import choose_exchange

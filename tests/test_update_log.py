@@ -14,7 +14,7 @@ from support.fused import Fused, changed, draw
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.messages.control import Learnt
 from wsync.trainer import base_sync

@@ -27,8 +27,8 @@ from support import tiny_qwen3, verl_source
 
 import wsync
 import wsync.sglang
-from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.messages.tcp_channel import FROM_TRAINERS, UPDATE, Frame, Listener
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from support.stopping import Stopping
 
 import wsync
-from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.messages import payload
 
 

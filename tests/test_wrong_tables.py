@@ -20,9 +20,9 @@ from support import own_family
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import wsync
-from wsync.families import Rule, RuleError, Target, registry
+from wsync.families import Rule, RuleError, Target, user_families
+from wsync.families.registry import FAMILIES, FIELDS, Family, read_model
 from wsync.families.rules import Cut
-from wsync.families.tables import FAMILIES, FIELDS, Family, read_model
 from wsync.trainer.compare_checkpoint import compare
 
 SIZES = {
@@ -62,7 +62,7 @@ def tables(tmp_path_factory):
 
 def registered(rules, fields=None, **options):
     fields = {"inner": ("inner_size",), **(fields or {})}
-    return registry.register("wrong", rules, fields=fields, **options)
+    return user_families.register("wrong", rules, fields=fields, **options)
 
 
 def without_others(rules):

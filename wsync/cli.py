@@ -7,9 +7,12 @@ from importlib import import_module
 
 _COMMANDS = {
     "demo": ("wsync.demo.cli", "train, update two engines, verify every byte"),
-    "serve": ("wsync.demo.serve", "start SGLang's or vLLM's server on the CPU, with a small model"),
+    "serve": (
+        "wsync.demo.engine_server",
+        "start SGLang's or vLLM's server on the CPU, with a small model",
+    ),
     "inspect": ("wsync.inspection", "show what an engine's workers keep of a model"),
-    "families": ("wsync.families.registry", "list the model families of Megatron trainers"),
+    "families": ("wsync.families.user_families", "list the model families of Megatron trainers"),
     "doctor": ("wsync.doctor", "say what this machine offers, and what is missing and why"),
 }
 _EXIT_USAGE = 2

@@ -38,7 +38,7 @@ from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.base_sync import Updates
 from wsync.trainer.engine_form import SentForm, check_scales
-from wsync.trainer.quantised_model import config_to_write, exact_config, for_files
+from wsync.trainer.quantise_option import config_to_write, exact_config, for_files
 from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:

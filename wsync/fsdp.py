@@ -5,7 +5,7 @@ metadata of its ShardedTensor, or the interval of the flat parameter that it kee
 tensor must agree.  Shards are read where they lie: nothing is communicated and nothing copied.
 
 Names are those of the module tree without wrappers, which are Hugging Face's own; what transformers
-fuses at run time goes through the rules of `wsync.families.tables.RUNTIME`.
+fuses at run time goes through the rules of `wsync.families.registry.RUNTIME`.
 
 Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several ranks.  `Partial`
 placements are sums that are not added up, and are refused.
@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
+from wsync.families.registry import TOGETHER, Family, runtime_family
 from wsync.families.rules import Expansion, ShardPlacement, group_of, regions_of
-from wsync.families.tables import TOGETHER, Family, runtime_family
 from wsync.layout import (
     TrainerLayout,
     by_plain_name,

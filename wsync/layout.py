@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from wsync import _core
+from wsync.families.registry import TOGETHER
 from wsync.families.rules import group_of
-from wsync.families.tables import TOGETHER
 from wsync.module_tensors import checksum_of, two_tensors
 from wsync.module_tensors.quantised_names import group_of_parts
 

@@ -10,8 +10,8 @@ head of a model that Megatron-Bridge has loaded.
 Replicas (data parallel, context parallel, a tied embedding on the last pipeline stage) are the
 same boxes on several ranks.
 
-Where a converter stands in for the family (wsync.families.converter), the modules that hold the
-parameters say how those are cut (wsync.families.shares).
+Where a converter stands in for the family (wsync.families.probed_converter), the modules that hold
+the parameters say how those are cut (wsync.families.shares).
 
 In a training loop of your own, on all ranks (`chunks`: what Megatron's get_model returns):
 
@@ -36,10 +36,10 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.families.bridge import bridge_converter
-from wsync.families.converter import Convert, Whole, converter_of, is_slimes, learn
+from wsync.families.probed_converter import Convert, Whole, converter_of, is_slimes, learn
+from wsync.families.registry import FIELDS, LOADERS, TOGETHER, Family, Model, read_model
 from wsync.families.rules import Cut, Expansion, Rule, ShardPlacement, mtp_numbers
 from wsync.families.shares import share_of
-from wsync.families.tables import FIELDS, LOADERS, TOGETHER, Family, Model, read_model
 from wsync.layout import TrainerLayout, contiguous_strides, global_name, position
 from wsync.module_tensors import Slot, Slots, homes_of
 

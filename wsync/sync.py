@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.handles.base import EngineHandle, handles_of
-from wsync.machine.addresses import host_identity
 from wsync.machine.device import of
+from wsync.machine.host import host_identity
 from wsync.machine.trace import Trace
 from wsync.options import Options, numbers
 from wsync.report import Report

@@ -22,7 +22,7 @@ from support import megatron_cases as cases
 import wsync.megatron
 from wsync import _core
 from wsync.demo import megatron_cpu
-from wsync.families import tables
+from wsync.families import registry
 from wsync.families.rules import Expansion
 
 
@@ -296,7 +296,7 @@ def learnt(folder, case, parallel):
 
 def split_rules(mine, config, family):
     """Names of the rules that put a parameter together from several pieces, on any rank."""
-    model = tables.read_model(config, family)
+    model = registry.read_model(config, family)
     found = set()
     for name in mine.names:
         if model.family.copy_of(name) is not None:

@@ -26,8 +26,8 @@ from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
 from wsync import _core
-from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import UpdateGroup
 from wsync.layout import TrainerLayout

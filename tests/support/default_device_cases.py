@@ -12,7 +12,7 @@ from support.errors import error_of
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.demo.engines.bare_engine import BareWorker, ProcessEngine
+from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine
 from wsync.engine.learn.recorded_loader import RecordedLoader
 
 ELSEWHERE = torch.device("meta")

@@ -132,9 +132,9 @@ def install() -> None:
     """Has the demo's engines be forked where there is a nursery, as far as this process starts
     them."""
     if ADDRESS in os.environ:
-        import wsync.demo.engines.child
+        import wsync.demo.engines.logged_process
 
-        wsync.demo.engines.child.Popen = Popen
+        wsync.demo.engines.logged_process.Popen = Popen
 
 
 def _is_plain(command: Sequence[str], environment: dict[str, str]) -> bool:

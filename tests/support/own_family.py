@@ -7,7 +7,7 @@ user's own, as they are for a model that is like no other.
 from __future__ import annotations
 
 from wsync.families import Rule, Target, blocks, register
-from wsync.families.tables import FAMILIES, Family
+from wsync.families.registry import FAMILIES, Family
 
 NAME = "mixtral"
 _MOE = "model.layers.{layer}.block_sparse_moe."

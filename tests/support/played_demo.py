@@ -17,7 +17,7 @@ from support.played_gpu import put
 
 import wsync
 from wsync import _core
-from wsync.demo import demo_engines, launcher
+from wsync.demo import launcher, two_engines
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.layout import TrainerLayout
@@ -35,8 +35,8 @@ def _rank(rank: int, settings: launcher.Settings, folder: Path) -> None:
 
     with (
         mock.patch.object(wsync.megatron, "layout", on_gpu),
-        mock.patch.object(demo_engines, "serve_in_process", functools.partial(_serve, first)),
-        mock.patch.object(demo_engines, "TensorParallelEngine", functools.partial(_start, first)),
+        mock.patch.object(two_engines, "serve_in_process", functools.partial(_serve, first)),
+        mock.patch.object(two_engines, "TensorParallelEngine", functools.partial(_start, first)),
     ):
         _run_rank(rank, settings, folder)
 

@@ -22,7 +22,7 @@ from support.errors import error_of
 import wsync
 from wsync import megatron
 from wsync.demo import hf_reference, megatron_cpu
-from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.disk import newest
 from wsync.trainer import quantised_image
 from wsync.trainer.quantised_image import Image

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import wsync
-from wsync.demo.engines.bare_engine import BareWorker
+from wsync.demo.engines.weights_only_engine import BareWorker
 from wsync.layout import from_tensors
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT

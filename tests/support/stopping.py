@@ -7,7 +7,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from wsync.demo.engines.bare_engine import BareWorker
+from wsync.demo.engines.weights_only_engine import BareWorker
 
 
 class Stopping(BareWorker):

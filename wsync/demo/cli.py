@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from wsync.demo import page, timeline
+from wsync.demo import page, trace_export
 from wsync.demo.launcher import MODES, DemoFailed, Settings, run_demo
 from wsync.machine import trace
 
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         settings = Settings(**chosen)
     except ValueError as error:
         parser.error(str(error))
-    if picture and picture.suffix not in timeline.SUFFIXES:
+    if picture and picture.suffix not in trace_export.SUFFIXES:
         parser.error(f"--timeline {picture}: ends with neither .svg nor .json")
     if picture and settings.mode == "disk":
         parser.error("--timeline: in mode disk there are no rounds to draw")
@@ -110,13 +110,15 @@ def _parser() -> argparse.ArgumentParser:
 def _write(files: dict[str, Path | None], folder: Path, facts: dict[str, Any]) -> None:
     """The files that are wanted; folder: where the traces are."""
     last = facts["updates"][-1]
-    records = timeline.read(folder, {int(pid): name for pid, name in facts["processes"].items()})
+    records = trace_export.read(
+        folder, {int(pid): name for pid, name in facts["processes"].items()}
+    )
     if picture := files["timeline"]:
         title = (
             f"Update {last['version']}: {facts['model']}, {last['rounds']} rounds to "
             f"{last['workers']} workers in {1e3 * last['seconds']:.1f} ms"
         )
-        timeline.write(picture, records, title)
+        trace_export.write(picture, records, title)
     if path := files["report"]:
         path.write_text(page.report(facts, records), encoding="utf-8")
     if path := files["json"]:

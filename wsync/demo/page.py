@@ -25,7 +25,7 @@ Facts = Mapping[str, Any]
 
 
 def report(facts: Facts, records: Sequence[Record]) -> str:
-    """facts: `run_demo`'s; records: of the last update, from wsync.demo.timeline.read."""
+    """facts: `run_demo`'s; records: of the last update, from wsync.demo.trace_export.read."""
     last = facts["updates"][-1]
     sizes = ", ".join(f"{name.upper()} {size}" for name, size in facts["parallel"].items())
     intro = (

@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 import wsync
 from wsync.demo import hf_reference, megatron_cpu
-from wsync.demo.demo_engines import Engines
 from wsync.demo.launcher import LACKING, Settings
 from wsync.demo.sglang_cpu_engine import SglangEngine
+from wsync.demo.two_engines import Engines
 from wsync.handles.base import EngineHandle
 from wsync.layout import TrainerLayout
 

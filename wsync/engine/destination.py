@@ -23,8 +23,16 @@ from wsync._core import (
 )
 from wsync.engine.learn.module_memory import bound_tensors, seen, usable
 from wsync.module_tensors import same_bytes
-from wsync.module_tensors.forms import KEEP, Form, at, atom, attribute, items, module_pattern
-from wsync.module_tensors.listing import listed
+from wsync.module_tensors.names_in_messages import listed
+from wsync.module_tensors.value_patterns import (
+    KEEP,
+    Form,
+    at,
+    atom,
+    attribute,
+    items,
+    module_pattern,
+)
 
 
 class MissingError(LayoutError):

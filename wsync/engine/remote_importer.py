@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable
 
 from wsync import _core
-from wsync.exchange.all_to_all_exchange import Exchange, GroupExchange
+from wsync.exchange.group_exchange import Exchange, GroupExchange
 from wsync.exchange.introductions import Introduction
-from wsync.exchange.remote_plan import Meeting, Orders
+from wsync.exchange.plan_blueprint import Meeting, Orders
 from wsync.exchange.update_group import Rendezvous, UpdateGroup, device_of
 from wsync.machine.deadline import PUNCTUAL
 from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame

@@ -44,7 +44,7 @@ from wsync.engine.destination import Boxes, Destination, LoadTarget, OtherName, 
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
-from wsync.module_tensors.listing import listed
+from wsync.module_tensors.names_in_messages import listed
 
 Losing = Callable[[], object]
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from wsync import _core
-from wsync.exchange.all_to_all_exchange import Exchange, GroupExchange
+from wsync.exchange.group_exchange import Exchange, GroupExchange
 from wsync.exchange.introductions import Introduction, misfit, obstacle
-from wsync.exchange.remote_plan import Meeting
+from wsync.exchange.plan_blueprint import Meeting
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, device_of
-from wsync.machine.addresses import own_address
 from wsync.machine.deadline import PUNCTUAL, Check
+from wsync.machine.host import own_address
 from wsync.options import Options
 
 _log = logging.getLogger(__name__)

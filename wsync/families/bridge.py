@@ -1,4 +1,4 @@
-"""Megatron-Bridge's mappings as a converter of whole parameters (wsync.families.converter).
+"""Megatron-Bridge's mappings as a converter of whole parameters (wsync.families.probed_converter).
 
 Its mappings gather a parameter from process groups before they convert it.  Here they are given
 whole ones, and a group that has this rank alone.  After Megatron-Bridge 0.3.1 and 0.6.2
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
-    from wsync.families.converter import Convert
+    from wsync.families.probed_converter import Convert
 
 __all__ = ["bridge_converter"]
 

@@ -1,173 +1,473 @@
-"""Families that a user adds to the tables, what every table is checked for, and the list of all.
-
-A family from nothing to a verified one, for a model whose feed-forward part has a name of its own:
-
-    from wsync.families import Rule, Target, blocks, register
-
-    FFN = (
-        Rule("decoder.layers.{layer}.mlp.linear_fc1.weight",
-             "(*gate:ffn | *up:ffn) h",
-             Target("model.layers.{layer}.feed_forward.w1.weight", "gate h"),
-             Target("model.layers.{layer}.feed_forward.w3.weight", "up h")),
-        Rule("decoder.layers.{layer}.mlp.linear_fc2.weight",
-             "h *ffn",
-             Target("model.layers.{layer}.feed_forward.w2.weight", "h ffn")),
-    )
-    register("my_model", (*blocks.EMBEDDING, *blocks.ATTENTION, *FFN))
-
-    layout = wsync.megatron.layout(chunks, config, model_name="my_model")
-
-1. Write a rule for each kind of parameter that `named_parameters()` of a rank shows;
-   `wsync.families.rules` explains views.  `wsync.families.blocks` has what most models share.
-2. `register` tries the table with small sizes, and names a rule that cannot be right: elements
-   that go nowhere or twice, targets of two shapes, sizes that no configuration gives.
-3. `wsync.megatron.layout` refuses, by name, a parameter that no rule matches and one that has
-   another shape than its rule says.
-4. What no check can know is the order of rows.  Compare one update with an export that you trust:
-   deliver to `wsync.demo.engines.bare_engine`, or compare logits of engine and trainer.
-"""
+"""The known model families, and which of them a configuration describes."""
 
 from __future__ import annotations
 
-import argparse
-import collections
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from wsync import _core
-from wsync.families.rules import Rule, RuleError, Together, mtp_numbers
-from wsync.families.tables import BRIDGED, DERIVED, FAMILIES, FIELDS, LOADERS, Family
+from wsync.families.bailing import BAILING_MOE_V2
+from wsync.families.blocks import (
+    ATTENTION,
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERTS,
+    HF_LAYER,
+    SHARED_EXPERT,
+    UNGATED_SHARED_EXPERTS,
+    fused_experts,
+    renamed,
+)
+from wsync.families.deepseek import (
+    DEEPSEEK,
+    DEEPSEEK_SPARSE,
+    KIMI_K25,
+    KIMI_VISION,
+    LATENT_TOGETHER,
+)
+from wsync.families.glm import GLM4, GLM4_MOE
+from wsync.families.gpt_oss import GPT_OSS
+from wsync.families.mimo import MIMO
+from wsync.families.minimax import MINIMAX_M2
+from wsync.families.nemotron import NEMOTRON_FIELDS, NEMOTRON_H
+from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_6, QWEN3_NEXT, SLIME_MTP
+from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, TOWER, VISION, VISION_FIELDS
+from wsync.families.rules import Expansion, Rule, Together, key_of
 
-__all__ = ["check", "main", "register"]
+__all__ = [
+    "BRIDGED",
+    "COUNTS_FROM_ZERO",
+    "DERIVED",
+    "FAMILIES",
+    "FIELDS",
+    "INTERLEAVED",
+    "LOADERS",
+    "PLAIN",
+    "RUNTIME",
+    "TOGETHER",
+    "Family",
+    "Model",
+    "family_of",
+    "read_model",
+    "runtime_family",
+]
 
-_Shape = Sequence[int]
-_Fill = tuple[_Shape, collections.Counter[int]]
+# Who puts the weights of a checkpoint into a model.  Megatron-Bridge and mbridge, as most, do it so
+# that Megatron-Core computes with them; slime exchanges the halves of some, and back on export.
+LOADERS = ("megatron", "slime")
+
+# What Megatron's configuration of a layer must say where it changes what the same bytes mean:
+# whether norms count from zero, which channels of a head turn together, and whether an expert's
+# gate and up rows alternate in blocks (of Megatron-Core 0.19).
+PLAIN: Mapping[str, Any] = {
+    "layernorm_zero_centered_gamma": False,
+    "rotary_interleaved": False,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_shared_expert_glu_interleave_size": None,
+}
+COUNTS_FROM_ZERO = {**PLAIN, "layernorm_zero_centered_gamma": True}
+INTERLEAVED = {**PLAIN, "rotary_interleaved": True}
 
 
-def register(
-    name: str,
-    rules: Iterable[Rule],
-    *,
-    fields: Mapping[str, Sequence[str]] | None = None,
-    loaders: Mapping[str, tuple[Rule, ...]] | None = None,
-    together: Together = (),
-    settings: Mapping[str, Any] | None = None,
+class Family:
+    """A named table of rules.
+
+    `loaders`: by the name of a loader that fills parameters in a way of its own, the rules that
+    go before the table's for the models that it loads.  `copied`: beginnings of names, as regular
+    expressions, and what stands for them in the checkpoint: parameters that are there as they are,
+    whole on every rank, unless a rule knows them.  `fields`: sizes besides FIELDS.  `together`:
+    sets of modules, by the last part of their names, whose tensors within one parent engines take
+    in one call only.  `settings`: fields of Megatron's TransformerConfig and the values for which
+    the rules hold.  `oracle`: what the tests compare its tensors with, bit for bit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *tables: tuple[Rule, ...],
+        loaders: Mapping[str, tuple[Rule, ...]] | None = None,
+        copied: Mapping[str, str] | None = None,
+        fields: Mapping[str, Sequence[str]] | None = None,
+        together: Together = (),
+        settings: Mapping[str, Any] = PLAIN,
+        oracle: str = "",
+    ) -> None:
+        self.name = name
+        self.fields = dict(fields or {})
+        self.together = together
+        self.settings = settings
+        self.oracle = oracle
+        self._copied = copied or {}
+        self._loaders = loaders or {}
+        self.rules = tuple(rule for table in tables for rule in table)
+        self.sizes = frozenset(size for rule in self.rules for size in rule.sizes)
+        self._by_key: dict[str, list[Rule]] = {}
+        for rule in self.rules:
+            self._by_key.setdefault(rule.key, []).append(rule)
+
+    @property
+    def added(self) -> bool:
+        """Whether it is a user's own."""
+        return not self.oracle
+
+    def loaded_by(self, loader: str) -> Family:
+        """The family as it is of models that a loader has filled."""
+        own = self._loaders.get(loader)
+        if own is None:
+            return self
+        kept: Any = {"fields": self.fields, "together": self.together, "settings": self.settings}
+        kept |= {"copied": self._copied, "oracle": self.oracle}
+        return Family(self.name, own, self.rules, **kept)
+
+    def find(self, name: str) -> tuple[Rule, dict[str, int]]:
+        """The rule of a global parameter name and the numbers in that name.
+
+        Raises LayoutError that names the parameter and the family if no rule matches.
+        """
+        found = self.match(name)
+        if found is None:
+            raise _core.LayoutError(f"{name}: no rule of the family {self.name!r} matches it")
+        return found
+
+    def match(self, name: str) -> tuple[Rule, dict[str, int]] | None:
+        """As `find`, but None if no rule matches."""
+        for rule in self._by_key.get(key_of(name), ()):
+            numbers = rule.match(name)
+            if numbers is not None:
+                return rule, numbers
+        return None
+
+    def copy_of(self, name: str) -> str | None:
+        """The checkpoint's name of a parameter that is there as it is, or None."""
+        for beginning, other in self._copied.items():
+            if (match := re.match(beginning, name)) is not None:
+                return other + name[match.end() :]
+        return None
+
+    def expand(
+        self, rule: Rule, name: str, sizes: Mapping[str, int], inferred: int = 0
+    ) -> Expansion:
+        """`rule.expand` for a parameter; LayoutError names a size that is not known."""
+        try:
+            return rule.expand(sizes, inferred)
+        except KeyError as error:
+            raise self.lacks(name, error.args[0]) from None
+
+    def lacks(self, name: str, size: str) -> _core.LayoutError:
+        """The error of a parameter whose rule needs a size that is not known."""
+        fields = " or ".join({**FIELDS, **self.fields}.get(size, (size,)))
+        return _core.LayoutError(
+            f"{name}: the configuration does not give {fields}, which the family "
+            f"{self.name!r} needs for it"
+        )
+
+
+def _dense(name: str, *tables: tuple[Rule, ...], oracle: str) -> Family:
+    return Family(name, EMBEDDING, ATTENTION, DENSE_MLP, *tables, oracle=oracle)
+
+
+def _latent(
+    name: str, rules: tuple[Rule, ...], oracle: str, copied: Mapping[str, str] | None = None
 ) -> Family:
-    """Adds a family of this process to those that `wsync.megatron.layout` knows, or replaces one
-    that was added before.
+    return Family(name, rules, copied=copied, together=LATENT_TOGETHER, oracle=oracle)
 
-    Args:
-        name: as `model_type` of the configuration or `model_name` has it, for example "my_model".
-        rules: one for each kind of parameter; of two that match a name, the first is taken.
-        fields: sizes of the rules' views that are not in `wsync.families.tables.FIELDS`: the names
-            that each has in configurations.
-        loaders: rules that go before these for models that were loaded by "slime".
-        together: sets of modules, by the last part of their names, whose tensors within one parent
-            engines take in one call only.
-        settings: fields of Megatron's TransformerConfig and the values for which the rules hold,
-            for example {"layernorm_zero_centered_gamma": False}; `wsync.megatron.layout` compares
-            them with every layer's configuration, and refuses a field that has no such name there.
 
-    Raises:
-        RuleError: the table cannot be right; the text names the rule, see `check`.
-        InvalidArgumentError: wsync has a family of this name, or there is no such loader.
-    """
-    if name in FAMILIES and not FAMILIES[name].added:
-        raise _core.InvalidArgumentError(f"there is a family {name!r} already")
-    for loader, own in (loaders or {}).items():
-        if loader not in LOADERS:
-            raise _core.InvalidArgumentError(
-                f"no loader {loader!r}: known are {', '.join(LOADERS)}"
-            )
-        check(Family(name, own, fields=fields))
-    family = Family(
-        name,
-        tuple(rules),
-        fields=fields,
-        loaders=loaders,
-        together=together,
-        settings=settings or {},
+def _from_zero(name: str, rules: tuple[Rule, ...], oracle: str, **options: Any) -> Family:
+    return Family(name, rules, settings=COUNTS_FROM_ZERO, oracle=oracle, **options)
+
+
+_SEEING: Any = {"copied": VISION, "fields": VISION_FIELDS}
+_LOGITS = "logits of transformers 4.57"
+# Exports after loading a checkpoint.
+_OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"
+_BOTH = f"{_OLD} and 0.6.2"
+_AS = "the rules of {} under another name"
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("bailing_moe_v2", BAILING_MOE_V2, oracle=_NEW),
+        _latent("deepseek_v3", DEEPSEEK, f"{_BOTH}, {_LOGITS}"),
+        _latent("deepseek_v32", DEEPSEEK_SPARSE, _AS.format("glm_moe_dsa")),
+        Family("glm4", GLM4, settings=INTERLEAVED, oracle=_LOGITS),
+        Family("glm4_moe", GLM4_MOE, oracle=f"{_BOTH}, mbridge 0.15, {_LOGITS}"),
+        _latent("glm4_moe_lite", DEEPSEEK, _NEW),
+        _latent("glm_moe_dsa", DEEPSEEK_SPARSE, f"{_NEW}; slime's indexer by documents only"),
+        Family("gpt_oss", GPT_OSS, oracle=f"{_OLD}, {_LOGITS}"),
+        _latent("kimi_k2", DEEPSEEK, _AS.format("deepseek_v3")),
+        _latent("kimi_k25", KIMI_K25, f"{_NEW}; MTP by documents only", KIMI_VISION),
+        _dense("llama", oracle=f"{_BOTH}, {_LOGITS}"),
+        Family("mimo", MIMO, oracle=f"{_NEW}, {_LOGITS}"),
+        Family("minimax_m2", MINIMAX_M2, oracle=_NEW),
+        Family(
+            "nemotron_h",
+            NEMOTRON_H,
+            fields=NEMOTRON_FIELDS,
+            oracle=f"{_BOTH}, logits of transformers 5.23",
+        ),
+        _latent("moonlight", DEEPSEEK, f"{_LOGITS} (deepseek_v3 without q_lora)"),
+        _dense("qwen2", oracle=f"{_OLD}, {_LOGITS}"),
+        _dense("qwen2_moe", EXPERTS, SHARED_EXPERT, oracle="a checkpoint of transformers 4.57"),
+        _dense("qwen3", oracle=f"{_OLD}, {_LOGITS}"),
+        _dense("qwen3_moe", EXPERTS, UNGATED_SHARED_EXPERTS, oracle=f"{_BOTH}, {_LOGITS}"),
+        _from_zero("qwen3_5", (*QWEN3_5, *TOWER), _NEW, **_SEEING),
+        _from_zero("qwen3_5_moe", (*QWEN3_5, *TOWER), _NEW, **_SEEING),
+        _from_zero("qwen3_5_moe_text", QWEN3_5_TEXT, _NEW),
+        _from_zero("qwen3_5_text", QWEN3_5_TEXT, _NEW),
+        _from_zero("qwen3_6_moe", (*QWEN3_6, *TOWER), _NEW, **_SEEING),
+        _from_zero("qwen3_next", QWEN3_NEXT, f"{_BOTH}, {_LOGITS}", loaders={"slime": SLIME_MTP}),
+        Family("qwen3_vl", QWEN3_VL, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
+        Family("qwen3_vl_moe", QWEN3_VL_MOE, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
     )
-    check(family)
-    FAMILIES[name] = family
-    return family
+}
+
+# Families without a table, and why; layouts are made by Megatron-Bridge's mappings.
+BRIDGED: Mapping[str, str] = {
+    "mimo_v2_flash": "its layers differ in their number of query groups",
+    "step3p5": "Megatron-Core has a gate for each channel of a head, the checkpoint one for each "
+    "head, to which the first of them goes",
+}
+
+# What any family says of that, for tensors of which only the names are known.
+TOGETHER: Together = tuple(dict.fromkeys(s for f in FAMILIES.values() for s in f.together))
 
 
-def check(family: Family) -> None:
-    """Tries a table with small sizes.
+# Names of transformers modules at run time to those of checkpoints, where the two differ; by
+# model_type, after transformers 5.23 (`conversion_mapping.py`).  What no rule matches keeps its
+# name.  4.57 has checkpoints' names for all but the families that save fused experts.
+RUNTIME: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        *(
+            Family(name, fused_experts())
+            for name in (
+                *("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
+                *("dots1", "glm4_moe", "glm4_moe_lite", "qwen3_next"),
+            )
+        ),
+        Family("olmoe", fused_experts(size="ffn")),
+        Family(
+            "mixtral",
+            fused_experts(f"{HF_LAYER}block_sparse_moe.experts.", ("w1", "w3", "w2"), size="ffn"),
+            (
+                renamed(
+                    f"{HF_LAYER}mlp.gate.weight",
+                    "experts h",
+                    f"{HF_LAYER}block_sparse_moe.gate.weight",
+                ),
+            ),
+        ),
+        Family("gpt_oss"),  # saved fused
+    )
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a configuration says about a model."""
+
+    family: Family
+    sizes: Mapping[str, int]
+    tied: bool
+
+
+# What slime's choice of a converter looks for in a model's name, in its order, and the family.
+_SLIMES = (
+    *(
+        ("minimaxm2", "minimax_m2"),
+        ("glm4moelite", "glm4_moe_lite"),
+        ("deepseekv32", "deepseek_v32"),
+    ),
+    *(("deepseekv3", "deepseek_v3"), ("glmmoedsa", "glm_moe_dsa")),
+    *(("kimik25", "kimi_k25"), ("kimi", "kimi_k2")),
+    *(("glm4moe", "glm4_moe"), ("glm4", "glm4"), ("qwen3next", "qwen3_next")),
+    *(
+        ("qwen36", "qwen3_6_moe"),
+        ("qwen35moe", "qwen3_5_moe"),
+        ("qwen35", "qwen3_5"),
+        ("qwen3vl", "qwen3_vl"),
+    ),
+    *(("qwen2moe", "qwen2_moe"), ("qwen3moe", "qwen3_moe"), ("qwen2", "qwen2"), ("qwen3", "qwen3")),
+    *(("llama", "llama"), ("mimo", "mimo")),
+)
+_CLASS = re.compile(r"(?:text)?(?:config|model|forcausallm|forconditionalgeneration)$")
+
+
+def family_of(name: str, *, part: bool = False) -> Family:
+    """The family of a model_type ("qwen3_moe") or of the class of a configuration or model
+    ("Qwen3MoeConfig", "Qwen3VLForConditionalGeneration").  With `part`, also of a name with a part
+    by which slime chooses a converter ("kimi-k2-instruct").
 
     Raises:
-        RuleError: there are no rules; elements of a parameter go to no target; a target gets some
-            twice; two rules give a target different shapes, or have one name; nothing says what a
-            size is.
+        UnsupportedError: none is known; the text has those of similar names.
     """
-    if not family.rules:
-        raise RuleError(f"family {family.name!r}: it has no rules")
-    known = {*FIELDS, *family.fields, *DERIVED}
-    names: set[str] = set()
-    shapes: dict[str, tuple[Rule, _Shape]] = {}
-    for rule in family.rules:
-        if rule.name in names:
-            raise RuleError(f"{rule.name}: two rules have this name")
-        names.add(rule.name)
-        if unknown := rule.sizes - known:
-            raise RuleError(
-                f"{rule.name}: nothing says what the size {min(unknown)!r} is: give its name in "
-                "configurations with fields="
-            )
-        for target, (shape, counts) in _fills(rule, known).items():
-            if max(counts.values()) > 1:
-                raise RuleError(f"{rule.name}: writes elements of {target} twice")
-            first, other = shapes.setdefault(target, (rule, shape))
-            if other != shape and rule.inferred_dimension < 0 and first.inferred_dimension < 0:
-                raise RuleError(
-                    f"{rule.name}: gives {target} another shape than {first.name} (with small "
-                    f"sizes, {shape} and {other})"
-                )
-
-
-def _fills(rule: Rule, known: Iterable[str]) -> dict[str, _Fill]:
-    """What a rule writes to its targets: how often each of their elements."""
-    sizes = {name: 2 + index % 3 for index, name in enumerate(sorted(known))}
-    sizes |= {"heads": sizes["g"] * sizes["n"], "gv": sizes["gk"] * sizes["gn"]}
-    experts = range(sizes["experts"]) if "{expert}" in rule.name else (0,)
-    found: dict[str, _Fill] = {}
-    pieces = rule.expand(sizes, inferred=1).pieces
-    for expert in experts:
-        for piece in pieces:
-            numbers = mtp_numbers({"mtp": 0, "vision": 0, "expert": expert}, 0, sizes["block"])
-            name, _, shape, start, _, extent, *_ = piece.map(numbers)
-            fill = found.setdefault(name, (shape, collections.Counter()))
-            fill[1].update(_elements(shape, start, extent, piece.steps))
+    plain = _plain(name)
+    exact = {_plain(known): family for known, family in FAMILIES.items()}
+    found = exact.get(plain) or exact.get(_CLASS.sub("", plain))
+    if found is None:
+        _refuse_bridged(plain, part)
+    if found is None and part:
+        meant = next((family for text, family in _SLIMES if text in plain), "")
+        found = FAMILIES.get(meant)
+    if found is None:
+        near = difflib.get_close_matches(plain, exact, n=3, cutoff=0.5)
+        like = ", ".join(exact[match].name for match in near)
+        raise _core.UnsupportedError(
+            f"model family {name!r} is not known"
+            + (f"; similar are {like}" if like else "")
+            + f"; known are {', '.join(sorted(FAMILIES))}; wsync.families.register adds one"
+        )
     return found
 
 
-def _elements(
-    shape: Sequence[int], start: Sequence[int], extent: Sequence[int], steps: Sequence[int]
-) -> Iterator[int]:
-    """The numbers of a box's elements, counted through the tensor."""
-    if not shape:
-        yield 0
-        return
-    inner = math.prod(shape[1:])
-    for index in range(start[0], start[0] + extent[0] * steps[0], steps[0]):
-        for rest in _elements(shape[1:], start[1:], extent[1:], steps[1:]):
-            yield index * inner + rest
+def _refuse_bridged(plain: str, part: bool) -> None:
+    """Raises UnsupportedError for a name of BRIDGED; with `part`, for one that holds it."""
+    for known, why in BRIDGED.items():
+        name = _plain(known)
+        if name in (plain, _CLASS.sub("", plain)) or (part and name in plain):
+            raise _core.UnsupportedError(
+                f"the model family {known!r} has no table: {why}; bridge=AutoBridge... makes the "
+                "layout by Megatron-Bridge's mappings"
+            )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`wsync families`: lists what `wsync.megatron.layout` knows."""
-    parser = argparse.ArgumentParser(
-        prog="wsync families",
-        description="Lists the model families of Megatron-Core trainers that wsync can name, by "
-        "model_type, and what their tensors were compared with, bit for bit.",
-    )
-    parser.parse_args(argv)
-    width = max(map(len, FAMILIES))
-    print(f"{'family':<{width}}  compared with\n")
-    for name, family in sorted(FAMILIES.items()):
-        print(f"{name:<{width}}  {'added by the user' if family.added else family.oracle}")
-    print(f"\nWithout a table, by Megatron-Bridge's own mappings (bridge=): {', '.join(BRIDGED)}.")
-    print("\nwsync.families.register adds one; pydoc wsync.families.registry shows how.")
-    return 0
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+# size: the names it has in Hugging Face configs, then in Megatron's arguments
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "h": ("hidden_size",),
+    "vocab": ("vocab_size",),
+    "layers": ("num_hidden_layers", "num_layers"),
+    "mtp": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
+    "block": ("mtp_hybrid_override_pattern",),  # one letter for each layer of an MTP block
+    "heads": ("num_attention_heads",),
+    "g": ("num_key_value_heads", "num_query_groups"),
+    "d": ("head_dim", "kv_channels"),
+    "ffn": ("intermediate_size", "ffn_hidden_size"),
+    "moe_ffn": ("moe_intermediate_size", "moe_ffn_hidden_size"),
+    "shared_ffn": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "shared": ("n_shared_experts", "num_shared_experts"),
+    # Gated delta nets: heads of keys and of values, channels of each, width of the convolution.
+    "gk": ("linear_num_key_heads",),
+    "gv": ("linear_num_value_heads",),
+    "gdk": ("linear_key_head_dim",),
+    "gdv": ("linear_value_head_dim",),
+    "conv": ("linear_conv_kernel_dim",),
+    "experts": (
+        *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+        "num_moe_experts",
+    ),
+    # Multi-head latent attention: ranks of the projections, channels of a head without and with
+    # rotary positions (Megatron calls the former qk_head_dim, which is their sum elsewhere), and
+    # of its value.
+    "q_lora": ("q_lora_rank",),
+    "kv_lora": ("kv_lora_rank",),
+    "nope": ("qk_nope_head_dim", "qk_head_dim"),
+    "rope": ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    "dv": ("v_head_dim",),
+}
+
+
+# sizes that `read_model` makes of others
+DERIVED = ("n", "gn")
+
+
+def read_model(
+    config: Any,
+    model_name: str | None = None,
+    loaded_by: str = LOADERS[0],
+    *,
+    family: Family | None = None,
+) -> Model:
+    """Family and sizes from a Hugging Face config or from Megatron's (slime's) arguments.
+
+    `model_name` goes before the config's own `model_type`, and may be one in which slime finds the
+    family's name.  Sizes that the config does not have are left out; a rule that needs one then
+    fails by name.  `loaded_by`: one of LOADERS.  `family`: which it is, whatever names say.
+    """
+    if loaded_by not in LOADERS:
+        raise _core.InvalidArgumentError(
+            f"loaded_by={loaded_by!r}: known are {', '.join(map(repr, LOADERS))}"
+        )
+    if family is None:
+        family = _named_family(config, model_name).loaded_by(loaded_by)
+    parts = (config, getattr(config, "text_config", None) or config)  # of vision and text models
+    config = parts[1]
+    sizes = _read_sizes(config, {**FIELDS, **family.fields}, parts[0])
+    if "ffn" in sizes:
+        sizes.setdefault("moe_ffn", sizes["ffn"])  # as Megatron does
+    heads = sizes.get("heads", 0)
+    if heads <= 0 or sizes.get("h", 0) <= 0:
+        raise _core.InvalidArgumentError(
+            f"{type(config).__name__}: hidden_size {sizes.get('h')} and num_attention_heads "
+            f"{sizes.get('heads')} must be positive"
+        )
+    if "g" in family.sizes:
+        _count_groups(config, sizes)
+    if "shared" in sizes and "moe_ffn" in sizes:
+        sizes.setdefault("shared_ffn", sizes["shared"] * sizes["moe_ffn"])
+    ties = [getattr(part, "tie_word_embeddings", None) for part in parts]
+    if ties == [None, None]:
+        ties = [not getattr(config, "untie_embeddings_and_output_weights", True)]
+    return Model(family, sizes, any(ties))
+
+
+def _named_family(config: Any, model_name: str | None) -> Family:
+    name = model_name or getattr(config, "model_type", None) or getattr(config, "model_name", None)
+    if not isinstance(name, str) or not name:
+        raise _core.InvalidArgumentError(
+            f"{type(config).__name__} has no model_type: pass model_name="
+        )
+    return family_of(name, part=name == model_name)
+
+
+def _count_groups(config: Any, sizes: dict[str, int]) -> None:
+    """Query groups and heads of each; latent attention has neither, whatever its config says."""
+    heads = sizes["heads"]
+    if getattr(config, "group_query_attention", None) is False:
+        sizes["g"] = heads  # Megatron's arguments have num_query_groups=1 then, which it ignores
+    sizes.setdefault("g", heads)
+    sizes.setdefault("d", sizes["h"] // heads)
+    if sizes["g"] <= 0 or heads % sizes["g"]:
+        raise _core.LayoutError(
+            f"{type(config).__name__}: {heads} attention heads do not divide into "
+            f"{sizes['g']} query groups"
+        )
+    sizes["n"] = heads // sizes["g"]
+    if sizes.get("gk"):
+        sizes["gn"], rest = divmod(sizes.get("gv", 0), sizes["gk"])
+        if rest or not sizes["gn"]:
+            raise _core.LayoutError(
+                f"{type(config).__name__}: {sizes.get('gv')} value heads do not divide over "
+                f"{sizes['gk']} key heads of the delta net"
+            )
+
+
+def runtime_family(config: Any) -> tuple[Family | None, dict[str, int], str]:
+    """(family, sizes, model_type) for the run-time names of a Hugging Face model.
+
+    The family is None where RUNTIME has none of that model_type, or without a configuration.
+    """
+    kind = getattr(config, "model_type", None) or ""
+    return RUNTIME.get(kind), _read_sizes(config, FIELDS), kind
+
+
+def _read_sizes(
+    config: Any, fields: Mapping[str, Sequence[str]], whole: Any = None
+) -> dict[str, int]:
+    """whole: where names like "vision_config.hidden_size" begin."""
+    sizes: dict[str, int] = {}
+    for size, names in fields.items():
+        for name in names:
+            *parts, last = name.split(".")
+            home = whole if parts else config
+            for part in parts:
+                home = getattr(home, part, None)
+            if (value := getattr(home, last, None)) is not None:
+                sizes[size] = len(value) if isinstance(value, str) else int(value)
+                break
+    return sizes

@@ -18,8 +18,8 @@ from wsync.handles.answers import (
     tensor_workers,
     translate,
 )
-from wsync.handles.changes import Changes, Ended, changes_engine
 from wsync.handles.sglang_base import ApiHandle
+from wsync.handles.unfinished_calls import Changes, Ended, changes_engine
 from wsync.machine.daemon_threads import start
 
 Watched = Callable[[Ended], contextlib.AbstractContextManager[None]]

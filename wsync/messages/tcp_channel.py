@@ -45,7 +45,7 @@ class Frame(enum.IntEnum):
     HELLO = 1  # the token
     BLOB = 2  # what the worker keeps, as Loader.blob has it
     MODEL = 3  # where to come back to, a line feed, and a layout without shards
-    PLAN = 4  # see wsync.exchange.remote_plan
+    PLAN = 4  # see wsync.exchange.plan_blueprint
     BEGIN = 5  # UPDATE: update and rounds
     PREPARED = 6  # COUNTS: tensors, bytes and checksum that were loaded
     COMMIT = 7  # PARK, or nothing

@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from wsync import _core
-from wsync.module_tensors.forms import Form, at, atom, attribute, call, module_pattern, typed
+from wsync.module_tensors.value_patterns import (
+    Form,
+    at,
+    atom,
+    attribute,
+    call,
+    module_pattern,
+    typed,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

@@ -18,15 +18,15 @@ from tqdm import TqdmWarning
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
-from wsync.machine.addresses import host_identity
 from wsync.machine.fork_guard import Owner
+from wsync.machine.host import host_identity
 from wsync.machine.try_lock import Turn
 from wsync.options import Options
 from wsync.report import Report, counted
 from wsync.trainer.compare_checkpoint import compare
 from wsync.trainer.engine_form import check_plain
+from wsync.trainer.quantise_option import quantise_rules
 from wsync.trainer.quantised_image import Image
-from wsync.trainer.quantised_model import quantise_rules
 from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from wsync.checkpoints.safetensors_layout import (
     read_config,
     system_calls,
 )
-from wsync.module_tensors.listing import listed
+from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import group_of_parts, is_note
 from wsync.quantise.config import TensorFacts, facts_of, quantization_config
 

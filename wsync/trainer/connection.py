@@ -11,16 +11,16 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.exchange.all_to_all_exchange import Exchange
 from wsync.exchange.choose_exchange import Transport
+from wsync.exchange.group_exchange import Exchange
 from wsync.exchange.introductions import Introduction
-from wsync.exchange.remote_plan import Blueprint, Orders
+from wsync.exchange.plan_blueprint import Blueprint, Orders
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, group_name
 from wsync.handles.base import EngineHandle
-from wsync.machine.addresses import own_address
 from wsync.machine.deadline import PUNCTUAL, Check, Deadline
 from wsync.machine.device import follow_torch
+from wsync.machine.host import own_address
 from wsync.machine.sweep import sweep
 from wsync.messages.control import LEARN, PIECES, WHOLE, Control
 from wsync.options import Options

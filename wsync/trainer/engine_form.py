@@ -17,12 +17,12 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import Deadline
-from wsync.module_tensors.listing import listed
+from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
 from wsync.options import Options
 from wsync.quantise.config import Method, TensorFacts, facts_of, quantization_config
 from wsync.trainer.compare_checkpoint import is_part, places_of
-from wsync.trainer.quantised_model import config_in, config_of, has_codes
+from wsync.trainer.quantise_option import config_in, config_of, has_codes
 
 _log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from wsync import _core
-from wsync.exchange.remote_plan import Blueprint, join_parts, split_parts
+from wsync.exchange.plan_blueprint import Blueprint, join_parts, split_parts
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import dtype_of
-from wsync.module_tensors.listing import listed
+from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import is_note
 from wsync.options import Options
 from wsync.trainer.roster import Delivery, Roster

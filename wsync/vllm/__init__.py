@@ -21,14 +21,14 @@ import torch
 
 from wsync._core import Layout, LayoutError, UnsupportedError
 from wsync.engine.learn.module_memory import ModuleMemory
-from wsync.engine.learn.quantised_forms import Rehearsal
+from wsync.engine.learn.quantisation_mismatch import Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import Recording
 from wsync.engine.post_load import run_in_place, wait_for_device
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
-from wsync.module_tensors.listing import listed
+from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
 
 

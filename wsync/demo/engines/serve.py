@@ -16,7 +16,7 @@ from typing import Any
 
 from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, WsyncError
 from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, Checkpoint, read_index
-from wsync.demo.engines.child import Child
+from wsync.demo.engines.logged_process import Child
 from wsync.handles.answers import seconds
 from wsync.machine.deadline import MAX_DEADLINE, POLL_SECONDS, Deadline
 
@@ -93,7 +93,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import transformers
 
     from wsync.module_tensors import dtype_of
-    from wsync.module_tensors.listing import listed
+    from wsync.module_tensors.names_in_messages import listed
 
     torch.set_num_threads(arguments.threads)
     options: dict[str, Any] = {}

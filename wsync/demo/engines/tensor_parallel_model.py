@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from wsync._core import InvalidArgumentError, Layout, LayoutBuilder, LayoutError, UnsupportedError
 from wsync.demo.engines.model_worker import check_fit
 from wsync.families.blocks import gated, renamed, vocabulary
+from wsync.families.registry import read_model
 from wsync.families.rules import Cut, Rule, Target
-from wsync.families.tables import read_model
 from wsync.layout import contiguous_strides
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")

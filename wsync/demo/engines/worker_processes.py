@@ -26,7 +26,7 @@ from wsync._core import (
     RemoteError,
     WsyncError,
 )
-from wsync.demo.engines.child import Child
+from wsync.demo.engines.logged_process import Child
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.engine.update_groups import BROADCAST_SECONDS
 from wsync.handles.answers import seconds

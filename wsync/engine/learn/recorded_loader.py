@@ -13,7 +13,7 @@ import torch
 
 from wsync import _core
 from wsync.engine.destination import MissingError
-from wsync.engine.learn.attribute_guards import (
+from wsync.engine.learn.attributes_read import (
     Attribute,
     AttributeGuards,
     attributes_read,
@@ -21,7 +21,7 @@ from wsync.engine.learn.attribute_guards import (
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
 from wsync.engine.learn.module_state import ModuleState
-from wsync.engine.learn.quantised_forms import OtherFormError
+from wsync.engine.learn.quantisation_mismatch import OtherFormError
 from wsync.engine.learn.recorder import (
     ClashError,
     RebindsError,
@@ -51,7 +51,7 @@ from wsync.engine.ring_loaders import (
 from wsync.machine import device
 from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
-from wsync.module_tensors.listing import listed
+from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import is_note
 
 KEEP: Final = "WSYNC_KEEP"
@@ -85,7 +85,7 @@ class RecordedLoader(ChoosingLoader):
 
     A recording is valid while the module has the same tensors, wherever they lie, and while what
     load_weights read is the same: values of tensors, and attributes of the module and of its
-    parameters (see wsync.engine.learn.attribute_guards).  Otherwise the next update records anew.
+    parameters (see wsync.engine.learn.attributes_read).  Otherwise the next update records anew.
     For a loader that is used as it is, this goes for the attributes, unless it changes them itself.
 
     Every update refuses, by name, parameters that the trainer does not deliver completely, because

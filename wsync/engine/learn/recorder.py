@@ -19,8 +19,9 @@ from typing import Any, Final
 import torch
 
 from wsync._core import LayoutError
-from wsync.engine.learn.attribute_guards import Attribute, AttributeGuards
+from wsync.engine.learn.attributes_read import Attribute, AttributeGuards
 from wsync.engine.learn.dummy_weights import MadeUpModel
+from wsync.engine.learn.kept_addresses import kept_addresses
 from wsync.engine.learn.module_memory import (
     Area,
     AreaNames,
@@ -31,8 +32,7 @@ from wsync.engine.learn.module_memory import (
     view,
 )
 from wsync.engine.learn.module_state import Bindings
-from wsync.engine.learn.noted_places import noted_places
-from wsync.engine.learn.quantised_forms import refuse_other_forms, refuse_unloadable
+from wsync.engine.learn.quantisation_mismatch import refuse_other_forms, refuse_unloadable
 from wsync.engine.learn.regions import (
     Box,
     Move,
@@ -194,7 +194,7 @@ class Recording:
             RecordingError: a load changes it.
         """
         gc.collect()
-        self.names, self.noted = held.names, noted_places(held)
+        self.names, self.noted = held.names, kept_addresses(held)
         same = [each for each in attributes if not each.difference(held.parts)]
         self.attributes = AttributeGuards(same, held.parts)
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]

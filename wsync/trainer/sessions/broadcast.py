@@ -17,7 +17,6 @@ import torch
 from wsync import _core
 from wsync.exchange.polled_collectives import first_line
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, default_backend, device_of
-from wsync.machine.addresses import own_address
 from wsync.machine.daemon_threads import result
 from wsync.machine.deadline import (
     LATER_SECONDS,
@@ -27,6 +26,7 @@ from wsync.machine.deadline import (
     look_around,
 )
 from wsync.machine.device import has_nccl, on_gpu, staging
+from wsync.machine.host import own_address
 from wsync.options import Options
 from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.requests import UnderWay

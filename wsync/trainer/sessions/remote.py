@@ -1,14 +1,14 @@
 """Sessions with remote workers that run wsync's receiver: only control, over TCP.
 
 Their rounds travel in the plan's exchange, of which each is a rank: see
-wsync.exchange.remote_plan.
+wsync.exchange.plan_blueprint.
 """
 
 from __future__ import annotations
 
 from wsync import _core
 from wsync.exchange.introductions import Introduction
-from wsync.exchange.remote_plan import Orders
+from wsync.exchange.plan_blueprint import Orders
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame, Listener
 from wsync.trainer.round_contents import WorkerRounds

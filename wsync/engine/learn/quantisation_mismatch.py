@@ -18,7 +18,7 @@ from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.tracer import SOURCE, Tracer
 from wsync.module_tensors import dtype_of
-from wsync.module_tensors.listing import listed
+from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import QUANTISED, is_note
 
 _WRITES: Final = (

@@ -21,8 +21,16 @@ from typing import Any, Final
 
 import torch
 
-from wsync.engine.learn.value_forms import ATOMS, Forms
-from wsync.module_tensors.forms import Form, atom, attribute, elements, lacks, pattern, typed
+from wsync.engine.learn.values_relied_on import ATOMS, Forms
+from wsync.module_tensors.value_patterns import (
+    Form,
+    atom,
+    attribute,
+    elements,
+    lacks,
+    pattern,
+    typed,
+)
 
 _HELD: Final = frozenset(("_parameters", "_buffers", "_modules"))  # ModuleMemory knows of these
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import read_config
-from wsync.module_tensors.listing import listed
+from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import group_of_parts, group_of_weight
 from wsync.options import Options
 from wsync.quantise.config import (

@@ -1,5 +1,5 @@
-"""`python -m wsync.demo.sglang_server ARGUMENTS` is `python -m sglang.launch_server ARGUMENTS` on a
-CPU, without SGLang's kernels and the CUDA packages that it depends on.
+"""`python -m wsync.demo.sglang_cpu_server ARGUMENTS` is `python -m sglang.launch_server ARGUMENTS`
+on a CPU, without SGLang's kernels and the CUDA packages that it depends on.
 
 What these give has stand-ins; nothing of SGLang's own is changed.  The server's other processes
 import this module, too, before anything of SGLang: multiprocessing has them import the one that
