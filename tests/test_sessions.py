@@ -13,7 +13,7 @@ from support import call_cases
 import wsync
 from wsync import _core
 from wsync.trainer.roster import Delivery, PlanWorker, RolloutEngine, Roster
-from wsync.trainer.sessions.local import WorkerSession
+from wsync.trainer.sessions.ring import WorkerSession
 
 
 def plan_workers(engines: list[RolloutEngine], hosts: list[int]) -> list[PlanWorker]:

@@ -17,7 +17,7 @@ import wsync
 from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.messages.control import Learnt
-from wsync.trainer import base_sync
+from wsync.trainer import updates
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
 REMOTE = dataclasses.replace(OPTIONS, delivery="distributed", broadcast="wsync")
@@ -125,7 +125,7 @@ def test_what_is_learnt_whole_is_not_the_engines_own_loading() -> None:
 def test_learning_that_takes_long_is_told_once(
     notable: float, count: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_sync, "_NOTABLE_SECONDS", notable)
+    monkeypatch.setattr(updates, "_NOTABLE_SECONDS", notable)
     engine = ThreadEngine([RecordedLoader(changed(Fused.load_weights))])
     with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
         first, second = sync.update(), sync.update()

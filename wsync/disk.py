@@ -36,13 +36,13 @@ from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
 from wsync.report import Report
-from wsync.trainer.base_sync import Updates
 from wsync.trainer.engine_form import SentForm, check_scales
 from wsync.trainer.quantise_option import config_to_write, exact_config, for_files
 from wsync.trainer.requests import EngineRequests
+from wsync.trainer.updates import Updates
 
 if TYPE_CHECKING:
-    from wsync.trainer.base_sync import Source, Weights
+    from wsync.trainer.updates import Source, Weights
 
 __all__ = ["DiskSync", "newest"]
 

@@ -33,8 +33,8 @@ from wsync.trainer.roster import Delivery, PlanWorker, Roster
 from wsync.trainer.sessions.base import Session
 from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.direct import DirectSession
-from wsync.trainer.sessions.local import WorkerSession
 from wsync.trainer.sessions.remote import RemoteSession
+from wsync.trainer.sessions.ring import WorkerSession
 from wsync.trainer.sessions.stock import StockSession
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Connection:
         lending: Lending | None = None,
     ) -> None:
         self.plan: _core.Plan | None = None
-        self._carried: _core.Plan | None = None  # of what goes in rounds: all that is not read
+        self._rounds_plan: _core.Plan | None = None  # of what goes in rounds: all that is not read
         self._lending = lending
         self._borrowing: set[int] = set()  # workers that can read what is lent to them
         self._reading: dict[int, bool] = {}  # workers that do; whether they also get rounds
@@ -193,27 +193,25 @@ class Connection:
 
         layouts: by the worker's number in the plan.
         """
-        carried = self._lend(layouts, device)
-        blueprint, plan = planning.fit(carried, device)
-        self._carried = plan
-        by_rounds = len(self._reading) < len(layouts) or plan.round_count > 0
+        blueprint, rounds = planning.fit(self._lend(layouts, device), device)
+        self._rounds_plan = rounds
+        by_rounds = len(self._reading) < len(layouts) or rounds.round_count > 0
         if by_rounds:
             self._transport.choose(device, self._remote_introductions())
-            self._order(blueprint, plan)
+            self._order(blueprint, rounds)
         spans = [(0, 0)] * len(self._roster.workers)
         deadline = Deadline(self._options.deadline)
         for session in self._sessions:
-            spans[session.worker] = session.attach(plan, device, deadline.left, check)
+            spans[session.worker] = session.attach(rounds, device, deadline.left, check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
         if by_rounds:
             self._exchange = self._transport.open(check)
-        if self._reading:
-            plan = planning.plan(layouts, device)
+        plan = planning.plan(layouts, device) if self._reading else rounds
         planning.name_unused(plan)
         return plan
 
     def _lend(self, layouts: list[bytes], device: _core.Device) -> list[bytes]:
-        """Has workers read in place what they can; what has to be carried to each then."""
+        """Has workers read in place what they can; what rounds have to bring to each then."""
         lending, model = self._lending, self._roster.model
         if lending is None or device.ordinal >= 0:
             return layouts
@@ -221,7 +219,7 @@ class Connection:
         offsets = list(accumulate(counts, initial=0))
         sessions = {s.worker: s for s in self._sessions if isinstance(s, DirectSession)}
         known: dict[tuple[bytes, int], tuple[_core.Layout, _core.Layout]] = {}
-        carried = list(layouts)
+        left = list(layouts)
         for number in sorted(self._borrowing):
             layout, worker = layouts[number], self._roster.workers[number]
             if layout == WHOLE:
@@ -234,11 +232,11 @@ class Connection:
                 known[layout, host] = joined, wanted.without(joined)
             joined, rest = known[layout, host]
             if joined.shard_count:
-                carried[number] = rest.to_bytes()
+                left[number] = rest.to_bytes()
                 self._reading[number] = rest.shard_count > 0
                 if number in sessions:
                     sessions[number].serve(Borrower(joined, offsets))
-        return carried
+        return left
 
     def _send_model(self, blobs: dict[int, bytes], deadline: Deadline, check: Check) -> None:
         """Has the workers that asked for it learn, all at once."""
@@ -292,7 +290,7 @@ class Connection:
     ) -> _core.BufferTable | None:
         """Begins an update and packs its first round, of which nobody is told; `run` takes what
         this returns."""
-        plan, stream, timeout = self._carried, self._stream, self._options.deadline
+        plan, stream, timeout = self._rounds_plan, self._stream, self._options.deadline
         assert plan is not None and stream is not None
         report.trace.watch(stream, 3 * plan.round_count)
         follow_torch(stream)  # which may still be writing the weights
@@ -343,13 +341,13 @@ class Connection:
     @property
     def _round_count(self) -> int:
         """Round 0 is also that of what is read in place."""
-        assert self._carried is not None
-        return max(self._carried.round_count, bool(self._reading))
+        assert self._rounds_plan is not None
+        return max(self._rounds_plan.round_count, bool(self._reading))
 
     def describe(self, report: Report) -> None:
         """Says what an update by this plan moves."""
-        plan, carried, model = self.plan, self._carried, self._roster.model
-        assert plan is not None and carried is not None
+        plan, rounds, model = self.plan, self._rounds_plan, self._roster.model
+        assert plan is not None and rounds is not None
         stats = plan.stats
         report.tensors = model.tensor_count
         report.model_nbytes = model.nbytes
@@ -358,7 +356,7 @@ class Connection:
         more = max(broadcast - 1, 0) * model.nbytes
         report.delivered_nbytes = stats["delivered_nbytes"] + more
         report.needed_nbytes = stats["needed_nbytes"] + more
-        report.sent_nbytes = carried.stats["sent_nbytes"]
+        report.sent_nbytes = rounds.stats["sent_nbytes"]
         report.rounds = self._round_count
         report.unused = tuple(model.tensor(index)[0] for index in plan.unused)
         report.own_loading = dict(self._own_loading)
@@ -385,7 +383,7 @@ class Connection:
         self, number: int, sources: _core.BufferTable, check: Check, report: Report
     ) -> None:
         """Copies what this rank has of a round into the rings, once their slots are free."""
-        plan, stream = self._carried, self._stream
+        plan, stream = self._rounds_plan, self._stream
         assert plan is not None and stream is not None
         if number >= plan.round_count:
             return
@@ -450,7 +448,7 @@ class Connection:
         self, number: int, sources: _core.BufferTable, check: Check, report: Report
     ) -> _core.BufferTable | None:
         """Packs and posts what this rank sends in a round; returns where its messages lie."""
-        exchange, plan, stream = self._exchange, self._carried, self._stream
+        exchange, plan, stream = self._exchange, self._rounds_plan, self._stream
         assert plan is not None and stream is not None
         if exchange is None or number >= plan.round_count:
             return None
@@ -465,7 +463,7 @@ class Connection:
         self, number: int, messages: _core.BufferTable, check: Check, report: Report
     ) -> None:
         """Waits for what others send to this rank in a round, and unpacks it into the rings."""
-        exchange, plan, stream = self._exchange, self._carried, self._stream
+        exchange, plan, stream = self._exchange, self._rounds_plan, self._stream
         assert exchange is not None and plan is not None and stream is not None
         with report.phase("gather"):
             exchange.wait(number, stream, self._options.exchange_deadline, check)
