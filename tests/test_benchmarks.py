@@ -69,7 +69,7 @@ def test_without_the_tests_extra_sglang_alone_is_skipped() -> None:
         (
             "from benchmarks import sharded",
             "sharded.on_ranks = lambda *given: [given[2]]",
-            "rows = sharded.sharded()",
+            "rows = sharded.sharded(2)",
             "print(next(rows))",
             "try: next(rows)",
             "except sharded.Skipped as reason: print(reason)",
