@@ -173,7 +173,8 @@ static size_t groups_before(uint64_t tile)
     return (size_t)ceil_divide(tile, WSYNC_TILE_GROUP);
 }
 
-/* Enters the last segment for the groups that begin in it, and behind the last one. */
+/* Notes the segment that is about to be appended, and ends before tile `tiles`, for the
+ * groups whose first tile is its own, and in the entry behind them all. */
 static wsync_status_t index_tiles(wsync_segments_t *segments, uint64_t tiles,
                                   wsync_error_t *err)
 {

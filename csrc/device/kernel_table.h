@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What the host and the copy kernel agree on: segments, how they are cut into tiles, and
- * the arguments of a launch.  Read by C, nvcc and NVRTC, which has no headers: fundamental
+ * the arguments of a launch.  Read by C and NVRTC, which has no headers: fundamental
  * types alone.  Device addresses are unsigned long long (CUdeviceptr). */
 #ifndef WSYNC_DEVICE_KERNEL_TABLE_H
 #define WSYNC_DEVICE_KERNEL_TABLE_H
@@ -21,7 +21,7 @@ enum {
     /* Long rows are cut at multiples of this many items, so that a cut row keeps its
      * alignment and the period of a fill. */
     WSYNC_TILE_GRAIN = 256,
-    /* Tiles from one entry of the index to the next: a tile's segment is found in five
+    /* Tiles from one entry of the index to the next: a tile's segment is found in six
      * steps at most, whatever the number of segments. */
     WSYNC_TILE_GROUP = 32,
 };

@@ -52,10 +52,10 @@ typedef struct tile {
     unsigned row;
     unsigned count;     /* items */
     unsigned rows;      /* 0: of one row */
-    unsigned row_count; /* items of a row, of which `rows` are whole */
+    unsigned row_count; /* items of each of `rows` rows, or, if that is 0, of the piece */
 } tile_t;
 
-/* A tile whose rows lie at equal distances, as those of most do: what its units need is in
+/* A tile whose rows lie at equal distances, so that what its units need is in
  * registers. */
 typedef struct lines {
     const u8_t *source;
@@ -191,13 +191,13 @@ DEVICE void locate_in_lines(const lines_t *lines, unsigned item, unsigned source
                    column * destination_nbytes;
 }
 
-/* Whether the tile's rows lie at equal distances. */
+/* Describes the tile as lines; 0 where its rows do not lie at equal distances. */
 DEVICE unsigned make_lines(const tile_t *tile, lines_t *lines)
 {
     const wsync_segment_t *segment = tile->segment;
-    const long long source_step = tile->rows > 0 ? TABLE(segment->source_stride[0]) : 0;
+    const long long source_step = tile->rows > 1 ? TABLE(segment->source_stride[0]) : 0;
     const long long destination_step =
-        tile->rows > 0 ? TABLE(segment->destination_stride[0]) : 0;
+        tile->rows > 1 ? TABLE(segment->destination_stride[0]) : 0;
 
     lines->source = tile->source;
     lines->destination = tile->destination;

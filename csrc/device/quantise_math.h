@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What a block's scale is and what an element's code, bit for bit, for the host and for
- * kernels.  Read by C, nvcc and NVRTC, which has no headers: fundamental types alone.  Who
+ * kernels.  Read by C and NVRTC, which has no headers: fundamental types alone.  Who
  * includes it says what a DEVICE function is.
  *
  * The sources of the rules, and what each does where weights are out of the ordinary:

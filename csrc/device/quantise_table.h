@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What the host and the kernel that quantises agree on: pieces as the kernel walks them,
- * how they are cut into units, and the arguments of a launch.  Read by C, nvcc and NVRTC,
+ * how they are cut into units, and the arguments of a launch.  Read by C and NVRTC,
  * which has no headers: fundamental types alone. */
 #ifndef WSYNC_DEVICE_QUANTISE_TABLE_H
 #define WSYNC_DEVICE_QUANTISE_TABLE_H

@@ -30,8 +30,9 @@ wsync_status_t wsync_lent_bind(wsync_lent_t *lent, int fd, uint64_t nbytes,
                                wsync_error_t *err);
 /* Nothing is bound any more. */
 void wsync_lent_unbind(wsync_lent_t *lent);
-/* Gives the memory of all segments back, whoever still holds one of them.  REFUSED, with
- * this one left as it is, where somebody has pinned one; all are let go of in any case. */
+/* Gives the memory of all segments back, whoever still holds one of them, and lets go of
+ * all.  STATE where somebody has pinned one, or what wsync_memory_park says: that one keeps
+ * its bytes, the others have lost theirs. */
 wsync_status_t wsync_lent_release(wsync_lent_t *lent, wsync_error_t *err);
 /* REFUSED if a segment has shrunk. */
 wsync_status_t wsync_lent_check(const wsync_lent_t *lent, wsync_error_t *err);

@@ -236,13 +236,15 @@ static PyObject *layout_beside(PyObject *self, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {"other", "first", NULL};
     ModuleState *state = wsync_py_state_of(self);
     PyObject *other;
-    unsigned int first;
+    long long value;
+    uint32_t first;
     wsync_layout_t *both = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!I:beside", keywords,
-                                     state->type_Layout, &other, &first)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!L:beside", keywords,
+                                     state->type_Layout, &other, &value) ||
+        wsync_py_read_u32(value, "first", &first) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS

@@ -110,12 +110,12 @@ static void check_index(const wsync_segments_t *segments)
     CHECK_EQ(segments->index_count,
              (starts[segments->count] + WSYNC_TILE_GROUP - 1) / WSYNC_TILE_GROUP + 1);
     for (uint32_t i = 0; i < segments->count; i++) {
-        const uint32_t first = starts[i] / WSYNC_TILE_GROUP;
-        const uint32_t last = (starts[i + 1] - 1) / WSYNC_TILE_GROUP;
+        for (uint32_t tile = starts[i]; tile < starts[i + 1]; tile++) {
+            const uint32_t group = tile / WSYNC_TILE_GROUP;
 
-        CHECK(index[first] <= i && i <= index[first + 1]);
-        CHECK(index[last] <= i && i <= index[last + 1]);
-        CHECK(index[first + 1] - index[first] <= WSYNC_TILE_GROUP);
+            CHECK(index[group] <= i && i <= index[group + 1]);
+            CHECK(index[group + 1] - index[group] <= WSYNC_TILE_GROUP);
+        }
     }
 }
 

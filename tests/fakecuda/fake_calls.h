@@ -75,7 +75,8 @@ static inline void fake_failure_plan(fake_failure_t *failure, const char *call, 
     (void)pthread_mutex_unlock(&failure->mutex);
 }
 
-/* As a variable has it: CALL:K:CODE, or CALL:K:CODE:1 of one that lasts. */
+/* As a variable has it: CALL:K:CODE, or, of the driver alone, CALL:K:CODE:1 of one that
+ * lasts. */
 static inline void fake_failure_read(fake_failure_t *failure, const char *variable)
 {
     const char *text = getenv(variable);

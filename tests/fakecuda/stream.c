@@ -402,6 +402,9 @@ wsync_cu_result_t fake_stream_query(wsync_cu_stream_t stream)
     if (code == WSYNC_CU_SUCCESS && stream->head != NULL) {
         code = WSYNC_CU_NOT_READY;
     }
+    if (code == WSYNC_CU_SUCCESS) {
+        code = atomic_load(&fake.lost); /* since the call began */
+    }
     fake_unlock();
     return code;
 }
@@ -418,6 +421,9 @@ wsync_cu_result_t fake_stream_synchronize(wsync_cu_stream_t stream)
     code = check_stream("cuStreamSynchronize", stream, context);
     while (code == WSYNC_CU_SUCCESS && stream->head != NULL) {
         (void)pthread_cond_wait(&stream->changed, &fake.mutex);
+    }
+    if (code == WSYNC_CU_SUCCESS) {
+        code = atomic_load(&fake.lost); /* since the call began */
     }
     fake_unlock();
     return code;

@@ -235,16 +235,15 @@ static wsync_status_t add_tensors(wsync_layout_builder_t *builder,
         const wsync_tensor_t *tensor = wsync_layout_tensor(layout, i);
         size_t count;
         const wsync_shard_t *shards = wsync_layout_shards(layout, i, &count);
-        wsync_shard_t added;
+        uint32_t number;
 
         if (except != NULL && wsync_layout_find(except, tensor->name) != SIZE_MAX) {
             continue;
         }
-        status = wsync_layout_builder_tensor(builder, tensor, &added.tensor, err);
+        status = wsync_layout_builder_tensor(builder, tensor, &number, err);
         for (size_t j = 0; j < count && status == WSYNC_OK; j++) {
-            const uint32_t number = added.tensor;
+            wsync_shard_t added = shards[j];
 
-            added = shards[j];
             added.tensor = number;
             status = wsync_layout_builder_origin(
                 builder, wsync_layout_origin(layout, shards[j].origin), &added.origin, err);

@@ -138,8 +138,9 @@ static uint64_t align_up(uint64_t nbytes, uint64_t alignment)
 }
 
 /* Where messages of a rank's staging begin: at multiples of this.  They are those of one
- * source, from `first` on in their order, or, from 0 on, those that this rank receives.  A
- * budget counts less, and one that was asked for has to hold. */
+ * source, from `first` on in their order, or, from 0 on, those that this rank receives.
+ * Rounds are filled as if messages began at multiples of WSYNC_PLAN_ALIGN: with more
+ * between them they may exceed the budget, which is forbidden where one was asked for. */
 static uint64_t choose_alignment(const emitter_t *emitter, size_t first, bool received,
                                  const wsync_plan_budget_t *budget)
 {
