@@ -24,8 +24,10 @@ def dependencies(entry: dict[str, str]) -> list[Path]:
     output = words.index("-o")
     del words[output : output + 2]
     done = subprocess.run(
-        [*words, "-M"], cwd=entry["directory"], capture_output=True, text=True, check=True
+        [*words, "-M"], cwd=entry["directory"], capture_output=True, text=True, check=False
     )
+    if done.returncode != 0:
+        sys.exit(f"{entry['file']}: {done.stderr}")
     names = done.stdout.replace("\\\n", " ").partition(":")[2].split()
     return sorted({Path(entry["directory"], name).resolve() for name in names})
 
