@@ -54,8 +54,8 @@ class Options:
             memory engine and trainer need for themselves in between (slime's colocate mode).
             Getting it anew costs time in every update, and fails the update where there is none.
             A ring that a loader keeps looking at stays, with a warning.  The memory of codes and
-            scales is given back, too (see `quantise`).  With "direct", engines have let go of the
-            trainer's memory when an update returns, and map it anew in the next.
+            scales is given back, too (see `quantise`).  Engines that read in place have let go of
+            the trainer's memory when an update returns, and map it anew in the next.
         threads: copying threads of one trainer rank, 64 at most.  Weights in host memory are
             quantised by the rank's share of the host's cores, if that is more.
         directory: where sockets live; None for the temporary directory.
@@ -178,11 +178,6 @@ class Options:
         if not isinstance(given, Options | None):
             raise _core.InvalidArgumentError(f"options={given!r}: wsync.Options(...) is wanted")
         return Options() if given is None else given
-
-    @property
-    def lends(self) -> bool:
-        """Whether workers may read the memory of trainer ranks in place."""
-        return self.delivery in ("auto", "direct")
 
     @property
     def exchange_deadline(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -62,6 +63,8 @@ class Sync(Updates):
         self._stock: list[EngineHandle] = []  # engines without wsync's receiver, on rank 0
         self._connection: Connection | None = None
         self._paused = False  # the engines, by the last update
+        self._lender: Lender | None = None
+        self._lending: Lending | None = None  # as long as a connection is kept that makes use of it
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
             self._same_call()
@@ -69,11 +72,10 @@ class Sync(Updates):
             if self._group.rank == 0:
                 found = self._find(engines, engine_gpu_offsets)
             self._roster = self._meet(found)
-        self._lender: Lender | None = None
-        if self.options.lends and self._roster.taking(Delivery.WSYNC):
-            wholly = self.options.delivery == "auto"
-            self._lender = Lender(self._layout, self._group.rank, wholly=wholly)
-        self._lending: Lending | None = None  # as long as a connection is kept that makes use of it
+        if self._delivery in ("auto", "direct") and self._roster.taking(Delivery.WSYNC):
+            hosts, rank = self._roster.hosts, self._group.rank
+            wholly, near = self._delivery == "auto", hosts.count(hosts[rank])
+            self._lender = Lender(self._layout, rank, wholly=wholly, ranks=near)
 
     def update(
         self,
@@ -120,13 +122,19 @@ class Sync(Updates):
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None
-        try:
-            if connection is not None:
-                connection.close()
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(super()._close)
             if self._lender is not None:
-                self._lender.close()
-        finally:
-            super()._close()
+                last_first.callback(self._lender.close)
+            last_first.callback(self._let_go)
+            if connection is not None:
+                last_first.callback(connection.close)
+
+    def _let_go(self) -> None:
+        """Of all memory that is lent, until another connection is made."""
+        lending, self._lending = self._lending, None
+        if lending is not None:
+            lending.release()
 
     def _find(
         self,
@@ -168,9 +176,10 @@ class Sync(Updates):
         tell_rearranged(self._requests.handles, self.options, model)
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
-        """Everybody's host, pipeline stage and layout, and rank 0's engines."""
+        """Everybody's host, pipeline stage and layout; rank 0's engines, and its way to them."""
         mine = [host_identity(), self._source.stage, [dataclasses.astuple(e) for e in engines]]
-        names, stages, found = zip(*self._group.gather_json(mine), strict=True)
+        told = self._group.gather_json([*mine, self.options.delivery])
+        names, stages, found, (self._delivery, *_) = zip(*told, strict=True)
         roster = Roster(
             [names.index(name) for name in names],
             stages,
@@ -212,6 +221,8 @@ class Sync(Updates):
         if connection.plan is None:
             with report.phase("open"):
                 connection.attach(check)
+            if self._delivery == "auto" and not connection.reads_in_place:
+                self._let_go()
         connection.describe(report)
         if any(worker.takes_buckets for worker in self._roster.workers):
             self._use_up_version()  # the last bucket says it
@@ -243,11 +254,11 @@ class Sync(Updates):
         if lending.news != news and lending.pattern != pattern and connection is not None:
             self._connection = None
             connection.close()
-        if lending.empty and self.options.delivery == "auto":
-            self._lending = None
+        if lending.empty and self._delivery == "auto":
+            self._let_go()
         if self._group.rank == 0:
             for text in filter(None, lending.obstacles):
-                self._warn(f"{text}; until then their bytes take the way that they take without")
+                self._warn(f"{text}; what engines do not read in place goes through rings")
 
     def _connect(self, gpu: str) -> Connection:
         if self._connection is None:
@@ -309,6 +320,7 @@ class Sync(Updates):
         except Exception as failure:  # the next update connects anew, whatever is left of this
             error.add_note(f"Letting go of the engines failed, too: {failure!r}")
         finally:
+            self._let_go()
             self._requests.abandon(under_way)
 
 

@@ -241,7 +241,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             global_steps: the weight version that servers report afterwards; None counts.
 
         Returns:
-            Metrics for verl's trainer, by the first rank, for verl keeps those of one rank:
+            Metrics for verl's trainer, from the first rank alone: verl keeps one rank's metrics:
             seconds of the update, seconds that verl took to gather whole tensors before that,
             megabytes that all servers' workers were delivered, and `wsync.Report.metrics` under
             wsync's names.

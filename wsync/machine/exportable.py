@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 @contextlib.contextmanager
 def exportable() -> Iterator[None]:
-    """Has tensors that are made in the block lie in memory that other processes can map, which
-    `Options(delivery="direct")` needs:
+    """Has tensors that are made in the block lie in memory that other processes can map, from which
+    engines can read in place:
 
         with wsync.exportable():
             model = build_model()

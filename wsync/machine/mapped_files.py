@@ -113,7 +113,7 @@ class SharedMaps:
                 continue
             try:
                 fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # it has lost its name
+            except OSError:  # it has no name any more, or none that can be opened
                 continue
             try:
                 if _file_of(os.fstat(fd)) == mapping.file:

@@ -193,7 +193,7 @@ class Connection:
 
         layouts: by the worker's number in the plan.
         """
-        blueprint, rounds = planning.fit(self._lend(layouts, device), device)
+        blueprint, rounds = planning.fit(self._split(layouts, device), device)
         self._rounds_plan = rounds
         by_rounds = len(self._reading) < len(layouts) or rounds.round_count > 0
         if by_rounds:
@@ -210,7 +210,12 @@ class Connection:
         planning.name_unused(plan)
         return plan
 
-    def _lend(self, layouts: list[bytes], device: _core.Device) -> list[bytes]:
+    @property
+    def reads_in_place(self) -> bool:
+        """Once attached: whether some worker reads what is lent to it."""
+        return bool(self._reading)
+
+    def _split(self, layouts: list[bytes], device: _core.Device) -> list[bytes]:
         """Has workers read in place what they can; what rounds have to bring to each then."""
         lending, model = self._lending, self._roster.model
         if lending is None or device.ordinal >= 0:
@@ -323,13 +328,15 @@ class Connection:
             messages = following
             with report.phase("copy"):  # a bucket can be sent when its copies have run
                 for session in self._sessions:
-                    session.post(number, stream, timeout, check)
+                    if number < session.round_count:
+                        session.post(number, stream, timeout, check)
             report.trace.mark("post", number)
             self._show(number + 1, bar)
         with report.phase("engine"):
             for number in range(self._round_count):
                 for session in self._sessions:
-                    session.wait(number, timeout, check)
+                    if number < session.round_count:
+                        session.wait(number, timeout, check)
                 self._show(number + 1, bar)
         with report.phase("copy"):
             stream.synchronize(timeout, check)
@@ -342,7 +349,7 @@ class Connection:
     def _round_count(self) -> int:
         """Round 0 is also that of what is read in place."""
         assert self._rounds_plan is not None
-        return max(self._rounds_plan.round_count, bool(self._reading))
+        return max(self._rounds_plan.round_count, 1 if self._reading else 0)
 
     def describe(self, report: Report) -> None:
         """Says what an update by this plan moves."""

@@ -42,13 +42,17 @@ class Lender:
     """What one rank has to lend: where its buffers lie in shared memory.
 
     layout: of this rank; names buffers in `obstacle`.
-    wholly: it lends all of its buffers or none, and none where they are so many segments that
-    processes might not have descriptors enough: for who has not asked for it.
+    wholly: it lends all of its buffers or none, and none where processes might not have
+    descriptors enough: for who has not asked for it.  ranks: on its host; who has sessions, and a
+    worker, hold the segments of all of them.
     """
 
-    def __init__(self, layout: _core.Layout, rank: int, *, wholly: bool = False) -> None:
+    def __init__(
+        self, layout: _core.Layout, rank: int, *, wholly: bool = False, ranks: int = 1
+    ) -> None:
         self._layout = layout
         self._wholly = wholly
+        self._ranks = ranks
         self._rank = rank
         self._used = _buffers(layout)
         self._maps = SharedMaps()
@@ -86,15 +90,22 @@ class Lender:
         for file in grown:
             self._drop(file)
         used = {place.file for place in found if place is not None}
-        if self._wholly and len(used) > (most := _most_segments()):
+        if self._wholly and len(used) > (most := _most_segments(self._ranks)):
             self._lend_nothing(
                 len(buffers),
                 f"rank {self._rank} has its weights in {len(used)} pieces of shared memory, and "
-                f"more than {most}, a quarter of its descriptors (ulimit -n), are read in place "
+                f"more than {most}, the ranks' share of a quarter of ulimit -n, are read in place "
                 "with Options(delivery='direct') alone",
             )
             return
-        for file, memory in self._maps.borrow(used - self._numbers.keys()).items():
+        try:
+            borrowed = self._maps.borrow(used - self._numbers.keys())
+        except (_core.SystemCallError, _core.NoMemoryError) as error:
+            if not self._wholly:
+                raise
+            self._lend_nothing(len(buffers), f"rank {self._rank} cannot lend its weights: {error}")
+            return
+        for file, memory in borrowed.items():
             self._numbers[file], self.segments[self._next] = self._next, memory
             self._next += 1
         for file in self._numbers.keys() - used:
@@ -135,8 +146,8 @@ class Lender:
         )
 
 
-def _most_segments() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+def _most_segments(ranks: int) -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (4 * ranks)
 
 
 class Borrower:

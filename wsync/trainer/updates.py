@@ -97,9 +97,8 @@ class Updates(abc.ABC):
         """Raises InvalidArgumentError where ranks make different things at the same time, with
         other arguments of those that are the same on all ranks, or mean to move bytes in different
         ways: they would not meet."""
-        options, ways = self.options, ("exchange", "broadcast", "backend", "quantise")
+        options, ways = self.options, ("exchange", "broadcast", "backend", "quantise", "park")
         arguments = {name: getattr(options, name) for name in ways} | arguments
-        arguments["delivery"] = options.delivery if options.lends else "rounds"
         mine = [type(self).__name__, *(f"{name}={value!r}" for name, value in arguments.items())]
         for meant in zip(*self._group.gather_json(mine), strict=False):  # the type comes first
             if len(set(meant)) > 1:

@@ -163,9 +163,9 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         without it.
 
         Raises:
-            LayoutError: a tensor is another one than at the last call, and the next one takes it;
-                or the source has written to a tensor that it had given before, or gives two of
-                one name.
+            LayoutError: a tensor's name, shape or dtype differs from the last call's, and the next
+                call connects anew and takes it; or the source has written to a tensor that it had
+                given before, or gives two of one name.
             WsyncError: the same on all ranks, but for what is wrong with one's source.  The engine
                 is left as it is, and must not answer until another call has succeeded.
         """

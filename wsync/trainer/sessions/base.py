@@ -30,6 +30,11 @@ class Session(abc.ABC):
         self.worker = worker
 
     @property
+    def round_count(self) -> int:
+        """Once attached: the rounds that its worker is told of."""
+        return len(self.rounds.slots)
+
+    @property
     def gpu(self) -> str | None:
         """Once accepted: the UUID of the GPU that the ring has to be on, "" for the host; None
         where rings may be anywhere."""

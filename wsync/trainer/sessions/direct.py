@@ -30,6 +30,10 @@ class DirectSession(WorkerSession):
         self._borrower = borrower
 
     @property
+    def round_count(self) -> int:
+        return max(super().round_count, 0 if self._borrower is None else 1)
+
+    @property
     def manifest(self) -> _core.Layout:
         assert self._manifest is not None
         return self._manifest
@@ -48,8 +52,7 @@ class DirectSession(WorkerSession):
                 assert isinstance(self._exporter, _core.Exporter)
                 self._borrower.lend(self._exporter, self._lending, timeout, check)
                 self._told = self._lending.news
-            rounds = max(len(self.rounds.slots), self._borrower is not None)
-            self._exporter.begin(update, rounds, timeout, check)
+            self._exporter.begin(update, self.round_count, timeout, check)
 
     def park(self, timeout: float, check: Check) -> None:
         """Waits, too, until the worker has let go of all that was lent to it."""
