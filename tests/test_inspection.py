@@ -196,9 +196,11 @@ def answering(answers: dict[tuple[str, str], tuple[int, Any]]) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        serving.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 def test_an_engine_that_does_not_answer_costs_the_timeout() -> None:

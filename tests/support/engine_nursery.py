@@ -89,7 +89,7 @@ def free_ports(count: int) -> list[int]:
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         lowest = int(file.read().split()[0])
     found: list[int] = []
-    port = lowest - 1 - os.getpid() % (lowest // 2)
+    port = lowest - 1 - os.getpid() * 64 % (lowest // 2)  # away from neighbours
     while len(found) < count:
         port -= 1
         with socket.socket() as candidate, contextlib.suppress(OSError):

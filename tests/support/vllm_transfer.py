@@ -4,7 +4,8 @@ weight transfer, with wsync's backend and vLLM's client for servers.
     python -m support.vllm_transfer URL WORKERS FOLDER VERSION OUT
 
 WORKERS: of the server; FOLDER: the checkpoint of what it is updated to, of which each rank has a
-part; VERSION: what that is called; OUT: a file that has the bytes delivered, when all is done.
+part; VERSION: what that is called; OUT: a file that has a free port, and in the end the bytes
+delivered.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def main() -> None:
     other.start()
     run(0, *given)
     other.join()
+    if other.exitcode:
+        Path(given[-1]).write_text(f"rank 1 has ended with {other.exitcode}")
 
 
 if __name__ == "__main__":
