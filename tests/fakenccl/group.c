@@ -414,9 +414,10 @@ static int grow(fake_work_t *work)
 /* Where the processor reaches what a stream's device has. */
 static unsigned char *reach(const void *data)
 {
+    static void *address; /* a look-up costs more than the rest of a round */
     fakecuda_reach_func_t function;
-    void *address = fake_driver_symbol(FAKECUDA_REACH);
 
+    address = address == NULL ? fake_driver_symbol(FAKECUDA_REACH) : address;
     memcpy(&function, (const void *)&address, sizeof(function));
     return address != NULL ? function(data) : NULL;
 }
