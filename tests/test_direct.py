@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import wsync
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
-from wsync.machine.mapped_files import SharedMaps
+from wsync.machine.process_maps import SharedMaps
 from wsync.trainer.lending import Borrower, Lender, Lending
 from wsync.trainer.sessions.direct import DirectSession
 

@@ -24,7 +24,7 @@ from support.relay import RelayedListener
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
-import wsync.engine.remote_importer
+import wsync.engine.remote_session
 from wsync import _core
 from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.demo.engines.worker_processes import WorkersEngine
@@ -616,9 +616,9 @@ def test_a_round_is_not_loaded_before_it_is_unpacked(monkeypatch: pytest.MonkeyP
     class Exchange:
         wait = release = check = close = staticmethod(lambda *_: None)
 
-    monkeypatch.setattr(wsync.engine.remote_importer, "Channel", Channel)
+    monkeypatch.setattr(wsync.engine.remote_session, "Channel", Channel)
     host = wsync._core.host()
-    importer = wsync.engine.remote_importer.RemoteImporter("anywhere", b"", 5.0, host)
+    importer = wsync.engine.remote_session.RemoteImporter("anywhere", b"", 5.0, host)
     plan = make_plan(0)
     memory = wsync._core.Memory(plan.recv_nbytes + plan.send_nbytes)
     memoryview(memory)[:] = bytes([7]) * memory.nbytes

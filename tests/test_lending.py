@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from wsync import _core
-from wsync.machine.mapped_files import SharedMaps
+from wsync.machine.process_maps import SharedMaps
 
 PATIENCE = 60.0
 PAGE = 4096

@@ -23,7 +23,7 @@ import wsync
 from wsync import _core
 from wsync.demo.engines import tensor_parallel_engine
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
-from wsync.engine.remote_importer import RemoteImporter
+from wsync.engine.remote_session import RemoteImporter
 from wsync.exchange import choose_exchange
 from wsync.exchange.choose_exchange import Transport
 from wsync.layout import TrainerLayout

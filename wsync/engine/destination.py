@@ -24,7 +24,7 @@ from wsync._core import (
 from wsync.engine.learn.module_memory import bound_tensors, seen, usable
 from wsync.module_tensors import same_bytes
 from wsync.module_tensors.names_in_messages import listed
-from wsync.module_tensors.value_patterns import (
+from wsync.module_tensors.value_guards import (
     KEEP,
     Form,
     at,

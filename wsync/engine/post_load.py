@@ -1,4 +1,5 @@
-"""What engines do to a module beside loading it."""
+"""What engines do around a load: wait for the module's device before it, and run their own hooks
+after it in place, with the tensors that the module had."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from wsync.messages.control import BORROWS, LEARN, UPDATING, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
 
 if TYPE_CHECKING:
-    from wsync.engine.remote_importer import RemoteImporter
+    from wsync.engine.remote_session import RemoteImporter
 
     Session = Importer | RemoteImporter
 
@@ -292,7 +292,7 @@ def connect(address: str, blob: bytes, timeout: float, device: Device) -> Sessio
     """A session with the trainer that listens at an address, on this host or on another, whose
     ring is to lie on a device."""
     if is_remote(address):
-        from wsync.engine.remote_importer import RemoteImporter
+        from wsync.engine.remote_session import RemoteImporter
 
         return RemoteImporter(address, blob, timeout, device)
     return Importer(address, blob, timeout, device)

@@ -1,4 +1,5 @@
-"""GLM-4 (glm4) and GLM-4.5 to 4.7 (glm4_moe).
+"""GLM-4 (glm4) and GLM-4.5 to 4.7 (glm4_moe).  GLM-5 and GLM-4.7-Flash have latent attention: see
+deepseek.py.
 
 Names follow transformers 4.57 (`modeling_glm4.py`, `modeling_glm4_moe.py`) and, on Megatron's side,
 slime's `hf_to_megatron/glm.py` and Megatron-Bridge's `glm45_bridge.py`.

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Check, Deadline
-from wsync.machine.mapped_files import File, SharedMaps
+from wsync.machine.process_maps import File, SharedMaps
 from wsync.module_tensors.names_in_messages import listed
 from wsync.options import Options
 

@@ -21,7 +21,6 @@ import torch
 from wsync._core import LayoutError
 from wsync.engine.learn.attributes_read import Attribute, AttributeGuards
 from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.kept_addresses import kept_addresses
 from wsync.engine.learn.module_memory import (
     Area,
     AreaNames,
@@ -32,6 +31,7 @@ from wsync.engine.learn.module_memory import (
     view,
 )
 from wsync.engine.learn.module_state import Bindings
+from wsync.engine.learn.noted_addresses import noted_addresses
 from wsync.engine.learn.quantisation_mismatch import refuse_other_forms, refuse_unloadable
 from wsync.engine.learn.regions import (
     Box,
@@ -194,7 +194,7 @@ class Recording:
             RecordingError: a load changes it.
         """
         gc.collect()
-        self.names, self.noted = held.names, kept_addresses(held)
+        self.names, self.noted = held.names, noted_addresses(held)
         same = [each for each in attributes if not each.difference(held.parts)]
         self.attributes = AttributeGuards(same, held.parts)
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]

@@ -1,4 +1,5 @@
-"""Forms of values that load_weights goes by."""
+"""Whether the values that load_weights goes by are still what they were when it was recorded: their
+forms, which C asks again."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from wsync.module_tensors.value_patterns import Form, atom, attribute, call, elements, items, typed
+from wsync.module_tensors.value_guards import Form, atom, attribute, call, elements, items, typed
 
 # values that cannot change while they are the same object
 ATOMS: Final = (

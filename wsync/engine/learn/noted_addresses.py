@@ -17,7 +17,7 @@ _CONTAINERS: Final = (list, tuple, set, frozenset, deque)
 _TABLE: Final = 1 << 20  # elements of tensors that may be tables of addresses, at most
 
 
-def kept_addresses(held: ModuleMemory) -> dict[int, int]:
+def noted_addresses(held: ModuleMemory) -> dict[int, int]:
     """Areas whose places are noted, and where they start now.
 
     Looked at are the attributes of the module's parts and of their parameters, containers in these,
