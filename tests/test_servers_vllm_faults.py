@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 TRAINER = Path(__file__).parent / "support" / "server_trainer.py"
 TOKENS = 12
 LONG = 1000  # tokens of an answer during which an update runs
+LONGEST = 8000  # of one that is to be aborted: a server makes more than 1000 a second
 BEFORE = 5  # that have come when it begins
 PHASES = ("round", "prepared", "close")
 
@@ -62,6 +63,8 @@ def request(count: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def lab(vllm: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     made = Lab(vllm, tmp_path_factory.mktemp("vllm-faults"))
+    with Generating(made.server, TOKENS) as answer:  # a first one is streamed late
+        answer.read(TOKENS + 1)
     yield made
     made.server.close()
 
@@ -69,8 +72,8 @@ def lab(vllm: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
 class Generating(Answer):
     """Of vLLM, whose events have the tokens since the last one."""
 
-    def __init__(self, server: Server) -> None:
-        super().__init__(server, "/inference/v1/generate", **request(LONG))
+    def __init__(self, server: Server, count: int) -> None:
+        super().__init__(server, "/inference/v1/generate", **request(count))
 
     def take(self, event: dict[str, Any]) -> None:
         for self.last in event["choices"]:
@@ -83,12 +86,13 @@ MODES = ("abort", "retract", "in_place")
 @pytest.mark.parametrize("mode", MODES)
 def test_an_answer_says_which_weights_each_token_is_of(lab: Lab, mode: str) -> None:
     old, new = lab.models
+    count = LONGEST if mode == "abort" else LONG
     with lab.connect(pause_mode=mode, flush_cache=mode != "in_place") as sync:
         sync.update(old.weights, version="old")
-        with Generating(lab.server) as answer:
+        with Generating(lab.server, count) as answer:
             answer.read(BEFORE)
             sync.update(new.weights, version="new")
-            answer.read(LONG + 1)
+            answer.read(count + 1)
     versions = answer.last["weight_versions"]
     changed = versions[0]["end"]
     assert changed >= BEFORE
@@ -96,7 +100,7 @@ def test_an_answer_says_which_weights_each_token_is_of(lab: Lab, mode: str) -> N
     assert all(old.says(answer.tokens[:changed]))
     if mode == "abort":
         assert answer.last["finish_reason"] == "abort"
-        assert len(versions) == 1 and len(answer.tokens) == changed < LONG
+        assert len(versions) == 1 and len(answer.tokens) == changed < count
     else:
         assert versions[1:] == [{"version": "new", "start": changed, "end": LONG}]
         assert changed in changes(mode, answer.tokens, changed, old, new)
