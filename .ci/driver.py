@@ -35,7 +35,7 @@ def main() -> int:
     source = root / "tests/c/cuda_abi.c"
     wrong = []
     for release in RELEASES:
-        (include,) = wheels.install((release,), cache).glob("nvidia/*/include")
+        (include,) = wheels.install(release, cache).glob("nvidia/*/include")
         folders = [root / "csrc", include]
         if said := headers.compile(source, folders):
             wrong.append(f"{release}:\n{said}")

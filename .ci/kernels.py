@@ -70,7 +70,7 @@ PLANTS = (
 
 
 def from_wheel(wheel: tuple[str, str], cache: Path) -> Path:
-    (found,) = wheels.install(wheel[:1], cache).glob(f"nvidia/*/*/{wheel[1]}")
+    (found,) = wheels.install(wheel[0], cache).glob(f"nvidia/*/*/{wheel[1]}")
     found.chmod(0o755)
     return found
 

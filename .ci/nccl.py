@@ -44,7 +44,7 @@ WORDS = {0: "no error", 1: "cuda", 2: "system", 3: "internal", 4: "argument", 5:
 
 def release(name: str, cache: Path) -> Path:
     """A release's folder, with lib and include."""
-    return wheels.install((name,), cache) / "nvidia/nccl"
+    return wheels.install(name, cache) / "nvidia/nccl"
 
 
 def probe(program: Path, nccl: Path) -> list[tuple[str, str]]:
