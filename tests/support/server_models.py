@@ -10,19 +10,9 @@ from typing import Any
 import torch
 import transformers
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,  # of which vLLM's attention on CPUs takes multiples
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
+from wsync.demo import engine_server
+
+_SIZES = {**engine_server.SIZES, "max_position_embeddings": 8192}
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 PATIENCE = 240.0  # seconds for whatever a busy machine is to do
 PROMPT = [5, 17, 42, 99, 7]

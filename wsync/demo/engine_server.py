@@ -26,7 +26,7 @@ _INSTALL = {
 _MODEL = Path("tiny-qwen3")
 _PORTS = {"sglang": 30000, "vllm": 8000}
 _SGLANG_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # which import each other
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -92,7 +92,7 @@ def make_model(folder: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(**_SIZES)
+    config = transformers.Qwen3Config(**SIZES)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3 if weight.dim() > 1 else 1.0)
