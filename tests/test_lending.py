@@ -43,7 +43,9 @@ def session() -> Iterator[tuple[_core.Exporter, _core.Importer]]:
     exporter.close()
 
 
-def update(exporter: _core.Exporter, importer: _core.Importer, number: int) -> None:
+def update(
+    exporter: _core.Exporter, importer: _core.Importer, number: int, *, park: bool = False
+) -> None:
     """One that ends well."""
     stream = _core.Stream()
     exporter.begin(number, 1, PATIENCE)
@@ -53,8 +55,10 @@ def update(exporter: _core.Exporter, importer: _core.Importer, number: int) -> N
     importer.done(0, None, PATIENCE)
     importer.prepared(1, 1, 0, PATIENCE)
     exporter.prepared(PATIENCE)
-    exporter.commit(PATIENCE)
+    exporter.commit(PATIENCE, None, park)
     importer.verdict(PATIENCE)
+    if park:
+        exporter.park(PATIENCE)
 
 
 def test_buffers_lie_where_they_are_bound_until_they_are_bound_anew(
@@ -80,20 +84,6 @@ def test_buffers_lie_where_they_are_bound_until_they_are_bound_anew(
     assert at(bound[0]) == b"eco"  # but not under the feet of who has it
 
 
-def parked_update(exporter: _core.Exporter, importer: _core.Importer, number: int) -> None:
-    stream = _core.Stream()
-    exporter.begin(number, 1, PATIENCE)
-    assert importer.begin(PATIENCE) == (number, 1)
-    exporter.post(0, stream, PATIENCE)
-    importer.take(0, None, PATIENCE)
-    importer.done(0, None, PATIENCE)
-    importer.prepared(1, 1, 0, PATIENCE)
-    exporter.prepared(PATIENCE)
-    exporter.commit(PATIENCE, None, True)
-    importer.verdict(PATIENCE)
-    exporter.park(PATIENCE)
-
-
 def test_lent_memory_is_given_back_with_a_parked_ring(
     session: tuple[_core.Exporter, _core.Importer],
 ) -> None:
@@ -104,7 +94,7 @@ def test_lent_memory_is_given_back_with_a_parked_ring(
         lent = exporter.lend(_core.Memory.borrow(fd), PATIENCE)
         os.close(fd)
         exporter.bind(bindings((lent, 0, 4)), PATIENCE)
-        parked_update(exporter, importer, number)
+        update(exporter, importer, number, park=True)
         assert importer.segments == ()
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
         assert f"given-back-{number}" not in maps, maps
@@ -121,7 +111,7 @@ def test_lent_memory_that_somebody_looks_at_is_not_given_back(
     update(exporter, importer, 1)
     view = memoryview(importer.segments[0])
     with pytest.raises(_core.PeerRefusedError, match="the worker keeps the ring: "):
-        parked_update(exporter, importer, 2)
+        update(exporter, importer, 2, park=True)
     assert bytes(view[:4]) == b"lent"
     update(exporter, importer, 3)
 
