@@ -44,7 +44,6 @@ class CheckedEngine:
         self.restarted = True
         self.name = engine.name
         self.workers = engine.workers
-        self._engine = engine
         self._during: Any = engine  # what only some handles have is asked of it, too
         self._identity: dict[str, Any] = {} if before is None else before._identity
         self._reported: object = None  # the version that the engine has to report
@@ -61,14 +60,14 @@ class CheckedEngine:
 
     @property
     def load_formats(self) -> tuple[str, ...]:
-        return self._engine.load_formats
+        return self.handle.load_formats
 
     def pause(self, mode: str, timeout: float) -> None:
         deadline = Deadline(timeout)
-        during = getattr(self._engine, "during", None)
+        during = getattr(self.handle, "during", None)
         self._update_id = secrets.token_hex(8)
         told = None if during is None else during(self._update_id)
-        self._during = told or self._engine
+        self._during = told or self.handle
         self._version = None
         given, self._given = self._given, None
         self._during.pause(mode, timeout)
@@ -95,7 +94,7 @@ class CheckedEngine:
         may have had it continue meanwhile.  SGLang does not know who has paused it."""
         if self._disturbed:
             deadline = Deadline(timeout)
-            self._engine.pause(mode, timeout)  # not `_during`, for which it would begin an update
+            self.handle.pause(mode, timeout)  # not `_during`, for which it would begin an update
             if flush:
                 self.flush(deadline.left)
 
