@@ -248,10 +248,10 @@ class Sync(Updates):
             lending = self._lending = Lending(self._group, self._lender, *known)
         if lending is None:
             return
-        news, pattern = lending.news, lending.pattern
+        pattern = lending.pattern
         self._lender.look(sources, gpu)
         lending.share()
-        if lending.news != news and lending.pattern != pattern and connection is not None:
+        if lending.pattern != pattern and connection is not None:
             self._connection = None
             connection.close()
         if lending.empty and self._delivery == "auto":

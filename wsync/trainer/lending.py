@@ -230,6 +230,8 @@ class Lending:
         self._passed: set[int] = set()  # segments that the homes have
         self.news = 0  # counts what `share` has brought
         self.places: list[list[Bound | None]] = [[] for _ in range(group.size)]
+        # a byte for each buffer of a rank, 1 where it can be read in place: what plans are made for
+        self.pattern = (b"",) * group.size
         self.obstacles = [""] * group.size
         self.segments: dict[Segment, _core.Memory] = {}
 
@@ -238,19 +240,14 @@ class Lending:
         it; counts: how many each rank has."""
         found = bytearray()
         for rank, count in enumerate(counts):
-            near, places = self._hosts[rank] == host, self.places[rank]
-            found += bytes(near and n < len(places) and bool(places[n]) for n in range(count))
+            near = self.pattern[rank] if self._hosts[rank] == host else b""
+            found += near[:count].ljust(count, b"\0")
         return bytes(found)
 
     @property
     def empty(self) -> bool:
         """Whether no rank lends anything."""
-        return not any(any(places) for places in self.places)
-
-    @property
-    def pattern(self) -> list[bytes]:
-        """Which buffers of every rank can be read in place: a plan is made for one of these."""
-        return [bytes(place is not None for place in places) for places in self.places]
+        return not any(any(lent) for lent in self.pattern)
 
     def share(self) -> None:
         """Tells all ranks where this one's buffers lie, if that is news, and has the homes on its
@@ -289,6 +286,8 @@ class Lending:
         """One rank after another has its turn, so that no two wait for each other."""
         rank = self._group.rank
         self.places[owner] = [place and Bound(*place) for place in told["places"]]
+        lent = bytes(place is not None for place in self.places[owner])
+        self.pattern = (*self.pattern[:owner], lent, *self.pattern[owner + 1 :])
         self.obstacles[owner] = told["obstacle"]
         if owner == rank:
             self._pass(told["new"], doors)
