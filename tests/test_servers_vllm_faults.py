@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.nursery import run
 from support.server_answers import Answer
-from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, kept, recomputed
+from support.server_models import PATIENCE, PROMPT, checkpoint, kept, recomputed
 from support.server_phases import before
 from support.vllm_server import Nursery, Server
 
@@ -22,8 +22,9 @@ import wsync
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 TRAINER = Path(__file__).parent / "support" / "server_trainer.py"
 TOKENS = 12
-LONG = 1000  # tokens of an answer during which an update runs
-LONGEST = 8000  # of one that is to be aborted: a server makes more than 1000 a second
+# Tokens of an answer during which an update runs.  A server makes a thousand a second, and on a
+# busy machine it is seconds before it has sent the first of them.
+LONG = 8000
 BEFORE = 5  # that have come when it begins
 PHASES = ("round", "prepared", "close")
 
@@ -86,13 +87,12 @@ MODES = ("abort", "retract", "in_place")
 @pytest.mark.parametrize("mode", MODES)
 def test_an_answer_says_which_weights_each_token_is_of(lab: Lab, mode: str) -> None:
     old, new = lab.models
-    count = LONGEST if mode == "abort" else LONG
     with lab.connect(pause_mode=mode, flush_cache=mode != "in_place") as sync:
         sync.update(old.weights, version="old")
-        with Generating(lab.server, count) as answer:
+        with Generating(lab.server, LONG) as answer:
             answer.read(BEFORE)
             sync.update(new.weights, version="new")
-            answer.read(count + 1)
+            answer.read(LONG + 1)
     versions = answer.last["weight_versions"]
     changed = versions[0]["end"]
     assert changed >= BEFORE
@@ -100,19 +100,11 @@ def test_an_answer_says_which_weights_each_token_is_of(lab: Lab, mode: str) -> N
     assert all(old.says(answer.tokens[:changed]))
     if mode == "abort":
         assert answer.last["finish_reason"] == "abort"
-        assert len(versions) == 1 and len(answer.tokens) == changed < count
+        assert len(versions) == 1 and len(answer.tokens) == changed < LONG
     else:
         assert versions[1:] == [{"version": "new", "start": changed, "end": LONG}]
-        assert changed in changes(mode, answer.tokens, changed, old, new)
-
-
-def changes(
-    mode: str, tokens: list[int], changed: int, old: Checkpoint, new: Checkpoint
-) -> list[int]:
-    """After how many tokens the weights can have changed."""
-    if mode == "retract":
-        return recomputed(tokens, old, new)
-    return kept(tokens[: changed + 50], old, new)  # each place is a pass of the model
+        made = recomputed if mode == "retract" else kept
+        assert made(answer.tokens, changed, old, new)
 
 
 @pytest.mark.parametrize("phase", PHASES)

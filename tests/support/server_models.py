@@ -57,31 +57,20 @@ def likely(logits: torch.Tensor, tokens: Sequence[int]) -> list[bool]:
     return answer
 
 
-def kept(tokens: list[int], old: Checkpoint, new: Checkpoint) -> list[int]:
-    """After how many tokens the weights can have changed, where what had been computed for the
-    earlier ones was kept."""
+def kept(tokens: list[int], changed: int, old: Checkpoint, new: Checkpoint) -> bool:
+    """Whether the old weights may have made tokens[:changed], and the new ones the others, from
+    what had been computed for the earlier ones."""
     with torch.no_grad():
-        found = []
-        for changed in range(1, len(tokens)):
-            if not all(old.says(tokens[:changed])):
-                break
-            before = PROMPT + tokens[: changed - 1]
-            cache = old.model(torch.tensor([before]), use_cache=True).past_key_values
-            rest = torch.tensor([tokens[changed - 1 : -1]])
-            logits = new.model(rest, past_key_values=cache).logits[0]
-            if all(likely(logits, tokens[changed:])):
-                found.append(changed)
-    return found
+        before = PROMPT + tokens[: changed - 1]
+        cache = old.model(torch.tensor([before]), use_cache=True).past_key_values
+        rest = torch.tensor([tokens[changed - 1 : -1]])
+        logits = new.model(rest, past_key_values=cache).logits[0]
+    return all(old.says(tokens[:changed])) and all(likely(logits, tokens[changed:]))
 
 
-def recomputed(tokens: list[int], old: Checkpoint, new: Checkpoint) -> list[int]:
+def recomputed(tokens: list[int], changed: int, old: Checkpoint, new: Checkpoint) -> bool:
     """The same where everything is computed anew."""
-    before, after = old.says(tokens), new.says(tokens)
-    return [
-        changed
-        for changed in range(1, len(tokens))
-        if all(before[:changed]) and all(after[changed:])
-    ]
+    return all(old.says(tokens[:changed])) and all(new.says(tokens)[changed:])
 
 
 def checkpoint(folder: Path, seed: int, *, experts: bool, dtype: torch.dtype) -> Checkpoint:
