@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words += further
     print(f"the model: {given.model}", file=sys.stderr)
     print(f"the engine, for wsync: {'vllm+' * (engine == 'vllm')}http://127.0.0.1:{port}")
-    shown = [f"{name}={shlex.quote(value)}" for name, value in settings.items() if len(value) < 99]
+    shown = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     print(*shown, "python -P", shlex.join(words), flush=True)
     os.execve(sys.executable, [sys.executable, "-P", *words], {**os.environ, **settings})
 

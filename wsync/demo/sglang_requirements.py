@@ -5,7 +5,7 @@ from __future__ import annotations
 VERSION = "0.5.23"  # that the demo has been seen with
 # as pip takes them with --no-deps; vLLM's model classes need no more
 PACKAGES = (
-    *("transformers==5.17.0", "huggingface_hub<2", "tokenizers", "safetensors", "regex"),
+    *("transformers==5.19.0", "huggingface_hub<2", "tokenizers", "safetensors", "regex"),
     *("psutil", "pybase64", "orjson", "msgspec", "einops", "pyzmq", "pillow", "dill", "gguf"),
     *("compressed-tensors", "requests", "hf-xet", "typer", "shellingham", "rich", "click"),
     *("httpx", "httpcore", "h11", "anyio", "sniffio", "pyyaml", "loguru"),

@@ -210,7 +210,7 @@ class VllmServer:
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self._http = HttpHandle(url, workers=1, api_key=api_key)
-        self.name = self._http.name
+        self.name = f"vllm+{self._http.name}"  # as it is given
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         answer = self._post("/collective_rpc", {"method": method, "args": list(args)})

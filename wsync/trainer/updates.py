@@ -264,8 +264,9 @@ class Updates(abc.ABC):
         _log.info("wsync: %s", "; ".join(filter(None, [str(report), self.reached])))
         for engine, reason in report.own_loading.items():
             self._warn(
-                f"engine {engine} loads by its own load_weights, which takes longer than wsync's "
-                f"copies, {reason}; what it only copies (slices, transposes, casts) is learnt"
+                f"engine {engine} gets every weight, but by its own load_weights, which takes "
+                f"longer than wsync's copies: {reason} (what it only copies, as slices, transposes "
+                "and casts, is learnt)"
             )
         if report.learning_seconds > _NOTABLE_SECONDS:
             self._warn(
