@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,6 +188,35 @@ def test_shared_mappings_are_found_by_address() -> None:
     (other,) = maps.find([(again.address, 5)])
     assert other is not None and other.file != place.file
     maps.close()
+
+
+@pytest.mark.parametrize("becomes", ["closed", "another"])
+def test_a_descriptor_that_a_thread_closes_meanwhile_lends_nothing_else(
+    becomes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, other = memory_of(b"mine", PAGE), memory_of(b"other", PAGE)
+    own, stat = memory.fileno(), os.stat
+    file = os.fstat(own).st_ino
+    loose = os.dup(own)
+
+    def closing(path: Any, **given: Any) -> os.stat_result:
+        found = stat(path, **given)
+        if path == f"/proc/self/fd/{loose}":
+            os.dup2(other.fileno(), loose) if becomes == "another" else os.close(loose)
+        return found
+
+    maps = SharedMaps()
+    (place,) = maps.find([(memory.address, 4)])
+    assert place is not None and place.file.inode == file
+    monkeypatch.setattr(os, "stat", closing)
+    # those of the memory itself come later
+    monkeypatch.setattr(os, "listdir", lambda path: [str(loose), str(own)])
+    borrowed = maps.borrow([place.file])[place.file]
+    monkeypatch.undo()
+    assert bytes(memoryview(borrowed)[:4]) == b"mine"
+    maps.close()
+    if becomes == "another":
+        os.close(loose)
 
 
 def test_memory_of_system_v_is_not_lent() -> None:

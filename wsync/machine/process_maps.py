@@ -6,7 +6,7 @@ of a multiprocessing.shared_memory, or anything else that maps a file without a 
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import re
 from bisect import bisect_right
@@ -99,15 +99,30 @@ class SharedMaps:
         wanted, borrowed = set(files), dict[File, _core.Memory]()
         if not wanted:
             return borrowed
+
+        def take(fd: int) -> None:
+            """Another thread may have closed a descriptor that is not ours, and its number may be
+            that of another file by now: what has been borrowed is looked at."""
+            try:
+                memory = _core.Memory.borrow(fd)
+            except _core.PeerRefusedError:  # a file on a disk
+                return
+            except _core.SystemCallError as error:
+                if error.native == errno.EBADF:
+                    return
+                raise
+            file = _file_of(os.fstat(memory.fileno()))
+            if file in wanted:
+                borrowed[file] = memory
+                wanted.discard(file)
+
         for name in os.listdir("/proc/self/fd"):
             try:
                 file = _file_of(os.stat(f"/proc/self/fd/{name}"))
             except OSError:  # closed since
                 continue
             if file in wanted:
-                with contextlib.suppress(_core.PeerRefusedError):  # a file on a disk
-                    borrowed[file] = _core.Memory.borrow(int(name))
-                wanted.discard(file)
+                take(int(name))
         for mapping in self._found:
             if mapping.file not in wanted:
                 continue
@@ -116,12 +131,9 @@ class SharedMaps:
             except OSError:  # it has no name any more, or none that can be opened
                 continue
             try:
-                if _file_of(os.fstat(fd)) == mapping.file:
-                    with contextlib.suppress(_core.PeerRefusedError):
-                        borrowed[mapping.file] = _core.Memory.borrow(fd)
+                take(fd)
             finally:
                 os.close(fd)
-            wanted.discard(mapping.file)
         return borrowed
 
 
