@@ -322,6 +322,19 @@ def test_a_buffer_that_serves_for_one_name_after_another_is_refused() -> None:
     assert len({from_tensors(tied).bind()[i][0] for i in range(3)}) == 1
 
 
+def test_a_dict_that_makes_its_tensors_is_no_plain_one() -> None:
+    class Lazy(dict[str, torch.Tensor]):
+        def __init__(self) -> None:
+            super().__init__({name: torch.zeros(4) for name in "ab"})
+            self.buffer = torch.zeros(4)
+
+        def items(self) -> Any:
+            return ((name, self.buffer.fill_(number)) for number, name in enumerate(self))
+
+    with pytest.raises(LayoutError, match=r"a: the mapping has written"):
+        from_tensors(Lazy())
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_buffer_that_serves_in_parts_is_refused(counted: bool) -> None:
     """Each tensor lies at its end."""

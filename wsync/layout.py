@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from wsync import _core
 from wsync.families.registry import TOGETHER
@@ -30,13 +31,17 @@ def global_name(name: str) -> str:
     return name
 
 
+# of what holds its tensors; a subclass with one of its own may make them
+_STORED: Final = (dict.items, OrderedDict.items)
+
+
 def items_of(tensors: Mapping[str, _T]) -> list[tuple[str, _T]]:
     """All items at once: another thread may change the mapping.
 
     Raises LayoutError where a mapping that makes its tensors writes to one that it has given
     before, and gives that memory, or a part of it, under another name, too.
     """
-    if isinstance(tensors, dict):
+    if type(tensors).items in _STORED:
         return list(tensors.items())
     return kept(tensors.items(), tensors.__getitem__)
 

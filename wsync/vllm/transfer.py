@@ -13,7 +13,9 @@ installed beside vLLM.  A trainer gives vLLM's factory a TrainerInitInfo:
     engine.send_weights()
 
 The source's whole tensors go through wsync's ring to each worker, which has them loaded as
-WorkerExtension does.  As with vLLM's other backends the caller pauses generation, empties caches
+WorkerExtension does.  A source that makes its tensors gives each one memory of its own: one that
+fills the same memory again is refused, unless it writes where torch does not count (`.data`,
+numpy).  As with vLLM's other backends the caller pauses generation, empties caches
 and has the engine resume.  Where a trainer has died within an update, the engine's
 finish_weight_update is to be called before another one's.  Not supported: data-parallel engines,
 and draft models.
