@@ -252,8 +252,8 @@ def test_the_engine_may_number_the_gpus_differently(trainer: Ranks) -> None:
 @pytest.mark.parametrize(
     ("settings", "shape", "rounds"),
     [
-        # what is uploaded shares a queue with what waits
-        ({"CONNECTIONS": "1"}, (64, 4096), 1 << 16),
+        # what is uploaded shares a queue with what waits, on a GPU without priorities
+        ({"CONNECTIONS": "1", "PRIORITIES": "1"}, (64, 4096), 1 << 16),
         # memory for what is uploaded may wait for all that runs
         ({"SYNCS": "1"}, (64, 4096), 1 << 16),
         # what is fed fills the queue in which it waits

@@ -196,6 +196,9 @@ enum {
       (unsigned count, wsync_cu_pointer_attribute_t *attributes, void **values,            \
        wsync_cu_ptr_t at))                                                                 \
     X(stream_create, cuStreamCreate, 2000, (wsync_cu_stream_t * stream, unsigned flags))   \
+    X(stream_create_with_priority, cuStreamCreateWithPriority, 5050,                       \
+      (wsync_cu_stream_t * stream, unsigned flags, int priority))                          \
+    X(context_priorities, cuCtxGetStreamPriorityRange, 5050, (int *least, int *greatest))  \
     X(stream_destroy, cuStreamDestroy, 4000, (wsync_cu_stream_t stream))                   \
     X(stream_query, cuStreamQuery, 2000, (wsync_cu_stream_t stream))                       \
     X(stream_synchronize, cuStreamSynchronize, 2000, (wsync_cu_stream_t stream))           \

@@ -31,25 +31,43 @@ typedef struct sorted {
     part_t direct;
 } sorted_t;
 
+/* Of the two streams only the one that may wait for another process has a priority: the
+ * greatest, which torch and NCCL do not ask for.  Streams of one priority share queues of
+ * the device, and behind a wait nothing of such a queue runs. */
+static wsync_status_t make_streams(wsync_cuda_runner_t *self, wsync_error_t *err)
+{
+    const wsync_cuda_driver_t *driver = self->device->driver;
+    const char *call = "cuCtxGetStreamPriorityRange";
+    int least = 0;
+    int greatest = 0;
+    wsync_cu_result_t code = driver->context_priorities(&least, &greatest);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        call = "cuStreamCreateWithPriority";
+        code = driver->stream_create_with_priority(&self->stream,
+                                                   WSYNC_CU_STREAM_NON_BLOCKING, greatest);
+    }
+    if (code == WSYNC_CU_SUCCESS) {
+        call = "cuStreamCreate";
+        code = driver->stream_create(&self->uploads, WSYNC_CU_STREAM_NON_BLOCKING);
+    }
+    return wsync_cuda_check(driver, code, call, err, "a stream of %s", self->device->label);
+}
+
 wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,
                                       const wsync_cuda_device_t *device, unsigned threads,
                                       wsync_error_t *err)
 {
-    wsync_cu_result_t code;
+    wsync_status_t status;
 
     runner->device = device;
     runner->threads = threads;
     runner->spans.device = device;
-    code = device->driver->stream_create(&runner->stream, WSYNC_CU_STREAM_NON_BLOCKING);
-    if (code == WSYNC_CU_SUCCESS) {
-        code =
-            device->driver->stream_create(&runner->uploads, WSYNC_CU_STREAM_NON_BLOCKING);
-    }
+    status = make_streams(runner, err);
     runner->segments = (wsync_cuda_tables_t){.device = device, .uploads = runner->uploads};
     runner->pieces = (wsync_cuda_tables_t){.device = device, .uploads = runner->uploads};
     runner->addresses = (wsync_cuda_tables_t){.device = device, .uploads = runner->uploads};
-    return wsync_cuda_check(device->driver, code, "cuStreamCreate", err, "a stream of %s",
-                            device->label);
+    return status;
 }
 
 void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner)

@@ -20,7 +20,7 @@ typedef struct wsync_cuda_buffers {
  * at a time, but for settle and abandon. */
 typedef struct wsync_cuda_runner {
     const wsync_cuda_device_t *device;
-    wsync_cu_stream_t stream;  /* owned */
+    wsync_cu_stream_t stream;  /* owned; of the greatest priority */
     unsigned threads;          /* of the host, to read memory that the device cannot */
     wsync_cu_stream_t uploads; /* owned */
     wsync_cuda_tables_t segments;

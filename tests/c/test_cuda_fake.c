@@ -615,6 +615,35 @@ TEST(streams_share_queues)
     CU(cu->host_unregister(words));
 }
 
+/* And with it those of its priority alone. */
+TEST(streams_of_other_priorities_have_queues_of_their_own)
+{
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_stream_t first = NULL;
+    wsync_cu_stream_t stream;
+    wsync_cu_ptr_t gate_at = 0;
+    uint64_t word = 0;
+    int least = 1;
+    int greatest = 1;
+
+    choose_fake("WSYNC_FAKE_CUDA_CONNECTIONS", "1");
+    cu = enter_device(0);
+    CU(cu->context_priorities(&least, &greatest));
+    CHECK(least == 0 && greatest == -5);
+    CHECK_EQ(cu->stream_create_with_priority(&first, 1, greatest - 1),
+             WSYNC_CU_INVALID_VALUE);
+    CU(cu->stream_create_with_priority(&first, 1, greatest));
+    stream = make_stream(cu);
+    CU(cu->host_register(&word, sizeof(word), 0));
+    CU(cu->host_pointer(&gate_at, &word, 0));
+    CU(cu->stream_wait_value(first, gate_at, 1, 0));
+    CU(cu->stream_write_value(stream, gate_at, 1, 0));
+    CU(cu->stream_synchronize(first));
+    CU(cu->host_unregister(&word));
+    CU(cu->stream_destroy(first));
+    CU(cu->stream_destroy(stream));
+}
+
 TEST(devices_may_not_reach_each_other)
 {
     const wsync_cuda_driver_t *cu;

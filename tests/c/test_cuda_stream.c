@@ -2,6 +2,7 @@
  * GPU streams on tests/fakecuda: what they ask of the driver, against the host backend, and
  * with every call failing. */
 #include "cuda_rig.h"
+#include "device/deadline.h"
 
 TEST(copies_are_those_of_the_host)
 {
@@ -82,6 +83,55 @@ TEST(a_round_is_one_wait_one_launch_one_record)
     wsync_memory_destroy(control);
     wsync_memory_destroy(from);
     wsync_memory_destroy(to);
+    (void)unlink(path);
+    (void)close(fd);
+}
+
+static bool becomes_idle(const wsync_cuda_driver_t *driver, wsync_cu_stream_t stream)
+{
+    const uint64_t deadline = wsync_deadline_ns(PATIENT_MS);
+
+    while (driver->stream_query(stream) == WSYNC_CU_NOT_READY &&
+           wsync_clock_ns() < deadline) {
+        (void)usleep(1000);
+    }
+    return driver->stream_query(stream) == WSYNC_CU_SUCCESS;
+}
+
+/* Where streams share one queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1, those of torch and
+ * NCCL go on while wsync's waits for another process, and so do uploads. */
+TEST(a_stream_that_waits_keeps_no_others)
+{
+    char path[] = "/var/tmp/wsync-calls-XXXXXX";
+    char text[CALLS_NBYTES];
+    const int fd = open_log(path);
+    const wsync_cuda_driver_t *driver;
+    wsync_cu_stream_t other = NULL;
+    wsync_stream_t *uploader;
+    wsync_error_t err = {0};
+    off_t before;
+    rig_t rig;
+
+    choose_fake("WSYNC_FAKE_CUDA_CONNECTIONS", "1");
+    driver = enter_device(0);
+    CU(driver->stream_create(&other, WSYNC_CU_STREAM_NON_BLOCKING));
+    rig = make_rig(NBYTES);
+    before = lseek(fd, 0, SEEK_END);
+    uploader = make_stream(rig.base);
+    read_calls(fd, before, text);
+    CHECK_STR(text, "cuStreamCreateWithPriority cuStreamCreate ");
+    CHECK_OK(wsync_stream_wait(rig.stream, (wsync_event_t){rig.control, 0}, 1, &err), err);
+    CU(driver->memset_async((uintptr_t)rig.target.data, 1, 64, other));
+    CHECK(becomes_idle(driver, other));
+    /* Its tables are on the device when this returns. */
+    CHECK_OK(wsync_stream_copy_list(uploader, shapes, SHAPES, &rig.target, 1, &rig.target,
+                                    1, &err),
+             err);
+    CHECK_EQ(wsync_stream_synchronize(rig.stream, 0, &err), WSYNC_ERR_TIMEOUT);
+    wsync_event_set((wsync_event_t){rig.control, 0}, 1);
+    CU(driver->stream_destroy(other));
+    wsync_stream_destroy(uploader);
+    end_rig(&rig);
     (void)unlink(path);
     (void)close(fd);
 }

@@ -47,6 +47,7 @@ TEST(streams_may_share_a_queue)
 {
     CHECK_EQ(setenv("WSYNC_FAKE_CUDA_CONNECTIONS", "1", 1), 0);
     run_ranks(3, -1, serve_one);
+    CHECK_EQ(setenv("WSYNC_FAKE_CUDA_PRIORITIES", "1", 1), 0);
     run_ranks(3, -1, serve_all);
 }
 

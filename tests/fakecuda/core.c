@@ -270,6 +270,8 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.shown = fake_read_number("WSYNC_FAKE_CUDA_SHOWN", 0) != 0;
         fake.sizes = fake_read_number("WSYNC_FAKE_CUDA_SIZES", 0) != 0;
         fake.connections = fake_read_number("WSYNC_FAKE_CUDA_CONNECTIONS", 0);
+        fake.priorities =
+            fake_read_number("WSYNC_FAKE_CUDA_PRIORITIES", 0) == 1 ? 1 : FAKE_PRIORITIES;
         fake.syncs = fake_read_number("WSYNC_FAKE_CUDA_SYNCS", 0) != 0;
         fake.queue = fake_read_number("WSYNC_FAKE_CUDA_QUEUE", 0);
         fake.seed = (unsigned)fake_read_number("WSYNC_FAKE_CUDA_SEED", 1);
@@ -454,6 +456,17 @@ wsync_cu_result_t fake_context_pop(wsync_cu_context_t *context)
         *context = top;
     }
     return fake_leave(WSYNC_CU_SUCCESS);
+}
+
+wsync_cu_result_t fake_context_priorities(int *least, int *greatest)
+{
+    struct wsync_cu_context *context = NULL;
+    const wsync_cu_result_t code =
+        fake_enter_context("cuCtxGetStreamPriorityRange", &context);
+
+    *least = 0;
+    *greatest = 1 - fake.priorities;
+    return code;
 }
 
 /* --- pages that processes share --------------------------------------------------------

@@ -20,6 +20,7 @@ enum {
     FAKE_MAX_PARAMETERS = 8,
     FAKE_PARAMETER_NBYTES = 256,
     FAKE_LACKS = 64,
+    FAKE_PRIORITIES = 6,
     FAKE_KERNELS = 3,
     FAKE_SHARED_NBYTES = 48 * 1024, /* of a block, unless more is asked for before */
     FAKE_OUT_OF_RESOURCES = 701,    /* CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES */
@@ -147,7 +148,8 @@ struct wsync_cu_stream {
     bool running; /* the head, without the lock */
     bool destroyed;
     size_t length;  /* of the queue */
-    size_t channel; /* of the device, that it shares with others */
+    size_t channel; /* of the device, that it shares with others of its priority */
+    int priority;   /* 0, and below: sooner */
 };
 
 struct wsync_cu_function {
@@ -179,11 +181,12 @@ typedef struct fake_state {
     char lacks[FAKE_LACKS]; /* numbers of attributes, between commas */
     bool shown;             /* the processor reaches device memory where the device does */
     bool sizes;
-    size_t connections; /* queues of the device that streams share; 0: each has its own */
-    bool syncs;         /* calls that may wait for all that runs do */
-    size_t queue;       /* operations that a stream holds; 0: any number */
+    size_t connections; /* queues of a priority that streams share; 0: each has its own */
+    int priorities;
+    bool syncs;   /* calls that may wait for all that runs do */
+    size_t queue; /* operations that a stream holds; 0: any number */
     uint64_t next_number;
-    size_t next_channel;
+    size_t next_channels[FAKE_PRIORITIES];
     unsigned seed;
     struct wsync_cu_context contexts[FAKE_MAX_DEVICES];
     fake_physical_t *physicals;

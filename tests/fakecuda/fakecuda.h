@@ -14,9 +14,11 @@
  *   WSYNC_FAKE_CUDA_DELAY_US  longest random pause before an operation of a stream (100)
  *   WSYNC_FAKE_CUDA_SEED      of the pauses (1)
  *   WSYNC_FAKE_CUDA_CONNECTIONS
- *                             N: streams, whoever made them, take turns at so many queues,
- *                             where what waits blocks what came later, as with
- *                             CUDA_DEVICE_MAX_CONNECTIONS=N (0: each has its own)
+ *                             N: streams of one priority, whoever made them, take turns at
+ *                             so many queues, where what waits blocks what came later, as
+ *                             with CUDA_DEVICE_MAX_CONNECTIONS=N (0: each has its own)
+ *   WSYNC_FAKE_CUDA_PRIORITIES
+ *                             1: streams have no priorities (0: six of them)
  *   WSYNC_FAKE_CUDA_SYNCS     1: calls that may wait for the device, which are those that
  *                             take and give back memory and modules, do (0)
  *   WSYNC_FAKE_CUDA_QUEUE     operations that a stream takes before it keeps callers (any)

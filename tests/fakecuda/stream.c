@@ -134,8 +134,9 @@ static void free_stream(struct wsync_cu_stream *stream)
 static bool is_blocked(const struct wsync_cu_stream *self, const fake_op_t *op)
 {
     for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
-        if (at != self && at->channel == self->channel && at->context == self->context &&
-            at->head != NULL && at->head->number < op->number) {
+        if (at != self && at->channel == self->channel && at->priority == self->priority &&
+            at->context == self->context && at->head != NULL &&
+            at->head->number < op->number) {
             return true;
         }
     }
@@ -238,16 +239,30 @@ void fake_synchronize(void)
     fake_unlock();
 }
 
-wsync_cu_result_t fake_stream_create(wsync_cu_stream_t *stream, unsigned flags)
+/* A queue of its priority; locked. */
+static size_t next_channel(int priority)
+{
+    size_t *next = &fake.next_channels[-priority];
+
+    return fake.connections > 0 ? (*next)++ % fake.connections : 0;
+}
+
+/* For a priority that is not there the real one takes the nearest. */
+static wsync_cu_result_t make_stream(const char *call, unsigned flags, int priority,
+                                     wsync_cu_stream_t *stream)
 {
     struct wsync_cu_context *context = NULL;
     struct wsync_cu_stream *made;
     pthread_attr_t attributes;
     pthread_t thread;
-    wsync_cu_result_t code = fake_enter_context("cuStreamCreate", &context);
+    wsync_cu_result_t code = fake_enter_context(call, &context);
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;
+    }
+    if (priority > 0 || priority < 1 - fake.priorities) {
+        return fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: priority %d of 0 to %d", call,
+                           priority, 1 - fake.priorities);
     }
     made = calloc(1, sizeof(*made));
     if (made == NULL || flags > WSYNC_CU_STREAM_NON_BLOCKING) {
@@ -255,12 +270,13 @@ wsync_cu_result_t fake_stream_create(wsync_cu_stream_t *stream, unsigned flags)
         return WSYNC_CU_INVALID_VALUE;
     }
     made->context = context;
+    made->priority = priority;
     (void)pthread_cond_init(&made->changed, NULL);
     (void)pthread_attr_init(&attributes);
     (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     fake_lock();
     made->seed = fake.seed++;
-    made->channel = fake.connections > 0 ? fake.next_channel++ % fake.connections : 0;
+    made->channel = next_channel(priority);
     made->next = fake.streams;
     fake.streams = made;
     if (pthread_create(&thread, &attributes, stream_main, made) != 0) {
@@ -272,6 +288,17 @@ wsync_cu_result_t fake_stream_create(wsync_cu_stream_t *stream, unsigned flags)
     fake_unlock();
     (void)pthread_attr_destroy(&attributes);
     return code;
+}
+
+wsync_cu_result_t fake_stream_create(wsync_cu_stream_t *stream, unsigned flags)
+{
+    return make_stream("cuStreamCreate", flags, 0, stream);
+}
+
+wsync_cu_result_t fake_stream_create_with_priority(wsync_cu_stream_t *stream,
+                                                   unsigned flags, int priority)
+{
+    return make_stream("cuStreamCreateWithPriority", flags, priority, stream);
 }
 
 /* The stream if it lives and belongs to the context (NULL: to any); locked. */
