@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,12 +19,17 @@ typedef struct entry {
     const char *symbol;
     int version;
     size_t offset; /* in the table */
+    bool later;    /* may be missing */
 } entry_t;
 
 static const entry_t entries[] = {
 #define ENTRY(member, symbol, version, parameters) \
-    {#symbol, version, offsetof(wsync_cuda_driver_t, member)},
+    {#symbol, version, offsetof(wsync_cuda_driver_t, member), false},
     WSYNC_CUDA_MAP(ENTRY)
+#undef ENTRY
+#define ENTRY(member, symbol, version, parameters) \
+    {#symbol, version, offsetof(wsync_cuda_driver_t, member), true},
+        WSYNC_CUDA_LATER_MAP(ENTRY)
 #undef ENTRY
 };
 
@@ -91,6 +97,9 @@ static wsync_status_t look_up(lookup_func_t lookup, const char *only, wsync_erro
                       WSYNC_CU_LOOKUP_LEGACY_STREAM, &found);
         if (code == WSYNC_CU_STUB_LIBRARY) {
             return fail_load(code, "cuGetProcAddress", err);
+        }
+        if ((code != WSYNC_CU_SUCCESS || address == NULL) && entry->later) {
+            continue;
         }
         if (code != WSYNC_CU_SUCCESS || address == NULL) {
             return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, code, "cuGetProcAddress",

@@ -54,6 +54,14 @@ typedef struct wsync_cu_access {
     int flags;
 } wsync_cu_access_t;
 
+/* Of the copies of a batch. */
+typedef struct wsync_cu_copy_attributes {
+    int source_order; /* when a source may be read */
+    wsync_cu_location_t source_hint;
+    wsync_cu_location_t destination_hint;
+    unsigned flags;
+} wsync_cu_copy_attributes_t;
+
 enum {
     WSYNC_CU_SUCCESS = 0,
     WSYNC_CU_INVALID_VALUE = 1,
@@ -95,6 +103,8 @@ enum {
     WSYNC_CU_WAIT_GEQ = 0,
     WSYNC_CU_EVENT_DISABLE_TIMING = 2,
     WSYNC_CU_EVENT_INTERPROCESS = 4,
+    WSYNC_CU_COPY_ORDER_STREAM = 1,
+    WSYNC_CU_COPY_BESIDE_KERNELS = 1, /* by copy engines, where that can be chosen */
     /* Streams mean what they mean in programs that do not ask for one default stream a
      * thread. */
     WSYNC_CU_LOOKUP_LEGACY_STREAM = 1,
@@ -239,10 +249,18 @@ enum {
        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_nbytes,       \
        wsync_cu_stream_t stream, void **parameters, void **extra))
 
+/* The same of functions that older drivers lack: NULL there. */
+#define WSYNC_CUDA_LATER_MAP(X)                                                        \
+    X(memcpy_batch_async, cuMemcpyBatchAsync, 12080,                                   \
+      (wsync_cu_ptr_t * destinations, wsync_cu_ptr_t * sources, size_t *sizes,         \
+       size_t count, wsync_cu_copy_attributes_t *attributes, size_t *attribute_starts, \
+       size_t attribute_count, size_t *failed, wsync_cu_stream_t stream))
+
 typedef struct wsync_cuda_driver {
 #define WSYNC_CUDA_MEMBER(member, symbol, version, parameters) \
     wsync_cu_result_t(*member) parameters; /* NOLINT(bugprone-macro-parentheses) */
     WSYNC_CUDA_MAP(WSYNC_CUDA_MEMBER)
+    WSYNC_CUDA_LATER_MAP(WSYNC_CUDA_MEMBER)
 #undef WSYNC_CUDA_MEMBER
     int version; /* of CUDA that the driver speaks: 12080 is 12.8 */
     int device_count;

@@ -50,6 +50,10 @@ SAME(WSYNC_CU_WAIT_GEQ, CU_STREAM_WAIT_VALUE_GEQ);
 SAME(WSYNC_CU_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING);
 SAME(WSYNC_CU_EVENT_INTERPROCESS, CU_EVENT_INTERPROCESS);
 SAME(WSYNC_CU_LOOKUP_LEGACY_STREAM, CU_GET_PROC_ADDRESS_LEGACY_STREAM);
+#if CUDA_VERSION >= 12080
+SAME(WSYNC_CU_COPY_ORDER_STREAM, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM);
+SAME(WSYNC_CU_COPY_BESIDE_KERNELS, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE);
+#endif
 
 SAME(WSYNC_CU_POINTER_TYPE, CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
 SAME(WSYNC_CU_POINTER_DEVICE_ADDRESS, CU_POINTER_ATTRIBUTE_DEVICE_POINTER);
@@ -90,6 +94,13 @@ SAME(sizeof(wsync_cu_property_t), sizeof(CUmemAllocationProp));
 FIELD(wsync_cu_access_t, location, CUmemAccessDesc, location);
 FIELD(wsync_cu_access_t, flags, CUmemAccessDesc, flags);
 SAME(sizeof(wsync_cu_access_t), sizeof(CUmemAccessDesc));
+#if CUDA_VERSION >= 12080
+FIELD(wsync_cu_copy_attributes_t, source_order, CUmemcpyAttributes, srcAccessOrder);
+FIELD(wsync_cu_copy_attributes_t, source_hint, CUmemcpyAttributes, srcLocHint);
+FIELD(wsync_cu_copy_attributes_t, destination_hint, CUmemcpyAttributes, dstLocHint);
+FIELD(wsync_cu_copy_attributes_t, flags, CUmemcpyAttributes, flags);
+SAME(sizeof(wsync_cu_copy_attributes_t), sizeof(CUmemcpyAttributes));
+#endif
 SAME(sizeof(wsync_cu_uuid_t), sizeof(CUuuid));
 SAME(sizeof(wsync_cu_ipc_t), sizeof(CUipcMemHandle));
 SAME(_Alignof(wsync_cu_ipc_t), _Alignof(CUipcMemHandle));
@@ -122,6 +133,7 @@ SAME(sizeof(wsync_cu_handle_type_t), sizeof(CUmemAllocationHandleType));
 #define wsync_cu_ipc_event_t CUipcEventHandle
 #define wsync_cu_property_t CUmemAllocationProp
 #define wsync_cu_access_t CUmemAccessDesc
+#define wsync_cu_copy_attributes_t CUmemcpyAttributes
 #define wsync_cu_attribute_t CUdevice_attribute
 #define wsync_cu_pointer_attribute_t CUpointer_attribute
 #define wsync_cu_granularity_t CUmemAllocationGranularity_flags
@@ -131,3 +143,6 @@ SAME(sizeof(wsync_cu_handle_type_t), sizeof(CUmemAllocationHandleType));
                                                 wsync_cu_result_t(*) parameters), \
                    #symbol " of " #version " has other parameters");
 WSYNC_CUDA_MAP(COMPARE)
+#if CUDA_VERSION >= 12080
+WSYNC_CUDA_LATER_MAP(COMPARE)
+#endif

@@ -680,6 +680,8 @@ TEST(names_mean_what_they_mean_in_a_version)
         {"cuStreamWaitValue64", 9000, 1, WSYNC_CU_NOT_FOUND},
         {"cuEventElapsedTime", 12070, 1, WSYNC_CU_SUCCESS},
         {"cuEventElapsedTime", 12080, 1, WSYNC_CU_NOT_FOUND},
+        {"cuMemcpyBatchAsync", 12080, 1, WSYNC_CU_SUCCESS},
+        {"cuMemcpyBatchAsync", 13000, 1, WSYNC_CU_NOT_FOUND},
         {"cuMemCreate", 13000, 1, WSYNC_CU_SUCCESS},
         {"cuMemCreate", 10010, 1, WSYNC_CU_NOT_FOUND},
         {"cuLaunchKernel", 4000, 2, WSYNC_CU_NOT_FOUND},
@@ -700,6 +702,58 @@ TEST(names_mean_what_they_mean_in_a_version)
         CHECK_EQ(address != NULL, code == WSYNC_CU_SUCCESS);
         CHECK_EQ(status, code != WSYNC_CU_SUCCESS);
     }
+}
+
+TEST(a_batch_of_copies_has_no_order)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_copy_attributes_t attributes = {.source_order = WSYNC_CU_COPY_ORDER_STREAM};
+    wsync_cu_ptr_t at = 0;
+    wsync_cu_ptr_t from[2];
+    wsync_cu_ptr_t to[2];
+    size_t sizes[2] = {8, 8};
+    size_t start = 0;
+    size_t failed = 0;
+
+    CU(cu->mem_alloc(&at, 64));
+    CU(cu->memset_async(at, 1, 8, stream));
+    CU(cu->memset_async(at + 8, 2, 8, stream));
+    from[0] = at;
+    from[1] = at + 8;
+    to[0] = to[1] = at + 16;
+    CU(cu->memcpy_batch_async(to, from, sizes, 2, &attributes, &start, 1, &failed, stream));
+    CHECK_EQ(failed, SIZE_MAX);
+    CU(cu->stream_synchronize(stream));
+    CHECK_EQ(read_word(cu, at + 16), 0x0101010101010101);
+    to[0] = at + 64;
+    from[1] = at;
+    CHECK_EQ(
+        cu->memcpy_batch_async(to, from, sizes, 2, &attributes, &start, 1, &failed, stream),
+        WSYNC_CU_INVALID_VALUE);
+    CHECK_EQ(failed, 0);
+    CU(cu->stream_synchronize(stream));
+    CHECK_EQ(read_word(cu, at + 16), 0x0101010101010101);
+    sizes[0] = 0;
+    CHECK_EQ(
+        cu->memcpy_batch_async(to, from, sizes, 1, &attributes, &start, 1, &failed, stream),
+        WSYNC_CU_INVALID_VALUE);
+    attributes.source_order = 0;
+    CHECK_EQ(
+        cu->memcpy_batch_async(to, from, sizes, 1, &attributes, &start, 1, &failed, stream),
+        WSYNC_CU_INVALID_VALUE);
+    CU(cu->mem_free(at));
+    CU(cu->stream_destroy(stream));
+}
+
+TEST(a_driver_of_before_has_no_batches)
+{
+    const wsync_cuda_driver_t *cu;
+
+    choose_fake("WSYNC_FAKE_CUDA_VERSION", "12040");
+    cu = load_driver();
+    CHECK_EQ(cu->version, 12040);
+    CHECK(cu->memcpy_batch_async == NULL);
 }
 
 typedef struct caller {

@@ -295,9 +295,14 @@ wsync_cu_result_t cuInit(unsigned flags)
     return fake_init(flags);
 }
 
+int fake_version(void)
+{
+    return (int)fake_read_number("WSYNC_FAKE_CUDA_VERSION", DEFAULT_VERSION);
+}
+
 wsync_cu_result_t fake_driver_get_version(int *version)
 {
-    *version = (int)fake_read_number("WSYNC_FAKE_CUDA_VERSION", DEFAULT_VERSION);
+    *version = fake_version();
     return WSYNC_CU_SUCCESS;
 }
 

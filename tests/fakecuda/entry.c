@@ -31,6 +31,7 @@ static const struct {
     {"cuMemGetInfo", 3020, 0},
     {"cuMemHostGetDevicePointer", 3020, 0},
     {"cuMemHostRegister", 6050, 0},
+    {"cuMemcpyBatchAsync", 12080, 13000},
     {"cuMemcpyDtoHAsync", 3020, 0},
     {"cuMemcpyHtoDAsync", 3020, 0},
     {"cuStreamDestroy", 4000, 0},
@@ -59,7 +60,7 @@ int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_
     } table[] = {
 #define ENTRY(member, symbol, version, parameters) \
     {#symbol, version, (void *)fake_##member},
-        WSYNC_CUDA_MAP(ENTRY)
+        WSYNC_CUDA_MAP(ENTRY) WSYNC_CUDA_LATER_MAP(ENTRY)
 #undef ENTRY
     };
 
@@ -70,7 +71,8 @@ int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_
                            symbol);
     }
     for (size_t i = 0; i < sizeof(table) / sizeof(table[0]); i++) {
-        if (strcmp(symbol, table[i].symbol) != 0 || version < table[i].version) {
+        if (strcmp(symbol, table[i].symbol) != 0 || version < table[i].version ||
+            fake_version() < table[i].version) {
             continue;
         }
         if (!is_played(symbol, version)) {

@@ -205,8 +205,11 @@ extern fake_state_t fake;
 #define FAKE_DECLARE(member, symbol, version, parameters) \
     wsync_cu_result_t fake_##member parameters;
 WSYNC_CUDA_MAP(FAKE_DECLARE)
+WSYNC_CUDA_LATER_MAP(FAKE_DECLARE)
 #undef FAKE_DECLARE
 
+/* Of CUDA, that the driver speaks. */
+int fake_version(void);
 /* Every call begins here: log, planned failure, fork, initialisation. */
 wsync_cu_result_t fake_enter(const char *call);
 /* The same for calls that need a current context. */

@@ -6,6 +6,7 @@
  * undefined is refused, with a line in the log that says why.
  *
  * Environment, read by cuInit:
+ *   WSYNC_FAKE_CUDA_VERSION   of CUDA that the driver speaks (12080)
  *   WSYNC_FAKE_CUDA_DEVICES   how many (1)
  *   WSYNC_FAKE_CUDA_FIRST     number of the first: what another process calls its n-th (0)
  *   WSYNC_FAKE_CUDA_MEMORY    bytes of each (1 GiB)

@@ -511,6 +511,47 @@ wsync_cu_result_t fake_memcpy_async(wsync_cu_ptr_t destination, wsync_cu_ptr_t s
                 HOST_NONE);
 }
 
+/* One attribute for all copies, whose sources are read in the stream's order. */
+static bool good_batch(size_t count, const wsync_cu_copy_attributes_t *attributes,
+                       const size_t *attribute_starts, size_t attribute_count)
+{
+    return count > 0 && attribute_count == 1 && attribute_starts[0] == 0 &&
+           attributes->source_order == WSYNC_CU_COPY_ORDER_STREAM &&
+           (attributes->flags & ~(unsigned)WSYNC_CU_COPY_BESIDE_KERNELS) == 0;
+}
+
+/* Copies of a batch have no order, and here the last comes first: a copy that fails leaves
+ * those behind it enqueued. */
+wsync_cu_result_t fake_memcpy_batch_async(wsync_cu_ptr_t *destinations,
+                                          wsync_cu_ptr_t *sources, size_t *sizes,
+                                          size_t count,
+                                          wsync_cu_copy_attributes_t *attributes,
+                                          size_t *attribute_starts, size_t attribute_count,
+                                          size_t *failed, wsync_cu_stream_t stream)
+{
+    struct wsync_cu_context *context = NULL;
+    wsync_cu_result_t code = fake_enter_context("cuMemcpyBatchAsync", &context);
+
+    *failed = SIZE_MAX;
+    if (code == WSYNC_CU_SUCCESS &&
+        !good_batch(count, attributes, attribute_starts, attribute_count)) {
+        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemcpyBatchAsync: %zu copies", count);
+    }
+    for (size_t i = count; i-- > 0 && code == WSYNC_CU_SUCCESS;) {
+        const fake_op_t op = {.kind = FAKE_COPY,
+                              .destination = (uintptr_t)destinations[i],
+                              .source = (uintptr_t)sources[i],
+                              .nbytes = sizes[i]};
+
+        code = sizes[i] == 0
+                   ? fake_refuse(WSYNC_CU_INVALID_VALUE,
+                                 "cuMemcpyBatchAsync: copy %zu is empty", i)
+                   : submit("cuMemcpyBatchAsync", stream, context, &op, HOST_NONE);
+        *failed = code != WSYNC_CU_SUCCESS ? i : SIZE_MAX;
+    }
+    return code;
+}
+
 wsync_cu_result_t fake_memcpy_in_async(wsync_cu_ptr_t destination, const void *source,
                                        size_t nbytes, wsync_cu_stream_t stream)
 {
