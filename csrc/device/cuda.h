@@ -7,6 +7,7 @@
  *   cuda_memory_legacy.c  memory as IPC handles, of cuda_ipc.c
  *   cuda_stream.c         waits, records and ends; gives batches to cuda_runner.c
  *   cuda_runner.c         a batch: has spans and tables looked up, launches or feeds
+ *   cuda_runs.c           what copy engines copy of it
  *   cuda_quantise.c       the same for a batch of pieces
  *   cuda_spans.c          whose memory a span is
  *   cuda_tables.c         addresses, and what kernel_segments.c and kernel_quantise.c make,

@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Copies from memory that the device reaches are one launch, or one run of a copy engine;
- * the others go through the feed. */
+ * Copies from memory that the device reaches are one launch, and runs for copy engines; the
+ * others go through the feed. */
 #include "device/cuda_runner.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "device/cuda_runs.h"
+
 enum {
-    /* A long run goes to a copy engine. */
-    PLAIN_MIN_NBYTES = 1024 * 1024,
+    /* Runs of a batch that leave room in a queue of the device for those of all rounds that
+     * the host may be ahead. */
+    STEADY_RUNS = 8,
     /* Of the tables that are kept while they may be asked for again: those of plans are as
      * many as plans, those of addresses come with every update whose weights have moved. */
     SEGMENTS_MAX_NBYTES = 256 * 1024 * 1024,
@@ -134,30 +137,6 @@ static wsync_status_t check(const wsync_cuda_runner_t *self, wsync_cu_result_t c
 
 /* --- what the device runs --- */
 
-/* One long run, as the exchange has them: a copy engine moves it, which leaves the
- * multiprocessors to others.  (Pageable memory it would move only while the host waits.) */
-static bool is_plain(const part_t *part)
-{
-    const wsync_copy_t *copy = part->copies;
-
-    return part->count == 1 && copy->ndim == 0 && copy->transform == WSYNC_TRANSFORM_NONE &&
-           copy->row_count * copy->source_item_nbytes >= PLAIN_MIN_NBYTES &&
-           part->sources->places[copy->source_buffer].kind != WSYNC_CUDA_PAGEABLE &&
-           part->destinations->places[copy->destination_buffer].kind != WSYNC_CUDA_PAGEABLE;
-}
-
-static wsync_status_t copy_plain(wsync_cuda_runner_t *self, const part_t *part,
-                                 wsync_error_t *err)
-{
-    const wsync_copy_t *copy = part->copies;
-    const wsync_cu_result_t code = self->device->driver->memcpy_async(
-        part->destinations->places[copy->destination_buffer].at + copy->destination_offset,
-        part->sources->places[copy->source_buffer].at + copy->source_offset,
-        copy->row_count * copy->source_item_nbytes, self->stream);
-
-    return check(self, code, "cuMemcpyAsync", err);
-}
-
 /* The table of the buffers' addresses. */
 static wsync_status_t need_addresses(wsync_cuda_runner_t *self,
                                      wsync_cuda_buffers_t *buffers, wsync_error_t *err)
@@ -202,13 +181,91 @@ static wsync_status_t launch(wsync_cuda_runner_t *self, const part_t *part,
     return check(self, code, "cuLaunchKernel", err);
 }
 
-static wsync_status_t run_part(wsync_cuda_runner_t *self, const part_t *part,
+static const wsync_cuda_place_t *source_of(const part_t *part, const wsync_copy_t *copy)
+{
+    return &part->sources->places[copy->source_buffer];
+}
+
+static const wsync_cuda_place_t *destination_of(const part_t *part,
+                                                const wsync_copy_t *copy)
+{
+    return &part->destinations->places[copy->destination_buffer];
+}
+
+static size_t runs_of(const part_t *part, const wsync_copy_t *copy)
+{
+    return wsync_cuda_runs_of(copy, source_of(part, copy)->kind,
+                              destination_of(part, copy)->kind);
+}
+
+/* Launches `kernel_count` of a part's copies, for which there is room in `copies`, and
+ * gives the others to the copy engines.  */
+static wsync_status_t run_both(wsync_cuda_runner_t *self, const part_t *part,
+                               wsync_copy_t *copies, size_t kernel_count,
+                               wsync_cuda_runs_t *runs, bool *begun, wsync_error_t *err)
+{
+    part_t rest = *part;
+    wsync_status_t status = WSYNC_OK;
+
+    rest.copies = copies;
+    rest.count = 0;
+    for (size_t i = 0; i < part->count; i++) {
+        const wsync_copy_t *copy = &part->copies[i];
+
+        if (runs_of(part, copy) == 0) {
+            copies[rest.count++] = *copy;
+        } else {
+            wsync_cuda_runs_add(runs, copy, source_of(part, copy)->at,
+                                destination_of(part, copy)->at);
+        }
+    }
+    if (wsync_copies_nbytes(copies, kernel_count) > 0) {
+        status = launch(self, &rest, err);
+    }
+    if (status == WSYNC_OK) {
+        *begun = true;
+        self->runs += runs->count;
+        status = wsync_cuda_runs_enqueue(runs, self->device, self->stream, err);
+    }
+    return status;
+}
+
+/* *begun is set as soon as something is enqueued. */
+static wsync_status_t run_part(wsync_cuda_runner_t *self, const part_t *part, bool *begun,
                                wsync_error_t *err)
 {
+    wsync_cuda_runs_t runs = {0};
+    wsync_copy_t *copies;
+    size_t run_count = 0;
+    size_t kernel_count = 0;
+    wsync_status_t status;
+
     if (wsync_copies_nbytes(part->copies, part->count) == 0) {
         return WSYNC_OK;
     }
-    return is_plain(part) ? copy_plain(self, part, err) : launch(self, part, err);
+    for (size_t i = 0; i < part->count; i++) {
+        const size_t count = runs_of(part, &part->copies[i]);
+
+        run_count += count;
+        kernel_count += count == 0;
+    }
+    if (run_count == 0) {
+        status = launch(self, part, err);
+        *begun |= status == WSYNC_OK;
+        return status;
+    }
+    copies = malloc((kernel_count + 1) * sizeof(*copies));
+    if (copies == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
+                          "no memory to sort %zu copies", part->count);
+    }
+    status = wsync_cuda_runs_init(&runs, run_count, err);
+    if (status == WSYNC_OK) {
+        status = run_both(self, part, copies, kernel_count, &runs, begun, err);
+    }
+    wsync_cuda_runs_fini(&runs);
+    free(copies);
+    return status;
 }
 
 /* --- whose memory it is --- */
@@ -349,7 +406,7 @@ static wsync_status_t sort(wsync_cuda_runner_t *self, const wsync_batch_t *batch
 
 static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *batch,
                                const sorted_t *sorted, const wsync_cuda_load_t *load,
-                               wsync_error_t *err)
+                               bool *begun, wsync_error_t *err)
 {
     wsync_cuda_feed_t *feed = atomic_load(&self->feed);
     wsync_status_t status = wsync_cuda_feed_begin(feed, err);
@@ -366,7 +423,7 @@ static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *b
         status = wsync_cuda_feed_fill(feed, load, i, batch->sources, batch->source_count,
                                       &slot, err);
         if (status == WSYNC_OK) {
-            status = run_part(self, &part, err);
+            status = run_part(self, &part, begun, err);
         }
         if (status == WSYNC_OK) {
             status = wsync_cuda_feed_drain(feed, err);
@@ -392,28 +449,31 @@ static wsync_status_t need_feed(wsync_cuda_runner_t *self, wsync_error_t *err)
 
 wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
                                      const wsync_batch_t *batch, wsync_cuda_load_t **load,
-                                     wsync_error_t *err)
+                                     bool *begun, wsync_error_t *err)
 {
     sorted_t sorted = {0};
     const uint64_t uploaded = runner->segments.uploaded + runner->addresses.uploaded;
     wsync_status_t status = sort(runner, batch, &sorted, err);
 
     *load = NULL;
+    *begun = false;
+    runner->runs = 0;
     if (status == WSYNC_OK && sorted.load != NULL) {
         status = need_feed(runner, err);
     }
     if (status == WSYNC_OK) {
-        status = run_part(runner, &sorted.direct, err);
+        status = run_part(runner, &sorted.direct, begun, err);
     }
     if (status == WSYNC_OK && sorted.load != NULL) {
         *load = sorted.load;
         sorted.load = NULL;
-        status = run_load(runner, batch, &sorted, *load, err);
+        *begun = true;
+        status = run_load(runner, batch, &sorted, *load, begun, err);
     }
-    /* Uploads share the device's queues with what waits in the stream, and feeding fills
-     * them: both may keep the host until those waits are over. */
+    /* Uploads may share the device's queues with what waits in the stream, and feeding and
+     * many runs fill them: all may keep the host until those waits are over. */
     atomic_store(&runner->steady,
-                 *load == NULL &&
+                 *load == NULL && runner->runs <= STEADY_RUNS &&
                      runner->segments.uploaded + runner->addresses.uploaded == uploaded);
     wsync_cuda_load_destroy(sorted.load);
     free(sorted.copies);

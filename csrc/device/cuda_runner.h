@@ -29,7 +29,8 @@ typedef struct wsync_cuda_runner {
     wsync_cuda_spans_t spans;
     wsync_cuda_buffers_t sources;
     wsync_cuda_buffers_t destinations;
-    atomic_bool steady; /* the last batch was neither fed nor in need of new tables */
+    size_t runs;        /* of the last batch, for copy engines */
+    atomic_bool steady; /* it was neither fed nor long, nor in need of new tables */
     _Atomic(wsync_cuda_feed_t *) feed; /* owned; NULL until it is needed */
 } wsync_cuda_runner_t;
 
@@ -41,11 +42,12 @@ void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner);
 
 /* Enqueues a batch that has passed wsync_copies_check; returns without waiting for its
  * data. UNSUPPORTED for destinations that the device does not reach.  *load, unless NULL,
- * is the caller's to destroy when the stream has passed; if there is one after an error,
- * part of the batch is enqueued, and the stream must be abandoned first. */
+ * is the caller's to destroy when the stream has passed.  If *begun after an error, part of
+ * the batch may be enqueued, and the stream must be abandoned first; else there is no load.
+ */
 wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
                                      const wsync_batch_t *batch, wsync_cuda_load_t **load,
-                                     wsync_error_t *err);
+                                     bool *begun, wsync_error_t *err);
 
 /* Whether more is kept than should be; trim gives that back, when no batch is under way. */
 bool wsync_cuda_runner_full(const wsync_cuda_runner_t *runner);

@@ -424,8 +424,9 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *copies
     if (timed) {
         pair.begin = mark(self, self->runner.stream);
     }
-    status = copies != NULL ? wsync_cuda_runner_run(&self->runner, copies, &load, err)
-                            : wsync_cuda_quantise(&self->runner, pieces, &begun, err);
+    status = copies != NULL
+                 ? wsync_cuda_runner_run(&self->runner, copies, &load, &begun, err)
+                 : wsync_cuda_quantise(&self->runner, pieces, &begun, err);
     if (pair.begin != NULL && status == WSYNC_OK) {
         pair.end = mark(self, self->runner.stream);
     }
@@ -436,7 +437,7 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *copies
     }
     if (status == WSYNC_OK) {
         add_entry(self, &(entry_t){.load = load});
-    } else if (load != NULL || begun) {
+    } else if (begun) {
         /* Nothing of a batch that failed runs on, though part of it was enqueued. */
         if (abandon(self, DRAIN_MS)) {
             wsync_cuda_load_destroy(load);

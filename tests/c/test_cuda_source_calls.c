@@ -6,7 +6,8 @@
 /* --- what is asked of the driver --------------------------------------------------------
  */
 
-TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_record)
+/* One of the rows is long enough for a copy engine. */
+TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_run_one_record)
 {
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
@@ -28,7 +29,9 @@ TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_record)
         CHECK_OK(wsync_stream_record(rig.stream, done, round, &err), err);
         read_calls(fd, before, text);
         if (round > 1) {
-            CHECK_STR(text, "cuStreamWaitValue64 cuLaunchKernel cuStreamWriteValue64 ");
+            CHECK_STR(text,
+                      "cuStreamWaitValue64 cuLaunchKernel cuMemcpyAsync "
+                      "cuStreamWriteValue64 ");
         }
         CHECK_OK(wsync_stream_record(other, ready, round, &err), err);
         CHECK_OK(wsync_event_wait(done, round, PATIENT_MS, &err), err);
