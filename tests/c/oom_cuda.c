@@ -134,6 +134,74 @@ TEST(allocations_of_copies_from_pageable_memory)
     CHECK(oom_run(feed, (void *)(uintptr_t)base) >= 20);
 }
 
+/* Long runs of pinned memory, which go to copy engines, beside a short one. */
+typedef struct pinned {
+    const wsync_device_t *base;
+    char *data;
+} pinned_t;
+
+enum { PINNED_NBYTES = 3 * 64 * 1024 };
+
+static wsync_status_t run_pinned(void *context, wsync_error_t *err)
+{
+    static const wsync_copy_t copies[2] = {
+        {.row_count = 64, .source_item_nbytes = 1, .destination_item_nbytes = 1},
+        {.source_offset = 64,
+         .destination_offset = 64,
+         .row_count = PINNED_NBYTES / 2 - 64,
+         .source_item_nbytes = 1,
+         .destination_item_nbytes = 1,
+         .ndim = 1,
+         .extent = {2},
+         .source_stride = {PINNED_NBYTES / 2 - 64},
+         .destination_stride = {PINNED_NBYTES / 2 - 64}},
+    };
+    const pinned_t *pinned = context;
+    const wsync_span_t source = {pinned->data, PINNED_NBYTES};
+    wsync_memory_t *memory = NULL;
+    wsync_stream_t *stream = NULL;
+    wsync_error_t ignored = {0};
+    wsync_status_t status = wsync_memory_create(pinned->base, PINNED_NBYTES, &memory, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_stream_create(pinned->base, 1, &stream, err);
+    }
+    if (status == WSYNC_OK) {
+        const wsync_span_t destination = {memory->data, PINNED_NBYTES};
+        const char *bytes = reach(memory->data);
+
+        memset(pinned->data, 7, PINNED_NBYTES);
+        status =
+            wsync_stream_copy_list(stream, copies, 2, &source, 1, &destination, 1, err);
+        CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
+        CHECK_EQ(bytes[0], status == WSYNC_OK ? 7 : 0);
+        CHECK_EQ(bytes[PINNED_NBYTES - 128], status == WSYNC_OK ? 7 : 0);
+    }
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
+    return status;
+}
+
+TEST(allocations_of_copies_from_pinned_memory)
+{
+    const wsync_cuda_device_t *device = NULL;
+    wsync_cu_ptr_t at = 0;
+    wsync_error_t err = {0};
+    pinned_t pinned;
+
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    pinned = (pinned_t){test_device(), malloc(PINNED_NBYTES)};
+    CHECK(pinned.data != NULL);
+    device = wsync_cuda_of(pinned.base);
+    CHECK_OK(wsync_cuda_enter(device, &err), err);
+    CHECK_OK(wsync_cuda_register(device, pinned.data, PINNED_NBYTES, "a test", &at, &err),
+             err);
+    CHECK(oom_run(run_pinned, &pinned) >= 16);
+    wsync_cuda_unregister(device, pinned.data);
+    wsync_cuda_leave(device);
+    free(pinned.data);
+}
+
 static wsync_status_t quantise(void *context, wsync_error_t *err)
 {
     static const wsync_quantise_piece_t piece = {
