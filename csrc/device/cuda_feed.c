@@ -4,7 +4,10 @@
  * `reached` up when it begins with a load and when it has emptied a slot. */
 #include "device/cuda_feed.h"
 
+#include <errno.h>
+#include <inttypes.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #include "core/base/array.h"
 
@@ -18,15 +21,18 @@ enum {
 struct wsync_cuda_feed {
     const wsync_cuda_device_t *device;
     wsync_cu_stream_t stream;
-    wsync_stream_t *host;  /* owned, of the host */
-    wsync_memory_t *slots; /* owned, of the host; registered at `at` */
+    wsync_stream_t *host; /* owned, of the host */
+    unsigned char *slots; /* owned; registered at `at`; NULL: none */
     wsync_cu_ptr_t at;
     wsync_memory_t *words; /* owned, control memory of the device */
+    unsigned slot_count;
     wsync_span_t spans[WSYNC_CUDA_FEED_SLOTS];
     uint64_t reached;        /* counts that were enqueued */
     uint64_t begun;          /* `reached` of the present load */
     _Atomic uint64_t filled; /* slots that were given to the host */
 };
+
+static atomic_uint all_slots;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 
 /* --- loads --- */
 
@@ -231,28 +237,50 @@ static wsync_status_t check(const wsync_cuda_feed_t *feed, wsync_cu_result_t cod
                             "copying pageable memory to %s", feed->device->label);
 }
 
-/* The slots, and where the device sees them. */
+unsigned wsync_cuda_feed_slots(void)
+{
+    return atomic_load(&all_slots);
+}
+
+/* Counts the slots of one more ring. */
+static unsigned claim_slots(void)
+{
+    unsigned before = atomic_load(&all_slots);
+    unsigned count;
+
+    do {
+        count = before + WSYNC_CUDA_FEED_SLOTS <= WSYNC_CUDA_FEED_MAX_SLOTS
+                    ? WSYNC_CUDA_FEED_SLOTS
+                    : WSYNC_CUDA_FEED_LEAST_SLOTS;
+    } while (!atomic_compare_exchange_weak(&all_slots, &before, before + count));
+    return count;
+}
+
+static uint64_t slots_nbytes(const wsync_cuda_feed_t *feed)
+{
+    return (uint64_t)feed->slot_count * WSYNC_CUDA_FEED_SLOT_NBYTES;
+}
+
+/* The slots, and where the device sees them.  Shared, so that a fork moves none of their
+ * pages; they get memory when they are pinned. */
 static wsync_status_t make_slots(wsync_cuda_feed_t *feed, wsync_error_t *err)
 {
-    const uint64_t nbytes = (uint64_t)WSYNC_CUDA_FEED_SLOTS * WSYNC_CUDA_FEED_SLOT_NBYTES;
-    unsigned char *data;
-    wsync_status_t status =
-        wsync_memory_create(wsync_device_host(), nbytes, &feed->slots, err);
+    const uint64_t nbytes = slots_nbytes(feed);
+    void *data = mmap(NULL, (size_t)nbytes, PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 
-    if (status != WSYNC_OK) {
-        return status;
+    if (data == MAP_FAILED) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, errno, "mmap",
+                          "no memory for a ring of %" PRIu64 " bytes for pageable memory",
+                          nbytes);
     }
-    data = feed->slots->data;
-    status = wsync_cuda_register(feed->device, data, nbytes, "a ring for pageable memory",
-                                 &feed->at, err);
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    for (size_t i = 0; i < WSYNC_CUDA_FEED_SLOTS; i++) {
-        feed->spans[i] = (wsync_span_t){data + i * WSYNC_CUDA_FEED_SLOT_NBYTES,
+    feed->slots = data;
+    for (size_t i = 0; i < feed->slot_count; i++) {
+        feed->spans[i] = (wsync_span_t){feed->slots + i * WSYNC_CUDA_FEED_SLOT_NBYTES,
                                         WSYNC_CUDA_FEED_SLOT_NBYTES};
     }
-    return WSYNC_OK;
+    return wsync_cuda_register(feed->device, data, nbytes, "a ring for pageable memory",
+                               &feed->at, err);
 }
 
 wsync_status_t wsync_cuda_feed_create(const wsync_cuda_device_t *device,
@@ -268,6 +296,7 @@ wsync_status_t wsync_cuda_feed_create(const wsync_cuda_device_t *device,
     }
     made->device = device;
     made->stream = stream;
+    made->slot_count = claim_slots();
     status = wsync_control_create(&device->base, WORDS_NBYTES, &made->words, err);
     if (status == WSYNC_OK) {
         status = make_slots(made, err);
@@ -290,10 +319,13 @@ void wsync_cuda_feed_destroy(wsync_cuda_feed_t *feed)
     }
     (void)wsync_stream_destroy(feed->host);
     if (feed->at != 0) {
-        wsync_cuda_unregister(feed->device, feed->slots->data);
+        wsync_cuda_unregister(feed->device, feed->slots);
     }
-    wsync_memory_destroy(feed->slots);
+    if (feed->slots != NULL) {
+        (void)munmap(feed->slots, (size_t)slots_nbytes(feed));
+    }
     wsync_memory_destroy(feed->words);
+    (void)atomic_fetch_sub(&all_slots, feed->slot_count);
     free(feed);
 }
 
@@ -335,12 +367,11 @@ wsync_status_t wsync_cuda_feed_fill(wsync_cuda_feed_t *feed, const wsync_cuda_lo
                                     wsync_error_t *err)
 {
     const uint64_t number = atomic_fetch_add(&feed->filled, 1) + 1;
-    const size_t slot = number % WSYNC_CUDA_FEED_SLOTS;
+    const size_t slot = number % feed->slot_count;
     const size_t first = index > 0 ? load->ends[index - 1] : 0;
     /* The slot was emptied before the load began, or by this load. */
-    const uint64_t free_at = index < WSYNC_CUDA_FEED_SLOTS
-                                 ? feed->begun
-                                 : feed->begun + index - WSYNC_CUDA_FEED_SLOTS + 1;
+    const uint64_t free_at =
+        index < feed->slot_count ? feed->begun : feed->begun + index - feed->slot_count + 1;
     wsync_status_t status =
         wsync_stream_wait(feed->host, host_word(feed, REACHED_OFFSET), free_at, err);
 

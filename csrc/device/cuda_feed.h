@@ -7,8 +7,12 @@
 #include "device/cuda_spans.h"
 
 enum {
-    WSYNC_CUDA_FEED_SLOTS = 4,
-    WSYNC_CUDA_FEED_SLOT_NBYTES = 4 * 1024 * 1024,
+    WSYNC_CUDA_FEED_SLOT_NBYTES = 8 * 1024 * 1024,
+    /* Of the ring of one stream, in slots. */
+    WSYNC_CUDA_FEED_SLOTS = 8,
+    WSYNC_CUDA_FEED_LEAST_SLOTS = 2,
+    /* Of the rings of all streams of the process: further ones have the least number. */
+    WSYNC_CUDA_FEED_MAX_SLOTS = 64,
 };
 
 /* A list of copies, cut into what one slot holds after the other.  Begins as {0}; index i
@@ -38,6 +42,8 @@ typedef struct wsync_cuda_feed wsync_cuda_feed_t;
 wsync_status_t wsync_cuda_feed_create(const wsync_cuda_device_t *device,
                                       wsync_cu_stream_t stream, unsigned threads,
                                       wsync_cuda_feed_t **feed, wsync_error_t *err);
+/* Slots of all rings of the process: so much memory is pinned for them. */
+unsigned wsync_cuda_feed_slots(void);
 /* Call when the stream has passed all that was enqueued, or never will.  NULL: a no-op. */
 void wsync_cuda_feed_destroy(wsync_cuda_feed_t *feed);
 

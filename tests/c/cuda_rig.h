@@ -12,6 +12,7 @@ enum {
     NBYTES = 1 << 20,
     SLOT = WSYNC_CUDA_FEED_SLOT_NBYTES,
     RING = WSYNC_CUDA_FEED_SLOT_NBYTES * WSYNC_CUDA_FEED_SLOTS,
+    LEAST_RING = WSYNC_CUDA_FEED_SLOT_NBYTES * WSYNC_CUDA_FEED_LEAST_SLOTS,
 };
 
 static inline const wsync_device_t *gpu(void)

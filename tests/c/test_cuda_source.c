@@ -67,15 +67,15 @@ TEST(copies_larger_than_the_ring_are_cut)
          .source_item_nbytes = 2,
          .destination_item_nbytes = 2,
          .ndim = 3,
-         .extent = {2, 3, 1100},
-         .source_stride = {8000000, 2500000, 2048},
-         .destination_stride = {6600000, 2200000, 2000}},
+         .extent = {2, 3, 2200},
+         .source_stride = {15000000, 5000000, 2048},
+         .destination_stride = {13200000, 4400000, 2000}},
         {.row_count = 1,
          .source_item_nbytes = 2,
          .destination_item_nbytes = 2,
          .ndim = 2,
-         .extent = {1500, 1600},
-         .source_stride = {2, 3000},
+         .extent = {3000, 1600},
+         .source_stride = {2, 6000},
          .destination_stride = {3200, 2}},
         {.row_count = SLOT + SLOT / 2,
          .source_item_nbytes = 1,
@@ -126,19 +126,70 @@ TEST(many_small_copies_fill_slot_after_slot)
     free(source.data);
 }
 
+enum { CROWD = WSYNC_CUDA_FEED_MAX_SLOTS / WSYNC_CUDA_FEED_SLOTS };
+
+/* Streams that have all the slots a process may have, so that later rings are small. */
+static void make_crowd(const rig_t *rig, wsync_stream_t *crowd[CROWD])
+{
+    static const wsync_copy_t byte = {
+        .row_count = 1, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    char pageable = 1;
+    const wsync_span_t source = {&pageable, 1};
+    wsync_error_t err = {0};
+
+    for (unsigned i = 0; i < CROWD; i++) {
+        CHECK_EQ(wsync_cuda_feed_slots(), i * WSYNC_CUDA_FEED_SLOTS);
+        CHECK_OK(wsync_stream_create(rig->base, 1, &crowd[i], &err), err);
+        CHECK_OK(
+            wsync_stream_copy_list(crowd[i], &byte, 1, &source, 1, &rig->target, 1, &err),
+            err);
+        CHECK_OK(wsync_stream_synchronize(crowd[i], PATIENT_MS, &err), err);
+    }
+}
+
+static void end_crowd(wsync_stream_t *crowd[CROWD])
+{
+    for (unsigned i = 0; i < CROWD; i++) {
+        wsync_stream_destroy(crowd[i]);
+    }
+}
+
+TEST(slots_of_all_streams_are_counted)
+{
+    const rig_t rig = make_rig(LEAST_RING + SLOT);
+    const wsync_span_t source = new_source(LEAST_RING + SLOT, 12);
+    const wsync_copy_t copy = {.row_count = LEAST_RING + SLOT,
+                               .source_item_nbytes = 1,
+                               .destination_item_nbytes = 1};
+    wsync_stream_t *crowd[CROWD];
+
+    make_crowd(&rig, crowd);
+    check_copies(&rig, &copy, 1, &source, 1);
+    CHECK_EQ(wsync_cuda_feed_slots(),
+             WSYNC_CUDA_FEED_MAX_SLOTS + WSYNC_CUDA_FEED_LEAST_SLOTS);
+    end_crowd(crowd);
+    end_rig(&rig);
+    CHECK_EQ(wsync_cuda_feed_slots(), 0);
+    CHECK_EQ(fake_census().registered, 0);
+    free(source.data);
+}
+
 /* The host fills slots much faster than this device empties them. */
 TEST(a_slow_device_is_not_overtaken)
 {
-    enum { MUCH = RING + 3 * SLOT };
+    enum { MUCH = LEAST_RING + 2 * SLOT };
     static const wsync_copy_t copy = {
         .row_count = MUCH, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    wsync_stream_t *crowd[CROWD];
     wsync_span_t source;
     rig_t rig;
 
     choose_fake("WSYNC_FAKE_CUDA_DELAY_US", "40000");
     rig = make_rig(MUCH);
+    make_crowd(&rig, crowd);
     source = new_source(MUCH, 11);
     check_copies(&rig, &copy, 1, &source, 1);
+    end_crowd(crowd);
     end_rig(&rig);
     free(source.data);
 }
@@ -146,18 +197,22 @@ TEST(a_slow_device_is_not_overtaken)
 /* --- order ------------------------------------------------------------------------------
  */
 
+enum { WHOLE = LEAST_RING + SLOT };
+
 static const wsync_copy_t whole = {
-    .row_count = RING + SLOT, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    .row_count = WHOLE, .source_item_nbytes = 1, .destination_item_nbytes = 1};
 
 TEST(sources_are_read_when_the_stream_comes_to_them)
 {
-    const rig_t rig = make_rig(RING + SLOT);
-    const wsync_span_t source = new_source(RING + SLOT, 6);
+    const rig_t rig = make_rig(WHOLE);
+    const wsync_span_t source = new_source(WHOLE, 6);
+    wsync_stream_t *crowd[CROWD];
     const wsync_event_t ready = {rig.control, 0};
     const wsync_event_t done = {rig.control, 8};
     wsync_stream_t *other = NULL;
     wsync_error_t err = {0};
 
+    make_crowd(&rig, crowd);
     CHECK_OK(wsync_stream_create(rig.base, 1, &other, &err), err);
     CHECK_OK(wsync_stream_wait(rig.stream, ready, 1, &err), err);
     enqueue(&rig, &whole, 1, &source, 1);
@@ -168,19 +223,23 @@ TEST(sources_are_read_when_the_stream_comes_to_them)
     CHECK_OK(wsync_event_wait(done, 1, PATIENT_MS, &err), err);
     check_target(&rig, &whole, 1, &source);
     wsync_stream_destroy(other);
+    end_crowd(crowd);
     end_rig(&rig);
     free(source.data);
 }
 
 TEST(a_stream_that_is_destroyed_finishes_what_it_was_given)
 {
-    rig_t rig = make_rig(RING + SLOT);
-    const wsync_span_t source = new_source(RING + SLOT, 8);
+    rig_t rig = make_rig(WHOLE);
+    const wsync_span_t source = new_source(WHOLE, 8);
+    wsync_stream_t *crowd[CROWD];
 
+    make_crowd(&rig, crowd);
     enqueue(&rig, &whole, 1, &source, 1);
     wsync_stream_destroy(rig.stream);
     rig.stream = NULL;
     check_target(&rig, &whole, 1, &source);
+    end_crowd(crowd);
     end_rig(&rig);
     free(source.data);
 }
@@ -188,12 +247,14 @@ TEST(a_stream_that_is_destroyed_finishes_what_it_was_given)
 /* What was abandoned may be freed at once, and the stream goes on to be right. */
 TEST(an_abandoned_stream_lets_go_of_its_sources)
 {
-    const rig_t rig = make_rig(RING + SLOT);
-    const wsync_span_t source = new_source(RING + SLOT, 9);
+    const rig_t rig = make_rig(WHOLE);
+    const wsync_span_t source = new_source(WHOLE, 9);
+    wsync_stream_t *crowd[CROWD];
     wsync_error_t err = {0};
 
+    make_crowd(&rig, crowd);
     for (uint64_t i = 1; i <= 6; i++) {
-        const wsync_span_t lost = new_source(RING + SLOT, 10);
+        const wsync_span_t lost = new_source(WHOLE, 10);
 
         if (i % 2 == 0) {
             CHECK_OK(
@@ -207,6 +268,7 @@ TEST(an_abandoned_stream_lets_go_of_its_sources)
         free(lost.data);
         check_copies(&rig, &whole, 1, &source, 1);
     }
+    end_crowd(crowd);
     end_rig(&rig);
     free(source.data);
 }

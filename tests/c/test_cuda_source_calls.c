@@ -51,14 +51,14 @@ TEST(a_second_update_from_pageable_memory_makes_nothing_new)
                                       .source_item_nbytes = 1,
                                       .destination_item_nbytes = 1,
                                       .ndim = 1,
-                                      .extent = {6000},
+                                      .extent = {12000},
                                       .source_stride = {1001},
                                       .destination_stride = {1000}};
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
     const int fd = open_log(path);
-    const rig_t rig = make_rig(6000000);
-    const wsync_span_t source = new_source(6006000, 12);
+    const rig_t rig = make_rig(12000000);
+    const wsync_span_t source = new_source(12012000, 12);
     off_t before;
 
     for (int i = 0; i < 4; i++) {
