@@ -10,12 +10,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from wsync import _core
+from wsync.machine import device
 
 DEADLINE = 60.0
 
@@ -30,6 +33,20 @@ def make_layout(tensors: Sequence[Tensor]) -> _core.Layout:
 def test_the_memory_that_is_left_is_a_part_of_the_machines() -> None:
     left = _core.host_memory_available()
     assert 0 < left <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "threads"), [(2, 1, 2), (64, 8, 4), (16, 8, 2), (4, 8, 1), (64, 1, 4)]
+)
+def test_threads_that_gather_for_a_gpu_are_at_most_four_and_its_share_of_the_cores(
+    cores: int, gpus: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = SimpleNamespace(cuda_devices=lambda: (12080, [("GPU-0", "", 0, 9, 0)] * gpus))
+    monkeypatch.setattr(device, "_core", played)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cores)))
+    gpu: Any = SimpleNamespace(ordinal=0)
+    assert device.threads_for(gpu) == threads
+    assert device.threads_for(_core.host()) == 1
 
 
 def copy_tensors(

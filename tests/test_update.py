@@ -403,7 +403,7 @@ def test_updating_before_connecting_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("deadline", 0), ("threads", 0), ("round_nbytes", -1), ("exchange", "tcp"), ("delivery", "x")],
+    [("deadline", 0), ("threads", 65), ("ring_nbytes", -1), ("exchange", "tcp"), ("delivery", "x")],
 )
 def test_options_that_make_no_sense_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=f"{field}={value!r}"):

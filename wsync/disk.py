@@ -251,7 +251,7 @@ class DiskSync(Updates):
         with report.phase("begin"):
             folder = self._make(report.version, folder_calls)
         bar = self._progress(report, self._writer.nbytes, unit="B", unit_scale=True)
-        calls = self._file_calls(self.options.threads)
+        calls = self._file_calls(self.options.threads or 1)
         with bar, calls, self._writer.opened(folder, calls) as files:
             with report.phase("write"):
                 self._writer.write(sources, files, calls, bar)

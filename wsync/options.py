@@ -56,8 +56,9 @@ class Options:
             A ring that a loader keeps looking at stays, with a warning.  The memory of codes and
             scales is given back, too (see `quantise`).  Engines that read in place have let go of
             the trainer's memory when an update returns, and map it anew in the next.
-        threads: copying threads of one trainer rank, 64 at most.  Weights in host memory are
-            quantised by the rank's share of the host's cores, if that is more.
+        threads: copying threads of one trainer rank, 64 at most; 0 chooses: one, and for weights in
+            host memory that a GPU does not reach up to four, by the cores for each GPU.  Weights in
+            host memory are quantised by the rank's share of the host's cores, if that is more.
         directory: where sockets live; None for the temporary directory.
         checkpoint: folder of the model's Hugging Face checkpoint, with whose names, shapes and
             dtypes the trainer's are compared when it connects; slime's updaters take
@@ -86,7 +87,7 @@ class Options:
     flush_cache: bool = True
     exchange: str = "auto"
     park: bool = False
-    threads: int = 1
+    threads: int = 0
     directory: str | None = None
     checkpoint: str | None = None
     quantise: Mapping[str, Any] | str | None = field(default=None, hash=False)
@@ -106,12 +107,12 @@ class Options:
             if value not in allowed:
                 raise _core.InvalidArgumentError(f"{name}={value!r} is none of {allowed}")
         for name in ("threads", "round_nbytes", "ring_nbytes", "bucket_nbytes"):
-            value, least = getattr(self, name), int(name == "threads")
-            most = _core.MAX_THREADS if least else _MOST_NBYTES
+            value = getattr(self, name)
+            most = _core.MAX_THREADS if name == "threads" else _MOST_NBYTES
             if not isinstance(value, int) or isinstance(value, bool):
                 raise _core.InvalidArgumentError(f"{name}={value!r} is no integer")
-            if not least <= value <= most:
-                text = f"over {most}" if value > most else "not positive" if least else "negative"
+            if not 0 <= value <= most:
+                text = f"over {most}" if value > most else "negative"
                 raise _core.InvalidArgumentError(f"{name}={value!r} is {text}")
         if not isinstance(self.deadline, (int, float)) or isinstance(self.deadline, bool):
             raise _core.InvalidArgumentError(f"deadline={self.deadline!r} is no number of seconds")

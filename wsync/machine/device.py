@@ -24,6 +24,7 @@ VARIABLE: Final = "WSYNC_DEVICE"
 _NVRTC: Final = "WSYNC_NVRTC_LIB"
 _UUID: Final = re.compile("(GPU-)?[0-9a-fA-F-]{32,36}")
 _POLL_SECONDS: Final = 1e-4
+_MOST_GPU_THREADS: Final = 4  # are taken to be as fast as a link to a GPU
 _TORCH_SECONDS: Final = 120.0  # for what torch was given, where nobody says otherwise
 
 
@@ -86,6 +87,14 @@ def _nvrtc() -> Sequence[str]:
     if named:
         return [named]
     return bundled("*/lib/libnvrtc.so.*")  # the builtins beside it are no compiler
+
+
+def threads_for(device: _core.Device) -> int:
+    """How many threads copy for one stream: those of a GPU's gather what it does not reach."""
+    if device.ordinal < 0:
+        return 1
+    _, gpus = _core.cuda_devices()
+    return max(1, min(_MOST_GPU_THREADS, len(os.sched_getaffinity(0)) // len(gpus)))
 
 
 def of_module(module: torch.nn.Module) -> str:

@@ -19,7 +19,7 @@ from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, group_name
 from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import PUNCTUAL, Check, Deadline
-from wsync.machine.device import follow_torch
+from wsync.machine.device import follow_torch, threads_for
 from wsync.machine.host import own_address
 from wsync.machine.sweep import sweep
 from wsync.messages.control import LEARN, PIECES, WHOLE, Control
@@ -183,7 +183,7 @@ class Connection:
         self._compare_workers()
         planning = Planning(self._group, self._roster, self._sessions, self._options)
         layouts, device = planning.gather(blobs, self._gpu)
-        self._stream = _core.Stream(self._options.threads, device)
+        self._stream = _core.Stream(self._options.threads or threads_for(device), device)
         self.plan = self._arrange(planning, layouts, device, check)
 
     def _arrange(
