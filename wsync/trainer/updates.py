@@ -184,7 +184,7 @@ class Updates(abc.ABC):
         hosts = self._group.gather_json(host_identity())
         # before an update begins nothing else wants this rank's share of the host's cores
         share = len(os.sched_getaffinity(0)) // hosts.count(hosts[rank])
-        threads = max(self.options.threads, min(share, _MOST_THREADS))
+        threads = max(self.options.threads, 1, min(share, _MOST_THREADS))
         self._image = Image(model, rank, len(source.names), rules, threads)
         self._layout = self._image.layout
         return self._merged()
