@@ -21,7 +21,7 @@ static struct {
     wsync_cuda_device_t *first;
 } opened = {.mutex = PTHREAD_MUTEX_INITIALIZER};  // NOLINT(cppcoreguidelines-*)
 
-/* What the device can do: the first two it must. */
+/* What the device can do: the first it must. */
 static wsync_status_t read_attributes(wsync_cuda_device_t *device, wsync_error_t *err)
 {
     enum { REGISTER, WORDS, VMM, EXPORT, PROCESSORS, PAGEABLE, IN_PLACE, COUNT };
@@ -42,13 +42,12 @@ static wsync_status_t read_attributes(wsync_cuda_device_t *device, wsync_error_t
         if (status != WSYNC_OK) {
             return status;
         }
-        if (i <= WORDS && values[i] == 0) {
+        if (i == REGISTER && values[i] == 0) {
             return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_device",
-                              "%s has no %s", device->label,
-                              i == REGISTER ? "registered host memory"
-                                            : "64-bit stream memory operations");
+                              "%s has no registered host memory", device->label);
         }
     }
+    device->words = values[WORDS] != 0;
     device->vmm = values[VMM] != 0 && values[EXPORT] != 0;
     device->processors = values[PROCESSORS] > 0 ? (unsigned)values[PROCESSORS] : 1;
     /* Without the second one pages move to the device as they are read (HMM), where a

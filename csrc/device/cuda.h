@@ -6,6 +6,7 @@
  *   cuda_memory.c         memory as descriptors, or else by cuda_memory_legacy.c
  *   cuda_memory_legacy.c  memory as IPC handles, of cuda_ipc.c
  *   cuda_stream.c         waits, records and ends; gives batches to cuda_runner.c
+ *   cuda_words.c          waits and records, as the device or the host has them
  *   cuda_runner.c         a batch: has spans and tables looked up, launches or feeds
  *   cuda_runs.c           what copy engines copy of it
  *   cuda_quantise.c       the same for a batch of pieces
@@ -37,6 +38,7 @@ typedef struct wsync_cuda_device {
     uint64_t granularity;                /* of memory, in bytes */
     bool vmm;      /* it exports memory as descriptors, and parks it */
     bool pageable; /* it reaches all of the host's memory where it lies */
+    bool words;    /* its streams write words of 64 bits, and wait for them */
     _Atomic(wsync_cu_function_t) copy_kernel;     /* wsync_copy; NULL until it is loaded */
     _Atomic(wsync_cu_function_t) quantise_kernel; /* wsync_quantise; loaded with it */
     struct wsync_cuda_device *next;               /* of those that are open */

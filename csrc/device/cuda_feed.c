@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Two words order a stream of the host and one of the device: the device waits for
- * `filled`, which the host's stream records, and calls a function of the host that counts
- * `reached` up when it begins with a load and when it has emptied a slot. */
+ * Two words order a stream of the host and one of the device: the device (or the caller, if
+ * it cannot) waits for `filled`, which the host's stream records, and calls a function of
+ * the host that counts `reached` up when it begins with a load and when it has emptied a
+ * slot. */
 #include "device/cuda_feed.h"
 
 #include <errno.h>
@@ -10,12 +11,14 @@
 #include <sys/mman.h>
 
 #include "core/base/array.h"
+#include "device/cuda_words.h"
 
 enum {
     SLOT_ALIGNMENT = 64,
     WORDS_NBYTES = 4096,
     REACHED_OFFSET = 0,
     FILLED_OFFSET = 64,
+    FILL_MS = 10 * 60 * 1000, /* for a host that waits: what it followed comes first */
 };
 
 struct wsync_cuda_feed {
@@ -385,12 +388,11 @@ wsync_status_t wsync_cuda_feed_fill(wsync_cuda_feed_t *feed, const wsync_cuda_lo
             wsync_stream_record(feed->host, host_word(feed, FILLED_OFFSET), number, err);
     }
     if (status == WSYNC_OK) {
-        status = check(
-            feed,
-            feed->device->driver->stream_wait_value(
-                feed->stream, wsync_cuda_event_address(device_word(feed, FILLED_OFFSET)),
-                number, WSYNC_CU_WAIT_GEQ),
-            "cuStreamWaitValue64", err);
+        const wsync_event_t filled = device_word(feed, FILLED_OFFSET);
+
+        status = feed->device->words ? wsync_cuda_words_wait(feed->device, feed->stream,
+                                                             filled, number, err)
+                                     : wsync_event_wait(filled, number, FILL_MS, err);
     }
     *place = (wsync_cuda_place_t){feed->at + slot * WSYNC_CUDA_FEED_SLOT_NBYTES,
                                   WSYNC_CUDA_PINNED};

@@ -18,6 +18,7 @@
 
 #include "core/base/array.h"
 #include "device/cuda_quantise.h"
+#include "device/cuda_words.h"
 #include "device/deadline.h"
 
 enum {
@@ -25,6 +26,7 @@ enum {
     POLL_MAX_NS = 200 * 1000,
     /* A device that takes longer to run dry has hung: its memory is left alone. */
     DRAIN_MS = 60 * 1000,
+    SLICE_MS = 20, /* of a wait that others may give up */
     /* How long the times of batches are waited for, which nobody needs. */
     TRACE_MS = 1000,
     /* How often a stream that is never waited for is looked at to let go of memory. */
@@ -37,6 +39,7 @@ typedef struct entry {
     uint64_t value;
     bool waits;
     wsync_cuda_load_t *load; /* of copies; owned */
+    void *kept;              /* of a record; owned */
 } entry_t;
 
 /* A batch that is timed: the driver's events before and behind it. */
@@ -57,7 +60,8 @@ typedef struct cuda_stream {
     entry_t *entries; /* since the stream was seen idle */
     size_t count;
     size_t capacity;
-    atomic_bool lost; /* it was given up, and the device did not run dry */
+    atomic_bool lost;     /* it was given up, and the device did not run dry */
+    atomic_uint given_up; /* how often its waits were */
 
     wsync_stream_span_t *trace; /* owned; NULL: batches are not timed */
     timed_t *timed;             /* owned, trace_capacity of them */
@@ -75,6 +79,7 @@ static void forget_entries(cuda_stream_t *self)
     for (size_t i = 0; i < self->count; i++) {
         wsync_memory_destroy(self->entries[i].event.memory);
         wsync_cuda_load_destroy(self->entries[i].load);
+        free(self->entries[i].kept);
     }
     self->count = 0;
 }
@@ -106,6 +111,7 @@ static wsync_cu_result_t look(cuda_stream_t *self)
  * it come, too: they are closed with the stream. */
 static void give_up_waits(cuda_stream_t *self)
 {
+    (void)atomic_fetch_add(&self->given_up, 1);
     (void)pthread_mutex_lock(&self->mutex);
     for (size_t i = 0; i < self->count; i++) {
         if (self->entries[i].waits) {
@@ -226,7 +232,10 @@ static bool abandon(cuda_stream_t *self, int timeout_ms)
 
 static unsigned stream_ahead(wsync_stream_t *stream)
 {
-    return atomic_load(&own(stream)->runner.steady) ? WSYNC_STREAM_AHEAD : 0;
+    const cuda_stream_t *self = own(stream);
+
+    return self->device->words && atomic_load(&self->runner.steady) ? WSYNC_STREAM_AHEAD
+                                                                    : 0;
 }
 
 static void *stream_handle(wsync_stream_t *stream)
@@ -307,37 +316,55 @@ static void add_entry(cuda_stream_t *self, const entry_t *entry)
 }
 
 /* In the context, in order. */
-static wsync_status_t enqueue_word(cuda_stream_t *self, const entry_t *entry,
-                                   wsync_error_t *err)
+static wsync_status_t enqueue_word(cuda_stream_t *self, entry_t *entry, wsync_error_t *err)
 {
-    const wsync_cuda_driver_t *driver = self->device->driver;
     const wsync_cu_stream_t stream = self->runner.stream;
-    const wsync_cu_ptr_t at = wsync_cuda_event_address(entry->event);
-    const wsync_status_t status = reserve_entry(self, err);
-    wsync_cu_result_t code;
+    wsync_status_t status = reserve_entry(self, err);
 
     if (status != WSYNC_OK) {
         return status;
     }
-    code = entry->waits
-               ? driver->stream_wait_value(stream, at, entry->value, WSYNC_CU_WAIT_GEQ)
-               : driver->stream_write_value(stream, at, entry->value, 0);
-    if (code == WSYNC_CU_SUCCESS) {
+    status = entry->waits ? wsync_cuda_words_wait(self->device, stream, entry->event,
+                                                  entry->value, err)
+                          : wsync_cuda_words_record(self->device, stream, entry->event,
+                                                    entry->value, &entry->kept, err);
+    if (status == WSYNC_OK) {
         add_entry(self, entry);
     }
-    return check(self, code, entry->waits ? "cuStreamWaitValue64" : "cuStreamWriteValue64",
-                 err);
+    return status;
+}
+
+/* Waits in place of a device that cannot: until the event is `value`, or the stream's waits
+ * are given up, and then it is, too. */
+static wsync_status_t wait_on_host(const cuda_stream_t *self, const entry_t *entry,
+                                   wsync_error_t *err)
+{
+    const unsigned given_up = atomic_load(&self->given_up);
+    const uint64_t deadline = wsync_deadline_ns(DRAIN_MS);
+    wsync_status_t status = wsync_event_wait(entry->event, entry->value, SLICE_MS, err);
+
+    while (status == WSYNC_ERR_TIMEOUT && wsync_clock_ns() < deadline) {
+        if (atomic_load(&self->given_up) != given_up) {
+            wsync_event_set(entry->event, entry->value);
+        }
+        status = wsync_event_wait(entry->event, entry->value, SLICE_MS, err);
+    }
+    return status;
 }
 
 static wsync_status_t stream_enqueue(wsync_stream_t *stream, bool waits,
                                      wsync_event_t event, uint64_t value,
                                      wsync_error_t *err)
 {
-    const entry_t entry = {.event = event, .value = value, .waits = waits};
+    entry_t entry = {.event = event, .value = value, .waits = waits};
     cuda_stream_t *self = own(stream);
     _Atomic uint64_t *recorded = wsync_cuda_event_recorded(event);
-    wsync_status_t status = wsync_cuda_enter(self->device, err);
+    wsync_status_t status;
 
+    if (waits && !self->device->words) {
+        return wait_on_host(self, &entry, err);
+    }
+    status = wsync_cuda_enter(self->device, err);
     if (status != WSYNC_OK) {
         return status;
     }

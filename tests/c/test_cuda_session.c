@@ -222,6 +222,19 @@ TEST(an_update_survives_no_failing_call_and_leaves_nothing)
     wsync_memory_destroy(u.parameters);
 }
 
+/* Without memory operations of streams the host waits, and its functions set words. */
+TEST(an_update_without_words_of_streams_survives_no_failing_call)
+{
+    update_t u = {0};
+
+    choose_fake("WSYNC_FAKE_CUDA_LACKS", "122");
+    make_weights(&u);
+    CHECK(!wsync_cuda_of(u.device)->words);
+    CHECK(fail_in_turn(attempt, &u, WSYNC_CU_LAUNCH_FAILED, 0) > 40);
+    wsync_memory_destroy(u.weights);
+    wsync_memory_destroy(u.parameters);
+}
+
 /* An update in a process of its own, whose GPU is lost at a call; says which. */
 static void lose_main(int socket)
 {

@@ -194,6 +194,21 @@ TEST(a_slow_device_is_not_overtaken)
     free(source.data);
 }
 
+/* Then the caller waits for each slot. */
+TEST(a_device_without_words_for_streams_is_fed)
+{
+    static const wsync_copy_t copy = {
+        .row_count = RING + SLOT, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    const wsync_span_t source = new_source(RING + SLOT, 13);
+    rig_t rig;
+
+    choose_fake("WSYNC_FAKE_CUDA_LACKS", "122");
+    rig = make_rig(RING + SLOT);
+    check_copies(&rig, &copy, 1, &source, 1);
+    end_rig(&rig);
+    free(source.data);
+}
+
 /* --- order ------------------------------------------------------------------------------
  */
 

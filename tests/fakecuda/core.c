@@ -369,16 +369,22 @@ wsync_cu_result_t fake_device_get_uuid(wsync_cu_uuid_t *uuid, wsync_cu_device_t 
     return code;
 }
 
+bool fake_lacks(int attribute)
+{
+    char number[16];
+
+    (void)snprintf(number, sizeof(number), ",%d,", attribute);
+    return strstr(fake.lacks, number) != NULL;
+}
+
 wsync_cu_result_t fake_device_get_attribute(int *value, int attribute,
                                             wsync_cu_device_t device)
 {
     const wsync_cu_result_t code = fake_enter("cuDeviceGetAttribute");
-    char number[16];
 
     (void)device;
-    (void)snprintf(number, sizeof(number), ",%d,", attribute);
     *value =
-        strstr(fake.lacks, number) != NULL            ? 0
+        fake_lacks(attribute)                         ? 0
         : attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS  ? 4
         : attribute == WSYNC_CU_ATTRIBUTE_MAJOR       ? 9
         : attribute == WSYNC_CU_ATTRIBUTE_MINOR       ? 0

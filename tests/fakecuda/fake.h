@@ -208,6 +208,8 @@ WSYNC_CUDA_MAP(FAKE_DECLARE)
 WSYNC_CUDA_LATER_MAP(FAKE_DECLARE)
 #undef FAKE_DECLARE
 
+/* Whether an attribute of devices is 0 by the environment. */
+bool fake_lacks(int attribute);
 /* Of CUDA, that the driver speaks. */
 int fake_version(void);
 /* Every call begins here: log, planned failure, fork, initialisation. */

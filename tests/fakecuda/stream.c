@@ -596,6 +596,9 @@ static wsync_cu_result_t word(const char *call, fake_op_kind_t kind, wsync_cu_pt
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
+    if (fake_lacks(WSYNC_CU_ATTRIBUTE_STREAM_WORDS)) {
+        return fake_refuse(WSYNC_CU_NOT_SUPPORTED, "%s: no such operations", call);
+    }
     if (at % sizeof(uint64_t) != 0 || flags != 0) {
         return fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: not aligned, or flags", call);
     }
