@@ -21,6 +21,8 @@
 #include "device/cuda_words.h"
 #include "device/deadline.h"
 
+#define WAITS_VARIABLE "WSYNC_GPU_WAITS"
+
 enum {
     POLL_MIN_NS = 5 * 1000,
     POLL_MAX_NS = 200 * 1000,
@@ -62,6 +64,7 @@ typedef struct cuda_stream {
     size_t capacity;
     atomic_bool lost;     /* it was given up, and the device did not run dry */
     atomic_uint given_up; /* how often its waits were */
+    bool host_waits;      /* nothing is to be enqueued that waits */
 
     wsync_stream_span_t *trace; /* owned; NULL: batches are not timed */
     timed_t *timed;             /* owned, trace_capacity of them */
@@ -173,6 +176,20 @@ static wsync_status_t check(const cuda_stream_t *self, wsync_cu_result_t code,
                             self->device->label);
 }
 
+/* Whether the host is to wait for words where the device can: which of the two costs less
+ * depends on what a GPU does while it waits. */
+static wsync_status_t read_waits(bool *by_host, wsync_error_t *err)
+{
+    const char *text = secure_getenv(WAITS_VARIABLE);
+
+    *by_host = text != NULL && strcmp(text, "host") == 0;
+    if (text != NULL && text[0] != '\0' && !*by_host && strcmp(text, "gpu") != 0) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_stream_create",
+                          WAITS_VARIABLE "='%.50s' is neither gpu nor host", text);
+    }
+    return WSYNC_OK;
+}
+
 static wsync_status_t stream_create(const wsync_device_t *device, unsigned threads,
                                     wsync_stream_t **stream, wsync_error_t *err)
 {
@@ -184,7 +201,11 @@ static wsync_status_t stream_create(const wsync_device_t *device, unsigned threa
     }
     made->base.device = device;
     made->device = wsync_cuda_of(device);
-    status = wsync_cuda_enter(made->device, err);
+    status = read_waits(&made->host_waits, err);
+    made->host_waits |= !made->device->words;
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_enter(made->device, err);
+    }
     if (status != WSYNC_OK) {
         free(made);
         return status;
@@ -234,8 +255,7 @@ static unsigned stream_ahead(wsync_stream_t *stream)
 {
     const cuda_stream_t *self = own(stream);
 
-    return self->device->words && atomic_load(&self->runner.steady) ? WSYNC_STREAM_AHEAD
-                                                                    : 0;
+    return !self->host_waits && atomic_load(&self->runner.steady) ? WSYNC_STREAM_AHEAD : 0;
 }
 
 static void *stream_handle(wsync_stream_t *stream)

@@ -138,6 +138,33 @@ TEST(a_stream_that_waits_keeps_no_others)
     (void)close(fd);
 }
 
+/* To compare what waits cost, the host can be told to wait where the GPU could. */
+TEST(the_environment_says_who_waits)
+{
+    static const struct {
+        const char *text;
+        unsigned ahead;
+    } choices[] = {{"host", 0}, {"gpu", WSYNC_STREAM_AHEAD}, {"", WSYNC_STREAM_AHEAD}};
+    rig_t rig = make_rig(NBYTES);
+    wsync_stream_t *stream = rig.stream;
+    wsync_error_t err = {0};
+
+    for (size_t i = 0; i < sizeof(choices) / sizeof(choices[0]); i++) {
+        CHECK_EQ(setenv("WSYNC_GPU_WAITS", choices[i].text, 1), 0);
+        rig.stream = make_stream(rig.base);
+        for (int batch = 0; batch < 2; batch++) { /* the second one uploads nothing */
+            enqueue(&rig, shapes, 1, &rig.target, 1);
+        }
+        CHECK_EQ(wsync_stream_ahead(rig.stream), choices[i].ahead);
+        wsync_stream_destroy(rig.stream);
+    }
+    CHECK_EQ(setenv("WSYNC_GPU_WAITS", "nobody", 1), 0);
+    CHECK_EQ(wsync_stream_create(rig.base, 1, &rig.stream, &err), WSYNC_ERR_INVALID);
+    CHECK_HAS(err.message, "WSYNC_GPU_WAITS='nobody' is neither gpu nor host");
+    rig.stream = stream;
+    end_rig(&rig);
+}
+
 static void *abandon_late(void *stream)
 {
     (void)usleep(20000);
