@@ -4,7 +4,8 @@ One round: the trainer's side waits for the slot, fills it with a launch and say
 engine's waits for that, copies the slot away and gives it back.  The turns are taken twice: in
 the first pass the tables of copies are still uploaded, so that the host waits; in the second,
 which is timed, the host announces rounds and the GPU alone waits.  What came is compared with
-what was sent, in order: a wait that does not hold shows.
+what was sent, in order: a wait that does not hold shows.  Then the same with waits of the hosts: a
+GPU that keeps its time slice while it waits holds up the process that it waits for.
 """
 
 from __future__ import annotations
@@ -23,27 +24,33 @@ from benchmarks.gpu_device import (
 )
 from benchmarks.gpu_peer import Peer
 from wsync import _core
+from wsync.machine.temporary_environment import variable
 
 SIZES = (4096, 1 << 20)
+WAITS = ("gpu", "host")  # of both processes, as WSYNC_GPU_WAITS has them
 PASSES = 2
 GAP = 64  # between the rows of a source, so that a kernel has to copy them
 
 
 def run(gpu: Gpu) -> Iterator[dict[str, Any]]:
+    for waits in WAITS:
+        with variable("WSYNC_GPU_WAITS", waits), Peer(gpu.device.uuid) as peer:
+            for nbytes in SIZES:
+                yield _turns(gpu, peer, nbytes, waits)
+
+
+def _turns(gpu: Gpu, peer: Peer, nbytes: int, waits: str) -> dict[str, Any]:
     count = gpu.size(1000, 50)
-    with Peer(gpu.device.uuid) as peer:
-        for nbytes in SIZES:
-            seconds, right = ping_pong(gpu.device, peer, count, nbytes)
-            alone = _alone(gpu, count, nbytes)
-            yield gpu.row(
-                f"order: a turn with {nbytes >> 10} KiB",
-                nbytes,
-                seconds / count,
-                peer="none; the same copies of one process, unordered",
-                peer_seconds=alone / count,
-                verified=right,
-                figure=f"{1e6 * seconds / count:.0f} us a turn, {count} turns",
-            )
+    seconds, right = ping_pong(gpu.device, peer, count, nbytes)
+    return gpu.row(
+        f"order: a turn with {nbytes >> 10} KiB" + (", hosts wait" if waits == "host" else ""),
+        nbytes,
+        seconds / count,
+        peer="none; the same copies of one process, unordered",
+        peer_seconds=_alone(gpu, count, nbytes) / count,
+        verified=right,
+        figure=f"{1e6 * seconds / count:.0f} us a turn, {count} turns",
+    )
 
 
 def ping_pong(
