@@ -297,6 +297,12 @@ def test_what_a_stream_uses_is_kept_until_it_has_passed(trainer: Ranks) -> None:
     assert "are kept" in said
 
 
+def test_who_waits_for_room_in_a_queue_holds_no_other_thread(tmp_path: Path) -> None:
+    room = str(1 + cuda_cases.BATCHES_PER_MARK)  # a wait and these
+    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_QUEUE=room) as ranks:
+        assert ranks.run(cuda_cases.fill_the_queue, timeout=60) == [True]
+
+
 def test_a_stream_that_is_being_closed_keeps_what_it_uses(trainer: Ranks) -> None:
     (found,) = trainer.run(cuda_cases.close_twice, timeout=120)
     assert found == {"text": "another thread is closing the stream", "kept": True, "left": False}

@@ -44,7 +44,7 @@ typedef struct StreamObject {
     const wsync_device_t *device;
     wsync_stream_t *stream;   /* owned; NULL once closed */
     wsync_memory_t *progress; /* owned; word 0 is the last mark that the stream passed */
-    uint64_t mark;            /* last mark that was enqueued */
+    uint64_t mark;            /* the last one that was given to be recorded */
     unsigned unmarked;        /* batches that were enqueued after it */
     stream_hold_t *holds;     /* owned, marks ascending */
     size_t hold_count;

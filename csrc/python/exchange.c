@@ -132,11 +132,13 @@ static PyObject *exchange_nccl_address(PyObject *module, PyObject *args, PyObjec
     }
     Py_BEGIN_ALLOW_THREADS
         status = wsync_nccl_library(NULL, 0, &library, &err);
+        if (status == WSYNC_OK) {
+            wsync_comm_nccl_address(library, device.device, address);
+        }
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
-    wsync_comm_nccl_address(library, device.device, address);
     return PyUnicode_FromString(address);
 }
 

@@ -49,13 +49,22 @@ static void prune(StreamObject *self)
     }
 }
 
-/* Has the stream record the next mark.  Where that fails the holds wait for a later one. */
+/* Has the stream record the next mark; between enter and leave.  Where that fails the holds
+ * wait for a later one.  What other threads enqueue meanwhile may come behind this mark,
+ * and has a later one. */
 static void enqueue_mark(StreamObject *self)
 {
-    if (wsync_stream_record(self->stream, progress_event(self), self->mark + 1, NULL) ==
-        WSYNC_OK) {
-        self->mark++;
-        self->unmarked = 0;
+    const uint64_t mark = ++self->mark;
+    const unsigned marked = self->unmarked;
+    wsync_status_t status;
+
+    self->unmarked = 0;
+    /* a driver whose queue is full waits, and whoever ends that may need the lock */
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_stream_record(self->stream, progress_event(self), mark, NULL);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        self->unmarked += marked;
     }
 }
 
@@ -148,22 +157,25 @@ static void shut(StreamObject *self)
     wsync_memory_t *progress = self->progress;
     bool dry = true;
 
+    if (stream == NULL && progress == NULL) {
+        drop_holds(self, UINT64_MAX);
+        return;
+    }
     self->stream = NULL;
     self->progress = NULL;
     self->closing = true;
-    if (stream != NULL) {
-        Py_BEGIN_ALLOW_THREADS
+    /* A driver may wait for its device where memory is given back, too. */
+    Py_BEGIN_ALLOW_THREADS
+        if (stream != NULL) {
             dry = wsync_stream_destroy(stream);
-        Py_END_ALLOW_THREADS
-    }
+        }
+        wsync_memory_destroy(progress);
+    Py_END_ALLOW_THREADS
     if (!dry) {
         self->hold_count = 0;
     }
     self->closing = false;
     drop_holds(self, UINT64_MAX);
-    if (progress != NULL) {
-        wsync_memory_destroy(progress);
-    }
 }
 
 static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -299,8 +311,7 @@ static int add_label(StreamObject *self, long long index, int phase, uint64_t nb
     return result;
 }
 
-/* Keeps what a batch that was enqueued uses, until the stream has passed it.  With the
- * lock, so that marks are recorded in order. */
+/* Keeps what a batch that was enqueued uses, until the stream has passed it. */
 static void hold_all(StreamObject *self, PyObject *const owners[WSYNC_PY_STREAM_HOLDS])
 {
     for (int i = 0; i < WSYNC_PY_STREAM_HOLDS; i++) {
@@ -591,7 +602,7 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *args, PyObject *
         enter(state, self) == NULL) {
         return NULL;
     }
-    if (self->hold_count > 0 && self->holds[self->hold_count - 1].mark > self->mark) {
+    if (self->hold_count > 0 && self->unmarked > 0) {
         enqueue_mark(self);
     }
     result = wsync_py_wait(state, synchronize_step, &call);
@@ -650,7 +661,9 @@ static PyObject *stream_trace(PyObject *object, PyObject *args)
                                        "no memory to note %u batches", capacity);
         }
     }
-    wsync_stream_trace(self->stream, next, capacity, &spans, &count);
+    Py_BEGIN_ALLOW_THREADS
+        wsync_stream_trace(self->stream, next, capacity, &spans, &count);
+    Py_END_ALLOW_THREADS
     leave(self);
     list = trace_list(self->labels, spans, count);
     free(spans);

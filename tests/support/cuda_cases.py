@@ -40,6 +40,8 @@ OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 14, ring_nbytes=1 << 16, flush_cache=False
 )
 
+BATCHES_PER_MARK = 64  # of a stream of a GPU
+
 
 def sharded(whole: Weights) -> TrainerLayout:
     """This rank's rows of every tensor."""
@@ -465,6 +467,35 @@ def holds() -> dict[str, Any]:
         stream.close()
         stuck = (dry, [str(warning.message) for warning in said], alive() is not None)
     return {"kept": kept, "left": left, "stuck": stuck}
+
+
+def fill_the_queue() -> bool:
+    """Whether a thread ends whose stream has no room for a mark, when another one lets it go on."""
+    gpu = find(uuid(0))
+    builder = _core.LayoutBuilder()
+    builder.add_shard("a", "uint8", [64], [0], [64], 0, 0, [1])
+    layout = builder.build()
+    route, words = _core.Route(layout, layout), _core.Memory(4096, gpu, control=True)
+    memory, event = _core.Memory(64, gpu), _core.Event(words, 0)
+    stream, writer = _core.Stream(1, gpu), _core.Stream(1, gpu)
+    table = _core.BufferTable([(memory.address, 64)], owner=memory)
+    begin, end = position(), time.monotonic() + 60.0
+
+    def copy() -> None:
+        for _ in range(BATCHES_PER_MARK):
+            stream.copy(route, 0, 0, table, table)
+
+    stream.wait(event, 1)
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    while time.monotonic() < end:
+        if calls(begin).get(os.getpid(), Counter())["cuStreamWriteValue64"]:
+            break
+        time.sleep(0.001)
+    full = thread.is_alive()
+    writer.record(event, 1)
+    thread.join(60.0)
+    return full and not thread.is_alive()
 
 
 def quantise() -> dict[str, Any]:
