@@ -100,6 +100,18 @@ wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
  * back later. */
 bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory);
 
+/* Memory without a record, which other processes can map by a descriptor like all other,
+ * for an allocator that keeps its own: nbytes of it, whose contents are anything.
+ * UNSUPPORTED for a device that is not vmm, which can_take says before. */
+wsync_status_t wsync_cuda_can_take(const wsync_cuda_device_t *device, wsync_error_t *err);
+wsync_status_t wsync_cuda_take(const wsync_cuda_device_t *device, uint64_t nbytes,
+                               wsync_cu_ptr_t *at, wsync_error_t *err);
+/* Gives it back, of the same nbytes, when everything has run that this stream of the driver
+ * (NULL: the default one) was given.  Nothing in a fork.  What the driver refuses to unmap
+ * stays for the life of the process. */
+void wsync_cuda_give(const wsync_cuda_device_t *device, wsync_cu_ptr_t at, uint64_t nbytes,
+                     wsync_cu_stream_t stream);
+
 wsync_cu_ptr_t wsync_cuda_event_address(wsync_event_t event);
 /* What this process recorded last on the word: streams that do note it there. */
 _Atomic uint64_t *wsync_cuda_event_recorded(wsync_event_t event);

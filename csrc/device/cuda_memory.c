@@ -36,11 +36,17 @@ static wsync_cu_property_t exportable(const wsync_cuda_device_t *device)
         .location = {WSYNC_CU_LOCATION_DEVICE, device->base.ordinal}};
 }
 
+static uint64_t mapped_nbytes(const wsync_cuda_device_t *device, uint64_t nbytes)
+{
+    const uint64_t grain = device->granularity;
+
+    return (nbytes + grain - 1) / grain * grain;
+}
+
 /* A record without a mapping; INVALID for a size that cannot be. */
 static wsync_status_t make_record(const wsync_cuda_device_t *device, uint64_t nbytes,
                                   wsync_cuda_memory_t **memory, wsync_error_t *err)
 {
-    const uint64_t grain = device->granularity;
     wsync_cuda_memory_t *made;
 
     if (nbytes == 0) {
@@ -58,7 +64,7 @@ static wsync_status_t make_record(const wsync_cuda_device_t *device, uint64_t nb
                           nbytes);
     }
     wsync_memory_init(&made->base, &device->base, nbytes);
-    made->mapped_nbytes = (nbytes + grain - 1) / grain * grain;
+    made->mapped_nbytes = mapped_nbytes(device, nbytes);
     *memory = made;
     return WSYNC_OK;
 }
@@ -113,6 +119,16 @@ static bool unmap(wsync_cuda_memory_t *memory, wsync_cu_result_t *code)
     return !memory->mapped;
 }
 
+/* In the context.  What the driver keeps mapped keeps its addresses. */
+static void release(wsync_cuda_memory_t *memory)
+{
+    wsync_cu_result_t code;
+
+    (void)unmap(memory, &code);
+    (void)device_of(memory)->driver->mem_unreserve(memory->at,
+                                                   (size_t)memory->mapped_nbytes);
+}
+
 /* In the context; a stream of its own waits for nobody else's work. */
 static wsync_status_t zero(const wsync_cuda_memory_t *memory, wsync_error_t *err)
 {
@@ -157,18 +173,28 @@ static wsync_status_t fail_create(const wsync_cuda_memory_t *memory, wsync_cu_re
                             "GPU memory of %" PRIu64 " bytes", memory->mapped_nbytes);
 }
 
+/* Physical memory; in the context. */
+static wsync_status_t create(const wsync_cuda_memory_t *memory, wsync_cu_handle_t *handle,
+                             wsync_error_t *err)
+{
+    const wsync_cu_property_t property = exportable(device_of(memory));
+    const wsync_cu_result_t code = device_of(memory)->driver->mem_create(
+        handle, (size_t)memory->mapped_nbytes, &property, 0);
+
+    return code == WSYNC_CU_SUCCESS ? WSYNC_OK
+                                    : fail_create(memory, code, "cuMemCreate", err);
+}
+
 /* Physical memory, its descriptor and its mapping; in the context. */
 static wsync_status_t allocate(wsync_cuda_memory_t *memory, wsync_error_t *err)
 {
     const wsync_cuda_driver_t *driver = device_of(memory)->driver;
-    const wsync_cu_property_t property = exportable(device_of(memory));
     wsync_cu_handle_t handle = 0;
-    wsync_status_t status;
-    wsync_cu_result_t code =
-        driver->mem_create(&handle, (size_t)memory->mapped_nbytes, &property, 0);
+    wsync_status_t status = create(memory, &handle, err);
+    wsync_cu_result_t code;
 
-    if (code != WSYNC_CU_SUCCESS) {
-        return fail_create(memory, code, "cuMemCreate", err);
+    if (status != WSYNC_OK) {
+        return status;
     }
     code = driver->mem_export(&memory->base.fd, handle, WSYNC_CU_HANDLE_FD, 0);
     if (code != WSYNC_CU_SUCCESS) {
@@ -203,13 +229,10 @@ static void memory_destroy(wsync_memory_t *memory)
         return;
     }
     if (self->at != 0 && wsync_cuda_enter_to_free(device)) {
-        wsync_cu_result_t code;
-
         if (self->host != NULL) {
             wsync_cuda_unregister(device, self->host->data);
         } else {
-            (void)unmap(self, &code);
-            (void)device->driver->mem_unreserve(self->at, (size_t)self->mapped_nbytes);
+            release(self);
         }
         wsync_cuda_leave(device);
     }
@@ -439,6 +462,73 @@ wsync_cu_ptr_t wsync_cuda_event_address(wsync_event_t event)
 _Atomic uint64_t *wsync_cuda_event_recorded(wsync_event_t event)
 {
     return &own(event.memory)->recorded[event.offset / sizeof(uint64_t)];
+}
+
+/* --- memory without a record ------------------------------------------------------------
+ */
+
+static wsync_cuda_memory_t record_of(const wsync_cuda_device_t *device, uint64_t nbytes)
+{
+    return (wsync_cuda_memory_t){.base = {.device = &device->base, .nbytes = nbytes},
+                                 .mapped_nbytes = mapped_nbytes(device, nbytes)};
+}
+
+wsync_status_t wsync_cuda_can_take(const wsync_cuda_device_t *device, wsync_error_t *err)
+{
+    return device->vmm ? WSYNC_OK
+                       : wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_take",
+                                    "%s exports no memory as descriptors", device->label);
+}
+
+wsync_status_t wsync_cuda_take(const wsync_cuda_device_t *device, uint64_t nbytes,
+                               wsync_cu_ptr_t *at, wsync_error_t *err)
+{
+    wsync_cuda_memory_t memory = record_of(device, nbytes);
+    wsync_cu_handle_t handle = 0;
+    wsync_status_t status = wsync_cuda_can_take(device, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (nbytes == 0 || nbytes > INT64_MAX) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_cuda_take",
+                          "GPU memory of %" PRIu64 " bytes", nbytes);
+    }
+    status = wsync_cuda_enter(device, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = create(&memory, &handle, err);
+    if (status == WSYNC_OK) {
+        status = map_handle(&memory, handle, err);
+        (void)device->driver->mem_release(handle);
+        if (status == WSYNC_OK) {
+            *at = memory.at;
+        } else if (memory.at != 0) {
+            release(&memory);
+        }
+    }
+    wsync_cuda_leave(device);
+    return status;
+}
+
+void wsync_cuda_give(const wsync_cuda_device_t *device, wsync_cu_ptr_t at, uint64_t nbytes,
+                     wsync_cu_stream_t stream)
+{
+    wsync_cuda_memory_t memory = record_of(device, nbytes);
+
+    if (!wsync_cuda_enter_to_free(device)) {
+        return;
+    }
+    memory.at = at;
+    memory.mapped = true;
+    /* Unmapping is not said to wait for the device, as freeing is.  The second time: an
+     * error of other work must not leave the stream using the memory. */
+    if (device->driver->stream_synchronize(stream) != WSYNC_CU_SUCCESS) {
+        (void)device->driver->stream_synchronize(stream);
+    }
+    release(&memory);
+    wsync_cuda_leave(device);
 }
 
 const wsync_memory_ops_t wsync_cuda_memory_ops = {

@@ -147,6 +147,7 @@ struct wsync_cu_stream {
     unsigned seed;
     bool running; /* the head, without the lock */
     bool destroyed;
+    bool blocking;  /* the default stream waits for it */
     size_t length;  /* of the queue */
     size_t channel; /* of the device, that it shares with others of its priority */
     int priority;   /* 0, and below: sooner */

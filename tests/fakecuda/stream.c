@@ -271,6 +271,7 @@ static wsync_cu_result_t make_stream(const char *call, unsigned flags, int prior
     }
     made->context = context;
     made->priority = priority;
+    made->blocking = flags != WSYNC_CU_STREAM_NON_BLOCKING;
     (void)pthread_cond_init(&made->changed, NULL);
     (void)pthread_attr_init(&attributes);
     (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
@@ -436,6 +437,18 @@ wsync_cu_result_t fake_stream_query(wsync_cu_stream_t stream)
     return code;
 }
 
+/* Whether the context's default stream, which is given nothing itself, has to wait; locked.
+ */
+static bool is_default_busy(const struct wsync_cu_context *context)
+{
+    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
+        if (at->context == context && at->blocking && at->head != NULL) {
+            return true;
+        }
+    }
+    return false;
+}
+
 wsync_cu_result_t fake_stream_synchronize(wsync_cu_stream_t stream)
 {
     struct wsync_cu_context *context = NULL;
@@ -445,8 +458,13 @@ wsync_cu_result_t fake_stream_synchronize(wsync_cu_stream_t stream)
         return code;
     }
     fake_lock();
-    code = check_stream("cuStreamSynchronize", stream, context);
-    while (code == WSYNC_CU_SUCCESS && stream->head != NULL) {
+    while (stream == NULL && is_default_busy(context)) {
+        fake_unlock();
+        pause_ns(POLL_NS);
+        fake_lock();
+    }
+    code = stream != NULL ? check_stream("cuStreamSynchronize", stream, context) : code;
+    while (code == WSYNC_CU_SUCCESS && stream != NULL && stream->head != NULL) {
         (void)pthread_cond_wait(&stream->changed, &fake.mutex);
     }
     if (code == WSYNC_CU_SUCCESS) {
