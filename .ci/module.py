@@ -6,7 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-EXPORTS = {"PyInit__core"}
+# the second and third: functions that torch looks up (wsync/machine/exportable.py)
+EXPORTS = {"PyInit__core", "wsync_exportable_alloc", "wsync_exportable_free"}
 LIBRARIES = {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
 LIBRARIES |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 LAYERS = ("core", "device", "ipc", "comm")

@@ -19,7 +19,7 @@ import pytest
 import torch
 from support import fused
 from support.gpu_engine import FusedEngine, GpuEngine, dry, module, slow, where
-from support.gpu_mapping import Mapping
+from support.gpu_mapping import Mapping, descriptor
 from support.gpu_stock import StockEngine
 
 import wsync
@@ -311,6 +311,53 @@ def test_a_tensor_whose_memory_was_taken_away_is_named(torch_cuda: None) -> None
         paused.copy_(torch.randn(paused.shape))
         sync.update()
         assert wrong(engine.weights(), weights) == []
+
+
+# --- memory that others can map -------------------------------------------------------------------
+
+
+def test_memory_of_an_exportable_block_has_a_descriptor_and_goes_back(torch_cuda: None) -> None:
+    gpu = device.find(device.wanted() or device.uuid(0))
+    torch.cuda.set_device(gpu.ordinal)
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    with wsync.exportable():
+        weights = {"w": torch.empty(2048, 4096, device="cuda")}  # 32 MiB
+        temporary = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        del temporary
+    assert before - torch.cuda.mem_get_info()[0] < 256 << 20
+    weights["w"].copy_(torch.randn(2048, 4096))
+    plain = torch.zeros(2048, 4096, device="cuda")
+    torch.cuda.synchronize()
+    assert descriptor(plain.data_ptr()) is None
+    fd = descriptor(weights["w"].data_ptr())
+    assert fd is not None
+    nbytes = weights["w"].nbytes
+    with contextlib.closing(_core.Stream(1, gpu)) as stream:
+        found = device.staging(nbytes, gpu)
+        mapped = _core.Memory.from_fd(fd, nbytes, gpu)
+        os.close(fd)
+        stream.copy(_bytes(nbytes), 0, 0, _span(mapped), _span(found))
+        stream.synchronize(60.0)
+    assert torch.equal(found, weights["w"].cpu().view(torch.uint8).view(-1))
+    with GpuEngine(weights) as engine:
+        with wsync.connect(weights, [engine], options=OPTIONS) as sync:
+            sync.update()
+        assert wrong(engine.weights(), weights) == []
+    during = torch.cuda.mem_get_info()[0]
+    del mapped, weights
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] - during >= nbytes
+
+
+def test_an_exportable_block_says_what_the_driver_had_left(torch_cuda: None) -> None:
+    torch.cuda.set_device(0)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        with wsync.exportable():
+            torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"wsync.exportable: GPU memory of {1 << 44} bytes: ")
 
 
 # --- kernels -------------------------------------------------------------------------------------

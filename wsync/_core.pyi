@@ -489,6 +489,18 @@ class Exchange:
         """Gives staging that is this rank's alone back until the next update."""
     def close(self) -> None: ...
 
+# --- the GPU's memory for torch (csrc/python/exportable.c) -------------------------------------
+#
+# The module's file also exports two functions of C, of the form that torch.cuda.memory.CUDAPluggableAllocator calls:
+# void *wsync_exportable_alloc(ssize_t nbytes, int ordinal, cudaStream_t stream), NULL where there is none, and
+# void wsync_exportable_free(void *at, ssize_t nbytes, int ordinal, cudaStream_t stream), which waits for the stream.
+
+def exportable_check(ordinal: int, /) -> None:
+    """Raises UnsupportedError unless wsync_exportable_alloc can be had from a GPU (its place in cuda_devices)."""
+
+def exportable_refusal() -> str:
+    """Why wsync_exportable_alloc has last given this thread none; "" if it has since."""
+
 # --- the GPU (csrc/python/device.c) -----------------------------------------------------------
 
 def cuda_devices() -> tuple[int, list[tuple[str, str, int, tuple[int, int]]]]:

@@ -35,6 +35,7 @@
     X(checksum)                \
     X(count_down)              \
     X(device)                  \
+    X(exportable)              \
     X(nccl)                    \
     X(pack)                    \
     X(files)

@@ -1,5 +1,5 @@
 """Memory of a real GPU whose address stays while it is taken away and brought back, as
-torch_memory_saver does with a paused model's."""
+torch_memory_saver does with a paused model's; and the descriptor of memory that has one."""
 
 from __future__ import annotations
 
@@ -76,3 +76,16 @@ class Mapping:
             "version": 3,
         }
         return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=facts), device="cuda:0")
+
+
+def descriptor(address: int) -> int | None:
+    """Of the memory at an address of the GPU whose context is current, for the caller to close;
+    None: it was made without."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, fd, nothing = ctypes.c_uint64(), ctypes.c_int(-1), ctypes.c_uint64(0)
+    if driver.cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_void_p(address)) != 0:
+        return None
+    posix = ctypes.c_int(1)  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    status = driver.cuMemExportToShareableHandle(ctypes.byref(fd), handle, posix, nothing)
+    assert driver.cuMemRelease(handle) == 0
+    return fd.value if status == 0 else None
