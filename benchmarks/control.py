@@ -1,4 +1,5 @@
-"""`control`: microseconds of one round when nearly nothing is moved.
+"""`control`: what rounds and updates cost when nearly nothing is moved; `fixed_costs` has the part
+of it that is the processor's, with as many tensors as a large model.
 
 One trainer process, one engine process; one tensor that is cut into rounds of 4 KiB.  The
 figure is the slope between a few and many rounds, so that what an update costs beside its rounds
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 import wsync
-from benchmarks import peers
+from benchmarks import fixed_costs, peers
 from benchmarks.bucket import bucket_class
 from benchmarks.consumer import Consumer, digest
 
@@ -47,6 +48,7 @@ def run() -> Iterator[dict[str, Any]]:
                 "microseconds": 1e6 * seconds,
                 "update_seconds": {str(FEW): few, str(MANY): many},
             }
+    yield from fixed_costs.run()
 
 
 def updates(rounds: int, slots: int) -> tuple[float, bool, int]:

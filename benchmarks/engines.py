@@ -1,9 +1,10 @@
-"""Where benchmarks find an engine's own Python files."""
+"""Where benchmarks find an engine's own Python files, and what plays GPUs."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.environment import Skipped, missing
 
@@ -28,3 +29,23 @@ def sglang_path(version: str = SGLANG) -> tuple[str, str]:
     if tree is None or packages is None:
         raise Skipped(f"SGLang {version}: {reason or other}")
     return str(tree), str(packages)
+
+
+def played(*, devices: int = 1) -> dict[str, str]:
+    """Settings of GPUs that are played, read the host's memory and take no time of their own.
+
+    Raises Skipped where the stand-in for the driver cannot be built.
+    """
+    if str(TESTS) not in sys.path:
+        sys.path.insert(0, str(TESTS))
+    try:
+        from support import fakecuda
+
+        settings: dict[str, Any] = fakecuda.coherent(devices=devices)
+    except ModuleNotFoundError as error:
+        raise missing(error) from error
+    except BaseException as reason:  # pytest's way to skip
+        if type(reason).__name__ != "Skipped":
+            raise
+        raise Skipped(str(reason)) from None
+    return {**settings, "WSYNC_FAKE_CUDA_DELAY_US": "0"}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,8 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.engines import TESTS
-from benchmarks.environment import Skipped, missing
+from benchmarks.engines import played
 from benchmarks.gpu_device import FAKE, SECONDS, random_bytes
 from benchmarks.nccl_way import Way, thread_seconds
 from benchmarks.ranks import on_ranks
@@ -71,19 +69,10 @@ def _real_gpus() -> int:
 
 def _played() -> dict[str, str]:
     """The environment of processes on the stand-ins, which take no time of their own."""
-    if str(TESTS) not in sys.path:
-        sys.path.insert(0, str(TESTS))
-    try:
-        from support import fakecuda
-    except ModuleNotFoundError as error:
-        raise missing(error) from error
-    try:
-        libraries = {"WSYNC_NCCL_LIB": fakecuda.fake_nccl(), "WSYNC_FAKE_CUDA_DELAY_US": "0"}
-        return {**fakecuda.coherent(devices=DRY_RANKS), **libraries}
-    except BaseException as reason:  # pytest's way to skip
-        if type(reason).__name__ != "Skipped":
-            raise
-        raise Skipped(str(reason)) from None
+    settings = played(devices=DRY_RANKS)
+    from support import fakecuda
+
+    return {**settings, "WSYNC_NCCL_LIB": fakecuda.fake_nccl()}
 
 
 # --- one rank -----------------------------------------------------------------------------------

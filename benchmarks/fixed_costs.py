@@ -1,0 +1,160 @@
+"""What a round and an update cost beside the bytes that they move: processor time of the thread
+that updates, on both sides, with the tensors of Qwen3-30B-A3B, each of 64 bytes.
+
+The same tensors are moved in few rounds and in many.  A round is the slope between the two, and
+what is left of an update without rounds is its fixed cost.  On the played GPU it is the time of the
+stand-in for the driver, too; its kernels run in a thread that is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+import wsync
+from benchmarks import plan_shapes
+from benchmarks.consumer import digest
+from benchmarks.engines import played
+from benchmarks.ranks import on_ranks
+from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine
+
+VALUES = 32  # of each tensor, in bfloat16
+FEW, MANY = 8, 264  # rounds that are asked for
+REPEATS = 15
+GOALS = {"a round": 25e-6, "an update": 2e-3}
+SIDES = {"trainer": "update", "worker": "handle"}  # and the step that is all others
+SECONDS = 300.0  # that anything may take
+
+Seconds = dict[str, float]  # by step
+
+
+def run() -> Iterator[dict[str, Any]]:
+    yield from on_ranks(1, _rows, "the host")
+    with mock.patch.dict(os.environ, played()):
+        yield from on_ranks(1, _rows, "the played GPU")
+
+
+def _rows(_: int, place: str) -> list[dict[str, Any]]:
+    weights = {
+        weight.name: torch.full((VALUES,), index % 251, dtype=torch.bfloat16)
+        for index, weight in enumerate(plan_shapes.qwen3_moe())
+    }
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+    with ProcessEngine(shapes, worker=_Worker, timeout=SECONDS) as engine:
+        few, many = _updates(weights, engine, FEW), _updates(weights, engine, MANY)
+    verified, more = few["right"] and many["right"], many["rounds"] - few["rounds"]
+    rows = []
+    for side, whole in SIDES.items():
+        a_round = (many[side][whole] - few[side][whole]) / more
+        found = {"a round": a_round, "an update": few[side][whole] - few["rounds"] * a_round}
+        steps = [f"{name} {1e3 * s:.2f}" for name, s in few[side].items() if name != whole]
+        for what, seconds in found.items():
+            figure = f"{1e6 * seconds:.0f} us of a processor"
+            if what == "an update":
+                figure += f"; ms of one of {few['rounds']} rounds: {', '.join(steps)}"
+            rows.append(
+                {
+                    "benchmark": "control",
+                    "case": f"{what}, {len(weights)} tensors, {place}, {side}",
+                    "bytes": sum(tensor.nbytes for tensor in weights.values()),
+                    "seconds": seconds,
+                    "peer": "none; the goal",
+                    "peer_seconds": GOALS[what],
+                    "ratio": GOALS[what] / max(seconds, 1e-9),
+                    "verified": verified,
+                    "figure": figure,
+                }
+            )
+    return rows
+
+
+def _updates(
+    weights: dict[str, torch.Tensor], engine: ProcessEngine, rounds: int
+) -> dict[str, Any]:
+    """Median seconds of the steps of an update, by side; its rounds, and whether it was right."""
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    size = nbytes // rounds // 64 * 64
+    options = wsync.Options(round_nbytes=size, progress=False, deadline=SECONDS)
+    taken: dict[str, list[Seconds]] = {side: [] for side in SIDES}
+    engine.fill(0xA5)
+    with wsync.connect(weights, [engine], options=options) as sync:
+        found: dict[str, Any] = {"rounds": sync.update().rounds}
+        found["right"] = engine.digest() == digest(weights)
+        clock = Clock()
+        with clock.on(_steps_of(sync)):
+            for _ in range(REPEATS):
+                engine._call("taken", None, SECONDS)
+                sync.update()
+                taken["trainer"].append(clock.read())
+                taken["worker"].append(engine._call("taken", None, SECONDS)[0])
+    return found | {side: _medians(each) for side, each in taken.items()}
+
+
+def _steps_of(sync: Any) -> list[tuple[str, Any, str]]:
+    """(step, object, method) of the trainer's side."""
+    connection = sync._connection
+    return [
+        ("bind", sync, "_bind"),
+        ("lend", sync, "_lend"),
+        ("open", sync, "_open"),
+        ("start", connection, "start"),
+        ("run", connection, "run"),
+        ("prepared", connection, "prepared"),
+        ("commit", connection, "commit"),
+        ("update", sync, "update"),
+    ]
+
+
+def _medians(taken: list[Seconds]) -> Seconds:
+    return {name: statistics.median(each[name] for each in taken) for name in taken[0]}
+
+
+class Clock:
+    """Processor time of a thread in methods, by step."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def on(self, steps: list[tuple[str, Any, str]]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for step, owner, method in steps:
+                call = functools.partial(self._timed, step, getattr(owner, method))
+                stack.enter_context(mock.patch.object(owner, method, call))
+            yield
+
+    def read(self) -> Seconds:
+        """What has come since this was asked last."""
+        seconds, self._seconds = dict(self._seconds), Counter()
+        return seconds
+
+    def _timed(self, step: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        start = time.thread_time()
+        try:
+            return call(*given, **named)
+        finally:
+            self._seconds[step] += time.thread_time() - start
+
+
+class _Worker(BareWorker):
+    """Bare weights whose worker counts its own processor time."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        loader: Any = self.receiver._loader
+        steps = [(name, loader._chosen, name) for name in ("begin", "load", "finish", "confirm")]
+        self._clock = Clock()
+        self._on = self._clock.on([*steps, ("handle", self.receiver, "handle")])
+        self._on.__enter__()
+
+    def taken(self) -> Seconds:
+        return self._clock.read()
