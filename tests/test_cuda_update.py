@@ -220,6 +220,27 @@ def test_rings_are_smaller_where_the_gpu_has_no_room(tmp_path: Path) -> None:
     assert f" of {memory} bytes of GPU 0 (Fake GPU 0) are free" in facts["error"], facts
 
 
+def test_rounds_are_large_where_the_gpu_of_every_rank_has_room(tmp_path: Path) -> None:
+    memory, large, usual = 16 << 30, 1 << 30, 256 << 20
+    expected: list[tuple[int, dict[str, object], int]] = [
+        (0, {}, large),
+        (7 << 30, {}, large),
+        ((8 << 30) + (2 << 20), {}, usual),
+        (15 << 30, {}, usual),
+        (0, {"park": True}, usual),
+        (0, {"round_nbytes": 8192}, 8192),
+        (0, {"ring_nbytes": 32768}, 8192),
+    ]
+    cases = [(taken, options) for taken, options, _ in expected]
+    with _ranks(2, tmp_path, WSYNC_FAKE_CUDA_MEMORY=str(memory)) as ranks:
+        first, second = ranks.run(cuda_cases.chosen_rounds, cases)
+    chosen = [nbytes for _, _, nbytes in expected]
+    assert [each["round"] for each in first] == [each["round"] for each in second] == chosen
+    for each in first:  # the worker's ring is the first rank's
+        assert each["right"] == [True]
+        assert each["said"] == [(each["rounds"], each["ring"])]
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [

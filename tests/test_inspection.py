@@ -103,7 +103,10 @@ def test_the_page_says_what_the_table_says_and_where_kinds_of_tensors_go() -> No
         assert f"{worker.kept_nbytes:,}" in text and f"{worker.model_nbytes:,}" in text
     assert "worker 1: half <old>" in text and "wsync inspect http://a&b" in text
     rows = [[" ".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
-    assert rows[:4] == [["", ""], *map(list, inspection.summary(whole))]
+    summary = inspection.summary(whole)
+    assert rows[: len(summary) + 1] == [["", ""], *map(list, summary)]
+    rings = "rounds: 1, ring: 5,120 bytes (worker 0); rounds: 1, ring: 5,056 bytes (worker 1)"
+    assert dict(summary)["last update by wsync"] == rings
     assert rows.count(["experts.*.gate", "w13", "bfloat16", "2", "2", "100.0%"]) == 2
     assert rows.count(["q", "qkv", "bfloat16", "1", "1", "50.0%"]) == 2
     assert root.findtext(".//pre") == inspection.listing(found, "^o$")

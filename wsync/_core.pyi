@@ -177,6 +177,9 @@ class Plan:
     @property
     def round_count(self) -> int: ...
     @property
+    def round_nbytes(self) -> int:
+        """Most bytes of a round for one worker, but for a larger tensor that stays whole."""
+    @property
     def send_nbytes(self) -> int: ...
     @property
     def recv_nbytes(self) -> int: ...
@@ -320,6 +323,8 @@ class Device:
     @property
     def ordinal(self) -> int:
         """Of the GPU in this process; -1: the host."""
+    def memory_available(self) -> int:
+        """Bytes that may still be allocated there now."""
 
 def host() -> Device: ...
 

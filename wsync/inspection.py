@@ -20,7 +20,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -53,6 +53,7 @@ class WorkerReport:
     bytes that no tensor fills).  twins: (tensor, tensor) that are loaded to one place and have to
     be the same.  loads: how often weights were loaded by other means than wsync's updates (a
     bucket, a broadcast, files) since its receiver was made; None where it is not told of these.
+    rounds, ring_nbytes: of the last update, and of the ring that it took them through.
     tensors: name, dtype, shape, kept_as (a dtype) and boxes: into (a parameter), start and extent
     in the tensor.
     """
@@ -70,6 +71,8 @@ class WorkerReport:
     fills: int = 0
     copies: int = 0
     loads: int | None = None
+    rounds: int = 0
+    ring_nbytes: int = 0
     fallbacks: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     unwritten: list[list[Any]] = field(default_factory=list)
@@ -251,23 +254,34 @@ def _notes(workers: Sequence[WorkerReport]) -> list[str]:
 def summary(found: EngineReport) -> list[tuple[str, str]]:
     """What there is to say of an engine as a whole: what, and its value."""
     version = _UNKNOWN if found.weight_version is None else found.weight_version
-    counts = defaultdict[str, list[str]](list)
-    for each in found.workers:
-        counts[_UNKNOWN if each.loads is None else f"{each.loads:,} {_SINCE}"].append(
-            str(each.worker)
-        )
-    seen = "; ".join(
-        text if len(counts) == 1 else f"{text} (worker {', '.join(who)})"
-        for text, who in counts.items()
+    seen = _together(
+        (each.worker, _UNKNOWN if each.loads is None else f"{each.loads:,} {_SINCE}")
+        for each in found.workers
     )
     rows = [
         ("server", found.server),
         ("weight version", version),
         ("loads by buckets, broadcasts or files", seen or _UNKNOWN),
     ]
+    if any(each.rounds for each in found.workers):
+        rings = (
+            (each.worker, f"rounds: {each.rounds:,}, ring: {each.ring_nbytes:,} bytes")
+            for each in found.workers
+        )
+        rows.append(("last update by wsync", _together(rings)))
     if found.unasked:
         rows.append(("what workers keep", f"{_UNKNOWN}: {found.unasked}"))
     return rows
+
+
+def _together(said: Iterable[tuple[int, str]]) -> str:
+    """What workers say, each text once, and which workers do where they differ."""
+    who = defaultdict[str, list[str]](list)
+    for worker, text in said:
+        who[text].append(str(worker))
+    if len(who) < 2:
+        return next(iter(who), "")
+    return "; ".join(f"{text} (worker {', '.join(names)})" for text, names in who.items())
 
 
 def table(workers: Sequence[WorkerReport]) -> str:

@@ -22,8 +22,11 @@ class Options:
         deadline: seconds that an engine worker waits for anything, and that engines have to say
             what they are when a trainer connects, to pause or to go on; trainer ranks wait 5 s
             longer for each other, and for the request that is open during an update 10 s longer.
-        round_nbytes: bytes that move to one worker in one step; 0 chooses.
-        ring_nbytes: bytes of the ring of one worker; 0 chooses.
+        round_nbytes: bytes that move to one worker in one step; 0 chooses: 32 MiB on the host; on
+            GPUs 1 GiB where each has at least 8 GiB free, and twice what its rings then take, when
+            a trainer connects, and nothing is parked and no engine is remote; else 256 MiB.
+        ring_nbytes: bytes of the ring of one worker; 0 chooses: four rounds, or the model if that
+            is less.
         bucket_nbytes: bytes of a round where some engine runs without wsync and takes one request
             per bucket; the largest tensor may need more.
         stock_memory: where buckets for engines without wsync lie when the weights are on a GPU:

@@ -16,7 +16,8 @@ class Report:
     """One update as one trainer rank saw it.  Sizes are bytes, times are seconds.
 
     `ring_nbytes` and `staging_nbytes` are this rank's buffers, kept between updates unless
-    Options.park gives them back.
+    Options.park gives them back.  `round_nbytes` is the most that a round brings to one worker, but
+    for a larger tensor that has to stay whole.
     `phases` are disjoint stretches of this rank's wall time: what was waited for, while the
     stream copied beside it.  Of a `Sync`, in the order of an update:
 
@@ -67,6 +68,7 @@ class Report:
     repeated_nbytes: int = 0
     rounds: int = 0
     workers: int = 0
+    round_nbytes: int = 0
     ring_nbytes: int = 0
     staging_nbytes: int = 0
     exchange: str = "none"

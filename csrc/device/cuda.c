@@ -185,6 +185,23 @@ void wsync_cuda_leave(const wsync_cuda_device_t *device)
     (void)device->driver->context_pop(&popped);
 }
 
+wsync_status_t wsync_cuda_free_nbytes(const wsync_cuda_device_t *device, uint64_t *nbytes,
+                                      wsync_error_t *err)
+{
+    size_t left = 0;
+    size_t total = 0;
+    wsync_status_t status = wsync_cuda_enter(device, err);
+
+    if (status == WSYNC_OK) {
+        status =
+            wsync_cuda_check(device->driver, device->driver->mem_get_info(&left, &total),
+                             "cuMemGetInfo", err, "%s", device->label);
+        wsync_cuda_leave(device);
+    }
+    *nbytes = left;
+    return status;
+}
+
 /* In the context, with the mutex. */
 static wsync_status_t load_kernels(wsync_cuda_device_t *device, const void *image,
                                    wsync_error_t *err)

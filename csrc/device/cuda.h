@@ -67,6 +67,10 @@ wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t
 bool wsync_cuda_enter_to_free(const wsync_cuda_device_t *device);
 void wsync_cuda_leave(const wsync_cuda_device_t *device);
 
+/* Bytes of the device that nobody uses now; not in the context. */
+wsync_status_t wsync_cuda_free_nbytes(const wsync_cuda_device_t *device, uint64_t *nbytes,
+                                      wsync_error_t *err);
+
 /* Pins memory of the host and maps it for all devices, at *at, until unregister.  `what`
  * names it in errors.  Call both in the context.  No work of a device may use the memory
  * any more at unregister, which may wait for the device. */

@@ -132,6 +132,31 @@ static PyObject *device_repr(PyObject *object)
     return text;
 }
 
+static PyObject *device_memory_available(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    const wsync_device_t *device = ((DeviceObject *)object)->device;
+    uint64_t nbytes = 0;
+    wsync_error_t err = {0};
+    wsync_status_t status = WSYNC_OK;
+
+    Py_BEGIN_ALLOW_THREADS
+        if (device->ordinal >= 0) {
+            status = wsync_cuda_free_nbytes(wsync_cuda_of(device), &nbytes, &err);
+        } else {
+            nbytes = wsync_host_memory_available("");
+        }
+    Py_END_ALLOW_THREADS
+    return status == WSYNC_OK ? PyLong_FromUnsignedLongLong(nbytes)
+                              : wsync_py_raise(wsync_py_state_of(object), &err);
+}
+
+static PyMethodDef device_methods[] = {
+    {"memory_available", device_memory_available, METH_NOARGS,
+     "memory_available($self)\n--\n\n"
+     "Bytes that may still be allocated there now."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyGetSetDef device_getset[] = {
     {"name", device_get_name, NULL, "\"host\" or \"cuda\".", NULL},
     {"uuid", device_get_uuid, NULL, "\"GPU-...\"; \"\" for the host.", NULL},
@@ -144,6 +169,7 @@ static PyType_Slot device_slots[] = {
     {Py_tp_doc, "Where memory and streams are made.  Made by host() and gpu()."},
     {Py_tp_dealloc, device_dealloc},
     {Py_tp_repr, device_repr},
+    {Py_tp_methods, device_methods},
     {Py_tp_getset, device_getset},
     {0, NULL},
 };

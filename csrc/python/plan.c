@@ -194,6 +194,7 @@ static bool check_worker(PyObject *self, long long value, uint32_t *worker)
 }
 
 WSYNC_PY_NUMBER_GETTER(plan_round_count, wsync_plan_round_count(plan_of(self)))
+WSYNC_PY_NUMBER_GETTER(plan_round_nbytes, wsync_plan_round_nbytes(plan_of(self)))
 WSYNC_PY_NUMBER_GETTER(plan_send_nbytes, wsync_plan_send_nbytes(plan_of(self)))
 WSYNC_PY_NUMBER_GETTER(plan_recv_nbytes, wsync_plan_recv_nbytes(plan_of(self)))
 WSYNC_PY_NUMBER_GETTER(plan_fingerprint, wsync_plan_fingerprint(plan_of(self)))
@@ -356,6 +357,9 @@ static PyMethodDef plan_methods[] = {
 
 static PyGetSetDef plan_getset[] = {
     {"round_count", plan_round_count, NULL, "Number of rounds.", NULL},
+    {"round_nbytes", plan_round_nbytes, NULL,
+     "Most bytes of a round for one worker, but for a larger tensor that stays whole.",
+     NULL},
     {"send_nbytes", plan_send_nbytes, NULL,
      "Largest send staging that a round needs on this rank.", NULL},
     {"recv_nbytes", plan_recv_nbytes, NULL,

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.fakecuda import calls, position
-from support.played_gpu import put, reach, source_of
+from support.played_gpu import hold, put, reach, source_of
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
@@ -30,6 +30,7 @@ from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import UpdateGroup
+from wsync.inspection import look
 from wsync.layout import TrainerLayout
 from wsync.machine.device import find, uuid
 from wsync.trainer import quantised_image
@@ -310,6 +311,31 @@ def short_of_memory() -> dict[str, Any]:
         with wsync.connect(weights, [engine], options=asked) as sync:
             error = _try(sync, weights)
     return {"ring": report.ring_nbytes, "rounds": report.rounds, "right": right, "error": error}
+
+
+def chosen_rounds(cases: Sequence[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What a rank with a GPU of its own reports of an update for each case, and what the engine
+    then says of itself.  A case: bytes of the first rank's GPU that others hold, and options."""
+    rank, found = dist.get_rank(), list[dict[str, Any]]()
+    with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
+        os.environ["WSYNC_DEVICE"] = f"cuda:{rank}"
+        engines = [stack.enter_context(_engine())] if rank == 0 else []
+        for seed, (taken, options) in enumerate(cases):
+            given = wsync.Options(deadline=60.0, progress=False, flush_cache=False, **options)
+            with (
+                hold(taken if rank == 0 else 0),
+                wsync.connect(sharded(_weights(seed)), engines, options=given) as sync,
+            ):
+                report = sync.update()
+            said = [
+                (worker.rounds, worker.ring_nbytes)
+                for engine in engines
+                for worker in look(engine).workers
+            ]
+            right = [same(engine.weights(), _weights(seed)) for engine in engines]
+            facts = {"round": report.round_nbytes, "rounds": report.rounds}
+            found.append({**facts, "ring": report.ring_nbytes, "said": said, "right": right})
+    return found
 
 
 def start_engine(environment: dict[str, str]) -> str:

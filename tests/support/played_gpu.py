@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from wsync import _core
 from wsync.layout import TrainerLayout
+from wsync.machine.device import uuid
 
 
 class PlayedTensor:
@@ -58,16 +60,37 @@ def put(tensor: torch.Tensor) -> PlayedTensor:
     return copy
 
 
+def _call(name: str, *arguments: Any) -> None:
+    """Has the driver do something that wsync does not ask it for."""
+    uuid(0)  # it has been started
+    library = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
+    function, status = ctypes.c_void_p(), ctypes.c_int()
+    wanted = (ctypes.byref(function), 13000, ctypes.c_uint64(0), ctypes.byref(status))
+    library.cuGetProcAddress_v2(name.encode(), *wanted)
+    assert ctypes.CFUNCTYPE(ctypes.c_int)(function.value)(*arguments) == 0
+
+
 def reserve(like: torch.Tensor) -> PlayedTensor:
     """A tensor whose address is reserved on the GPU, where no memory lies."""
-    library = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
-    function, status, at = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_uint64()
-    wanted = (ctypes.byref(function), 13000, ctypes.c_uint64(0), ctypes.byref(status))
-    library.cuGetProcAddress_v2(b"cuMemAddressReserve", *wanted)
-    call = ctypes.CFUNCTYPE(ctypes.c_int)(function.value)
-    nbytes, none = ctypes.c_size_t(2 << 20), ctypes.c_uint64(0)
-    assert call(ctypes.byref(at), nbytes, ctypes.c_size_t(0), none, none) == 0
+    at, nbytes, none = ctypes.c_uint64(), ctypes.c_size_t(2 << 20), ctypes.c_uint64(0)
+    _call("cuMemAddressReserve", ctypes.byref(at), nbytes, ctypes.c_size_t(0), none, none)
     return PlayedTensor(at.value, like)
+
+
+@contextlib.contextmanager
+def hold(nbytes: int) -> Iterator[None]:
+    """Around what has so much less of GPU 0's memory; nobody writes there."""
+    handle = ctypes.c_uint64()
+    # CUmemAllocationProp: pinned memory of device 0
+    wanted = (ctypes.c_int * 8)(1, 0, 1, 0)
+    if nbytes:
+        size = ctypes.c_size_t(nbytes)
+        _call("cuMemCreate", ctypes.byref(handle), size, wanted, ctypes.c_uint64(0))
+    try:
+        yield
+    finally:
+        if nbytes:
+            _call("cuMemRelease", handle)
 
 
 def source_of(names: Sequence[str], tensors: Sequence[Any]) -> TrainerLayout:

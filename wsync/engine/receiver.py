@@ -57,6 +57,7 @@ class Receiver:
         self._importer: Session | None = None
         self._learning: Session | None = None  # until the session that came of it is under way
         self._generation = -1
+        self._rounds = self._ring_nbytes = 0  # of the last update
         self._trace = Trace.wanted("engine", worker)
 
     @property
@@ -133,6 +134,8 @@ class Receiver:
             "inconsistency": self.trouble,
             "loads": self.state.loads,
             "loader": type(self._loader).__name__,
+            "rounds": self._rounds,
+            "ring_nbytes": self._ring_nbytes,
             **learnt,
         }
         try:
@@ -171,6 +174,7 @@ class Receiver:
             self._generation = -1
             self._loader.attach(importer.ring, Layout.from_bytes(importer.manifest))
             self._generation = importer.generation
+        self._rounds, self._ring_nbytes = rounds, importer.ring.nbytes
         self._borrow(importer)
         try:
             receipt = self._load(importer, update, rounds, timeout)

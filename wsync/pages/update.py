@@ -25,6 +25,7 @@ _BYTES = {
     "delivered_nbytes": "delivered to all workers together",
     "sent_nbytes": "sent from rank to rank for it",
     "quantised_nbytes": "quantised, in the trainer's dtype",
+    "round_nbytes": "a round of one worker, at most",
     "ring_nbytes": "rings of this rank",
     "staging_nbytes": "staging of this rank",
     "image_nbytes": "codes and scales of this rank",

@@ -364,7 +364,7 @@ class Connection:
         report.delivered_nbytes = stats["delivered_nbytes"] + more
         report.needed_nbytes = stats["needed_nbytes"] + more
         report.sent_nbytes = rounds.stats["sent_nbytes"]
-        report.rounds = self._round_count
+        report.rounds, report.round_nbytes = self._round_count, rounds.round_nbytes
         report.unused = tuple(model.tensor(index)[0] for index in plan.unused)
         report.own_loading = dict(self._own_loading)
         report.learning_seconds, self._learning_seconds = self._learning_seconds, 0.0

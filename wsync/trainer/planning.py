@@ -22,6 +22,9 @@ from wsync.trainer.sessions.base import Session
 _log = logging.getLogger(__name__)
 
 _GPU_ROUND_NBYTES = 256 << 20
+# The larger the rounds, the fewer times two processes hand the GPU to each other.
+_LARGE_ROUND_NBYTES = 1 << 30
+_LARGE_FREE_NBYTES = 8 << 30  # on every GPU, for rounds to be large
 # Room for the tables of copies that a rank and its worker put on their GPU after the rings.
 _TABLES_NBYTES = 16 << 20
 _LEAST_RING_NBYTES = 16 << 10  # a machine that has less has other worries
@@ -70,9 +73,9 @@ class Planning:
             NoMemoryError: even small rings have no room on some rank.
         """
         limit, missing, released = self.options.ring_nbytes, "", False
-        wanted = 0
+        wanted, large = 0, self._may_be_large(device)
         while True:
-            blueprint = self._draw(layouts, device, limit)
+            blueprint = self._draw(layouts, device, limit, large)
             try:
                 plan = blueprint.plan(self.group.rank)
             except _core.InvalidArgumentError as error:
@@ -80,6 +83,10 @@ class Planning:
                     raise
                 text = f"{missing}, and a smaller ring cannot work: {error}"
                 raise _core.NoMemoryError(text) from error
+            if large and (tight := self._agree(plan, self._tight(plan, device))):
+                _log.info("%s: rounds are not made larger", tight)
+                large = False
+                continue
             lacking = self._agree(plan, self._make_rings(plan, device))
             largest = max(plan.ring_nbytes(number) for number in range(len(self.roster.workers)))
             if not lacking:
@@ -90,6 +97,9 @@ class Planning:
             if device.ordinal >= 0 and not released:
                 release_cached(device)  # of torch, which a driver does not ask
                 released = True
+                continue
+            if large:
+                large = False
                 continue
             limit = largest // 2
             if self.options.ring_nbytes or limit < _LEAST_RING_NBYTES:
@@ -111,7 +121,7 @@ class Planning:
         Raises:
             LayoutError: the ranks' plans differ.
         """
-        plan = self._draw(layouts, device, self.options.ring_nbytes).plan(self.group.rank)
+        plan = self._draw(layouts, device, self.options.ring_nbytes, False).plan(self.group.rank)
         self._agree(plan, "")
         return plan
 
@@ -158,7 +168,27 @@ class Planning:
         mine = gpus[self.group.rank]
         return (default() if others else "") if mine is None else mine
 
-    def _draw(self, layouts: list[bytes], device: _core.Device, ring_nbytes: int) -> Blueprint:
+    def _may_be_large(self, device: _core.Device) -> bool:
+        """Whether rounds can be larger than usual, where GPUs have room.  Who parks rings wants the
+        memory for something else, and nobody here knows what is free on another host."""
+        asked = self.options.round_nbytes or self.options.ring_nbytes or self.options.park
+        buckets = any(worker.takes_buckets for worker in self.roster.workers)
+        remote = bool(self.roster.taking(Delivery.REMOTE))
+        return device.ordinal >= 0 and not (asked or buckets or remote)
+
+    def _tight(self, plan: _core.Plan, device: _core.Device) -> str:
+        """Why rounds of this plan would be too large for this rank's GPU; "" where it has room."""
+        rings = sum(plan.ring_nbytes(session.worker) for session in self.sessions)
+        # two rounds are under way between ranks
+        needed = rings + 2 * (plan.send_nbytes + plan.recv_nbytes)
+        free = device.memory_available()
+        if free >= max(_LARGE_FREE_NBYTES, 2 * needed):
+            return ""
+        return f"rank {self.group.rank}: {free:,} bytes of its GPU are free"
+
+    def _draw(
+        self, layouts: list[bytes], device: _core.Device, ring_nbytes: int, large: bool
+    ) -> Blueprint:
         wanted = [
             (layout, worker.stage)
             for layout, worker in zip(layouts, self.roster.workers, strict=True)
@@ -176,7 +206,9 @@ class Planning:
             ],
             # no trainer rank is nearer to a remote worker than another
             [*hosts, *range(elsewhere, elsewhere + remote)],
-            round_nbytes=self._round_nbytes(device, ring_nbytes),
+            round_nbytes=(
+                _LARGE_ROUND_NBYTES if large else self._round_nbytes(device, ring_nbytes)
+            ),
             ring_nbytes=ring_nbytes,
         )
 

@@ -357,6 +357,11 @@ uint32_t wsync_plan_round_count(const wsync_plan_t *plan)
     return plan->round_count;
 }
 
+uint64_t wsync_plan_round_nbytes(const wsync_plan_t *plan)
+{
+    return plan->round_nbytes;
+}
+
 uint32_t wsync_plan_worker_count(const wsync_plan_t *plan)
 {
     return plan->worker_count;

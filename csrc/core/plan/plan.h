@@ -100,6 +100,9 @@ wsync_status_t wsync_plan_create(const wsync_plan_spec_t *spec, wsync_plan_t **p
 void wsync_plan_destroy(wsync_plan_t *plan);
 
 uint32_t wsync_plan_round_count(const wsync_plan_t *plan);
+/* At most so many bytes of a round are one worker's, but for a larger tensor that stays
+ * whole. */
+uint64_t wsync_plan_round_nbytes(const wsync_plan_t *plan);
 uint32_t wsync_plan_worker_count(const wsync_plan_t *plan);
 /* In the destination tables of LOCAL and UNPACK the buffer index is the worker's index and
  * offsets count from the start of its ring; PACK and LOCAL sources are the rank's parameter

@@ -257,6 +257,7 @@ struct wsync_plan {
     uint32_t round_count;
     uint32_t worker_count;
     uint32_t destination_count;
+    uint64_t round_nbytes;
     uint32_t *destinations; /* of every worker */
     wsync_slot_t *slots;    /* destination * round_count + round */
     uint64_t *rings;        /* of every destination */

@@ -74,6 +74,7 @@ wsync_status_t wsync_plan_make_rings(wsync_planner_t *planner, wsync_plan_t *pla
     const size_t round_count = planner->round_count;
 
     plan->round_count = planner->round_count;
+    plan->round_nbytes = planner->round.nbytes;
     plan->slots = calloc(destination_count * round_count + 1, sizeof(*plan->slots));
     plan->rings = calloc(destination_count + 1, sizeof(*plan->rings));
     if (plan->slots == NULL || plan->rings == NULL) {
