@@ -26,6 +26,7 @@ from wsync._core import (
     Memory,
     StateError,
     Stream,
+    TensorTable,
     UnsupportedError,
     ViewPool,
     describe,
@@ -680,3 +681,132 @@ def test_a_form_describes_but_is_not_read() -> None:
         BufferTable.of(form)
     with pytest.raises(InvalidArgumentError, match=text):
         pack(form, tensor.data_ptr(), 24, [0])
+
+
+def _some() -> list[torch.Tensor]:
+    flat = torch.zeros(64)
+    kinds = [torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(4, 6), flat[8:32].view(4, 6)]
+    kinds += [torch.zeros(2, 3, dtype=torch.complex64), torch.zeros(24, dtype=torch.uint8)]
+    return [*kinds, nn.Parameter(torch.zeros(1, 24), requires_grad=False), torch.zeros(0, 3)]
+
+
+def _rows(table: TensorTable) -> list[object]:
+    return [table[index] for index in range(len(table))]
+
+
+def test_what_a_former_table_says_is_said_again_where_it_still_holds() -> None:
+    tensors = _some()
+    first = describe(tensors)
+    form, rows = first.form(), _rows(first)
+    del first
+    again = describe(tensors, former=form)
+    assert _rows(again) == rows and not again.known  # of one without elements all is asked
+    again = describe(tensors[:-1], former=describe(tensors[:-1]).form())
+    assert _rows(again) == rows[:-1] and again.known
+    assert not describe(tensors[:-1]).known
+    assert not describe(tensors[:2], former=form).known  # of others
+    assert not describe(tensors[:2], former=describe(tensors[:2]).form().form()).known
+
+
+def _move(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+def _share(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().share_memory_()
+
+
+def _enlarge(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(4096)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "other memory": _move,
+    "shared memory": _share,
+    "a longer storage": _enlarge,
+    "another offset": lambda tensor: tensor.set_(tensor.flatten()[1:]),
+    "fewer elements": lambda tensor: tensor.resize_(3),
+    "another shape": lambda tensor: setattr(tensor, "data", tensor.data.flatten()),
+    "other strides": lambda tensor: setattr(tensor, "data", tensor.data.reshape(-1, 2).t()),
+    "repeated elements": lambda tensor: setattr(tensor, "data", tensor.data[:1].expand(4, -1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", range(6))
+def test_what_has_changed_since_a_former_table_is_described_anew(place: int, change: str) -> None:
+    tensors = _some()
+    form = describe(tensors).form()
+    with torch.no_grad():
+        CHANGES[change](tensors[place])
+    assert _rows(describe(tensors, former=form)) == _rows(describe(tensors))
+
+
+@pytest.mark.parametrize(
+    "dtype", [d for name in DTYPES if (d := getattr(torch, name)).itemsize in (1, 2, 4, 8)]
+)
+def test_another_dtype_at_the_same_place_is_noticed(dtype: torch.dtype) -> None:
+    others = [each for name in DTYPES if (each := getattr(torch, name)).itemsize == dtype.itemsize]
+    tensor = torch.zeros(32, dtype=torch.uint8).view(dtype)
+    form = describe([tensor]).form()
+    for other in others:
+        tensor.data = tensor.data.view(other)
+        assert describe([tensor], former=form)[0] == describe([tensor])[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_bit_that_has_been_set_since_a_former_table_is_refused(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(8, dtype=dtype)
+    form = describe([tensor]).form()
+    tensor.data = torch._neg_view(tensor.data)
+    with pytest.raises(UnsupportedError, match=r"w \(Tensor\): its neg bit is set"):
+        describe([tensor], ["w"], former=form)
+    tensor.data = torch._neg_view(tensor.data)
+    assert describe([tensor], former=form).known
+    if dtype.is_complex:
+        tensor.data = tensor.data.conj()
+        with pytest.raises(UnsupportedError, match=r"w \(Tensor\): its conj bit is set"):
+            describe([tensor], ["w"], former=form)
+
+
+def test_memory_that_came_and_went_since_a_former_table_is_not_taken_for_the_same() -> None:
+    memory = np.zeros(64, dtype=np.float32)
+    tensor = torch.from_numpy(memory)
+    form = describe([tensor]).form()
+    kept = tensor.untyped_storage()
+    tensor.data = torch.from_numpy(memory)  # at the same place, in a storage of its own
+    assert describe([tensor], former=form)[0] == describe([tensor])[0]
+    del kept
+    gc.collect()
+    again = describe([tensor], former=form)
+    assert again[0] == describe([tensor])[0] and not again.known
+
+
+def test_memory_that_a_storage_has_given_back_is_not_taken_for_its_own() -> None:
+    tensor = torch.zeros(64)
+    form, freed = describe([tensor]).form(), tensor.untyped_storage()
+    memory = (ctypes.c_float * 64).from_address(tensor.data_ptr())
+    tensor.data = torch.frombuffer(memory, dtype=torch.float32)  # whose memory it is now
+    assert describe([tensor], former=form).known  # the storage keeps it
+    freed.resize_(0)
+    assert not describe([tensor], former=form).known
+
+
+def test_a_table_owns_what_it_knew_and_a_form_nothing() -> None:
+    tensor = torch.full((64,), 7.0)
+    held = weakref.ref(tensor.untyped_storage())
+    form = describe([tensor]).form()
+    table = describe([tensor], former=form)
+    assert table.known
+    tensor.data = torch.zeros(64)
+    gc.collect()
+    assert held() is not None
+    assert bytes((ctypes.c_char * 256).from_address(table[0][0])) == b"\0\0\xe0\x40" * 64
+    del table
+    gc.collect()
+    assert held() is None
+
+
+def test_a_former_table_has_to_be_one() -> None:
+    with pytest.raises(TypeError, match="former must be a TensorTable or None"):
+        describe([], former=[])  # type: ignore[arg-type]

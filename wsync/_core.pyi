@@ -249,8 +249,12 @@ class TensorTable:
     @property
     def gpu(self) -> int | None:
         """The CUDA device that some of them lie on, or None."""
+    @property
+    def known(self) -> bool:
+        """Whether everything is as the form says that describe() was given."""
     def form(self) -> TensorTable:
-        """The same facts, to compare with later ones: keeps no tensor alive, and cannot be read from."""
+        """The same facts, to compare with later ones: keeps no tensor alive, and cannot be read from.  describe()
+        asks less of tensors that it knows by one."""
     def differs(self, other: TensorTable, /) -> int | None:
         """The first tensor whose dtype, shape or strides are not those of the other table's, or None."""
     def joined(self, other: TensorTable, /) -> TensorTable:
@@ -264,9 +268,10 @@ class TensorTable:
     def offsets(self, alignment: int, begin: int = 0, /) -> tuple[list[int], int]:
         """(starts, nbytes): the tensors one after another at multiples of `alignment`, a power of two up to 4096."""
 
-def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bool = False) -> TensorTable:
+def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bool = False,
+             former: TensorTable | None = None) -> TensorTable:
     """Describes torch tensors without copying; names are for error messages.  With gpu they may lie on a GPU, all of
-    those on the same one."""
+    those on the same one.  former: form() of a table of them, which says the same in less time where it still holds."""
 
 @final
 class BufferTable:

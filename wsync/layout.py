@@ -170,10 +170,14 @@ class TrainerLayout:
     stage: int = 0
     other_names: Mapping[str, str] = field(default_factory=dict)
     widened: Collection[str] = ()
+    _known: list[_core.TensorTable] = field(  # the form of the last table
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         # a description keeps its tensors, a layout must not
         object.__setattr__(self, "made_from", self.made_from.form())
+        self._known.append(self.made_from)
 
     def bind(self, weights: Mapping[str, Tensor] | None = None) -> _core.TensorTable:
         """Describes the tensors that hold the parameters now.
@@ -185,7 +189,7 @@ class TrainerLayout:
         is missing or differs in dtype, shape or strides from what the layout was built from.
         """
         tensors = self._current(weights)
-        table = _core.describe(tensors, self.names, gpu=True)
+        table = _core.describe(tensors, self.names, gpu=True, former=self._known[0])
         index = table.differs(self.made_from)
         if index is not None and weights is not None:
             tensors = [
@@ -195,6 +199,8 @@ class TrainerLayout:
             index = table.differs(self.made_from)
         if index is not None:
             _refuse(self.names[index], self.made_from[index], table[index])
+        if not table.known:
+            self._known[0] = table.form()
         return table
 
     def _fitted(self, place: int, tensor: Tensor, row: _Row) -> Tensor:
@@ -287,7 +293,9 @@ def from_tensors(
     builder.add_tensors(names, table, groups)
 
     def current() -> Sequence[Tensor]:
-        known = dict(items_of(tensors))
+        known = tensors.copy() if type(tensors) is dict else dict(items_of(tensors))
+        if tuple(known) == names:
+            return list(known.values())
         try:
             found = [known[name] for name in names]
         except KeyError as error:

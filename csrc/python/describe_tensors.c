@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * describe(): reads where torch tensors lie, without copying and without Python calls where
  * torch offers DLPack's C exchange API (2.10 and newer). */
-#include "python/tensor_table.h"
+#include "python/known_tensors.h"
 
 #include <stdarg.h>
 #include <stdbool.h>
@@ -20,10 +20,13 @@ typedef struct describer {
                          * what is read is compared at once, and nothing has to be kept */
     PyTypeObject *type; /* borrowed: the type that `api` belongs to */
     const DLPackExchangeAPI *api;
-    Py_ssize_t index; /* of the tensor at hand */
-    int depth;        /* wrappers around the tensor at hand */
-    int gpu_ok;       /* whether tensors may lie on a GPU */
-    int64_t gpu;      /* that they lie on; -1: none has so far */
+    Py_ssize_t index;                /* of the tensor at hand */
+    int depth;                       /* wrappers around the tensor at hand */
+    int gpu_ok;                      /* whether tensors may lie on a GPU */
+    int64_t gpu;                     /* that they lie on; -1: none has so far */
+    const TensorTableObject *former; /* borrowed form of as many tensors, or NULL */
+    Py_ssize_t unknown;              /* tensors that are not as it says */
+    const PyObject *seen; /* borrowed from owners: what the last known one lies in */
 } describer_t;
 
 /* Raises "<name> (<type>): <what>" for one tensor; drops an exception that is set. */
@@ -575,10 +578,9 @@ static int read_wrapper(describer_t *describer, PyObject *tensor, wsync_tensor_r
     return result;
 }
 
-static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
+/* Finds the exchange API of a tensor's type, which may be that of the tensor before it. */
+static int find_api(describer_t *describer, PyObject *tensor)
 {
-    int result;
-
     if (Py_TYPE(tensor) != describer->type) {
         describer->api = wsync_py_exchange_api(describer->state, tensor);
         if (describer->api == NULL && PyErr_Occurred()) {
@@ -586,7 +588,14 @@ static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_ro
         }
         describer->type = Py_TYPE(tensor);
     }
-    if (read_dtype(describer, tensor, &row->dtype) < 0) {
+    return 0;
+}
+
+static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
+{
+    int result;
+
+    if (find_api(describer, tensor) < 0 || read_dtype(describer, tensor, &row->dtype) < 0) {
         return -1;
     }
     if (describer->api != NULL && describer->api->dltensor_from_py_object_no_sync != NULL) {
@@ -603,6 +612,7 @@ static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_ro
     if (row->data == NULL && row->nbytes_spanned > 0) {
         return read_wrapper(describer, tensor, row);
     }
+    row->type = describer->depth == 0 ? Py_TYPE(tensor) : NULL;
     if (describer->owners == NULL) {
         return 0;
     }
@@ -634,10 +644,16 @@ static Py_ssize_t find_moved(describer_t *describer, PyObject *tensors,
                              const TensorTableObject *table)
 {
     for (Py_ssize_t i = 0; i < table->count; i++) {
+        PyObject *tensor = PyTuple_GetItem(tensors, i);
         wsync_tensor_row_t row = {0};
 
         describer->index = i;
-        if (read_tensor(describer, PyTuple_GetItem(tensors, i), &row) < 0) {
+        if (describer->owners == NULL && find_api(describer, tensor) == 0 &&
+            wsync_py_same_place(describer->api, tensor, &table->rows[i], table->gpu)) {
+            continue;
+        }
+        PyErr_Clear();
+        if (read_tensor(describer, tensor, &row) < 0) {
             /* one that lies nowhere, or that cannot be described any more */
             if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
                 !PyErr_ExceptionMatches(PyExc_Exception)) {
@@ -706,6 +722,47 @@ PyObject *wsync_py_table_storages(PyObject *self, PyObject *sequence)
     return index >= 0 ? Py_NewRef(Py_None) : NULL;
 }
 
+/* Fills a row as a former table has it, if all of it still holds; 0: not, -1: an exception.
+ */
+static int take_known(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
+{
+    const TensorTableObject *former = describer->former;
+    const wsync_tensor_row_t *known = &former->rows[describer->index];
+    PyObject *storage;
+    int result;
+
+    if (find_api(describer, tensor) < 0) {
+        return -1;
+    }
+    if (known->on_gpu && !take_gpu(describer, former->gpu)) {
+        return 0;
+    }
+    storage = wsync_py_known_storage(describer->state, describer->api, former,
+                                     describer->index, tensor, describer->seen);
+    if (storage == NULL) {
+        return 0;
+    }
+    *row = *known;
+    describer->seen = storage;
+    result = PyList_Append(describer->owners, storage) < 0 ? -1 : 1;
+    Py_DECREF(storage);
+    return result;
+}
+
+static int describe_one(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
+{
+    /* where hardly any is known, as of weights that have all moved, none is asked for */
+    const bool asked =
+        describer->former != NULL && describer->unknown <= describer->index / 2 + 16;
+    const int known = asked ? take_known(describer, tensor, row) : 0;
+
+    if (known != 0) {
+        return known < 0 ? -1 : 0;
+    }
+    describer->unknown++;
+    return read_tensor(describer, tensor, row);
+}
+
 static int describe_all(describer_t *describer, PyObject *tensors, TensorTableObject *table)
 {
     table->owners = PyList_New(0);
@@ -715,7 +772,7 @@ static int describe_all(describer_t *describer, PyObject *tensors, TensorTableOb
     describer->owners = table->owners;
     for (Py_ssize_t i = 0; i < table->count; i++) {
         describer->index = i;
-        if (read_tensor(describer, PyTuple_GetItem(tensors, i), &table->rows[i]) < 0) {
+        if (describe_one(describer, PyTuple_GetItem(tensors, i), &table->rows[i]) < 0) {
             return -1;
         }
         if (__builtin_add_overflow(table->nbytes, table->rows[i].nbytes, &table->nbytes)) {
@@ -760,20 +817,29 @@ static int describer_init(describer_t *describer, PyObject *names, Py_ssize_t co
 
 static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"tensors", "names", "gpu", NULL};
+    static char *keywords[] = {"tensors", "names", "gpu", "former", NULL};
     describer_t describer = {.state = wsync_py_state(module), .gpu = -1};
     TensorTableObject *table = NULL;
     PyObject *sequence = NULL;
     PyObject *names = NULL;
     PyObject *tensors = NULL;
+    PyObject *former = Py_None;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|Op:describe", keywords, &sequence,
-                                     &names, &describer.gpu_ok)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|OpO:describe", keywords, &sequence,
+                                     &names, &describer.gpu_ok, &former)) {
         return NULL;
+    }
+    if (former != Py_None && !Py_IS_TYPE(former, describer.state->type_TensorTable)) {
+        return PyErr_Format(PyExc_TypeError, "former must be a TensorTable or None, not %R",
+                            (PyObject *)Py_TYPE(former));
     }
     tensors = PySequence_Tuple(sequence);
     if (tensors == NULL || describer_init(&describer, names, PyTuple_Size(tensors)) < 0) {
         goto cleanup;
+    }
+    if (former != Py_None && ((TensorTableObject *)former)->storages != NULL &&
+        ((TensorTableObject *)former)->count == PyTuple_Size(tensors)) {
+        describer.former = (const TensorTableObject *)former;
     }
     table = wsync_py_table_new(describer.state, PyTuple_Size(tensors));
     if (table != NULL && describe_undisturbed(&describer, tensors, table) < 0) {
@@ -782,6 +848,7 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
     if (table != NULL) {
         table->gpu = (int)describer.gpu;
         table->names = Py_XNewRef(describer.names);
+        table->known = describer.former != NULL && describer.unknown == 0;
     }
 
 cleanup:
@@ -792,8 +859,9 @@ cleanup:
 
 PyMethodDef wsync_py_functions_describe[] = {
     {"describe", WSYNC_PY_KEYWORDS(describe),
-     "describe(tensors, names=None, gpu=False)\n--\n\n"
+     "describe(tensors, names=None, gpu=False, former=None)\n--\n\n"
      "Describes torch tensors without copying; names are for error messages.  With gpu\n"
-     "they may lie on a GPU, all of those on the same one."},
+     "they may lie on a GPU, all of those on the same one.  former: form() of a table of\n"
+     "them, which says the same in less time where it still holds."},
     {NULL, NULL, 0, NULL},
 };

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "python/convert.h"
+#include "python/known_tensors.h"
 
 enum { MAX_ALIGNMENT = 4096, MAX_APIS = 64 };
 
@@ -39,6 +40,7 @@ static int table_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(((TensorTableObject *)self)->owners);
+    Py_VISIT(((TensorTableObject *)self)->storages);
     return 0;
 }
 
@@ -46,6 +48,7 @@ static int table_clear(PyObject *self)
 {
     ((TensorTableObject *)self)->count = 0; /* the rows point to nothing from here on */
     Py_CLEAR(((TensorTableObject *)self)->owners);
+    Py_CLEAR(((TensorTableObject *)self)->storages);
     return 0;
 }
 
@@ -159,6 +162,7 @@ static PyObject *table_form(PyObject *self, PyObject *Py_UNUSED(ignored))
     if (form != NULL) {
         form->nbytes = table->nbytes;
         form->gpu = table->gpu;
+        form->storages = wsync_py_weak_storages(table);
     }
     return (PyObject *)form;
 }
@@ -232,7 +236,7 @@ static PyMethodDef table_methods[] = {
      "form($self)\n--\n\n"
      "The same facts, to compare with later ones: keeps no tensor alive, and cannot be "
      "read\n"
-     "from."},
+     "from.  describe() asks less of tensors that it knows by one."},
     {"differs", table_differs, METH_O,
      "differs($self, other, /)\n--\n\n"
      "The first tensor whose dtype, shape or strides are not those of the other table's,\n"
@@ -264,7 +268,14 @@ static PyObject *table_gpu(PyObject *self, void *Py_UNUSED(closure))
     return PyLong_FromLong(gpu);
 }
 
+static PyObject *table_known(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(((TensorTableObject *)self)->known);
+}
+
 static PyGetSetDef table_getset[] = {
+    {"known", table_known, NULL,
+     "Whether everything is as the form says that describe() was given.", NULL},
     {"nbytes", table_nbytes, NULL, "Bytes of all elements.", NULL},
     {"gpu", table_gpu, NULL, "The CUDA device that some of them lie on, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -27,6 +27,7 @@ typedef struct wsync_tensor_row {
     uint64_t nbytes_spanned;        /* from data to the end of the last element */
     uint64_t storage;               /* its address, and the bytes that it has: of tables */
     uint64_t storage_nbytes;        /* that own what they describe, and of their forms */
+    const void *type; /* of the tensor; NULL: its elements lie in another one */
     bool on_gpu;
 } wsync_tensor_row_t;
 
@@ -41,6 +42,8 @@ typedef struct TensorTableObject {
     uint64_t nbytes;          /* of all elements of all tensors */
     int gpu;                  /* the one that some of them lie on; -1: none does */
     PyObject *names;          /* owned tuple, for messages; NULL: they have none */
+    PyObject *storages;       /* of a form: owned tuple of weak references, or NULL */
+    bool known;               /* all of it was known from a former table */
 } TensorTableObject;
 
 /* A table of `count` rows that are all zero, for the maker to fill. */

@@ -19,6 +19,7 @@ from wsync._core import (
     LayoutBuilder,
     LayoutError,
     StateError,
+    TensorTable,
     describe,
 )
 from wsync.engine.learn.module_memory import bound_tensors, seen, usable
@@ -90,7 +91,8 @@ class Destination:
     is bound to by then.
 
     twins: each gets memory of its own, which `complete` compares.  snapshot: of the module that
-    the tensors are found in by name.
+    the tensors are found in by name.  former: the form of the table of these tensors in another
+    one, where that has no twins.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Destination:
         tensors: Sequence[torch.Tensor],
         twins: Sequence[OtherName] = (),
         snapshot: Snapshot | None = None,
+        former: TensorTable | None = None,
     ) -> None:
         self.snapshot = snapshot
         self.names = list(names)
@@ -109,7 +112,7 @@ class Destination:
             (torch.empty_like(tensors[twin.first]), tensors[twin.first].detach()) for twin in twins
         ]
         self._every = [*names, *(twin.name for twin in twins)]
-        self.table = describe(self._targets(), self._every, gpu=True)
+        self.table = describe(self._targets(), self._every, gpu=True, former=former)
 
     @classmethod
     def of(

@@ -434,9 +434,12 @@ class _Found:
         if held is None:
             return None
         tensors = [held[place] for place in self._places]
+        names, pairs = self.names
+        if not pairs:
+            found = Destination(names, tensors, (), self._snapshot, self._form)
+            return found if found.table.known else None
         if self._form.moved(tensors) is not None:
             return None
-        names, pairs = self.names
         twins = [
             OtherName(*pair, tensor)
             for pair, tensor in zip(pairs, tensors[len(names) :], strict=True)
