@@ -95,6 +95,7 @@ enum {
     WSYNC_CU_LOCATION_DEVICE = 1,
     WSYNC_CU_HANDLE_FD = 1,
     WSYNC_CU_GRANULARITY_MINIMUM = 0,
+    WSYNC_CU_ACCESS_READ = 1,
     WSYNC_CU_ACCESS_READ_WRITE = 3,
     WSYNC_CU_IPC_LAZY_PEER_ACCESS = 1,
     WSYNC_CU_HOST_PORTABLE = 1,
@@ -111,15 +112,17 @@ enum {
 };
 
 /* Attributes of an address: an unsigned, a wsync_cu_ptr_t, an unsigned long long, a bool, a
- * wsync_cu_ptr_t, a size_t, a bool. */
+ * bool, a wsync_cu_ptr_t, a size_t, a bool, an unsigned long long. */
 enum {
     WSYNC_CU_POINTER_TYPE = 2,
     WSYNC_CU_POINTER_DEVICE_ADDRESS = 3,
     WSYNC_CU_POINTER_BUFFER = 7, /* one number per allocation of the process; 0: none */
     WSYNC_CU_POINTER_MANAGED = 8,
+    WSYNC_CU_POINTER_LEGACY_IPC = 10, /* cuIpcGetMemHandle takes the allocation */
     WSYNC_CU_POINTER_RANGE_START = 11,
     WSYNC_CU_POINTER_RANGE_NBYTES = 12,
     WSYNC_CU_POINTER_MAPPED = 13, /* memory lies there, not the reserved address alone */
+    WSYNC_CU_POINTER_HANDLE_TYPES = 14, /* a bit mask of what cuMemExport... makes of it */
 
     WSYNC_CU_MEMORY_HOST = 1, /* types */
     WSYNC_CU_MEMORY_DEVICE = 2,
@@ -185,6 +188,8 @@ enum {
        unsigned long long flags))                                                          \
     X(mem_import, cuMemImportFromShareableHandle, 10020,                                   \
       (wsync_cu_handle_t * handle, void *shareable, wsync_cu_handle_type_t type))          \
+    X(mem_retain, cuMemRetainAllocationHandle, 11000,                                      \
+      (wsync_cu_handle_t * handle, void *at))                                              \
     X(mem_alloc, cuMemAlloc, 3020, (wsync_cu_ptr_t * at, size_t nbytes))                   \
     X(mem_free, cuMemFree, 3020, (wsync_cu_ptr_t at))                                      \
     X(mem_range, cuMemGetAddressRange, 3020,                                               \

@@ -82,6 +82,7 @@ typedef struct fake_range {
     uintptr_t at;              /* for the device */
     size_t nbytes;
     unsigned char *host; /* where threads of the fake reach it, or NULL: nowhere */
+    unsigned char *room; /* of a reservation: where they will reach what is mapped in it */
     struct wsync_cu_context *context; /* of an allocation */
     int device;                       /* of a mapping; -1: no access */
     fake_physical_t *physical;        /* of a mapping */
@@ -255,6 +256,8 @@ size_t fake_free_nbytes(int device);
 void fake_charge(int device, size_t nbytes);
 /* Addresses that nobody else has, at which there is nothing for the processor; 0: none. */
 uintptr_t fake_reserve(size_t nbytes);
+/* What its memory can be exported as, if it is a mapping; locked. */
+int fake_handle_types(const fake_range_t *range);
 /* Takes device memory away for ever. */
 void fake_bury(fake_range_t *range);
 /* Where a thread of the fake reads and writes what the device has at an address: other

@@ -48,19 +48,42 @@ static fake_range_t *find_host(uintptr_t data, size_t nbytes)
     return NULL;
 }
 
+/* The first byte that is not mapped, of some; NULL in *blocked, or the first range that the
+ * device may not use. */
+static uintptr_t walk_mapped(uintptr_t at, size_t nbytes, const fake_range_t **blocked)
+{
+    const uintptr_t end = at + nbytes;
+
+    *blocked = NULL;
+    while (at < end) {
+        const fake_range_t *range = find(FAKE_MAPPED, FAKE_MAPPED, at, 1);
+
+        if (range == NULL) {
+            break;
+        }
+        *blocked = *blocked == NULL && range->device < 0 ? range : *blocked;
+        at = range->at + range->nbytes;
+    }
+    return at;
+}
+
 wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes,
                                    bool by_host)
 {
-    const fake_range_t *range = find(FAKE_MAPPED, FAKE_ALLOCATED, at, nbytes);
+    const fake_range_t *blocked;
+    const fake_range_t *range = find(FAKE_ALLOCATED, FAKE_ALLOCATED, at, nbytes);
+
+    if (range == NULL && nbytes > 0 && walk_mapped(at, nbytes, &blocked) >= at + nbytes) {
+        return blocked == NULL
+                   ? WSYNC_CU_SUCCESS
+                   : fake_refuse(WSYNC_CU_ILLEGAL_ADDRESS, "%s: no access was set", call);
+    }
 
     if (range == NULL) {
         range = find(FAKE_OPENED, FAKE_HOST, at, nbytes);
     }
     if (range == NULL) {
         range = find(FAKE_MANAGED, FAKE_MANAGED, at, nbytes);
-    }
-    if (range != NULL && range->kind == FAKE_MAPPED && range->device < 0) {
-        return fake_refuse(WSYNC_CU_ILLEGAL_ADDRESS, "%s: no access was set", call);
     }
     if (range != NULL) {
         return WSYNC_CU_SUCCESS;
@@ -143,7 +166,7 @@ void fake_bury(fake_range_t *range)
 {
     const size_t nbytes = (range->nbytes + PAGE_NBYTES - 1) / PAGE_NBYTES * PAGE_NBYTES;
 
-    if ((uintptr_t)range->host != range->at) {
+    if ((uintptr_t)range->host != range->at && range->kind != FAKE_MAPPED) {
         (void)munmap(range->host, nbytes);
     } else {
         (void)mmap(range->host, nbytes, PROT_NONE,
@@ -299,6 +322,27 @@ wsync_cu_result_t fake_mem_release(wsync_cu_handle_t handle)
     return fake_leave(code);
 }
 
+wsync_cu_result_t fake_mem_retain(wsync_cu_handle_t *handle, void *at)
+{
+    const fake_range_t *range;
+    wsync_cu_result_t code = fake_enter("cuMemRetainAllocationHandle");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    range = find(FAKE_MAPPED, FAKE_MAPPED, (uintptr_t)at, 1);
+    if (range == NULL) {
+        code = fake_refuse(WSYNC_CU_INVALID_VALUE,
+                           "cuMemRetainAllocationHandle: nothing is mapped there");
+    } else {
+        range->physical->handles++;
+        *handle = range->physical->handle;
+    }
+    fake_unlock();
+    return code;
+}
+
 wsync_cu_result_t fake_mem_properties(wsync_cu_property_t *property,
                                       wsync_cu_handle_t handle)
 {
@@ -341,6 +385,18 @@ static bool read_name(int fd, int *device, int *ordinal, int *types)
     }
     *device -= fake.first;
     return *device >= 0 && *device < fake.device_count;
+}
+
+int fake_handle_types(const fake_range_t *range)
+{
+    int device = -1;
+    int ordinal = -1;
+    int types = 0;
+
+    return range->kind == FAKE_MAPPED &&
+                   read_name(range->physical->fd, &device, &ordinal, &types)
+               ? types
+               : 0;
 }
 
 wsync_cu_result_t fake_mem_export(void *shareable, wsync_cu_handle_t handle, int type,
@@ -409,8 +465,10 @@ wsync_cu_result_t fake_mem_import(wsync_cu_handle_t *handle, void *shareable, in
 wsync_cu_result_t fake_mem_reserve(wsync_cu_ptr_t *at, size_t nbytes, size_t alignment,
                                    wsync_cu_ptr_t wanted, unsigned long long flags)
 {
+    fake_range_t *range = NULL;
     uintptr_t base;
     uintptr_t aligned;
+    uintptr_t room;
     wsync_cu_result_t code = fake_enter("cuMemAddressReserve");
 
     if (code != WSYNC_CU_SUCCESS) {
@@ -425,16 +483,19 @@ wsync_cu_result_t fake_mem_reserve(wsync_cu_ptr_t *at, size_t nbytes, size_t ali
                            nbytes);
     }
     base = fake_reserve(nbytes + FAKE_GRANULARITY);
-    if (base == 0) {
+    aligned = (base + FAKE_GRANULARITY - 1) / FAKE_GRANULARITY * FAKE_GRANULARITY;
+    room = base == 0 || fake.shown ? aligned : fake_reserve(nbytes);
+    if (base == 0 || room == 0) {
         return WSYNC_CU_OUT_OF_MEMORY;
     }
-    aligned = (base + FAKE_GRANULARITY - 1) / FAKE_GRANULARITY * FAKE_GRANULARITY;
     fake_lock();
-    code = add_range(FAKE_RESERVED, aligned, nbytes) != NULL ? WSYNC_CU_SUCCESS
-                                                             : WSYNC_CU_OUT_OF_MEMORY;
+    range = add_range(FAKE_RESERVED, aligned, nbytes);
+    if (range != NULL) {
+        range->room = (unsigned char *)room;
+    }
     fake_unlock();
     *at = aligned;
-    return code;
+    return range != NULL ? WSYNC_CU_SUCCESS : WSYNC_CU_OUT_OF_MEMORY;
 }
 
 static fake_range_t *find_exact(fake_kind_t kind, uintptr_t at, size_t nbytes)
@@ -473,6 +534,9 @@ wsync_cu_result_t fake_mem_unreserve(wsync_cu_ptr_t at, size_t nbytes)
                            "cuMemAddressFree: not reserved, or mapped");
     } else {
         range->kind = FAKE_GRAVE;
+        if ((uintptr_t)range->room != range->at) {
+            (void)munmap(range->room, range->nbytes);
+        }
     }
     fake_unlock();
     return fake_leave(code);
@@ -482,6 +546,7 @@ wsync_cu_result_t fake_mem_map(wsync_cu_ptr_t at, size_t nbytes, size_t offset,
                                wsync_cu_handle_t handle, unsigned long long flags)
 {
     fake_physical_t *physical;
+    const fake_range_t *reserved;
     fake_range_t *range = NULL;
     void *host = NULL;
     wsync_cu_result_t code = fake_enter("cuMemMap");
@@ -491,16 +556,16 @@ wsync_cu_result_t fake_mem_map(wsync_cu_ptr_t at, size_t nbytes, size_t offset,
     }
     fake_lock();
     physical = find_physical(handle);
+    reserved = find(FAKE_RESERVED, FAKE_RESERVED, (uintptr_t)at, nbytes);
     if (physical == NULL || offset != 0 || flags != 0 || nbytes == 0 ||
-        nbytes % FAKE_GRANULARITY != 0 || nbytes > physical->nbytes ||
-        find(FAKE_RESERVED, FAKE_RESERVED, (uintptr_t)at, nbytes) == NULL ||
+        nbytes % FAKE_GRANULARITY != 0 || nbytes > physical->nbytes || reserved == NULL ||
         find_overlap(FAKE_MAPPED, (uintptr_t)at, nbytes) != NULL) {
         code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemMap: %zu bytes of %zu", nbytes,
                            physical != NULL ? physical->nbytes : 0);
     } else {
-        host =
-            mmap(fake.shown ? (void *)(uintptr_t)at : NULL, nbytes, PROT_READ | PROT_WRITE,
-                 MAP_SHARED | (fake.shown ? MAP_FIXED : 0), physical->fd, 0);
+        /* What lies side by side for the device does so for the fake's threads. */
+        host = mmap(reserved->room + (at - reserved->at), nbytes, PROT_READ | PROT_WRITE,
+                    MAP_SHARED | MAP_FIXED, physical->fd, 0);
         range = host != MAP_FAILED ? add_range(FAKE_MAPPED, (uintptr_t)at, nbytes) : NULL;
         code = range != NULL ? WSYNC_CU_SUCCESS : WSYNC_CU_MAP_FAILED;
     }
@@ -538,27 +603,52 @@ wsync_cu_result_t fake_mem_unmap(wsync_cu_ptr_t at, size_t nbytes)
     return fake_leave(code);
 }
 
+/* Whether these bytes are mappings, each whole; locked. */
+static bool are_mappings(uintptr_t at, size_t nbytes)
+{
+    const fake_range_t *blocked;
+
+    for (const fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
+        if (range->kind == FAKE_MAPPED && overlaps(range, at, nbytes) &&
+            (range->at < at || range->at + range->nbytes > at + nbytes)) {
+            return false;
+        }
+    }
+    return nbytes > 0 && walk_mapped(at, nbytes, &blocked) == at + nbytes;
+}
+
 wsync_cu_result_t fake_mem_set_access(wsync_cu_ptr_t at, size_t nbytes,
                                       const wsync_cu_access_t *access, size_t count)
 {
-    fake_range_t *range;
     wsync_cu_result_t code = fake_enter("cuMemSetAccess");
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
     fake_lock();
-    range = find_exact(FAKE_MAPPED, (uintptr_t)at, nbytes);
-    if (range == NULL || count != 1 || access->flags != WSYNC_CU_ACCESS_READ_WRITE ||
+    if (count != 1 || !are_mappings((uintptr_t)at, nbytes) ||
+        (access->flags != WSYNC_CU_ACCESS_READ &&
+         access->flags != WSYNC_CU_ACCESS_READ_WRITE) ||
         access->location.type != WSYNC_CU_LOCATION_DEVICE || access->location.id < 0 ||
         access->location.id >= fake.device_count) {
         code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemSetAccess: nothing mapped there");
-    } else if (fake.no_peers && access->location.id != range->physical->device) {
-        code = fake_refuse(FAKE_PEER_UNSUPPORTED,
-                           "cuMemSetAccess: device %d does not reach %d",
-                           access->location.id, range->physical->device);
-    } else {
-        range->device = access->location.id;
+    }
+    for (fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
+        if (code != WSYNC_CU_SUCCESS || range->kind != FAKE_MAPPED ||
+            !overlaps(range, (uintptr_t)at, nbytes)) {
+            continue;
+        }
+        if (fake.no_peers && access->location.id != range->physical->device) {
+            code = fake_refuse(FAKE_PEER_UNSUPPORTED,
+                               "cuMemSetAccess: device %d does not reach %d",
+                               access->location.id, range->physical->device);
+        } else {
+            range->device = access->location.id;
+            /* Who writes there all the same ends the process, as a device its context. */
+            (void)mprotect(
+                range->host, range->nbytes,
+                access->flags == WSYNC_CU_ACCESS_READ ? PROT_READ : PROT_READ | PROT_WRITE);
+        }
     }
     fake_unlock();
     return code;

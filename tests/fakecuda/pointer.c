@@ -32,6 +32,8 @@ static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_
     const wsync_cu_ptr_t start = !known ? 0 : by_host ? (uintptr_t)range->host : range->at;
     const wsync_cu_ptr_t address = by_host ? range->at + (at - start) : type != 0 ? at : 0;
     const size_t nbytes = known ? range->nbytes : 0;
+    const bool legacy = known && range->kind == FAKE_ALLOCATED;
+    const unsigned long long types = known ? (unsigned)fake_handle_types(range) : 0;
 
     switch (attribute) {
     case WSYNC_CU_POINTER_TYPE:
@@ -48,6 +50,12 @@ static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_
         return;
     case WSYNC_CU_POINTER_MAPPED:
         memcpy(value, &mapped, sizeof(mapped));
+        return;
+    case WSYNC_CU_POINTER_LEGACY_IPC:
+        memcpy(value, &legacy, sizeof(legacy));
+        return;
+    case WSYNC_CU_POINTER_HANDLE_TYPES:
+        memcpy(value, &types, sizeof(types));
         return;
     case WSYNC_CU_POINTER_RANGE_START:
         memcpy(value, &start, sizeof(start));
