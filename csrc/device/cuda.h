@@ -5,6 +5,8 @@
  *   cuda.c                opens a GPU and loads its kernels; contexts
  *   cuda_memory.c         memory as descriptors, or else by cuda_memory_legacy.c
  *   cuda_memory_legacy.c  memory as IPC handles, of cuda_ipc.c
+ *   cuda_lend.c           memory of others than wsync, lent and borrowed
+ *   cuda_note.c           what crosses for these two
  *   cuda_stream.c         waits, records and ends; gives batches to cuda_runner.c
  *   cuda_words.c          waits and records, as the device or the host has them
  *   cuda_runner.c         a batch: has spans and tables looked up, launches or feeds
@@ -79,6 +81,12 @@ wsync_status_t wsync_cuda_register(const wsync_cuda_device_t *device, void *data
                                    wsync_error_t *err);
 void wsync_cuda_unregister(const wsync_cuda_device_t *device, void *data);
 
+/* Of memory that is lent or borrowed in pieces side by side. */
+typedef struct wsync_cuda_piece {
+    wsync_cu_handle_t handle; /* retained, of what is lent */
+    uint64_t nbytes;
+} wsync_cuda_piece_t;
+
 /* What wsync_memory_t is on a GPU.  Control memory is host memory that the device reaches
  * at base.data. */
 typedef struct wsync_cuda_memory {
@@ -87,6 +95,9 @@ typedef struct wsync_cuda_memory {
     uint64_t mapped_nbytes;     /* of device memory: a multiple of the granularity */
     bool mapped;                /* device memory lies at `at`, not the addresses alone */
     struct wsync_cuda_ipc *ipc; /* owned: what it is on a device that is not vmm */
+    bool foreign;               /* somebody else's, which is lent from here */
+    wsync_cuda_piece_t *pieces; /* owned; retained if it is foreign, else mapped */
+    size_t piece_count;
     struct wsync_cuda_memory *next; /* of those that peers still have open */
     wsync_memory_t *host;           /* owned; NULL: device memory */
     _Atomic uint64_t *recorded; /* of each word, what this process recorded last; owned */
@@ -100,6 +111,13 @@ extern const wsync_stream_ops_t wsync_cuda_stream_ops;
 wsync_status_t wsync_cuda_legacy_allocate(wsync_cuda_memory_t *memory, wsync_error_t *err);
 wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
                                        wsync_error_t *err);
+/* The same of a note whose description the record has, and with it a size. */
+struct wsync_cuda_note;
+wsync_status_t wsync_cuda_legacy_open(wsync_cuda_memory_t *memory,
+                                      const struct wsync_cuda_note *note,
+                                      wsync_error_t *err);
+/* False while a peer has the memory open; after that nobody opens it any more. */
+bool wsync_cuda_legacy_closed(const wsync_cuda_memory_t *memory);
 /* Gives such memory back.  False if a peer has it open: the record is then moved, and given
  * back later. */
 bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory);
@@ -115,6 +133,16 @@ wsync_status_t wsync_cuda_take(const wsync_cuda_device_t *device, uint64_t nbyte
  * stays for the life of the process. */
 void wsync_cuda_give(const wsync_cuda_device_t *device, wsync_cu_ptr_t at, uint64_t nbytes,
                      wsync_cu_stream_t stream);
+/* What a descriptor (borrowed) stands for; in the context.  REFUSED if that is no memory of
+ * a GPU.  The handle is the caller's to release. */
+wsync_status_t wsync_cuda_import_handle(const wsync_cuda_device_t *device, int fd,
+                                        wsync_cu_handle_t *handle, wsync_error_t *err);
+
+/* Memory that is foreign, or lent by a peer. */
+wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, size_t count,
+                                 wsync_memory_t **memory, wsync_error_t *err);
+wsync_status_t wsync_cuda_lent_park(wsync_cuda_memory_t *memory, wsync_error_t *err);
+void wsync_cuda_lent_destroy(wsync_cuda_memory_t *memory);
 
 wsync_cu_ptr_t wsync_cuda_event_address(wsync_event_t event);
 /* What this process recorded last on the word: streams that do note it there. */

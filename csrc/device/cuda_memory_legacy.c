@@ -6,32 +6,14 @@
  * shared lock on the memfd, which ends with the process at the latest; who frees it takes
  * the exclusive lock, and keeps the memory until that can be had. */
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/file.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "device/cuda_ipc.h"
-#include "device/io.h"
-
-enum {
-    SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE,
-    MAGIC = 0x69707731, /* changes with the note */
-};
-
-/* What the memfd holds. */
-typedef struct note {
-    uint64_t magic;
-    uint64_t nbytes;
-    wsync_cu_uuid_t uuid;
-    wsync_cu_ipc_t handle;
-} note_t;
+#include "device/cuda_note.h"
 
 /* Memory whose last reference is gone while peers have it open; each later making or giving
  * back of such memory looks whether they have closed it. */
@@ -40,8 +22,7 @@ static struct {
     wsync_cuda_memory_t *first;
 } kept = {.mutex = PTHREAD_MUTEX_INITIALIZER};  // NOLINT(cppcoreguidelines-*)
 
-/* False while a peer has the memory open. */
-static bool is_closed(const wsync_cuda_memory_t *memory)
+bool wsync_cuda_legacy_closed(const wsync_cuda_memory_t *memory)
 {
     return memory->base.fd < 0 || flock(memory->base.fd, LOCK_EX | LOCK_NB) == 0;
 }
@@ -67,7 +48,7 @@ static void sweep(void)
     while (*at != NULL) {
         wsync_cuda_memory_t *memory = *at;
 
-        if (is_closed(memory)) {
+        if (wsync_cuda_legacy_closed(memory)) {
             *at = memory->next;
             release(memory);
             free(memory);
@@ -87,7 +68,7 @@ bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory)
     if (wsync_cuda_check_process(wsync_cuda_of(memory->base.device)->driver, NULL) ==
         WSYNC_OK) {
         sweep();
-        if (!memory->ipc->opened && !is_closed(memory)) {
+        if (!memory->ipc->opened && !wsync_cuda_legacy_closed(memory)) {
             (void)pthread_mutex_lock(&kept.mutex);
             memory->next = kept.first;
             kept.first = memory;
@@ -99,28 +80,10 @@ bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory)
     return true;
 }
 
-static wsync_status_t fail_call(const char *call, wsync_error_t *err)
-{
-    const int code = errno;
-
-    return wsync_fail(err, WSYNC_ERR_OS, code, call,
-                      "the handle of GPU memory in a memfd: %s: %s", call, strerror(code));
-}
-
-static wsync_status_t write_note(int fd, const note_t *note, wsync_error_t *err)
-{
-    if (!wsync_write_all(fd, note, sizeof(*note))) {
-        return fail_call("write", err);
-    }
-    return fcntl(fd, F_ADD_SEALS, SEALS | F_SEAL_SEAL) == 0 ? WSYNC_OK
-                                                            : fail_call("fcntl", err);
-}
-
 wsync_status_t wsync_cuda_legacy_allocate(wsync_cuda_memory_t *memory, wsync_error_t *err)
 {
     const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
-    note_t note = {
-        .magic = MAGIC, .nbytes = memory->base.nbytes, .uuid = device->info.uuid};
+    wsync_cuda_note_t note = {.nbytes = memory->base.nbytes, .uuid = device->info.uuid};
     wsync_status_t status;
 
     sweep();
@@ -131,70 +94,21 @@ wsync_status_t wsync_cuda_legacy_allocate(wsync_cuda_memory_t *memory, wsync_err
     memory->at = memory->ipc->at;
     memory->base.data = (void *)(uintptr_t)memory->at;
     note.handle = memory->ipc->handle;
-    memory->base.fd = memfd_create("wsync-handle", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (memory->base.fd < 0) {
-        return fail_call("memfd_create", err);
-    }
-    return write_note(memory->base.fd, &note, err);
+    return wsync_cuda_note_write(&note, NULL, 0, &memory->base.fd, err);
 }
 
-/* The memory's own description of the file: locks are those of a description. */
-static wsync_status_t open_note(int fd, int *own, wsync_error_t *err)
-{
-    struct stat info;
-    char path[64];
-    const int seals = fcntl(fd, F_GET_SEALS);
-
-    if (seals < 0 && errno == EBADF) {
-        return wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "descriptor %d: fcntl: %s", fd,
-                          strerror(errno));
-    }
-    if (seals < 0 || (seals & SEALS) != SEALS) {
-        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
-                          "descriptor %d is not the sealed handle of GPU memory", fd);
-    }
-    if (fstat(fd, &info) != 0) {
-        return fail_call("fstat", err);
-    }
-    if (info.st_size != (off_t)sizeof(note_t)) {
-        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
-                          "descriptor %d holds %lld bytes, a handle of GPU memory has %zu",
-                          fd, (long long)info.st_size, sizeof(note_t));
-    }
-    (void)snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
-    *own = open(path, O_RDONLY | O_CLOEXEC);
-    return *own >= 0 ? WSYNC_OK : fail_call("open", err);
-}
-
-static wsync_status_t check_note(const wsync_cuda_memory_t *memory, const note_t *note,
-                                 wsync_error_t *err)
+wsync_status_t wsync_cuda_legacy_open(wsync_cuda_memory_t *memory,
+                                      const wsync_cuda_note_t *note, wsync_error_t *err)
 {
     const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    wsync_status_t status;
 
-    if (note->magic != MAGIC) {
-        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
-                          "the descriptor holds no handle of GPU memory");
+    if (flock(memory->base.fd, LOCK_SH | LOCK_NB) != 0) {
+        return wsync_fail(err, WSYNC_ERR_CLOSED, errno, "flock",
+                          "the GPU memory of descriptor %d has been freed",
+                          memory->base.fd);
     }
-    if (memcmp(&note->uuid, &device->info.uuid, sizeof(note->uuid)) != 0) {
-        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
-                          "the descriptor holds memory of another GPU than %s",
-                          device->label);
-    }
-    if (note->nbytes != memory->base.nbytes) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
-                          "the descriptor holds %" PRIu64
-                          " bytes of GPU memory, expected %" PRIu64,
-                          note->nbytes, memory->base.nbytes);
-    }
-    return WSYNC_OK;
-}
-
-static wsync_status_t open_handle(wsync_cuda_memory_t *memory, const wsync_cu_ipc_t *handle,
-                                  wsync_error_t *err)
-{
-    const wsync_status_t status =
-        wsync_cuda_ipc_open(wsync_cuda_of(memory->base.device), handle, &memory->ipc, err);
-
+    status = wsync_cuda_ipc_open(device, &note->handle, &memory->ipc, err);
     if (status != WSYNC_OK) {
         return status;
     }
@@ -212,19 +126,17 @@ static wsync_status_t open_handle(wsync_cuda_memory_t *memory, const wsync_cu_ip
 wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
                                        wsync_error_t *err)
 {
-    note_t note;
-    wsync_status_t status = open_note(fd, &memory->base.fd, err);
+    wsync_cuda_note_t note;
+    wsync_status_t status = wsync_cuda_note_read(fd, &memory->base.fd, &note, NULL, 0, err);
 
-    if (status != WSYNC_OK) {
-        return status;
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_note_check(&note, wsync_cuda_of(memory->base.device), err);
     }
-    if (pread(memory->base.fd, &note, sizeof(note), 0) != (ssize_t)sizeof(note)) {
-        return fail_call("pread", err);
+    if (status == WSYNC_OK && note.nbytes != memory->base.nbytes) {
+        status = wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
+                            "the descriptor holds %" PRIu64
+                            " bytes of GPU memory, expected %" PRIu64,
+                            note.nbytes, memory->base.nbytes);
     }
-    status = check_note(memory, &note, err);
-    if (status == WSYNC_OK && flock(memory->base.fd, LOCK_SH | LOCK_NB) != 0) {
-        status = wsync_fail(err, WSYNC_ERR_CLOSED, errno, "flock",
-                            "the GPU memory of descriptor %d has been freed", fd);
-    }
-    return status == WSYNC_OK ? open_handle(memory, &note.handle, err) : status;
+    return status == WSYNC_OK ? wsync_cuda_legacy_open(memory, &note, err) : status;
 }
