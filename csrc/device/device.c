@@ -4,10 +4,12 @@
 #include "device/device.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -74,20 +76,47 @@ wsync_status_t wsync_control_import(const wsync_device_t *self, int fd, uint64_t
     return import(self, true, fd, nbytes, memory, err);
 }
 
-wsync_status_t wsync_memory_borrow(const wsync_device_t *self, int fd,
+wsync_status_t wsync_memory_borrow(const wsync_device_t *self, const int *fds, size_t count,
                                    wsync_memory_t **memory, wsync_error_t *err)
 {
-    char text[WSYNC_DEVICE_TEXT_NBYTES];
-
-    return self->memory_ops->borrow != NULL
-               ? self->memory_ops->borrow(self, fd, memory, err)
-               : wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_borrow",
-                            "memory of %s cannot be lent", wsync_device_text(self, text));
+    return self->memory_ops->borrow(self, fds, count, memory, err);
 }
 
 wsync_status_t wsync_memory_check_lent(const wsync_memory_t *memory, wsync_error_t *err)
 {
-    return memory->device->memory_ops->check_lent(memory, err);
+    const wsync_memory_ops_t *ops = memory->device->memory_ops;
+
+    return ops->check_lent != NULL ? ops->check_lent(memory, err) : WSYNC_OK;
+}
+
+wsync_status_t wsync_memory_keep_more(wsync_memory_t *memory, const int *fds, size_t count,
+                                      wsync_error_t *err)
+{
+    memory->more = calloc(count, sizeof(*memory->more));
+    if (memory->more == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                          "no memory for %zu descriptors", count);
+    }
+    for (size_t i = 1; i < count; i++) {
+        const int fd = fcntl(fds[i], F_DUPFD_CLOEXEC, 3);
+
+        if (fd < 0) {
+            return wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "descriptor %d: fcntl: %s",
+                              fds[i], strerror(errno));
+        }
+        memory->more[memory->more_count++] = fd;
+    }
+    return WSYNC_OK;
+}
+
+void wsync_memory_close_more(wsync_memory_t *memory)
+{
+    for (size_t i = 0; i < memory->more_count; i++) {
+        (void)close(memory->more[i]);
+    }
+    free(memory->more);
+    memory->more = NULL;
+    memory->more_count = 0;
 }
 
 void wsync_memory_retain(wsync_memory_t *memory)

@@ -37,6 +37,8 @@ typedef struct wsync_memory {
     unsigned char *words; /* where the host reaches events in it; NULL: it holds none */
     uint64_t nbytes;
     int fd;    /* what a peer maps, borrowed; -1 while the memory is parked */
+    int *more; /* owned; further descriptors that a peer needs, of what is lent in pieces */
+    size_t more_count;
     bool lent; /* a peer's, for reading alone */
     atomic_uint references;
     wsync_pins_t pins;
@@ -105,9 +107,9 @@ struct wsync_memory_ops {
     /* Allocates memory (fd -1), or maps what a peer exported; `control`: for events. */
     wsync_status_t (*make)(const wsync_device_t *self, bool control, int fd,
                            uint64_t nbytes, wsync_memory_t **memory, wsync_error_t *err);
-    /* NULL: no memory of this device can be lent. */
-    wsync_status_t (*borrow)(const wsync_device_t *self, int fd, wsync_memory_t **memory,
-                             wsync_error_t *err);
+    wsync_status_t (*borrow)(const wsync_device_t *self, const int *fds, size_t count,
+                             wsync_memory_t **memory, wsync_error_t *err);
+    /* NULL: it cannot shrink. */
     wsync_status_t (*check_lent)(const wsync_memory_t *memory, wsync_error_t *err);
     void (*destroy)(wsync_memory_t *memory); /* the last reference is gone */
     wsync_status_t (*park)(wsync_memory_t *memory, wsync_error_t *err);
@@ -157,14 +159,20 @@ wsync_status_t wsync_control_create(const wsync_device_t *self, uint64_t nbytes,
                                     wsync_memory_t **memory, wsync_error_t *err);
 wsync_status_t wsync_control_import(const wsync_device_t *self, int fd, uint64_t nbytes,
                                     wsync_memory_t **memory, wsync_error_t *err);
-/* Maps memory that a peer lends, whatever has made it, for reading alone: all that fd holds
- * now.  fd is borrowed, and a duplicate kept.  REFUSED unless the descriptor is of shared
- * memory (a memfd, a file of /dev/shm), which no third process changes; UNSUPPORTED on a
- * device that has no memory to lend. */
-wsync_status_t wsync_memory_borrow(const wsync_device_t *self, int fd,
+/* Maps memory that a peer lends, whatever has made it, for reading alone: all that fds[0]
+ * holds now.  Descriptors are borrowed, and duplicates kept.  On the host: REFUSED unless
+ * it is of shared memory (a memfd, a file of /dev/shm), which no third process changes; the
+ * others are only kept, for who lends it on.  On a GPU: what wsync_cuda_lend has made there
+ * (REFUSED for anything else), read and not written as far as the driver sees to that. */
+wsync_status_t wsync_memory_borrow(const wsync_device_t *self, const int *fds, size_t count,
                                    wsync_memory_t **memory, wsync_error_t *err);
 /* REFUSED if memory that was borrowed has shrunk: reading it would end the process. */
 wsync_status_t wsync_memory_check_lent(const wsync_memory_t *memory, wsync_error_t *err);
+/* For backends: keeps duplicates of further descriptors (all but the first), or gives them
+ * back. */
+wsync_status_t wsync_memory_keep_more(wsync_memory_t *memory, const int *fds, size_t count,
+                                      wsync_error_t *err);
+void wsync_memory_close_more(wsync_memory_t *memory);
 /* Memory is counted: it is created with one reference, retain adds one and destroy drops
  * one; the last one unmaps.  Both may be called from any thread. */
 void wsync_memory_retain(wsync_memory_t *memory);

@@ -127,6 +127,7 @@ static void memory_destroy(wsync_memory_t *memory)
     if (memory->fd >= 0) {
         (void)close(memory->fd);
     }
+    wsync_memory_close_more(memory);
     free(memory);
 }
 
@@ -281,9 +282,11 @@ static wsync_status_t lent_nbytes(int fd, uint64_t *nbytes, wsync_error_t *err)
     return WSYNC_OK;
 }
 
-static wsync_status_t memory_borrow(const wsync_device_t *self, int fd,
-                                    wsync_memory_t **memory, wsync_error_t *err)
+static wsync_status_t memory_borrow(const wsync_device_t *self, const int *fds,
+                                    size_t count, wsync_memory_t **memory,
+                                    wsync_error_t *err)
 {
+    const int fd = fds[0];
     wsync_memory_t *made;
     uint64_t nbytes = 0;
     wsync_status_t status = lent_nbytes(fd, &nbytes, err);
@@ -313,9 +316,12 @@ static wsync_status_t memory_borrow(const wsync_device_t *self, int fd,
             status = fail_call("mmap", errno, nbytes, err);
         } else {
             made->data = data;
-            *memory = made;
-            return WSYNC_OK;
+            status = count > 1 ? wsync_memory_keep_more(made, fds, count, err) : WSYNC_OK;
         }
+    }
+    if (status == WSYNC_OK) {
+        *memory = made;
+        return WSYNC_OK;
     }
     memory_destroy(made);
     return status;

@@ -3,8 +3,17 @@
 
 #include <inttypes.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "ipc/sealed_blob.h"
+
+static void close_coming(wsync_lent_t *lent)
+{
+    for (size_t i = 0; i < lent->coming.count; i++) {
+        (void)close(lent->coming.items[i]);
+    }
+    lent->coming.count = 0;
+}
 
 void wsync_lent_fini(wsync_lent_t *lent)
 {
@@ -13,15 +22,43 @@ void wsync_lent_fini(wsync_lent_t *lent)
     }
     free((void *)lent->segments.items);
     free(lent->numbers.items);
+    close_coming(lent);
+    free(lent->coming.items);
     free(lent->spans);
     *lent = (wsync_lent_t){0};
 }
 
-wsync_status_t wsync_lent_add(wsync_lent_t *lent, const wsync_device_t *device,
-                              uint64_t number, int fd, wsync_error_t *err)
+static wsync_status_t fail_memory(size_t count, wsync_error_t *err)
+{
+    return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session", "no memory for %zu segments",
+                      count);
+}
+
+static wsync_status_t map(wsync_lent_t *lent, const wsync_device_t *device,
+                          wsync_error_t *err)
 {
     wsync_memory_t *memory = NULL;
     wsync_status_t status;
+
+    if (!WSYNC_ARRAY_RESERVE(lent->segments, 1) || !WSYNC_ARRAY_RESERVE(lent->numbers, 1)) {
+        return fail_memory(lent->segments.count + 1, err);
+    }
+    status =
+        wsync_memory_borrow(device, lent->coming.items, lent->coming.count, &memory, err);
+    if (status == WSYNC_OK) {
+        lent->segments.items[lent->segments.count++] = memory;
+        lent->numbers.items[lent->numbers.count++] = lent->next++;
+    }
+    return status;
+}
+
+wsync_status_t wsync_lent_add(wsync_lent_t *lent, const wsync_device_t *device,
+                              wsync_frame_t *frame, wsync_error_t *err)
+{
+    const uint64_t number = frame->arguments[0];
+    const uint64_t left = frame->arguments[1];
+    const size_t more = lent->coming.count + frame->fd_count;
+    wsync_status_t status = WSYNC_OK;
 
     if (number != lent->next || lent->segments.count >= WSYNC_LENT_MAX_SEGMENTS) {
         return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "session",
@@ -30,15 +67,22 @@ wsync_status_t wsync_lent_add(wsync_lent_t *lent, const wsync_device_t *device,
                           number, lent->next, lent->segments.count,
                           WSYNC_LENT_MAX_SEGMENTS);
     }
-    if (!WSYNC_ARRAY_RESERVE(lent->segments, 1) || !WSYNC_ARRAY_RESERVE(lent->numbers, 1)) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
-                          "no memory for %zu segments", lent->segments.count + 1);
+    if (more > WSYNC_LENT_MAX_SEGMENTS || left > WSYNC_LENT_MAX_SEGMENTS - more) {
+        return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "session",
+                          "segment %" PRIu64 " has %zu descriptors and %" PRIu64
+                          " more, where %d are the most",
+                          number, more, left, WSYNC_LENT_MAX_SEGMENTS);
     }
-    status = wsync_memory_borrow(device, fd, &memory, err);
-    if (status == WSYNC_OK) {
-        lent->segments.items[lent->segments.count++] = memory;
-        lent->numbers.items[lent->numbers.count++] = number;
-        lent->next++;
+    if (!WSYNC_ARRAY_RESERVE(lent->coming, frame->fd_count)) {
+        return fail_memory(lent->segments.count + 1, err);
+    }
+    for (uint32_t i = 0; i < frame->fd_count; i++) {
+        lent->coming.items[lent->coming.count++] = frame->fds[i];
+        frame->fds[i] = -1;
+    }
+    if (left == 0) {
+        status = map(lent, device, err);
+        close_coming(lent);
     }
     return status;
 }

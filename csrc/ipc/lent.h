@@ -15,15 +15,18 @@ typedef struct wsync_lent {
     WSYNC_ARRAY(wsync_memory_t *) segments; /* owned */
     WSYNC_ARRAY(uint64_t) numbers;          /* of these; ascending */
     uint64_t next;                          /* number */
+    WSYNC_ARRAY(int) coming;                /* owned descriptors of that one, so far */
     wsync_span_t *spans;                    /* of the buffers; NULL: none are bound */
     size_t span_count;
     uint64_t generation; /* of the spans */
 } wsync_lent_t;
 
 void wsync_lent_fini(wsync_lent_t *lent);
-/* Maps a segment.  fd is borrowed.  PROTOCOL unless `number` is the next one. */
+/* Maps a segment when all of its descriptors have come, of which `left` are on their way;
+ * those of the frame are moved.  PROTOCOL unless `number` is the next one, or with more
+ * than WSYNC_LENT_MAX_SEGMENTS. */
 wsync_status_t wsync_lent_add(wsync_lent_t *lent, const wsync_device_t *device,
-                              uint64_t number, int fd, wsync_error_t *err);
+                              wsync_frame_t *frame, wsync_error_t *err);
 /* Takes the bindings of a blob, and drops the segments that they do not name.  PROTOCOL,
  * with everything as it was, if one of them is of bytes that no segment has. */
 wsync_status_t wsync_lent_bind(wsync_lent_t *lent, int fd, uint64_t nbytes,

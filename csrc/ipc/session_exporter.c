@@ -30,6 +30,7 @@ struct wsync_exporter {
     uint32_t next_post;
     uint32_t done_count; /* rounds whose DONE has come */
     uint64_t lent_count; /* segments */
+    size_t lent_fds;     /* descriptors of the next one that have been sent */
     uint64_t done_value; /* what the done word must reach before they are over */
     wsync_receipt_t receipt;
     uint8_t worker_uuid[WSYNC_DEVICE_UUID_NBYTES];
@@ -291,14 +292,28 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t 
     return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 
+/* As many of a segment as go into a frame. */
+static wsync_frame_t next_descriptors(const wsync_exporter_t *self,
+                                      const wsync_memory_t *memory)
+{
+    const size_t count = memory->more_count + 1;
+    wsync_frame_t frame = {.kind = SESSION_LEND};
+    size_t at = self->lent_fds;
+
+    while (at < count && frame.fd_count < WSYNC_FRAME_FDS) {
+        frame.fds[frame.fd_count++] = at == 0 ? memory->fd : memory->more[at - 1];
+        at++;
+    }
+    frame.arguments[0] = self->lent_count;
+    frame.arguments[1] = count - at;
+    return frame;
+}
+
 wsync_status_t wsync_exporter_lend(wsync_exporter_t *exporter, const wsync_memory_t *memory,
                                    int timeout_ms, uint64_t *segment, wsync_error_t *err)
 {
     const wsync_awaited_t awaited = {"room for a segment", -1};
-    const wsync_frame_t frame = {.kind = SESSION_LEND,
-                                 .arguments = {exporter->lent_count},
-                                 .fds = {memory->fd},
-                                 .fd_count = 1};
+    const int64_t deadline = wsync_deadline_ms(timeout_ms);
     wsync_status_t status = require_between(exporter, "lend", err);
 
     if (status != WSYNC_OK) {
@@ -308,10 +323,16 @@ wsync_status_t wsync_exporter_lend(wsync_exporter_t *exporter, const wsync_memor
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "lend: the memory is parked");
     }
     status = wsync_link_drain(&exporter->link, awaited, err);
-    if (status == WSYNC_OK) {
-        status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);
+    /* After TIMEOUT a call with the same memory goes on where this one has ended. */
+    while (status == WSYNC_OK && exporter->lent_fds <= memory->more_count) {
+        const wsync_frame_t frame = next_descriptors(exporter, memory);
+
+        status = wsync_link_send(&exporter->link, &frame, wsync_left_ms(deadline, INT_MAX),
+                                 awaited, err);
+        exporter->lent_fds += status == WSYNC_OK ? frame.fd_count : 0;
     }
     if (status == WSYNC_OK) {
+        exporter->lent_fds = 0;
         *segment = exporter->lent_count++;
     }
     return wsync_ending_note_failure(&exporter->ending, status, err);

@@ -112,9 +112,8 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
     if (frame->kind == SESSION_BEGIN) {
         return take_begin(self, frame, err);
     }
-    if (frame->kind == SESSION_LEND && !self->updating && frame->fd_count == 1) {
-        return wsync_lent_add(&self->lent, self->device, frame->arguments[0], frame->fds[0],
-                              err);
+    if (frame->kind == SESSION_LEND && !self->updating && frame->fd_count > 0) {
+        return wsync_lent_add(&self->lent, self->device, frame, err);
     }
     if (frame->kind == SESSION_BIND && !self->updating && frame->fd_count == 1) {
         return wsync_lent_bind(&self->lent, frame->fds[0], frame->arguments[0], err);

@@ -16,8 +16,8 @@ enum {
     SESSION_COMMIT = 7,   /* 1 to park the ring */
     SESSION_ABORT = WSYNC_LINK_ABORT,   /* payload: text */
     SESSION_FAILED = WSYNC_LINK_FAILED, /* payload: text */
-    SESSION_LEND = 11,                  /* segment; fd */
-    SESSION_BIND = 12,                  /* size of the wsync_binding_t[]; fd: a blob */
+    SESSION_LEND = 11,   /* segment, descriptors of it that follow in other frames; fds */
+    SESSION_BIND = 12,   /* size of the wsync_binding_t[]; fd: a blob */
     SESSION_PARKED = 10, /* 1, or 0 if it cannot be; payload: text that says why */
 };
 

@@ -77,7 +77,7 @@ static PyObject *memory_borrow(PyObject *module, PyObject *args, PyObject *kwarg
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_memory_borrow(device.device, fd, &memory, &err);
+        status = wsync_memory_borrow(device.device, &fd, 1, &memory, &err);
     Py_END_ALLOW_THREADS
     return status == WSYNC_OK ? wsync_py_memory_wrap(state, memory)
                               : wsync_py_raise(state, &err);

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
+#include "ipc/lent.h"
 #include "ipc/sealed_blob.h"
 #include "session_fixture.h"
 
@@ -447,7 +448,10 @@ TEST(segments_that_are_none_are_refused)
         const int fd = shared_file(i == 5 ? 0 : LENT_NBYTES);
         const int no_memory = open("/dev/null", O_RDONLY | O_CLOEXEC);
         const wsync_frame_t bare = {.kind = SESSION_LEND};
-        const wsync_frame_t two = {.kind = SESSION_LEND, .fds = {fd, fd}, .fd_count = 2};
+        const wsync_frame_t many = {.kind = SESSION_LEND,
+                                    .arguments = {0, WSYNC_LENT_MAX_SEGMENTS - 1},
+                                    .fds = {fd, fd},
+                                    .fd_count = 2};
 
         raw_send(t.channel, attach_frame(&t));
         switch (i) {
@@ -456,8 +460,9 @@ TEST(segments_that_are_none_are_refused)
             check_lending_ends(&t, WSYNC_ERR_PROTOCOL, "trainer (pid ", 0);
             break;
         case 1:
-            raw_send(t.channel, two);
-            check_lending_ends(&t, WSYNC_ERR_PROTOCOL, "trainer (pid ", 0);
+            raw_send(t.channel, many);
+            check_lending_ends(&t, WSYNC_ERR_PROTOCOL, "has 2 descriptors and 65535 more",
+                               0);
             break;
         case 2:
             raw_lend(&t, 1, fd);
