@@ -281,6 +281,13 @@ class BufferTable:
     def of(tensors: TensorTable, owner: object = None) -> BufferTable:
         """Span i covers what tensors[i] describes, and is kept alive with the table.  StateError names
         a tensor whose memory on a GPU is not there now."""
+    def allocations(self) -> list[tuple[int, int, int, bool]]:
+        """What the driver has allocated around the buffers on a GPU now, by address: (address, nbytes, identity, piece).
+        identity: 0 where no other process can map it; else no other memory there has it while this is lent.  piece:
+        can be lent beside its neighbours.  Addresses of the host are left out."""
+    def lend(self, allocations: Sequence[tuple[int, int, int, bool]], /) -> Memory:
+        """Memory of a GPU to be lent to another process: pieces side by side, or one allocation that is none.  It keeps
+        pieces from being given back.  StateError if one has been replaced since `allocations`."""
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
 
@@ -348,6 +355,9 @@ class Memory:
     def borrow(fd: int, device: Device | None = None) -> Memory:
         """Maps shared memory for reading alone, all that a descriptor holds now.  PeerRefusedError: it is none."""
     def fileno(self) -> int: ...
+    def retire(self) -> bool:
+        """Whether what BufferTable.lend has lent may be given back: no process has it open whom that would hurt, and
+        from now on none opens it."""
     @property
     def address(self) -> int: ...
     @property

@@ -225,6 +225,10 @@ static void memory_destroy(wsync_memory_t *memory)
     wsync_cuda_memory_t *self = own(memory);
     const wsync_cuda_device_t *device = device_of(self);
 
+    if (self->foreign || memory->lent) {
+        wsync_cuda_lent_destroy(self);
+        return;
+    }
     if (!wsync_cuda_legacy_fini(self)) {
         return;
     }
@@ -266,13 +270,35 @@ static wsync_status_t check_place(const wsync_cuda_device_t *device,
     return WSYNC_OK;
 }
 
+wsync_status_t wsync_cuda_import_handle(const wsync_cuda_device_t *device, int fd,
+                                        wsync_cu_handle_t *handle, wsync_error_t *err)
+{
+    const wsync_cuda_driver_t *driver = device->driver;
+    const wsync_cu_result_t code =
+        driver->mem_import(handle, (void *)(intptr_t)fd, WSYNC_CU_HANDLE_FD);
+    wsync_status_t status;
+
+    if (code == WSYNC_CU_INVALID_VALUE || code == WSYNC_CU_INVALID_HANDLE) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, code, "cuMemImportFromShareableHandle",
+                          "descriptor %d holds no GPU memory", fd);
+    }
+    if (code != WSYNC_CU_SUCCESS) {
+        return wsync_cuda_check(driver, code, "cuMemImportFromShareableHandle", err,
+                                "descriptor %d of GPU memory", fd);
+    }
+    status = check_place(device, *handle, fd, err);
+    if (status != WSYNC_OK) {
+        (void)driver->mem_release(*handle);
+    }
+    return status;
+}
+
 /* Maps what a copy of the descriptor stands for; in the context; err is not NULL. */
 static wsync_status_t adopt(wsync_cuda_memory_t *memory, int borrowed, wsync_error_t *err)
 {
     const wsync_cuda_driver_t *driver = device_of(memory)->driver;
     const int fd = fcntl(borrowed, F_DUPFD_CLOEXEC, 3);
     wsync_cu_handle_t handle = 0;
-    wsync_cu_result_t code;
     wsync_status_t status;
 
     if (fd < 0) {
@@ -280,27 +306,17 @@ static wsync_status_t adopt(wsync_cuda_memory_t *memory, int borrowed, wsync_err
                           borrowed, strerror(errno));
     }
     memory->base.fd = fd;
-    code = driver->mem_import(&handle, (void *)(intptr_t)fd, WSYNC_CU_HANDLE_FD);
-    if (code == WSYNC_CU_INVALID_VALUE || code == WSYNC_CU_INVALID_HANDLE) {
-        return wsync_fail(err, WSYNC_ERR_REFUSED, code, "cuMemImportFromShareableHandle",
-                          "descriptor %d holds no GPU memory", borrowed);
+    status = wsync_cuda_import_handle(device_of(memory), borrowed, &handle, err);
+    if (status != WSYNC_OK) {
+        return status;
     }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_check(driver, code, "cuMemImportFromShareableHandle", err,
-                                "importing %" PRIu64 " bytes of GPU memory",
-                                memory->base.nbytes);
-    }
-    status = check_place(device_of(memory), handle, borrowed, err);
-    if (status == WSYNC_OK) {
-        status = map_handle(memory, handle, err);
-        /* What the driver says of a descriptor that holds less. */
-        if (status == WSYNC_ERR_DEVICE && err->native == WSYNC_CU_INVALID_VALUE &&
-            strcmp(err->origin, "cuMemMap") == 0) {
-            status =
-                wsync_fail(err, WSYNC_ERR_INVALID, WSYNC_CU_INVALID_VALUE, "cuMemMap",
-                           "descriptor %d does not hold %" PRIu64 " bytes of GPU memory",
-                           borrowed, memory->base.nbytes);
-        }
+    status = map_handle(memory, handle, err);
+    /* What the driver says of a descriptor that holds less. */
+    if (status == WSYNC_ERR_DEVICE && err->native == WSYNC_CU_INVALID_VALUE &&
+        strcmp(err->origin, "cuMemMap") == 0) {
+        status = wsync_fail(err, WSYNC_ERR_INVALID, WSYNC_CU_INVALID_VALUE, "cuMemMap",
+                            "descriptor %d does not hold %" PRIu64 " bytes of GPU memory",
+                            borrowed, memory->base.nbytes);
     }
     (void)driver->mem_release(handle);
     return status;
@@ -313,6 +329,9 @@ static wsync_status_t memory_park(wsync_memory_t *memory, wsync_error_t *err)
     wsync_cu_result_t code = WSYNC_CU_SUCCESS;
     wsync_status_t status;
 
+    if (memory->lent) {
+        return wsync_cuda_lent_park(self, err);
+    }
     if (self->host != NULL) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_park",
                           "control memory cannot be parked");
@@ -533,6 +552,7 @@ void wsync_cuda_give(const wsync_cuda_device_t *device, wsync_cu_ptr_t at, uint6
 
 const wsync_memory_ops_t wsync_cuda_memory_ops = {
     .make = memory_make,
+    .borrow = wsync_cuda_borrow,
     .destroy = memory_destroy,
     .park = memory_park,
     .unpark = memory_unpark,

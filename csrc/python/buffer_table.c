@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device/cuda_lend.h"
 #include "device/cuda_spans.h"
 #include "python/convert.h"
 #include "python/device_types.h"
@@ -191,6 +192,103 @@ static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
+/* --- what of it can be lent ------------------------------------------------------------
+ */
+
+static PyObject *wrap_allocations(const wsync_cuda_allocation_t *items, size_t count)
+{
+    PyObject *list = PyList_New(0);
+
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        PyObject *item = Py_BuildValue(
+            "(KKKO)", items[i].at, (unsigned long long)items[i].nbytes,
+            (unsigned long long)items[i].identity, items[i].piece ? Py_True : Py_False);
+
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+static PyObject *buffers_allocations(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    const BufferTableObject *self = (BufferTableObject *)object;
+    const wsync_cuda_device_t *device = NULL;
+    wsync_cuda_allocation_t *items = NULL;
+    size_t count = 0;
+    PyObject *list = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (self->gpu < 0) {
+        return PyList_New(0);
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_cuda_device(self->gpu, &device, &err);
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_enter(device, &err);
+        }
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_find_allocations(device, self->spans, self->count, &items,
+                                                 &count, &err);
+            wsync_cuda_leave(device);
+        }
+    Py_END_ALLOW_THREADS
+    list = status == WSYNC_OK ? wrap_allocations(items, count)
+                              : wsync_py_raise(wsync_py_state_of(object), &err);
+    free(items);
+    return list;
+}
+
+/* Reads what buffers_allocations has given. */
+static int read_allocation(const void *Py_UNUSED(context), PyObject *item,
+                           size_t Py_UNUSED(index), void *made)
+{
+    wsync_cuda_allocation_t *allocation = made;
+    uint64_t at;
+    int piece;
+
+    if (!PyArg_ParseTuple(item, "O&O&O&p:lend", wsync_py_convert_u64, &at,
+                          wsync_py_convert_u64, &allocation->nbytes, wsync_py_convert_u64,
+                          &allocation->identity, &piece)) {
+        return -1;
+    }
+    allocation->at = at;
+    allocation->piece = piece != 0;
+    return 0;
+}
+
+static PyObject *buffers_lend(PyObject *object, PyObject *argument)
+{
+    const BufferTableObject *self = (BufferTableObject *)object;
+    ModuleState *state = wsync_py_state_of(object);
+    const wsync_cuda_device_t *device = NULL;
+    wsync_memory_t *memory = NULL;
+    wsync_py_items_t items;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (self->gpu < 0) {
+        return wsync_py_fail(state, WSYNC_ERR_INVALID, "BufferTable",
+                             "lend: no buffer of the table is on a GPU");
+    }
+    if (wsync_py_items_init(&items, argument, sizeof(wsync_cuda_allocation_t),
+                            read_allocation, NULL) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_cuda_device(self->gpu, &device, &err);
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_lend(device, items.items, items.count, &memory, &err);
+        }
+    Py_END_ALLOW_THREADS
+    wsync_py_items_fini(&items);
+    return status == WSYNC_OK ? wsync_py_memory_wrap(state, memory)
+                              : wsync_py_raise(state, &err);
+}
+
 static int buffers_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(object));
@@ -229,6 +327,18 @@ static PyObject *buffers_item(PyObject *object, Py_ssize_t index)
                          (unsigned long long)self->spans[index].nbytes);
 }
 
+static PyMethodDef buffers_methods[] = {
+    {"allocations", buffers_allocations, METH_NOARGS,
+     "allocations($self, /)\n--\n\n"
+     "What the driver has allocated around the buffers on a GPU now, by address:\n"
+     "(address, nbytes, identity, piece)."},
+    {"lend", buffers_lend, METH_O,
+     "lend($self, allocations, /)\n--\n\n"
+     "Memory of a GPU to be lent to another process: pieces side by side, or one\n"
+     "allocation that is none.\n\nStateError if one has been replaced since."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyType_Slot buffers_slots[] = {
     {Py_tp_doc,
      "BufferTable(spans, owner=None)\n--\n\n"
@@ -238,6 +348,7 @@ static PyType_Slot buffers_slots[] = {
     {Py_tp_dealloc, buffers_dealloc},
     {Py_tp_traverse, buffers_traverse},
     {Py_tp_clear, buffers_clear},
+    {Py_tp_methods, buffers_methods},
     {Py_sq_length, buffers_length},
     {Py_sq_item, buffers_item},
     {0, NULL},

@@ -153,8 +153,10 @@ static int refresh_bound(ImporterObject *self)
         PyObject *segments = wrap_segments(self);
 
         if (segments != NULL) {
+            const wsync_memory_t *ring = wsync_importer_ring(self->peer.core);
+
             table = wsync_py_buffers_create(wsync_py_state_of((PyObject *)self),
-                                            wsync_device_host(), spans, count, segments);
+                                            ring->device, spans, count, segments);
             Py_DECREF(segments);
         }
         if (table == NULL) {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Memory: what another process can map. */
+#include "device/cuda_lend.h"
 #include "python/convert.h"
 #include "python/device_types.h"
 
@@ -141,9 +142,17 @@ static void memory_releasebuffer(PyObject *object, Py_buffer *Py_UNUSED(view))
     wsync_memory_unpin(self->memory);
 }
 
+static PyObject *memory_retire(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    return PyBool_FromLong(wsync_cuda_retire(((MemoryObject *)object)->memory));
+}
+
 static PyMethodDef memory_methods[] = {
     {"fileno", memory_fileno, METH_NOARGS,
      "fileno($self, /)\n--\n\nWhat another process maps; valid as long as this object."},
+    {"retire", memory_retire, METH_NOARGS,
+     "retire($self, /)\n--\n\nWhether what BufferTable.lend has lent may be given back: "
+     "no process has it open\nwhom that would hurt, and from now on none opens it."},
     {NULL, NULL, 0, NULL},
 };
 

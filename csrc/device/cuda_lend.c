@@ -1,0 +1,570 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What crosses is a note, and the descriptors of pieces with it.  An allocation of
+ * cuMemAlloc crosses as its IPC handle, for which there are two limits: it is not freed
+ * later because somebody has it open, and it opens all of the block that it was cut from.
+ */
+#include "device/cuda_lend.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "core/base/array.h"
+#include "device/cuda_ipc.h"
+#include "device/cuda_note.h"
+
+/* The driver cuts small allocations from blocks of this size, and the handle of one opens
+ * its block. */
+enum { BLOCK_NBYTES = 2 << 20 };
+
+/* --- what lies where --------------------------------------------------------------------
+ */
+
+/* What the driver says of one address.  A boolean or bit mask of whatever size is read as a
+ * number. */
+typedef struct answer {
+    unsigned type;
+    uint64_t managed;
+    uint64_t mapped;
+    unsigned long long buffer;
+    uint64_t legacy;
+    uint64_t handle_types;
+} answer_t;
+
+static bool is_unknown(wsync_cu_result_t code)
+{
+    return code == WSYNC_CU_INVALID_VALUE || code == WSYNC_CU_NOT_FOUND ||
+           code == WSYNC_CU_NOT_SUPPORTED || code == WSYNC_CU_NOT_PERMITTED;
+}
+
+/* The number of the physical memory that is mapped there.  cuda.h says of
+ * cuMemRetainAllocationHandle that it gives "the same handle value used to map the memory";
+ * and as long as the memory is lent, its handle is retained, so that no other has that
+ * value.  It does not say whether BUFFER_ID is of a mapping or of what is mapped. */
+static wsync_status_t identify_piece(const wsync_cuda_device_t *device,
+                                     wsync_cuda_allocation_t *found, wsync_error_t *err)
+{
+    const wsync_cuda_driver_t *driver = device->driver;
+    const char *call = "cuMemRetainAllocationHandle";
+    wsync_cu_handle_t handle = 0;
+    wsync_cu_result_t code = driver->mem_retain(&handle, (void *)(uintptr_t)found->at);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        call = "cuMemRelease";
+        code = driver->mem_release(handle);
+        found->identity = handle;
+        found->piece = true;
+    } else if (is_unknown(code)) {
+        return WSYNC_OK;
+    }
+    return wsync_cuda_check(driver, code, call, err, "memory at %#llx of %s", found->at,
+                            device->label);
+}
+
+/* What holds an address; of 0 bytes if the driver does not say.  The extent is that of the
+ * allocation, or of one mapping: what cuPointerGetAttributes calls the range is all that
+ * was reserved around it (cuda.h). */
+static wsync_status_t ask(const wsync_cuda_device_t *device, uintptr_t address,
+                          wsync_cuda_allocation_t *allocation, wsync_error_t *err)
+{
+    const wsync_cuda_driver_t *driver = device->driver;
+    const char *call = "cuPointerGetAttributes";
+    int attributes[] = {WSYNC_CU_POINTER_TYPE,       WSYNC_CU_POINTER_MANAGED,
+                        WSYNC_CU_POINTER_MAPPED,     WSYNC_CU_POINTER_BUFFER,
+                        WSYNC_CU_POINTER_LEGACY_IPC, WSYNC_CU_POINTER_HANDLE_TYPES};
+    answer_t answer = {0};
+    void *fields[] = {&answer.type,   &answer.managed, &answer.mapped,
+                      &answer.buffer, &answer.legacy,  &answer.handle_types};
+    wsync_cuda_allocation_t found = {0};
+    size_t nbytes = 0;
+    wsync_cu_result_t code = driver->pointer_attributes(
+        sizeof(attributes) / sizeof(attributes[0]), attributes, fields, address);
+
+    *allocation = (wsync_cuda_allocation_t){0};
+    if (is_unknown(code) || answer.type != WSYNC_CU_MEMORY_DEVICE || answer.managed != 0 ||
+        answer.mapped == 0) {
+        return is_unknown(code) ? WSYNC_OK
+                                : wsync_cuda_check(driver, code, call, err,
+                                                   "memory at %#" PRIxPTR, address);
+    }
+    call = "cuMemGetAddressRange";
+    code = driver->mem_range(&found.at, &nbytes, address);
+    if (is_unknown(code)) {
+        return WSYNC_OK;
+    }
+    if (code != WSYNC_CU_SUCCESS) {
+        return wsync_cuda_check(driver, code, call, err, "memory at %#" PRIxPTR, address);
+    }
+    found.nbytes = nbytes;
+    if ((answer.handle_types & WSYNC_CU_HANDLE_FD) != 0) {
+        const wsync_status_t status = identify_piece(device, &found, err);
+
+        if (status != WSYNC_OK) {
+            return status;
+        }
+    } else if (answer.legacy != 0 && found.at % BLOCK_NBYTES == 0 &&
+               found.nbytes % BLOCK_NBYTES == 0) {
+        /* "Subsequent allocations do not reuse IDs from previous freed allocations"
+         * (cuda.h). */
+        found.identity = answer.buffer;
+    }
+    *allocation = found;
+    return WSYNC_OK;
+}
+
+/* The first allocation that ends beyond an address. */
+static size_t first_beyond(const wsync_cuda_allocation_t *items, size_t count,
+                           uintptr_t address)
+{
+    size_t low = 0;
+
+    while (low < count) {
+        const size_t middle = low + (count - low) / 2;
+
+        if (items[middle].at + items[middle].nbytes > address) {
+            count = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
+typedef WSYNC_ARRAY(wsync_cuda_allocation_t) allocations_t;
+
+/* Notes all that the bytes of a span lie in, as far as the driver knows it. */
+static wsync_status_t walk(const wsync_cuda_device_t *device, const wsync_span_t *span,
+                           allocations_t *found, wsync_error_t *err)
+{
+    const uintptr_t end = (uintptr_t)span->data + span->nbytes;
+    uintptr_t at = (uintptr_t)span->data;
+
+    while (at < end) {
+        const size_t index = first_beyond(found->items, found->count, at);
+        wsync_cuda_allocation_t *items = found->items;
+        wsync_cuda_allocation_t made;
+        wsync_status_t status;
+
+        if (index < found->count && items[index].at <= at) {
+            at = (uintptr_t)(items[index].at + items[index].nbytes);
+            continue;
+        }
+        status = ask(device, at, &made, err);
+        if (status != WSYNC_OK || made.at + made.nbytes <= at) {
+            return status;
+        }
+        if (!WSYNC_ARRAY_RESERVE(*found, 1)) {
+            return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "realloc",
+                              "no memory to note %zu allocations of a GPU",
+                              found->count + 1);
+        }
+        items = found->items;
+        memmove(items + index + 1, items + index, (found->count - index) * sizeof(*items));
+        items[index] = made;
+        found->count++;
+        at = (uintptr_t)(made.at + made.nbytes);
+    }
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_cuda_find_allocations(const wsync_cuda_device_t *device,
+                                           const wsync_span_t *spans, size_t count,
+                                           wsync_cuda_allocation_t **items,
+                                           size_t *item_count, wsync_error_t *err)
+{
+    allocations_t found = {0};
+    wsync_status_t status = WSYNC_OK;
+
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        status = walk(device, &spans[i], &found, err);
+    }
+    *items = found.items;
+    *item_count = found.count;
+    return status;
+}
+
+/* --- the lender -------------------------------------------------------------------------
+ */
+
+static wsync_status_t fail_record(wsync_error_t *err)
+{
+    return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                      "lent memory of a GPU: no memory for its record");
+}
+
+/* A record that has room for so many pieces. */
+static wsync_status_t make_record(const wsync_cuda_device_t *device, size_t count,
+                                  wsync_cuda_memory_t **memory, wsync_error_t *err)
+{
+    wsync_cuda_memory_t *made = calloc(1, sizeof(*made));
+
+    if (made == NULL) {
+        return fail_record(err);
+    }
+    wsync_memory_init(&made->base, &device->base, 0);
+    made->pieces = calloc(count + 1, sizeof(*made->pieces));
+    if (made->pieces == NULL) {
+        free(made);
+        return fail_record(err);
+    }
+    *memory = made;
+    return WSYNC_OK;
+}
+
+/* In the context. */
+static wsync_status_t lend_piece(wsync_cuda_memory_t *memory,
+                                 const wsync_cuda_allocation_t *item, wsync_error_t *err)
+{
+    const wsync_cuda_driver_t *driver = wsync_cuda_of(memory->base.device)->driver;
+    const char *call = "cuMemRetainAllocationHandle";
+    wsync_cuda_piece_t *piece = &memory->pieces[memory->piece_count];
+    int *fd = &memory->base.more[memory->base.more_count];
+    wsync_cu_result_t code =
+        driver->mem_retain(&piece->handle, (void *)(uintptr_t)item->at);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        piece->nbytes = item->nbytes;
+        memory->piece_count++;
+        if (piece->handle != item->identity) {
+            return wsync_fail(err, WSYNC_ERR_STATE, 0, "wsync_cuda_lend",
+                              "%" PRIu64 " bytes at %#llx of a GPU have been replaced",
+                              item->nbytes, item->at);
+        }
+        call = "cuMemExportToShareableHandle";
+        code = driver->mem_export(fd, piece->handle, WSYNC_CU_HANDLE_FD, 0);
+    }
+    if (code != WSYNC_CU_SUCCESS) {
+        return wsync_cuda_check(driver, code, call, err,
+                                "lending %" PRIu64 " bytes at %#llx of a GPU", item->nbytes,
+                                item->at);
+    }
+    memory->base.more_count++;
+    return fcntl(*fd, F_SETFD, FD_CLOEXEC) == 0
+               ? WSYNC_OK
+               : wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl",
+                            "descriptor %d of GPU memory: fcntl: %s", *fd, strerror(errno));
+}
+
+/* In the context. */
+static wsync_status_t lend_pieces(wsync_cuda_memory_t *memory,
+                                  const wsync_cuda_allocation_t *items, size_t count,
+                                  wsync_cuda_note_t *note, wsync_error_t *err)
+{
+    uint64_t *sizes = calloc(count, sizeof(*sizes));
+    wsync_status_t status = WSYNC_OK;
+
+    memory->base.more = calloc(count, sizeof(*memory->base.more));
+    if (sizes == NULL || memory->base.more == NULL) {
+        free(sizes);
+        return fail_record(err);
+    }
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        sizes[i] = items[i].nbytes;
+        note->nbytes += sizes[i];
+        status = lend_piece(memory, &items[i], err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_note_write(note, sizes, count, &memory->base.fd, err);
+    }
+    free(sizes);
+    return status;
+}
+
+/* In the context. */
+static wsync_status_t lend_whole(wsync_cuda_memory_t *memory,
+                                 const wsync_cuda_allocation_t *item,
+                                 wsync_cuda_note_t *note, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    const wsync_status_t status = wsync_cuda_check(
+        device->driver, device->driver->ipc_get_memory(&note->handle, item->at),
+        "cuIpcGetMemHandle", err, "lending %" PRIu64 " bytes at %#llx of %s", item->nbytes,
+        item->at, device->label);
+
+    note->nbytes = item->nbytes;
+    return status == WSYNC_OK ? wsync_cuda_note_write(note, NULL, 0, &memory->base.fd, err)
+                              : status;
+}
+
+static bool can_be_lent(const wsync_cuda_allocation_t *items, size_t count)
+{
+    bool good = count > 0 && (count == 1 || items[0].piece);
+
+    for (size_t i = 0; i < count && good; i++) {
+        good = items[i].identity != 0 && items[i].nbytes > 0 &&
+               items[i].piece == items[0].piece &&
+               (i == 0 || items[i].at == items[i - 1].at + items[i - 1].nbytes);
+    }
+    return good;
+}
+
+wsync_status_t wsync_cuda_lend(const wsync_cuda_device_t *device,
+                               const wsync_cuda_allocation_t *items, size_t count,
+                               wsync_memory_t **memory, wsync_error_t *err)
+{
+    wsync_cuda_note_t note = {.uuid = device->info.uuid};
+    wsync_cuda_memory_t *made = NULL;
+    wsync_status_t status;
+
+    if (!can_be_lent(items, count)) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_cuda_lend",
+                          "%zu allocations of %s that cannot be lent side by side", count,
+                          device->label);
+    }
+    status = make_record(device, items[0].piece ? count : 0, &made, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    made->foreign = true;
+    made->at = items[0].at;
+    made->base.data = (void *)(uintptr_t)made->at;
+    status = wsync_cuda_enter(device, err);
+    if (status == WSYNC_OK) {
+        status = items[0].piece ? lend_pieces(made, items, count, &note, err)
+                                : lend_whole(made, items, &note, err);
+        wsync_cuda_leave(device);
+    }
+    made->base.nbytes = note.nbytes;
+    if (status != WSYNC_OK) {
+        wsync_cuda_lent_destroy(made);
+        return status;
+    }
+    *memory = &made->base;
+    return WSYNC_OK;
+}
+
+bool wsync_cuda_retire(const wsync_memory_t *memory)
+{
+    const wsync_cuda_memory_t *self = (const wsync_cuda_memory_t *)(const void *)memory;
+
+    return memory->device->ordinal < 0 || !self->foreign || memory->more_count > 0 ||
+           wsync_cuda_legacy_closed(self);
+}
+
+/* --- the borrower -----------------------------------------------------------------------
+ */
+
+/* In the context. */
+static wsync_status_t map_piece(wsync_cuda_memory_t *memory, wsync_cu_ptr_t at, int fd,
+                                uint64_t nbytes, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    wsync_cu_handle_t handle = 0;
+    wsync_cu_result_t code;
+    wsync_status_t status = wsync_cuda_import_handle(device, fd, &handle, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    code = device->driver->mem_map(at, (size_t)nbytes, 0, handle, 0);
+    if (code == WSYNC_CU_SUCCESS) {
+        memory->pieces[memory->piece_count++] = (wsync_cuda_piece_t){.nbytes = nbytes};
+    } else {
+        /* What the driver says of a descriptor that holds less. */
+        status =
+            code == WSYNC_CU_INVALID_VALUE
+                ? wsync_fail(err, WSYNC_ERR_REFUSED, code, "cuMemMap",
+                             "descriptor %d does not hold %" PRIu64 " bytes of GPU memory",
+                             fd, nbytes)
+                : wsync_cuda_check(device->driver, code, "cuMemMap", err,
+                                   "mapping %" PRIu64 " bytes that a peer lends", nbytes);
+    }
+    /* The mapping holds the memory from here on. */
+    (void)device->driver->mem_release(handle);
+    return status;
+}
+
+/* For reading; or also for writing, where the driver knows no memory that is only read.  In
+ * the context. */
+static wsync_status_t open_to_read(const wsync_cuda_memory_t *memory, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    wsync_cu_access_t access = {
+        .location = {WSYNC_CU_LOCATION_DEVICE, device->base.ordinal},
+        .flags = WSYNC_CU_ACCESS_READ};
+    const size_t nbytes = (size_t)memory->mapped_nbytes;
+    wsync_cu_result_t code = device->driver->mem_set_access(memory->at, nbytes, &access, 1);
+
+    if (code == WSYNC_CU_NOT_SUPPORTED || code == WSYNC_CU_INVALID_VALUE) {
+        access.flags = WSYNC_CU_ACCESS_READ_WRITE;
+        code = device->driver->mem_set_access(memory->at, nbytes, &access, 1);
+    }
+    return wsync_cuda_check(device->driver, code, "cuMemSetAccess", err,
+                            "reading %zu bytes that a peer lends on %s", nbytes,
+                            device->label);
+}
+
+/* In the context. */
+static wsync_status_t map_pieces(wsync_cuda_memory_t *memory, const int *fds,
+                                 const uint64_t *sizes, size_t count, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    const uint64_t nbytes = memory->base.nbytes;
+    wsync_cu_ptr_t at = 0;
+    wsync_status_t status;
+
+    if (!device->vmm) {
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_borrow",
+                          "%s maps no descriptors of GPU memory", device->label);
+    }
+    status = wsync_cuda_check(device->driver,
+                              device->driver->mem_reserve(&at, (size_t)nbytes, 0, 0, 0),
+                              "cuMemAddressReserve", err,
+                              "addresses for %" PRIu64 " bytes that a peer lends", nbytes);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    memory->at = at;
+    memory->mapped_nbytes = nbytes;
+    memory->base.data = (void *)(uintptr_t)at;
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        status = map_piece(memory, at, fds[i], sizes[i], err);
+        at += sizes[i];
+    }
+    return status == WSYNC_OK ? open_to_read(memory, err) : status;
+}
+
+static wsync_status_t check_sizes(const wsync_cuda_note_t *note, const uint64_t *sizes,
+                                  size_t count, wsync_error_t *err)
+{
+    uint64_t sum = count > 0 ? 0 : note->nbytes;
+
+    for (size_t i = 0; i < count; i++) {
+        if (sizes[i] == 0 || __builtin_add_overflow(sum, sizes[i], &sum)) {
+            sum = UINT64_MAX;
+            break;
+        }
+    }
+    return note->nbytes > 0 && note->nbytes <= INT64_MAX && sum == note->nbytes
+               ? WSYNC_OK
+               : wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_borrow",
+                            "a peer lends %" PRIu64
+                            " bytes of GPU memory in %zu pieces of "
+                            "other sizes",
+                            note->nbytes, count);
+}
+
+wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, size_t count,
+                                 wsync_memory_t **memory, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(self);
+    const size_t pieces = count - 1;
+    uint64_t *sizes = calloc(pieces + 1, sizeof(*sizes));
+    wsync_cuda_memory_t *made = NULL;
+    wsync_cuda_note_t note;
+    wsync_status_t status =
+        sizes != NULL ? make_record(device, pieces, &made, err) : fail_record(err);
+
+    if (status != WSYNC_OK) {
+        free(sizes);
+        return status;
+    }
+    made->base.lent = true;
+    status = wsync_cuda_note_read(fds[0], &made->base.fd, &note, sizes, pieces, err);
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_note_check(&note, device, err);
+    }
+    if (status == WSYNC_OK) {
+        status = check_sizes(&note, sizes, pieces, err);
+    }
+    if (status == WSYNC_OK) {
+        made->base.nbytes = note.nbytes;
+        status = wsync_cuda_enter(device, err);
+    }
+    if (status == WSYNC_OK) {
+        status = pieces > 0 ? map_pieces(made, fds + 1, sizes, pieces, err)
+                            : wsync_cuda_legacy_open(made, &note, err);
+        wsync_cuda_leave(device);
+    }
+    free(sizes);
+    if (status != WSYNC_OK) {
+        wsync_cuda_lent_destroy(made);
+        return status;
+    }
+    *memory = &made->base;
+    return WSYNC_OK;
+}
+
+/* --- the end ----------------------------------------------------------------------------
+ */
+
+/* Unmaps pieces that were borrowed, from the last on.  In the context. */
+static wsync_cu_result_t unmap_pieces(wsync_cuda_memory_t *memory)
+{
+    const wsync_cuda_driver_t *driver = wsync_cuda_of(memory->base.device)->driver;
+    wsync_cu_ptr_t end = memory->at;
+    wsync_cu_result_t code = WSYNC_CU_SUCCESS;
+
+    for (size_t i = 0; i < memory->piece_count; i++) {
+        end += memory->pieces[i].nbytes;
+    }
+    while (memory->piece_count > 0) {
+        const size_t nbytes = (size_t)memory->pieces[memory->piece_count - 1].nbytes;
+
+        end -= nbytes;
+        code = driver->mem_unmap(end, nbytes);
+        if (code != WSYNC_CU_SUCCESS) {
+            /* An error of earlier work may come with what has been done all the same: then
+             * nothing is left to be unmapped. */
+            const wsync_cu_result_t again = driver->mem_unmap(end, nbytes);
+
+            if (again != WSYNC_CU_SUCCESS && again != WSYNC_CU_INVALID_VALUE) {
+                return code;
+            }
+        }
+        memory->piece_count--;
+    }
+    return WSYNC_CU_SUCCESS;
+}
+
+wsync_status_t wsync_cuda_lent_park(wsync_cuda_memory_t *memory, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    wsync_cu_result_t code;
+    wsync_status_t status = wsync_cuda_enter(device, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = wsync_pins_park(&memory->base.pins, err);
+    if (status == WSYNC_OK && memory->ipc != NULL) {
+        (void)wsync_cuda_legacy_fini(memory);
+    } else if (status == WSYNC_OK) {
+        code = unmap_pieces(memory);
+        status = wsync_cuda_check(device->driver, code, "cuMemUnmap", err,
+                                  "letting go of %" PRIu64 " bytes of a peer's",
+                                  memory->base.nbytes);
+        if (status != WSYNC_OK) {
+            wsync_pins_unpark(&memory->base.pins);
+        }
+    }
+    wsync_cuda_leave(device);
+    return status;
+}
+
+void wsync_cuda_lent_destroy(wsync_cuda_memory_t *memory)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+
+    (void)wsync_cuda_legacy_fini(memory); /* opened by a handle: never kept */
+    if ((memory->at != 0 || memory->piece_count > 0) && wsync_cuda_enter_to_free(device)) {
+        if (memory->foreign) {
+            for (size_t i = 0; i < memory->piece_count; i++) {
+                (void)device->driver->mem_release(memory->pieces[i].handle);
+            }
+        } else {
+            (void)unmap_pieces(memory);
+            (void)device->driver->mem_unreserve(memory->at, (size_t)memory->mapped_nbytes);
+        }
+        wsync_cuda_leave(device);
+    }
+    if (memory->base.fd >= 0) {
+        (void)close(memory->base.fd);
+    }
+    wsync_memory_close_more(&memory->base);
+    free(memory->pieces);
+    free(memory);
+}

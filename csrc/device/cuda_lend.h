@@ -1,0 +1,38 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Memory of a GPU that others than wsync have allocated in this process, lent to another
+ * one, which maps it for reading. */
+#ifndef WSYNC_DEVICE_CUDA_LEND_H
+#define WSYNC_DEVICE_CUDA_LEND_H
+
+#include "device/cuda.h"
+
+/* One allocation, or one mapping of physical memory. */
+typedef struct wsync_cuda_allocation {
+    wsync_cu_ptr_t at;
+    uint64_t nbytes;
+    /* While it is lent, no other memory at these addresses has it.  0: no other process can
+     * map it. */
+    uint64_t identity;
+    bool piece; /* lent by a descriptor, and beside its neighbours; else by an IPC handle */
+} wsync_cuda_allocation_t;
+
+/* What allocations of a device these spans lie in now, by address, each once.  Addresses
+ * that the driver does not know are left out.  In the context; *items is for free(), also
+ * after an error. */
+wsync_status_t wsync_cuda_find_allocations(const wsync_cuda_device_t *device,
+                                           const wsync_span_t *spans, size_t count,
+                                           wsync_cuda_allocation_t **items,
+                                           size_t *item_count, wsync_error_t *err);
+
+/* A record of these allocations to be lent: pieces side by side, or one that is none.  It
+ * keeps the memory of pieces from being given back, but not that of an allocation that is
+ * none.  STATE if one has been replaced since it was found. */
+wsync_status_t wsync_cuda_lend(const wsync_cuda_device_t *device,
+                               const wsync_cuda_allocation_t *items, size_t count,
+                               wsync_memory_t **memory, wsync_error_t *err);
+
+/* Whether what was lent may be given back: nobody has it open who would then see what the
+ * driver leaves undefined, and nobody opens it any more.  Pieces always may. */
+bool wsync_cuda_retire(const wsync_memory_t *memory);
+
+#endif
