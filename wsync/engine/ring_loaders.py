@@ -201,8 +201,8 @@ def loading_stream(place: str, threads: int) -> Stream:
 class RoutedLoader(_Loading):
     """Copies boxes to where an update finds them, on a stream of its own.
 
-    threads: of that stream.  Where memory is lent it is one with a thread more: trainer ranks copy
-    little or nothing then.
+    threads: of that stream.  Where the host's memory is lent it is one with a thread more: trainer
+    ranks copy little or nothing then.
     """
 
     def __init__(self, stream: Stream, threads: int) -> None:
@@ -225,7 +225,7 @@ class RoutedLoader(_Loading):
 
     def borrow(self, sources: BufferTable | None) -> None:
         self._borrowed = sources
-        lent = sources is not None
+        lent = sources is not None and self.device.ordinal < 0
         if lent not in self._streams:
             self._streams[lent] = Stream(self._threads + 1, self.device)
         self.stream = self._streams[lent]

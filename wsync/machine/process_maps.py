@@ -31,6 +31,11 @@ class File(NamedTuple):
     device: tuple[int, int]
     inode: int
 
+    @property
+    def descriptors(self) -> int:
+        """How many another process needs to map it."""
+        return 1
+
 
 class FilePlace(NamedTuple):
     """Where memory of this process lies in such a file."""

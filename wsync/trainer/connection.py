@@ -70,7 +70,7 @@ class Connection:
         self.plan: _core.Plan | None = None
         self._rounds_plan: _core.Plan | None = None  # of what goes in rounds: all that is not read
         self._lending = lending
-        self._borrowing: set[int] = set()  # workers that can read what is lent to them
+        self._borrowing: dict[int, str] = {}  # workers that can read what is lent, and their GPU
         self._reading: dict[int, bool] = {}  # workers that do; whether they also get rounds
         self._group = group
         self._roster = roster
@@ -193,7 +193,7 @@ class Connection:
 
         layouts: by the worker's number in the plan.
         """
-        blueprint, rounds = planning.fit(self._split(layouts, device), device)
+        blueprint, rounds = planning.fit(self._split(layouts), device)
         self._rounds_plan = rounds
         by_rounds = len(self._reading) < len(layouts) or rounds.round_count > 0
         if by_rounds:
@@ -215,27 +215,27 @@ class Connection:
         """Once attached: whether some worker reads what is lent to it."""
         return bool(self._reading)
 
-    def _split(self, layouts: list[bytes], device: _core.Device) -> list[bytes]:
+    def _split(self, layouts: list[bytes]) -> list[bytes]:
         """Has workers read in place what they can; what rounds have to bring to each then."""
         lending, model = self._lending, self._roster.model
-        if lending is None or device.ordinal >= 0:
+        if lending is None:
             return layouts
         counts = [model.buffer_count(rank) for rank in range(self._group.size)]
         offsets = list(accumulate(counts, initial=0))
         sessions = {s.worker: s for s in self._sessions if isinstance(s, DirectSession)}
-        known: dict[tuple[bytes, int], tuple[_core.Layout, _core.Layout]] = {}
+        known: dict[tuple[bytes, int, str], tuple[_core.Layout, _core.Layout]] = {}
         left = list(layouts)
-        for number in sorted(self._borrowing):
+        for number, gpu in sorted(self._borrowing.items()):
             layout, worker = layouts[number], self._roster.workers[number]
             if layout == WHOLE:
                 continue
             host = self._roster.hosts[worker.served_by]
-            if (layout, host) not in known:
+            if (layout, host, gpu) not in known:
                 wanted = None if layout == PIECES else _core.Layout.from_bytes(layout)
-                joined = model.join(wanted, lending.lent(host, counts))
+                joined = model.join(wanted, lending.lent(host, gpu, counts))
                 wanted = wanted or whole(model, range(model.tensor_count))
-                known[layout, host] = joined, wanted.without(joined)
-            joined, rest = known[layout, host]
+                known[layout, host, gpu] = joined, wanted.without(joined)
+            joined, rest = known[layout, host, gpu]
             if joined.shard_count:
                 left[number] = rest.to_bytes()
                 self._reading[number] = rest.shard_count > 0
@@ -262,11 +262,12 @@ class Connection:
     def _compare_workers(self) -> None:
         """Has all ranks know what the workers of each have learnt, and which of them borrow."""
         learnt = [[s.worker, s.own_loading] for s in self._sessions if s.own_loading]
-        borrowing = [s.worker for s in self._sessions if isinstance(s, DirectSession) and s.borrows]
+        able = [s for s in self._sessions if isinstance(s, DirectSession) and s.borrows]
+        borrowing = [[session.worker, session.gpu] for session in able]
         mine = [self._learning_seconds, learnt, borrowing]
-        seconds, found, able = zip(*self._group.gather_json(mine), strict=True)
+        seconds, found, gpus = zip(*self._group.gather_json(mine), strict=True)
         self._learning_seconds = max(seconds)
-        self._borrowing = {number for rank in able for number in rank}
+        self._borrowing = {number: gpu for rank in gpus for number, gpu in rank}
         for number, reason in (each for rank in found for each in rank):
             engine = self._roster.engines[self._roster.workers[number].engine].name
             self._own_loading.setdefault(engine, reason)

@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Check, Deadline
-from wsync.machine.process_maps import File, SharedMaps
+from wsync.machine.gpu_allocations import GpuAllocations, GpuPlace, GpuSegment
+from wsync.machine.process_maps import File, FilePlace, SharedMaps
 from wsync.module_tensors.names_in_messages import listed
 from wsync.options import Options
 
@@ -38,8 +39,17 @@ def _buffers(layout: _core.Layout) -> set[int]:
     return {shard.buffer for index in range(layout.tensor_count) for shard in layout.shards(index)}
 
 
+# What is not lent any more, and workers have open all the same: the driver leaves undefined what
+# they would see of memory of a GPU that is freed under them.  With it, the tensors there.
+_open = list[tuple[_core.Memory, _core.BufferTable]]()
+
+
+def _sweep() -> None:
+    _open[:] = [kept for kept in _open if not kept[0].retire()]
+
+
 class Lender:
-    """What one rank has to lend: where its buffers lie in shared memory.
+    """What one rank has to lend: where its buffers lie in shared memory, or in that of a GPU.
 
     layout: of this rank; names buffers in `obstacle`.
     wholly: it lends all of its buffers or none, and none where processes might not have
@@ -56,63 +66,72 @@ class Lender:
         self._rank = rank
         self._used = _buffers(layout)
         self._maps = SharedMaps()
-        self._numbers: dict[File, int] = {}  # of the segments that hold buffers
+        self._allocations = GpuAllocations()
+        self._numbers: dict[File | GpuSegment, int] = {}  # of the segments that hold buffers
+        self._buffers = _core.BufferTable([])  # that lie in them
         self._next = 0
         self.segments: dict[int, _core.Memory] = {}  # kept: no other file takes such a number
+        self.gpu = ""  # that they are on, "" for host memory
         self.places: list[Bound | None] = []  # by buffer; None for one that is empty or private
         self.obstacle = ""  # which tensors are private, and what can be done about that
 
     def close(self) -> None:
         self._maps.close()
+        self._allocations.close()
         self.release()
 
     def release(self) -> None:
         """Lets go of all segments."""
-        self.segments, self._numbers = {}, {}
+        for source in list(self._numbers):
+            self._drop(source)
+        _sweep()
 
     def look(self, buffers: _core.BufferTable, gpu: str) -> None:
         """Finds out where the buffers lie now, and which of them other processes can map.
 
         gpu: the UUID of the GPU that some of them are on, "" where all are in host memory.
         """
-        if gpu:
-            said = f"weights of rank {self._rank} are on {gpu}, and memory of GPUs is not lent yet"
-            self._lend_nothing(len(buffers), "" if self._wholly else said)
-            return
+        self.gpu = gpu
+        _sweep()
         spans = [buffers[i] if i in self._used else (0, 0) for i in range(len(buffers))]
-        found = self._maps.find(spans)
+        found: Sequence[FilePlace | GpuPlace | None]
+        found = self._allocations.find(spans, buffers) if gpu else self._maps.find(spans)
         grown = [
-            place.file
+            place[0]
             for place, (_, nbytes) in zip(found, spans, strict=True)
-            if place is not None and place.file in self._numbers
-            if place.offset + nbytes > self.segments[self._numbers[place.file]].nbytes
+            if place is not None and place[0] in self._numbers
+            if place.offset + nbytes > self.segments[self._numbers[place[0]]].nbytes
         ]
-        for file in grown:
-            self._drop(file)
-        used = {place.file for place in found if place is not None}
-        if self._wholly and len(used) > (most := _most_segments(self._ranks)):
+        for source in grown:
+            self._drop(source)
+        used = {place[0] for place in found if place is not None}
+        count = sum(source.descriptors for source in used)
+        if self._wholly and count > (most := _most_segments(self._ranks)):
             self._lend_nothing(
                 len(buffers),
-                f"rank {self._rank} has its weights in {len(used)} pieces of shared memory, and "
+                f"rank {self._rank} has its weights in {count} pieces of shared memory, and "
                 f"more than {most}, the ranks' share of a quarter of ulimit -n, are read in place "
                 "with Options(delivery='direct') alone",
             )
             return
         try:
-            borrowed = self._maps.borrow(used - self._numbers.keys())
-        except (_core.SystemCallError, _core.NoMemoryError) as error:
+            self._borrow(used - self._numbers.keys())
+        except (
+            _core.SystemCallError,
+            _core.NoMemoryError,
+            _core.DeviceError,
+            _core.StateError,
+        ) as error:
             if not self._wholly:
                 raise
             self._lend_nothing(len(buffers), f"rank {self._rank} cannot lend its weights: {error}")
             return
-        for file, memory in borrowed.items():
-            self._numbers[file], self.segments[self._next] = self._next, memory
-            self._next += 1
-        for file in self._numbers.keys() - used:
-            self._drop(file)
+        for source in self._numbers.keys() - used:
+            self._drop(source)
+        self._buffers = buffers
         self.places = [
-            Bound(self._numbers[place.file], place.offset, nbytes)
-            if place is not None and place.file in self._numbers
+            Bound(self._numbers[place[0]], place.offset, nbytes)
+            if place is not None and place[0] in self._numbers
             else None
             for place, (_, nbytes) in zip(found, spans, strict=True)
         ]
@@ -126,10 +145,23 @@ class Lender:
         self.release()
         self.places, self.obstacle = [None] * count, why
 
-    def _drop(self, file: File) -> None:
-        number = self._numbers.pop(file, None)
+    def _borrow(self, new: Set[File | GpuSegment]) -> None:
+        files = {source for source in new if isinstance(source, File)}
+        others = {source for source in new if isinstance(source, GpuSegment)}
+        borrowed: list[tuple[File | GpuSegment, _core.Memory]] = [
+            *self._maps.borrow(files).items(),
+            *self._allocations.borrow(others).items(),
+        ]
+        for source, memory in borrowed:
+            self._numbers[source], self.segments[self._next] = self._next, memory
+            self._next += 1
+
+    def _drop(self, source: File | GpuSegment) -> None:
+        number = self._numbers.pop(source, None)
         if number is not None:
-            del self.segments[number]
+            memory = self.segments.pop(number)
+            if isinstance(source, GpuSegment) and not memory.retire():
+                _open.append((memory, self._buffers))
 
     def _name(self, private: Set[int]) -> str:
         layout = self._layout
@@ -138,11 +170,15 @@ class Lender:
             for index in range(layout.tensor_count)
             if any(shard.buffer in private for shard in layout.shards(index))
         ]
+        way = (
+            "have torch's allocator make the model, which torch_memory_saver keeps from it"
+            if self.gpu
+            else "make the model within wsync.exportable(), or have its tensors share_memory_()"
+        )
         return (
             f"{listed(names)}: rank {self._rank} has {len(private)} of {len(self.places)} "
-            "parameters in memory that no other process can map; make the model within "
-            "wsync.exportable(), or have its tensors share_memory_(), for engines to read them "
-            "in place"
+            f"parameters in memory that no other process can map; {way}, for engines to read "
+            "them in place"
         )
 
 
@@ -230,24 +266,26 @@ class Lending:
         self._passed: set[int] = set()  # segments that the homes have
         self.news = 0  # counts what `share` has brought
         self.places: list[list[Bound | None]] = [[] for _ in range(group.size)]
-        # a byte for each buffer of a rank, 1 where it can be read in place: what plans are made for
-        self.pattern = (b"",) * group.size
+        # what plans are made for: each rank's GPU, and a byte for each of its buffers, 1 where
+        # that can be read in place
+        self.pattern = (("", b""),) * group.size
         self.obstacles = [""] * group.size
         self.segments: dict[Segment, _core.Memory] = {}
 
-    def lent(self, host: int, counts: Sequence[int]) -> bytes:
-        """For each buffer of all ranks, one rank after another, whether workers on a host can read
-        it; counts: how many each rank has."""
+    def lent(self, host: int, gpu: str, counts: Sequence[int]) -> bytes:
+        """For each buffer of all ranks, one rank after another, whether workers on a host, and on
+        a GPU of it ("": none), can read it; counts: how many each rank has."""
         found = bytearray()
         for rank, count in enumerate(counts):
-            near = self.pattern[rank] if self._hosts[rank] == host else b""
+            place, lent = self.pattern[rank]
+            near = lent if (self._hosts[rank], place) == (host, gpu) else b""
             found += near[:count].ljust(count, b"\0")
         return bytes(found)
 
     @property
     def empty(self) -> bool:
         """Whether no rank lends anything."""
-        return not any(any(lent) for lent in self.pattern)
+        return not any(any(lent) for _, lent in self.pattern)
 
     def share(self) -> None:
         """Tells all ranks where this one's buffers lie, if that is news, and has the homes on its
@@ -261,6 +299,7 @@ class Lending:
                 doors = {home: _core.Exporter(self._options.directory) for home in others}
                 addresses = {home: door.address for home, door in doors.items()}
                 mine = {
+                    "gpu": self._lender.gpu,
                     "places": self._lender.places,
                     "obstacle": self._lender.obstacle,
                     "new": new,
@@ -287,7 +326,8 @@ class Lending:
         rank = self._group.rank
         self.places[owner] = [place and Bound(*place) for place in told["places"]]
         lent = bytes(place is not None for place in self.places[owner])
-        self.pattern = (*self.pattern[:owner], lent, *self.pattern[owner + 1 :])
+        known = (told["gpu"], lent)
+        self.pattern = (*self.pattern[:owner], known, *self.pattern[owner + 1 :])
         self.obstacles[owner] = told["obstacle"]
         if owner == rank:
             self._pass(told["new"], doors)
