@@ -60,10 +60,16 @@ def default() -> str:
 
 def uuid(ordinal: int) -> str:
     """The UUID of a GPU by its number in this process, which is torch's."""
+    uuids = _uuids(os.getpid())
+    if ordinal >= len(uuids):
+        raise _core.UnsupportedError(f"cuda:{ordinal}: this process sees {len(uuids)} GPUs")
+    return uuids[ordinal]
+
+
+@functools.cache
+def _uuids(pid: int) -> list[str]:
     _, devices = _core.cuda_devices()
-    if ordinal >= len(devices):
-        raise _core.UnsupportedError(f"cuda:{ordinal}: this process sees {len(devices)} GPUs")
-    return devices[ordinal][0]
+    return [device[0] for device in devices]
 
 
 def find(uuid: str) -> _core.Device:

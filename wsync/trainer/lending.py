@@ -171,14 +171,14 @@ class Lender:
             if any(shard.buffer in private for shard in layout.shards(index))
         ]
         way = (
-            "have torch's allocator make the model, which torch_memory_saver keeps from it"
+            "leave their allocation to torch, which torch_memory_saver does not"
             if self.gpu
-            else "make the model within wsync.exportable(), or have its tensors share_memory_()"
+            else "have its tensors share_memory_()"
         )
         return (
             f"{listed(names)}: rank {self._rank} has {len(private)} of {len(self.places)} "
-            f"parameters in memory that no other process can map; {way}, for engines to read "
-            "them in place"
+            "parameters in memory that no other process can map; make the model within "
+            f"wsync.exportable(), or {way}, for engines to read them in place"
         )
 
 
