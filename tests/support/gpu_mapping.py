@@ -12,26 +12,26 @@ import torch
 _NBYTES = 2 << 20  # a multiple of every GPU's granularity
 
 
-class _Location(ctypes.Structure):
+class Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class _Allocation(ctypes.Structure):
+class Allocation(ctypes.Structure):
     """CUmemAllocationProp of cuda.h."""
 
     _fields_ = (
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
-        ("location", _Location),
+        ("location", Location),
         ("meta_data", ctypes.c_void_p),
         ("flags", ctypes.c_ubyte * 8),
     )
 
 
-class _Access(ctypes.Structure):
+class Access(ctypes.Structure):
     """CUmemAccessDesc of cuda.h."""
 
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+    _fields_ = (("location", Location), ("flags", ctypes.c_int))
 
 
 class Mapping:
@@ -54,13 +54,13 @@ class Mapping:
         assert status == 0, f"{name}: {status}"
 
     def map(self) -> None:
-        where = _Location(1, 0)  # CU_MEM_LOCATION_TYPE_DEVICE
-        wanted = _Allocation(type=1, location=where)  # CU_MEM_ALLOCATION_TYPE_PINNED
+        where = Location(1, 0)  # CU_MEM_LOCATION_TYPE_DEVICE
+        wanted = Allocation(type=1, location=where)  # CU_MEM_ALLOCATION_TYPE_PINNED
         handle, nothing = ctypes.c_uint64(), ctypes.c_uint64(0)
         self._call("cuMemCreate", ctypes.byref(handle), self._size, ctypes.byref(wanted), nothing)
         self._call("cuMemMap", self._at, self._size, ctypes.c_size_t(0), handle, nothing)
         self._call("cuMemRelease", handle)
-        access = _Access(where, 3)  # to read and write
+        access = Access(where, 3)  # to read and write
         self._call("cuMemSetAccess", self._at, self._size, ctypes.byref(access), ctypes.c_size_t(1))
 
     def unmap(self) -> None:

@@ -5,24 +5,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
+from support.gpu_mapping import Access, Allocation, Location
 
 from wsync import _core
 from wsync.layout import TrainerLayout
 from wsync.machine.device import uuid
 
+PIECE: Final = 2 << 20
+
 
 class PlayedTensor:
-    """A contiguous tensor at an address of GPU 0."""
+    """A contiguous tensor at an address of a GPU."""
 
-    def __init__(self, address: int, like: torch.Tensor, memory: object = None) -> None:
+    def __init__(
+        self, address: int, like: torch.Tensor, memory: object = None, gpu: int = 0
+    ) -> None:
         self._address, self._like, self._memory = address, like, memory
         self.dtype, self.shape = like.dtype, like.shape
-        self.device = SimpleNamespace(type="cuda", index=0)
+        self.device = SimpleNamespace(type="cuda", index=gpu)
 
     def stride(self) -> tuple[int, ...]:
         return self._like.stride()
@@ -52,28 +57,73 @@ def reach(address: int) -> int:
     return found
 
 
-def put(tensor: torch.Tensor) -> PlayedTensor:
-    """A copy of a contiguous tensor in memory of the GPU."""
-    memory = _core.IpcMemory(0, max(tensor.nbytes, 1))
-    copy = PlayedTensor(memory.address, tensor, memory)
+def driver(name: str, *arguments: Any) -> None:
+    """Calls a function of the driver, which has to succeed."""
+    library = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
+    address, status = ctypes.c_void_p(), ctypes.c_int()
+    wanted = (ctypes.byref(address), 13000, ctypes.c_uint64(0), ctypes.byref(status))
+    library.cuGetProcAddress_v2(name.encode(), *wanted)
+    code = ctypes.CFUNCTYPE(ctypes.c_int)(address.value)(*arguments)
+    assert code == 0, f"{name}: {code}"
+
+
+def put(tensor: torch.Tensor, gpu: int = 0) -> PlayedTensor:
+    """A copy of a contiguous tensor in memory of a GPU."""
+    memory = _core.IpcMemory(gpu, max(tensor.nbytes, 1))
+    copy = PlayedTensor(memory.address, tensor, memory, gpu)
     copy.fill(tensor)
     return copy
 
 
-def _call(name: str, *arguments: Any) -> None:
-    """Has the driver do something that wsync does not ask it for."""
-    uuid(0)  # it has been started
-    library = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
-    function, status = ctypes.c_void_p(), ctypes.c_int()
-    wanted = (ctypes.byref(function), 13000, ctypes.c_uint64(0), ctypes.byref(status))
-    library.cuGetProcAddress_v2(name.encode(), *wanted)
-    assert ctypes.CFUNCTYPE(ctypes.c_int)(function.value)(*arguments) == 0
+class Pieces:
+    """Addresses of a GPU with memory in pieces of 2 MiB, as torch's expandable segments have it;
+    kind: 1, it can be exported as descriptors; 0, it cannot, as torch_memory_saver's."""
+
+    def __init__(self, nbytes: int, *, kind: int = 1, gpu: int = 0) -> None:
+        self._kind, self._gpu = kind, gpu
+        self._count = -(-nbytes // PIECE)
+        self._at = ctypes.c_uint64()
+        size, none = ctypes.c_size_t(self._count * PIECE), ctypes.c_uint64(0)
+        driver("cuMemAddressReserve", ctypes.byref(self._at), size, ctypes.c_size_t(0), none, none)
+        self.map()
+
+    @property
+    def address(self) -> int:
+        return self._at.value
+
+    def map(self) -> None:
+        where = Location(1, self._gpu)
+        wanted = Allocation(type=1, handle_types=self._kind, location=where)
+        none, size = ctypes.c_uint64(0), ctypes.c_size_t(PIECE)
+        for index in range(self._count):
+            handle, at = ctypes.c_uint64(), ctypes.c_uint64(self.address + index * PIECE)
+            driver("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(wanted), none)
+            driver("cuMemMap", at, size, ctypes.c_size_t(0), handle, none)
+            driver("cuMemRelease", handle)
+        access, whole = Access(where, 3), ctypes.c_size_t(self._count * PIECE)
+        driver("cuMemSetAccess", self._at, whole, ctypes.byref(access), ctypes.c_size_t(1))
+
+    def unmap(self) -> None:
+        for index in range(self._count):
+            at = ctypes.c_uint64(self.address + index * PIECE)
+            driver("cuMemUnmap", at, ctypes.c_size_t(PIECE))
+
+    def cut(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, PlayedTensor]:
+        """Tensors one after the other there, of these values."""
+        found, at = dict[str, PlayedTensor](), self.address
+        for name, tensor in tensors.items():
+            found[name] = PlayedTensor(at, tensor, self, self._gpu)
+            found[name].fill(tensor)
+            at += -(-tensor.nbytes // 512) * 512
+        assert at <= self.address + self._count * PIECE
+        return found
 
 
 def reserve(like: torch.Tensor) -> PlayedTensor:
     """A tensor whose address is reserved on the GPU, where no memory lies."""
-    at, nbytes, none = ctypes.c_uint64(), ctypes.c_size_t(2 << 20), ctypes.c_uint64(0)
-    _call("cuMemAddressReserve", ctypes.byref(at), nbytes, ctypes.c_size_t(0), none, none)
+    at, none = ctypes.c_uint64(), ctypes.c_uint64(0)
+    size = ctypes.c_size_t(PIECE)
+    driver("cuMemAddressReserve", ctypes.byref(at), size, ctypes.c_size_t(0), none, none)
     return PlayedTensor(at.value, like)
 
 
@@ -84,13 +134,14 @@ def hold(nbytes: int) -> Iterator[None]:
     # CUmemAllocationProp: pinned memory of device 0
     wanted = (ctypes.c_int * 8)(1, 0, 1, 0)
     if nbytes:
+        uuid(0)  # the driver has been started
         size = ctypes.c_size_t(nbytes)
-        _call("cuMemCreate", ctypes.byref(handle), size, wanted, ctypes.c_uint64(0))
+        driver("cuMemCreate", ctypes.byref(handle), size, wanted, ctypes.c_uint64(0))
     try:
         yield
     finally:
         if nbytes:
-            _call("cuMemRelease", handle)
+            driver("cuMemRelease", handle)
 
 
 def source_of(names: Sequence[str], tensors: Sequence[Any]) -> TrainerLayout:

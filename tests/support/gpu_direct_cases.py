@@ -1,0 +1,281 @@
+"""What trainer ranks do in tests/test_gpu_direct.py, with weights on GPUs that tests/fakecuda
+plays; rank 0 also runs the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import logging
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from support.fakecuda import calls, position
+from support.played_gpu import Pieces, PlayedTensor, driver, put, source_of
+from support.tiny_qwen3 import Weights, draw, same
+
+import wsync
+from wsync import _core
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+from wsync.demo.engines.weights_only_engine import ProcessEngine
+from wsync.layout import TrainerLayout
+from wsync.trainer import connection
+from wsync.trainer.sessions.direct import DirectSession
+
+Played = dict[str, PlayedTensor]
+Place = Callable[[Weights], Played]
+
+OPTIONS = wsync.Options(
+    deadline=60.0, progress=False, round_nbytes=1 << 20, flush_cache=False, delivery="direct"
+)
+# the first lies across three pieces, and others share pieces with it
+SHAPES = {"a": (1100, 1000), "b": (3000,), "c": (40, 8), "d": (64, 96)}
+
+
+def by_handle(weights: Weights, gpu: int = 0) -> Played:
+    """Each in an allocation of its own."""
+    return {name: put(tensor, gpu) for name, tensor in weights.items()}
+
+
+def in_pieces(weights: Weights, gpu: int = 0, kind: int = 1) -> Played:
+    """One after the other in memory of pieces."""
+    return Pieces(sum(t.nbytes + 512 for t in weights.values()), kind=kind, gpu=gpu).cut(weights)
+
+
+PLACES: dict[str, Callable[..., Played]] = {"by handle": by_handle, "in pieces": in_pieces}
+
+
+def fill(played: Mapping[str, PlayedTensor], weights: Weights) -> None:
+    for name, tensor in weights.items():
+        played[name].fill(tensor)
+
+
+def rows_of(weights: Weights) -> Weights:
+    """This rank's rows of every tensor."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return {n: t[rank * len(t) // size : (rank + 1) * len(t) // size] for n, t in weights.items()}
+
+
+def sharded(whole: Weights, played: Played) -> TrainerLayout:
+    """The layout of this rank, which has its rows there."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    builder = _core.LayoutBuilder(rank)
+    for index, (name, tensor) in enumerate(whole.items()):
+        rows, *rest = tensor.shape
+        first, last = rank * rows // size, (rank + 1) * rows // size
+        strides = [stride * tensor.itemsize for stride in tensor.stride()]
+        builder.add_shard(
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.shape,
+            [first, *(0 for _ in rest)],
+            [last - first, *rest],
+            index,
+            0,
+            strides,
+        )
+    names, tensors = tuple(whole), list(played.values())
+    table = _core.describe(tensors, names, gpu=True)
+    return TrainerLayout(builder.build(), names, lambda: tensors, table, rank, size)
+
+
+def steady(config: Any, place: str, gpus: Sequence[int], delivery: str) -> dict[str, Any]:
+    """What the third update asks of the driver, of an engine of two workers on GPU 0; gpus: of each
+    rank's weights."""
+    whole, gpu = draw(config, 1), gpus[dist.get_rank()]
+    played = PLACES[place](rows_of(whole), gpu)
+    options = dataclasses.replace(OPTIONS, delivery=delivery)
+    right, paths = [], []
+    with contextlib.ExitStack() as stack:
+        engine = None
+        if dist.get_rank() == 0:
+            engine = stack.enter_context(TensorParallelEngine(config, tp=2))
+        engines = [] if engine is None else [engine]
+        sync = stack.enter_context(wsync.connect(sharded(whole, played), engines, options=options))
+        for seed in (1, 2, 3):
+            fill(played, rows_of(draw(config, seed)))
+            dist.barrier()
+            begin = position()
+            dist.barrier()
+            report = sync.update()
+            dist.barrier()
+            counts = calls(begin)
+            paths += report.paths.values()
+            right.append(engine is None or same(engine.weights(), draw(config, seed)))
+            dist.barrier()
+        pids = engine.pids if engine else []
+    return {
+        "right": right,
+        "paths": set(paths),
+        "ring": report.ring_nbytes,
+        "rounds": report.rounds,
+        "trainer": counts.get(os.getpid(), Counter()),
+        "workers": [counts.get(pid, Counter()) for pid in pids],
+    }
+
+
+# --- one rank -----------------------------------------------------------------------------------
+
+
+def weights_of(seed: int) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@contextlib.contextmanager
+def _connected(
+    played: Mapping[str, PlayedTensor], **options: Any
+) -> Iterator[tuple[wsync.Sync, ProcessEngine]]:
+    shapes = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
+    source = source_of(list(played), list(played.values()))
+    chosen = dataclasses.replace(OPTIONS, **options)
+    with ProcessEngine(shapes) as engine, wsync.Sync(source, [engine], options=chosen) as sync:
+        yield sync, engine
+
+
+def _try(sync: wsync.Sync, weights: Any = None) -> str:
+    try:
+        sync.update(weights)
+    except wsync.WsyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Warned(logging.Handler):
+    """What wsync says, as a list of texts."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("wsync").addHandler(self)
+        return self.texts
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("wsync").removeHandler(self)
+
+
+def moves(place: str, park: bool) -> dict[str, Any]:
+    """Updates from memory that is another one each time, whose tensors nobody else keeps."""
+    right, paths = [], set[str]()
+    played = PLACES[place](weights_of(0))
+    with _connected(played, park=park) as (sync, engine):
+        for seed in range(4):
+            begin = position()
+            report = sync.update(PLACES[place](weights_of(seed)))
+            right.append(same(engine.weights(), weights_of(seed)))
+            paths |= set(report.paths.values())
+            asked = calls(begin)[engine.pids[0]]
+    return {"right": right, "paths": paths, "worker": asked}
+
+
+def pauses() -> dict[str, Any]:
+    """An allocator takes its memory away between updates, and brings other memory to the same
+    addresses."""
+    memory = Pieces(sum(t.nbytes + 512 for t in weights_of(0).values()))
+    played = memory.cut(weights_of(1))
+    with _connected(played) as (sync, engine):
+        sync.update()
+        memory.unmap()
+        paused = _try(sync)
+        memory.map()
+        fill(played, weights_of(2))
+        after = _try(sync)
+        right = [same(engine.weights(), weights_of(2))]
+        memory.unmap()
+        memory.map()
+        fill(played, weights_of(3))
+        begin = position()
+        report = sync.update()
+        right.append(same(engine.weights(), weights_of(3)))
+        maps = calls(begin)[engine.pids[0]]["cuMemMap"]
+    return {
+        "paused": paused,
+        "after": after,
+        "right": right,
+        "paths": set(report.paths.values()),
+        "maps": maps,
+    }
+
+
+def cannot_be_lent(delivery: str) -> dict[str, Any]:
+    """One tensor lies in memory that is never exported; then all do."""
+    weights = weights_of(1)
+    part = {"a": weights["a"], "c": weights["c"]}
+    played = {**by_handle(weights), **in_pieces(part, kind=0)}
+    found: dict[str, Any] = {"right": [], "paths": []}
+    with Warned() as found["said"], _connected(played, delivery=delivery) as (sync, engine):
+        for seed in (1, 2):
+            fill(played, weights_of(seed))
+            found["paths"].append(set(sync.update().paths.values()))
+            found["right"].append(same(engine.weights(), weights_of(seed)))
+        private = in_pieces(weights_of(3), kind=0)
+        found["paths"].append(set(sync.update(private).paths.values()))
+        found["right"].append(same(engine.weights(), weights_of(3)))
+    return found
+
+
+def late_weights() -> bool:
+    """Whether an update brings what a foreign stream still writes when it begins, as torch's does
+    behind an optimizer's step."""
+    weights = weights_of(1)
+    played = in_pieces(weights)
+    gate, context, stream = ctypes.c_uint64(0), ctypes.c_void_p(), ctypes.c_void_p()
+    at = ctypes.c_uint64(ctypes.addressof(gate))
+    post = DirectSession.post
+
+    def opening(session: DirectSession, *rest: Any) -> None:
+        post(session, *rest)
+        timer = threading.Timer(0.3, lambda: setattr(gate, "value", 1))
+        timer.start()  # who does not wait has read everything by now
+
+    with _connected(played) as (sync, engine):
+        sync.update()
+        driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        driver("cuCtxPushCurrent", context)
+        driver("cuMemHostRegister", at, ctypes.c_size_t(8), 0)
+        driver("cuStreamCreate", ctypes.byref(stream), 1)
+        driver("cuStreamWaitValue64", stream, at, ctypes.c_uint64(1), 0)
+        for name, tensor in played.items():
+            begin, nbytes = ctypes.c_uint64(tensor.data_ptr()), weights[name].nbytes
+            value = ctypes.c_ubyte(0x3F)
+            driver("cuMemsetD8Async", begin, value, ctypes.c_size_t(nbytes), stream)
+        with (
+            mock.patch.object(connection, "follow_torch", lambda ours: ours.follow(stream.value)),
+            mock.patch.object(DirectSession, "post", opening),
+        ):
+            sync.update()
+        wanted = {n: torch.full(t.shape, 0x3F3F3F3F, dtype=torch.int32) for n, t in weights.items()}
+        right = same(engine.weights(), {n: t.view(torch.float32) for n, t in wanted.items()})
+        driver("cuStreamSynchronize", stream)
+        driver("cuStreamDestroy", stream)
+        driver("cuMemHostUnregister", at)
+        driver("cuCtxPopCurrent", None)
+    return right
+
+
+def frees_late(place: str) -> list[bool]:
+    """Whether tensors that the trainer lets go of right after an update are kept; and whether they
+    are given back once the worker has let go of them, too."""
+    alive: list[weakref.ref[Any]] = []
+    with _connected(PLACES[place](weights_of(0))) as (sync, engine):
+        for seed in range(1, 4):
+            played = PLACES[place](weights_of(seed))
+            alive.append(weakref.ref(played["a"]))
+            sync.update(played)
+            del played
+            gc.collect()
+        assert same(engine.weights(), weights_of(3))
+        return [reference() is not None for reference in alive]

@@ -1,0 +1,135 @@
+"""Updates that workers copy out of the trainer's own memory on a GPU, which tests/fakecuda plays:
+byte for byte, and by the log of calls.  What it refuses fails the test (conftest.py)."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support import fakecuda, gpu_direct_cases
+from support.procs import Ranks
+from support.tiny_qwen3 import dense
+
+# one launch copies everything between one wait and one record; the rest looks
+ROUND = {"cuStreamWaitValue64", "cuStreamWriteValue64", "cuLaunchKernel"}
+LOOKS = {"cuStreamQuery", "cuPointerGetAttributes", "cuMemGetAddressRange"}
+# of a piece: which memory is mapped there now
+IDENTIFIES = {"cuMemRetainAllocationHandle", "cuMemRelease"}
+PLACES = ["by handle", "in pieces"]
+
+
+@contextmanager
+def _ranks(count: int, folder: Path, **settings: str) -> Iterator[Ranks]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (fakecuda.logged(folder, devices=2) | settings).items():
+            patch.setenv(name, value)
+        with Ranks(count, path=sys.path) as started:
+            yield started
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with _ranks(1, tmp_path_factory.mktemp("one")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with _ranks(2, tmp_path_factory.mktemp("two")) as started:
+        yield started
+
+
+def _check_worker(count: Counter[str]) -> None:
+    """A wait for what has come already is none; and there may be a record that lets go of what
+    launches used."""
+    assert set(count) <= ROUND | LOOKS, count
+    assert count["cuLaunchKernel"] == 1, count
+    assert count["cuStreamWaitValue64"] <= 1, count
+    assert 1 <= count["cuStreamWriteValue64"] <= 2, count
+
+
+@pytest.mark.parametrize("delivery", ["direct", "auto"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_steady_update_waits_launches_and_records_once(
+    place: str, delivery: str, trainer: Ranks
+) -> None:
+    (facts,) = trainer.run(gpu_direct_cases.steady, dense(), place, [0], delivery, timeout=300)
+    assert facts["right"] == [True] * 3
+    assert facts["paths"] == {"direct"}
+    assert (facts["ring"], facts["rounds"]) == (0, 1)
+    assert len(facts["workers"]) == 2
+    for worker in facts["workers"]:
+        _check_worker(worker)
+    count = facts["trainer"]
+    assert set(count) <= {"cuStreamWriteValue64"} | LOOKS | IDENTIFIES, count
+    assert count["cuStreamWriteValue64"] == 2, count  # one for each worker
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ranks_on_one_gpu_lend_their_parts(place: str, trainers: Ranks) -> None:
+    found = trainers.run(gpu_direct_cases.steady, dense(), place, [0, 0], "direct", timeout=300)
+    for facts in found:
+        assert facts["right"] == [True] * 3
+        assert facts["paths"] == {"direct"}
+        count = facts["trainer"]
+        assert set(count) <= {"cuStreamWriteValue64"} | LOOKS | IDENTIFIES, count
+        assert count["cuStreamWriteValue64"] == 1, count  # for the worker that it serves
+    for worker in found[0]["workers"]:
+        _check_worker(worker)
+
+
+@pytest.mark.parametrize("park", [False, True], ids=["kept", "parked"])
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_that_are_elsewhere_each_time_are_found(
+    place: str, park: bool, trainer: Ranks
+) -> None:
+    (facts,) = trainer.run(gpu_direct_cases.moves, place, park, timeout=120)
+    assert facts["right"] == [True] * 4
+    assert facts["paths"] == {"direct"}
+    opens, closes = {
+        "by handle": ("cuIpcOpenMemHandle", "cuIpcCloseMemHandle"),
+        "in pieces": ("cuMemMap", "cuMemUnmap"),
+    }[place]
+    # of a ring that is parked, too
+    assert facts["worker"][opens] == facts["worker"][closes] > 0, facts
+
+
+def test_memory_that_was_replaced_at_its_address_is_lent_anew(trainer: Ranks) -> None:
+    (facts,) = trainer.run(gpu_direct_cases.pauses, timeout=120)
+    assert facts["paused"].startswith("StateError: "), facts
+    assert "has paused and not resumed" in facts["paused"]
+    assert facts["after"] == ""
+    assert facts["right"] == [True, True]
+    assert facts["paths"] == {"direct"}
+    assert facts["maps"] == 3
+
+
+def test_what_cannot_be_lent_goes_through_a_ring_in_the_same_update(trainer: Ranks) -> None:
+    (facts,) = trainer.run(gpu_direct_cases.cannot_be_lent, "direct", timeout=120)
+    assert facts["right"] == [True] * 3
+    assert facts["paths"] == [{"direct and ring"}, {"direct and ring"}, {"ring"}]
+    said = [text for text in facts["said"] if "no other process can map" in text]
+    assert len(said) == 2, said
+    assert said[0].startswith("wsync: a, c: rank 0 has 2 of 4 parameters in memory that "), said
+    assert "torch_memory_saver" in said[0]
+
+
+def test_auto_reads_in_place_all_weights_or_none(trainer: Ranks) -> None:
+    (facts,) = trainer.run(gpu_direct_cases.cannot_be_lent, "auto", timeout=120)
+    assert facts["right"] == [True] * 3
+    assert facts["paths"] == [{"ring"}] * 3
+
+
+def test_workers_read_what_torch_still_writes_when_an_update_begins(trainer: Ranks) -> None:
+    assert trainer.run(gpu_direct_cases.late_weights, timeout=120) == [True]
+
+
+def test_an_allocation_is_not_freed_while_a_worker_has_it_open(trainer: Ranks) -> None:
+    """Pieces may be: the worker's mapping keeps their memory."""
+    assert trainer.run(gpu_direct_cases.frees_late, "by handle", timeout=120) == [
+        [False, True, True]
+    ]
