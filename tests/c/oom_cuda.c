@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Every allocation of the CUDA backend fails in turn, on tests/fakecuda. */
 #include "device/cuda_ipc.h"
+#include "device/cuda_lend.h"
 #include "device_fixture.h"
 #include "oom.h"
 
@@ -263,4 +264,47 @@ TEST(records_of_shared_memory)
     CHECK_EQ(setenv("WSYNC_CUDA_LIB", FAKECUDA_PATH, 1), 0);
     CHECK_OK(wsync_cuda_device(0, &device, &err), err);
     CHECK(oom_run(attempt_ipc, (void *)(uintptr_t)device) >= 1);
+}
+
+/* Memory is found, lent, held by a process that lends it on, and borrowed. */
+static wsync_status_t attempt_lending(void *context, wsync_error_t *err)
+{
+    const wsync_memory_t *memory = context;
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->device);
+    const wsync_span_t span = {memory->data, memory->nbytes};
+    wsync_cuda_allocation_t *items = NULL;
+    wsync_memory_t *made[3] = {NULL, NULL, NULL};
+    size_t count = 0;
+    wsync_error_t ignored = {0};
+    wsync_status_t status;
+
+    CHECK_OK(wsync_cuda_enter(device, &ignored), ignored);
+    status = wsync_cuda_find_allocations(device, &span, 1, &items, &count, err);
+    wsync_cuda_leave(device);
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_lend(device, items, count, &made[0], err);
+    }
+    for (int i = 1; i < 3 && status == WSYNC_OK; i++) {
+        const int fds[] = {made[i - 1]->fd, made[i - 1]->more[0]};
+
+        CHECK_EQ(made[i - 1]->more_count, 1);
+        status = wsync_memory_borrow(i == 1 ? wsync_device_host() : memory->device, fds, 2,
+                                     &made[i], err);
+    }
+    for (int i = 0; i < 3; i++) {
+        wsync_memory_destroy(made[i]);
+    }
+    free(items);
+    return status;
+}
+
+TEST(records_of_lent_memory)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    CHECK_OK(wsync_memory_create(test_device(), NBYTES, &memory, &err), err);
+    CHECK(oom_run(attempt_lending, memory) >= 8);
+    wsync_memory_destroy(memory);
 }
