@@ -337,6 +337,9 @@ class Device:
         """Of the GPU in this process; -1: the host."""
     def memory_available(self) -> int:
         """Bytes that may still be allocated there now."""
+    @property
+    def peers(self) -> list[str]:
+        """UUIDs of the other GPUs of this process whose memory it can map."""
 
 def host() -> Device: ...
 

@@ -158,6 +158,26 @@ wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device
     return status;
 }
 
+wsync_status_t wsync_cuda_reaches(const wsync_cuda_device_t *device, int ordinal,
+                                  bool *reaches, wsync_cu_uuid_t *uuid, wsync_error_t *err)
+{
+    wsync_cuda_info_t info;
+    int can = 0;
+    wsync_status_t status = wsync_cuda_describe(device->driver, ordinal, &info, err);
+
+    if (status == WSYNC_OK && ordinal != device->base.ordinal) {
+        status = wsync_cuda_check(
+            device->driver,
+            device->driver->device_can_access(&can, device->base.ordinal, ordinal),
+            "cuDeviceCanAccessPeer", err, "%s and GPU %d", device->label, ordinal);
+    }
+    if (status == WSYNC_OK) {
+        *reaches = can != 0;
+        *uuid = info.uuid;
+    }
+    return status;
+}
+
 wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t *err)
 {
     const wsync_status_t status = wsync_cuda_check_process(device->driver, err);

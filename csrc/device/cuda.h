@@ -62,6 +62,11 @@ wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device
 wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
                                  const wsync_device_t **device, wsync_error_t *err);
 
+/* Whether the GPU maps memory of another one of this process, by its ordinal; *uuid is that
+ * one's. */
+wsync_status_t wsync_cuda_reaches(const wsync_cuda_device_t *device, int ordinal,
+                                  bool *reaches, wsync_cu_uuid_t *uuid, wsync_error_t *err);
+
 /* Makes the GPU's context current in this thread until leave.  STATE in a fork. */
 wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t *err);
 /* The same before something is freed.  False if there is nothing to free here: the context

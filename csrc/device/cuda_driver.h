@@ -156,6 +156,8 @@ enum {
       (wsync_cu_uuid_t * uuid, wsync_cu_device_t device))                                  \
     X(device_get_attribute, cuDeviceGetAttribute, 2000,                                    \
       (int *value, wsync_cu_attribute_t attribute, wsync_cu_device_t device))              \
+    X(device_can_access, cuDeviceCanAccessPeer, 4000,                                      \
+      (int *can, wsync_cu_device_t device, wsync_cu_device_t peer))                        \
     X(device_total_mem, cuDeviceTotalMem, 3020,                                            \
       (size_t *nbytes, wsync_cu_device_t device))                                          \
     X(primary_retain, cuDevicePrimaryCtxRetain, 7000,                                      \

@@ -447,6 +447,27 @@ static wsync_status_t check_sizes(const wsync_cuda_note_t *note, const uint64_t 
                             note->nbytes, count);
 }
 
+/* REFUSED for memory of a GPU that this one does not reach. */
+static wsync_status_t check_reach(const wsync_cuda_note_t *note,
+                                  const wsync_cuda_device_t *device, wsync_error_t *err)
+{
+    wsync_status_t status = wsync_cuda_note_check(note, device, err);
+
+    for (int i = 0; i < device->driver->device_count && status == WSYNC_ERR_REFUSED; i++) {
+        bool reaches = false;
+        wsync_cu_uuid_t uuid;
+        const wsync_status_t asked = wsync_cuda_reaches(device, i, &reaches, &uuid, err);
+
+        if (asked != WSYNC_OK) {
+            return asked;
+        }
+        if (reaches && memcmp(&uuid, &note->uuid, sizeof(uuid)) == 0) {
+            status = WSYNC_OK;
+        }
+    }
+    return status;
+}
+
 wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, size_t count,
                                  wsync_memory_t **memory, wsync_error_t *err)
 {
@@ -465,7 +486,7 @@ wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, siz
     made->base.lent = true;
     status = wsync_cuda_note_read(fds[0], &made->base.fd, &note, sizes, pieces, err);
     if (status == WSYNC_OK) {
-        status = wsync_cuda_note_check(&note, device, err);
+        status = check_reach(&note, device, err);
     }
     if (status == WSYNC_OK) {
         status = check_sizes(&note, sizes, pieces, err);

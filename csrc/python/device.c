@@ -118,6 +118,34 @@ static PyObject *device_get_ordinal(PyObject *object, void *Py_UNUSED(closure))
     return PyLong_FromLong(((DeviceObject *)object)->device->ordinal);
 }
 
+static PyObject *device_get_peers(PyObject *object, void *Py_UNUSED(closure))
+{
+    const wsync_device_t *base = ((DeviceObject *)object)->device;
+    const bool on_host = base->ordinal < 0;
+    const wsync_cuda_device_t *device = on_host ? NULL : wsync_cuda_of(base);
+    PyObject *peers = PyList_New(0);
+
+    for (int i = 0; peers != NULL && !on_host && i < device->driver->device_count; i++) {
+        char text[WSYNC_PY_UUID_NBYTES];
+        wsync_cu_uuid_t uuid;
+        bool reaches = false;
+        wsync_error_t err = {0};
+        PyObject *item = NULL;
+
+        if (wsync_cuda_reaches(device, i, &reaches, &uuid, &err) != WSYNC_OK) {
+            Py_DECREF(peers);
+            return wsync_py_raise(wsync_py_state_of(object), &err);
+        }
+        wsync_py_uuid_format(uuid.bytes, text);
+        item = PyUnicode_FromString(text);
+        if (item == NULL || (reaches && PyList_Append(peers, item) < 0)) {
+            Py_CLEAR(peers);
+        }
+        Py_XDECREF(item);
+    }
+    return peers;
+}
+
 static PyObject *device_repr(PyObject *object)
 {
     PyObject *uuid = device_get_uuid(object, NULL);
@@ -162,6 +190,8 @@ static PyGetSetDef device_getset[] = {
     {"uuid", device_get_uuid, NULL, "\"GPU-...\"; \"\" for the host.", NULL},
     {"ordinal", device_get_ordinal, NULL, "Of the GPU in this process; -1: the host.",
      NULL},
+    {"peers", device_get_peers, NULL,
+     "UUIDs of the other GPUs of this process whose memory it can map.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

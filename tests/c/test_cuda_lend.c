@@ -269,6 +269,28 @@ TEST(a_driver_without_memory_that_is_only_read_maps_it_all_the_same)
     check_clean();
 }
 
+TEST(memory_of_another_gpu_is_mapped_where_that_is_reached)
+{
+    const wsync_cuda_device_t *device;
+    wsync_memory_t *borrowed;
+    wsync_memory_t *lent;
+    mapping_t mapping;
+    found_t found;
+
+    choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
+    device = open_device(1);
+    mapping = make_mapping(device, 1);
+    found = find_at(device, mapping.at, PIECE);
+    lent = lend(device, &found);
+    ((unsigned char *)reach(lent->data))[8] = 9;
+    borrowed = borrow(open_device(0), lent);
+    CHECK_EQ(bytes_of(borrowed)[8], 9);
+    wsync_memory_destroy(borrowed);
+    wsync_memory_destroy(lent);
+    end_mapping(&mapping);
+    check_clean();
+}
+
 /* --- hostile descriptors ----------------------------------------------------------------
  */
 
@@ -297,6 +319,7 @@ TEST(descriptors_of_something_else_are_refused)
     int fds[3] = {-1, -1, -1};
 
     choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
+    choose_fake("WSYNC_FAKE_CUDA_PEERS", "0");
     device = open_device(0);
     other = open_device(1);
     mapping = make_mapping(device, 1);

@@ -326,6 +326,22 @@ wsync_cu_result_t fake_device_get_count(int *count)
     return code;
 }
 
+wsync_cu_result_t fake_device_can_access(int *can, wsync_cu_device_t device,
+                                         wsync_cu_device_t peer)
+{
+    const wsync_cu_result_t code = fake_enter("cuDeviceCanAccessPeer");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    if (device < 0 || device >= fake.device_count || peer < 0 ||
+        peer >= fake.device_count) {
+        return WSYNC_CU_INVALID_DEVICE;
+    }
+    *can = device != peer && !fake.no_peers;
+    return WSYNC_CU_SUCCESS;
+}
+
 wsync_cu_result_t fake_device_get(wsync_cu_device_t *device, int ordinal)
 {
     const wsync_cu_result_t code = fake_enter("cuDeviceGet");

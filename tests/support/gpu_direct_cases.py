@@ -36,8 +36,8 @@ Place = Callable[[Weights], Played]
 OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 20, flush_cache=False, delivery="direct"
 )
-# the first lies across three pieces, and others share pieces with it
-SHAPES = {"a": (1100, 1000), "b": (3000,), "c": (40, 8), "d": (64, 96)}
+# the first lies across six pieces, more than go into one message, and others share the last
+SHAPES = {"a": (3100, 1000), "b": (3000,), "c": (40, 8), "d": (64, 96)}
 
 
 def by_handle(weights: Weights, gpu: int = 0) -> Played:
@@ -87,8 +87,8 @@ def sharded(whole: Weights, played: Played) -> TrainerLayout:
     return TrainerLayout(builder.build(), names, lambda: tensors, table, rank, size)
 
 
-def steady(config: Any, place: str, gpus: Sequence[int], delivery: str) -> dict[str, Any]:
-    """What the third update asks of the driver, of an engine of two workers on GPU 0; gpus: of each
+def steady(config: Any, place: str, gpus: Sequence[int], delivery: str, tp: int) -> dict[str, Any]:
+    """What the third update asks of the driver, of an engine of workers on GPU 0; gpus: of each
     rank's weights."""
     whole, gpu = draw(config, 1), gpus[dist.get_rank()]
     played = PLACES[place](rows_of(whole), gpu)
@@ -97,7 +97,7 @@ def steady(config: Any, place: str, gpus: Sequence[int], delivery: str) -> dict[
     with contextlib.ExitStack() as stack:
         engine = None
         if dist.get_rank() == 0:
-            engine = stack.enter_context(TensorParallelEngine(config, tp=2))
+            engine = stack.enter_context(TensorParallelEngine(config, tp=tp))
         engines = [] if engine is None else [engine]
         sync = stack.enter_context(wsync.connect(sharded(whole, played), engines, options=options))
         for seed in (1, 2, 3):
@@ -206,7 +206,7 @@ def pauses() -> dict[str, Any]:
         "after": after,
         "right": right,
         "paths": set(report.paths.values()),
-        "maps": maps,
+        "mapped": maps == memory.count > 4,
     }
 
 

@@ -81,9 +81,10 @@ class Pieces:
 
     def __init__(self, nbytes: int, *, kind: int = 1, gpu: int = 0) -> None:
         self._kind, self._gpu = kind, gpu
-        self._count = -(-nbytes // PIECE)
+        self.count = -(-nbytes // PIECE)
         self._at = ctypes.c_uint64()
-        size, none = ctypes.c_size_t(self._count * PIECE), ctypes.c_uint64(0)
+        _core.cuda_devices()  # has the driver begin
+        size, none = ctypes.c_size_t(self.count * PIECE), ctypes.c_uint64(0)
         driver("cuMemAddressReserve", ctypes.byref(self._at), size, ctypes.c_size_t(0), none, none)
         self.map()
 
@@ -95,16 +96,16 @@ class Pieces:
         where = Location(1, self._gpu)
         wanted = Allocation(type=1, handle_types=self._kind, location=where)
         none, size = ctypes.c_uint64(0), ctypes.c_size_t(PIECE)
-        for index in range(self._count):
+        for index in range(self.count):
             handle, at = ctypes.c_uint64(), ctypes.c_uint64(self.address + index * PIECE)
             driver("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(wanted), none)
             driver("cuMemMap", at, size, ctypes.c_size_t(0), handle, none)
             driver("cuMemRelease", handle)
-        access, whole = Access(where, 3), ctypes.c_size_t(self._count * PIECE)
+        access, whole = Access(where, 3), ctypes.c_size_t(self.count * PIECE)
         driver("cuMemSetAccess", self._at, whole, ctypes.byref(access), ctypes.c_size_t(1))
 
     def unmap(self) -> None:
-        for index in range(self._count):
+        for index in range(self.count):
             at = ctypes.c_uint64(self.address + index * PIECE)
             driver("cuMemUnmap", at, ctypes.c_size_t(PIECE))
 
@@ -115,7 +116,7 @@ class Pieces:
             found[name] = PlayedTensor(at, tensor, self, self._gpu)
             found[name].fill(tensor)
             at += -(-tensor.nbytes // 512) * 512
-        assert at <= self.address + self._count * PIECE
+        assert at <= self.address + self.count * PIECE
         return found
 
 

@@ -61,7 +61,8 @@ class Trainer:
 
     def accept(self) -> None:
         said = self.exporter.accept(SECONDS)
-        self.blob, self.lends = said.removeprefix(BORROWS), said.startswith(BORROWS)
+        self.lends = said.startswith(BORROWS)
+        self.blob = said.partition(b"\n")[2] if self.lends else said
         device = find(self.exporter.worker_uuid)
         self.ring = Memory(2 * self.slot, device)
         self.stream = Stream(1, device)

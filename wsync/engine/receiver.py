@@ -231,7 +231,9 @@ class Receiver:
         importer = self._importer
         if importer is None or self._session != message.session:
             blob, device = self._loader.blob(), self._loader.device
-            said = BORROWS + blob if isinstance(self._loader, Borrows) else blob
+            said = blob
+            if isinstance(self._loader, Borrows):
+                said = BORROWS + ",".join(device.peers).encode() + b"\n" + blob
             # first: a late message of a trainer that is gone does not end another's session
             importer = connect(message.address, said, message.deadline, device)
             if self._importer is not None:

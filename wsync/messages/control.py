@@ -51,8 +51,9 @@ load_weights of the engine's own reads them), every tensor in pieces as small as
 told first what tensors there are.  What it asks for then is in a `Learnt`."""
 
 BORROWS: Final = b"+"
-"""Comes before what a worker asks for when it joins, if it can also copy out of memory that the
-trainer lends."""
+"""Begins what a worker says when it joins, if it can also copy out of memory that the trainer
+lends.  The UUIDs follow of the GPUs whose memory it reaches beside its own device's, between commas,
+and a line feed; then what it asks for."""
 
 PROTOCOL: Final = 1
 MAX_NBYTES: Final = 4096

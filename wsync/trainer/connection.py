@@ -70,7 +70,7 @@ class Connection:
         self.plan: _core.Plan | None = None
         self._rounds_plan: _core.Plan | None = None  # of what goes in rounds: all that is not read
         self._lending = lending
-        self._borrowing: dict[int, str] = {}  # workers that can read what is lent, and their GPU
+        self._borrowing: dict[int, list[str]] = {}  # workers that can read what is lent on GPUs
         self._reading: dict[int, bool] = {}  # workers that do; whether they also get rounds
         self._group = group
         self._roster = roster
@@ -225,17 +225,21 @@ class Connection:
         sessions = {s.worker: s for s in self._sessions if isinstance(s, DirectSession)}
         known: dict[tuple[bytes, int, str], tuple[_core.Layout, _core.Layout]] = {}
         left = list(layouts)
-        for number, gpu in sorted(self._borrowing.items()):
+        for number, gpus in sorted(self._borrowing.items()):
             layout, worker = layouts[number], self._roster.workers[number]
             if layout == WHOLE:
                 continue
             host = self._roster.hosts[worker.served_by]
-            if (layout, host, gpu) not in known:
+            place = layout, host, ",".join(gpus)
+            if place not in known:
                 wanted = None if layout == PIECES else _core.Layout.from_bytes(layout)
-                joined = model.join(wanted, lending.lent(host, gpu, counts))
-                wanted = wanted or whole(model, range(model.tensor_count))
-                known[layout, host, gpu] = joined, wanted.without(joined)
-            joined, rest = known[layout, host, gpu]
+                joined = model.join(wanted, lending.lent(host, gpus[:1], counts))
+                rest = (wanted or whole(model, range(model.tensor_count))).without(joined)
+                if gpus[1:]:  # what lies on the worker's own GPU is read there
+                    far = model.join(rest, lending.lent(host, gpus, counts))
+                    joined, rest = joined.beside(far, 0), rest.without(far)
+                known[place] = joined, rest
+            joined, rest = known[place]
             if joined.shard_count:
                 left[number] = rest.to_bytes()
                 self._reading[number] = rest.shard_count > 0
@@ -262,12 +266,15 @@ class Connection:
     def _compare_workers(self) -> None:
         """Has all ranks know what the workers of each have learnt, and which of them borrow."""
         learnt = [[s.worker, s.own_loading] for s in self._sessions if s.own_loading]
-        able = [s for s in self._sessions if isinstance(s, DirectSession) and s.borrows]
-        borrowing = [[session.worker, session.gpu] for session in able]
+        borrowing = [
+            [s.worker, s.reaches]
+            for s in self._sessions
+            if isinstance(s, DirectSession) and s.reaches
+        ]
         mine = [self._learning_seconds, learnt, borrowing]
-        seconds, found, gpus = zip(*self._group.gather_json(mine), strict=True)
+        seconds, found, able = zip(*self._group.gather_json(mine), strict=True)
         self._learning_seconds = max(seconds)
-        self._borrowing = {number: gpu for rank in gpus for number, gpu in rank}
+        self._borrowing = {number: gpus for rank in able for number, gpus in rank}
         for number, reason in (each for rank in found for each in rank):
             engine = self._roster.engines[self._roster.workers[number].engine].name
             self._own_loading.setdefault(engine, reason)

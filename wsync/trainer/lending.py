@@ -272,13 +272,13 @@ class Lending:
         self.obstacles = [""] * group.size
         self.segments: dict[Segment, _core.Memory] = {}
 
-    def lent(self, host: int, gpu: str, counts: Sequence[int]) -> bytes:
-        """For each buffer of all ranks, one rank after another, whether workers on a host, and on
-        a GPU of it ("": none), can read it; counts: how many each rank has."""
+    def lent(self, host: int, gpus: Sequence[str], counts: Sequence[int]) -> bytes:
+        """For each buffer of all ranks, one rank after another, whether workers on a host can read
+        it who reach these GPUs ("": the host's memory); counts: how many each rank has."""
         found = bytearray()
         for rank, count in enumerate(counts):
             place, lent = self.pattern[rank]
-            near = lent if (self._hosts[rank], place) == (host, gpu) else b""
+            near = lent if self._hosts[rank] == host and place in gpus else b""
             found += near[:count].ljust(count, b"\0")
         return bytes(found)
 

@@ -49,7 +49,9 @@ class WorkerSession(Session):
         self._engine, self._worker = engine, f"worker {index}"
         self._park = park
         self.id = secrets.token_hex(8)
-        self.borrows = False  # once accepted: whether the worker can read what is lent to it
+        # once accepted: the GPUs whose lent memory the worker can read, its own first, "" for the
+        # host; none of a worker that reads none
+        self.reaches: list[str] = []
         self._directory = directory
         # one that the worker is in, and before it, while the worker learns, the one it was in
         self._exporters: list[Exporter] = [self._listen()]
@@ -86,8 +88,11 @@ class WorkerSession(Session):
     def accept(self, timeout: float, check: Check) -> bytes:
         with self._naming():
             said = self._exporter.accept(timeout, check)
-        self.borrows = said.startswith(BORROWS)
-        return said.removeprefix(BORROWS)
+        if not said.startswith(BORROWS):
+            return said
+        peers, _, asked = said.removeprefix(BORROWS).partition(b"\n")
+        self.reaches = [self.gpu or "", *filter(None, peers.decode("ascii", "replace").split(","))]
+        return asked
 
     @property
     def gpu(self) -> str | None:
