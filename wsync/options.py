@@ -36,9 +36,9 @@ class Options:
             engine of one worker that engine_gpu_offsets puts on that GPU, and else "host".
         delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets),
             "distributed" (they are remote: see `broadcast`), or "auto", which asks each engine,
-            and is "direct" for trainer ranks all of whose weights lie in shared memory.
-            "direct" is "wsync" for trainers whose weights lie in shared memory (see
-            `wsync.exportable`): each worker on a rank's host copies them from there to its
+            and is "direct" for trainer ranks all of whose weights can be lent.
+            "direct" is "wsync" for trainers whose weights lie in shared memory, or on a GPU in memory
+            that other processes can map (see `wsync.exportable`): each worker on a rank's host copies them from there to its
             parameters, and keeps that memory mapped until an update finds them elsewhere.  What
             cannot be read there comes through its ring in the same update, and is named once.
         broadcast: what remote engines take: "wsync" (they run wsync's receiver, and each worker is
