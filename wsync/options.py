@@ -37,10 +37,11 @@ class Options:
         delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets),
             "distributed" (they are remote: see `broadcast`), or "auto", which asks each engine,
             and is "direct" for trainer ranks all of whose weights can be lent.
-            "direct" is "wsync" for trainers whose weights lie in shared memory, or on a GPU in memory
-            that other processes can map (see `wsync.exportable`): each worker on a rank's host copies them from there to its
-            parameters, and keeps that memory mapped until an update finds them elsewhere.  What
-            cannot be read there comes through its ring in the same update, and is named once.
+            "direct" is "wsync" for trainers whose weights lie in memory that other processes can
+            map, of the host or of a GPU (see `wsync.exportable`): each worker on a rank's host
+            copies them from there to its parameters, and keeps that memory mapped until an update
+            finds them elsewhere.  What cannot be read there comes through its ring in the same
+            update, and is named once.
         broadcast: what remote engines take: "wsync" (they run wsync's receiver, and each worker is
             sent what it keeps), a "bucket" in one broadcast, or one for each "tensor" (slime's
             actors of 0.2.2, whose update_weights_from_distributed has no load_format); "auto"
