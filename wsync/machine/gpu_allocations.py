@@ -37,6 +37,8 @@ class GpuAllocations:
         self._known: dict[tuple[Allocation, ...], GpuSegment] = {}
         self._buffers = _core.BufferTable([])
         self._next = 0
+        self._seen: tuple[Sequence[tuple[int, int]], list[Allocation]] = [], []
+        self._places: list[GpuPlace | None] = []
 
     def close(self) -> None:
         self._known, self._buffers = {}, _core.BufferTable([])
@@ -45,16 +47,21 @@ class GpuAllocations:
         self, spans: Sequence[tuple[int, int]], buffers: _core.BufferTable
     ) -> list[GpuPlace | None]:
         """Where each span (address, bytes) lies now; None for one that is empty, or that no other
-        process can map.  buffers: a table that these are some spans of."""
+        process can map.  buffers: a table that these are some spans of.  The list is the last one
+        as long as nothing has changed."""
         self._buffers = buffers
         found = buffers.allocations()
+        if self._seen == (spans, found):
+            return self._places
         starts = [allocation[0] for allocation in found]
         covers = [_cover(span, found, starts) for span in spans]
         homes = self._segments(found, covers)
-        return [
+        self._places = [
             None if cover is None else GpuPlace(homes[cover[0]][0], address - homes[cover[0]][1])
             for (address, _), cover in zip(spans, covers, strict=True)
         ]
+        self._seen = spans, found
+        return self._places
 
     def borrow(self, segments: Iterable[GpuSegment]) -> dict[GpuSegment, _core.Memory]:
         """The memory of segments that `find` has met, to be lent to another process."""

@@ -69,6 +69,7 @@ class Lender:
         self._allocations = GpuAllocations()
         self._numbers: dict[File | GpuSegment, int] = {}  # of the segments that hold buffers
         self._buffers = _core.BufferTable([])  # that lie in them
+        self._found: Sequence[FilePlace | GpuPlace | None] | None = None  # where, while it is lent
         self._next = 0
         self.segments: dict[int, _core.Memory] = {}  # kept: no other file takes such a number
         self.gpu = ""  # that they are on, "" for host memory
@@ -82,6 +83,7 @@ class Lender:
 
     def release(self) -> None:
         """Lets go of all segments."""
+        self._found = None
         for source in list(self._numbers):
             self._drop(source)
         _sweep()
@@ -96,6 +98,13 @@ class Lender:
         spans = [buffers[i] if i in self._used else (0, 0) for i in range(len(buffers))]
         found: Sequence[FilePlace | GpuPlace | None]
         found = self._allocations.find(spans, buffers) if gpu else self._maps.find(spans)
+        if found is not self._found:
+            self._lend(found, spans)
+        self._buffers = buffers
+
+    def _lend(
+        self, found: Sequence[FilePlace | GpuPlace | None], spans: Sequence[tuple[int, int]]
+    ) -> None:
         grown = [
             place[0]
             for place, (_, nbytes) in zip(found, spans, strict=True)
@@ -108,7 +117,7 @@ class Lender:
         count = sum(source.descriptors for source in used)
         if self._wholly and count > (most := _most_segments(self._ranks)):
             self._lend_nothing(
-                len(buffers),
+                len(spans),
                 f"rank {self._rank} has its weights in {count} pieces of shared memory, and "
                 f"more than {most}, the ranks' share of a quarter of ulimit -n, are read in place "
                 "with Options(delivery='direct') alone",
@@ -124,11 +133,11 @@ class Lender:
         ) as error:
             if not self._wholly:
                 raise
-            self._lend_nothing(len(buffers), f"rank {self._rank} cannot lend its weights: {error}")
+            self._lend_nothing(len(spans), f"rank {self._rank} cannot lend its weights: {error}")
             return
         for source in self._numbers.keys() - used:
             self._drop(source)
-        self._buffers = buffers
+        self._found = found
         self.places = [
             Bound(self._numbers[place[0]], place.offset, nbytes)
             if place is not None and place[0] in self._numbers
@@ -139,7 +148,7 @@ class Lender:
         private = {i for i, (place, (_, nbytes)) in enumerate(pairs) if nbytes and not place}
         self.obstacle = self._name(private) if private else ""
         if private and self._wholly:
-            self._lend_nothing(len(buffers), self.obstacle if any(self.places) else "")
+            self._lend_nothing(len(spans), self.obstacle if any(self.places) else "")
 
     def _lend_nothing(self, count: int, why: str) -> None:
         self.release()
