@@ -149,3 +149,64 @@ def test_an_allocation_is_not_freed_while_a_worker_has_it_open(trainer: Ranks) -
     assert trainer.run(gpu_direct_cases.frees_late, "by handle", timeout=120) == [
         [False, True, True]
     ]
+
+
+def test_gpus_without_virtual_memory_lend_by_handle(tmp_path: Path) -> None:
+    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_NO_VMM="1") as ranks:
+        (facts,) = ranks.run(gpu_direct_cases.moves, "by handle", True, timeout=120)
+    assert facts["right"] == [True] * 4
+    assert facts["paths"] == {"direct"}
+
+
+# --- what goes wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "call"),
+    [
+        ("by handle", "cuPointerGetAttributes"),
+        ("by handle", "cuIpcGetMemHandle"),
+        ("in pieces", "cuMemExportToShareableHandle"),
+    ],
+)
+def test_a_driver_call_that_fails_while_memory_is_lent(
+    place: str, call: str, trainer: Ranks
+) -> None:
+    (facts,) = trainer.run(gpu_direct_cases.lending_fails, place, call, "direct", timeout=120)
+    assert facts["error"].startswith("DeviceError: ") and f"{call}: " in facts["error"], facts
+    assert facts["right"]
+    assert facts["paths"] == {"direct"}
+
+
+def test_auto_takes_rings_where_lending_fails(trainer: Ranks) -> None:
+    case = (gpu_direct_cases.lending_fails, "by handle", "cuIpcGetMemHandle", "auto")
+    (facts,) = trainer.run(*case, timeout=120)
+    assert facts["error"] == ""
+    assert facts["right"]
+    (said,) = [text for text in facts["said"] if "cannot lend its weights" in text]
+    assert "cuIpcGetMemHandle: " in said
+
+
+@pytest.mark.parametrize(
+    ("place", "call", "k"),
+    [
+        ("by handle", "cuIpcOpenMemHandle", 1),
+        ("in pieces", "cuMemImportFromShareableHandle", 2),  # the first is the ring
+        ("in pieces", "cuMemSetAccess", 1),
+    ],
+)
+def test_a_driver_call_that_fails_while_memory_is_borrowed(
+    place: str, call: str, k: int, trainer: Ranks
+) -> None:
+    (facts,) = trainer.run(gpu_direct_cases.borrowing_fails, place, call, k, timeout=120)
+    assert facts["error"].startswith(("RemoteError: ", "PeerClosedError: ")), facts
+    assert f"{call}: " in facts["error"], facts
+    assert facts["consistent"]
+    assert facts["right"] == [True, True]
+    assert facts["paths"] == {"direct"}
+
+
+def test_a_worker_that_dies_while_it_reads_leaves_the_weights_to_others(trainer: Ranks) -> None:
+    ((error, after),) = trainer.run(gpu_direct_cases.worker_dies, timeout=120)
+    assert error.startswith(("PeerClosedError: ", "RemoteError: ", "DeadlineError: ")), error
+    assert after == "right"

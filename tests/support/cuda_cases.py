@@ -215,7 +215,7 @@ def _try(sync: wsync.Sync, weights: Weights) -> str:
     return ""
 
 
-def _plan_failure(call: str, k: int, code: int) -> None:
+def plan_failure(call: str, k: int, code: int) -> None:
     """Has the k-th such call of this process fail from now on; -1: none."""
     driver = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
     driver.fakecuda_fail(call.encode(), ctypes.c_long(k), code)
@@ -227,9 +227,9 @@ def fail_in_the_trainer(call: str, code: int) -> dict[str, Any]:
     with _engine() as engine, wsync.connect(_weights(1), [engine], options=OPTIONS) as sync:
         if call != "cuMemcpyHtoDAsync":
             sync.update(_weights(1))
-        _plan_failure(call, 0, code)
+        plan_failure(call, 0, code)
         error = _try(sync, _weights(2))
-        _plan_failure(call, -1, 0)
+        plan_failure(call, -1, 0)
         paused = engine.paused
         after = _try(sync, _weights(3))
         return {

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import logging
 import os
+import signal
 import threading
 import weakref
 from collections import Counter
@@ -18,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support.cuda_cases import plan_failure
 from support.fakecuda import calls, position
 from support.played_gpu import Pieces, PlayedTensor, driver, put, source_of
 from support.tiny_qwen3 import Weights, draw, same
@@ -279,3 +281,59 @@ def frees_late(place: str) -> list[bool]:
             gc.collect()
         assert same(engine.weights(), weights_of(3))
         return [reference() is not None for reference in alive]
+
+
+# --- what goes wrong ----------------------------------------------------------------------------
+
+
+def lending_fails(place: str, call: str, delivery: str) -> dict[str, Any]:
+    """Such a call fails in the trainer's second update, for which the weights have moved."""
+    with (
+        Warned() as said,
+        _connected(PLACES[place](weights_of(1)), delivery=delivery) as (sync, engine),
+    ):
+        sync.update()
+        moved = PLACES[place](weights_of(2))
+        plan_failure(call, 0, 999)
+        error = _try(sync, moved)
+        plan_failure(call, -1, 0)
+        fill(moved, weights_of(3))
+        report = sync.update(moved)
+        right = same(engine.weights(), weights_of(3))
+    return {"error": error, "right": right, "said": said, "paths": set(report.paths.values())}
+
+
+def borrowing_fails(place: str, call: str, k: int) -> dict[str, Any]:
+    """The k-th such call fails in the worker; two more updates follow."""
+    with (
+        mock.patch.dict(os.environ, WSYNC_FAKE_CUDA_FAIL=f"{call}:{k}:999"),
+        _connected(PLACES[place](weights_of(1))) as (sync, engine),
+    ):
+        error = _try(sync)
+        consistent = engine.model_info(10.0)["consistent"]
+        right = []
+        for seed in (2, 3):
+            report = sync.update(PLACES[place](weights_of(seed)))
+            right.append(same(engine.weights(), weights_of(seed)))
+    paths = set(report.paths.values())
+    return {"error": error, "consistent": consistent, "right": right, "paths": paths}
+
+
+def worker_dies() -> list[str]:
+    """What the trainer says whose worker is killed while it reads; and whether another engine is
+    updated then, from memory that the first one had open."""
+    played = by_handle(weights_of(1))
+    post = DirectSession.post
+
+    with _connected(played) as (sync, engine):
+        sync.update()
+
+        def strike(session: DirectSession, *rest: Any) -> None:
+            os.kill(engine.pids[0], signal.SIGKILL)
+            post(session, *rest)
+
+        with mock.patch.object(DirectSession, "post", strike):
+            error = _try(sync)
+    with _connected(played) as (sync, engine):
+        said = _try(sync) or ("right" if same(engine.weights(), weights_of(1)) else "wrong")
+    return [error, said]
