@@ -21,7 +21,9 @@ from unittest import mock
 import pytest
 import torch
 from support.tiny_qwen3 import Weights, draw, same
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
 import wsync
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
@@ -390,3 +392,17 @@ def test_what_is_made_in_an_exportable_block_can_be_lent() -> None:
         places = maps.find((tensor.data_ptr(), tensor.nbytes) for tensor in tensors.values())
         assert [place is not None for place in places] == [lendable] * len(tensors), tensors.keys()
     maps.close()
+
+
+def test_wrappers_in_an_exportable_block_are_moved_by_what_they_wrap() -> None:
+    """FSDP2 makes DTensors, whose own storage has a size and no memory."""
+    with wsync.exportable():
+        wrapped = TwoTensor(torch.ones(8), torch.zeros(8))
+        computed = wrapped * 2
+        empty = torch.empty_like(wrapped)
+        with FakeTensorMode():
+            fake = torch.empty(8)
+        zero = torch._efficientzerotensor(8)
+    assert fake.numel() == zero.numel()
+    assert computed.a.tolist() == [2.0] * 8
+    assert all(part.is_shared() for each in (wrapped, computed, empty) for part in (each.a, each.b))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from wsync import _core
@@ -129,13 +129,32 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         new: Any = torch.UntypedStorage
         for reference in self._storages.values():
             storage = new._new_with_weak_ptr(reference.cdata)
-            if storage is not None and storage.nbytes() and not storage.is_shared():
+            if storage is not None and _has_memory(storage) and not storage.is_shared():
                 storage.share_memory_()
 
 
+def _has_memory(storage: Any) -> bool:
+    """Not that of a fake tensor, which is on "meta", or of a wrapper, which have a size alone."""
+    if storage.device.type != "cpu" or not storage.nbytes():
+        return False
+    try:
+        return bool(storage.data_ptr())
+    except RuntimeError:  # a wrapper's, that one may not ask
+        return False
+
+
 def _storages(values: Any) -> Iterator[Any]:
-    """Those of the plain CPU tensors in some arguments, or a result."""
+    """Those of the CPU tensors in some arguments, or a result; of a DTensor, and all else that
+    wraps tensors, theirs."""
     for value in tree_leaves(values):
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # it has none, or several
-                yield value.untyped_storage()
+        if isinstance(value, torch.Tensor):
+            yield from _storages_of(value)
+
+
+def _storages_of(tensor: Any) -> Iterator[Any]:
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        yield from _storages([getattr(tensor, name) for name in names])
+    elif tensor.device.type == "cpu":
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # it has none, or several
+            yield tensor.untyped_storage()
