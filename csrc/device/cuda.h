@@ -121,6 +121,9 @@ struct wsync_cuda_note;
 wsync_status_t wsync_cuda_legacy_open(wsync_cuda_memory_t *memory,
                                       const struct wsync_cuda_note *note,
                                       wsync_error_t *err);
+/* Marks the memory of such a note as open.  CLOSED if nobody may open it any more. */
+wsync_status_t wsync_cuda_legacy_lock(const wsync_cuda_memory_t *memory,
+                                      wsync_error_t *err);
 /* False while a peer has the memory open; after that nobody opens it any more. */
 bool wsync_cuda_legacy_closed(const wsync_cuda_memory_t *memory);
 /* Gives such memory back.  False if a peer has it open: the record is then moved, and given

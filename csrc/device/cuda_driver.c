@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 #define DRIVER_LIBRARY "libcuda.so.1"
@@ -191,6 +192,10 @@ static wsync_status_t load(wsync_error_t *err)
         return fail_load(code, "cuDeviceGetCount", err);
     }
     driver->pid = getpid();
+    if (getrandom(driver->process, sizeof(driver->process), 0) !=
+        (ssize_t)sizeof(driver->process)) {
+        memset(driver->process, 0, sizeof(driver->process));
+    }
     return WSYNC_OK;
 }
 

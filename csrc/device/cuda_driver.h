@@ -271,7 +271,8 @@ typedef struct wsync_cuda_driver {
 #undef WSYNC_CUDA_MEMBER
     int version; /* of CUDA that the driver speaks: 12080 is 12.8 */
     int device_count;
-    pid_t pid; /* of the process that initialised it */
+    pid_t pid;           /* of the process that initialised it */
+    uint64_t process[2]; /* that no other process has; 0 if the kernel gave none */
 } wsync_cuda_driver_t;
 
 enum { WSYNC_CUDA_MIN_VERSION = 12000 };

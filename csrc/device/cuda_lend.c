@@ -285,6 +285,7 @@ static wsync_status_t lend_whole(wsync_cuda_memory_t *memory,
         item->at, device->label);
 
     note->nbytes = item->nbytes;
+    note->at = item->at;
     return status == WSYNC_OK ? wsync_cuda_note_write(note, NULL, 0, &memory->base.fd, err)
                               : status;
 }
@@ -305,7 +306,9 @@ wsync_status_t wsync_cuda_lend(const wsync_cuda_device_t *device,
                                const wsync_cuda_allocation_t *items, size_t count,
                                wsync_memory_t **memory, wsync_error_t *err)
 {
-    wsync_cuda_note_t note = {.uuid = device->info.uuid};
+    wsync_cuda_note_t note = {
+        .uuid = device->info.uuid,
+        .process = {device->driver->process[0], device->driver->process[1]}};
     wsync_cuda_memory_t *made = NULL;
     wsync_status_t status;
 
@@ -468,6 +471,27 @@ static wsync_status_t check_reach(const wsync_cuda_note_t *note,
     return status;
 }
 
+/* An engine may be in the trainer's own process, where the driver opens no handle of its
+ * own: the memory is there already.  PIDs would not tell, which namespaces share. */
+static bool is_own(const wsync_cuda_note_t *note, const wsync_cuda_device_t *device)
+{
+    const uint64_t *process = device->driver->process;
+
+    return (process[0] | process[1]) != 0 && note->process[0] == process[0] &&
+           note->process[1] == process[1] &&
+           memcmp(&note->uuid, &device->info.uuid, sizeof(note->uuid)) == 0;
+}
+
+static wsync_status_t open_whole(wsync_cuda_memory_t *memory, const wsync_cuda_note_t *note,
+                                 wsync_error_t *err)
+{
+    if (!is_own(note, wsync_cuda_of(memory->base.device))) {
+        return wsync_cuda_legacy_open(memory, note, err);
+    }
+    memory->base.data = (void *)(uintptr_t)note->at;
+    return wsync_cuda_legacy_lock(memory, err);
+}
+
 wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, size_t count,
                                  wsync_memory_t **memory, wsync_error_t *err)
 {
@@ -497,7 +521,7 @@ wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, siz
     }
     if (status == WSYNC_OK) {
         status = pieces > 0 ? map_pieces(made, fds + 1, sizes, pieces, err)
-                            : wsync_cuda_legacy_open(made, &note, err);
+                            : open_whole(made, &note, err);
         wsync_cuda_leave(device);
     }
     free(sizes);
@@ -561,6 +585,10 @@ wsync_status_t wsync_cuda_lent_park(wsync_cuda_memory_t *memory, wsync_error_t *
         if (status != WSYNC_OK) {
             wsync_pins_unpark(&memory->base.pins);
         }
+    }
+    if (status == WSYNC_OK && memory->base.fd >= 0) {
+        (void)close(memory->base.fd); /* and with it the lock */
+        memory->base.fd = -1;
     }
     wsync_cuda_leave(device);
     return status;

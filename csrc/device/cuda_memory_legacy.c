@@ -97,18 +97,24 @@ wsync_status_t wsync_cuda_legacy_allocate(wsync_cuda_memory_t *memory, wsync_err
     return wsync_cuda_note_write(&note, NULL, 0, &memory->base.fd, err);
 }
 
+wsync_status_t wsync_cuda_legacy_lock(const wsync_cuda_memory_t *memory, wsync_error_t *err)
+{
+    return flock(memory->base.fd, LOCK_SH | LOCK_NB) == 0
+               ? WSYNC_OK
+               : wsync_fail(err, WSYNC_ERR_CLOSED, errno, "flock",
+                            "the GPU memory of descriptor %d has been freed",
+                            memory->base.fd);
+}
+
 wsync_status_t wsync_cuda_legacy_open(wsync_cuda_memory_t *memory,
                                       const wsync_cuda_note_t *note, wsync_error_t *err)
 {
     const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
-    wsync_status_t status;
+    wsync_status_t status = wsync_cuda_legacy_lock(memory, err);
 
-    if (flock(memory->base.fd, LOCK_SH | LOCK_NB) != 0) {
-        return wsync_fail(err, WSYNC_ERR_CLOSED, errno, "flock",
-                          "the GPU memory of descriptor %d has been freed",
-                          memory->base.fd);
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_ipc_open(device, &note->handle, &memory->ipc, err);
     }
-    status = wsync_cuda_ipc_open(device, &note->handle, &memory->ipc, err);
     if (status != WSYNC_OK) {
         return status;
     }

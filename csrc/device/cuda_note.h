@@ -13,6 +13,8 @@ typedef struct wsync_cuda_note {
     uint64_t nbytes;
     wsync_cu_uuid_t uuid;
     wsync_cu_ipc_t handle; /* without pieces; else all 0 */
+    uint64_t process[2];   /* whose it is, where that is to know its own */
+    wsync_cu_ptr_t at;     /* in that process */
 } wsync_cuda_note_t;
 
 /* Writes note and sizes to a memfd, *fd.  The magic is filled in. */

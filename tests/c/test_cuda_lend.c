@@ -327,7 +327,7 @@ TEST(descriptors_of_something_else_are_refused)
     lent = lend(device, &found);
     check_refused(other, fds_of(lent), 2, WSYNC_ERR_REFUSED,
                   "holds memory of another GPU than GPU 1");
-    check_refused(device, fds_of(lent), 1, WSYNC_ERR_REFUSED, "holds 104 bytes");
+    check_refused(device, fds_of(lent), 1, WSYNC_ERR_REFUSED, "holds 128 bytes");
     fds[0] = lent->more[0];
     check_refused(device, fds, 1, WSYNC_ERR_REFUSED, "is not the sealed handle");
     fds[0] = lent->fd;
@@ -354,6 +354,31 @@ TEST(descriptors_of_something_else_are_refused)
 
 /* --- by IPC handle ----------------------------------------------------------------------
  */
+
+/* The driver opens no handle in the process that has made it. */
+TEST(an_allocation_is_borrowed_in_its_own_process)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_cuda_ipc_t *allocation = NULL;
+    wsync_memory_t *borrowed;
+    wsync_memory_t *lent;
+    wsync_error_t err = {0};
+    found_t found;
+
+    CHECK_OK(wsync_cuda_ipc_create(device, PIECE, &allocation, &err), err);
+    found = find_at(device, allocation->at, 8);
+    lent = lend(device, &found);
+    borrowed = borrow(device, lent);
+    CHECK(borrowed->data == lent->data);
+    CHECK(!wsync_cuda_retire(lent));
+    CHECK_OK(wsync_memory_park(borrowed, &err), err);
+    CHECK(wsync_cuda_retire(lent));
+    wsync_memory_destroy(borrowed);
+    wsync_memory_destroy(lent);
+    CHECK_EQ(fake_census().allocated, 1);
+    wsync_cuda_ipc_destroy(allocation);
+    check_clean();
+}
 
 static void borrow_main(int socket)
 {

@@ -7,6 +7,7 @@ ranks' segments on to it, each once, and tells it where the buffers of its manif
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import struct
 from collections.abc import Sequence, Set
@@ -45,7 +46,9 @@ _open = list[tuple[_core.Memory, _core.BufferTable]]()
 
 
 def _sweep() -> None:
-    _open[:] = [kept for kept in _open if not kept[0].retire()]
+    for kept in [each for each in _open if each[0].retire()]:
+        with contextlib.suppress(ValueError):  # another thread's
+            _open.remove(kept)
 
 
 class Lender:
