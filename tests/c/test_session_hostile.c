@@ -642,3 +642,69 @@ TEST(a_trainer_that_goes_while_it_lends_ends_the_session)
     }
     (void)close(fd);
 }
+
+/* Lends until the worker's queue is full, or so often; how often that was. */
+static int lend_at_once(const session_t *s, const wsync_memory_t *lent, int most)
+{
+    uint64_t segment = 0;
+    wsync_error_t err = {0};
+    int count = 0;
+
+    while (count < most &&
+           wsync_exporter_lend(s->exporter, lent, 0, &segment, &err) == WSYNC_OK) {
+        count++;
+    }
+    return count;
+}
+
+/* Handles all that has come. */
+static void take_what_was_lent(const session_t *s)
+{
+    uint64_t update = 0;
+    uint32_t rounds = 0;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(wsync_importer_begin(s->importer, SOON_MS, &update, &rounds, &err),
+             WSYNC_ERR_TIMEOUT);
+}
+
+/* A queue has room for some of them: who times out goes on where it was. */
+TEST(a_segment_of_many_descriptors_crosses_in_parts)
+{
+    enum { MANY = 100, MOST = 5000 };
+    session_t s = open_session();
+    const int fd = shared_file(LENT_NBYTES);
+    int fds[MANY];
+    wsync_memory_t *single = NULL;
+    wsync_memory_t *many = NULL;
+    uint64_t segment = UINT64_MAX;
+    size_t count = 0;
+    wsync_error_t err = {0};
+    int room;
+
+    for (int i = 0; i < MANY; i++) {
+        fds[i] = fd;
+    }
+    CHECK_OK(wsync_memory_borrow(device(), fds, 1, &single, &err), err);
+    CHECK_OK(wsync_memory_borrow(device(), fds, MANY, &many, &err), err);
+    CHECK_EQ(many->more_count, MANY - 1);
+    connect_session(&s);
+    attach_session(&s);
+    take_what_was_lent(&s);
+    room = lend_at_once(&s, single, MOST);
+    CHECK(room > 10 && room < MOST);
+    take_what_was_lent(&s);
+    CHECK_EQ(lend_at_once(&s, single, room - 10), room - 10);
+    CHECK_EQ(wsync_exporter_lend(s.exporter, many, 0, &segment, &err), WSYNC_ERR_TIMEOUT);
+    take_what_was_lent(&s);
+    CHECK_OK(wsync_exporter_lend(s.exporter, many, PATIENT_MS, &segment, &err), err);
+    begin_session(&s, 1, 1);
+    CHECK(wsync_importer_segments(s.importer, &count) != NULL);
+    CHECK_EQ(count, 2 * room - 10 + 1);
+    CHECK_EQ(segment, count - 1);
+    CHECK_EQ(wsync_importer_segments(s.importer, &count)[segment]->more_count, MANY - 1);
+    wsync_memory_destroy(single);
+    wsync_memory_destroy(many);
+    (void)close(fd);
+    close_session(&s);
+}
