@@ -210,3 +210,10 @@ def test_a_worker_that_dies_while_it_reads_leaves_the_weights_to_others(trainer:
     ((error, after),) = trainer.run(gpu_direct_cases.worker_dies, timeout=120)
     assert error.startswith(("PeerClosedError: ", "RemoteError: ", "DeadlineError: ")), error
     assert after == "right"
+
+
+def test_workers_in_another_pid_namespace_get_rings(trainer: Ranks) -> None:
+    """They cannot open what is lent by handle."""
+    assert trainer.run(gpu_direct_cases.elsewhere, timeout=120) == [
+        {"paths": {"ring"}, "right": True}
+    ]

@@ -29,7 +29,7 @@ from wsync import _core
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.layout import TrainerLayout
-from wsync.trainer import connection
+from wsync.trainer import connection, lending
 from wsync.trainer.sessions.direct import DirectSession
 
 Played = dict[str, PlayedTensor]
@@ -317,6 +317,16 @@ def borrowing_fails(place: str, call: str, k: int) -> dict[str, Any]:
             right.append(same(engine.weights(), weights_of(seed)))
     paths = set(report.paths.values())
     return {"error": error, "consistent": consistent, "right": right, "paths": paths}
+
+
+def elsewhere() -> dict[str, Any]:
+    """The worker is in another PID namespace."""
+    with (
+        mock.patch.object(lending, "place_of", lambda gpu: f"{gpu}@1"),
+        _connected(by_handle(weights_of(1)), delivery="auto") as (sync, engine),
+    ):
+        paths = set(sync.update().paths.values())
+        return {"paths": paths, "right": same(engine.weights(), weights_of(1))}
 
 
 def worker_dies() -> list[str]:

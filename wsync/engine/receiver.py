@@ -22,6 +22,7 @@ from wsync.engine.learn.time_limit import learning
 from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, follow_torch
+from wsync.machine.gpu_allocations import place_of
 from wsync.machine.trace import Trace
 from wsync.messages.control import BORROWS, LEARN, UPDATING, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
@@ -233,7 +234,8 @@ class Receiver:
             blob, device = self._loader.blob(), self._loader.device
             said = blob
             if isinstance(self._loader, Borrows):
-                said = BORROWS + ",".join(device.peers).encode() + b"\n" + blob
+                places = map(place_of, [device.uuid, *device.peers])
+                said = BORROWS + ",".join(places).encode() + b"\n" + blob
             # first: a late message of a trainer that is gone does not end another's session
             importer = connect(message.address, said, message.deadline, device)
             if self._importer is not None:

@@ -6,6 +6,7 @@ cudaMalloc or as expandable ones, or anything else.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,6 +15,15 @@ from wsync import _core
 
 # (address, bytes, identity, whether it is a piece) of BufferTable.allocations
 Allocation = tuple[int, int, int, bool]
+
+
+def place_of(gpu: str) -> str:
+    """Where memory of a GPU, by its UUID, can be lent: on it, and in this PID namespace, beyond
+    which no process opens the IPC handle of an allocation; "" for the host's memory."""
+    try:
+        return gpu and f"{gpu}@{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # a kernel without such namespaces
+        return gpu
 
 
 class GpuSegment(NamedTuple):

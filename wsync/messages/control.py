@@ -52,8 +52,8 @@ told first what tensors there are.  What it asks for then is in a `Learnt`."""
 
 BORROWS: Final = b"+"
 """Begins what a worker says when it joins, if it can also copy out of memory that the trainer
-lends.  Then follow the UUIDs of the GPUs whose memory it reaches beside its own device's, between
-commas, a line feed, and what it asks for."""
+lends.  Then follow the places of that (wsync.machine.gpu_allocations.place_of), its own device
+first, between commas; a line feed, and what it asks for."""
 
 PROTOCOL: Final = 1
 MAX_NBYTES: Final = 4096

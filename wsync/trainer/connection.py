@@ -70,7 +70,7 @@ class Connection:
         self.plan: _core.Plan | None = None
         self._rounds_plan: _core.Plan | None = None  # of what goes in rounds: all that is not read
         self._lending = lending
-        self._borrowing: dict[int, list[str]] = {}  # workers that can read what is lent on GPUs
+        self._borrowing: dict[int, list[str]] = {}  # workers that can read what is lent, and where
         self._reading: dict[int, bool] = {}  # workers that do; whether they also get rounds
         self._group = group
         self._roster = roster
@@ -225,18 +225,18 @@ class Connection:
         sessions = {s.worker: s for s in self._sessions if isinstance(s, DirectSession)}
         known: dict[tuple[bytes, int, str], tuple[_core.Layout, _core.Layout]] = {}
         left = list(layouts)
-        for number, gpus in sorted(self._borrowing.items()):
+        for number, reached in sorted(self._borrowing.items()):
             layout, worker = layouts[number], self._roster.workers[number]
             if layout == WHOLE:
                 continue
             host = self._roster.hosts[worker.served_by]
-            place = layout, host, ",".join(gpus)
+            place = layout, host, ",".join(reached)
             if place not in known:
                 wanted = None if layout == PIECES else _core.Layout.from_bytes(layout)
-                joined = model.join(wanted, lending.lent(host, gpus[:1], counts))
+                joined = model.join(wanted, lending.lent(host, reached[:1], counts))
                 rest = (wanted or whole(model, range(model.tensor_count))).without(joined)
-                if gpus[1:]:  # what lies on the worker's own GPU is read there
-                    far = model.join(rest, lending.lent(host, gpus, counts))
+                if reached[1:]:  # what lies on the worker's own GPU is read there
+                    far = model.join(rest, lending.lent(host, reached, counts))
                     joined, rest = joined.beside(far, 0), rest.without(far)
                 known[place] = joined, rest
             joined, rest = known[place]
@@ -274,7 +274,7 @@ class Connection:
         mine = [self._learning_seconds, learnt, borrowing]
         seconds, found, able = zip(*self._group.gather_json(mine), strict=True)
         self._learning_seconds = max(seconds)
-        self._borrowing = {number: gpus for rank in able for number, gpus in rank}
+        self._borrowing = {number: reached for rank in able for number, reached in rank}
         for number, reason in (each for rank in found for each in rank):
             engine = self._roster.engines[self._roster.workers[number].engine].name
             self._own_loading.setdefault(engine, reason)

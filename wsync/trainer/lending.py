@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Check, Deadline
-from wsync.machine.gpu_allocations import GpuAllocations, GpuPlace, GpuSegment
+from wsync.machine.gpu_allocations import GpuAllocations, GpuPlace, GpuSegment, place_of
 from wsync.machine.process_maps import File, FilePlace, SharedMaps
 from wsync.module_tensors.names_in_messages import listed
 from wsync.options import Options
@@ -278,19 +278,19 @@ class Lending:
         self._passed: set[int] = set()  # segments that the homes have
         self.news = 0  # counts what `share` has brought
         self.places: list[list[Bound | None]] = [[] for _ in range(group.size)]
-        # what plans are made for: each rank's GPU, and a byte for each of its buffers, 1 where
-        # that can be read in place
+        # what plans are made for: where each rank lends memory, and a byte for each of its buffers,
+        # 1 where that can be read in place
         self.pattern = (("", b""),) * group.size
         self.obstacles = [""] * group.size
         self.segments: dict[Segment, _core.Memory] = {}
 
-    def lent(self, host: int, gpus: Sequence[str], counts: Sequence[int]) -> bytes:
+    def lent(self, host: int, reached: Sequence[str], counts: Sequence[int]) -> bytes:
         """For each buffer of all ranks, one rank after another, whether workers on a host can read
-        it who reach these GPUs ("": the host's memory); counts: how many each rank has."""
+        it who reach memory in these places; counts: how many each rank has."""
         found = bytearray()
         for rank, count in enumerate(counts):
             place, lent = self.pattern[rank]
-            near = lent if self._hosts[rank] == host and place in gpus else b""
+            near = lent if self._hosts[rank] == host and place in reached else b""
             found += near[:count].ljust(count, b"\0")
         return bytes(found)
 
@@ -311,7 +311,7 @@ class Lending:
                 doors = {home: _core.Exporter(self._options.directory) for home in others}
                 addresses = {home: door.address for home, door in doors.items()}
                 mine = {
-                    "gpu": self._lender.gpu,
+                    "place": place_of(self._lender.gpu),
                     "places": self._lender.places,
                     "obstacle": self._lender.obstacle,
                     "new": new,
@@ -338,7 +338,7 @@ class Lending:
         rank = self._group.rank
         self.places[owner] = [place and Bound(*place) for place in told["places"]]
         lent = bytes(place is not None for place in self.places[owner])
-        known = (told["gpu"], lent)
+        known = (told["place"], lent)
         self.pattern = (*self.pattern[:owner], known, *self.pattern[owner + 1 :])
         self.obstacles[owner] = told["obstacle"]
         if owner == rank:

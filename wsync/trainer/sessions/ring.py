@@ -49,8 +49,8 @@ class WorkerSession(Session):
         self._engine, self._worker = engine, f"worker {index}"
         self._park = park
         self.id = secrets.token_hex(8)
-        # once accepted: the GPUs whose lent memory the worker can read, its own first, "" for the
-        # host; none of a worker that reads none
+        # once accepted: the places of lent memory that the worker can read, its own device first;
+        # none of a worker that reads none
         self.reaches: list[str] = []
         self._directory = directory
         # one that the worker is in, and before it, while the worker learns, the one it was in
@@ -90,8 +90,8 @@ class WorkerSession(Session):
             said = self._exporter.accept(timeout, check)
         if not said.startswith(BORROWS):
             return said
-        peers, _, asked = said.removeprefix(BORROWS).partition(b"\n")
-        self.reaches = [self.gpu or "", *filter(None, peers.decode("ascii", "replace").split(","))]
+        places, _, asked = said.removeprefix(BORROWS).partition(b"\n")
+        self.reaches = places.decode("ascii", "replace").split(",")
         return asked
 
     @property
