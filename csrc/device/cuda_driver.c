@@ -18,18 +18,18 @@ typedef wsync_cu_result_t (*lookup_func_t)(const char *symbol, void **address, i
 
 typedef struct entry {
     const char *symbol;
-    int version;
     size_t offset; /* in the table */
-    bool later;    /* may be missing */
+    int version;
+    bool later; /* may be missing */
 } entry_t;
 
 static const entry_t entries[] = {
 #define ENTRY(member, symbol, version, parameters) \
-    {#symbol, version, offsetof(wsync_cuda_driver_t, member), false},
+    {#symbol, offsetof(wsync_cuda_driver_t, member), version, false},
     WSYNC_CUDA_MAP(ENTRY)
 #undef ENTRY
 #define ENTRY(member, symbol, version, parameters) \
-    {#symbol, version, offsetof(wsync_cuda_driver_t, member), true},
+    {#symbol, offsetof(wsync_cuda_driver_t, member), version, true},
         WSYNC_CUDA_LATER_MAP(ENTRY)
 #undef ENTRY
 };
