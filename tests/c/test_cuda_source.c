@@ -105,16 +105,16 @@ TEST(copies_larger_than_the_ring_are_cut)
 /* Slots end between small copies, too; and a batch goes on where the last one ended. */
 TEST(many_small_copies_fill_slot_after_slot)
 {
-    enum { COUNT = 100000 };
-    const rig_t rig = make_rig(COUNT * 40);
-    const wsync_span_t source = new_source(COUNT * 41, 5);
+    enum { COUNT = 30000, MOST = 600 };
+    const rig_t rig = make_rig(COUNT * MOST);
+    const wsync_span_t source = new_source(COUNT * (MOST + 1), 5);
     wsync_copy_t *copies = calloc(COUNT, sizeof(*copies));
 
     CHECK(copies != NULL);
     for (size_t i = 0; i < COUNT; i++) {
-        copies[i] = (wsync_copy_t){.source_offset = i * 41,
-                                   .destination_offset = (COUNT - 1 - i) * 40,
-                                   .row_count = 1 + i % 40,
+        copies[i] = (wsync_copy_t){.source_offset = i * (MOST + 1),
+                                   .destination_offset = (COUNT - 1 - i) * MOST,
+                                   .row_count = 1 + i % MOST,
                                    .source_item_nbytes = 1,
                                    .destination_item_nbytes = 1};
     }

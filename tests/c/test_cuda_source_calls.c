@@ -350,8 +350,9 @@ TEST(the_fake_refuses_pageable_memory)
 
 static wsync_status_t attempt(void *context, wsync_error_t *err)
 {
-    /* From the device, and through two slots from the host. */
+    /* From the host, through one slot and through two, and from the device. */
     static const wsync_copy_t copies[] = {
+        {.row_count = 1000, .source_item_nbytes = 1, .destination_item_nbytes = 1},
         {.row_count = 1000,
          .source_item_nbytes = 1,
          .destination_item_nbytes = 1,
@@ -362,21 +363,23 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     const rig_t *rig = context;
     const wsync_event_t done = {rig->control, 0};
     const uint64_t next = wsync_event_query(done) + 1;
+    const size_t nbytes[2] = {1000, SLOT + 1000};
     void *data[2];
     wsync_span_t sources[2][2];
     wsync_stream_t *stream = NULL;
     wsync_status_t status = wsync_stream_create(rig->base, 2, &stream, err);
 
     for (int i = 0; i < 2; i++) {
-        data[i] = calloc(1, SLOT + NBYTES);
-        memset(data[i], i + (int)next, SLOT + NBYTES);
-        sources[i][0] = (wsync_span_t){data[i], SLOT + NBYTES};
+        data[i] = malloc(nbytes[i]);
+        CHECK(data[i] != NULL);
+        memset(data[i], i + (int)next, nbytes[i]);
+        sources[i][0] = (wsync_span_t){data[i], nbytes[i]};
         sources[i][1] = rig->target;
         if (status == WSYNC_OK) {
-            status = wsync_stream_copy_list(stream, copies, 2, sources[i], 2, &rig->target,
-                                            1, err);
+            status = wsync_stream_copy_list(stream, copies + i, 2, sources[i], 2,
+                                            &rig->target, 1, err);
             if (status != WSYNC_OK) { /* nobody reads it any more */
-                memset(data[i], 0, SLOT + NBYTES);
+                memset(data[i], 0, nbytes[i]);
             }
         }
     }
