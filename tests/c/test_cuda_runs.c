@@ -5,7 +5,7 @@
 
 enum {
     LEAST = 64 * 1024, /* of a run for a copy engine */
-    ROWS = 5,
+    ROWS = 6,
     TINY = 3 * LEAST + 17,
     ROWS_AT = 4 * LEAST,
     SHORT_AT = ROWS_AT + ROWS * (LEAST + 3),
@@ -30,10 +30,10 @@ static const wsync_copy_t mixed[] = {
      .row_count = LEAST / 2 + 1,
      .source_item_nbytes = 2,
      .destination_item_nbytes = 2,
-     .ndim = 1,
-     .extent = {ROWS},
-     .source_stride = {LEAST + 40},
-     .destination_stride = {-(LEAST + 3)}},
+     .ndim = 2,
+     .extent = {2, ROWS / 2},
+     .source_stride = {LEAST + 40, 2 * (LEAST + 40)},
+     .destination_stride = {-(LEAST + 3) * ROWS / 2, -(LEAST + 3)}},
     {.destination_offset = SHORT_AT,
      .row_count = LEAST - 1,
      .source_item_nbytes = 1,
