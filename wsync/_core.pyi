@@ -464,6 +464,9 @@ class Importer:
         """Has the stream wait until a round lies in the ring (None: waits here)."""
     def wait(self, round: int, timeout: float, check: Check = None) -> None:
         """Waits here until a round that was taken lies in the ring."""
+    @property
+    def arrived(self) -> int:
+        """Rounds of this update that were taken and lie in the ring, as far as is known."""
     def done(self, round: int, stream: Stream | None, timeout: float, check: Check = None) -> None: ...
     def prepared(self, tensors: int, nbytes: int, checksum: int, timeout: float, check: Check = None) -> None: ...
     def verdict(self, timeout: float, check: Check = None) -> None:

@@ -165,6 +165,9 @@ wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,
 /* Waits in the calling thread until `round`, which has been taken, lies in the ring. */
 wsync_status_t wsync_importer_wait(wsync_importer_t *importer, uint32_t round,
                                    int timeout_ms, wsync_error_t *err);
+/* Rounds of this update that have been taken and lie in the ring, as far as is known
+ * without waiting. */
+uint32_t wsync_importer_arrived(const wsync_importer_t *importer);
 /* Gives the slot back when `stream` gets here (NULL: now). */
 wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
                                    wsync_stream_t *stream, int timeout_ms,

@@ -329,6 +329,20 @@ wsync_status_t wsync_importer_wait(wsync_importer_t *importer, uint32_t round,
     return wsync_ending_note_failure(&importer->ending, status, err);
 }
 
+uint32_t wsync_importer_arrived(const wsync_importer_t *importer)
+{
+    uint64_t word;
+
+    if (!importer->updating || importer->next_take == 0) {
+        return 0;
+    }
+    word = wsync_event_query(wsync_link_event(&importer->link, SESSION_READY_OFFSET));
+    if (word >= importer->base + importer->next_take) {
+        return importer->next_take;
+    }
+    return word > importer->base ? (uint32_t)(word - importer->base) : 0;
+}
+
 wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
                                    wsync_stream_t *stream, int timeout_ms,
                                    wsync_error_t *err)

@@ -308,7 +308,23 @@ static PyMethodDef importer_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *importer_arrived(PyObject *object, void *Py_UNUSED(closure))
+{
+    wsync_py_peer_t *peer = (wsync_py_peer_t *)object;
+    uint32_t rounds;
+
+    if (wsync_py_peer_enter(peer) < 0) {
+        return NULL;
+    }
+    rounds = wsync_importer_arrived(peer->core);
+    wsync_py_peer_leave(peer);
+    return PyLong_FromUnsignedLong(rounds);
+}
+
 static PyGetSetDef importer_getset[] = {
+    {"arrived", importer_arrived, NULL,
+     "Rounds of this update that were taken and lie in the ring, as far as is known.",
+     NULL},
     {"generation", importer_generation, NULL,
      "Counts attaches: a change means that ring and manifest are new ones.", NULL},
     {"ring", importer_ring, NULL, "The ring; valid for as long as it is referenced.", NULL},

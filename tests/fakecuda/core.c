@@ -53,6 +53,9 @@ void fake_log(const char *format, ...)
 {
     va_list arguments;
 
+    if (atomic_load(&log_fd) < 0) {
+        return;
+    }
     va_start(arguments, format);
     write_line(atomic_load(&log_fd), format, arguments);
     va_end(arguments);

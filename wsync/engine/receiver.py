@@ -213,14 +213,17 @@ class Receiver:
         for round in range(rounds):
             with trace.span("take", round):
                 importer.take(round, stream, timeout, look)
-            self.state.lose(f"{_nth(update)} is running")
+            if round == 0:
+                self.state.lose(f"{_nth(update)} is running")
             with trace.span("load", round) if stream is None else nullcontext():
                 self._loader.load(round)
             importer.done(round, stream, timeout)
         if stream is not None:
-            for round in range(rounds):
+            round = 0
+            while round < rounds:
                 with trace.span("take", round):
                     importer.wait(round, timeout, look)
+                round = max(round + 1, importer.arrived)
         with trace.span("finish"):
             receipt = self._loader.finish(timeout)
             await_torch(self._loader.device, timeout)  # what loaders do last

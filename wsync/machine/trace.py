@@ -12,8 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from wsync import _core
@@ -23,6 +22,22 @@ _log = logging.getLogger(__name__)
 VARIABLE = "WSYNC_TRACE"
 PHASES = {_core.PACK: "pack", _core.LOCAL: "local", _core.UNPACK: "unpack"}
 Span = tuple[str, str, int, int, int]
+
+
+class Stretch:
+    """A stretch of this thread's time, for `with`; there are some in every round."""
+
+    __slots__ = ("_begin", "_end")
+
+    def __init__(self, end: Callable[[int, int], object]) -> None:
+        """end: called at the end with the times of both, in ns of CLOCK_MONOTONIC."""
+        self._end = end
+
+    def __enter__(self) -> None:
+        self._begin = time.monotonic_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._end(self._begin, time.monotonic_ns())
 
 
 class Trace:
@@ -43,13 +58,9 @@ class Trace:
         """An empty one, for the next update."""
         return Trace(self._folder, self.role, self.rank)
 
-    @contextmanager
-    def span(self, what: str, round: int = -1) -> Iterator[None]:
-        begin = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            self.spans.append(("thread", what, round, begin, time.monotonic_ns()))
+    def span(self, what: str, round: int = -1) -> Stretch:
+        """Around what is to be a span."""
+        return Stretch(lambda begin, end: self.spans.append(("thread", what, round, begin, end)))
 
     def mark(self, what: str, round: int) -> None:
         """Something that takes no time."""

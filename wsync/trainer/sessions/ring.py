@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from wsync import _core
@@ -24,6 +22,27 @@ _log = logging.getLogger(__name__)
 
 # errors of csrc/ipc, and not of checks or streams; their words are about the other side
 _SESSIONS = ("session", "channel", "frame", "listener", "blob")
+
+
+class _Naming:
+    """Around calls of a session, some in every round: its errors say whose session it is.  The
+    core, which writes those of a session on this host, knows its peer as a process alone."""
+
+    __slots__ = ("_engine", "_worker")
+
+    def __init__(self, engine: str, worker: int) -> None:
+        self._engine, self._worker = engine, worker
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, _core.WsyncError) or error.origin not in _SESSIONS:
+            return
+        where, worker, text = f"engine {self._engine}: ", f"worker {self._worker}", str(error)
+        named = text.replace("worker (pid ", f"{worker} (pid ", 1)
+        said = type(error)(where + named if named != text else f"{where}{worker}: {text}")
+        said.origin, said.native = "engine", error.native
+        raise said from error
 
 
 class WorkerSession(Session):
@@ -46,7 +65,7 @@ class WorkerSession(Session):
     ) -> None:
         super().__init__(worker)
         self.name = f"engine {engine}: worker {index}"
-        self._engine, self._worker = engine, f"worker {index}"
+        self._engine, self._worker = engine, index
         self._park = park
         self.id = secrets.token_hex(8)
         # once accepted: the places of lent memory that the worker can read, its own device first;
@@ -60,21 +79,8 @@ class WorkerSession(Session):
     def _listen(self) -> Exporter:
         return _core.Exporter(self._directory)
 
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Has errors of a session on this host say whose session it is: the core, which writes
-        them, knows its peer as a process alone."""
-        try:
-            yield
-        except _core.WsyncError as error:
-            if error.origin not in _SESSIONS:
-                raise
-            text = str(error)
-            named = text.replace("worker (pid ", f"{self._worker} (pid ", 1)
-            where = f"engine {self._engine}: " if named != text else f"{self.name}: "
-            said = type(error)(where + named)
-            said.origin, said.native = "engine", error.native
-            raise said from error
+    def _naming(self) -> _Naming:
+        return _Naming(self._engine, self._worker)
 
     @property
     def _exporter(self) -> Exporter:
@@ -170,6 +176,8 @@ class WorkerSession(Session):
                 exporter.look()
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
+        if isinstance(self._exporter, _core.Exporter) and self._exporter.loaded > round:
+            return  # by its word, which is there without a call of the kernel
         with self._naming():
             self._exporter.acquire(round, None, timeout, check)
 
