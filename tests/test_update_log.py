@@ -15,7 +15,9 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync.demo.engines.weights_only_engine import ProcessEngine
+from wsync.engine.learn import time_limit
 from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.machine.deadline import PUNCTUAL
 from wsync.messages.control import Learnt
 from wsync.trainer import updates
 
@@ -133,6 +135,29 @@ def test_learning_that_takes_long_is_told_once(
     assert second.learning_seconds == 0
     found = [text for text in said(caplog, logging.WARNING) if "s of this update to learn" in text]
     assert len(found) == count
+
+
+def test_learning_that_takes_too_long_is_told_before_the_trainer_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[float] = []
+
+    def late(*_: object) -> bytes:
+        limit = time_limit._limit.get()
+        assert limit is not None
+        limits.append(limit.seconds)
+        with time_limit.learning(-1.0):
+            time_limit.check()
+        return b""
+
+    monkeypatch.setattr(RecordedLoader, "_learn", late)
+    engine = ThreadEngine([RecordedLoader(changed(Fused.load_weights))])
+    with (
+        wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync,
+        pytest.raises(wsync.RemoteError, match=r"took over .* s; the trainer's Options\(deadline="),
+    ):
+        sync.update()
+    assert limits[0] < PUNCTUAL * OPTIONS.deadline < OPTIONS.deadline
 
 
 def test_metrics_have_names_of_slime_and_of_wsync() -> None:

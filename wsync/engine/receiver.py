@@ -21,6 +21,7 @@ from wsync._core import (
 from wsync.engine.learn.time_limit import learning
 from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.update_state import UpdateState
+from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
 from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.gpu_allocations import place_of
 from wsync.machine.trace import Trace
@@ -257,7 +258,9 @@ class Receiver:
         assert isinstance(self._loader, Learner)
         former.begin(message.deadline)
         address, _, model = former.manifest.partition(b"\n")
-        with learning(message.deadline):
+        # the trainer hears why before it gives up
+        seconds = PUNCTUAL * message.deadline
+        with learning(max(seconds - LATER_SECONDS, seconds / 2)):
             blob = self._loader.learn(
                 Layout.from_bytes(model),
                 lambda: self.state.lose(f"{_nth(message.update)} is running"),

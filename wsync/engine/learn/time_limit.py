@@ -1,4 +1,4 @@
-"""How long a worker may take to learn: as long as the trainer waits for it."""
+"""How long a worker may take to learn: hardly less than the trainer waits for it."""
 
 from __future__ import annotations
 
@@ -26,4 +26,7 @@ def check() -> None:
     """Raises DeadlineError where learning has taken too long."""
     limit = _limit.get()
     if limit is not None and not limit.left:
-        raise DeadlineError(f"learning what load_weights does took over {limit.seconds:.1f} s")
+        raise DeadlineError(
+            f"learning what load_weights does took over {limit.seconds:.1f} s; the trainer's "
+            "Options(deadline=) gives more"
+        )
