@@ -262,6 +262,15 @@ static wsync_status_t reserve(wsync_cuda_spans_t *spans, wsync_error_t *err)
     return WSYNC_OK;
 }
 
+/* Whether an answer has to be had again.  A device that reads all of the host's memory goes
+ * on reading there what it has read, whoever registers it meanwhile. */
+static bool is_stale(const wsync_cuda_spans_t *spans, const known_t *known, unsigned age)
+{
+    const bool stays = known->place.kind == WSYNC_CUDA_PAGEABLE && spans->device->pageable;
+
+    return known->nbytes == 0 || (known->age != age && !stays);
+}
+
 wsync_status_t wsync_cuda_spans_find(wsync_cuda_spans_t *spans, const wsync_span_t *span,
                                      wsync_cuda_place_t *place, wsync_error_t *err)
 {
@@ -284,7 +293,7 @@ wsync_status_t wsync_cuda_spans_find(wsync_cuda_spans_t *spans, const wsync_span
         return status;
     }
     known = seek(spans->known, spans->capacity, span);
-    if (known->nbytes == 0 || known->age != age) {
+    if (is_stale(spans, known, age)) {
         status = classify(spans->device, span, &made, &range, err);
         if (status != WSYNC_OK) {
             return status;
