@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from wsync._core import (
     BufferTable,
@@ -50,7 +51,8 @@ class LoadTarget(Protocol):
         """The memory that the layout's buffers are."""
 
     def complete(self) -> None:
-        """Does what is left when every byte has come.  LayoutError: this cannot be served."""
+        """Does what is left when every byte has come, and counts the copies as writes, which torch
+        has not seen: caches go by tensors' versions.  LayoutError: this cannot be served."""
 
     def check_places(self) -> None:
         """StateError: a tensor is not where it was any more."""
@@ -180,6 +182,7 @@ class Destination:
 
     def complete(self) -> None:
         """LayoutError: two names of one tensor have brought different values."""
+        increment_version([*self.tensors, *(twin.tensor for twin in self.twins)])
         for (name, index, _), (copy, first) in zip(self.twins, self._copies, strict=True):
             if not same_bytes(copy, first):
                 raise LayoutError(
@@ -205,6 +208,7 @@ class Boxes:
 
     def complete(self) -> None:
         """Each element has one name."""
+        increment_version(self._tensors)
 
     def check_places(self) -> None:
         """StateError: a tensor is not where it was any more."""

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any, Final
 
 import torch
+from torch.autograd.graph import increment_version
 
 from wsync._core import (
     BufferTable,
@@ -119,6 +120,7 @@ class ModuleMemory:
         self.facts: list[Fact] = []
         self.parameters: set[str] = set()  # paths
         numbers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # of areas, by the ids of their tensors
         self.parts = dict(module.named_modules())
         self.names = _names_of_parts(self.parts)
         self.device = torch.device("cpu")  # that the first tensor is on
@@ -133,6 +135,7 @@ class ModuleMemory:
                 continue
             bound[id(tensor)] = at(tensor, typed(type(tensor), KEEP))
             number = numbers.setdefault(start, len(self.areas))
+            self._numbers[id(tensor)] = number
             if number == len(self.areas):
                 self.areas.append(Area(start, end, partial(slot.get, name), path))
             elif end != self.areas[number].end:
@@ -207,6 +210,11 @@ class ModuleMemory:
         if self._table is None or (tensors := self._held()) is None:
             return None
         return self._table.storages(tensors)
+
+    def count_writes(self, areas: Collection[int]) -> None:
+        """Raises the versions of the tensors in areas that were written to without torch."""
+        numbers = self._numbers
+        increment_version([t for t in self._held() or () if numbers[id(t)] in areas])
 
     def current(self) -> bool:
         """Whether the module holds the very same tensors where they were, and no others."""

@@ -408,6 +408,7 @@ class _Replay(RoutedLoader):
         # in the order in which they were tried: one may go by another
         self.aside = [fact for fact in model if fact.name in recording.fallback]
         self.layout = self._destination({name: fact.shape for name, fact in by_name.items()})
+        self.written = frozenset(recording.areas)
         self._held: ModuleMemory | None = None
         # the shapes that the loader has loaded, and what came of them
         self._notes: tuple[torch.Tensor, list[int]] | None = None
@@ -523,6 +524,7 @@ class _Filling:
         LayoutError where a tensor was written over another that brings other values."""
         self._memory = []
         recording, areas = self._replay.recording, self._held.areas
+        self._held.count_writes(self._replay.written)
         if not (self._staged or recording.fills or recording.copies or recording.twins):
             return  # nothing more is written; check_places() comes when the update is confirmed
         self.check_places()
