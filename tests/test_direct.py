@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -204,12 +205,32 @@ def test_auto_looks_once_where_nothing_can_be_lent(
 def test_auto_spares_descriptors(
     weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with mock.patch("wsync.trainer.lending._most_segments", return_value=len(weights) - 1):
+    with mock.patch("wsync.trainer.lending.most_segments", return_value=len(weights) - 1):
         for options, path in ((AUTO, "ring"), (OPTIONS, "direct")):
             with wsync.connect(weights, engines=[engine], options=options) as sync:
                 assert set(sync.update().paths.values()) == {path}
     (said,) = [text for text in caplog.messages if "ulimit -n" in text]
     assert f"rank 0 has its weights in {len(weights)} pieces of shared memory" in said
+
+
+def test_auto_spares_descriptors_of_an_engine(
+    weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = [(pid, resource.prlimit(pid, resource.RLIMIT_NOFILE)) for pid in engine.pids]
+    few = 4 * len(weights) - 1
+    try:
+        for pid, (_, most) in limits:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, most))
+        for options, path in ((AUTO, "ring"), (OPTIONS, "direct")):
+            with wsync.connect(weights, engines=[engine], options=options) as sync:
+                assert set(sync.update().paths.values()) == {path}
+                assert same(engine.weights(), weights)
+    finally:
+        for pid, before in limits:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    said = [text for text in caplog.messages if "gets a ring" in text]
+    assert len(said) == engine.workers
+    assert f"1 pieces of shared memory more than {len(weights) - 1}, a quarter" in said[0]
 
 
 @pytest.mark.parametrize("delivery", ["auto", "direct"])

@@ -24,6 +24,7 @@ from wsync.engine.update_state import UpdateState
 from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
 from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.gpu_allocations import place_of
+from wsync.machine.process_maps import most_segments
 from wsync.machine.trace import Trace
 from wsync.messages.control import BORROWS, LEARN, UPDATING, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
@@ -239,7 +240,8 @@ class Receiver:
             said = blob
             if isinstance(self._loader, Borrows):
                 places = map(place_of, [device.uuid, *device.peers])
-                said = BORROWS + ",".join(places).encode() + b"\n" + blob
+                facts = ",".join([str(most_segments()), *places])
+                said = BORROWS + facts.encode() + b"\n" + blob
             # first: a late message of a trainer that is gone does not end another's session
             importer = connect(message.address, said, message.deadline, device)
             if self._importer is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Final, NamedTuple
@@ -140,6 +141,14 @@ class SharedMaps:
             finally:
                 os.close(fd)
         return borrowed
+
+
+def most_segments(ranks: int = 1) -> int:
+    """How many files each of so many ranks may lend unasked, that processes which hold all of them
+    keep most of their descriptors and mappings for other things."""
+    with open("/proc/sys/vm/max_map_count", encoding="ascii") as file:
+        mappings = int(file.read())
+    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], mappings) // (4 * ranks)
 
 
 def _file_of(facts: os.stat_result) -> File:

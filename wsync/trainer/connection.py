@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -39,6 +40,8 @@ from wsync.trainer.sessions.stock import StockSession
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+_log = logging.getLogger(__name__)
 
 
 class Connection:
@@ -269,7 +272,7 @@ class Connection:
         borrowing = [
             [s.worker, s.reaches]
             for s in self._sessions
-            if isinstance(s, DirectSession) and s.reaches
+            if isinstance(s, DirectSession) and self._borrows(s)
         ]
         mine = [self._learning_seconds, learnt, borrowing]
         seconds, found, able = zip(*self._group.gather_json(mine), strict=True)
@@ -278,6 +281,21 @@ class Connection:
         for number, reason in (each for rank in found for each in rank):
             engine = self._roster.engines[self._roster.workers[number].engine].name
             self._own_loading.setdefault(engine, reason)
+
+    def _borrows(self, session: WorkerSession) -> bool:
+        """Whether a worker can read what is lent to it."""
+        if self._lending is None or not session.reaches:
+            return False
+        if surplus := self._lending.surplus(session.most_segments):
+            _log.warning(
+                "wsync: %s gets a ring: the trainer's weights lie in %d pieces of shared memory "
+                "more than %d, a quarter of ulimit -n there, and are read in place with "
+                "Options(delivery='direct') alone",
+                session.name,
+                surplus,
+                session.most_segments,
+            )
+        return not surplus
 
     def _remote_introductions(self) -> dict[int, tuple[str, Introduction]]:
         """What the remote workers of this rank have said of themselves, by their rank in the

@@ -8,7 +8,6 @@ ranks' segments on to it, each once, and tells it where the buffers of its manif
 from __future__ import annotations
 
 import contextlib
-import resource
 import struct
 from collections.abc import Sequence, Set
 from typing import Any, Final, NamedTuple
@@ -17,7 +16,7 @@ from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Check, Deadline
 from wsync.machine.gpu_allocations import GpuAllocations, GpuPlace, GpuSegment, place_of
-from wsync.machine.process_maps import File, FilePlace, SharedMaps
+from wsync.machine.process_maps import File, FilePlace, SharedMaps, most_segments
 from wsync.module_tensors.names_in_messages import listed
 from wsync.options import Options
 
@@ -64,7 +63,7 @@ class Lender:
         self, layout: _core.Layout, rank: int, *, wholly: bool = False, ranks: int = 1
     ) -> None:
         self._layout = layout
-        self._wholly = wholly
+        self.wholly = wholly
         self._ranks = ranks
         self._rank = rank
         self._used = _buffers(layout)
@@ -118,7 +117,7 @@ class Lender:
             self._drop(source)
         used = {place[0] for place in found if place is not None}
         count = sum(source.descriptors for source in used)
-        if self._wholly and count > (most := _most_segments(self._ranks)):
+        if self.wholly and count > (most := most_segments(self._ranks)):
             self._lend_nothing(
                 len(spans),
                 f"rank {self._rank} has its weights in {count} pieces of shared memory, and "
@@ -134,7 +133,7 @@ class Lender:
             _core.DeviceError,
             _core.StateError,
         ) as error:
-            if not self._wholly:
+            if not self.wholly:
                 raise
             self._lend_nothing(len(spans), f"rank {self._rank} cannot lend its weights: {error}")
             return
@@ -150,7 +149,7 @@ class Lender:
         pairs = zip(self.places, spans, strict=True)
         private = {i for i, (place, (_, nbytes)) in enumerate(pairs) if nbytes and not place}
         self.obstacle = self._name(private) if private else ""
-        if private and self._wholly:
+        if private and self.wholly:
             self._lend_nothing(len(spans), self.obstacle if any(self.places) else "")
 
     def _lend_nothing(self, count: int, why: str) -> None:
@@ -192,10 +191,6 @@ class Lender:
             "parameters in memory that no other process can map; make the model within "
             f"wsync.exportable(), or {way}, for engines to read them in place"
         )
-
-
-def _most_segments(ranks: int) -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (4 * ranks)
 
 
 class Borrower:
@@ -272,7 +267,8 @@ class Lending:
         self._group = group
         self._lender = lender
         self._hosts = hosts
-        self._homes = [home for home in homes if hosts[home] == hosts[group.rank]]
+        self._host = hosts[group.rank]
+        self._homes = [home for home in homes if hosts[home] == self._host]
         self._options = options
         self._told: list[Bound | None] | None = None  # where this rank's buffers are known to lie
         self._passed: set[int] = set()  # segments that the homes have
@@ -293,6 +289,17 @@ class Lending:
             near = lent if self._hosts[rank] == host and place in reached else b""
             found += near[:count].ljust(count, b"\0")
         return bytes(found)
+
+    def surplus(self, most: int) -> int:
+        """How many more segments the ranks of this host lend than a worker there may hold unasked;
+        0 where they have been asked to lend them."""
+        near = [
+            found
+            for found, host in zip(self.places, self._hosts, strict=True)
+            if host == self._host
+        ]
+        count = sum(len({place.segment for place in found if place}) for found in near)
+        return max(0, count - most) if self._lender.wholly else 0
 
     @property
     def empty(self) -> bool:

@@ -71,6 +71,7 @@ class WorkerSession(Session):
         # once accepted: the places of lent memory that the worker can read, its own device first;
         # none of a worker that reads none
         self.reaches: list[str] = []
+        self.most_segments = 0  # that such a worker may hold where nobody has asked for it
         self._directory = directory
         # one that the worker is in, and before it, while the worker learns, the one it was in
         self._exporters: list[Exporter] = [self._listen()]
@@ -96,8 +97,9 @@ class WorkerSession(Session):
             said = self._exporter.accept(timeout, check)
         if not said.startswith(BORROWS):
             return said
-        places, _, asked = said.removeprefix(BORROWS).partition(b"\n")
-        self.reaches = places.decode("ascii", "replace").split(",")
+        facts, _, asked = said.removeprefix(BORROWS).partition(b"\n")
+        most, *self.reaches = facts.decode("ascii", "replace").split(",")
+        self.most_segments = int(most) if most.isdecimal() else 0
         return asked
 
     @property
