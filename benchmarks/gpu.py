@@ -17,10 +17,17 @@ from benchmarks.gpu_device import find_gpu
 LAYERS = 48
 
 
-def run(layers: int = LAYERS) -> Iterator[dict[str, Any]]:
-    """Rows; Skipped says why there are none."""
+def run(layers: int = LAYERS, only: str = "") -> Iterator[dict[str, Any]]:
+    """Rows, of one part or of all; Skipped says why there are none."""
     gpu = find_gpu()
     print(gpu.title(), flush=True)
-    for part in (gpu_memory.run, gpu_order.run, gpu_copy.run, gpu_quantise.run):
-        yield from part(gpu)
-    yield from gpu_update.run(gpu, layers)
+    parts = {
+        "memory": gpu_memory.run,
+        "order": gpu_order.run,
+        "copy": gpu_copy.run,
+        "quantise": gpu_quantise.run,
+        "update": lambda gpu: gpu_update.run(gpu, layers),
+    }
+    for name, part in parts.items():
+        if only in ("", name):
+            yield from part(gpu)
