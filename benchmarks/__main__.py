@@ -24,6 +24,7 @@ NEEDED = {
 }
 NAMES = tuple(NEEDED)
 DIRECT_NEEDED = 11 * GB  # of `update --direct`
+GPU_PARTS = ("memory", "order", "copy", "quantise", "update")
 
 
 def rows(name: str, **options: Any) -> Iterator[dict[str, Any]]:
@@ -45,7 +46,7 @@ def _show(row: dict[str, Any]) -> None:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     text = ", ".join(f"{name} ({nbytes // GB} GB of memory)" for name, nbytes in NEEDED.items())
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {text}")
@@ -61,10 +62,29 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help=f"update: only direct delivery ({DIRECT_NEEDED // GB} GB of memory)",
     )
+    parser.add_argument("--only", choices=GPU_PARTS, help="gpu: of its parts, this one")
+    parser.add_argument(
+        "--checklist",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="N",
+        help="gpu: what only GPUs can show (number N of it): run and judged, or listed without any",
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
     chosen = parser.parse_args(arguments)
     for name in chosen.names:
         if name not in NAMES:
             parser.error(f"unknown benchmark {name!r}; there are {', '.join(NAMES)}")
+    if chosen.checklist is not None:
+        if chosen.names != ["gpu"]:
+            parser.error("--checklist is one of gpu")
+        missed: int = importlib.import_module("benchmarks.gpu_checklist").run(chosen.checklist)
+        return 1 if missed else 0
     wrong = cases = skipped = 0
     facts = environment()
     print(
@@ -77,6 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
             options["layers"] = chosen.layers
         if name == "update" and chosen.direct:
             options["direct"] = True
+        if name == "gpu" and chosen.only:
+            options["only"] = chosen.only
         try:
             for row in rows(name, **options):
                 cases += 1
