@@ -333,6 +333,7 @@ class Front(BaseHTTPRequestHandler):
     engine: ClassVar[VllmEngine | Calls]
     seen: ClassVar[list[str]] = []
     unknown: ClassVar[set[str]] = set()
+    pages: ClassVar[set[str]] = set()  # answered by a gateway's own page
 
     def do_POST(self) -> None:
         self.seen.append(self.path)
@@ -352,7 +353,7 @@ class Front(BaseHTTPRequestHandler):
             results = self.engine.collective_rpc(body["method"], args=body.get("args", []))
             plain = (dict, list, type(None))
             answer = {"results": [r if isinstance(r, plain) else str(r) for r in results]}
-        data = json.dumps(answer).encode()
+        data = b"<html>" if path in self.pages else json.dumps(answer).encode()
         self.send_response(404 if answer is None else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -404,6 +405,19 @@ def test_vllms_own_server_drops_more_where_there_is_more(
         ]
         VllmServer(front.removeprefix("vllm+")).update_weight_version("7")
         assert Front.seen[-1] == "/update_weight_version {'new_version': '7'}"
+
+
+@pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache", "/resume"])
+def test_a_gateways_page_is_no_answer_of_vllms(
+    path: str, front: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Front.engine = Calls()
+    monkeypatch.setattr(Front, "pages", {path})
+    engine = wsync.handle(front)
+    with pytest.raises(wsync.RemoteError, match=f"{path}.*: HTTP 200, but not vLLM's answer"):
+        engine.pause("abort", 60)
+        engine.flush(60)
+        engine.resume(60)
 
 
 def test_workers_that_cannot_be_reached_are_named() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import RemoteError, UnsupportedError
-from wsync.handles.answers import check_answer, engine_text, json_or_text
+from wsync.handles.answers import check_answer, cut, engine_text, json_or_text
 from wsync.handles.local import LocalHandle, call_actor
 from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
@@ -263,5 +263,7 @@ class VllmServer:
         if status != 200:
             hint = "; is VLLM_SERVER_DEV_MODE=1 set?" if status == 404 else ""
             raise RemoteError(f"{path}: HTTP {status}: {engine_text(text)}{hint}")
-        answer = json_or_text(text)
-        return answer if isinstance(answer, dict) else {}
+        answer = json_or_text(text) if text else {}  # some paths of some versions say nothing
+        if not isinstance(answer, dict):
+            raise RemoteError(f"{path}: HTTP 200, but not vLLM's answer: {cut(text)!r}")
+        return answer

@@ -31,8 +31,11 @@ import contextlib
 import json
 import logging
 import secrets
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -140,7 +143,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
 
     def __init__(self, init_info: TrainerInitInfo, *, client: Any, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        self._options = init_info.options
+        self._options = init_info.options or wsync.Options()
         self._engine = _Engine(client, init_info.workers)
         self._weights: dict[str, torch.Tensor] = {}  # what the source gives, during an update
         self._sync: wsync.Sync | None = None
@@ -155,7 +158,9 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         if source is None:
             raise ValueError("wsync's weight transfer needs a WeightSource")
         if init_info.is_sender:
-            client.init_weight_transfer_engine({"workers": init_info.workers})
+            timeout = (init_info.options or wsync.Options()).deadline
+            name, told = "init_weight_transfer_engine", {"workers": init_info.workers}
+            _within(timeout, name, lambda: client.init_weight_transfer_engine(told))
         return cls(init_info, client=client, source=source)
 
     def send_weights(self, weight_version: str | None = None) -> wsync.Report:
@@ -176,11 +181,11 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         except BaseException:
             self._failed = True
             with contextlib.suppress(Exception):  # the update's own error says more
-                self._engine.finish(None)
+                self._engine.finish(None, self._options.deadline)
             raise
         finally:
             self._weights.clear()  # which are gathered for this update alone
-        self._engine.finish(str(report.version))
+        self._engine.finish(str(report.version), self._options.deadline)
         return report
 
     def _connected(self) -> wsync.Sync:
@@ -239,11 +244,32 @@ class _Engine:
             self._facts["weight_version"] = version
         return [[True, ""] for _ in ranks]
 
-    def finish(self, version: str | None) -> None:
-        """Ends what has been started, if anything has."""
+    def finish(self, version: str | None, timeout: float) -> None:
+        """Ends what has been started, if anything has; vLLM's clients may wait without an end."""
         if self._started:
             self._started = False
-            self._client.finish_weight_update(version)
+            name = "finish_weight_update"
+            _within(timeout, name, lambda: self._client.finish_weight_update(version))
+
+
+def _within(timeout: float, name: str, call: Callable[[], object]) -> None:
+    """Makes a call of vLLM's client; DeadlineError if it has not returned then."""
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=f"wsync-{name}").start()
+    try:
+        future.result(timeout)
+    except FutureTimeoutError:
+        if future.done():  # the call's own
+            raise
+        late = f"vLLM's {name} has not returned within {timeout:.0f} s"
+        raise wsync.DeadlineError(late) from None
 
 
 register()
