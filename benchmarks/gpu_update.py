@@ -126,7 +126,9 @@ def _update(
     nbytes: int,
     other: tuple[str, float, bool],
 ) -> dict[str, Any]:
-    options = wsync.Options(round_nbytes=round_nbytes, progress=False, deadline=_SECONDS)
+    options = wsync.Options(
+        round_nbytes=round_nbytes, progress=False, deadline=_SECONDS, delivery="wsync"
+    )
     with wsync.connect(weights, [engine], options=options) as sync:
         reports: list[Any] = []
         seconds, verified = _measure(gpu, engine, weights, lambda: reports.append(sync.update()))

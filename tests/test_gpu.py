@@ -7,6 +7,7 @@ stand-in for the driver (test_cuda_update.py does so) all of it runs that needs 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import os
@@ -29,7 +30,12 @@ from wsync.messages import gpu_payload
 
 pytestmark = pytest.mark.gpu
 
-OPTIONS = wsync.Options(deadline=60.0, progress=False, round_nbytes=1 << 18)
+OPTIONS = wsync.Options(
+    deadline=60.0,
+    progress=False,
+    round_nbytes=1 << 18,
+    delivery="wsync",  # by rounds
+)
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "uint8")
 CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"))
 
@@ -115,7 +121,7 @@ def test_backups_in_host_memory_are_read_from_there(pinned: bool) -> None:
 
 
 def test_a_thousand_rounds_through_two_slots_keep_their_order() -> None:
-    options = wsync.Options(deadline=60.0, progress=False, round_nbytes=4096, ring_nbytes=8192)
+    options = dataclasses.replace(OPTIONS, round_nbytes=4096, ring_nbytes=8192)
     weights = draw(6, LARGE)
     with GpuEngine(weights) as engine:
         with wsync.connect(weights, [engine], options=options) as sync:
@@ -125,6 +131,22 @@ def test_a_thousand_rounds_through_two_slots_keep_their_order() -> None:
                 assert wrong(engine.weights(), weights) == []
     assert report.rounds >= 1000
     assert report.ring_nbytes == 8192
+
+
+@pytest.mark.parametrize("delivery", ["direct", "auto"])
+def test_weights_are_copied_out_of_torch_s_own_memory(delivery: str) -> None:
+    options = dataclasses.replace(OPTIONS, delivery=delivery)
+    weights = draw(17, {**DENSE, **LARGE})
+    with (
+        GpuEngine(weights) as engine,
+        wsync.connect(weights, [engine], options=options) as sync,
+    ):
+        for seed in (18, 19, 20):
+            for name, tensor in draw(seed, {**DENSE, **LARGE}).items():
+                weights[name].copy_(tensor)
+            report = sync.update()
+            assert wrong(engine.weights(), weights) == []
+    assert dry() or set(report.paths.values()) == {"direct"}
 
 
 def test_later_updates_take_no_memory_of_the_gpu(torch_cuda: None) -> None:
@@ -435,7 +457,7 @@ def _bytes(nbytes: int) -> _core.Route:
 
 
 def test_an_engine_that_is_killed_leaves_the_trainer_s_gpu_usable() -> None:
-    options = wsync.Options(deadline=10.0, progress=False, round_nbytes=4096, ring_nbytes=8192)
+    options = dataclasses.replace(OPTIONS, deadline=10.0, round_nbytes=4096, ring_nbytes=8192)
     weights = draw(12, LARGE)
     with GpuEngine(weights) as victim, GpuEngine(weights) as survivor:
         with wsync.connect(weights, [victim, survivor], options=options) as sync:

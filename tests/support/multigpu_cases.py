@@ -23,7 +23,7 @@ from wsync.machine import device
 from wsync.trainer.connection import Connection
 from wsync.trainer.sessions import broadcast
 
-OPTIONS = wsync.Options(deadline=20.0, progress=False)
+OPTIONS = wsync.Options(deadline=20.0, progress=False, delivery="wsync")
 STRUCK = 1  # the round in which a rank is killed
 
 
