@@ -27,6 +27,7 @@ import wsync
 from wsync import _core
 from wsync.machine import device
 from wsync.messages import gpu_payload
+from wsync.trainer import lending
 
 pytestmark = pytest.mark.gpu
 
@@ -134,7 +135,10 @@ def test_a_thousand_rounds_through_two_slots_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("delivery", ["direct", "auto"])
-def test_weights_are_copied_out_of_torch_s_own_memory(delivery: str) -> None:
+def test_weights_are_copied_out_of_torch_s_own_memory(
+    delivery: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "GPUS_UNASKED", True)
     options = dataclasses.replace(OPTIONS, delivery=delivery)
     weights = draw(17, {**DENSE, **LARGE})
     with (

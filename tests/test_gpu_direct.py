@@ -134,6 +134,10 @@ def test_what_cannot_be_lent_goes_through_a_ring_in_the_same_update(trainer: Ran
     assert "torch_memory_saver" in said[0]
 
 
+def test_auto_reads_no_memory_of_gpus_yet(trainer: Ranks) -> None:
+    assert trainer.run(gpu_direct_cases.keeps_to_rings, timeout=120) == [{"ring"}]
+
+
 def test_auto_reads_in_place_all_weights_or_none(trainer: Ranks) -> None:
     (facts,) = trainer.run(gpu_direct_cases.cannot_be_lent, "auto", timeout=120)
     assert facts["right"] == [True] * 3

@@ -32,6 +32,7 @@ from wsync.layout import TrainerLayout
 from wsync.trainer import connection, lending
 from wsync.trainer.sessions.direct import DirectSession
 
+lending.GPUS_UNASKED = True
 Played = dict[str, PlayedTensor]
 Place = Callable[[Weights], Played]
 
@@ -181,6 +182,17 @@ def moves(place: str, park: bool) -> dict[str, Any]:
             paths |= set(report.paths.values())
             asked = calls(begin)[engine.pids[0]]
     return {"right": right, "paths": paths, "worker": asked}
+
+
+def keeps_to_rings() -> set[str]:
+    """Where nobody has asked for anything else."""
+    with (
+        mock.patch.object(lending, "GPUS_UNASKED", False),
+        _connected(by_handle(weights_of(1)), delivery="auto") as (sync, engine),
+    ):
+        paths = set(sync.update().paths.values())
+        assert same(engine.weights(), weights_of(1))
+    return paths
 
 
 def pauses() -> dict[str, Any]:

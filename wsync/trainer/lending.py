@@ -23,6 +23,9 @@ from wsync.options import Options
 _BINDING: Final = struct.Struct("=QQQ")  # wsync_binding_t of csrc/ipc/session.h
 _UNBOUND: Final = _BINDING.pack(2**64 - 1, 0, 0)
 
+# Whether "auto" lends memory of GPUs: not before a GPU has shown that it can be read in place.
+GPUS_UNASKED = False
+
 Segment = tuple[int, int]  # the rank whose it is, and its number there
 
 
@@ -97,6 +100,9 @@ class Lender:
         """
         self.gpu = gpu
         _sweep()
+        if gpu and self.wholly and not GPUS_UNASKED:
+            self._lend_nothing(len(buffers), "")
+            return
         spans = [buffers[i] if i in self._used else (0, 0) for i in range(len(buffers))]
         found: Sequence[FilePlace | GpuPlace | None]
         found = self._allocations.find(spans, buffers) if gpu else self._maps.find(spans)
