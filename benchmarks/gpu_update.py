@@ -1,13 +1,14 @@
 """Every weight of Qwen3-30B-A3B from a trainer process to an engine process on the same GPU.
 
-wsync with rounds of 64 MiB to 1 GiB, and the stock way in torch: a fresh cat per bucket of 512 MiB,
-torch's pickle of it, a copy_ per tensor in the engine, and ipc_collect and empty_cache per bucket.
-Both sides make the weights from seeds on the GPU, so that the engine compares every byte with what
+wsync with rounds of 64 MiB to 1 GiB, and read in place; and the stock way in torch: a fresh cat per
+bucket of 512 MiB, torch's pickle of it, a copy_ per tensor in the engine, and ipc_collect and
+empty_cache per bucket.  Both sides make the weights from seeds on the GPU, so that the engine compares every byte with what
 it ought to have.  In a dry run the weights are in host memory and only the rings are the GPU's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import statistics
@@ -55,8 +56,17 @@ def run(gpu: Gpu, layers: int) -> Iterator[dict[str, Any]]:
                 peer = f"torch IPC, {origin}"
                 way = functools.partial(_stock, engine, weights, kind)
                 seconds, good = _measure(gpu, engine, weights, way)
-            for round_nbytes in DRY_ROUNDS if gpu.dry else ROUNDS:
-                yield _update(gpu, engine, weights, round_nbytes, nbytes, (peer, seconds, good))
+            for case, options in _deliveries(gpu):
+                known = (peer, seconds, good)
+                yield _update(gpu, engine, weights, case, options, nbytes, known)
+
+
+def _deliveries(gpu: Gpu) -> Iterator[tuple[str, wsync.Options]]:
+    """The ways of wsync, by name."""
+    common = wsync.Options(progress=False, deadline=_SECONDS, delivery="wsync")
+    for nbytes in DRY_ROUNDS if gpu.dry else ROUNDS:
+        yield f"{nbytes >> 20} MiB", dataclasses.replace(common, round_nbytes=nbytes)
+    yield "direct", dataclasses.replace(common, delivery="direct")
 
 
 def _shapes(gpu: Gpu, layers: int) -> Shapes:
@@ -122,28 +132,28 @@ def _update(
     gpu: Gpu,
     engine: _Engine,
     weights: dict[str, torch.Tensor],
-    round_nbytes: int,
+    case: str,
+    options: wsync.Options,
     nbytes: int,
     other: tuple[str, float, bool],
 ) -> dict[str, Any]:
-    options = wsync.Options(
-        round_nbytes=round_nbytes, progress=False, deadline=_SECONDS, delivery="wsync"
-    )
     with wsync.connect(weights, [engine], options=options) as sync:
         reports: list[Any] = []
         seconds, verified = _measure(gpu, engine, weights, lambda: reports.append(sync.update()))
         report = reports[-2]
     gc.collect()
     peer, peer_seconds, good = other
-    rate = 4 * nbytes / seconds / 1e9  # read and written, twice
+    (path,) = report.paths.values()
+    passes = 2 if path == "direct" else 4  # read and written, once or twice
+    rate = passes * nbytes / seconds / 1e9
     return gpu.row(
-        f"update: {len(weights)} to {engine.tensors} tensors, {round_nbytes >> 20} MiB",
+        f"update: {len(weights)} to {engine.tensors} tensors, {case}",
         nbytes,
         seconds,
         peer=peer,
         peer_seconds=peer_seconds or seconds,
         verified=verified and good,
-        figure=f"{report.rounds} rounds, {rate:.0f} GB/s of the GPU's memory",
+        figure=f"by {path}, {report.rounds} rounds, {rate:.0f} GB/s of the GPU's memory",
         phases=dict(report.phases),
         ring_nbytes=report.ring_nbytes,
     )
