@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.workers import ThreadEngine
@@ -31,6 +32,7 @@ class Module(torch.nn.Module):
         self.register_buffer("largest", torch.zeros(()))
         self.scale: Any = None
         self.scales: dict[str, Any] = {"of each": []}
+        self.array = np.zeros(1)
         self._load = load
 
     def load_weights(self, pairs: Pairs) -> None:
@@ -41,8 +43,9 @@ class Module(torch.nn.Module):
 
 
 def draw(names: str = "qkvo", seed: int = 0) -> dict[str, torch.Tensor]:
+    """Smaller than what loaders are tried with, as weights are."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(8, 8, generator=generator) for name in names}
+    return {name: torch.randn(8, 8, generator=generator) * 0.02 for name in names}
 
 
 def each(copy: Callable[[torch.Tensor, torch.Tensor], object]) -> Load:
@@ -112,6 +115,45 @@ def largest_in_a_buffer_later(module: Module, pairs: Pairs) -> None:
         module.place(name).copy_(tensor / module.largest)
 
 
+def beside(note: Callable[[Module, torch.Tensor], object]) -> Load:
+    """Copies all tensors, and notes something of one."""
+
+    def load(module: Module, pairs: Pairs) -> None:
+        each(torch.Tensor.copy_)(module, pairs)
+        if "o" in (given := dict(pairs)):
+            note(module, given["o"])
+
+    return load
+
+
+def raise_out(module: Module, tensor: torch.Tensor) -> None:
+    torch.maximum(module.largest, tensor.abs().max(), out=module.largest)
+
+
+def add_out(module: Module, tensor: torch.Tensor) -> None:
+    torch.add(module.largest, tensor.sum(), out=module.largest)
+
+
+def replace_smaller(module: Module, tensor: torch.Tensor) -> None:
+    if tensor.abs().max() > module.largest:
+        module.largest.copy_(tensor.abs().max())
+
+
+def running_mean(module: Module, tensor: torch.Tensor) -> None:
+    module.largest.mul_(0.9).add_(0.1 * tensor.mean().item())
+
+
+def in_an_array(module: Module, tensor: torch.Tensor) -> None:
+    module.array[0] = max(module.array[0], tensor.abs().max().item())
+    module.largest.fill_(float(module.array[0]))
+
+
+def in_a_tensor_made_later(module: Module, pairs: Pairs) -> None:
+    if module.scale is None:
+        module.scale = torch.zeros(())
+    beside(raise_out)(module, pairs)
+
+
 @pytest.mark.parametrize(
     ("load", "learnt"),
     [
@@ -123,6 +165,12 @@ def largest_in_a_buffer_later(module: Module, pairs: Pairs) -> None:
         (largest_aside, True),
         (largest_in_a_buffer, False),
         (largest_in_a_buffer_later, False),
+        (beside(raise_out), True),
+        (beside(add_out), False),
+        (beside(replace_smaller), True),
+        (beside(running_mean), False),
+        (beside(in_an_array), True),
+        (in_a_tensor_made_later, False),
     ],
 )
 def test_nothing_is_kept_of_made_up_values(load: Load, learnt: bool) -> None:
@@ -135,5 +183,6 @@ def test_nothing_is_kept_of_made_up_values(load: Load, learnt: bool) -> None:
             for name in ("qkv", "o", "largest"):
                 assert torch.equal(getattr(module, name), getattr(other, name)), name
             assert (module.scale, module.scales) == (other.scale, other.scales)
+            assert module.array == other.array
             assert getattr(module.o, "scale", None) == getattr(other.o, "scale", None)
     assert (loader.reason == "") == learnt

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from wsync.engine.learn.module_memory import ModuleMemory, seen, slots, usable
+from wsync._core import LayoutError
+from wsync.engine.learn.module_memory import Area, ModuleMemory, region, seen, slots, usable
+from wsync.engine.learn.regions import Move
 
-_CONTAINERS: Final = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
+_CONTAINERS: Final = frozenset(
+    (list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter)
+)
 _ABSENT: Final = object()
 _BOUND: Final = frozenset(("_parameters", "_buffers"))  # Bindings puts these back
 
@@ -50,7 +55,8 @@ class Bindings:
 
 class PlainAttributes:
     """What the attributes of a module's parts and of their parameters are, but for the parts'
-    tensors, and what containers among them hold.  What other objects hold is not kept."""
+    tensors, and what containers and arrays of numpy among them hold.  What other objects hold is
+    not kept."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         parts = list(module.modules())
@@ -60,6 +66,7 @@ class PlainAttributes:
         }
         self._slots = [(slot, dict(slot)) for slot in slots.values()]
         self._contents: dict[int, tuple[Any, Any]] = {}  # containers, and copies of them
+        self._arrays: dict[int, tuple[Any, Any]] = {}  # those with memory of their own, as well
         for _, values in self._slots:
             self._add(value for name, value in values.items() if name not in _BOUND)
 
@@ -68,6 +75,8 @@ class PlainAttributes:
             if type(value) in _CONTAINERS and id(value) not in self._contents:
                 self._contents[id(value)] = value, value.copy()
                 self._add(_items(value))
+            elif _is_array(value) and value.flags.owndata and value.flags.writeable:
+                self._arrays[id(value)] = value, value.copy()
 
     def restore(self) -> bool:
         """Whether anything had changed."""
@@ -88,7 +97,38 @@ class PlainAttributes:
                 changed = True
                 container.clear()
                 (container.extend if hasattr(container, "extend") else container.update)(content)
+        for array, content in self._arrays.values():
+            # of objects these bytes are their identities
+            if array.shape != content.shape or array.tobytes() != content.tobytes():
+                changed = True
+                if array.shape != content.shape:
+                    array.resize(content.shape, refcheck=False)
+                array[...] = content
         return changed
+
+
+class KeptRegions:
+    """Copies, on the host, of parts of a module's memory; as a context it puts them back at the
+    end, where that memory is still the module's.
+
+    regions: by area, counted from its start.
+    """
+
+    def __init__(self, held: ModuleMemory, regions: Mapping[int, Sequence[Move]]) -> None:
+        self._copies: list[tuple[Area, Move, torch.Tensor]] = []
+        for number, moves in regions.items():
+            area = held.areas[number]
+            data = area.bytes()
+            for move in moves:
+                self._copies.append((area, move, region(data, move).to("cpu", copy=True)))
+
+    def __enter__(self) -> KeptRegions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for area, move, data in self._copies:
+            with contextlib.suppress(LayoutError):  # its memory is gone
+                region(area.bytes(), move).copy_(data)
 
 
 class ModuleState:
@@ -122,6 +162,11 @@ class ModuleState:
         except BaseException:
             self.restore()
             raise
+
+
+def _is_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _items(container: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from wsync.engine.learn.attributes_read import (
 )
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
-from wsync.engine.learn.module_state import ModuleState
+from wsync.engine.learn.module_state import KeptRegions, ModuleState
 from wsync.engine.learn.quantisation_mismatch import OtherFormError
 from wsync.engine.learn.recorder import (
     ClashError,
@@ -316,8 +316,15 @@ class RecordedLoader(ChoosingLoader):
 
     def _record(self, layout: _core.Layout, before: ModuleState) -> Recording:
         """before: what the attributes are before load_weights is tried."""
+        with contextlib.ExitStack() as kept:
+            return self._record_and_keep(layout, before, kept)
+
+    def _record_and_keep(
+        self, layout: _core.Layout, before: ModuleState, kept: contextlib.ExitStack
+    ) -> Recording:
+        """kept: puts back what no update replaces, whether this succeeds or not."""
         with attributes_read(self._module) as attributes:
-            recording = self._watch(layout, attributes)
+            recording = self._watch(layout, attributes, kept)
         if recording.fallback and before.plain.restore():
             # what is made of values comes again with real ones; for the rest, which comes no more,
             # these do
@@ -347,27 +354,30 @@ class RecordedLoader(ChoosingLoader):
             if change := whole.difference(parts):
                 raise RecordingError(f"{change} without {listed(recording.fallback)}")
 
-    def _watch(self, layout: _core.Layout, attributes: list[Attribute]) -> Recording:
+    def _watch(
+        self, layout: _core.Layout, attributes: list[Attribute], kept: contextlib.ExitStack
+    ) -> Recording:
         model = MadeUpModel(layout)
-        with contextlib.ExitStack() as trial:
-            try:
-                recording = record(self._module, self._load, model)
-            except RebindsError:
-                # perhaps tensors that it makes when there are none
-                trial.enter_context(ModuleState(self._module, values=True).unless_done())
-                load_made_up(self._load, model)
-                recording = record(self._module, self._load, model)
-            ModuleMemory(self._module).check_place(recording.areas)
-            aside = sum(n for name, _, _, _, n in model.tensors if name in recording.fallback)
-            if 2 * aside > model.nbytes:
-                name, reason = next(iter(recording.fallback.items()))
-                raise RecordingError(f"most of it is no copy; {name}: {reason}")
-            # what the first load has set may stay as it is from then on
-            parts = dict(self._module.named_modules())
-            attributes[:] = [attribute.renewed(parts) for attribute in attributes]
-            # other values: what a hidden write left while recording must not look right
-            other = MadeUpModel(layout, seed=1)
-            verify(self._module, self._load, other, recording, self._stream)
+        try:
+            recording = record(self._module, self._load, model)
+        except RebindsError:
+            # perhaps tensors that it makes when there are none
+            kept.enter_context(ModuleState(self._module, values=True).unless_done())
+            load_made_up(self._load, model)
+            recording = record(self._module, self._load, model)
+        held = ModuleMemory(self._module)
+        kept.enter_context(KeptRegions(held, recording.not_copied()))
+        held.check_place(recording.areas)
+        aside = sum(n for name, _, _, _, n in model.tensors if name in recording.fallback)
+        if 2 * aside > model.nbytes:
+            name, reason = next(iter(recording.fallback.items()))
+            raise RecordingError(f"most of it is no copy; {name}: {reason}")
+        # what the first load has set may stay as it is from then on
+        parts = dict(self._module.named_modules())
+        attributes[:] = [attribute.renewed(parts) for attribute in attributes]
+        # other values: what a hidden write left while recording must not look right
+        other = MadeUpModel(layout, seed=1)
+        verify(self._module, self._load, other, recording, self._stream)
         return recording
 
     def _tell(self, recording: Recording) -> None:

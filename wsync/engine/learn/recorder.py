@@ -152,7 +152,8 @@ class Recording:
     pieces: by tensor; kept: the dtype it is kept in.  fills, copies: in order, after the pieces.
     fallback: tensors that the loader itself has to load, and why.  skipped: tensors that it made
     no use of.  unwritten: (held tensor, bytes) that are not written; gaps: where, by area, counted
-    from its start; lacking: bytes of parameters among them.  facts: what the module held.
+    from its start; lacking: bytes of parameters among them.  made: in the same manner, what comes
+    of computing, perhaps with what was there before.  facts: what the module held.
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
@@ -174,6 +175,7 @@ class Recording:
     gaps: dict[int, list[Move]] = field(default_factory=dict)
     areas: list[int] = field(default_factory=list)  # with pieces, fills or copies
     computed: list[int] = field(default_factory=list)  # areas that only fallbacks write
+    made: dict[int, list[Move]] = field(default_factory=dict)
     looked: dict[int, list[int]] = field(default_factory=dict)
     twins: list[Twin] = field(default_factory=list)
     shadow_copies: list[Transfer] = field(default_factory=list)
@@ -226,6 +228,13 @@ class Recording:
             if [_key(t) for t in mine] != [_key(t) for t in theirs]:
                 return what
         return ""
+
+    def not_copied(self) -> dict[int, list[Move]]:
+        """What an update does not replace by what it was sent: `gaps` and `made`, by area."""
+        return {
+            area: [*self.gaps.get(area, ()), *self.made.get(area, ())]
+            for area in (*self.gaps, *(self.made.keys() - self.gaps.keys()))
+        }
 
     def by_area(self) -> dict[int, list[tuple[str, Box]]]:
         found: dict[int, list[tuple[str, Box]]] = {}
@@ -540,6 +549,9 @@ class _Analysis:
         elif write.kind == HELD:
             self._add_copy(area, write)
         elif write.kind == COMPUTED:
+            start = self._held.areas[area].start
+            made = replace(write.move, destination=write.move.destination - start)
+            self.recording.made.setdefault(area, []).append(made)
             if not write.names:
                 path = self._place(area, write.move)
                 raise RecordingError(f"{path} is computed by {write.reason} from no tensor")
