@@ -2,8 +2,9 @@
 
 wsync with rounds of 64 MiB to 1 GiB, and read in place; and the stock way in torch: a fresh cat per
 bucket of 512 MiB, torch's pickle of it, a copy_ per tensor in the engine, and ipc_collect and
-empty_cache per bucket.  Both sides make the weights from seeds on the GPU, so that the engine compares every byte with what
-it ought to have.  In a dry run the weights are in host memory and only the rings are the GPU's.
+empty_cache per bucket.  Both sides make the weights from seeds on the GPU, so that the engine
+compares every byte with what it ought to have.  In a dry run the weights are in host memory and
+only the rings are the GPU's.
 """
 
 from __future__ import annotations
