@@ -122,6 +122,29 @@ def test_boxes_of_a_worker_that_share_memory_are_refused() -> None:
     assert not base.any()
 
 
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        (lambda: torch.zeros(8, 8).t(), r"float32 \[8, 8\] with strides \[1, 8\]"),
+        (lambda: torch.zeros(8, 12)[:, :8], r"float32 \[8, 8\] with strides \[12, 1\]"),
+        (lambda: torch.zeros(8, 8, dtype=torch.float64), r"float64 \[8, 8\]"),
+        (lambda: torch.zeros(4, 16), r"float32 \[4, 16\]"),
+    ],
+)
+def test_a_layout_is_for_tensors_of_one_form(later: Any, said: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(8, 8))
+    loader = LayoutLoader(layout_of([parameter.data]), [parameter])
+    weights = {"a": torch.arange(64.0).view(8, 8)}
+    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update()
+        parameter.data = torch.zeros(8, 8)
+        sync.update()
+        assert torch.equal(parameter.data, weights["a"])
+        parameter.data = later()
+        with pytest.raises(WsyncError, match=said):
+            sync.update()
+
+
 def test_buffers_that_are_not_there_are_named() -> None:
     layout = layout_of([torch.zeros(4), torch.zeros(4)])
     with pytest.raises(InvalidArgumentError, match="1 spans for 2 buffers"):

@@ -206,6 +206,15 @@ class Boxes:
     def buffers(self) -> BufferTable:
         return BufferTable.of(self._table)
 
+    def check_form(self, form: TensorTable) -> None:
+        """StateError: a tensor has not the dtype, shape or strides that it had."""
+        if (place := self._table.differs(form)) is not None:
+            tensor = self._tensors[place]
+            raise StateError(
+                f"tensor {place}: {tensor.dtype} {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())}, and not what the layout was made for"
+            )
+
     def complete(self) -> None:
         """Each element has one name."""
         increment_version(self._tensors)

@@ -285,7 +285,8 @@ class LayoutLoader(RoutedLoader):
 
     layout: this worker's boxes; buffer i is tensors[i], offsets count from its first element.
     Only these boxes are asked of the trainer.  Every byte of them must be delivered exactly
-    once; anything outside them (padding rows) is left alone.
+    once; anything outside them (padding rows) is left alone.  The tensors may move between
+    updates, but keep dtype, shape and strides: StateError.
     """
 
     def __init__(
@@ -295,15 +296,18 @@ class LayoutLoader(RoutedLoader):
             raise LayoutError(f"layout of {layout.buffer_count()} buffers, {len(tensors)} tensors")
         self._layout = layout
         self._tensors = list(tensors)
-        place = device.of(describe(self._tensors, gpu=True))
-        super().__init__(loading_stream(place, threads), threads)
+        table = describe(self._tensors, gpu=True)
+        self._form = table.form()
+        super().__init__(loading_stream(device.of(table), threads), threads)
 
     def blob(self) -> bytes:
         return self._layout.to_bytes()
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
-        self._aim(Boxes(self._layout, self._tensors))
+        boxes = Boxes(self._layout, self._tensors)
+        boxes.check_form(self._form)
+        self._aim(boxes)
 
 
 class ChoosingLoader:
