@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,29 @@ def servers(workers: list[int], hosts: list[int], gpus: list[int] | None = None)
         for i, count in enumerate(workers)
     ]
     return [worker.served_by for worker in plan_workers(engines, hosts)]
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "refused"),
+    [
+        ("http://192.0.2.1:30000", None, True),  # an address that no machine has (RFC 5737)
+        ("http://[2001:db8::1]:30000", None, True),  # nor this one (RFC 3849)
+        ("http://192.0.2.1:30000", 0, False),
+        ("http://127.0.0.1:30000", None, False),
+        ("http://localhost", None, False),
+        ("an actor", None, False),
+    ],
+)
+def test_no_file_of_shared_memory_is_named_to_another_host(
+    name: str, offset: int | None, refused: bool
+) -> None:
+    engine: Any = SimpleNamespace(name=name, workers=1, load_formats=())
+    given = (engine, offset, wsync.Options(), 1)
+    if refused:
+        with pytest.raises(wsync.UnsupportedError, match=r"192\.|2001.*: it is on another host"):
+            RolloutEngine.of(*given)
+    else:
+        assert RolloutEngine.of(*given).delivery is Delivery.STOCK
 
 
 def test_workers_are_spread_over_the_ranks_of_one_host() -> None:

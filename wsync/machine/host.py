@@ -61,6 +61,23 @@ def _host(engine: str) -> tuple[str, int]:
     return _SOMEWHERE[0], 80
 
 
+def is_elsewhere(engine: str) -> bool:
+    """Whether an engine's name is a URL whose host is another machine: no address of it is one that
+    a socket of this machine can have.  False where its name does not resolve."""
+    parts = urlsplit(engine)
+    if not parts.scheme.endswith(("http", "https")) or not parts.hostname:
+        return False
+    try:
+        found = socket.getaddrinfo(parts.hostname, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, _, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return False
+    return True
+
+
 def _loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 

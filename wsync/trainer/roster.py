@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from wsync import _core
 from wsync.handles.base import EngineHandle
+from wsync.machine.host import is_elsewhere
 from wsync.messages.control import LOAD_FORMAT
 from wsync.options import Options
 
@@ -82,8 +83,18 @@ class RolloutEngine:
 
     @staticmethod
     def of(engine: EngineHandle, gpu: int | None, options: Options, ranks: int) -> RolloutEngine:
-        """What a handle says; warns of layers that an engine drafts with and that stay."""
+        """What a handle says; warns of layers that an engine drafts with and that stay.
+
+        Raises:
+            UnsupportedError: buckets for an engine that is on another host by its name.
+        """
         delivery = Delivery.of(engine, gpu, options, ranks)
+        if delivery is Delivery.STOCK and gpu is None and is_elsewhere(engine.name):
+            raise _core.UnsupportedError(
+                f"engine {engine.name}: it is on another host, and would end where it looks for a "
+                "bucket in this one's shared memory: Options(delivery='distributed') is for that, "
+                "or engine_gpu_offsets says which trainer rank's GPU it shares"
+            )
         if drafts(engine) and LOAD_FORMAT in engine.load_formats:
             receives = delivery in (Delivery.WSYNC, Delivery.REMOTE)
             _log.warning(
