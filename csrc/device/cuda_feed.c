@@ -35,6 +35,7 @@ struct wsync_cuda_feed {
     _Atomic uint64_t filled; /* slots that were given to the host */
 };
 
+/* Of all feeds of the process. */
 static atomic_uint all_slots;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
 
 /* --- loads --- */

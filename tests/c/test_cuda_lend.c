@@ -70,7 +70,9 @@ static found_t find(const wsync_cuda_device_t *device, const wsync_span_t *spans
              err);
     wsync_cuda_leave(device);
     CHECK(found.count <= MOST);
-    memcpy(found.items, items, found.count * sizeof(*items));
+    for (size_t i = 0; i < found.count; i++) {
+        found.items[i] = items[i];
+    }
     free(items);
     return found;
 }
@@ -97,7 +99,9 @@ static const int *fds_of(const wsync_memory_t *memory)
     static int fds[MOST + 1];
 
     fds[0] = memory->fd;
-    memcpy(fds + 1, memory->more, memory->more_count * sizeof(*fds));
+    for (size_t i = 0; i < memory->more_count; i++) {
+        fds[i + 1] = memory->more[i];
+    }
     return fds;
 }
 
