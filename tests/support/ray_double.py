@@ -37,6 +37,9 @@ class _Method:
         assert max_task_retries == 0
         return self
 
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        raise TypeError("Actor methods cannot be called directly")
+
     def remote(self, *arguments: Any, **named: Any) -> Future[Any]:
         def run() -> Any:
             if self._actor.dead:

@@ -46,7 +46,7 @@ class LocalHandle(ApiHandle):
     ) -> None:
         super().__init__()
         self._engine: Any = engine
-        self._changes, self._requester = Changes(), object()
+        self._changes = Changes(id(engine))  # a call that goes on keeps the engine
         self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
         if workers is None:
             workers = getattr(engine, "workers", gpus)
@@ -56,8 +56,13 @@ class LocalHandle(ApiHandle):
     def during(self, update_id: str) -> Self:
         """The same handle, for the requests of one update, which may have weights restored."""
         found = copy.copy(self)
-        found._requester = object()
+        found._changes = Changes(self._changes.engine)
         return found
+
+    def unfinished(self, timeout: float) -> bool:
+        """Whether the engine goes on, after that time, with what an update that failed has asked of
+        it."""
+        return self._changes.left(timeout)
 
     def pause(self, mode: str, timeout: float) -> None:
         self._begun = False
@@ -94,15 +99,25 @@ class LocalHandle(ApiHandle):
         check_answer(self.name, method, self._call(method, timeout, **arguments))
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
+        ask = functools.partial(self._ask, method, arguments)
+        return self._in_turn(method, arguments, timeout, ask)
+
+    def _in_turn(
+        self,
+        method: str,
+        arguments: Mapping[str, Any],
+        timeout: float,
+        ask: Callable[[float, Watched], Any],
+    ) -> Any:
+        """What `ask` gets, of a call that comes after those of an update that failed where the
+        order matters."""
         if not changes_engine(method, arguments):
-            return self._ask(method, timeout, arguments, _unwatched)
-        where = f"engine {self.name}: {method}"
-        timeout = self._changes.wait(self._requester, where, timeout)
-        watched = functools.partial(self._changes.one, self._requester)
-        return self._ask(method, timeout, arguments, watched)
+            return ask(timeout, _unwatched)
+        left = self._changes.wait(f"engine {self.name}: {method}", timeout)
+        return ask(left, self._changes.one)
 
     def _ask(
-        self, method: str, timeout: float, arguments: Mapping[str, Any], watched: Watched
+        self, method: str, arguments: Mapping[str, Any], timeout: float, watched: Watched
     ) -> Any:
         function: Callable[..., Any] = getattr(self._engine, method)
         return self._run(lambda: function(**arguments), method, timeout, watched)
@@ -112,7 +127,7 @@ class LocalHandle(ApiHandle):
         function: Callable[[], Any],
         what: str,
         timeout: float,
-        watched: Watched = _unwatched,
+        watched: Watched,
     ) -> Any:
         where = f"engine {self.name}: {what}"
         call = start(where, function)
@@ -144,7 +159,8 @@ class RayHandle(LocalHandle):
         self, engine: Any, *, workers: int | None = None, gpus: int | None = None, timeout: float
     ) -> None:
         super().__init__(engine, workers=1)
-        self.name = str(engine)
+        self.name = str(engine)  # with the actor's id
+        self._changes = Changes(self.name)
         started = self.server_info(timeout)
         loaders = started.get("custom_weight_loader")
         self.load_formats = tuple(map(str, loaders)) if isinstance(loaders, list) else ()
@@ -158,7 +174,7 @@ class RayHandle(LocalHandle):
         self.workers = found
 
     def _ask(
-        self, method: str, timeout: float, arguments: Mapping[str, Any], watched: Watched
+        self, method: str, arguments: Mapping[str, Any], timeout: float, watched: Watched
     ) -> Any:
         return call_actor(self._engine, self.name, method, timeout, arguments, watched)
 

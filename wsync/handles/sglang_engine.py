@@ -1,5 +1,6 @@
 """SGLang's Engine in this process."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ class SglangHandle(LocalHandle):
         request = _form("UpdateWeightsFromTensorReqInput")(
             serialized_named_tensors=list(payloads), **settings
         )
-        self._request("update_weights_from_tensor", request, timeout)
+        self._request("update_weights_from_tensor", settings, request, timeout)
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         if method != "update_weights_from_disk":
@@ -53,7 +54,7 @@ class SglangHandle(LocalHandle):
         told = dict(arguments)
         if "flush_cache" in inspect.signature(form).parameters:
             told["flush_cache"] = False
-        self._request(method, form(**told), timeout)
+        self._request(method, told, form(**told), timeout)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise UnsupportedError(
@@ -66,7 +67,9 @@ class SglangHandle(LocalHandle):
     def model_info(self, timeout: float) -> dict[str, Any]:
         return super().model_info(timeout) or self.server_info(timeout)
 
-    def _request(self, method: str, request: Any, timeout: float) -> None:
+    def _request(
+        self, method: str, settings: Mapping[str, Any], request: Any, timeout: float
+    ) -> None:
         engine: Any = self._engine
 
         def send() -> Any:
@@ -74,7 +77,8 @@ class SglangHandle(LocalHandle):
                 getattr(engine.tokenizer_manager, method)(request, None)
             )
 
-        check_answer(self.name, method, self._run(send, method, timeout))
+        ask = functools.partial(self._run, send, method)
+        check_answer(self.name, method, self._in_turn(method, settings, timeout, ask))
 
 
 def _form(name: str) -> Any:

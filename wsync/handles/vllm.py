@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from wsync._core import RemoteError, UnsupportedError
 from wsync.handles.answers import check_answer, cut, engine_text, json_or_text
-from wsync.handles.local import LocalHandle, call_actor
+from wsync.handles.local import LocalHandle, Watched, call_actor
 from wsync.handles.sglang_http import HttpHandle
+from wsync.handles.unfinished_calls import Changes
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
 
@@ -58,6 +59,8 @@ class VllmHandle(LocalHandle):
         self._remote = callable(getattr(engine.collective_rpc, "remote", None))
         if self._remote:
             self.name = str(engine)
+        if self._remote or isinstance(engine, VllmServer):
+            self._changes = Changes(self.name)
         self._keeps: dict[str, Any] = {}  # where old weights' work may lie, as the workers say
         self.workers = self._count(timeout)
 
@@ -100,7 +103,7 @@ class VllmHandle(LocalHandle):
         deadline = Deadline(timeout)
         told = [message.to_bytes().decode() for message in messages]
         version = None if weight_version is None else str(weight_version)
-        for answer in self._ask("wsync_update", timeout, told, version):
+        for answer in self._ask_workers("wsync_update", timeout, told, version):
             good = isinstance(answer, list | tuple) and len(answer) == 2
             if not good or answer[0] is not True:
                 check_answer(self.name, "wsync_update", (False, answer[1] if good else answer))
@@ -159,9 +162,9 @@ class VllmHandle(LocalHandle):
 
     def _describe(self, timeout: float) -> list[dict[str, Any]]:
         """What every worker says of itself."""
-        return [json.loads(text) for text in self._ask("wsync_describe", timeout)]
+        return [json.loads(text) for text in self._ask_workers("wsync_describe", timeout)]
 
-    def _ask(self, method: str, timeout: float, *arguments: Any) -> list[Any]:
+    def _ask_workers(self, method: str, timeout: float, *arguments: Any) -> list[Any]:
         """What every worker answers.  vLLM is given no timeout: it takes answers that come too
         late for those of the next call."""
         answers = self._call("collective_rpc", timeout, method=method, args=arguments)
@@ -185,12 +188,14 @@ class VllmHandle(LocalHandle):
         """Whether sleeping is pausing: earlier versions and actors may give up the weights."""
         return not self._remote and self._takes("sleep", "mode")
 
-    def _call(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+    def _ask(
+        self, method: str, arguments: Mapping[str, Any], timeout: float, watched: Watched
+    ) -> Any:
         if self._remote:
-            return call_actor(self._engine, self.name, name, timeout, arguments)
-        return self._run(lambda: self._wait_for(name, arguments), name, timeout)
+            return call_actor(self._engine, self.name, method, timeout, arguments, watched)
+        return self._run(lambda: self._wait_for(method, arguments), method, timeout, watched)
 
-    def _wait_for(self, name: str, arguments: dict[str, Any]) -> Any:
+    def _wait_for(self, name: str, arguments: Mapping[str, Any]) -> Any:
         answer = self._method(name)(**arguments)
         if not inspect.iscoroutine(answer):
             return answer

@@ -242,8 +242,13 @@ class EngineRequests:
 
     def settle(self) -> None:
         """Waits for all that is under way, as long as it may take, and names the engines that are
-        not done then."""
-        if busy := self._settle(self._end.left):
+        not done then, be it with what handles do not wait for any more."""
+        busy = self._settle(self._end.left)
+        for engine in self.handles:
+            unfinished = getattr(engine, "unfinished", None)
+            if unfinished is not None and unfinished(self._end.left):
+                busy.append(engine.name)
+        if busy:
             _log.warning(
                 "wsync: engines did not end what they were asked in an update that failed: %s",
                 ", ".join(dict.fromkeys(busy)),
