@@ -67,6 +67,54 @@ def test_copies_count_as_writes(module: Module, make: Any) -> None:
             assert torch.equal(module.answer(), weights["a"].t())
 
 
+class Flag(Module):
+    """Keeps a flag that says whether what it has made is stale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("made", torch.zeros(8, 8), persistent=False)
+        self.stale = True
+
+    def load_weights(self, pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            getattr(self, name).data.copy_(tensor)
+            self.stale = True
+
+    def answer(self) -> torch.Tensor:
+        if self.stale:
+            self.made.copy_(self.a.t())
+            self.stale = False
+        return self.made
+
+
+class Dropped(Module):
+    """Keeps what it has made until it is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: torch.Tensor | None = None
+
+    def load_weights(self, pairs: Pairs) -> None:
+        self.copy(pairs)
+        self.made = None
+
+    def answer(self) -> torch.Tensor:
+        if self.made is None:
+            self.made = self.a.t().contiguous()
+        return self.made
+
+
+@pytest.mark.parametrize("module", [Flag(), Dropped()])
+def test_an_update_leaves_attributes_as_a_load_does(module: Any) -> None:
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for seed in range(1, 6):
+            weights = draw(seed)
+            sync.update(weights)
+            assert loader.recording is not None
+            assert torch.equal(module.answer(), weights["a"].t())
+
+
 def test_tensors_that_are_not_written_keep_their_versions() -> None:
     module = Loading()
     module.register_buffer("table", torch.ones(8))

@@ -18,6 +18,7 @@ from wsync.engine.learn.attributes_read import (
     AttributeGuards,
     attributes_read,
 )
+from wsync.engine.learn.attributes_set import LeftValues, Place, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
 from wsync.engine.learn.module_state import KeptRegions, ModuleState
@@ -138,8 +139,9 @@ class RecordedLoader(ChoosingLoader):
         """
         facts = [model.tensor(index) for index in range(model.tensor_count)]
         if self.recording is not None and facts == self._model:
-            held = ModuleMemory(self._module)
             old = self.recording
+            old.left.drop_caches(dict(self._module.named_modules()))
+            held = ModuleMemory(self._module)
             change = held.difference(old.facts, old.names) or self._stale() or old.stale(held)
             change = change or old.refuted
             if not change:
@@ -323,8 +325,11 @@ class RecordedLoader(ChoosingLoader):
         self, layout: _core.Layout, before: ModuleState, kept: contextlib.ExitStack
     ) -> Recording:
         """kept: puts back what no update replaces, whether this succeeds or not."""
-        with attributes_read(self._module) as attributes:
-            recording = self._watch(layout, attributes, kept)
+        with (
+            attributes_read(self._module) as attributes,
+            attributes_set(self._module) as places,
+        ):
+            recording = self._watch(layout, attributes, places, kept)
         if recording.fallback and before.plain.restore():
             # what is made of values comes again with real ones; for the rest, which comes no more,
             # these do
@@ -355,8 +360,13 @@ class RecordedLoader(ChoosingLoader):
                 raise RecordingError(f"{change} without {listed(recording.fallback)}")
 
     def _watch(
-        self, layout: _core.Layout, attributes: list[Attribute], kept: contextlib.ExitStack
+        self,
+        layout: _core.Layout,
+        attributes: list[Attribute],
+        places: set[Place],
+        kept: contextlib.ExitStack,
     ) -> Recording:
+        """places: of the attributes that load_weights sets."""
         model = MadeUpModel(layout)
         try:
             recording = record(self._module, self._load, model)
@@ -377,7 +387,9 @@ class RecordedLoader(ChoosingLoader):
         attributes[:] = [attribute.renewed(parts) for attribute in attributes]
         # other values: what a hidden write left while recording must not look right
         other = MadeUpModel(layout, seed=1)
+        left = LeftValues(places, parts)
         verify(self._module, self._load, other, recording, self._stream)
+        recording.left = left.common(LeftValues(places, parts))
         return recording
 
     def _tell(self, recording: Recording) -> None:
@@ -419,6 +431,7 @@ class _Replay(RoutedLoader):
         self.aside = [fact for fact in model if fact.name in recording.fallback]
         self.layout = self._destination({name: fact.shape for name, fact in by_name.items()})
         self.written = frozenset(recording.areas)
+        self.parts = dict(module.named_modules())
         self._held: ModuleMemory | None = None
         # the shapes that the loader has loaded, and what came of them
         self._notes: tuple[torch.Tensor, list[int]] | None = None
@@ -432,6 +445,7 @@ class _Replay(RoutedLoader):
 
     def _find(self) -> _Filling:
         """The module's tensors where they are now."""
+        self.recording.left.drop_caches(self.parts)
         held, self._held, change = self._held, None, ""
         memory: list[Any] | None = held.kept() if held is not None else None
         if held is None or memory is None:
@@ -535,6 +549,7 @@ class _Filling:
         self._memory = []
         recording, areas = self._replay.recording, self._held.areas
         self._held.count_writes(self._replay.written)
+        recording.left.put_back(self._held.parts)
         if not (self._staged or recording.fills or recording.copies or recording.twins):
             return  # nothing more is written; check_places() comes when the update is confirmed
         self.check_places()

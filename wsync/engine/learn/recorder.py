@@ -20,6 +20,7 @@ import torch
 
 from wsync._core import LayoutError
 from wsync.engine.learn.attributes_read import Attribute, AttributeGuards
+from wsync.engine.learn.attributes_set import LeftValues
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import (
     Area,
@@ -153,7 +154,8 @@ class Recording:
     fallback: tensors that the loader itself has to load, and why.  skipped: tensors that it made
     no use of.  unwritten: (held tensor, bytes) that are not written; gaps: where, by area, counted
     from its start; lacking: bytes of parameters among them.  made: in the same manner, what comes
-    of computing, perhaps with what was there before.  facts: what the module held.
+    of computing, perhaps with what was there before.  left: attributes that each load leaves
+    the same.  facts: what the module held.
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
@@ -176,6 +178,7 @@ class Recording:
     areas: list[int] = field(default_factory=list)  # with pieces, fills or copies
     computed: list[int] = field(default_factory=list)  # areas that only fallbacks write
     made: dict[int, list[Move]] = field(default_factory=dict)
+    left: LeftValues = field(default_factory=lambda: LeftValues(set(), {}))
     looked: dict[int, list[int]] = field(default_factory=dict)
     twins: list[Twin] = field(default_factory=list)
     shadow_copies: list[Transfer] = field(default_factory=list)
