@@ -29,11 +29,13 @@ from wsync._core import (
     TensorTable,
     UnsupportedError,
     ViewPool,
+    checksum,
     describe,
     pack,
     reserve_file,
 )
 from wsync.layout import contiguous_strides
+from wsync.module_tensors import checksum_of
 
 DTYPES = [
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz"),
@@ -810,3 +812,25 @@ def test_a_table_owns_what_it_knew_and_a_form_nothing() -> None:
 def test_a_former_table_has_to_be_one() -> None:
     with pytest.raises(TypeError, match="former must be a TensorTable or None"):
         describe([], former=[])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 3)])
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.t(), lambda t: t[..., ::2]])
+def test_a_storage_can_be_resized_after_its_checksum_was_made(shape: Any, view: Any) -> None:
+    tensor = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    seen = view(tensor)
+    assert checksum_of(seen) == checksum(seen.clone().contiguous().numpy().tobytes())
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(4 * math.prod(shape))
+
+
+def test_checksums_are_of_one_contiguous_tensor_that_is_there() -> None:
+    tensor = torch.ones(4, 4)
+    for table in (
+        describe([]),
+        describe([tensor, tensor]),
+        describe([tensor[:, 1:]]),
+        describe([tensor]).form(),
+    ):
+        with pytest.raises(InvalidArgumentError):
+            checksum(table)

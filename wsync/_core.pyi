@@ -561,7 +561,8 @@ class IpcMemory:
         """Frees it.  No work on it may be under way, and nobody may have it open."""
 
 def checksum(data: Any, /) -> int:
-    """64-bit checksum of a contiguous buffer (FNV-style over 8-byte words); 0 is never returned."""
+    """64-bit checksum (FNV-style over 8-byte words) of a contiguous buffer, or of the one contiguous tensor of a
+    TensorTable, which lies in host memory; 0 is never returned."""
 
 def count_down(counter: Any, least: int, /) -> bool:
     """Takes 1 from an integer of 4 or 8 bytes that other processes change too, unless it is `least` or less; whether
