@@ -145,6 +145,33 @@ def test_a_layout_is_for_tensors_of_one_form(later: Any, said: str) -> None:
             sync.update()
 
 
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_a_state_dict_that_leads_elsewhere_each_time_is_asked_each_time(by_hook: bool) -> None:
+    class Double(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sets = torch.nn.ParameterList(torch.zeros(4) for _ in range(2))
+            self.serving = 0
+            if by_hook:
+                self._register_state_dict_hook(lambda *_: self.other())
+
+        def other(self) -> dict[str, torch.Tensor]:
+            return {"a": self.sets[1 - self.serving]}
+
+        def state_dict(self, *given: Any, **named: Any) -> Any:
+            return super().state_dict(*given, **named) if by_hook else self.other()
+
+    module = Double()
+    weights = {"a": torch.zeros(4)}
+    engine = ThreadEngine([ModuleLoader(module)])
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        for number in range(1, 5):
+            weights["a"].fill_(number)
+            sync.update()
+            module.serving = 1 - module.serving
+            assert torch.equal(module.sets[module.serving].data, weights["a"])
+
+
 def test_buffers_that_are_not_there_are_named() -> None:
     layout = layout_of([torch.zeros(4), torch.zeros(4)])
     with pytest.raises(InvalidArgumentError, match="1 spans for 2 buffers"):

@@ -409,7 +409,7 @@ class _ByName(RoutedLoader):
         target = self._found.again() if self._found is not None and self._route else None
         if target is None:
             target = Destination.of(self._module, self._attached().shapes, self._ignore)
-            found = _Found(target)
+            found = _Found(self._module, target)
             if self._found is None or self._found.names != found.names:
                 self._route = None
             self._found = found
@@ -422,8 +422,9 @@ class _Found:
     """What a Destination was made of, to make the same one again without the module's state_dict;
     keeps no tensors."""
 
-    def __init__(self, target: Destination) -> None:
+    def __init__(self, module: torch.nn.Module, target: Destination) -> None:
         assert target.snapshot is not None
+        self._asks = _has_own_state_dict(module)
         self.names = target.names, [(twin.name, twin.first) for twin in target.twins]
         self._snapshot = target.snapshot
         tensors = [*target.tensors, *(twin.tensor for twin in target.twins)]
@@ -434,7 +435,7 @@ class _Found:
 
     def again(self) -> Destination | None:
         """None: the module, or the memory of a tensor, is not what it was."""
-        held = None if -1 in self._places else self._snapshot.tensors()
+        held = None if self._asks or -1 in self._places else self._snapshot.tensors()
         if held is None:
             return None
         tensors = [held[place] for place in self._places]
@@ -449,6 +450,21 @@ class _Found:
             for pair, tensor in zip(pairs, tensors[len(names) :], strict=True)
         ]
         return Destination(names, tensors[: len(names)], twins, self._snapshot)
+
+
+def _has_own_state_dict(module: torch.nn.Module) -> bool:
+    """Whether a part of it says in its own way what a state_dict has: which tensor has a name may
+    be another one each time, as with weights that are buffered twice."""
+    methods = "state_dict", "_save_to_state_dict"
+    return any(
+        part._state_dict_hooks
+        or part._state_dict_pre_hooks
+        or any(
+            name in vars(part) or getattr(type(part), name) is not getattr(torch.nn.Module, name)
+            for name in methods
+        )
+        for part in module.modules()
+    )
 
 
 class _ByCall(_Loading):
