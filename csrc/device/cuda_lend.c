@@ -318,7 +318,7 @@ wsync_status_t wsync_cuda_lend(const wsync_cuda_device_t *device,
                           device->label);
     }
     status = make_record(device, items[0].piece ? count : 0, &made, err);
-    if (status != WSYNC_OK) {
+    if (made == NULL) {
         return status;
     }
     made->foreign = true;
@@ -503,7 +503,7 @@ wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, siz
     wsync_status_t status =
         sizes != NULL ? make_record(device, pieces, &made, err) : fail_record(err);
 
-    if (status != WSYNC_OK) {
+    if (made == NULL) {
         free(sizes);
         return status;
     }

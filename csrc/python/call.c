@@ -210,10 +210,10 @@ static int check_type(ModuleState *state, wsync_py_parameter_t parameter,
 
 /* Arguments without names, as calls of every round have them: no format to be written and
  * read. */
-static int convert_in_order(PyObject *args, const wsync_py_method_t *method,
-                            wsync_py_call_t *call)
+static int convert_in_order(PyObject *args, Py_ssize_t count,
+                            const wsync_py_method_t *method, wsync_py_call_t *call)
 {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++) {
+    for (Py_ssize_t i = 0; i < count && method->parameters[i] != WSYNC_PY_END; i++) {
         const wsync_py_parameter_t parameter = method->parameters[i];
 
         if (!parameters[parameter].convert(PyTuple_GetItem(args, i),
@@ -270,7 +270,7 @@ static int parse_call(ModuleState *state, PyObject *args, PyObject *kwargs,
         least += !parameters[method->parameters[count]].optional;
         count++;
     }
-    result = given >= least && given <= count ? convert_in_order(args, method, call)
+    result = given >= least && given <= count ? convert_in_order(args, given, method, call)
                                               : convert_by_name(args, kwargs, method, call);
     if (result < 0) {
         return -1;
