@@ -125,3 +125,15 @@ def test_tensors_that_are_not_written_keep_their_versions() -> None:
         sync.update(draw(2))
         assert module.a._version > versions[0]
         assert module.table._version == versions[1]
+
+
+def test_nothing_is_learnt_in_memory_that_a_trainer_may_share() -> None:
+    """torch.multiprocessing moves what it sends to shared memory, and does not copy it."""
+    module = Loading()
+    module.a.data.copy_(draw(1)["a"])
+    module.a.share_memory_()
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.WsyncError, match="a: of Loading, lies in shared memory"):
+            sync.update()
+    assert torch.equal(module.a, draw(1)["a"])

@@ -50,6 +50,7 @@ from wsync.engine.ring_loaders import (
     loading_stream,
 )
 from wsync.machine import device
+from wsync.machine.process_maps import SharedMaps
 from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
 from wsync.module_tensors.names_in_messages import listed
@@ -136,6 +137,10 @@ class RecordedLoader(ChoosingLoader):
         """Records what the module keeps of a model's tensors, and returns it as a blob.
 
         The module's weights are lost, unless this model was recorded before.
+
+        Raises:
+            LayoutError: they lie in memory that other processes may have, too; or they cannot be
+                recorded, and not be loaded otherwise.
         """
         facts = [model.tensor(index) for index in range(model.tensor_count)]
         if self.recording is not None and facts == self._model:
@@ -147,6 +152,7 @@ class RecordedLoader(ChoosingLoader):
             if not change:
                 return self._chosen.blob() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
+        self._check_private()
         losing()
         before = ModuleState(self._module, values=False)
         with before.unless_done():
@@ -186,6 +192,27 @@ class RecordedLoader(ChoosingLoader):
         )
         self._tell(recording)
         return self._chosen.blob() if self._needed else WHOLE
+
+    def _check_private(self) -> None:
+        """Made-up values are written to the module: a trainer that has sent its own to this process
+        by torch.multiprocessing shares its memory."""
+        try:
+            held = ModuleMemory(self._module)
+        except _core.LayoutError:  # recording says it
+            return
+        maps = SharedMaps()
+        try:
+            places = maps.find(held.spans())
+        finally:
+            maps.close()
+        names = [held.name(i, 0) for i, place in enumerate(places) if place is not None]
+        if not names:
+            return
+        raise _core.LayoutError(
+            f"{listed(names)}: of {type(self._module).__name__}, lies in shared memory, as what "
+            "torch.multiprocessing sends does; learning writes there, and whose memory it also is "
+            "would lose its weights: load into a copy (copy.deepcopy)"
+        )
 
     def _watch_attributes(self, attributes: Iterable[Attribute]) -> None:
         """From here on these are to be what they are now."""
