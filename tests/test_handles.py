@@ -192,6 +192,28 @@ def test_a_key_that_no_header_can_have_is_refused(server: FakeServer, key: Any) 
     assert handle(server.url, api_key="schl\u00fcssel").workers == 2
 
 
+def test_a_gateway_without_a_route_for_once_does_not_end_sessions(server: FakeServer) -> None:
+    sessions = Sessions(server)
+    engine = HttpHandle(server.url, workers=2)
+
+    def whole() -> None:
+        during = engine.during("a")
+        during.pause("abort", 60)
+        update(during, 60)
+        during.resume(60)
+
+    whole()
+    for method in ("begin", "end"):
+        path = f"/{method}_weight_update"
+        answer, server.answers[path] = server.answers[path], (404, "no route")
+        with pytest.raises(wsync.RemoteError, match=f"{path}: HTTP 404: no route"):
+            whole()
+        server.answers[path] = answer
+        sessions.calls.clear()
+        whole()
+        assert "end" in sessions.calls and sessions.open is None
+
+
 def test_a_weight_update_session_begins_with_the_first_weights(server: FakeServer) -> None:
     sessions = Sessions(server)
     engine = HttpHandle(server.url, workers=2)

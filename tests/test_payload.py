@@ -11,6 +11,7 @@ import os
 import pickle
 import pickletools
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -167,6 +168,18 @@ def test_shared_files_go_with_their_processes() -> None:
     while file.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not file.exists()
+
+
+def test_what_ends_all_processes_of_a_job_leaves_the_manager_of_files() -> None:
+    """Torch ends a process whose manager is gone."""
+    kept = payload.shared_bytes(4096)
+    (manager,) = payload._managers
+    status = Path(f"/proc/{manager.pid}/status").read_text(encoding="ascii")
+    blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        assert blocked & 1 << (number - 1)
+        assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    payload.remove(kept)
 
 
 def test_more_than_the_machine_has_is_refused() -> None:

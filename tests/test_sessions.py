@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,22 @@ import wsync
 from wsync import _core
 from wsync.trainer.roster import Delivery, PlanWorker, RolloutEngine, Roster
 from wsync.trainer.sessions.ring import WorkerSession
+from wsync.trainer.sessions.stock import SharedRing, _close
+
+
+@pytest.mark.parametrize(
+    ("status", "removed"), [(400, True), (500, True), (502, False), (503, False), (504, False)]
+)
+def test_a_file_stays_that_an_engine_behind_a_gateway_may_yet_read(
+    status: int, removed: bool
+) -> None:
+    error = wsync.RemoteError("HTTP")
+    error.native = status
+    failed: Future[None] = Future()
+    failed.set_exception(error)
+    ring = mock.create_autospec(SharedRing, instance=True)
+    _close(ring, [failed])
+    assert ring.close.called is removed
 
 
 def plan_workers(engines: list[RolloutEngine], hosts: list[int]) -> list[PlanWorker]:

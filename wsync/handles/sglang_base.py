@@ -32,8 +32,9 @@ class ApiHandle(ABC):
 
     def __init__(self, *, sessions: bool = False) -> None:
         self._begun = False  # the session of this update
-        # of the engine, whichever update asks; left: a session, by an update that failed
-        self._sessions = {"known": sessions, "left": False, "rearranges": False}
+        # of the engine, whichever update asks; known: unless it says otherwise; seen: it has begun
+        # or ended one; left: a session, by an update that failed
+        self._sessions = {"known": sessions, "seen": False, "left": False, "rearranges": False}
 
     @abstractmethod
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> object:

@@ -124,9 +124,11 @@ class HttpHandle(ApiHandle):
         if not self._sessions["known"]:
             return None
         status, text = self.request("POST", f"/{method}", selector, timeout)
-        self._sessions["known"] = status != 404
-        if status not in (200, 400, 404):
+        # a gateway has none, too, while it learns its paths
+        if status not in (200, 400, 404) or (status == 404 and self._sessions["seen"]):
             raise self._failed(f"/{method}", status, text)
+        self._sessions["known"] = status != 404
+        self._sessions["seen"] |= status == 200
         return json_or_text(text) if self._sessions["known"] else None
 
     def _reprocess(self, timeout: float, **steps: bool) -> bool:
@@ -161,7 +163,9 @@ class HttpHandle(ApiHandle):
         )
 
     def _failed(self, path: str, status: int, text: str) -> RemoteError:
-        return RemoteError(f"engine {self.name}: {path}: HTTP {status}: {engine_text(text)}")
+        error = RemoteError(f"engine {self.name}: {path}: HTTP {status}: {engine_text(text)}")
+        error.native = status
+        return error
 
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float

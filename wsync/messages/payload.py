@@ -24,6 +24,7 @@ import pickle
 import reprlib
 import secrets
 import select
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -187,7 +188,11 @@ def _start_manager() -> None:
         if _managers:
             return
         program = os.path.join(os.path.dirname(torch.__file__), "bin", "torch_shm_manager")
-        with system_calls(program):
+        # what ends all processes of a job is not for it, which goes with its last user
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(system_calls(program))
+            stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, former)
             process = subprocess.Popen(
                 [program],
                 stdin=subprocess.DEVNULL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
@@ -18,6 +18,8 @@ from wsync.messages.gpu_payload import GpuRing
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import BucketSession, Span
+
+_GATEWAYS: Final = (502, 503, 504)  # what gateways answer in the place of a server
 
 
 class SharedRing:
@@ -120,7 +122,13 @@ class StockSession(BucketSession):
 
 
 def _close(ring: SharedRing, sent: Sequence[Future[None]]) -> None:
-    """Once all requests have ended.  What an engine has not answered in time it may yet read, and
-    a stock server ends when it finds no file: that is left to the end of this process."""
-    if not any(isinstance(request.exception(), _core.DeadlineError) for request in sent):
+    """Once all requests have ended.  What an engine has not answered it may yet read, and a stock
+    server ends when it finds no file: that is left to the end of this process."""
+    if not any(_is_unanswered(request.exception()) for request in sent):
         ring.close()
+
+
+def _is_unanswered(error: BaseException | None) -> bool:
+    """Whether a request may be in the engine's hands: also where a gateway gave up."""
+    gave_up = isinstance(error, _core.RemoteError) and error.native in _GATEWAYS
+    return gave_up or isinstance(error, _core.DeadlineError)
