@@ -122,7 +122,7 @@ def test_gpus_stand_for_the_workers_that_nobody_says() -> None:
 def test_an_actor_that_does_not_say_its_url_is_named() -> None:
     dead, slow, released = Actor(SlimesEngine("")), SlimesEngine(""), threading.Event()
     dead.dead = True
-    with pytest.raises(PeerClosedError, match=r"Actor.SlimesEngine.: get_url: the actor is dead"):
+    with pytest.raises(PeerClosedError, match=r"SlimesEngine, .*: get_url: the actor is dead"):
         handle(dead)
     slow.get_url = lambda: str(released.wait(60))  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="get_url: no answer within"):
@@ -139,7 +139,7 @@ def test_counts_of_gpus_are_no_counts_of_workers(caplog: pytest.LogCaptureFixtur
     caplog.set_level("INFO")
     actor = Actor(Engine({"tp_size": 2}))
     told.connect_rollout_engines([actor], None, engine_gpu_counts=[4])
-    assert caplog.messages == ["wsync: UpdateWeightFromTensor: Actor(Engine) by broadcasts"]
+    assert caplog.messages == [f"wsync: UpdateWeightFromTensor: {actor} by broadcasts"]
     told.connect_rollout_engines([actor], None, [4], [0], [{"tp_size": 2, "pp_size": 1}])
     with pytest.raises(InvalidArgumentError, match="has 2 workers, not 4"):
         told.connect_rollout_engines([actor], None, [4], [0], [{"tp_size": 4}])

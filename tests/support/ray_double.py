@@ -66,7 +66,7 @@ class Actor:
         return _Method(self, method)
 
     def __repr__(self) -> str:
-        return f"Actor({type(self._instance).__name__})"
+        return f"Actor({type(self._instance).__name__}, {id(self._instance):x})"
 
 
 def get(references: Any, timeout: float | None = None) -> Any:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,16 @@ class Server(servers.Server):
             *given("arguments", ()),
         ]
         return list(map(str, words))
+
+    @contextlib.contextmanager
+    def without_tokens(self) -> Iterator[None]:
+        """Its engine's process stands still, and that which answers goes on."""
+        (core,) = (pid for pid, name in self.processes().items() if "EngineCore" in name)
+        os.kill(core, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(core, signal.SIGCONT)
 
 
 class Served(Server):
