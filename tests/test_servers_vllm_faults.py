@@ -3,12 +3,15 @@ test_servers_vllm.py."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from support.server_phases import before
 from support.vllm_server import Nursery, Server
 
 import wsync
+from wsync.handles.vllm import VllmServer
 from wsync.machine.daemon_threads import start
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
@@ -26,7 +30,7 @@ TRAINER = Path(__file__).parent / "support" / "server_trainer.py"
 TOKENS = 12
 LONG = 4000  # tokens of an answer during which an update runs: a server makes a thousand a second
 BEFORE = 5  # that have come when it begins
-AHEAD = 2.0  # seconds that its pause has before more are made
+AHEAD = 3.0  # seconds that its pause has before more are made
 PHASES = ("round", "prepared", "close")
 
 
@@ -82,6 +86,19 @@ class Generating(Answer):
             self.tokens += self.last["token_ids"] or ()
 
 
+@contextlib.contextmanager
+def pausing() -> Iterator[threading.Event]:
+    """Set when this process asks a server to pause."""
+    asked, pause = threading.Event(), VllmServer.pause_generation
+
+    def ask(server: VllmServer, **given: Any) -> None:
+        asked.set()
+        pause(server, **given)
+
+    with mock.patch.object(VllmServer, "pause_generation", ask):
+        yield asked
+
+
 MODES = ("abort", "retract", "in_place")
 
 
@@ -93,8 +110,9 @@ def test_an_answer_says_which_weights_each_token_is_of(lab: Lab, mode: str) -> N
         with Generating(lab.server, LONG) as answer:
             answer.read(BEFORE)
             # on a busy machine the process that answers is seconds behind, and with it the pause
-            with lab.server.without_tokens():
+            with lab.server.without_tokens(), pausing() as asked:
                 update = start("update", lambda: sync.update(new.weights, version="new"))
+                assert asked.wait(PATIENCE)
                 time.sleep(AHEAD)
             update.result(PATIENCE)
             answer.read(LONG + 1)
