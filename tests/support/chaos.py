@@ -36,8 +36,9 @@ from wsync.machine.sweep import sweep
 
 ENGINES, TP, PP = 4, 2, 2
 WAYS: dict[str, dict[str, Any]] = {
-    "receiver": {},
-    "gloo": {"exchange": "gloo"},
+    "receiver": {"delivery": "wsync"},
+    "direct": {"delivery": "direct"},
+    "gloo": {"delivery": "wsync", "exchange": "gloo"},
     "distributed": {"delivery": "distributed", "broadcast": "wsync"},
     "broadcast": {"delivery": "distributed", "broadcast": "bucket"},
     "stock": {"delivery": "stock"},

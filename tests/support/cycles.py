@@ -30,7 +30,8 @@ from wsync.demo.engines.serve import serve_in_process
 from wsync.machine.temporary_environment import variable
 
 WAYS: dict[str, dict[str, Any]] = {
-    "receiver": {},
+    "receiver": {"delivery": "wsync"},
+    "direct": {"delivery": "direct"},
     "stock": {"delivery": "stock"},
     "distributed": {"delivery": "distributed", "broadcast": "wsync"},
     "broadcast": {"delivery": "distributed", "broadcast": "bucket"},
@@ -54,6 +55,9 @@ def run_trainer(url: str, way: str, folder: str, pipe: Connection) -> None:
     """Answers every number of cycles that it is given when they are done."""
     torch.set_num_threads(1)
     weights = [known_weights.weights(version) for version in (0, 1)]
+    if way == "direct":
+        for tensor in (tensor for each in weights for tensor in each.values()):
+            tensor.share_memory_()
     version = 0
     while True:
         try:

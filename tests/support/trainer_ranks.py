@@ -34,7 +34,8 @@ class _Rank:
         parallel = megatron_cpu.Parallel(tp=tp, pp=pp)
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(megatron_cpu.groups(parallel))
-        self.trainer = megatron_cpu.build(known_weights.config(), parallel)
+        with wsync.exportable():  # for connections that read in place
+            self.trainer = megatron_cpu.build(known_weights.config(), parallel)
         self.layout = megatron.layout(self.trainer.chunks, self.trainer.hf)
         self.sync: wsync.Sync | None = None
 
