@@ -374,6 +374,36 @@ def test_a_group_whose_end_takes_long_keeps_nobody(monkeypatch: pytest.MonkeyPat
     assert ended.wait(PATIENCE)
 
 
+class Interrupted:
+    """A group of torch's whose collective has begun when Ctrl-C comes; notes who ends it."""
+
+    def __init__(self, ended_by: list[threading.Thread]) -> None:
+        self.ended_by = ended_by
+
+    @staticmethod
+    def allreduce() -> None:
+        raise KeyboardInterrupt
+
+    def __del__(self) -> None:
+        self.ended_by.append(threading.current_thread())
+
+
+def test_who_drops_an_interrupts_traceback_does_not_end_the_group() -> None:
+    """That would wait for the collective, beyond every deadline."""
+    ended_by: list[threading.Thread] = []
+    group = Collectives(Interrupted(ended_by), whole="2 ranks", member="a rank")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        group.start("allreduce")
+    before = threading.active_count()
+    group.close()
+    del caught
+    deadline = Deadline(PATIENCE)
+    while not ended_by or threading.active_count() > before:
+        assert deadline.left
+        time.sleep(0.01)
+    assert ended_by != [threading.current_thread()]
+
+
 # a collective that is stuck when its group is left, and ends after the interpreter has begun to
 ENDING = """
 import sys, time
@@ -401,7 +431,7 @@ class Late:
         self.peer = None
         sleep(0.5)
 
-late = Late(first._group._group)
+late = Late(first._group._held[0])
 del first, second
 sys.exit(3)
 """

@@ -22,7 +22,9 @@ class Collectives:
     """
 
     def __init__(self, group: Any, *, whole: str, member: str, lingers: bool = False) -> None:
-        self._group = group
+        # In a list, which `close` takes.  No frame holds the group itself: the traceback of an
+        # interrupt keeps frames, and whoever drops it would wait in the group's destructor.
+        self._held = [group]
         self._lingers = lingers
         self._whole, self._member = whole, member
         self._underway: set[Any] = set()  # what was started, and not seen to end
@@ -35,15 +37,16 @@ class Collectives:
             StateError: after close.
             PeerClosedError: a member is gone.
         """
-        group = self._group  # which another thread may close
-        if group is None:
-            raise _core.StateError(f"the group of {self._whole} is closed")
+        broken, self._broken = self._broken, True  # until it is known what is under way
         try:
-            work = getattr(group, name)(*arguments)
+            work = getattr(self._held[0], name)(*arguments)
+        except IndexError:
+            self._broken = broken
+            raise _core.StateError(f"the group of {self._whole} is closed") from None
         except RuntimeError as error:
-            self._broken = True  # who knows what that leaves behind
             raise self._gone(error) from error
         self._underway.add(work)
+        self._broken = broken
         return work
 
     def finish(
@@ -85,7 +88,7 @@ class Collectives:
     def close(self) -> None:
         """Leaves the group.  Its end, which is waited for for a moment, or not at all where it
         waits for a collective that is stuck, keeps nobody but a thread."""
-        held, self._group = [self._group], None
+        held, self._held = self._held, []
         # only its end gives up what is stuck in a group that lingers
         before = set() if self._lingers else set(self._underway)
         ending = threading.Thread(target=_end, args=(held, before), daemon=True, name="wsync-group")
