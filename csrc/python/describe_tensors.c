@@ -27,6 +27,7 @@ typedef struct describer {
     const TensorTableObject *former; /* borrowed form of as many tensors, or NULL */
     Py_ssize_t unknown;              /* tensors that are not as it says */
     const PyObject *seen; /* borrowed from owners: what the last known one lies in */
+    wsync_py_questions_t questions;
 } describer_t;
 
 /* Raises "<name> (<type>): <what>" for one tensor; drops an exception that is set. */
@@ -179,10 +180,10 @@ cleanup:
 
 /* Conjugation and negation are bits on the tensor, not in its bytes, and DLPack drops
  * them. */
-static int refuse_lazy_bit(const describer_t *describer, PyObject *tensor, PyObject *method,
-                           const char *what)
+static int refuse_lazy_bit(const describer_t *describer, PyObject *tensor,
+                           wsync_py_method_t *method, const char *what)
 {
-    PyObject *answer = PyObject_CallMethodObjArgs(tensor, method, NULL);
+    PyObject *answer = wsync_py_ask(method, tensor);
     const int set = answer != NULL ? PyObject_IsTrue(answer) : -1;
 
     Py_XDECREF(answer);
@@ -256,34 +257,22 @@ static int finish_row(const describer_t *describer, PyObject *tensor,
     return 0;
 }
 
-/* The answer of a method without arguments as a number; 0 also with an exception set. */
-static uint64_t ask_number(PyObject *object, PyObject *method)
-{
-    PyObject *answer = PyObject_CallMethodObjArgs(object, method, NULL);
-    const uint64_t number = answer != NULL ? PyLong_AsUnsignedLongLong(answer) : 0;
-
-    Py_XDECREF(answer);
-    return PyErr_Occurred() ? 0 : number;
-}
-
 /* Has the table own the storage that a finished row lies in: a tensor may get another one
  * (x.data = y) while the row is in use.  The storage was asked for after the row was read,
  * so it is checked to be the same, and that it was not made smaller than its tensor. */
-static int hold_storage(const describer_t *describer, PyObject *tensor,
-                        wsync_tensor_row_t *row)
+static int hold_storage(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
 {
-    PyObject *storage =
-        PyObject_CallMethodObjArgs(tensor, describer->state->name_untyped_storage, NULL);
+    PyObject *storage = wsync_py_ask(&describer->questions.untyped_storage, tensor);
     uint64_t base = 0;
     uint64_t nbytes = 0;
     uint64_t offset = 0;
     int result = storage != NULL ? PyList_Append(describer->owners, storage) : -1;
 
     if (result == 0) {
-        base = ask_number(storage, describer->state->name_data_ptr);
+        base = wsync_py_ask_number(&describer->questions.data_ptr, storage);
     }
     if (result == 0 && !PyErr_Occurred()) {
-        nbytes = ask_number(storage, describer->state->name_nbytes);
+        nbytes = wsync_py_ask_number(&describer->questions.nbytes, storage);
     }
     Py_XDECREF(storage);
     if (PyErr_Occurred()) {
@@ -620,10 +609,10 @@ static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_ro
         return -1;
     }
     if ((row->dtype == WSYNC_DTYPE_COMPLEX64 || row->dtype == WSYNC_DTYPE_COMPLEX128) &&
-        refuse_lazy_bit(describer, tensor, describer->state->name_is_conj, "conj") < 0) {
+        refuse_lazy_bit(describer, tensor, &describer->questions.is_conj, "conj") < 0) {
         return -1;
     }
-    return refuse_lazy_bit(describer, tensor, describer->state->name_is_neg, "neg");
+    return refuse_lazy_bit(describer, tensor, &describer->questions.is_neg, "neg");
 }
 
 /* --- the functions ------------------------------------------------------------------- */
@@ -638,6 +627,35 @@ static bool same_place(const wsync_tensor_row_t *one, const wsync_tensor_row_t *
                           one->storage_nbytes == other->storage_nbytes));
 }
 
+/* Whether the tensor at hand is where a row says, and in the same storage, which it keeps
+ * then.  Asked in few calls; false also where more has to be asked. */
+static bool is_known(describer_t *describer, PyObject *tensor,
+                     const TensorTableObject *table)
+{
+    const wsync_tensor_row_t *row = &table->rows[describer->index];
+    wsync_py_questions_t *questions = &describer->questions;
+    PyObject *known = wsync_py_known_storage(questions, describer->api, table,
+                                             describer->index, tensor, NULL);
+    PyObject *storage =
+        known != NULL ? wsync_py_ask(&questions->untyped_storage, tensor) : NULL;
+    const bool same =
+        storage != NULL && storage == known &&
+        wsync_py_ask_number(&questions->nbytes, storage) == row->storage_nbytes &&
+        PyList_Append(describer->owners, storage) == 0;
+
+    Py_XDECREF(known);
+    Py_XDECREF(storage);
+    return same;
+}
+
+/* The same without a storage. */
+static bool is_there(describer_t *describer, PyObject *tensor,
+                     const TensorTableObject *table)
+{
+    return wsync_py_same_place(describer->api, tensor, &table->rows[describer->index],
+                               table->gpu);
+}
+
 /* The index of the first tensor that is not where a row says, or not seen as it says; the
  * count if there is none, -1 with an exception. */
 static Py_ssize_t find_moved(describer_t *describer, PyObject *tensors,
@@ -648,8 +666,10 @@ static Py_ssize_t find_moved(describer_t *describer, PyObject *tensors,
         wsync_tensor_row_t row = {0};
 
         describer->index = i;
-        if (describer->owners == NULL && find_api(describer, tensor) == 0 &&
-            wsync_py_same_place(describer->api, tensor, &table->rows[i], table->gpu)) {
+        if (find_api(describer, tensor) == 0 &&
+            (describer->owners == NULL
+                 ? is_there(describer, tensor, table)
+                 : table->storages != NULL && is_known(describer, tensor, table))) {
             continue;
         }
         PyErr_Clear();
@@ -683,6 +703,7 @@ static Py_ssize_t compare(const TensorTableObject *table, PyObject *sequence,
     if (tensors == NULL) {
         return -1;
     }
+    describer.questions = wsync_py_questions(describer.state);
     if (PyTuple_Size(tensors) != table->count) {
         (void)wsync_py_fail(describer.state, WSYNC_ERR_INVALID, "TensorTable",
                             "%zd tensors for a table of %zd", PyTuple_Size(tensors),
@@ -722,9 +743,8 @@ PyObject *wsync_py_table_storages(PyObject *self, PyObject *sequence)
     return index >= 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-/* Fills a row as a former table has it, if all of it still holds; 0: not, -1: an exception.
- */
-static int take_known(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
+/* Whether all that a row of the former table says still holds; -1 with an exception. */
+static int take_known(describer_t *describer, PyObject *tensor)
 {
     const TensorTableObject *former = describer->former;
     const wsync_tensor_row_t *known = &former->rows[describer->index];
@@ -737,29 +757,34 @@ static int take_known(describer_t *describer, PyObject *tensor, wsync_tensor_row
     if (known->on_gpu && !take_gpu(describer, former->gpu)) {
         return 0;
     }
-    storage = wsync_py_known_storage(describer->state, describer->api, former,
+    storage = wsync_py_known_storage(&describer->questions, describer->api, former,
                                      describer->index, tensor, describer->seen);
     if (storage == NULL) {
         return 0;
     }
-    *row = *known;
     describer->seen = storage;
     result = PyList_Append(describer->owners, storage) < 0 ? -1 : 1;
     Py_DECREF(storage);
     return result;
 }
 
-static int describe_one(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
+static int describe_one(describer_t *describer, PyObject *tensor, TensorTableObject *table)
 {
     /* where hardly any is known, as of weights that have all moved, none is asked for */
     const bool asked =
         describer->former != NULL && describer->unknown <= describer->index / 2 + 16;
-    const int known = asked ? take_known(describer, tensor, row) : 0;
+    const int known = asked ? take_known(describer, tensor) : 0;
+    wsync_tensor_row_t *row;
 
     if (known != 0) {
         return known < 0 ? -1 : 0;
     }
     describer->unknown++;
+    if (wsync_py_table_part(table) < 0) {
+        return -1;
+    }
+    row = &table->rows[describer->index];
+    *row = (wsync_tensor_row_t){0};
     return read_tensor(describer, tensor, row);
 }
 
@@ -770,9 +795,10 @@ static int describe_all(describer_t *describer, PyObject *tensors, TensorTableOb
         return -1;
     }
     describer->owners = table->owners;
+    table->nbytes = 0;
     for (Py_ssize_t i = 0; i < table->count; i++) {
         describer->index = i;
-        if (describe_one(describer, PyTuple_GetItem(tensors, i), &table->rows[i]) < 0) {
+        if (describe_one(describer, PyTuple_GetItem(tensors, i), table) < 0) {
             return -1;
         }
         if (__builtin_add_overflow(table->nbytes, table->rows[i].nbytes, &table->nbytes)) {
@@ -833,6 +859,7 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
         return PyErr_Format(PyExc_TypeError, "former must be a TensorTable or None, not %R",
                             (PyObject *)Py_TYPE(former));
     }
+    describer.questions = wsync_py_questions(describer.state);
     tensors = PySequence_Tuple(sequence);
     if (tensors == NULL || describer_init(&describer, names, PyTuple_Size(tensors)) < 0) {
         goto cleanup;
@@ -841,7 +868,9 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
         ((TensorTableObject *)former)->count == PyTuple_Size(tensors)) {
         describer.former = (const TensorTableObject *)former;
     }
-    table = wsync_py_table_new(describer.state, PyTuple_Size(tensors));
+    table = describer.former != NULL
+                ? wsync_py_table_like(describer.state, describer.former)
+                : wsync_py_table_new(describer.state, PyTuple_Size(tensors));
     if (table != NULL && describe_undisturbed(&describer, tensors, table) < 0) {
         Py_CLEAR(table);
     }

@@ -45,10 +45,19 @@ bool wsync_py_same_place(const DLPackExchangeAPI *api, PyObject *tensor,
     return same_view(&view, row, gpu);
 }
 
-/* Whether a method without arguments answers False. */
-static bool denies(PyObject *tensor, PyObject *method)
+wsync_py_questions_t wsync_py_questions(const ModuleState *state)
 {
-    PyObject *answer = PyObject_CallMethodObjArgs(tensor, method, NULL);
+    return (wsync_py_questions_t){.is_conj.name = state->name_is_conj,
+                                  .is_neg.name = state->name_is_neg,
+                                  .untyped_storage.name = state->name_untyped_storage,
+                                  .data_ptr.name = state->name_data_ptr,
+                                  .nbytes.name = state->name_nbytes};
+}
+
+/* Whether a method answers False. */
+static bool denies(PyObject *tensor, wsync_py_method_t *method)
+{
+    PyObject *answer = wsync_py_ask(method, tensor);
     const bool denied = answer == Py_False;
 
     PyErr_Clear();
@@ -57,11 +66,11 @@ static bool denies(PyObject *tensor, PyObject *method)
 }
 
 /* The storage of a row, if its memory is where it was: new. */
-static PyObject *same_storage(ModuleState *state, PyObject *weak,
+static PyObject *same_storage(wsync_py_questions_t *questions, PyObject *weak,
                               const wsync_tensor_row_t *row, const PyObject *seen)
 {
     PyObject *storage = Py_NewRef(PyWeakref_GetObject(weak));
-    PyObject *address;
+    uint64_t address;
 
     if (storage == seen && seen != NULL) {
         return storage;
@@ -70,16 +79,16 @@ static PyObject *same_storage(ModuleState *state, PyObject *weak,
         Py_DECREF(storage);
         return NULL;
     }
-    address = PyObject_CallMethodObjArgs(storage, state->name_data_ptr, NULL);
-    if (address == NULL || PyLong_AsUnsignedLongLong(address) != row->storage) {
+    address = wsync_py_ask_number(&questions->data_ptr, storage);
+    if (address != row->storage || PyErr_Occurred() != NULL) {
         Py_CLEAR(storage);
+        PyErr_Clear();
     }
-    PyErr_Clear();
-    Py_XDECREF(address);
     return storage;
 }
 
-PyObject *wsync_py_known_storage(ModuleState *state, const DLPackExchangeAPI *api,
+PyObject *wsync_py_known_storage(wsync_py_questions_t *questions,
+                                 const DLPackExchangeAPI *api,
                                  const TensorTableObject *former, Py_ssize_t index,
                                  PyObject *tensor, const PyObject *seen)
 {
@@ -88,11 +97,11 @@ PyObject *wsync_py_known_storage(ModuleState *state, const DLPackExchangeAPI *ap
         row->dtype == WSYNC_DTYPE_COMPLEX64 || row->dtype == WSYNC_DTYPE_COMPLEX128;
 
     if (!wsync_py_same_place(api, tensor, row, former->gpu) ||
-        (has_conj && !denies(tensor, state->name_is_conj)) ||
-        !denies(tensor, state->name_is_neg)) {
+        (has_conj && !denies(tensor, &questions->is_conj)) ||
+        !denies(tensor, &questions->is_neg)) {
         return NULL;
     }
-    return same_storage(state, PyTuple_GetItem(former->storages, index), row, seen);
+    return same_storage(questions, PyTuple_GetItem(former->storages, index), row, seen);
 }
 
 PyObject *wsync_py_weak_storages(const TensorTableObject *table)

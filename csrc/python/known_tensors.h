@@ -3,7 +3,19 @@
 #ifndef WSYNC_PYTHON_KNOWN_TENSORS_H
 #define WSYNC_PYTHON_KNOWN_TENSORS_H
 
+#include "python/methods.h"
 #include "python/tensor_table.h"
+
+/* What tensors and storages are asked. */
+typedef struct wsync_py_questions {
+    wsync_py_method_t is_conj;
+    wsync_py_method_t is_neg;
+    wsync_py_method_t untyped_storage;
+    wsync_py_method_t data_ptr; /* these two of storages */
+    wsync_py_method_t nbytes;
+} wsync_py_questions_t;
+
+wsync_py_questions_t wsync_py_questions(const ModuleState *state);
 
 /* Whether a tensor is still where a row says, and seen as it says; false also where more
  * has to be asked, as of wrappers and empty tensors.  api: of the tensor's type.  gpu: of
@@ -14,7 +26,8 @@ bool wsync_py_same_place(const DLPackExchangeAPI *api, PyObject *tensor,
 /* The storage that a row of a former table's form lies in, new, if all that the row says of
  * the tensor still holds, and its memory is the storage's; else NULL, without an exception.
  * The form has `storages`.  seen: one that was found so for a tensor before, or NULL. */
-PyObject *wsync_py_known_storage(ModuleState *state, const DLPackExchangeAPI *api,
+PyObject *wsync_py_known_storage(wsync_py_questions_t *questions,
+                                 const DLPackExchangeAPI *api,
                                  const TensorTableObject *former, Py_ssize_t index,
                                  PyObject *tensor, const PyObject *seen);
 

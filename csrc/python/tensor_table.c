@@ -52,11 +52,39 @@ static int table_clear(PyObject *self)
     return 0;
 }
 
+/* Rows that no table has yet: zero, or copies of some.  NULL with an exception. */
+static wsync_py_rows_t *make_rows(Py_ssize_t count, const wsync_tensor_row_t *copied)
+{
+    const size_t nbytes = (size_t)count * sizeof(*copied);
+    wsync_py_rows_t *rows = calloc(1, sizeof(*rows) + nbytes);
+
+    if (rows == NULL) {
+        (void)PyErr_NoMemory();
+    } else if (copied != NULL) {
+        memcpy(rows->items, copied, nbytes);
+    }
+    return rows;
+}
+
+static void set_rows(TensorTableObject *table, wsync_py_rows_t *rows)
+{
+    wsync_py_rows_t *former = table->shared;
+
+    table->shared = rows;
+    table->rows = rows != NULL ? rows->items : NULL;
+    if (rows != NULL) {
+        rows->tables++;
+    }
+    if (former != NULL && --former->tables == 0) {
+        free(former);
+    }
+}
+
 static void table_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
     (void)table_clear(self);
-    free(((TensorTableObject *)self)->rows);
+    set_rows((TensorTableObject *)self, NULL);
     Py_XDECREF(((TensorTableObject *)self)->names);
     wsync_py_free(self);
 }
@@ -139,6 +167,9 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
         return PyErr_Format(PyExc_TypeError, "differs() takes a TensorTable, not %R",
                             (PyObject *)Py_TYPE(object));
     }
+    if (table->shared == other->shared) {
+        Py_RETURN_NONE;
+    }
     count = table->count < other->count ? table->count : other->count;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!wsync_py_same_form(&table->rows[i], &other->rows[i])) {
@@ -154,14 +185,9 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
 static PyObject *table_form(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
     const TensorTableObject *table = (TensorTableObject *)self;
-    TensorTableObject *form = wsync_py_table_new(wsync_py_state_of(self), table->count);
+    TensorTableObject *form = wsync_py_table_like(wsync_py_state_of(self), table);
 
-    for (Py_ssize_t i = 0; form != NULL && i < table->count; i++) {
-        form->rows[i] = table->rows[i];
-    }
     if (form != NULL) {
-        form->nbytes = table->nbytes;
-        form->gpu = table->gpu;
         form->storages = wsync_py_weak_storages(table);
     }
     return (PyObject *)form;
@@ -302,21 +328,52 @@ const wsync_py_type_t wsync_py_type_TensorTable = {
     NULL,
     NULL};
 
+static TensorTableObject *table_with(ModuleState *state, wsync_py_rows_t *rows,
+                                     Py_ssize_t count)
+{
+    TensorTableObject *table = (TensorTableObject *)wsync_py_alloc(state->type_TensorTable);
+
+    if (table != NULL) {
+        set_rows(table, rows);
+        table->count = count;
+        table->gpu = -1;
+    }
+    return table;
+}
+
 TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count)
 {
-    PyTypeObject *type = state->type_TensorTable;
-    TensorTableObject *table = (TensorTableObject *)wsync_py_alloc(type);
+    wsync_py_rows_t *rows = make_rows(count, NULL);
+    TensorTableObject *table = rows != NULL ? table_with(state, rows, count) : NULL;
 
     if (table == NULL) {
-        return NULL;
+        free(rows);
     }
-    table->rows = calloc(count > 0 ? (size_t)count : 1, sizeof(*table->rows));
-    if (table->rows == NULL) {
-        Py_DECREF(table);
-        (void)PyErr_NoMemory();
-        return NULL;
-    }
-    table->count = count;
-    table->gpu = -1;
     return table;
+}
+
+TensorTableObject *wsync_py_table_like(ModuleState *state, const TensorTableObject *other)
+{
+    TensorTableObject *table = table_with(state, other->shared, other->count);
+
+    if (table != NULL) {
+        table->nbytes = other->nbytes;
+        table->gpu = other->gpu;
+    }
+    return table;
+}
+
+int wsync_py_table_part(TensorTableObject *table)
+{
+    wsync_py_rows_t *rows;
+
+    if (table->shared->tables == 1) {
+        return 0;
+    }
+    rows = make_rows(table->count, table->rows);
+    if (rows == NULL) {
+        return -1;
+    }
+    set_rows(table, rows);
+    return 0;
 }

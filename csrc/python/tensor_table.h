@@ -21,15 +21,21 @@ typedef struct wsync_tensor_row {
     void *data; /* the first element; of a form, where it was */
     wsync_dtype_t dtype;
     uint32_t ndim;
-    int64_t shape[WSYNC_MAX_NDIM];
-    int64_t stride[WSYNC_MAX_NDIM]; /* elements */
-    uint64_t nbytes;                /* of all elements */
-    uint64_t nbytes_spanned;        /* from data to the end of the last element */
-    uint64_t storage;               /* its address, and the bytes that it has: of tables */
-    uint64_t storage_nbytes;        /* that own what they describe, and of their forms */
     const void *type; /* of the tensor; NULL: its elements lie in another one */
     bool on_gpu;
+    uint64_t nbytes;         /* of all elements */
+    uint64_t nbytes_spanned; /* from data to the end of the last element */
+    uint64_t storage;        /* its address, and the bytes that it has: of tables */
+    uint64_t storage_nbytes; /* that own what they describe, and of their forms */
+    int64_t shape[WSYNC_MAX_NDIM];
+    int64_t stride[WSYNC_MAX_NDIM]; /* elements */
 } wsync_tensor_row_t;
+
+/* Rows that tables share which say the same. */
+typedef struct wsync_py_rows {
+    size_t tables;
+    wsync_tensor_row_t items[];
+} wsync_py_rows_t;
 
 /* Immutable.  Recognise it by ModuleState.type_TensorTable. */
 typedef struct TensorTableObject {
@@ -38,7 +44,8 @@ typedef struct TensorTableObject {
                        * to as long as the table lives; NULL in a form, whose rows are only
                        * compared */
     Py_ssize_t count;
-    wsync_tensor_row_t *rows; /* owned */
+    wsync_py_rows_t *shared;
+    wsync_tensor_row_t *rows; /* those of `shared`: written by whoever makes the table */
     uint64_t nbytes;          /* of all elements of all tensors */
     int gpu;                  /* the one that some of them lie on; -1: none does */
     PyObject *names;          /* owned tuple, for messages; NULL: they have none */
@@ -48,6 +55,13 @@ typedef struct TensorTableObject {
 
 /* A table of `count` rows that are all zero, for the maker to fill. */
 TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count);
+
+/* A table that shares the rows of another one, and owns nothing. */
+TensorTableObject *wsync_py_table_like(ModuleState *state, const TensorTableObject *other);
+
+/* Has a table that is being made have rows of its own, to write to: -1 with an exception.
+ */
+int wsync_py_table_part(TensorTableObject *table);
 
 /* Raises InvalidArgumentError and returns -1 for a form. */
 int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table);
