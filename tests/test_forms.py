@@ -530,6 +530,16 @@ def test_rows_that_are_none_are_refused(rows: Any, error: str) -> None:
         Pattern(rows)
 
 
+def test_attributes_are_asked_for_where_an_object_has_them() -> None:
+    asked = Pattern([("atom", 1, ()), ("item", "held", (0,)), ("own", None, (1,))])
+    assert asked.match(Config(1)) == []
+    assert asked.match(Config(2)) is None
+    assert asked.match(Opaque()) is None
+    assert asked.match(1) is None  # has none of its own
+    class_wide = type("ClassWide", (), {"held": 1})
+    assert asked.match(class_wide()) is None
+
+
 def test_a_dict_that_changes_while_it_is_asked_does_no_harm() -> None:
     held: dict[str, Any] = {"a": 1, "b": 2, "c": 3}
 

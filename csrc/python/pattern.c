@@ -15,6 +15,7 @@
  *   keep       nothing: it becomes part of the answer
  *   absent     it has no attribute `what`
  *   lacks      it does not contain `what`
+ *   own        it has a dict of its own attributes: of that
  *   attribute  it has the attribute `what`: of that
  *   item       it is a dict with the key `what`: of what is there
  *   call       it has the method `what`: of what that gives
@@ -32,6 +33,7 @@
     X(KEEP, "keep")           \
     X(ABSENT, "absent")       \
     X(LACKS, "lacks")         \
+    X(OWN, "own")             \
     X(ATTRIBUTE, "attribute") \
     X(ITEM, "item")           \
     X(CALL, "call")           \
@@ -46,29 +48,94 @@ typedef enum operation { OPERATION_MAP(ENUM) OPERATIONS } operation_t;
 static const char *const operation_names[] = {OPERATION_MAP(TEXT)};
 #undef TEXT
 
+/* The value that the inner rows of `once` were last true of, and in which match. */
+typedef struct once {
+    const void *met;
+    uint64_t when;
+} once_t;
+
 typedef struct row {
     operation_t operation;
-    PyObject *what; /* borrowed */
+    union {
+        PyObject *what;      /* borrowed */
+        const void *address; /* at */
+        once_t *once;
+    };
     struct row **inner;
     Py_ssize_t count;
-    const void *met; /* once: the value that the inner rows were last true of */
-    uint64_t when;   /* in which match */
 } row_t;
+
+/* The values that the last match met, in order.  Most are met again, and what the processor
+ * is told of early it need not wait for: of a large module hardly any is in its caches.
+ * They may be gone: these are addresses, and nothing is read there. */
+typedef struct trace {
+    const void **values; /* owned */
+    size_t count;
+} trace_t;
 
 typedef struct PatternObject {
     PyObject_HEAD
     wsync_py_items_t rows; /* an inner row comes before those that it is an inner row of */
     row_t **inner;         /* owned, of all rows */
+    once_t *once;          /* owned, of all rows that are `once` */
     uint64_t matches;
+    trace_t trace;
 } PatternObject;
 
 typedef struct match {
     uint64_t number;
     PyObject *kept; /* list */
+    trace_t *trace;
+    size_t met;
 } match_t;
 
+enum { AHEAD = 24, ROWS_AHEAD = 16, INNER_AHEAD = 32, TRACE_MIN = 64 };
+
+/* Notes a value before it is looked at. */
+static void meet(match_t *match, const void *value)
+{
+    trace_t *trace = match->trace;
+
+    if (match->met == trace->count) {
+        const size_t count = match->met < TRACE_MIN ? TRACE_MIN : 2 * match->met;
+        const void **values = realloc(trace->values, count * sizeof(*values));
+
+        if (values == NULL) {
+            return;
+        }
+        memset(values + trace->count, 0, (count - trace->count) * sizeof(*values));
+        *trace = (trace_t){values, count};
+    }
+    if (match->met + AHEAD < trace->count) {
+        __builtin_prefetch(trace->values[match->met + AHEAD]);
+    }
+    trace->values[match->met++] = value;
+}
+
+/* Notes where a dict has its keys and values: of its words, whatever they are, those that
+ * may be addresses. */
+static void meet_parts(match_t *match, PyObject *dict)
+{
+    enum { FIRST = 2, END = 6, FAR = 40 };
+    const uintptr_t *words = (const uintptr_t *)(const void *)dict;
+
+    for (int i = FIRST; i < END; i++) {
+        if ((words[i] ^ (uintptr_t)words) >> FAR == 0) {
+            meet(match, (const void *)words[i]);
+        }
+    }
+}
+
+/* Rows lie in the order in which modules are asked. */
+static void expect_rows(const row_t *row)
+{
+    __builtin_prefetch(row + ROWS_AHEAD);
+    __builtin_prefetch(row + ROWS_AHEAD + 2);
+    __builtin_prefetch(row->inner + INNER_AHEAD);
+}
+
 /* Whether a row is true of a value; -1 with an exception. */
-static int match_row(const match_t *match, row_t *row, PyObject *value);
+static int match_row(match_t *match, row_t *row, PyObject *value);
 
 /* Ends a question that has failed: a value of which it cannot be asked is another one. */
 static int refused(void)
@@ -84,7 +151,7 @@ static int refused(void)
     return 0;
 }
 
-static int match_elements(const match_t *match, const row_t *row, PyObject *value)
+static int match_elements(match_t *match, const row_t *row, PyObject *value)
 {
     PyObject *elements = PySequence_Tuple(value);
     int same = elements != NULL ? PyTuple_Size(elements) == row->count : refused();
@@ -105,7 +172,7 @@ static int is_atom(PyObject *value, PyObject *atom)
 }
 
 /* What a row asks of the value itself; not 1 with an exception. */
-static int ask(const match_t *match, const row_t *row, PyObject *value)
+static int ask(match_t *match, const row_t *row, PyObject *value)
 {
     switch (row->operation) {
     case ATOM:
@@ -115,7 +182,8 @@ static int ask(const match_t *match, const row_t *row, PyObject *value)
     case OTHER:
         return !PyType_IsSubtype(Py_TYPE(value), (PyTypeObject *)row->what);
     case AT:
-        return PyLong_AsVoidPtr(row->what) == value;
+        expect_rows(row);
+        return row->address == value;
     case KEEP:
         return PyList_Append(match->kept, value) == 0;
     case LACKS:
@@ -127,7 +195,7 @@ static int ask(const match_t *match, const row_t *row, PyObject *value)
 
 /* Whatever runs meanwhile may change the dict: nothing is borrowed from it then.  Most of
  * what a module holds is `other`, of a few types, and is not even written to here. */
-static int match_dict(const match_t *match, const row_t *row, PyObject *dict)
+static int match_dict(match_t *match, const row_t *row, PyObject *dict)
 {
     PyTypeObject *known = NULL; /* one that the row `other` was true of */
     const row_t *other = NULL;
@@ -137,9 +205,14 @@ static int match_dict(const match_t *match, const row_t *row, PyObject *dict)
     Py_ssize_t i = 0;
     int same = PyDict_Size(dict) == row->count;
 
+    if (row->count > 0) {
+        meet_parts(match, dict);
+    }
+
     while (same > 0 && i < row->count && PyDict_Next(dict, &place, &key, &item)) {
         row_t *inner = row->inner[i];
 
+        meet(match, item);
         if (inner->operation == OTHER && key == PyTuple_GetItem(row->what, i)) {
             same = (inner == other && Py_IS_TYPE(item, known)) || ask(match, inner, item);
             other = inner;
@@ -158,7 +231,7 @@ static int match_dict(const match_t *match, const row_t *row, PyObject *dict)
     return same > 0 ? i == row->count : refused();
 }
 
-static int match_items(const match_t *match, const row_t *row, PyObject *value)
+static int match_items(match_t *match, const row_t *row, PyObject *value)
 {
     PyObject *copy;
     int same;
@@ -178,6 +251,8 @@ static int match_items(const match_t *match, const row_t *row, PyObject *value)
 static PyObject *derive(const row_t *row, PyObject *value)
 {
     switch (row->operation) {
+    case OWN:
+        return PyObject_GenericGetDict(value, NULL);
     case ATTRIBUTE:
     case ABSENT:
         return PyObject_GetAttr(value, row->what);
@@ -191,7 +266,7 @@ static PyObject *derive(const row_t *row, PyObject *value)
     }
 }
 
-static int match_inner(const match_t *match, const row_t *row, PyObject *value)
+static int match_inner(match_t *match, const row_t *row, PyObject *value)
 {
     int same = 1;
 
@@ -201,7 +276,7 @@ static int match_inner(const match_t *match, const row_t *row, PyObject *value)
     return same;
 }
 
-static int match_row(const match_t *match, row_t *row, PyObject *value)
+static int match_row(match_t *match, row_t *row, PyObject *value)
 {
     PyObject *derived;
     int same;
@@ -220,22 +295,26 @@ static int match_row(const match_t *match, row_t *row, PyObject *value)
             PyErr_Clear(); /* ValueError: of a cell that nothing has been put into */
         }
         return same > 0 ? same : refused();
+    case OWN:
     case ATTRIBUTE:
     case ITEM:
     case CALL:
     case APPLY:
         derived = derive(row, value);
+        meet(match, derived);
+        if (row->operation == OWN && derived != NULL) {
+            meet_parts(match, derived);
+        }
         same = derived != NULL ? match_inner(match, row, derived) : refused();
         Py_XDECREF(derived);
         return same;
     case ONCE:
-        if (row->met == value && row->when == match->number) {
+        if (row->once->met == value && row->once->when == match->number) {
             return 1;
         }
         same = match_inner(match, row, value);
         if (same > 0) {
-            row->met = value;
-            row->when = match->number;
+            *row->once = (once_t){value, match->number};
         }
         return same;
     default:
@@ -273,6 +352,10 @@ static int read_row(const void *Py_UNUSED(context), PyObject *object, size_t ind
                      row->what);
         return -1;
     }
+    if (row->operation == AT) {
+        row->address = PyLong_AsVoidPtr(row->what);
+        return PyErr_Occurred() != NULL ? -1 : 0;
+    }
     return 0;
 }
 
@@ -280,13 +363,17 @@ static int read_row(const void *Py_UNUSED(context), PyObject *object, size_t ind
 static int link_rows(PatternObject *self)
 {
     row_t *rows = self->rows.items;
+    once_t *once;
     size_t count = 0;
+    size_t once_count = 0;
 
     for (size_t i = 0; i < self->rows.count; i++) {
         count += (size_t)rows[i].count;
+        once_count += rows[i].operation == ONCE;
     }
     self->inner = (row_t **)calloc(count + 1, sizeof(*self->inner));
-    if (self->inner == NULL) {
+    once = self->once = calloc(once_count + 1, sizeof(*once));
+    if (self->inner == NULL || once == NULL) {
         (void)PyErr_NoMemory();
         return -1;
     }
@@ -295,6 +382,9 @@ static int link_rows(PatternObject *self)
         PyObject *numbers =
             PyTuple_GetItem(PyTuple_GetItem(self->rows.tuple, (Py_ssize_t)i), 2);
 
+        if (rows[i].operation == ONCE) {
+            rows[i].once = once++;
+        }
         rows[i].inner = self->inner + count;
         count += (size_t)rows[i].count;
         for (Py_ssize_t k = 0; k < rows[i].count; k++) {
@@ -353,13 +443,16 @@ static void pattern_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     (void)pattern_clear(object);
     free((void *)((PatternObject *)object)->inner);
+    free(((PatternObject *)object)->once);
+    free((void *)((PatternObject *)object)->trace.values);
     wsync_py_free(object);
 }
 
 static PyObject *pattern_match(PyObject *object, PyObject *value)
 {
     PatternObject *self = (PatternObject *)object;
-    const match_t match = {.number = ++self->matches, .kept = PyList_New(0)};
+    match_t match = {
+        .number = ++self->matches, .kept = PyList_New(0), .trace = &self->trace};
     row_t *rows = self->rows.items;
     const int collects = PyGC_Disable(); /* see describe_undisturbed() */
     int same = -1;

@@ -31,9 +31,9 @@ from wsync.module_tensors.value_guards import (
     Form,
     at,
     atom,
-    attribute,
     items,
     module_pattern,
+    own,
 )
 
 
@@ -75,7 +75,7 @@ def _tensors_of(part: torch.nn.Module) -> Iterator[Form]:
     for store in ("_parameters", "_buffers"):
         held = getattr(part, store).items()
         forms = {name: at(value, KEEP) if value is not None else atom(None) for name, value in held}
-        yield attribute(store, items(forms))
+        yield from own(vars(part), **{store: items(forms)})
 
 
 class OtherName(NamedTuple):

@@ -10,9 +10,9 @@ from wsync.module_tensors.value_guards import (
     Form,
     at,
     atom,
-    attribute,
     call,
     module_pattern,
+    own,
     typed,
 )
 
@@ -118,12 +118,12 @@ def _stores_of(module: Module) -> Iterator[Form]:
     """Forms of a module: its class, which of its buffers are weights, and the dicts where it keeps
     tensors, with the keys that have some, in any order.  The tensors may be others."""
     yield typed(type(module))
-    scratch = "_non_persistent_buffers_set"
-    yield attribute(scratch, atom(set(getattr(module, scratch))))
+    scratch, held = "_non_persistent_buffers_set", vars(module)
+    yield from own(held, **{scratch: atom(set(getattr(module, scratch)))})
     for store in ("_parameters", "_buffers"):
         home = getattr(module, store)
-        held = [("item", key, (atom(None) if t is None else _SOME,)) for key, t in home.items()]
-        yield attribute(store, at(home, call("__len__", atom(len(home))), *held))
+        each = [("item", key, (atom(None) if t is None else _SOME,)) for key, t in home.items()]
+        yield from own(held, **{store: at(home, call("__len__", atom(len(home))), *each)})
 
 
 _SOME: Final[Form] = ("other", type(None), ())

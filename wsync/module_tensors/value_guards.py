@@ -59,6 +59,21 @@ def attribute(name: str, *inner: Form) -> Form:
     return "attribute", name, inner
 
 
+def own(held: Mapping[str, Any], **forms: Form) -> tuple[Form, ...]:
+    """Of what a value, whose attributes are `held`, has under these names."""
+    inside = tuple(("item", name, (form,)) for name, form in forms.items() if name in held)
+    others = (attribute(name, form) for name, form in forms.items() if name not in held)
+    return ("own", None, inside), *others
+
+
+def merged(forms: Iterable[Form]) -> tuple[Form, ...]:
+    """Forms of one value, of which those that lead to the same are one."""
+    found: dict[tuple[str, Any], list[Form]] = {}
+    for operation, what, inner in forms:
+        found.setdefault((operation, what), []).extend(inner)
+    return tuple((operation, what, tuple(inner)) for (operation, what), inner in found.items())
+
+
 def call(name: str, *inner: Form) -> Form:
     return "call", name, inner
 
@@ -99,7 +114,7 @@ def module_pattern(
             return at(module)
         met.add(id(module))
         parts = items({name: of(part) for name, part in module._modules.items()})
-        return at(module, *holds(module), attribute("_modules", parts))
+        return at(module, *merged([*holds(module), *own(vars(module), _modules=parts)]))
 
     modules = tuple(roots)
     return functools.partial(pattern(elements(map(of, modules))).match, modules)

@@ -28,6 +28,7 @@ from wsync.module_tensors.value_guards import (
     attribute,
     elements,
     lacks,
+    merged,
     pattern,
     typed,
 )
@@ -137,7 +138,7 @@ class AttributeGuards:
             [attribute("__dict__", *lacks(*names)), *_lookup(kind)]
             for kind, names in absent.items()
         ]
-        inner = [("once", None, _merged(forms)) for forms in (*owned.values(), *classes)]
+        inner = [("once", None, merged(forms)) for forms in (*owned.values(), *classes)]
         self._pattern = pattern(elements(inner))
 
     def difference(self, parts: Parts) -> str:
@@ -188,14 +189,6 @@ def _lookup(kind: Any) -> list[Form]:
         attribute(name, atom(getattr(kind, name))) if hasattr(kind, name) else ("absent", name, ())
         for name in names
     ]
-
-
-def _merged(forms: Iterable[Form]) -> tuple[Form, ...]:
-    """Forms of one value, of which those that lead to the same are one."""
-    found: dict[tuple[str, Any], list[Form]] = {}
-    for operation, what, inner in forms:
-        found.setdefault((operation, what), []).extend(inner)
-    return tuple((operation, what, tuple(inner)) for (operation, what), inner in found.items())
 
 
 def _own(owner: Any, name: str, value: Any) -> Any:

@@ -27,9 +27,9 @@ from wsync.module_tensors.value_guards import (
     Form,
     at,
     atom,
-    attribute,
     items,
     module_pattern,
+    own,
     typed,
 )
 
@@ -150,7 +150,7 @@ class ModuleMemory:
             self.device = self.device if self._places else tensor.device
             self._places.append((slot, name))
         self._forms = list(bound.values())
-        self._held = module_pattern([module], lambda part: [_form_of_part(part, bound)])
+        self._held = module_pattern([module], lambda part: _forms_of_part(part, bound))
         self._table = _table_of(self._held())
         self._spans = [(area.start, area.end - area.start) for area in self.areas]
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
@@ -345,7 +345,7 @@ def _table_of(tensors: list[torch.Tensor] | None) -> TensorTable | None:
         return None
 
 
-def _form_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> Form:
+def _forms_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> tuple[Form, ...]:
     """Of a part: which tensors it holds, under which names.
 
     bound: the forms of tensors by their ids.  Others have no memory, and may get some.
@@ -354,8 +354,8 @@ def _form_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> Form:
     def held(slot: dict[str, Any]) -> Form:
         return items({name: bound.get(id(v)) or _other(v) for name, v in slot.items()})
 
-    stores = [("item", name, (held(getattr(part, name)),)) for name in ("_parameters", "_buffers")]
-    return attribute("__dict__", held(vars(part)), *stores)
+    stores = {name: held(getattr(part, name)) for name in ("_parameters", "_buffers")}
+    return *own(vars(part), **stores), ("own", None, (held(vars(part)),))
 
 
 def _other(value: object) -> Form:
