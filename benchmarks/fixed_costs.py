@@ -1,6 +1,9 @@
 """What a round and an update cost beside the bytes that they move: processor time of the thread
 that updates, on both sides, with the tensors of Qwen3-30B-A3B, each of 64 bytes.
 
+One engine has a part and a tensor for each, of all that an update asks about the most; the other
+one is fused as real ones are (see benchmarks.fused_model), and was learnt.
+
 The same tensors are moved in few rounds and in many.  A round is the slope between the two, and
 what is left of an update without rounds is its fixed cost.  On the played GPU it is the time of the
 stand-in for the driver, too; its kernels run in a thread that is not counted.
@@ -24,8 +27,11 @@ import wsync
 from benchmarks import plan_shapes
 from benchmarks.consumer import digest
 from benchmarks.engines import played
+from benchmarks.fused_model import FusedModel
 from benchmarks.ranks import on_ranks
-from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine
+from wsync.demo.engines.model_worker import ModelWorker
+from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine, Shapes
+from wsync.engine.learn.recorded_loader import RecordedLoader
 
 VALUES = 32  # of each tensor, in bfloat16
 FEW, MANY = 8, 1032  # rounds that are asked for
@@ -38,21 +44,27 @@ Seconds = dict[str, float]  # by step
 
 
 def run() -> Iterator[dict[str, Any]]:
-    yield from on_ranks(1, _rows, "the host")
+    yield from _at("the host")
     with mock.patch.dict(os.environ, played()):
-        yield from on_ranks(1, _rows, "the played GPU")
+        yield from _at("the played GPU")
 
 
-def _rows(_: int, place: str) -> list[dict[str, Any]]:
+def _at(place: str) -> Iterator[dict[str, Any]]:
+    for fused in (False, True):
+        yield from on_ranks(1, _rows, place, fused)
+
+
+def _rows(_: int, place: str, fused: bool) -> list[dict[str, Any]]:
     weights = {
         weight.name: torch.full((VALUES,), index % 251, dtype=torch.bfloat16)
         for index, weight in enumerate(plan_shapes.qwen3_moe())
     }
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
-    with ProcessEngine(shapes, worker=_Worker, timeout=SECONDS) as engine:
+    worker = _FusedWorker if fused else _Worker
+    with ProcessEngine(shapes, worker=worker, timeout=SECONDS) as engine:
         few, many = _updates(weights, engine, FEW), _updates(weights, engine, MANY)
     verified, more = few["right"] and many["right"], many["rounds"] - few["rounds"]
-    rows = []
+    rows, kept = [], ", a fused engine" if fused else ""
     for side, whole in SIDES.items():
         a_round = (many[side][whole] - few[side][whole]) / more
         found = {"a round": a_round, "an update": few[side][whole] - few["rounds"] * a_round}
@@ -64,7 +76,7 @@ def _rows(_: int, place: str) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "benchmark": "control",
-                    "case": f"{what}, {len(weights)} tensors, {place}, {side}",
+                    "case": f"{what}, {len(weights)} tensors{kept}, {place}, {side}",
                     "bytes": sum(tensor.nbytes for tensor in weights.values()),
                     "seconds": seconds,
                     "peer": "none; the goal",
@@ -150,11 +162,24 @@ class _Worker(BareWorker):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        self._count()
+
+    def _count(self) -> None:
         loader: Any = self.receiver._loader
-        steps = [(name, loader._chosen, name) for name in ("begin", "finish", "confirm")]
+        steps = [(name, loader, name) for name in ("begin", "finish", "confirm")]
         self._clock = Clock()
         self._on = self._clock.on([*steps, ("handle", self.receiver, "handle")])
         self._on.__enter__()
 
     def taken(self) -> Seconds:
         return self._clock.read()
+
+
+class _FusedWorker(_Worker):
+    """The same of a model that has fewer tensors than the trainer, and a load_weights."""
+
+    def __init__(self, *, shapes: Shapes, threads: int) -> None:
+        module = FusedModel(shapes, VALUES)
+        self.tensors = module.pieces(shapes)
+        ModelWorker.__init__(self, RecordedLoader(module, threads=threads))
+        self._count()
