@@ -431,14 +431,16 @@ class _Found:
         places = {id(t): place for place, t in enumerate(self._snapshot.tensors() or [])}
         # where a state_dict of the module's own making gives others, it is asked each time
         self._places = [places.get(id(tensor), -1) for tensor in tensors]
-        self._form = describe(tensors, gpu=True).form()
+        self._in_order = self._places == list(range(len(places)))
+        table = describe(tensors, gpu=True) if target.twins else target.table
+        self._form = table.form()
 
     def again(self) -> Destination | None:
         """None: the module, or the memory of a tensor, is not what it was."""
         held = None if self._asks or -1 in self._places else self._snapshot.tensors()
         if held is None:
             return None
-        tensors = [held[place] for place in self._places]
+        tensors = held if self._in_order else [held[place] for place in self._places]
         names, pairs = self.names
         if not pairs:
             found = Destination(names, tensors, (), self._snapshot, self._form)
