@@ -16,7 +16,7 @@ typedef struct wsync_py_method {
  */
 PyObject *wsync_py_ask(wsync_py_method_t *method, PyObject *object);
 
-/* The answer as a number; 0 also with an exception. */
+/* The answer as a number, which is an address or a size; 0 also with an exception. */
 uint64_t wsync_py_ask_number(wsync_py_method_t *method, PyObject *object);
 
 #endif

@@ -120,7 +120,7 @@ class ModuleMemory:
         self.facts: list[Fact] = []
         self.parameters: set[str] = set()  # paths
         numbers: dict[int, int] = {}
-        self._numbers: dict[int, int] = {}  # of areas, by the ids of their tensors
+        area_of: dict[int, int] = {}  # by the ids of tensors
         self.parts = dict(module.named_modules())
         self.names = _names_of_parts(self.parts)
         self.device = torch.device("cpu")  # that the first tensor is on
@@ -135,7 +135,7 @@ class ModuleMemory:
                 continue
             bound[id(tensor)] = at(tensor, typed(type(tensor), KEEP))
             number = numbers.setdefault(start, len(self.areas))
-            self._numbers[id(tensor)] = number
+            area_of[id(tensor)] = number
             if number == len(self.areas):
                 self.areas.append(Area(start, end, partial(slot.get, name), path))
             elif end != self.areas[number].end:
@@ -151,7 +151,9 @@ class ModuleMemory:
             self._places.append((slot, name))
         self._forms = list(bound.values())
         self._held = module_pattern([module], lambda part: _forms_of_part(part, bound))
-        self._table = _table_of(self._held())
+        held = self._held()
+        self._areas_held = [area_of[id(tensor)] for tensor in held or ()]
+        self._table = _table_of(held)
         self._spans = [(area.start, area.end - area.start) for area in self.areas]
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
@@ -213,8 +215,8 @@ class ModuleMemory:
 
     def count_writes(self, areas: Collection[int]) -> None:
         """Raises the versions of the tensors in areas that were written to without torch."""
-        numbers = self._numbers
-        increment_version([t for t in self._held() or () if numbers[id(t)] in areas])
+        held = zip(self._held() or (), self._areas_held, strict=False)
+        increment_version([tensor for tensor, area in held if area in areas])
 
     def current(self) -> bool:
         """Whether the module holds the very same tensors where they were, and no others."""
