@@ -2,11 +2,13 @@
 50 ms during a wait and may raise to end it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, Self, final
+from typing import Any, ClassVar, Final, Self, TypeVar, final
 
 from _typeshed import structseq
 
 __version__: Final[str]
+
+_T = TypeVar("_T")
 
 Check = Callable[[], object] | None
 
@@ -272,6 +274,10 @@ def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bo
              former: TensorTable | None = None) -> TensorTable:
     """Describes torch tensors without copying; names are for error messages.  With gpu they may lie on a GPU, all of
     those on the same one.  former: form() of a table of them, which says the same in less time where it still holds."""
+
+def values_of(held: dict[Any, _T], keys: tuple[Any, ...], /) -> tuple[_T, ...] | None:
+    """The values of a dict as they are at one moment, if its keys are these very objects in this order; else None, as
+    for keys that are only equal."""
 
 @final
 class BufferTable:
