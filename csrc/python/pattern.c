@@ -117,11 +117,12 @@ static void meet(match_t *match, const void *value)
 static void meet_parts(match_t *match, PyObject *dict)
 {
     enum { FIRST = 2, END = 6, FAR = 40 };
-    const uintptr_t *words = (const uintptr_t *)(const void *)dict;
+    const void *words[END];
 
+    memcpy((void *)words, dict, sizeof(words));
     for (int i = FIRST; i < END; i++) {
-        if ((words[i] ^ (uintptr_t)words) >> FAR == 0) {
-            meet(match, (const void *)words[i]);
+        if (((uintptr_t)words[i] ^ (uintptr_t)dict) >> FAR == 0) {
+            meet(match, words[i]);
         }
     }
 }

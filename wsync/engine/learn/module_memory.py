@@ -120,11 +120,12 @@ class ModuleMemory:
         self.facts: list[Fact] = []
         self.parameters: set[str] = set()  # paths
         numbers: dict[int, int] = {}
-        area_of: dict[int, int] = {}  # by the ids of tensors
         self.parts = dict(module.named_modules())
         self.names = _names_of_parts(self.parts)
         self.device = torch.device("cpu")  # that the first tensor is on
         self._places: list[tuple[dict[str, Any], str]] = []  # where each is bound
+        # where they are bound first, and their areas
+        self._distinct: list[tuple[dict[str, Any], str, int]] = []
         bound: dict[int, Form] = {}  # by the tensor's id
         firsts: dict[int, str] = {}
         for path, slot, name, tensor in bound_tensors(module):
@@ -133,9 +134,10 @@ class ModuleMemory:
                 raise LayoutError(f"{path}: its memory is gone")
             if not tensor.numel():
                 continue
-            bound[id(tensor)] = at(tensor, typed(type(tensor), KEEP))
             number = numbers.setdefault(start, len(self.areas))
-            area_of[id(tensor)] = number
+            if id(tensor) not in bound:
+                self._distinct.append((slot, name, number))
+            bound[id(tensor)] = at(tensor, typed(type(tensor), KEEP))
             if number == len(self.areas):
                 self.areas.append(Area(start, end, partial(slot.get, name), path))
             elif end != self.areas[number].end:
@@ -151,9 +153,7 @@ class ModuleMemory:
             self._places.append((slot, name))
         self._forms = list(bound.values())
         self._held = module_pattern([module], lambda part: _forms_of_part(part, bound))
-        held = self._held()
-        self._areas_held = [area_of[id(tensor)] for tensor in held or ()]
-        self._table = _table_of(held)
+        self._table = _table_of(self._held())
         self._spans = [(area.start, area.end - area.start) for area in self.areas]
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
@@ -215,8 +215,8 @@ class ModuleMemory:
 
     def count_writes(self, areas: Collection[int]) -> None:
         """Raises the versions of the tensors in areas that were written to without torch."""
-        held = zip(self._held() or (), self._areas_held, strict=False)
-        increment_version([tensor for tensor, area in held if area in areas])
+        found = (slot.get(name) for slot, name, area in self._distinct if area in areas)
+        increment_version([tensor for tensor in found if isinstance(tensor, torch.Tensor)])
 
     def current(self) -> bool:
         """Whether the module holds the very same tensors where they were, and no others."""
