@@ -28,6 +28,7 @@ from wsync.demo.sglang_requirements import PACKAGES
 NEWEST = "newest"
 SGLANG_VERSIONS = ("0.5.17", NEWEST)
 
+FIRST_GPU = "WSYNC_TEST_FIRST_GPU"  # of an engine's workers, which have one each
 _DOWNLOAD_SECONDS = 240
 _NEWEST_SECONDS = 7 * 24 * 3600  # how long an answer to "which is the newest" is believed
 
@@ -57,6 +58,15 @@ def engine_packages() -> Path:
             pytest.fail(reason)
         pytest.skip(reason)
     return folder
+
+
+def worker_environment(rank: int) -> dict[str, str]:
+    """Of a worker process that has nothing of this one's Python; with a GPU of its own, where
+    workers are to have one each."""
+    found = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    if FIRST_GPU in found:
+        found["WSYNC_DEVICE"] = f"cuda:{int(found[FIRST_GPU]) + rank}"
+    return found
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import signal
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,16 @@ import torch
 import torch.distributed as dist
 from support.cuda_cases import plan_failure
 from support.fakecuda import calls, position
-from support.played_gpu import Pieces, PlayedTensor, driver, put, source_of
+from support.played_gpu import (
+    PLACES,
+    Pieces,
+    Played,
+    PlayedTensor,
+    by_handle,
+    driver,
+    in_pieces,
+    source_of,
+)
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
@@ -33,27 +42,12 @@ from wsync.trainer import connection, lending
 from wsync.trainer.sessions.direct import DirectSession
 
 lending.GPUS_UNASKED = True
-Played = dict[str, PlayedTensor]
-Place = Callable[[Weights], Played]
 
 OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 20, flush_cache=False, delivery="direct"
 )
 # the first lies across six pieces, more than go into one message, and others share the last
 SHAPES = {"a": (3100, 1000), "b": (3000,), "c": (40, 8), "d": (64, 96)}
-
-
-def by_handle(weights: Weights, gpu: int = 0) -> Played:
-    """Each in an allocation of its own."""
-    return {name: put(tensor, gpu) for name, tensor in weights.items()}
-
-
-def in_pieces(weights: Weights, gpu: int = 0, kind: int = 1) -> Played:
-    """One after the other in memory of pieces."""
-    return Pieces(sum(t.nbytes + 512 for t in weights.values()), kind=kind, gpu=gpu).cut(weights)
-
-
-PLACES: dict[str, Callable[..., Played]] = {"by handle": by_handle, "in pieces": in_pieces}
 
 
 def fill(played: Mapping[str, PlayedTensor], weights: Weights) -> None:

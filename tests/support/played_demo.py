@@ -3,7 +3,6 @@ trainer rank has one, where its weights lie, and each engine worker has one of t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
@@ -13,10 +12,9 @@ from unittest import mock
 
 from support import forked_demo
 from support import remote_nccl_cases as cases
-from support.played_gpu import put
+from support.played_gpu import by_handle, placed
 
 import wsync
-from wsync import _core
 from wsync.demo import launcher, two_engines
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
@@ -31,7 +29,7 @@ def _rank(rank: int, settings: launcher.Settings, folder: Path) -> None:
     layout, first = wsync.megatron.layout, settings.ranks
 
     def on_gpu(*arguments: Any) -> TrainerLayout:
-        return _placed(layout(*arguments))
+        return placed(layout(*arguments), by_handle)
 
     with (
         mock.patch.object(wsync.megatron, "layout", on_gpu),
@@ -39,19 +37,6 @@ def _rank(rank: int, settings: launcher.Settings, folder: Path) -> None:
         mock.patch.object(two_engines, "TensorParallelEngine", functools.partial(_start, first)),
     ):
         _run_rank(rank, settings, folder)
-
-
-def _placed(layout: TrainerLayout) -> TrainerLayout:
-    """The same of copies on the GPU, which are made anew for each update."""
-    placed = [put(tensor) for tensor in layout.tensors()]
-
-    def current() -> Any:
-        for copy, tensor in zip(placed, layout.tensors(), strict=True):
-            copy.fill(tensor)
-        return placed
-
-    table = _core.describe(placed, layout.names, gpu=True)
-    return dataclasses.replace(layout, tensors=current, made_from=table)
 
 
 def _serve(ranks: int, config: Any, **options: Any) -> ServerProcess:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from wsync.layout import TrainerLayout
 from wsync.machine.device import uuid
 
 PIECE: Final = 2 << 20
+Played = dict[str, "PlayedTensor"]
 
 
 class PlayedTensor:
@@ -120,6 +122,19 @@ class Pieces:
         return found
 
 
+def by_handle(weights: Mapping[str, torch.Tensor], gpu: int = 0) -> Played:
+    """Each in an allocation of its own."""
+    return {name: put(tensor, gpu) for name, tensor in weights.items()}
+
+
+def in_pieces(weights: Mapping[str, torch.Tensor], gpu: int = 0, kind: int = 1) -> Played:
+    """One after the other in memory of pieces."""
+    return Pieces(sum(t.nbytes + 512 for t in weights.values()), kind=kind, gpu=gpu).cut(weights)
+
+
+PLACES: dict[str, Callable[..., Played]] = {"by handle": by_handle, "in pieces": in_pieces}
+
+
 def reserve(like: torch.Tensor) -> PlayedTensor:
     """A tensor whose address is reserved on the GPU, where no memory lies."""
     at, none = ctypes.c_uint64(), ctypes.c_uint64(0)
@@ -151,3 +166,20 @@ def source_of(names: Sequence[str], tensors: Sequence[Any]) -> TrainerLayout:
     builder = _core.LayoutBuilder(0)
     builder.add_tensors(names, table)
     return TrainerLayout(builder.build(), tuple(names), lambda: tensors, table)
+
+
+def placed(
+    layout: TrainerLayout,
+    place: Callable[[Mapping[str, torch.Tensor]], Mapping[str, PlayedTensor]],
+) -> TrainerLayout:
+    """The same of copies on a GPU, which `place` makes and each update makes anew."""
+    numbered = {str(number): tensor for number, tensor in enumerate(layout.tensors())}
+    copies = list(place(numbered).values())
+
+    def current() -> Any:
+        for copy, tensor in zip(copies, layout.tensors(), strict=True):
+            copy.fill(tensor)
+        return copies
+
+    table = _core.describe(copies, layout.names, gpu=True)
+    return dataclasses.replace(layout, tensors=current, made_from=table)

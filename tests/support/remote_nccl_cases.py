@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from support.engines import FIRST_GPU
 from support.errors import error_of
 from support.played_gpu import PlayedTensor, put
 from support.procs import runs
@@ -30,7 +31,6 @@ from wsync.layout import TrainerLayout
 from wsync.trainer.connection import Connection
 
 GPUS = 8
-FIRST = "WSYNC_TEST_FIRST_GPU"  # of an engine's workers
 OPTIONS: dict[str, Any] = {
     "deadline": 60.0,
     "progress": False,
@@ -90,7 +90,7 @@ class PlacedWorker(tensor_parallel_engine._Worker):
     """Is served by a GPU of its own."""
 
     def __init__(self, *, rank: int, **settings: Any) -> None:
-        os.environ["WSYNC_DEVICE"] = f"cuda:{int(os.environ[FIRST]) + rank}"
+        os.environ["WSYNC_DEVICE"] = f"cuda:{int(os.environ[FIRST_GPU]) + rank}"
         super().__init__(rank=rank, **settings)
 
     def answer(self, what: str, argument: Any) -> Any:
@@ -128,14 +128,16 @@ def all_gpus() -> dict[str, str]:
     return {"WSYNC_FAKE_CUDA_FIRST": "0", "WSYNC_FAKE_CUDA_DEVICES": str(GPUS)}
 
 
-def engine(config: Any, tp: int, first: int, **environment: str) -> TensorParallelEngine:
+def engine(
+    config: Any, tp: int, first: int, experts: str = "tp", **environment: str
+) -> TensorParallelEngine:
     """One whose workers have the GPUs from `first` on."""
-    settings = {FIRST: str(first), **all_gpus(), **environment}
+    settings = {FIRST_GPU: str(first), **all_gpus(), **environment}
     with (
         mock.patch.dict(os.environ, settings),
         mock.patch.object(tensor_parallel_engine, "_Worker", PlacedWorker),
     ):
-        return TensorParallelEngine(config, tp=tp, name=f"tp{tp}")
+        return TensorParallelEngine(config, tp=tp, experts=experts, name=f"tp{tp}")
 
 
 _engines: dict[int, TensorParallelEngine] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 from support import tiny_models
-from support.engines import engine_packages, engine_tree
+from support.engines import engine_packages, engine_tree, worker_environment
 
 from wsync.messages.control import LOAD_FORMAT
 
@@ -47,7 +46,7 @@ class SglangProcesses:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
+            env=worker_environment(rank),
         )
 
     def restart(self, rank: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 from support import tiny_models
-from support.engines import engine_packages, engine_tree
+from support.engines import engine_packages, engine_tree, worker_environment
 
 SCRIPT = Path(__file__).with_name("vllm_worker.py")
 
@@ -32,7 +31,6 @@ class VllmEngine:
         places = [str(SCRIPT), str(tree), str(packages), str(tp)]
         if amx:
             places.insert(0, str(SCRIPT.with_name("amx.py")))
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-P", *places, str(rank)],
@@ -40,7 +38,7 @@ class VllmEngine:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env=environment,
+                env=worker_environment(rank),
             )
             for rank in range(tp)
         ]

@@ -1,0 +1,27 @@
+"""What a steady update that workers read out of the trainer's GPU may ask of the driver; the counts
+are those of support.fakecuda.calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+# one launch copies everything between one wait and one record; the rest looks
+_ROUND = {"cuStreamWaitValue64", "cuStreamWriteValue64", "cuLaunchKernel"}
+_LOOKS = {"cuStreamQuery", "cuPointerGetAttributes", "cuMemGetAddressRange"}
+# of a piece: which memory is mapped there now
+_IDENTIFIES = {"cuMemRetainAllocationHandle", "cuMemRelease"}
+
+
+def check_worker(count: Counter[str]) -> None:
+    """A wait for what has come already is none; and there may be a record that lets go of what
+    launches used."""
+    assert set(count) <= _ROUND | _LOOKS, count
+    assert count["cuLaunchKernel"] == 1, count
+    assert count["cuStreamWaitValue64"] <= 1, count
+    assert 1 <= count["cuStreamWriteValue64"] <= 2, count
+
+
+def check_rank(count: Counter[str], workers: int) -> None:
+    """workers: that the rank serves, each of which is told once."""
+    assert set(count) <= {"cuStreamWriteValue64"} | _LOOKS | _IDENTIFIES, count
+    assert count["cuStreamWriteValue64"] == workers, count
