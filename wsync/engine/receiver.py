@@ -237,13 +237,8 @@ class Receiver:
         importer = self._importer
         if importer is None or self._session != message.session:
             blob, device = self._loader.blob(), self._loader.device
-            said = blob
-            if isinstance(self._loader, Borrows):
-                places = map(place_of, [device.uuid, *device.peers])
-                facts = ",".join([str(most_segments()), *places])
-                said = BORROWS + facts.encode() + b"\n" + blob
             # first: a late message of a trainer that is gone does not end another's session
-            importer = connect(message.address, said, message.deadline, device)
+            importer = connect(message.address, self._introduced(blob), message.deadline, device)
             if self._importer is not None:
                 self._importer.fail("another trainer has taken over")
             self.close()
@@ -253,6 +248,15 @@ class Receiver:
                 importer = self._learn(message, importer)
         self._opened = message.update
         return importer
+
+    def _introduced(self, said: bytes) -> bytes:
+        """What the worker says when it joins, after what memory it can read, if it reads any."""
+        if not isinstance(self._loader, Borrows):
+            return said
+        device = self._loader.device
+        places = map(place_of, [device.uuid, *device.peers])
+        facts = ",".join([str(most_segments()), *places])
+        return BORROWS + facts.encode() + b"\n" + said
 
     def _learn(self, message: Control, former: Session) -> Session:
         """Is told what tensors the trainer has, learns what to keep of them, and connects again
@@ -271,7 +275,8 @@ class Receiver:
         self._learning = former
         following = address.decode("ascii", "replace")
         learnt = Learnt(blob, self._loader.own_loading[:_REASON_LIMIT]).to_bytes()
-        self._importer = connect(following, learnt, message.deadline, self._loader.device)
+        said = self._introduced(learnt)  # what is learnt may be served by another device
+        self._importer = connect(following, said, message.deadline, self._loader.device)
         return self._importer
 
     def _end_learning(self) -> None:

@@ -94,7 +94,10 @@ class WorkerSession(Session):
 
     def accept(self, timeout: float, check: Check) -> bytes:
         with self._naming():
-            said = self._exporter.accept(timeout, check)
+            return self._hear(self._exporter.accept(timeout, check))
+
+    def _hear(self, said: bytes) -> bytes:
+        """What a worker asks for; notes what else it says when it joins."""
         if not said.startswith(BORROWS):
             return said
         facts, _, asked = said.removeprefix(BORROWS).partition(b"\n")
@@ -131,7 +134,7 @@ class WorkerSession(Session):
             learning.look()
 
         with self._naming():
-            learnt = Learnt.from_bytes(following.accept(timeout, alive))
+            learnt = Learnt.from_bytes(self._hear(following.accept(timeout, alive)))
         self._exporters = [following]
         learning.close()
         self.own_loading = learnt.own_loading
