@@ -145,8 +145,8 @@ class Planning:
             if session.gpu is not None:
                 found.setdefault(session.gpu, session.worker)
         for uuid, number in found.items():
-            if len(found) > 1 or (source and uuid != source):
-                other = source or next(other for other in found if other != uuid)
+            other = source or next((other for other in found if other != uuid), uuid)
+            if uuid != other:
                 worker = self.roster.workers[number]
                 raise _core.InvalidArgumentError(
                     f"rank {self.group.rank} serves worker {worker.index} of engine "
