@@ -120,6 +120,35 @@ TEST(an_owner_that_ends_leaves_its_reader_able_to_close)
     check_refused(device, &handle, WSYNC_ERR_CLOSED, "its owner has ended");
 }
 
+static void keeper_main(int socket)
+{
+    wsync_cu_ipc_t handle;
+    wsync_cuda_ipc_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    hear(socket, &handle, sizeof(handle));
+    CHECK_OK(wsync_cuda_ipc_open(open_device(0), &handle, &memory, &err), err);
+    nudge(socket);
+    await_nudge(socket); /* it is killed before */
+}
+
+/* Its parent may be another process, and slow. */
+TEST(a_reader_that_was_killed_and_not_waited_for_has_nothing_open)
+{
+    const peer_t peer = peer_start(keeper_main);
+    wsync_cuda_ipc_t *memory = make(open_device(0));
+    siginfo_t info;
+
+    say(peer.socket, &memory->handle, sizeof(memory->handle));
+    await_nudge(peer.socket);
+    CHECK_EQ(kill(peer.pid, SIGKILL), 0);
+    CHECK_EQ(waitid(P_PID, (id_t)peer.pid, &info, WEXITED | WNOWAIT), 0);
+    wsync_cuda_ipc_destroy(memory);
+    check_clean();
+    CHECK_EQ(waitpid(peer.pid, NULL, 0), peer.pid);
+    (void)close(peer.socket);
+}
+
 TEST(the_owner_cannot_open_its_own)
 {
     const wsync_cuda_device_t *device = open_device(0);

@@ -277,6 +277,8 @@ wsync_cu_result_t fake_init(unsigned flags)
             fake_read_number("WSYNC_FAKE_CUDA_PRIORITIES", 0) == 1 ? 1 : FAKE_PRIORITIES;
         fake.syncs = fake_read_number("WSYNC_FAKE_CUDA_SYNCS", 0) != 0;
         fake.queue = fake_read_number("WSYNC_FAKE_CUDA_QUEUE", 0);
+        fake.slice_us = fake_read_number("WSYNC_FAKE_CUDA_SLICE_US", 0);
+        fake.holds = fake_read_number("WSYNC_FAKE_CUDA_HOLDS", 0) != 0;
         fake.seed = (unsigned)fake_read_number("WSYNC_FAKE_CUDA_SEED", 1);
         if (!fake_board_open(getenv("WSYNC_FAKE_CUDA_BOARD"))) {
             fake_unlock();
@@ -548,7 +550,7 @@ pid_t fake_shared_user(fake_shared_t *shared)
     for (int i = 0; i < FAKE_MAX_USERS; i++) {
         const pid_t pid = (pid_t)atomic_load(&shared->users[i]);
 
-        if (pid != 0 && kill(pid, 0) == 0) {
+        if (pid != 0 && fake_is_alive(pid)) {
             return pid;
         }
     }

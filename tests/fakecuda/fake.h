@@ -185,8 +185,10 @@ typedef struct fake_state {
     bool sizes;
     size_t connections; /* queues of a priority that streams share; 0: each has its own */
     int priorities;
-    bool syncs;   /* calls that may wait for all that runs do */
-    size_t queue; /* operations that a stream holds; 0: any number */
+    bool syncs;        /* calls that may wait for all that runs do */
+    size_t queue;      /* operations that a stream holds; 0: any number */
+    uint64_t slice_us; /* of a process's turn at a device; 0: all run side by side */
+    bool holds;        /* a stream that waits keeps its process's turn */
     uint64_t next_number;
     size_t next_channels[FAKE_PRIORITIES];
     unsigned seed;
@@ -234,6 +236,8 @@ void fake_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void fake_lock(void);
 void fake_unlock(void);
 
+/* A process that has ended, and that nobody has waited for yet, has nothing any more. */
+bool fake_is_alive(pid_t pid);
 /* A page of shared memory for events and open counts, in `fd` from `offset` on. */
 fake_shared_t *fake_shared_map(int fd, off_t offset);
 void fake_shared_unmap(fake_shared_t *shared);
@@ -252,6 +256,15 @@ wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes
 /* Of all processes that share a board; locked. */
 bool fake_board_open(const char *path);
 size_t fake_free_nbytes(int device);
+/* Around an operation that a device does: waits for this process's turn, which is kept for
+ * a slice while there are further ones, and others wait. */
+void fake_turn_begin(int device);
+void fake_turn_end(int device, bool gives_it_back);
+/* Whether another process is to have the device now. */
+bool fake_turn_is_over(int device);
+uint64_t fake_now_ns(void);
+/* A moment, between two looks at something. */
+void fake_pause(void);
 /* Adds to what this process has of a device. */
 void fake_charge(int device, size_t nbytes);
 /* Addresses that nobody else has, at which there is nothing for the processor; 0: none. */

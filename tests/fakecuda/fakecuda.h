@@ -23,6 +23,12 @@
  *   WSYNC_FAKE_CUDA_SYNCS     1: calls that may wait for the device, which are those that
  *                             take and give back memory and modules, do (0)
  *   WSYNC_FAKE_CUDA_QUEUE     operations that a stream takes before it keeps callers (any)
+ *   WSYNC_FAKE_CUDA_SLICE_US  a device does the work of one process of a board at a
+ *                             time, in turns that end after so long, between operations
+ *                             or in one that waits, if another process has work (0: they
+ *                             run side by side)
+ *   WSYNC_FAKE_CUDA_HOLDS     1: a stream that waits for a word or an event keeps its
+ *                             process's turn to the end of that; 0: it gives it back (0)
  *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
  *   WSYNC_FAKE_CUDA_LACKS     numbers of attributes of devices that are 0, between commas
  *   WSYNC_FAKE_CUDA_PEERS     0: no device reaches another one's memory (1)

@@ -18,7 +18,12 @@ static void pause_ns(long ns)
     (void)nanosleep(&time, NULL);
 }
 
-static uint64_t now_ns(void)
+void fake_pause(void)
+{
+    pause_ns(POLL_NS);
+}
+
+uint64_t fake_now_ns(void)
 {
     struct timespec now;
 
@@ -30,7 +35,7 @@ static void record(struct wsync_cu_event *event, uint64_t value)
 {
     uint64_t seen = atomic_load(&event->shared->completed);
 
-    __atomic_store_n(&event->when, now_ns(), __ATOMIC_RELAXED);
+    __atomic_store_n(&event->when, fake_now_ns(), __ATOMIC_RELAXED);
     while (seen < value &&
            !atomic_compare_exchange_weak(&event->shared->completed, &seen, value)) {
     }
@@ -60,7 +65,48 @@ static void *reach(uintptr_t at)
     return host;
 }
 
-static void run(const fake_op_t *op)
+/* Whether an operation that waits for something may end. */
+static bool has_come(const fake_op_t *op, const uint64_t *word)
+{
+    if (atomic_load(&fake.lost) != 0) {
+        return true;
+    }
+    return op->kind == FAKE_WAIT_VALUE
+               ? (int64_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - op->value) >= 0
+               : atomic_load(&op->event->shared->completed) >= op->value;
+}
+
+/* Polls in the process's turn, or without one, which it gets back before it ends. */
+static void await(const fake_op_t *op, const uint64_t *word, int device)
+{
+    while (!has_come(op, word)) {
+        if (!fake.holds) {
+            fake_turn_end(device, true);
+            while (!has_come(op, word)) {
+                fake_pause();
+            }
+            fake_turn_begin(device);
+        } else if (fake_turn_is_over(device)) {
+            fake_turn_end(device, false);
+            fake_turn_begin(device);
+        } else {
+            fake_pause();
+        }
+    }
+}
+
+static void work(const fakecuda_work_t *work, int device)
+{
+    while (atomic_load(&fake.lost) == 0 && !work->step(work->argument)) {
+        if (fake_turn_is_over(device)) {
+            fake_turn_end(device, false);
+            fake_turn_begin(device);
+        }
+        fake_pause();
+    }
+}
+
+static void run(const fake_op_t *op, int device)
 {
     void *destination = reach(op->destination);
 
@@ -75,20 +121,11 @@ static void run(const fake_op_t *op)
         __atomic_store_n((uint64_t *)destination, op->value, __ATOMIC_RELEASE);
         return;
     case FAKE_WAIT_VALUE:
-        while ((int64_t)(__atomic_load_n((uint64_t *)destination, __ATOMIC_ACQUIRE) -
-                         op->value) < 0 &&
-               atomic_load(&fake.lost) == 0) {
-            pause_ns(POLL_NS);
-        }
+    case FAKE_WAIT_EVENT:
+        await(op, destination, device);
         return;
     case FAKE_RECORD:
         record(op->event, op->value);
-        return;
-    case FAKE_WAIT_EVENT:
-        while (atomic_load(&op->event->shared->completed) < op->value &&
-               atomic_load(&fake.lost) == 0) {
-            pause_ns(POLL_NS);
-        }
         return;
     case FAKE_LAUNCH:
         if (!fake_launch_faults()) {
@@ -99,11 +136,31 @@ static void run(const fake_op_t *op)
         fake_call_host(op->function, op->argument);
         return;
     case FAKE_WORK:
-        while (atomic_load(&fake.lost) == 0 && !op->work.step(op->work.argument)) {
-            pause_ns(POLL_NS);
-        }
+        work(&op->work, device);
         return;
     }
+}
+
+/* The host runs its functions without the device. */
+static void run_in_turn(const struct wsync_cu_stream *stream, const fake_op_t *op)
+{
+    const int device = stream->context->device;
+    bool last = true;
+
+    if (op->kind == FAKE_CALL_HOST) {
+        run(op, device);
+        return;
+    }
+    fake_turn_begin(device);
+    run(op, device);
+    fake_lock();
+    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
+        const fake_op_t *next = at == stream ? op->next : at->head;
+
+        last = last && (at->context != stream->context || next == NULL);
+    }
+    fake_unlock();
+    fake_turn_end(device, last);
 }
 
 /* Its spans are its own, and go with it. */
@@ -160,7 +217,7 @@ static void *stream_main(void *argument)
         }
         while (fake.connections > 0 && is_blocked(stream, op)) {
             fake_unlock();
-            pause_ns(POLL_NS);
+            fake_pause();
             fake_lock();
         }
         stream->running = true;
@@ -169,7 +226,7 @@ static void *stream_main(void *argument)
             pause_ns((long)((unsigned)rand_r(&stream->seed) % fake.delay_us) * 1000);
         }
         if (atomic_load(&fake.lost) == 0) {
-            run(op);
+            run_in_turn(stream, op);
         }
         end_work(op);
         fake_lock();
@@ -204,7 +261,7 @@ void fake_streams_lose(wsync_cu_result_t code)
         }
         if (stream != NULL) {
             fake_unlock();
-            pause_ns(POLL_NS);
+            fake_pause();
             fake_lock();
         }
     } while (stream != NULL);
@@ -233,7 +290,7 @@ void fake_synchronize(void)
     number = fake.next_number;
     while (is_behind(number) && atomic_load(&fake.lost) == 0) {
         fake_unlock();
-        pause_ns(POLL_NS);
+        fake_pause();
         fake_lock();
     }
     fake_unlock();
@@ -460,7 +517,7 @@ wsync_cu_result_t fake_stream_synchronize(wsync_cu_stream_t stream)
     fake_lock();
     while (stream == NULL && is_default_busy(context)) {
         fake_unlock();
-        pause_ns(POLL_NS);
+        fake_pause();
         fake_lock();
     }
     code = stream != NULL ? check_stream("cuStreamSynchronize", stream, context) : code;
