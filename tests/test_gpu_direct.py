@@ -203,3 +203,30 @@ def test_workers_in_another_pid_namespace_get_rings(trainer: Ranks) -> None:
     assert trainer.run(gpu_direct_cases.elsewhere, timeout=120) == [
         {"paths": {"ring"}, "right": True}
     ]
+
+
+# --- processes that take turns at a GPU -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("delivery", ["direct", "wsync"])
+@pytest.mark.parametrize("holds", ["0", "1"], ids=["waits yield", "waits hold"])
+def test_updates_end_where_a_gpu_does_the_work_of_one_process_at_a_time(
+    holds: str, delivery: str, tmp_path: Path
+) -> None:
+    """A wait that keeps its turn costs a slice of it, and no more."""
+    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_SLICE_US="500", WSYNC_FAKE_CUDA_HOLDS=holds) as ranks:
+        rounds = {"round_nbytes": 1 << 13, "ring_nbytes": 1 << 15}
+        case = (gpu_direct_cases.steady, dense(), "by handle", [0], delivery, 2, rounds)
+        (facts,) = ranks.run(*case, timeout=300)
+    assert facts["right"] == [True] * 3
+    assert facts["paths"] == {"direct" if delivery == "direct" else "ring"}
+
+
+def test_a_turn_that_never_ends_fails_the_update_by_its_deadline(tmp_path: Path) -> None:
+    """Rings would fail without a stranger: what waits for a round keeps it from being packed.  What
+    the worker's stream has been given by then writes nothing into a later update."""
+    settings = {"WSYNC_FAKE_CUDA_SLICE_US": "3600000000", "WSYNC_FAKE_CUDA_HOLDS": "1"}
+    with _ranks(1, tmp_path, **settings) as ranks:
+        (facts,) = ranks.run(gpu_direct_cases.kept_for_ever, timeout=300)
+    assert facts["error"].startswith("DeadlineError: "), facts
+    assert facts["right"] == [True, True]

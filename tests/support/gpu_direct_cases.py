@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,12 +85,19 @@ def sharded(whole: Weights, played: Played) -> TrainerLayout:
     return TrainerLayout(builder.build(), names, lambda: tensors, table, rank, size)
 
 
-def steady(config: Any, place: str, gpus: Sequence[int], delivery: str, tp: int) -> dict[str, Any]:
+def steady(
+    config: Any,
+    place: str,
+    gpus: Sequence[int],
+    delivery: str,
+    tp: int,
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """What the third update asks of the driver, of an engine of workers on GPU 0; gpus: of each
-    rank's weights."""
+    rank's weights; more: options."""
     whole, gpu = draw(config, 1), gpus[dist.get_rank()]
     played = PLACES[place](rows_of(whole), gpu)
-    options = dataclasses.replace(OPTIONS, delivery=delivery)
+    options = dataclasses.replace(OPTIONS, delivery=delivery, **(more or {}))
     right, paths = [], []
     with contextlib.ExitStack() as stack:
         engine = None
@@ -233,6 +241,56 @@ def cannot_be_lent(delivery: str) -> dict[str, Any]:
         found["paths"].append(set(sync.update(private).paths.values()))
         found["right"].append(same(engine.weights(), weights_of(3)))
     return found
+
+
+class _Gate:
+    """A foreign stream of this process that waits on GPU 0 until it is opened, in a context."""
+
+    def __init__(self) -> None:
+        self._words = (ctypes.c_uint64 * 2)()  # the gate, and whether the wait has begun
+        self._at = ctypes.c_uint64(ctypes.addressof(self._words))
+        self.stream = ctypes.c_void_p()
+
+    def open(self) -> None:
+        self._words[0] = 1
+
+    def __enter__(self) -> _Gate:
+        context, at = ctypes.c_void_p(), ctypes.c_uint64()
+        driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        driver("cuCtxPushCurrent", context)
+        driver("cuMemHostRegister", self._at, ctypes.c_size_t(16), 0)
+        driver("cuStreamCreate", ctypes.byref(self.stream), 1)
+        driver("cuMemHostGetDevicePointer", ctypes.byref(at), self._at, 0)
+        begun = ctypes.c_uint64(at.value + 8)
+        driver("cuStreamWriteValue64", self.stream, begun, ctypes.c_uint64(1), 0)
+        driver("cuStreamWaitValue64", self.stream, at, ctypes.c_uint64(1), 0)
+        while not self._words[1]:
+            time.sleep(0.001)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
+        driver("cuStreamSynchronize", self.stream)
+        driver("cuStreamDestroy", self.stream)
+        driver("cuMemHostUnregister", self._at)
+        driver("cuCtxPopCurrent", None)
+
+
+def kept_for_ever() -> dict[str, Any]:
+    """An update while a stream of the trainer keeps the GPU, and one from other memory, in which
+    that ends; whether the engine has the weights of the latter then and later."""
+    with _connected(by_handle(weights_of(1)), deadline=4.0) as (sync, engine):
+        sync.update()
+        with _Gate() as gate:
+            error = _try(sync, by_handle(weights_of(2)))
+            timer = threading.Timer(0.5, gate.open)
+            timer.start()
+            last = by_handle(weights_of(3))
+            sync.update(last)
+            right = [same(engine.weights(), weights_of(3))]
+        time.sleep(0.2)
+        right.append(same(engine.weights(), weights_of(3)))
+    return {"error": error, "right": right}
 
 
 def late_weights() -> bool:
