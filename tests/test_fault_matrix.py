@@ -15,12 +15,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fault_cells import PHASES, Cell, cells
+from support import fakecuda
+from support.engines import FIRST_GPU
+from support.fault_cells import PHASES, RANKS, Cell, cells
 
 Try = Callable[[Cell, str], dict[str, Any]]
 HERE = Path(__file__).parent
@@ -40,14 +43,31 @@ QUICK: list[Cell] = [
 
 @pytest.fixture(scope="module")
 def attempt(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Try]:
+    with _lab(request, tmp_path_factory.mktemp("lab"), {}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def attempt_on_gpus(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Try]:
+    """The same with a played GPU for each rank; the first two are also of workers."""
+    folder = tmp_path_factory.mktemp("gpus")
+    board = {"WSYNC_FAKE_CUDA_BOARD": str(folder / "board"), FIRST_GPU: "0"}
+    with _lab(request, folder, fakecuda.coherent(devices=RANKS) | board) as started:
+        yield started
+
+
+@contextmanager
+def _lab(
+    request: pytest.FixtureRequest, folder: Path, environment: Mapping[str, str]
+) -> Iterator[Try]:
     """Tries cells in one process that has imported what they need; reports at the end."""
-    log = tmp_path_factory.mktemp("lab") / "stderr"
+    log = folder / "stderr"
     report: list[dict[str, Any]] = []
     with (
         log.open("wb") as errors,
         subprocess.Popen(
             [sys.executable, "-P", "-m", "support.fault_lab"],
-            env={**os.environ, "PYTHONPATH": str(HERE)},
+            env={**os.environ, **environment, "PYTHONPATH": str(HERE)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -164,6 +184,48 @@ def test_an_update_of_lent_memory_and_rings_survives(
     cell = (phase, who, how)
     _skip_what_means_nothing(cell, direct=True)
     found = attempt(cell, "mixed")
+    assert found["wrong"] == [], found
+
+
+# those in which a GPU's memory is on its way, or is read
+GPU: list[Cell] = [
+    ("lend", "rank2", "kill"),
+    ("round", "worker1", "kill"),
+    ("done", "worker0", "stop"),
+    ("done", "rank1", "kill"),
+]
+STEPS = ("open", "attach", "lend", "round", "done", "prepared", "commit", "close")
+
+
+def _place(cell: Cell) -> str:
+    """A worker that has committed keeps allocations open until it hears of the next update, and so
+    does their owner, which would count as a loss."""
+    return "in pieces" if cell[0] in ("commit", "close") else "by handle"
+
+
+@pytest.mark.parametrize("cell", GPU, ids=_name)
+def test_an_update_of_memory_lent_on_gpus_survives(cell: Cell, attempt_on_gpus: Try) -> None:
+    found = attempt_on_gpus(cell, _place(cell))
+    assert found["wrong"] == [], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cell",
+    [
+        cell
+        for cell in itertools.product(STEPS, ("rank1", "rank2", "worker0"), ("kill", "stop"))
+        if cell not in GPU
+        # a rank without workers comes by few of them, and workers are not asked to lend
+        and (cell[1] != "rank2" or cell[0] in ("open", "lend", "close"))
+        and (cell[1] != "worker0" or cell[0] != "lend")
+    ],
+    ids=_name,
+)
+def test_an_update_of_memory_lent_on_gpus_survives_everything(
+    cell: Cell, attempt_on_gpus: Try
+) -> None:
+    found = attempt_on_gpus(cell, _place(cell))
     assert found["wrong"] == [], found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 Cell = tuple[str, str, str]
 
+RANKS = 3  # of a trainer; the third has no worker
 PHASES = ("open", "attach", "round", "done", "prepared", "commit", "close")
 TARGETS = ("rank0", "rank1", "worker0", "worker1")
 TRAINERS, WORKERS = TARGETS[:2], TARGETS[2:]

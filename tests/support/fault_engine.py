@@ -15,6 +15,7 @@ from multiprocessing.connection import Client, Connection, Listener, Pipe
 from typing import Any
 
 import torch
+from support.engines import FIRST_GPU
 from support.fault_points import Fault, allowed, memory, settled, settled_twice
 
 from wsync._core import (
@@ -277,6 +278,8 @@ def _handle(receiver: Receiver, data: bytes) -> tuple[bool, str]:
 
 def run_worker(rank: int, pipe: Connection) -> None:
     """A worker process; does not return."""
+    if FIRST_GPU in os.environ:
+        os.environ["WSYNC_DEVICE"] = f"cuda:{int(os.environ[FIRST_GPU]) + rank}"
     builder = LayoutBuilder()
     tensors = []
     for index, (name, shape) in enumerate(SHAPES.items()):

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support import fault_engine, fault_frames
-from support.fault_cells import Cell
+from support.fault_cells import RANKS, Cell
 from support.fault_points import Fault, allowed, memory, settled, settled_twice
+from support.played_gpu import PLACES
 
 import wsync
 from wsync import _core
@@ -37,7 +38,6 @@ from wsync.machine.sweep import sweep
 from wsync.messages import payload
 from wsync.messages.control import Control
 
-RANKS = 3
 DEADLINE = 8.0
 OPTIONS: dict[str, Any] = {
     "deadline": DEADLINE,
@@ -108,11 +108,13 @@ class Trainer:
         self.fault: Fault | None = None
         self.limits: dict[str, int] | None = None
         self.sync: wsync.Sync | None = None
-        self.lends = False
+        self.lends, self.place = False, PLACES.get("")
 
     def connect(self, path: str, exchange: str) -> None:
-        # engines read the ranks' memory; "mixed": but for that of rank 1, which is private
-        direct = exchange in ("direct", "mixed")
+        # engines read the ranks' memory; "mixed": but for that of rank 1, which is private; PLACES:
+        # which is on played GPUs, one for each rank
+        self.place = PLACES.get(exchange)
+        direct = exchange in ("direct", "mixed", *PLACES)
         self.lends = direct and not (exchange == "mixed" and self.rank == 1)
         how: dict[str, Any] = {**OPTIONS, "exchange": exchange}
         if direct:
@@ -124,8 +126,10 @@ class Trainer:
     def update(self, version: str) -> None:
         assert self.sync is not None
         try:
-            weights = rows(int(version), self.rank)
-            if self.lends:  # each time elsewhere
+            weights: dict[str, Any] = rows(int(version), self.rank)
+            if self.place is not None:
+                weights = self.place(weights, self.rank)
+            elif self.lends:  # each time elsewhere
                 weights = {name: tensor.share_memory_() for name, tensor in weights.items()}
             self.sync.update(weights, version=version)
         finally:

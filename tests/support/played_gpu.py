@@ -85,6 +85,7 @@ class Pieces:
         self._kind, self._gpu = kind, gpu
         self.count = -(-nbytes // PIECE)
         self._at = ctypes.c_uint64()
+        self._mapped = False
         _core.cuda_devices()  # has the driver begin
         size, none = ctypes.c_size_t(self.count * PIECE), ctypes.c_uint64(0)
         driver("cuMemAddressReserve", ctypes.byref(self._at), size, ctypes.c_size_t(0), none, none)
@@ -105,11 +106,18 @@ class Pieces:
             driver("cuMemRelease", handle)
         access, whole = Access(where, 3), ctypes.c_size_t(self.count * PIECE)
         driver("cuMemSetAccess", self._at, whole, ctypes.byref(access), ctypes.c_size_t(1))
+        self._mapped = True
 
     def unmap(self) -> None:
         for index in range(self.count):
             at = ctypes.c_uint64(self.address + index * PIECE)
             driver("cuMemUnmap", at, ctypes.c_size_t(PIECE))
+        self._mapped = False
+
+    def __del__(self) -> None:
+        if self._mapped:
+            self.unmap()
+            driver("cuMemAddressFree", self._at, ctypes.c_size_t(self.count * PIECE))
 
     def cut(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, PlayedTensor]:
         """Tensors one after the other there, of these values."""
