@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from support.fused import Fused, changed, draw
 from support.workers import ThreadEngine
+from tqdm import tqdm
 
 import wsync
 from wsync.demo.engines.weights_only_engine import ProcessEngine
@@ -135,6 +137,60 @@ def test_learning_that_takes_long_is_told_once(
     assert second.learning_seconds == 0
     found = [text for text in said(caplog, logging.WARNING) if "s of this update to learn" in text]
     assert len(found) == count
+
+
+class Watched(tqdm):  # type: ignore[type-arg] (it cannot be given any)
+    """A terminal's bar that is drawn at every step; where bars of engines that learn have been."""
+
+    seen: ClassVar[list[tuple[float, float]]] = []
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, mininterval=0)
+
+    def update(self, n: float | None = 1) -> bool | None:
+        drawn = super().update(n) if n else None
+        if "engines learn" in self.desc and n:
+            self.seen.append((self.n, self.total))
+        return drawn
+
+
+class Slow(torch.nn.Module):
+    """Loads the second half of its tensors when the user has seen the first of them pass, or
+    after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList(torch.zeros(4) for _ in range(60))
+
+    def load_weights(self, pairs: Any) -> None:
+        end = time.monotonic() + 20
+        for number, (name, tensor) in enumerate(pairs):
+            while number == 30 and not Watched.seen and time.monotonic() < end:
+                time.sleep(0.01)
+            self.get_parameter(name).data.copy_(tensor)
+
+
+def test_a_user_sees_how_far_engines_have_learnt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(updates, "_bars", lambda: Watched)
+    monkeypatch.setattr(Watched, "seen", [])
+    weights = {name: torch.ones(4) for name, _ in Slow().named_parameters()}
+    options = dataclasses.replace(OPTIONS, progress=True)
+    module = Slow()
+    with wsync.connect(
+        weights, engines=[ThreadEngine([RecordedLoader(module)])], options=options
+    ) as sync:
+        sync.update()
+        first, total = Watched.seen[0]
+        assert 0 < first <= 10  # half of the first of three passes
+        assert total == 60
+        assert [n for n, _ in Watched.seen] == sorted(n for n, _ in Watched.seen)
+        text = capsys.readouterr().err
+        assert "weights v1: engines learn" in text and "/60 [" in text
+        sync.update()
+    assert "learn" not in capsys.readouterr().err
+    assert all(torch.equal(part, torch.ones(4)) for part in module.parameters())
 
 
 def test_learning_that_takes_too_long_is_told_before_the_trainer_gives_up(

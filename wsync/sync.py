@@ -220,7 +220,10 @@ class Sync(Updates):
             self._open(connection, report)
         if connection.plan is None:
             with report.phase("open"):
-                connection.attach(check)
+                learning = functools.partial(
+                    self._progress, report, doing=": engines learn", unit="tensor"
+                )
+                connection.attach(check, learning)
             if self._delivery == "auto" and not connection.reads_in_place:
                 self._let_go()
         connection.describe(report)

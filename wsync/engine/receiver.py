@@ -18,7 +18,7 @@ from wsync._core import (
     WsyncError,
     host,
 )
-from wsync.engine.learn.time_limit import learning
+from wsync.engine.learn.time_limit import PASSES, learning
 from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
@@ -262,13 +262,15 @@ class Receiver:
         """Is told what tensors the trainer has, learns what to keep of them, and connects again
         with that."""
         assert isinstance(self._loader, Learner)
-        former.begin(message.deadline)
-        address, _, model = former.manifest.partition(b"\n")
+        _, steps = former.begin(message.deadline)
+        address, _, content = former.manifest.partition(b"\n")
+        model = Layout.from_bytes(content)
+        told = _Told(former, steps, PASSES * model.tensor_count, message.deadline)
         # the trainer hears why before it gives up
         seconds = PUNCTUAL * message.deadline
-        with learning(max(seconds - LATER_SECONDS, seconds / 2)):
+        with learning(max(seconds - LATER_SECONDS, seconds / 2), told.one_more):
             blob = self._loader.learn(
-                Layout.from_bytes(model),
+                model,
                 lambda: self.state.lose(f"{_nth(message.update)} is running"),
             )
         # the trainer listens to the session for learning until this one has come
@@ -283,6 +285,29 @@ class Receiver:
         former, self._learning = self._learning, None
         if former is not None:
             former.close()
+
+
+class _Told:
+    """What the trainer is told of how far learning is: rounds of the session that is there for that
+    alone, so many for all of it.
+
+    count: how often a tensor is taken in all.
+    """
+
+    def __init__(self, session: Session, rounds: int, count: int, timeout: float) -> None:
+        self._session, self._rounds, self._timeout = session, rounds, timeout
+        self._count, self._taken, self._told = count, 0, 0
+
+    def one_more(self) -> None:
+        """Raises nothing: it is called from within load_weights."""
+        self._taken += 1
+        try:
+            while self._told < min(self._rounds, self._taken * self._rounds // self._count):
+                self._session.take(self._told, None, self._timeout)
+                self._session.done(self._told, None, self._timeout)
+                self._told += 1
+        except WsyncError:  # the trainer has ended, which is noticed when learning has
+            self._rounds = 0
 
 
 def refuse(control: bytes | None, text: str, receiver: Receiver | None = None) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -178,11 +178,14 @@ class Connection:
             sources[0].requests = BroadcastRequests(taking, each, lock, self._options)
         return {int(n): (i, where) for found, _ in everyone for n, (i, where) in found.items()}
 
-    def attach(self, check: Check) -> None:
-        """Waits for the workers, plans with what they keep, and hands them their rings."""
+    def attach(self, check: Check, show: Callable[[int], tqdm[None]]) -> None:
+        """Waits for the workers, plans with what they keep, and hands them their rings.
+
+        show: makes a bar of so many tensors, for workers that learn.
+        """
         deadline = Deadline(PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(deadline.left, check) for s in self._sessions}
-        self._send_model(blobs, deadline, check)
+        self._send_model(blobs, deadline, check, show)
         self._compare_workers()
         planning = Planning(self._group, self._roster, self._sessions, self._options)
         layouts, device = planning.gather(blobs, self._gpu)
@@ -250,21 +253,37 @@ class Connection:
                     sessions[number].serve(Borrower(joined, offsets))
         return left
 
-    def _send_model(self, blobs: dict[int, bytes], deadline: Deadline, check: Check) -> None:
+    def _send_model(
+        self,
+        blobs: dict[int, bytes],
+        deadline: Deadline,
+        check: Check,
+        show: Callable[[int], tqdm[None]],
+    ) -> None:
         """Has the workers that asked for it learn, all at once."""
         learning = [
             session
             for session in self._sessions
             if isinstance(session, WorkerSession) and blobs[session.worker] == LEARN
         ]
-        if learning:
-            start = time.perf_counter()
-            model = names_of(self._roster.model).to_bytes()
+        if not learning:
+            return
+        start = time.perf_counter()
+        model = names_of(self._roster.model).to_bytes()
+        with show(self._roster.model.tensor_count) as bar:
+
+            def look() -> None:
+                check()
+                for session in learning:
+                    session.look()  # which hears how far it is
+                learnt = min(session.learnt for session in learning)
+                bar.update(int(learnt * bar.total) - bar.n)
+
             for session in learning:
                 session.send_model(model, deadline.left, check)
             for session in learning:
-                blobs[session.worker] = session.accept_layout(deadline.left, check)
-            self._learning_seconds = time.perf_counter() - start
+                blobs[session.worker] = session.accept_layout(deadline.left, look)
+        self._learning_seconds = time.perf_counter() - start
 
     def _compare_workers(self) -> None:
         """Has all ranks know what the workers of each have learnt, and which of them borrow."""

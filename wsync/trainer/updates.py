@@ -314,13 +314,13 @@ class Updates(abc.ABC):
             finally:
                 del first  # its traceback holds this frame, and with it what the update held
 
-    def _progress(self, report: Report, total: int, **unit: Any) -> tqdm[None]:
+    def _progress(self, report: Report, total: int, *, doing: str = "", **unit: Any) -> tqdm[None]:
         """A bar on rank 0, where it is wanted; `unit` says what it counts."""
         wanted = self.options.progress
         shown = self._group.rank == 0 and wanted is not False
         return _bars()(
             total=total,
-            desc=f"weights v{report.version}",
+            desc=f"weights v{report.version}{doing}",
             leave=False,
             disable=(None if wanted is None else False) if shown else True,
             **unit,

@@ -14,12 +14,14 @@ import ctypes
 import math
 import mmap
 import os
+from collections.abc import Iterator
 from typing import Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from wsync._core import Layout, LayoutBuilder, NoMemoryError
+from wsync.engine.learn.time_limit import taken
 from wsync.module_tensors import dtype_of
 from wsync.module_tensors.quantised_names import is_note
 
@@ -76,7 +78,7 @@ class MadeUpModel:
             data = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
             found.append((name, data.view(dtype_of(dtype)).view(shape)))
         self._given = [(name, weak(tensor)) for name, tensor in found]
-        return found
+        return _Counted(found)
 
     def referenced(self) -> frozenset[str]:
         """Tensors of the last `pairs` that are still referred to."""
@@ -97,6 +99,15 @@ class MadeUpModel:
                     # those that a fused parameter keeps one of are equal in a checkpoint, and
                     # engines' threads load them in any order
                     self._memory[offset : offset + nbytes] = self._memory[:nbytes]
+
+
+class _Counted(list[tuple[str, torch.Tensor]]):
+    """Says how many of it have been taken."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(len(self)):
+            taken()
+            yield self[index]  # of which nothing is kept here
 
 
 def weak(tensor: torch.Tensor) -> StorageWeakRef:

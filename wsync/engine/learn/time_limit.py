@@ -1,25 +1,40 @@
-"""How long a worker may take to learn: hardly less than the trainer waits for it."""
+"""How long a worker may take to learn, hardly less than the trainer waits for it, and how far it
+is."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Final
 
 from wsync._core import DeadlineError
 from wsync.machine.deadline import Deadline
 
+PASSES: Final = 3  # that load_weights makes over all tensors: two are recorded, one is compared
+
+_Tell = Callable[[], object]
 _limit: ContextVar[Deadline | None] = ContextVar("wsync_learning", default=None)
+_tell: ContextVar[_Tell | None] = ContextVar("wsync_learning_tell", default=None)
 
 
 @contextlib.contextmanager
-def learning(seconds: float) -> Iterator[None]:
-    """Around what may take so long, in this thread; it calls `check` time and again."""
-    token = _limit.set(Deadline(seconds))
+def learning(seconds: float, tell: _Tell | None = None) -> Iterator[None]:
+    """Around what may take so long, in this thread; it calls `check` time and again.  tell: called
+    when load_weights has taken one more tensor, PASSES times for each."""
+    tokens = _limit.set(Deadline(seconds)), _tell.set(tell)
     try:
         yield
     finally:
-        _limit.reset(token)
+        _limit.reset(tokens[0])
+        _tell.reset(tokens[1])
+
+
+def taken() -> None:
+    """load_weights takes one more tensor."""
+    tell = _tell.get()
+    if tell is not None:
+        tell()
 
 
 def check() -> None:

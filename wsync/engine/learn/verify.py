@@ -167,8 +167,8 @@ def load_made_up(
     try:
         with torch.no_grad():
             pairs = model.pairs(names)
-            for call in [range(len(pairs))] if calls is None else calls:
-                load([pairs[index] for index in call])
+            for call in [None] if calls is None else calls:
+                load(pairs if call is None else [pairs[index] for index in call])
                 check()
     except Exception as error:
         raise RecordingError(f"it raised {type(error).__name__}: {error}") from error

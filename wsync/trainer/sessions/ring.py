@@ -54,6 +54,8 @@ class WorkerSession(Session):
         park: whether the ring's memory is given back between updates.
     """
 
+    _learning_rounds = 100  # by which a worker says how far it is
+
     def __init__(
         self,
         worker: int,
@@ -116,10 +118,21 @@ class WorkerSession(Session):
         learning = self._exporter
         self._exporters.append(self._listen())
         content = self.address.encode() + b"\n" + model
-        ring = _core.Memory(1, find(learning.worker_uuid))
+        device, rounds = find(learning.worker_uuid), self._learning_rounds
         with self._naming():
-            learning.attach(ring, content, timeout, check)
-            learning.begin(0, 0, timeout, check)
+            learning.attach(_core.Memory(1, device), content, timeout, check)
+            learning.begin(0, rounds, timeout, check)
+            stream = _core.Stream(1, device)
+            for number in range(rounds):
+                learning.post(number, stream, timeout, check)
+            stream.synchronize(timeout, check)
+
+    @property
+    def learnt(self) -> float:
+        """How far a worker is that was sent the model, from 0 to 1 and as far as is known."""
+        if len(self._exporters) == 1:
+            return 1.0
+        return self._exporters[0].loaded / max(self._learning_rounds, 1)
 
     def accept_layout(self, timeout: float, check: Check) -> bytes:
         """Waits until the worker has learnt and is back; what `accept` returns.
