@@ -139,7 +139,7 @@ def test_learning_that_takes_long_is_told_once(
     assert len(found) == count
 
 
-class Watched(tqdm):  # type: ignore[type-arg] (it cannot be given any)
+class Watched(tqdm):
     """A terminal's bar that is drawn at every step; where bars of engines that learn have been."""
 
     seen: ClassVar[list[tuple[float, float]]] = []
