@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import math
 import threading
 import time
@@ -793,6 +794,15 @@ def test_memory_that_a_storage_has_given_back_is_not_taken_for_its_own() -> None
     assert describe([tensor], former=form).known  # the storage keeps it
     freed.resize_(0)
     assert not describe([tensor], former=form).known
+
+
+def test_a_storage_made_smaller_where_it_lay_since_a_former_table_is_refused() -> None:
+    tensor = torch.zeros(4096)
+    form, storage, place = describe([tensor]).form(), tensor.untyped_storage(), tensor.data_ptr()
+    tries = itertools.cycle((tensor.nbytes - 1024, tensor.nbytes - 512))  # each moves it
+    assert any(storage.resize_(size).data_ptr() == place for size in itertools.islice(tries, 1000))
+    with pytest.raises(InvalidArgumentError, match="elements span 16384"):
+        describe([tensor], ["w"], former=form)
 
 
 def test_a_table_owns_what_it_knew_and_a_form_nothing() -> None:

@@ -632,16 +632,13 @@ static bool same_place(const wsync_tensor_row_t *one, const wsync_tensor_row_t *
 static bool is_known(describer_t *describer, PyObject *tensor,
                      const TensorTableObject *table)
 {
-    const wsync_tensor_row_t *row = &table->rows[describer->index];
     wsync_py_questions_t *questions = &describer->questions;
     PyObject *known = wsync_py_known_storage(questions, describer->api, table,
                                              describer->index, tensor, NULL);
     PyObject *storage =
         known != NULL ? wsync_py_ask(&questions->untyped_storage, tensor) : NULL;
-    const bool same =
-        storage != NULL && storage == known &&
-        wsync_py_ask_number(&questions->nbytes, storage) == row->storage_nbytes &&
-        PyList_Append(describer->owners, storage) == 0;
+    const bool same = storage != NULL && storage == known &&
+                      PyList_Append(describer->owners, storage) == 0;
 
     Py_XDECREF(known);
     Py_XDECREF(storage);

@@ -65,24 +65,31 @@ static bool denies(PyObject *tensor, wsync_py_method_t *method)
     return denied;
 }
 
-/* The storage of a row, if its memory is where it was: new. */
+/* Whether a storage has the memory that a row says, and as much of it: one that was made
+ * smaller may lie where it lay. */
+static bool same_memory(wsync_py_questions_t *questions, PyObject *storage,
+                        const wsync_tensor_row_t *row)
+{
+    const bool same =
+        wsync_py_ask_number(&questions->data_ptr, storage) == row->storage &&
+        wsync_py_ask_number(&questions->nbytes, storage) == row->storage_nbytes &&
+        PyErr_Occurred() == NULL;
+
+    PyErr_Clear();
+    return same;
+}
+
+/* The storage of a row, if it still has its memory: new. */
 static PyObject *same_storage(wsync_py_questions_t *questions, PyObject *weak,
                               const wsync_tensor_row_t *row, const PyObject *seen)
 {
     PyObject *storage = Py_NewRef(PyWeakref_GetObject(weak));
-    uint64_t address;
 
     if (storage == seen && seen != NULL) {
         return storage;
     }
-    if (storage == Py_None) {
-        Py_DECREF(storage);
-        return NULL;
-    }
-    address = wsync_py_ask_number(&questions->data_ptr, storage);
-    if (address != row->storage || PyErr_Occurred() != NULL) {
+    if (storage == Py_None || !same_memory(questions, storage, row)) {
         Py_CLEAR(storage);
-        PyErr_Clear();
     }
     return storage;
 }
