@@ -112,21 +112,6 @@ static void meet(match_t *match, const void *value)
     trace->values[match->met++] = value;
 }
 
-/* Notes where a dict has its keys and values: of its words, whatever they are, those that
- * may be addresses. */
-static void meet_parts(match_t *match, PyObject *dict)
-{
-    enum { FIRST = 2, END = 6, FAR = 40 };
-    const void *words[END];
-
-    memcpy((void *)words, dict, sizeof(words));
-    for (int i = FIRST; i < END; i++) {
-        if (((uintptr_t)words[i] ^ (uintptr_t)dict) >> FAR == 0) {
-            meet(match, words[i]);
-        }
-    }
-}
-
 /* Rows lie in the order in which modules are asked. */
 static void expect_rows(const row_t *row)
 {
@@ -206,9 +191,6 @@ static int match_dict(match_t *match, const row_t *row, PyObject *dict)
     Py_ssize_t i = 0;
     int same = PyDict_Size(dict) == row->count;
 
-    if (row->count > 0) {
-        meet_parts(match, dict);
-    }
 
     while (same > 0 && i < row->count && PyDict_Next(dict, &place, &key, &item)) {
         row_t *inner = row->inner[i];
@@ -303,9 +285,6 @@ static int match_row(match_t *match, row_t *row, PyObject *value)
     case APPLY:
         derived = derive(row, value);
         meet(match, derived);
-        if (row->operation == OWN && derived != NULL) {
-            meet_parts(match, derived);
-        }
         same = derived != NULL ? match_inner(match, row, derived) : refused();
         Py_XDECREF(derived);
         return same;
