@@ -137,3 +137,32 @@ def test_nothing_is_learnt_in_memory_that_a_trainer_may_share() -> None:
         with pytest.raises(wsync.WsyncError, match="a: of Loading, lies in shared memory"):
             sync.update()
     assert torch.equal(module.a, draw(1)["a"])
+
+
+def assigned(trainer: Module) -> Module:
+    module = Loading()
+    module.load_state_dict(trainer.state_dict(), assign=True)
+    return module
+
+
+def one_parameter(trainer: Module) -> Module:
+    module = Loading()
+    module.a = trainer.a
+    return module
+
+
+def view_of_one(trainer: Module) -> Module:
+    module = Loading()
+    module.a.data = trainer.a.data[2:].detach().view(-1)[:16].view(4, 4)
+    return module
+
+
+@pytest.mark.parametrize("make", [assigned, one_parameter, view_of_one, lambda trainer: trainer])
+def test_nothing_is_learnt_in_a_trainers_own_memory(make: Any) -> None:
+    trainer = Loading()
+    trainer.copy(list(draw(1).items()))
+    engine = ThreadEngine([RecordedLoader(make(trainer))])
+    with wsync.connect(trainer.state_dict(), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.WsyncError, match=r"a.*: of Loading, is memory that a trainer"):
+            sync.update()
+    assert all(torch.equal(tensor, draw(1)[name]) for name, tensor in trainer.state_dict().items())

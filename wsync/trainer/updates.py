@@ -20,6 +20,7 @@ from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.fork_guard import Owner
 from wsync.machine.host import host_identity
+from wsync.machine.sent_memory import sending
 from wsync.machine.try_lock import Turn
 from wsync.options import Options
 from wsync.report import Report, counted
@@ -55,6 +56,7 @@ class Updates(abc.ABC):
             else together(lambda: from_tensors(source), timeout=timeout)
         )
         self._layout = self._source.layout  # of what this rank has to give
+        self._sent: list[_core.TensorTable] = []  # by the update that runs
         self._image: Image | None = None  # of codes and scales, where weights are quantised
         self._updates = 0  # begun since this connected, by the rank that has begun the most
         self._next_version = 1
@@ -220,6 +222,7 @@ class Updates(abc.ABC):
     def _bind(self, weights: Weights | None, report: Report) -> _core.TensorTable:
         """What the buffers of this rank stand for now; codes and scales are made anew."""
         table = self._source.bind(weights)
+        self._sent.append(table)
         if self._image is None:
             return table
         self._image.describe(report)
@@ -239,7 +242,7 @@ class Updates(abc.ABC):
                 raise _core.StateError("update after close: connect anew")
             start = time.perf_counter()
             self._renew()
-            with self._one_error():
+            with sending() as self._sent, self._one_error():
                 given = weights is not None if self._source.names else None
                 text, self._updates = agree(
                     self._group, version, self.version, given, self._updates + 1

@@ -171,6 +171,7 @@ class VllmLoader(ChoosingLoader):
                 "vLLM balances experts (enable_eplb): its load_weights puts them where they were "
                 "when it started"
             )
+        self.recorded.check_private()  # processing writes there, too
         self.reason = rewritten(self._model) or processed_once(self._model)
         for path, method in packed_when_made(self._model):
             kernel = type(method.moe_kernel.fused_experts).__name__

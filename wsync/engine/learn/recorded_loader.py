@@ -51,6 +51,7 @@ from wsync.engine.ring_loaders import (
 )
 from wsync.machine import device
 from wsync.machine.process_maps import SharedMaps
+from wsync.machine.sent_memory import is_sent
 from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
 from wsync.module_tensors.names_in_messages import listed
@@ -139,7 +140,7 @@ class RecordedLoader(ChoosingLoader):
         The module's weights are lost, unless this model was recorded before.
 
         Raises:
-            LayoutError: they lie in memory that other processes may have, too; or they cannot be
+            LayoutError: they lie in memory that a trainer may have, too; or they cannot be
                 recorded, and not be loaded otherwise.
         """
         facts = [model.tensor(index) for index in range(model.tensor_count)]
@@ -152,7 +153,7 @@ class RecordedLoader(ChoosingLoader):
             if not change:
                 return self._chosen.blob() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
-        self._check_private()
+        self.check_private()
         losing()
         before = ModuleState(self._module, values=False)
         with before.unless_done():
@@ -193,9 +194,10 @@ class RecordedLoader(ChoosingLoader):
         self._tell(recording)
         return self._chosen.blob() if self._needed else WHOLE
 
-    def _check_private(self) -> None:
-        """Made-up values are written to the module: a trainer that has sent its own to this process
-        by torch.multiprocessing shares its memory."""
+    def check_private(self) -> None:
+        """Raises LayoutError, by name, where the module has memory of a trainer: made-up values are
+        written there.  One of this process may have given it its weights without a copy, and what
+        another one sends by torch.multiprocessing is shared."""
         try:
             held = ModuleMemory(self._module)
         except _core.LayoutError:  # recording says it
@@ -205,14 +207,18 @@ class RecordedLoader(ChoosingLoader):
             places = maps.find(held.spans())
         finally:
             maps.close()
-        names = [held.name(i, 0) for i, place in enumerate(places) if place is not None]
-        if not names:
-            return
-        raise _core.LayoutError(
-            f"{listed(names)}: of {type(self._module).__name__}, lies in shared memory, as what "
-            "torch.multiprocessing sends does; learning writes there, and whose memory it also is "
-            "would lose its weights: load into a copy (copy.deepcopy)"
-        )
+        shared = [place is not None for place in places]
+        for found, what in (
+            (is_sent(held.spans()), "is memory that a trainer of this process sends from"),
+            (shared, "lies in shared memory, as what torch.multiprocessing sends does"),
+        ):
+            names = [held.name(area, 0) for area, hit in enumerate(found) if hit]
+            if names:
+                raise _core.LayoutError(
+                    f"{listed(names)}: of {type(self._module).__name__}, {what}; learning writes "
+                    "there, and whose memory it also is would lose its weights: load into a copy "
+                    "(copy.deepcopy)"
+                )
 
     def _watch_attributes(self, attributes: Iterable[Attribute]) -> None:
         """From here on these are to be what they are now."""
