@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.procs import Ranks
+from torch.distributed.tensor import _dtensor_spec
 
 import wsync
 from wsync.fsdp import layout, plain_name
@@ -250,6 +251,91 @@ def test_any_order_of_placements(rows: int) -> None:
     ]
     for shape, placements in meshes:
         _covers(_played(shape, placements, whole), whole)
+
+
+def _in_order(
+    how: str, mesh_shape: tuple[int, ...], order: tuple[int, ...], placements: Any, whole: Any
+) -> list[Any]:
+    """As `_played`, of a tensor that the mesh dimensions cut in another order than one by one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    found = []
+    count = int(torch.tensor(mesh_shape).prod())
+    for rank in range(count):
+        dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", mesh_shape)
+            place = mesh.get_coordinate()
+            local = whole
+            for number in order:
+                if isinstance(placement := placements[number], Shard):
+                    parts = local.chunk(mesh_shape[number], placement.dim)
+                    empty = local.narrow(placement.dim, 0, 0)
+                    parts += (empty,) * (mesh_shape[number] - len(parts))
+                    local = parts[place[number]]
+            local = local.clone()
+            meta = _dtensor_spec.TensorMeta(whole.shape, whole.stride(), whole.dtype)
+            said = {}
+            if how == "mesh":
+                mesh._shard_order = list(order)
+            else:
+                axes = sorted({p.dim for p in placements if isinstance(p, Shard)})
+                said["shard_order"] = tuple(
+                    _dtensor_spec.ShardOrderEntry(
+                        axis, tuple(n for n in order if placements[n] == Shard(axis))
+                    )
+                    for axis in axes
+                )
+            spec = _dtensor_spec.DTensorSpec(mesh, tuple(placements), meta, **said)
+            tensor = DTensor(local, spec, requires_grad=False)
+            found.append((layout({"w": tensor}).layout, tensor._local_tensor))
+        finally:
+            dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(
+    "how", ["mesh", *["specification"] * hasattr(_dtensor_spec, "ShardOrderEntry")]
+)
+@pytest.mark.parametrize("rows", [1, 5, 8, 12])
+def test_the_order_in_which_a_mesh_cuts_one_dimension(rows: int, how: str) -> None:
+    """Megatron-FSDP cuts what tensor-parallel ranks have left, and notes the order at the mesh."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole = torch.arange(rows * 6).reshape(rows, 6)
+    meshes: list[tuple[tuple[int, ...], tuple[int, ...], Any]] = [
+        ((2, 2), (1, 0), [Shard(0), Shard(0)]),
+        ((2, 3), (1, 0), [Shard(0), Shard(0)]),
+        ((2, 3), (1, 0), [Shard(0), Shard(1)]),
+        ((2, 2, 2), (2, 1, 0), [Shard(0), Shard(0), Shard(0)]),
+        ((2, 2, 2), (2, 1, 0), [Replicate(), Shard(0), Shard(0)]),
+        ((2, 2, 2), (2, 0, 1), [Shard(1), Shard(0), Shard(1)]),
+    ]
+    for shape, order, placements in meshes:
+        _covers(_in_order(how, shape, order, placements, whole), whole)
+
+
+def test_megatron_fsdp_over_tensor_parallelism(four: Ranks) -> None:
+    pytest.importorskip("megatron.core.distributed.fsdp", reason="megatron-core has none")
+    for found in four.run(cases.megatron_fsdp_rows):
+        assert found == list(range(16))
+
+
+def test_an_order_that_cannot_be_told_is_refused_by_name(four: Ranks) -> None:
+    for order, strided in (([0, 0], False), ([1], False), ([1, 0], True)):
+        for text in four.run(cases.order_error, order, strided):
+            assert text.startswith("UnsupportedError: w: mesh dims (")
+
+
+def test_a_tensor_whose_own_metadata_says_another_place_is_refused(four: Ranks) -> None:
+    """Boxes that torch.distributed.checkpoint would write, against those of the placements."""
+    texts = four.run(cases.chunk_error)
+    assert [bool(text) for text in texts] == [False, True, True, False]
+    assert texts[1].startswith(
+        "LayoutError: w: its own metadata has (offsets, sizes) [((8, 0), (4, 4))]"
+    )
 
 
 def test_a_mesh_of_other_ranks_gives_nothing() -> None:

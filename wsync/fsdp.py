@@ -10,7 +10,8 @@ fuses at run time goes through the rules of `wsync.families.registry.RUNTIME`.
 Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several ranks.  `Partial`
 placements are sums that are not added up, and are refused.
 
-Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.6 to 2.13.
+Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.6 to 2.13, and the
+DTensors that Megatron-FSDP makes.
 
 On all ranks:
 
@@ -233,19 +234,21 @@ class _Reader:
         """The boxes of a DTensor's local tensor."""
         mesh = tensor.device_mesh
         local = tuple(tensor._local_tensor.shape)
-        key = (shape, local, tuple(tensor.placements), mesh)
+        order = _cut_order(name, tensor)
+        key = (shape, local, tuple(tensor.placements), mesh, order)
         regions = self._placed.get(key)
         if regions is None:
             coordinate = mesh.get_coordinate()
             if coordinate is None:  # the mesh belongs to other ranks
                 regions = ()
             else:
-                places = zip(tensor.placements, mesh.shape, coordinate, strict=True)
-                runs = _cut(name, shape, places)
+                places = list(zip(tensor.placements, mesh.shape, coordinate, strict=True))
+                runs = _cut(name, shape, [(number, *places[number]) for number in order])
                 extents = tuple(sum(extent for _, extent in part) for part in runs)
                 _check_local(name, tensor._local_tensor, extents)
                 regions = regions_of(runs)
             self._placed[key] = regions
+        _check_chunks(name, tensor._local_tensor, regions)
         return regions
 
 
@@ -296,15 +299,51 @@ def _check_names(names: Iterable[str], flats: Sequence[tuple[str, Any]]) -> None
 # --- DTensor placements ---------------------------------------------------------------------
 
 
-def _cut(name: str, shape: Shape, places: Iterable[tuple[Any, int, int]]) -> list[Runs]:
+def _cut_order(name: str, tensor: Any) -> tuple[int, ...]:
+    """The mesh dimensions of a DTensor in the order in which they cut it: Megatron-FSDP's meshes
+    say it, or the specification of newer versions of torch does; else one after another."""
+    plain = tuple(range(len(tensor.placements)))
+    strided = any(hasattr(placement, "split_factor") for placement in tensor.placements)
+    said = getattr(tensor.device_mesh, "_shard_order", None)
+    if said is not None:
+        order = tuple(said)
+    else:
+        entries = (not strided and getattr(tensor._spec, "shard_order", None)) or ()
+        cutting = [number for entry in entries for number in entry.mesh_dims]
+        order = (*cutting, *(number for number in plain if number not in cutting))
+    if sorted(order) != list(plain) or (strided and order != plain):
+        raise _core.UnsupportedError(
+            f"{name}: mesh dims {order} are said to be the order in which {tensor.placements} cut "
+            "it: each once, and not beside _StridedShard, which says it in another way"
+        )
+    return order
+
+
+def _check_chunks(name: str, local: Any, regions: Regions) -> None:
+    """LayoutError where a local tensor's own metadata, as Megatron-FSDP has checkpoints written by
+    it, says other boxes than its placements do."""
+    make = getattr(local, "__create_chunk_list__", None)
+    if make is None:
+        return
+    said = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in make()}
+    said = {box for box in said if math.prod(box[1])}
+    placed = {(start, extent) for start, extent, _ in regions}
+    if said != placed:
+        raise _core.LayoutError(
+            f"{name}: its own metadata has (offsets, sizes) {sorted(said)}, its placements "
+            f"{sorted(placed)}"
+        )
+
+
+def _cut(name: str, shape: Shape, places: Iterable[tuple[int, Any, int, int]]) -> list[Runs]:
     """What a rank holds of every dimension.
 
-    `places`: (placement, ranks of the mesh dimension, this rank's index), outermost mesh dimension
-    first.  Each placement cuts what those before it have left, as torch.chunk does: equal parts but
+    `places`: (mesh dimension, placement, ranks there, this rank's index) in the order in which they
+    cut.  Each placement cuts what those before it have left, as torch.chunk does: equal parts but
     for the last ones, which may be smaller or empty.
     """
     runs: list[Runs] = [((0, size),) for size in shape]
-    for number, (placement, ranks, index) in enumerate(places):
+    for number, placement, ranks, index in places:
         if placement.is_replicate():
             continue
         factor = getattr(placement, "split_factor", 1)

@@ -549,3 +549,59 @@ def resharded_error() -> str:
     except wsync.LayoutError as error:
         return str(error)
     return ""
+
+
+def megatron_fsdp_rows() -> list[float]:
+    """The first elements of the rows that all ranks' layouts have of a column-parallel weight."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
+        make_fsdp_dtensor,
+    )
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_coordinate()
+    column = torch.arange(16.0).reshape(16, 1).expand(16, 4).chunk(2)[tp]
+    weight = torch.nn.Parameter(column.clone())
+    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+    tensor = make_fsdp_dtensor(
+        column.chunk(2)[dp].clone(),
+        weight,
+        FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp"),
+        update_uneven_dtensor_chunk_meta=True,
+    )
+    model, held = gathered(wsync.fsdp.layout({"w": tensor}))
+    rows = [-1.0] * 16
+    for rank, _, offset, start, extent, _, _ in model.shards(0):
+        data = torch.frombuffer(bytearray(held[rank][0]), dtype=torch.float32)
+        part = data[offset // 4 :].view(-1, 4)[: extent[0], 0]
+        rows[start[0] : start[0] + extent[0]] = part.tolist()
+    return rows
+
+
+def _eight_rows() -> tuple[Any, torch.Tensor]:
+    """A mesh, and this rank's part of 16 rows that it cuts twice."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    first, second = mesh.get_coordinate()
+    whole = torch.arange(64.0).view(16, 4)
+    return mesh, whole.chunk(2)[first].chunk(2)[second].clone()
+
+
+def order_error(order: list[int], strided: bool) -> str:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh, local = _eight_rows()
+    placements = [_StridedShard(0, split_factor=2) if strided else Shard(0), Shard(0)]
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False)
+    mesh._shard_order = order
+    return error_of(lambda: wsync.fsdp.layout({"w": tensor}))
+
+
+def chunk_error() -> str:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    mesh, local = _eight_rows()
+    first, second = mesh.get_coordinate()
+    chunk = ChunkStorageMetadata(torch.Size([8 * second + 4 * first, 0]), torch.Size([4, 4]))
+    tensor = DTensor.from_local(local, mesh, [Shard(0), Shard(0)], run_check=False)
+    tensor._local_tensor.__create_chunk_list__ = lambda: [chunk]
+    return error_of(lambda: wsync.fsdp.layout({"w": tensor}))
