@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +350,51 @@ def test_a_mesh_of_other_ranks_gives_nothing() -> None:
         found = layout({"w": tensor, "v": torch.ones(2)})
         assert found.layout.names() == ["v"]
         assert (found.rank, found.ranks) == (3, 4)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead")
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("kind", ["DTensor", "ShardedTensor"])
+def test_a_buffer_that_serves_for_one_shard_after_another_is_refused(
+    kind: str, counted: bool
+) -> None:
+    from torch.distributed._shard.sharded_tensor import Shard as Piece
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    class Lazy(Mapping[str, Any]):
+        def __init__(self, buffer: torch.Tensor, make: Any) -> None:
+            self.buffer, self.make = buffer, make
+
+        def __getitem__(self, name: str) -> Any:
+            (self.buffer if counted else self.buffer.data).fill_(ord(name))
+            return self.make(self.buffer)
+
+        def __iter__(self) -> Iterator[str]:
+            return iter("ab")
+
+        def __len__(self) -> int:
+            return 2
+
+    def piece(local: torch.Tensor) -> Any:
+        shard = Piece.from_tensor_and_offsets(local, [0, 0], 0)
+        return init_from_local_shards([shard], (4, 4))
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        makers = {
+            "DTensor": lambda local: DTensor.from_local(local, mesh, [Shard(0)]),
+            "ShardedTensor": piece,
+        }
+        text = "a: the mapping has written to it since, and gives the same memory as b: "
+        with pytest.raises(wsync.LayoutError, match=text):
+            layout(Lazy(torch.zeros(4, 4), makers[kind]))
+        layout(dict(Lazy(torch.zeros(4, 4), lambda buffer: makers[kind](buffer.clone()))))
     finally:
         dist.destroy_process_group()
 

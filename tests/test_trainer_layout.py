@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.agreement_cases import OPTIONS, Stock
 
@@ -21,6 +24,7 @@ from wsync.families import registry
 from wsync.families.blocks import eh_proj, mtp
 from wsync.families.registry import Family
 from wsync.layout import from_tensors, global_name, kept
+from wsync.module_tensors.places import places_of
 
 
 @pytest.fixture
@@ -366,6 +370,75 @@ def test_a_buffer_that_serves_in_parts_is_refused(counted: bool) -> None:
 
     from_tensors(Filled({"left": 0, "right": 2}))
     assert columns[0].tolist() == [0.0, 0.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_buffer_that_serves_for_transposed_tensors_is_refused(counted: bool) -> None:
+    """They begin at other addresses, and have elements in common all the same."""
+
+    class Rolling(Staged):
+        def __init__(self) -> None:
+            super().__init__({"a": 0, "b": 3})
+            self.weights = {name: torch.randn(2, 3) for name in self.start}
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            made = self.buffer[self.start[name] :][:6].view(3, 2)
+            (made if counted else made.data).copy_(self.weights[name].t())
+            return made.t()
+
+    text = r"a: the mapping has written to it since, and gives the same memory as b: "
+    with pytest.raises(LayoutError, match=text):
+        from_tensors(Rolling())
+    if counted:
+        with pytest.raises(LayoutError, match=text):
+            kept(iter(Rolling().items()))
+
+
+@given(data=st.data())
+def test_elements_in_common_are_found(data: Any) -> None:
+    """Views of one buffer, as any strides make them; against sets of addresses."""
+    buffer, views = torch.arange(240, dtype=torch.int16), []
+    for _ in range(2):
+        shape = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+        kind = data.draw(st.sampled_from([torch.int16, torch.int32, torch.uint8]))
+        steps = [data.draw(st.integers(0, 9)) for _ in shape]
+        start = data.draw(st.integers(0, 20))
+        views.append(buffer.view(kind).as_strided(shape, steps, start))
+    found = [places_of(view) for view in views]
+    bytes_of = [
+        {place + byte for place in index_of(view) for byte in range(view.element_size())}
+        for view in views
+    ]
+    assert [bool(places) for places in found] == [bool(each) for each in bytes_of]
+    if not all(found):
+        return
+    [one], [other] = found
+    assert (one.start, one.end) == (min(bytes_of[0]), max(bytes_of[0]) + 1)
+    expected = bool(bytes_of[0] & bytes_of[1])
+    assert one.meets(other) == other.meets(one)
+    if expected or not any(overlaps(view) for view in views):
+        assert one.meets(other) == expected
+
+
+def index_of(view: torch.Tensor) -> list[int]:
+    """The address of every element."""
+    indices = itertools.product(*map(range, view.shape))
+    return [
+        view.data_ptr()
+        + view.element_size() * sum(i * s for i, s in zip(index, view.stride(), strict=True))
+        for index in indices
+    ]
+
+
+def overlaps(view: torch.Tensor) -> bool:
+    """Whether a step of one dimension is within the reach of those with smaller ones."""
+    reach = 1
+    for step, extent in sorted(zip(view.stride(), view.shape, strict=True)):
+        if extent > 1 and step:
+            if step < reach:
+                return True
+            reach += step * (extent - 1)
+    return False
 
 
 def by_numpy(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from wsync import _core
 from wsync.families.registry import TOGETHER
 from wsync.families.rules import group_of
 from wsync.module_tensors import checksum_of, two_tensors
+from wsync.module_tensors.places import Place, parts_of, places_of
 from wsync.module_tensors.quantised_names import group_of_parts
 
 if TYPE_CHECKING:
@@ -54,62 +55,46 @@ def kept(
     Raises LayoutError where one was written to when it had been given, and lies in the memory of
     another.  ask: makes the tensor of a name once more, as what torch does not count is seen then.
     """
-    given, places = list[tuple[str, _T]](), list[_Place]()
+    given, places = list[tuple[str, _T]](), list[list[Place]]()
     for name, tensor in pairs:
         given.append((name, tensor))
-        places.append(_place(tensor))
-    for group in _overlapping(places):
-        for number in group:
-            name, tensor = given[number]
-            written = _place(tensor) != places[number]
-            # by .data, numpy or in inference mode nothing counts it
-            if not written and ask is not None and number != group[-1]:
-                written = _written_for(ask, name, tensor)
-            other = next((o for n in group if (o := given[n][0]) != name), name)
-            if written:
-                raise _core.LayoutError(
-                    f"{name}: the mapping has written to it since, and gives the same memory as "
-                    f"{other}: tensors have to stay as they are until the update is done"
-                )
+        places.append(places_of(tensor))
+    for number, others in _meeting(places).items():
+        name, tensor = given[number]
+        written = places_of(tensor) != places[number]
+        # by .data, numpy or in inference mode nothing counts it
+        if not written and ask is not None and number < max(others):
+            written = _written_for(ask, name, tensor)
+        if written:
+            other = next((o for n in sorted(others) if (o := given[n][0]) != name), name)
+            raise _core.LayoutError(
+                f"{name}: the mapping has written to it since, and gives the same memory as "
+                f"{other}: tensors have to stay as they are until the update is done"
+            )
     return given
 
 
-class _Place(NamedTuple):
-    """Where a tensor begins, 0 for nowhere, and ends, if it has all elements in between; and how
-    often torch has written there, as far as it counts that."""
-
-    start: int
-    end: int
-    version: int
-
-
-def _overlapping(places: Sequence[_Place]) -> list[list[int]]:
-    """Groups of those that lie in the memory of others, by their numbers, which ascend."""
-    groups, end = list[list[int]](), 0
-    for number in sorted(range(len(places)), key=lambda number: places[number][:2]):
-        start = places[number].start
-        if start and start >= end:
-            groups.append([])
-        if start:
-            groups[-1].append(number)
-            end = max(end, places[number].end)
-    return [sorted(group) for group in groups if len(group) > 1]
+def _meeting(places: Sequence[Sequence[Place]]) -> dict[int, set[int]]:
+    """Of the tensors that have elements in common with others: their numbers, and the others'."""
+    found: dict[int, set[int]] = {}
+    near: list[tuple[int, Place]] = []  # those that end after the one at hand begins
+    flat = [(number, place) for number, several in enumerate(places) for place in several]
+    for number, place in sorted(flat, key=lambda each: each[1][:2]):
+        near = [each for each in near if each[1].end > place.start]
+        for other, its in near:
+            if other != number and place.meets(its):
+                found.setdefault(number, set()).add(other)
+                found.setdefault(other, set()).add(number)
+        near.append((number, place))
+    return dict(sorted(found.items()))
 
 
 def _written_for(ask: Callable[[str], object], name: str, tensor: Any) -> bool:
     """Whether a mapping that is asked for a tensor once more changes what lies there."""
-    before = checksum_of(tensor)
+    parts = list(parts_of(tensor))
+    before = [checksum_of(part) for part in parts]
     ask(name)
-    return checksum_of(tensor) != before
-
-
-def _place(tensor: Any) -> _Place:
-    try:
-        start = tensor.data_ptr()
-        nbytes = tensor.nbytes if tensor.is_contiguous() else 1
-        return _Place(start, start + nbytes, 0 if tensor.is_inference() else tensor._version)
-    except (AttributeError, RuntimeError):  # no tensor, or one of several parts
-        return _Place(0, 0, 0)
+    return [checksum_of(part) for part in parts] != before
 
 
 def by_plain_name(

@@ -1,0 +1,80 @@
+"""Where tensors' elements lie, and whether two tensors have some in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Place(NamedTuple):
+    """Runs of `nbytes` between two addresses, as far apart as `dims` says: (step in bytes, extent).
+
+    version: how often torch has written there, as far as it counts that.
+    """
+
+    start: int
+    end: int
+    nbytes: int
+    dims: tuple[tuple[int, int], ...]
+    version: int
+
+    def meets(self, other: Place) -> bool:
+        """Whether a byte is of both."""
+        if self.end <= other.start or other.end <= self.start:
+            return False
+        if not self.dims and not other.dims:
+            return True
+        import torch
+
+        base, end = min(self.start, other.start), max(self.end, other.end)
+        steps = [step for step, _ in (*self.dims, *other.dims)]
+        unit = math.gcd(self.nbytes, other.nbytes, self.start - other.start, *steps)
+        taken = torch.zeros((end - base) // unit, dtype=torch.bool, device="cpu")
+
+        def runs(place: Place) -> torch.Tensor:
+            shape = (*(extent for _, extent in place.dims), place.nbytes // unit)
+            strides = (*(step // unit for step, _ in place.dims), 1)
+            return taken.as_strided(shape, strides, (place.start - base) // unit)
+
+        runs(self).fill_(True)
+        return bool(runs(other).any())
+
+
+def places_of(tensor: Any) -> list[Place]:
+    """Of a DTensor or ShardedTensor, where this rank's part is; none of what has no memory."""
+    return [place for part in parts_of(tensor) if (place := _place(part)) is not None]
+
+
+def parts_of(tensor: Any) -> Iterator[Any]:
+    """The tensors that have the elements of this rank."""
+    if hasattr(tensor, "local_shards"):
+        for shard in tensor.local_shards():
+            yield shard.tensor
+    else:
+        yield getattr(tensor, "_local_tensor", tensor)
+
+
+def _place(tensor: Any) -> Place | None:
+    try:
+        start, item = tensor.data_ptr(), tensor.element_size()
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        version = 0 if tensor.is_inference() else tensor._version
+    except (AttributeError, RuntimeError):  # no tensor, or a wrapper around others
+        return None
+    if not start or not math.prod(shape):
+        return None
+    run, reach, rest = item, item, list[tuple[int, int]]()
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        step = stride * item
+        if extent == 1 or step == 0:
+            continue
+        if step == run and not rest:
+            run *= extent
+        else:
+            rest.append((step, extent))
+        solid = step < reach  # elements of it overlap: all in between counts
+        reach += step * (extent - 1)
+        if solid:
+            run, rest = reach, []
+    return Place(start, start + reach, run, tuple(rest), version)
