@@ -429,14 +429,68 @@ def _linears() -> Any:
     return torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})
 
 
-def test_a_parameter_that_was_untied_is_refused() -> None:
+def test_a_parameter_of_two_names_is_delivered_under_both() -> None:
+    """An engine has both; whether they are one tensor may change, as long as each is delivered."""
     model = _linears()
     model["b"].weight = model["a"].weight
     found = layout(model)
-    assert found.layout.names() == ["a.weight", "c.weight"]
+    assert found.layout.names() == ["a.weight", "b.weight", "c.weight"]
+    table = found.bind()
+    assert table[0][0] == table[1][0] == model["a"].weight.data_ptr()
     model["b"].weight = model["c"].weight  # as many tensors as before
-    with pytest.raises(wsync.LayoutError, match=r"b\.weight: was one tensor with a\.weight when"):
+    table = found.bind()
+    assert table[0][0] == model["a"].weight.data_ptr()
+    assert table[1][0] == table[2][0] == model["c"].weight.data_ptr()
+
+
+def test_a_module_of_two_names_is_delivered_under_both() -> None:
+    model = _linears()
+    model["b"] = torch.nn.ModuleList([model["a"], model["c"]])
+    names = ["a.weight", "b.0.weight", "b.1.weight", "c.weight"]
+    found = layout(model)
+    assert sorted(found.layout.names()) == names == sorted(model.state_dict())
+    model["b"][1] = torch.nn.Linear(3, 3, bias=False)
+    table = dict(zip(found.names, found.bind(), strict=True))
+    assert table["b.0.weight"][0] == model["a"].weight.data_ptr()
+    assert table["b.1.weight"][0] == model["b"][1].weight.data_ptr()
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp1", "fsdp1-orig", "fsdp1-units"])
+def test_what_ranks_have_under_two_names_is_delivered_under_both(two: Ranks, how: str) -> None:
+    for found in two.run(cases.shared_names, how):
+        assert found == {"a.weight": True, "b.weight": True, "c.weight": True, "d.weight": True}
+
+
+class _Tied(torch.nn.Module):
+    """The head is registered first or last."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        head = torch.nn.Linear(4, 8, bias=False)
+        if first:
+            self.lm_head = head
+        self.model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(8, 4)})
+        if not first:
+            self.lm_head = head
+        head.weight = self.model["embed_tokens"].weight
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_tied_head_goes_by_the_name_of_the_embedding(first: bool, two: Ranks) -> None:
+    tied, untied = (types.SimpleNamespace(tie_word_embeddings=each) for each in (True, False))
+    model = _Tied(first)
+    names = {"lm_head.weight", "model.embed_tokens.weight"}
+    assert set(layout(model, untied).layout.names()) == names
+    found = layout(model, tied)
+    assert found.layout.names() == ["model.embed_tokens.weight"]
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(8, 4))
+    with pytest.raises(wsync.LayoutError, match=r"^lm_head\.weight: was one tensor with model\."):
         found.bind()
+    with pytest.raises(wsync.LayoutError, match=r"^lm_head\.weight: a parameter of its own, but"):
+        layout(model, tied)
+    for use_orig in (False, True):
+        for found in two.run(cases.tied_names, first, use_orig):
+            assert found == ["model.embed_tokens.weight"]
 
 
 def test_parameters_that_were_tied_are_both_delivered() -> None:

@@ -92,7 +92,8 @@ def layout(
     `model`: the module, or a sharded state dict (`StateDictType.SHARDED_STATE_DICT`); the tensors
     of a state dict are those of its making, so give `Sync.update` a new one each time.  `config`:
     the Hugging Face configuration (default: the model's own), which tells tied embeddings and how
-    experts are fused.  `group`: the ranks that take part in updates (default: all).  Not
+    experts are fused.  A tensor of several names has all of them, but for a head that is tied.
+    `group`: the ranks that take part in updates (default: all).  Not
     collective.  FSDP2 modules are resharded, as `state_dict()` does it, now and at each update.
 
     Raises UnsupportedError for a placement that is no weight (`Partial`) and for fused experts of
@@ -106,8 +107,11 @@ def layout(
     else:
         read = reader.of_module(model, tied)
     parts = read()
-    places: dict[int, int] = {}  # of the distinct local tensors, each named after its first part
-    numbers = [places.setdefault(id(part.tensor), len(places)) for part in parts]
+    places: dict[object, int] = {}  # a flat parameter is one buffer, named after its first part
+    keys = [
+        (place,) if part.strides is None else id(part.tensor) for place, part in enumerate(parts)
+    ]
+    numbers = [places.setdefault(key, len(places)) for key in keys]
     firsts = [numbers.index(number) for number in range(len(places))]
     names = tuple(parts[first].name for first in firsts)
     table = _core.describe([parts[first].tensor for first in firsts], names, gpu=True)
@@ -269,30 +273,38 @@ def _slots(module: Any, flats: Sequence[tuple[str, Any]], tied: bool) -> Iterato
             *(getattr(handle.flat_param, "_shared_params", None) or ()),
         )
     }
-    seen: set[int] = set()
-    for owner, home, key, full in homes_of(module):
+    parts: dict[str, int] = {}  # every name is one of its own, whatever tensor has it
+    firsts: dict[int, int] = {}
+    heads: list[Slot] = []
+    for owner, home, key, full in homes_of(module, once=False):
         tensor, name = home[key], plain_name(full)
         if id(tensor) in flat:
             continue
         if home is owner._buffers and key in owner._non_persistent_buffers_set:
             continue
-        if tied and name == TIED and id(tensor) not in seen:
+        if tied and name == TIED:
+            heads.append(Slot(name, home, key, full))
+            continue
+        part = parts.setdefault(name, len(parts))
+        firsts.setdefault(id(tensor), part)
+        yield Slot(name, home, key, full, part)
+    for head in heads:  # registered before the embedding or behind it
+        first = firsts.get(id(head.home[head.key]))
+        if first is None:
             raise _core.LayoutError(
-                f"{name}: a parameter of its own, but the configuration says tied "
+                f"{TIED}: a parameter of its own, but the configuration says tied "
                 "embeddings: wrap both in one FSDP unit"
             )
-        seen.add(id(tensor))
-        yield Slot(name, home, key, full)
+        yield head._replace(part=first)
 
 
 def _check_names(names: Iterable[str], flats: Sequence[tuple[str, Any]]) -> None:
     """Refuses names that a flat parameter shares with another one or with a tensor of its own."""
     seen = set(names)
     for prefix, handle in flats:
-        for key in handle.flat_param._fqns:
-            name = plain_name(f"{prefix}.{key}" if prefix else key)
+        for name, path, _ in _flat_names(prefix, handle):
             if name in seen:
-                raise two_tensors(f"{prefix}.{key}", "another parameter", name)
+                raise two_tensors(path, "another parameter", name)
             seen.add(name)
 
 
@@ -398,11 +410,36 @@ def _check_local(name: str, tensor: Any, extents: Shape) -> None:
 
 
 def _flat_handles(module: Any) -> Iterator[tuple[str, Any]]:
-    """(name of the unit, handle) of every FSDP1 unit that has parameters."""
-    for path, owner in module.named_modules():
+    """(name of the unit, handle) of every FSDP1 unit that has parameters; of one that the model has
+    at several paths, each."""
+    seen: set[tuple[str, int]] = set()  # a wrapper has the attributes of what it wraps
+    for path, owner in module.named_modules(remove_duplicate=False):
         handle = getattr(owner, "_handle", None)
-        if handle is not None and hasattr(handle, "flat_param"):
-            yield plain_name(path), handle
+        key = plain_name(path), id(handle)
+        if handle is not None and hasattr(handle, "flat_param") and key not in seen:
+            seen.add(key)
+            yield key[0], handle
+
+
+def _flat_names(prefix: str, handle: Any) -> Iterator[tuple[str, str, int]]:
+    """(name, path, place in the flat parameter) of a unit's parameters: of the distinct ones, then
+    of what else they are called."""
+    flat = handle.flat_param
+    places = {key: place for place, key in enumerate(flat._fqns)}
+    paths = list(places.items())
+    for info in flat._shared_param_infos:
+        first = _joined(info.prim_module_name, info.prim_param_name)
+        paths.append((_joined(info.module_name, info.param_name), places[first]))
+    found: dict[tuple[str, int], str] = {}
+    for key, place in paths:
+        path = _joined(prefix, key)
+        found.setdefault((plain_name(path), place), path)
+    for (name, place), path in found.items():
+        yield name, path, place
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
@@ -412,19 +449,22 @@ def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
     # The parameter itself is the local shard, assigned or not, unless it is whole for a pass.
     tensor = getattr(flat, "_local_shard", flat) if _is_whole(handle) else flat
     _check_gathered(prefix, handle, tensor)
-    facts = flat._fqns, flat._shapes, flat._shard_param_infos, flat._param_extensions
-    for key, size, info, extension in zip(*facts, strict=True):
-        name = plain_name(f"{prefix}.{key}" if prefix else key)
-        if extension is not None:  # its shape is that of the local tensor
+    known = list(_flat_names(prefix, handle))
+    others = {place for name, _, place in known if name != TIED}
+    for name, _, place in known:
+        if flat._param_extensions[place] is not None:  # its shape is that of the local tensor
             raise _core.UnsupportedError(
                 f"{name}: FSDP1 has flattened a DTensor, of which it knows this rank's part alone: "
                 "tensor parallelism goes with FSDP2 (fully_shard)"
             )
         if tied and name == TIED:
+            if place in others:
+                continue
             raise _core.LayoutError(
                 f"{name}: a parameter of its own in its FSDP unit, but the configuration says "
                 "tied embeddings: wrap both in one unit"
             )
+        info, size = flat._shard_param_infos[place], flat._shapes[place]
         shape = tuple(size)
         regions: list[tuple[Shape, Shape, Shape]] = []
         if info.in_shard:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -605,3 +606,50 @@ def chunk_error() -> str:
     tensor = DTensor.from_local(local, mesh, [Shard(0), Shard(0)], run_check=False)
     tensor._local_tensor.__create_chunk_list__ = lambda: [chunk]
     return error_of(lambda: wsync.fsdp.layout({"w": tensor}))
+
+
+def shared_names(how: str) -> dict[str, bool]:
+    """The names that a layout has of a model with a shared parameter and a shared module, and
+    whether what ranks hold under them is right."""
+    linears = {name: torch.nn.Linear(4, 4, bias=False) for name in "abc"}
+    linears["b"].weight = linears["a"].weight
+    model: Any = torch.nn.Sequential(OrderedDict(linears))
+    unit = functools.partial(
+        FullyShardedDataParallel,
+        device_id=torch.device("cpu"),
+        use_orig_params=how == "fsdp1-orig",
+    )
+    with torch.no_grad():
+        model.a.weight.copy_(torch.arange(16.0).view(4, 4))
+        model.c.weight.copy_(-torch.arange(16.0).view(4, 4))
+    if how == "fsdp1-units":
+        model.c = unit(model.c)
+    model.d = model.c
+    expected = {name: 1.0 if name in "ab" else -1.0 for name in "abcd"}
+    model = fully_shard(model) if how == "fsdp2" else unit(model)
+    merged, held = gathered(wsync.fsdp.layout(model))
+    found = {}
+    for index, name in enumerate(merged.names()):
+        whole = torch.full((4, 4), float("nan"))
+        for rank, buffer, offset, start, extent, steps, _ in merged.shards(index):
+            data = torch.frombuffer(bytearray(held[rank][buffer]), dtype=torch.float32)
+            strides = [step // 4 for step in steps]
+            box = tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
+            whole[box] = data.as_strided(extent, strides, offset // 4)
+        factor = expected[name.split(".")[0]]
+        found[name] = torch.equal(whole, factor * torch.arange(16.0).view(4, 4))
+    return dict(sorted(found.items()))
+
+
+def tied_names(first: bool, use_orig: bool) -> list[str]:
+    """The names of a layout of an FSDP1 unit with a tied head, registered first or last."""
+    model = torch.nn.Module()
+    head, embedding = torch.nn.Linear(4, 8, bias=False), torch.nn.Embedding(8, 4)
+    head.weight = embedding.weight
+    if first:
+        model.lm_head = head
+    model.model = torch.nn.ModuleDict({"embed_tokens": embedding})
+    if not first:
+        model.lm_head = head
+    unit = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig)
+    return gathered(wsync.fsdp.layout(unit, config("dense", tie_word_embeddings=True)))[0].names()

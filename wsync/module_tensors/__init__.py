@@ -129,9 +129,14 @@ def _stores_of(module: Module) -> Iterator[Form]:
 _SOME: Final[Form] = ("other", type(None), ())
 
 
-def homes_of(root: Module) -> Iterator[tuple[Module, dict[str, Any], str, str]]:
-    """(module, home, key, path) of every parameter and buffer: home[key] is the tensor."""
-    for path, module in root.named_modules():
+def homes_of(
+    root: Module, *, once: bool = True
+) -> Iterator[tuple[Module, dict[str, Any], str, str]]:
+    """(module, home, key, path) of every parameter and buffer: home[key] is the tensor.
+
+    once: a module that has several paths goes by the first.
+    """
+    for path, module in root.named_modules(remove_duplicate=once):
         for home in (module._parameters, module._buffers):
             for key, tensor in home.items():
                 if tensor is not None:
