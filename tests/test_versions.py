@@ -219,3 +219,75 @@ def test_the_link_follows_when_the_disk_has_the_new_name(
         ("made/here", True, "weight_v000002"),
     ]
     assert newest(root).name == "weight_v000002"
+
+
+def refused(root: Path, match: str) -> None:
+    for _ in range(2):
+        with pytest.raises(wsync.WsyncError, match=match):
+            write(root, 7)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_has_the_name_of_the_link_is_left_alone(kind: str, tmp_path: Path) -> None:
+    """A folder of links that was copied without them has one."""
+    latest = tmp_path / "latest"
+    make = latest.mkdir if kind == "folder" else latest.touch
+    make()
+    refused(tmp_path, "^.*/latest: is no link, ")
+    assert everything(tmp_path) == {"latest"}
+    latest.rmdir() if kind == "folder" else latest.unlink()
+    with DiskSync({"a": torch.ones(3)}, folder=tmp_path, options=OPTIONS) as sync:
+        make()
+        for _ in range(2):
+            with pytest.raises(wsync.StateError, match=r"^.*/latest: is no link, "):
+                sync.update(version=7)
+    assert everything(tmp_path) == {"latest"}
+
+
+def test_versions_that_get_no_link_do_not_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    with monkeypatch.context() as patched:
+
+        def no_links(path: Path, *_: object) -> None:
+            raise PermissionError(1, "Operation not permitted", str(path))
+
+        patched.setattr(Path, "symlink_to", no_links)
+        refused(tmp_path, "Operation not permitted")
+    assert everything(tmp_path) == {"latest", "weight_v000001"}
+    assert newest(tmp_path).name == "weight_v000001"
+
+
+def test_a_version_that_readers_have_is_not_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = versions._sync
+
+    def failing(path: Path) -> None:
+        if (tmp_path / "latest").is_symlink():
+            raise OSError(5, "Input/output error", str(path))
+        sync(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(versions, "_sync", failing)
+        with pytest.raises(wsync.SystemCallError):
+            write(tmp_path, 1)
+    assert newest(tmp_path).name == "weight_v000001"
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_link_that_leads_nowhere_is_no_free_name(replace: bool, tmp_path: Path) -> None:
+    (tmp_path / "weight_v000007").symlink_to("nowhere")
+    with DiskSync({"a": torch.ones(3)}, folder=tmp_path, replace=replace, options=OPTIONS) as sync:
+        sync.update(version=7)
+    assert newest(tmp_path).name == ("weight_v000007" if replace else "weight_v000007.2")
+    assert (tmp_path / "weight_v000007").is_symlink() != replace
+
+
+def test_the_newest_versions_stay_whatever_the_clock_says(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    ahead = 4_000_000_000
+    os.utime(tmp_path / "weight_v000001" / INDEX, (ahead, ahead))
+    write(tmp_path, 2, 3, 4, keep=2)
+    assert everything(tmp_path) == {"latest", "weight_v000003", "weight_v000004"}

@@ -33,6 +33,7 @@ LATEST = "latest"
 _LOCK = ".lock"
 _WORK = ".wsync-work"
 _PREFIX = "weight_v"
+_LATER = 1_000_000_000  # nanoseconds that every file system tells apart
 _RENAME_EXCHANGE = 2  # of <linux/fs.h>
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -76,7 +77,8 @@ class Versions:
         self.facts: Mapping[str, Any] = {}
 
     def check(self) -> None:
-        """Raises InvalidArgumentError if `base` is not there or `keep` is less than 1."""
+        """Raises InvalidArgumentError if `base` is not there or `keep` is less than 1, StateError
+        where something else has the link's name."""
         keep = self._keep
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise _core.InvalidArgumentError(
@@ -90,6 +92,15 @@ class Versions:
             )
         if not is_path and base is not None and not hasattr(base, "save_pretrained"):
             raise _core.InvalidArgumentError(f"{base!r}: neither a folder nor a configuration")
+        self._check_link()
+
+    def _check_link(self) -> None:
+        link = self.root / LATEST
+        if os.path.lexists(link) and not link.is_symlink():
+            raise _core.StateError(
+                f"{link}: is no link, as the one to the newest version, which goes there: remove "
+                "it or give it another name"
+            )
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -124,6 +135,7 @@ class Versions:
         """A new hidden folder with everything but the weights and their index."""
         if "/" in version or "\0" in version or not version.isprintable():
             raise _core.InvalidArgumentError(f"version {version!r} cannot name a folder")
+        self._check_link()
         folder = self._hidden(_name(version))
         with system_calls(folder):
             folder.mkdir()
@@ -145,26 +157,52 @@ class Versions:
         returns its path.  `check` is called before each step that readers see; may raise."""
         name = folder.name.rpartition(".")[0]
         final, count = self.root / name, 1
-        while final.exists() and not self._replace:  # an earlier run's or try's, perhaps being read
+        # an earlier run's or try's, perhaps being read
+        while os.path.lexists(final) and not self._replace:
             count += 1
             final = self.root / f"{name}.{count}"
         with system_calls(final):
+            self._date(folder)
             for path in folder.iterdir():
                 _sync(path)
             _sync(folder)
             check()
-            if not (final.exists() and _exchange(folder, final)):
-                if final.exists():  # nobody is to find old weights, or a part of both
+            replaced = os.path.lexists(final)
+            if not (replaced and _exchange(folder, final)):
+                if replaced:  # nobody is to find old weights, or a part of both
                     final.rename(self._hidden(name))
                 folder.rename(final)
-            _sync(self.root)
-            _sync(self._work)
-            link = self._hidden(LATEST)
-            link.symlink_to(final.name)
-            check()
-            link.replace(self.root / LATEST)
-            _sync(self.root)
+            try:
+                self._link(final, check)
+            except BaseException:
+                if not replaced:
+                    self._take_back(final)
+                raise
         return final
+
+    def _link(self, final: Path, check: Callable[[], object]) -> None:
+        _sync(self.root)
+        _sync(self._work)
+        link = self._hidden(LATEST)
+        link.symlink_to(final.name)
+        check()
+        link.replace(self.root / LATEST)
+        _sync(self.root)
+
+    def _take_back(self, final: Path) -> None:
+        """Has `_sweep` remove a version, unless readers have the link to it: tries that fail must
+        not add up."""
+        with contextlib.suppress(OSError, _core.WsyncError):
+            link = self.root / LATEST
+            if not (link.is_symlink() and os.readlink(link) == final.name):
+                final.rename(self._hidden(final.name))
+
+    def _date(self, folder: Path) -> None:
+        """Has a version be the one that was written last, whatever clocks say: one may have been
+        ahead when another was."""
+        last = max(map(_written, self.root.glob(f"{_PREFIX}*")), default=0)
+        if _written(folder) <= last:
+            os.utime(folder / INDEX, ns=(last + _LATER, last + _LATER))
 
     def prune(self) -> None:
         """Removes the oldest versions; what cannot be removed stays until the next time."""
