@@ -197,6 +197,22 @@ def test_updates_from_two_threads_are_told_apart(config: Any, engine: TensorPara
         sync.update(draw(config, 10))
 
 
+@pytest.mark.parametrize("what", ["update", "close"])
+def test_a_call_within_an_update_is_told_so(
+    config: Any, engine: TensorParallelEngine, what: str
+) -> None:
+    weights = draw(config, 8)
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+
+        def again() -> Weights:
+            with pytest.raises(wsync.StateError, match=f"^{what}: called within an update of this"):
+                getattr(sync, what)()
+            return weights
+
+        sync.update(again)
+        assert same(engine.weights(), weights)
+
+
 def test_two_kinds_of_engine_in_one_update(
     config: Any, engine: TensorParallelEngine, server: str
 ) -> None:

@@ -97,7 +97,7 @@ class Sync(Updates):
             What happened, as this rank saw it.
 
         Raises:
-            StateError: after close, or while another thread's update runs.
+            StateError: after close, or while another update runs.
             WsyncError: the same on all ranks; a RemoteError stands for what is none, which is its
                 cause on the rank that it comes from (Ctrl-C is raised there as it is).  The
                 engines stay paused, and inconsistent where an update had begun; the next call

@@ -11,6 +11,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import TqdmWarning
@@ -74,16 +75,24 @@ class Updates(abc.ABC):
         they have.  In a process that was forked from the one that made this, nothing happens.
 
         Raises:
-            StateError: while another thread's update runs, which goes on.
+            StateError: while an update runs, which goes on.
         """
         if not self._owner:
             return  # and what process groups there are stays: their ends wait for threads
-        with self._busy.taken(
-            lambda: _core.StateError(
-                "close: an update of another thread is under way: join it before close()"
-            )
+        with self._turn(
+            "close", "an update of another thread is under way: join it before close()"
         ):
             self._close()
+
+    def _turn(self, what: str, other: str) -> AbstractContextManager[None]:
+        """Around what goes alone; StateError where something is under way, with the text `other`
+        where that is another thread's."""
+
+        def refusal() -> _core.StateError:
+            own = "called within an update of this connection, as by what gives its weights"
+            return _core.StateError(f"{what}: {own if self._busy.own else other}")
+
+        return self._busy.taken(refusal)
 
     def _close(self) -> None:
         """What a failed update has left under way at an engine is waited for, up to the deadline
@@ -233,11 +242,8 @@ class Updates(abc.ABC):
     def _updating(self, version: int | str | None, weights: object) -> Iterator[Report]:
         """One update at a time: the block fills in its report.  weights: what the caller gave."""
         self._owner.check("update")
-        with self._busy.taken(
-            lambda: _core.StateError(
-                "update: another thread's update is under way here; call them one after another"
-            )
-        ):
+        other = "another thread's update is under way here; call them one after another"
+        with self._turn("update", other):
             if self._closed:
                 raise _core.StateError("update after close: connect anew")
             start = time.perf_counter()
