@@ -214,6 +214,51 @@ def test_a_gateway_without_a_route_for_once_does_not_end_sessions(server: FakeSe
         assert "end" in sessions.calls and sessions.open is None
 
 
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_gateway_without_a_route_at_first_costs_no_update_but_that(
+    server: FakeServer, missing: int
+) -> None:
+    """An engine that takes tensors in sessions alone is asked for one again when it took none."""
+    sessions = Sessions(server)
+    path = "/begin_weight_update"
+    answer, answers = server.answers[path], [(404, "no route")] * missing
+    server.answers[path] = lambda: answers.pop() if answers else answer()
+    engine = HttpHandle(server.url, workers=2)
+    for identity in range(missing):
+        during = engine.during(str(identity))
+        during.pause("abort", 60)
+        with pytest.raises(RemoteError, match=f"{TENSOR}: HTTP 400: must run between"):
+            update(during, 60)
+    during = engine.during("whole")
+    during.pause("abort", 60)
+    update(during, 60)
+    during.resume(60)
+    assert sessions.calls[-4:] == ["begin", TENSOR, "end", "continue"]
+
+
+def test_a_server_without_sessions_is_asked_for_one_once(server: FakeServer) -> None:
+    slimes(server)
+    engine = HttpHandle(server.url, workers=2)
+    for identity in "abc":
+        during = engine.during(identity)
+        during.pause("abort", 60)
+        update(during, 60)
+        during.resume(60)
+    assert [path for path, _, _ in server.seen].count("/begin_weight_update") == 1
+
+
+def test_a_session_of_another_that_is_not_ended_is_not_taken_for_none(server: FakeServer) -> None:
+    """The weights would lie in it, and nobody would have them processed."""
+    sessions = Sessions(server)
+    sessions.open = "all"
+    server.answers["/end_weight_update"] = (404, "no route")
+    engine = HttpHandle(server.url, workers=2)
+    engine.pause("abort", 60)
+    with pytest.raises(RemoteError, match="/end_weight_update: HTTP 404: no route"):
+        update(engine, 60)
+    assert TENSOR not in sessions.calls
+
+
 def test_a_weight_update_session_begins_with_the_first_weights(server: FakeServer) -> None:
     sessions = Sessions(server)
     engine = HttpHandle(server.url, workers=2)
@@ -356,6 +401,33 @@ def test_a_server_that_cannot_restore_what_it_has_packed_is_sent_nothing(
     engine.pause("abort", 60)
     with pytest.raises(RemoteError, match="/post_process_weights: no memory"):
         update(engine, 60)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_what_a_server_has_restored_it_packs_or_the_update_fails(
+    server: FakeServer, before: int
+) -> None:
+    """Whatever a gateway says of the path."""
+    slimes(server)
+    engine = HttpHandle(server.url, workers=2)
+    engine.rearranges(True)
+
+    def update_once() -> None:
+        during = engine.during("a")
+        during.pause("abort", 60)
+        update(during, 60)
+        during.resume(60)
+
+    for _ in range(before):
+        update_once()
+    good = server.answers[f"/{PROCESS}"]
+    answers = [good, (404, "no route")]
+    server.answers[f"/{PROCESS}"] = lambda: answers.pop(0) if answers else good
+    with pytest.raises(RemoteError, match=f"{PROCESS}: HTTP 404: no route"):
+        update_once()
+    assert told(server)[-1] == steps(restore=False)
+    update_once()
+    assert told(server)[-2:] == [steps(restore=False), "continue_generation"]
 
 
 def test_an_actor_restores_what_its_server_has_packed() -> None:

@@ -407,6 +407,24 @@ def test_vllms_own_server_drops_more_where_there_is_more(
         assert Front.seen[-1] == "/update_weight_version {'new_version': '7'}"
 
 
+@pytest.mark.parametrize("path", ["/reset_encoder_cache", "/update_weight_version"])
+def test_a_path_that_vllm_has_answered_is_not_taken_for_unknown(
+    path: str, front: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the old weights' work taken for dropped then, or the version for recorded."""
+    Front.engine = Calls(multimodal=True)
+    engine, server = wsync.handle(front), VllmServer(front.removeprefix("vllm+"))
+
+    def ask() -> None:
+        engine.flush(60)
+        server.update_weight_version("7")
+
+    ask()
+    monkeypatch.setattr(Front, "unknown", {path})
+    with pytest.raises(wsync.RemoteError, match=f"{path}: HTTP 404"):
+        ask()
+
+
 @pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache", "/resume"])
 def test_a_gateways_page_is_no_answer_of_vllms(
     path: str, front: str, monkeypatch: pytest.MonkeyPatch

@@ -32,9 +32,10 @@ class ApiHandle(ABC):
 
     def __init__(self, *, sessions: bool = False) -> None:
         self._begun = False  # the session of this update
-        # of the engine, whichever update asks; known: unless it says otherwise; seen: it has begun
-        # or ended one; left: a session, by an update that failed
-        self._sessions = {"known": sessions, "seen": False, "left": False, "rearranges": False}
+        self._restored = False  # the weights, by this update, for them to be loaded
+        # of the engine, whichever update asks; known: unless it says otherwise; left: a session, by
+        # an update that failed; resumed: the last update has had it go on
+        self._sessions = {"known": sessions, "left": False, "rearranges": False, "resumed": True}
 
     @abstractmethod
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> object:
@@ -70,21 +71,21 @@ class ApiHandle(ABC):
         if self._begun or not (sessions["known"] or sessions["rearranges"]):
             return timeout
         deadline, method = Deadline(timeout), "begin_weight_update"
+        self._restored = False
         answer = self._session(method, deadline.left)
         if refusal(answer) is not None and not sessions["left"]:
             self._session("end_weight_update", deadline.left)
             check_answer(self.name, method, self._session(method, deadline.left))
         if not sessions["known"] and sessions["rearranges"]:
             steps = {"restore_weights_before_load": True, "post_process_quantization": False}
-            if not self._reprocess(deadline.left, **steps):
-                if not learnt:
-                    raise UnsupportedError(
-                        f"engine {self.name}: rearranges weights of this form when it has loaded "
-                        "them, and has no way to do so again: it knows neither weight-update "
-                        "sessions (SGLang 0.5.21 and newer) nor post_process_weights (slime's)"
-                    )
-                sessions["rearranges"] = False
-        self._begun = sessions["left"] = True
+            self._restored = self._reprocess(deadline.left, **steps)
+            if not self._restored and not learnt:
+                raise UnsupportedError(
+                    f"engine {self.name}: rearranges weights of this form when it has loaded them, "
+                    "and has no way to do so again: it knows neither weight-update sessions "
+                    "(SGLang 0.5.21 and newer) nor post_process_weights (slime's)"
+                )
+        self._begun, sessions["left"] = True, sessions["known"]
         return deadline.left
 
     def _end(self, timeout: float) -> float:
@@ -92,9 +93,10 @@ class ApiHandle(ABC):
             return timeout
         deadline, method = Deadline(timeout), "end_weight_update"
         check_answer(self.name, method, self._session(method, deadline.left))
-        if not self._sessions["known"] and self._sessions["rearranges"]:
+        if self._restored:
             steps = {"restore_weights_before_load": False, "post_process_quantization": True}
-            self._reprocess(deadline.left, **steps)
+            again = self._reprocess(deadline.left, **steps)
+            check_answer(self.name, "post_process_weights", again)
         self._begun = self._sessions["left"] = False
         return deadline.left
 
@@ -166,6 +168,7 @@ class ApiHandle(ABC):
 
     def resume(self, timeout: float) -> None:
         self._do("continue_generation", {}, self._end(timeout))
+        self._sessions["resumed"] = True
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return self._info(("model_info", "get_model_info"), timeout)

@@ -55,6 +55,7 @@ class HttpHandle(ApiHandle):
         self.name = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {}
         self._server: dict[str, Any] | None = None
+        self._known: set[str] = set()  # what it has answered for, of what not all engines have
         self._timeout = timeout
         if workers is None:
             workers = tensor_workers(self.name, self._server_info())
@@ -65,7 +66,10 @@ class HttpHandle(ApiHandle):
 
     def during(self, update_id: str) -> "HttpHandle":
         """The same handle, for the requests of one update; engines without wsync do not read its
-        id."""
+        id.  Where the update before has failed, what the engine seemed not to know is asked for
+        anew."""
+        self._sessions["known"] |= not self._sessions["resumed"]
+        self._sessions["resumed"] = False
         told = copy.copy(self)
         told._headers = {**self._headers, UPDATE_HEADER: update_id}
         return told
@@ -124,21 +128,21 @@ class HttpHandle(ApiHandle):
         if not self._sessions["known"]:
             return None
         status, text = self.request("POST", f"/{method}", selector, timeout)
-        # a gateway has none, too, while it learns its paths
-        if status not in (200, 400, 404) or (status == 404 and self._sessions["seen"]):
+        lacks = self.lacks("sessions", status)
+        if status not in (200, 400) and not lacks:
             raise self._failed(f"/{method}", status, text)
-        self._sessions["known"] = status != 404
-        self._sessions["seen"] |= status == 200
-        return json_or_text(text) if self._sessions["known"] else None
+        self._sessions["known"] = not lacks
+        return None if lacks else json_or_text(text)
 
     def _reprocess(self, timeout: float, **steps: bool) -> bool:
         path = "/post_process_weights"
         status, text = self.request("POST", path, steps, timeout)
-        if status not in (200, 400, 404):
+        if self.lacks(path, status):
+            return False
+        if status not in (200, 400):
             raise self._failed(path, status, text)
-        if status != 404:
-            check_answer(self.name, path, json_or_text(text))
-        return status != 404
+        check_answer(self.name, path, json_or_text(text))
+        return True
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         """One request.  An answer of another form is not an engine's."""
@@ -156,6 +160,13 @@ class HttpHandle(ApiHandle):
         if not isinstance(answer, dict) or says not in answer:
             raise self._strange(path, text)
         check_answer(self.name, path, answer)
+
+    def lacks(self, what: str, status: int) -> bool:
+        """Whether a status says that the engine does not know something that not all have.  What
+        it has answered for it knows: then a 404 is a gateway's, which learns its paths anew."""
+        if status in (200, 400):  # which is SGLang's refusal
+            self._known.add(what)
+        return status == 404 and what not in self._known
 
     def _strange(self, path: str, text: str) -> RemoteError:
         return RemoteError(

@@ -263,7 +263,7 @@ class VllmServer:
         """known: whether every version of vLLM has the path."""
         # whoever calls waits as long as it likes, in another thread
         status, text = self._http.request("POST", path, body, _PATIENCE_SECONDS)
-        if status == 404 and not known:
+        if not known and self._http.lacks(path, status):
             return {}
         if status != 200:
             hint = "; is VLLM_SERVER_DEV_MODE=1 set?" if status == 404 else ""
