@@ -117,6 +117,7 @@ class HttpHandle(ApiHandle):
             status, text = self.request("GET", path, None, deadline.left)
             if status != 404:
                 break
+        self.lacks(methods[0], status)
         if status != 200:
             raise self._failed(path, status, text)
         info = json_or_text(text)

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from wsync import _core
 from wsync.handles.base import EngineHandle
+from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
@@ -199,8 +200,10 @@ def _started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
         return {}
     try:
         found = ask(engine, timeout)
-    except _core.RemoteError:  # not all servers know the path
-        return {}
+    except _core.RemoteError as error:
+        if isinstance(engine, HttpHandle) and not engine.lacks("server_info", error.native):
+            raise
+        return {}  # not all servers know the path
     return found if isinstance(found, Mapping) else {}
 
 
