@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from wsync._core import (
 )
 from wsync.demo.engines.transformers import Engine
 from wsync.engine import checkpoint_loader
-from wsync.engine.destination import Destination, Snapshot
+from wsync.engine.destination import Boxes, Destination, Snapshot
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
@@ -120,6 +121,66 @@ def test_boxes_of_a_worker_that_share_memory_are_refused() -> None:
         with pytest.raises(WsyncError, match="a and b are kept in the same memory"):
             sync.update()
     assert not base.any()
+
+
+def box(dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> Layout:
+    """All of one tensor, in buffer 0."""
+    builder = LayoutBuilder()
+    builder.add_shard("a", dtype, shape, [0] * len(shape), shape, 0, offset, strides)
+    return builder.build()
+
+
+ROWS = (32, 4)
+OTHER_BOXES: dict[str, tuple[Layout, torch.Tensor]] = {
+    "dtype of the size": (box("bfloat16", (8, 8), (16, 2)), torch.zeros(8, 8).half()),
+    "integers": (box("float32", (8, 8), ROWS), torch.zeros(8, 8).int()),
+    "wider dtype": (box("bfloat16", (8, 8), (16, 2)), torch.zeros(8, 8)),
+    "transposed": (box("float32", (8, 8), ROWS), torch.zeros(8, 8).t()),
+    "transposed, part": (box("float32", (4, 8), ROWS), torch.zeros(8, 8).t()),
+    "every other column": (box("float32", (8, 8), ROWS), torch.zeros(8, 16)[:, ::2]),
+    "columns of wider rows": (box("float32", (8, 8), ROWS), torch.zeros(8, 16)[:, :8]),
+    "between elements": (box("float32", (7, 8), ROWS, 2), torch.zeros(8, 8)),
+    "beside the first": (box("float32", (4,), (16,), 4), torch.zeros(8, 2)[:, 0]),
+    "beyond the last": (box("float32", (8, 8), ROWS, 4), torch.zeros(8, 8)),
+    "one row": (box("float32", (8, 8), ROWS), torch.zeros(1, 8).expand(8, 8)),
+    "nothing": (box("float32", (8, 8), ROWS), torch.zeros(8, 0)),
+    "axes changed": (box("float32", (2, 3, 4), (48, 16, 4)), torch.zeros(3, 2, 4).transpose(0, 1)),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_BOXES)
+def test_a_box_that_is_none_of_its_tensor_is_refused_by_name(case: str) -> None:
+    """It would bring other values than those that were sent, or write beside the tensor."""
+    layout, tensor = OTHER_BOXES[case]
+    for made in (LayoutLoader, Boxes):
+        with pytest.raises(LayoutError, match=r"a: .* its tensor 0"):
+            made(layout, [tensor])
+
+
+BYTES = torch.zeros(8, 32, dtype=torch.uint8)
+MANY_WAYS: dict[str, tuple[Layout, torch.Tensor, Any]] = {
+    "raw": (box("float32", (8, 8), ROWS), BYTES, lambda held: held.view(torch.float32)),
+    "other shape": (box("float32", (8, 8), ROWS), torch.zeros(2, 4, 1, 8), lambda h: h.view(8, 8)),
+    "kept transposed": (box("float32", (8, 8), (4, 32)), torch.zeros(8, 8), torch.Tensor.t),
+    "a transpose": (box("float32", (8, 8), (4, 32)), torch.zeros(8, 8).t(), torch.clone),
+    "columns": (box("float32", (8, 8), (80, 4)), torch.zeros(8, 20)[:, 2:10], torch.clone),
+    "every other row": (box("float32", (8, 8), (64, 4)), torch.zeros(16, 8), lambda h: h[::2]),
+    "rows of columns": (
+        box("float32", (8, 8), (160, 4), 8),
+        torch.zeros(16, 20)[:, :10],
+        lambda held: held[::2, 2:],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MANY_WAYS)
+def test_boxes_lie_in_their_tensors_in_many_ways(case: str) -> None:
+    layout, tensor, read = MANY_WAYS[case]
+    weights = {"a": torch.arange(1.0, 65.0).view(8, 8)}
+    loader = LayoutLoader(layout, [tensor])
+    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update()
+    assert torch.equal(read(tensor), weights["a"])
 
 
 @pytest.mark.parametrize(

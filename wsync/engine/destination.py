@@ -24,7 +24,7 @@ from wsync._core import (
     describe,
 )
 from wsync.engine.learn.module_memory import bound_tensors, seen, usable
-from wsync.module_tensors import same_bytes
+from wsync.module_tensors import dtype_of, same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.value_guards import (
     KEEP,
@@ -193,22 +193,32 @@ class Destination:
 
 class Boxes:
     """A worker's own layout, filled for one update: buffer i is tensors[i], whose memory is kept
-    until the last copy has run."""
+    until the last copy has run.
 
-    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+    form: of tensors that the layout has been compared with, and that these have to be like; else
+    the layout is compared with these, which is LayoutError where a box is none of its tensor.
+    """
+
+    def __init__(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], form: TensorTable | None = None
+    ) -> None:
         self._layout = layout
         self._tensors = list(tensors)
-        self._table = describe(self._tensors, gpu=True)
+        self.table = describe(self._tensors, gpu=True)
+        if form is None:
+            _check_boxes(layout, self.table)
+        else:
+            self._check_form(form)
 
     def layout(self) -> Layout:
         return self._layout
 
     def buffers(self) -> BufferTable:
-        return BufferTable.of(self._table)
+        return BufferTable.of(self.table)
 
-    def check_form(self, form: TensorTable) -> None:
+    def _check_form(self, form: TensorTable) -> None:
         """StateError: a tensor has not the dtype, shape or strides that it had."""
-        if (place := self._table.differs(form)) is not None:
+        if (place := self.table.differs(form)) is not None:
             tensor = self._tensors[place]
             raise StateError(
                 f"tensor {place}: {tensor.dtype} {list(tensor.shape)} with strides "
@@ -221,8 +231,76 @@ class Boxes:
 
     def check_places(self) -> None:
         """StateError: a tensor is not where it was any more."""
-        if (place := self._table.moved(self._tensors)) is not None:
+        if (place := self.table.moved(self._tensors)) is not None:
             raise StateError(f"tensor {place}: its memory was replaced while the update ran")
+
+
+def _check_boxes(layout: Layout, table: TensorTable) -> None:
+    """LayoutError, by name, where a box has another dtype than its tensor, or its strides lead
+    elsewhere than to the tensor's elements in their order.  Tensors of uint8 are raw memory, and
+    contiguous ones may hold a box in any order of its axes."""
+    rows = [table[place] for place in range(len(table))]
+    grids = [_grid(*row[2:4]) for row in rows]
+    for index in range(layout.tensor_count):
+        name, dtype, *_ = layout.tensor(index)
+        for shard in layout.shards(index):
+            _, held, shape, strides, _ = rows[shard.buffer]
+            if held not in (dtype, "uint8"):
+                raise LayoutError(
+                    f"{name}: {dtype} in the layout, {held} in its tensor {shard.buffer}"
+                )
+            size = dtype_of(held).itemsize
+            axes = [(count, step) for count, step in zip(shard.extent, shard.strides, strict=True)]
+            if held != dtype:
+                axes.append((dtype_of(dtype).itemsize, 1))
+            if not _leads_along(grids[shard.buffer], size, shard.offset, axes):
+                raise LayoutError(
+                    f"{name}: a box of {list(shard.extent)} with strides {list(shard.strides)} at "
+                    f"{shard.offset}, in bytes, is none of its tensor {shard.buffer}: {held} "
+                    f"{list(shape)} with strides {[size * stride for stride in strides]}"
+                )
+
+
+def _grid(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """A tensor's axes (size, stride), in its order, those that are one in memory in one."""
+    grid: list[tuple[int, int]] = []
+    for count, stride in zip(shape, strides, strict=True):
+        if grid and grid[-1][1] == count * stride:
+            grid[-1] = (grid[-1][0] * count, stride)
+        elif count != 1:
+            grid.append((count, stride))
+    return grid
+
+
+def _leads_along(
+    grid: Sequence[tuple[int, int]], size: int, offset: int, axes: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether a box begins at an element of a tensor and goes on to further ones alone.
+
+    grid: of the tensor, whose elements have `size` bytes.  axes: (extent, byte stride) of the box.
+    """
+    if any(count == 0 for count, _ in axes):
+        return True
+    if any(stride == 0 for _, stride in grid):
+        return False
+    last: dict[int, int] = {}  # along each axis of the tensor
+    for place, (_, stride) in sorted(enumerate(grid), key=lambda item: -item[1][1]):
+        last[place], offset = divmod(offset, size * stride)
+    if offset:
+        return False
+    place = 0
+    for count, step in axes:
+        if count == 1:
+            continue
+        while place < len(grid):
+            steps, rest = divmod(step, size * grid[place][1])
+            if not rest and last[place] + (count - 1) * steps < grid[place][0]:
+                last[place] += (count - 1) * steps
+                break
+            place += 1
+        else:
+            return False
+    return all(last[place] < count for place, (count, _) in enumerate(grid))
 
 
 def check_owned(

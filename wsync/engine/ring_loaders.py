@@ -287,6 +287,10 @@ class LayoutLoader(RoutedLoader):
     Only these boxes are asked of the trainer.  Every byte of them must be delivered exactly
     once; anything outside them (padding rows) is left alone.  The tensors may move between
     updates, but keep dtype, shape and strides: StateError.
+
+    Raises:
+        LayoutError: a box is none of its tensor: one of uint8 may hold any dtype, a contiguous one
+            any order of axes; others are followed along their axes in their order.
     """
 
     def __init__(
@@ -296,7 +300,7 @@ class LayoutLoader(RoutedLoader):
             raise LayoutError(f"layout of {layout.buffer_count()} buffers, {len(tensors)} tensors")
         self._layout = layout
         self._tensors = list(tensors)
-        table = describe(self._tensors, gpu=True)
+        table = Boxes(layout, self._tensors).table
         self._form = table.form()
         super().__init__(loading_stream(device.of(table), threads), threads)
 
@@ -305,9 +309,7 @@ class LayoutLoader(RoutedLoader):
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
-        boxes = Boxes(self._layout, self._tensors)
-        boxes.check_form(self._form)
-        self._aim(boxes)
+        self._aim(Boxes(self._layout, self._tensors, self._form))
 
 
 class ChoosingLoader:
