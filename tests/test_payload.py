@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import io
@@ -37,6 +38,7 @@ from support.pickled_sender import send_pickled
 from wsync import DeadlineError, InvalidArgumentError, NoMemoryError, ProtocolError, _core
 from wsync.bucket import FlattenedTensorBucket
 from wsync.messages import payload
+from wsync.trainer.sessions.stock import SharedRing
 
 TENSORS = [
     ("model.embed.weight", torch.randn(5, 3).to(torch.bfloat16)),
@@ -78,6 +80,41 @@ def test_sglang_takes_a_bucket_in_a_shared_file(sglang: SglangReceiver) -> None:
     changed = [(name, (t.to(torch.float32) + 1).to(t.dtype)) for name, t in TENSORS]
     bucket = FlattenedTensorBucket(changed, out=out)
     assert sglang(payload.bucket(bucket)) == {"tensors": rows(changed)}
+
+
+def test_sglang_finds_a_rings_file_after_buckets_that_came_twice(sglang: SglangReceiver) -> None:
+    """A gateway repeats requests; each reading counts down the users of the file."""
+    before = segments()
+    ring = SharedRing(4096, _core.host())
+    (name,) = segments() - before
+    for value in range(3):
+        data, told = filled(ring, value)
+        for _ in range(2):
+            assert sglang(data) == told
+    ring.close()
+    assert name not in segments()
+
+
+def test_a_rings_file_that_was_left_goes_with_its_last_reader(sglang: SglangReceiver) -> None:
+    before = segments()
+    ring = SharedRing(4096, _core.host())
+    (name,) = segments() - before
+    data, told = filled(ring, 1)
+    assert sglang(data) == told
+    late, told = filled(ring, 2)
+    ring.leave()
+    del ring
+    gc.collect()
+    assert sglang(late) == told
+    assert name not in segments()
+
+
+def filled(ring: SharedRing, value: int) -> tuple[bytes, Any]:
+    """A bucket of all that there is, and what SGLang finds there."""
+    ctypes.memset(ring.address, value, ring.nbytes)
+    held = torch.full((ring.nbytes,), value, dtype=torch.uint8).view(torch.float32)
+    metadata = FlattenedTensorBucket([("w", held)]).get_metadata()
+    return ring.payload(0, ring.nbytes, metadata), {"tensors": rows([("w", held)])}
 
 
 def test_sglang_takes_a_bucket_of_ordinary_memory(sglang: SglangReceiver) -> None:

@@ -33,6 +33,7 @@ def test_a_file_stays_that_an_engine_behind_a_gateway_may_yet_read(
     ring = mock.create_autospec(SharedRing, instance=True)
     _close(ring, [failed])
     assert ring.close.called is removed
+    assert ring.leave.called is not removed
 
 
 def plan_workers(engines: list[RolloutEngine], hosts: list[int]) -> list[PlanWorker]:

@@ -243,6 +243,16 @@ def remove(tensor: torch.Tensor) -> None:
         os.unlink(os.fsencode(_SHM) + name)
 
 
+def keep(tensor: torch.Tensor, references: int) -> None:
+    """Has the file of `shared_bytes` outlast payloads that are read more than once, by as many
+    times: each reading drops a reference, and the last one takes the file along.  Then it goes with
+    `remove`, or with this process.  A negative number takes references back."""
+    storage: Any = tensor.untyped_storage()
+    change = storage._shared_incref if references > 0 else storage._shared_decref
+    for _ in range(abs(references)):
+        change()
+
+
 def flattened(tensor: object, metadata: Sequence[Any]) -> bytes:
     """The payload of SGLang's load_format "flattened_bucket": the object
     {"flattened_tensor": tensor, "metadata": [FlattenedTensorMetadata, ...]}."""

@@ -20,6 +20,7 @@ from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import BucketSession, Span
 
 _GATEWAYS: Final = (502, 503, 504)  # what gateways answer in the place of a server
+_REPEATS: Final = 1 << 14  # more of buckets than gateways make of one ring's
 
 
 class SharedRing:
@@ -31,6 +32,7 @@ class SharedRing:
 
     def __init__(self, nbytes: int, device: _core.Device) -> None:
         self._bytes = payload.shared_bytes(nbytes)
+        payload.keep(self._bytes, _REPEATS)
         self.address = self._bytes.data_ptr()
         self.nbytes = nbytes
         # until this object ends, which streams keep for as long as they use it
@@ -45,6 +47,10 @@ class SharedRing:
 
     def close(self) -> None:
         payload.remove(self._bytes)
+
+    def leave(self) -> None:
+        """Has the file go with its last user."""
+        payload.keep(self._bytes, -_REPEATS)
 
 
 class StockSession(BucketSession):
@@ -123,8 +129,10 @@ class StockSession(BucketSession):
 
 def _close(ring: SharedRing, sent: Sequence[Future[None]]) -> None:
     """Once all requests have ended.  What an engine has not answered it may yet read, and a stock
-    server ends when it finds no file: that is left to the end of this process."""
-    if not any(_is_unanswered(request.exception()) for request in sent):
+    server ends when it finds no file: that goes when it has been read, or with this process."""
+    if any(_is_unanswered(request.exception()) for request in sent):
+        ring.leave()
+    else:
         ring.close()
 
 
