@@ -1,12 +1,14 @@
 """Handles against engines that answer, refuse, die or stall."""
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -30,7 +32,7 @@ from wsync.engine.ring_loaders import ModuleLoader
 from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.handles.local import LocalHandle
 from wsync.handles.sglang_engine import SglangHandle
-from wsync.handles.sglang_http import HttpHandle
+from wsync.handles.sglang_http import HttpHandle, _Connections
 from wsync.inspection import inspect
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT, Control
@@ -591,6 +593,54 @@ def test_a_stalling_engine_costs_its_deadline(server: FakeServer) -> None:
     server.answers["/update_weights_from_tensor"] = "stall"
     with pytest.raises(DeadlineError, match=r"update_weights_from_tensor: .* within 0"):
         update(HttpHandle(server.url, workers=2), timeout=0.3)
+
+
+HEADER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+DRIPS: dict[str, tuple[bytes, bytes]] = {
+    "a header": (b"HTTP/1.1 200 OK\r\nX: ", b"a"),
+    "bytes of a known number": (HEADER + b"Content-Length: 1000000\r\n\r\n", b" "),
+    "chunks": (HEADER + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    "bytes up to the end": (HEADER + b"\r\n", b" "),
+}
+
+
+@pytest.mark.parametrize("kind", DRIPS)
+def test_an_answer_that_comes_byte_by_byte_costs_its_deadline(kind: str) -> None:
+    """However late the next byte comes; and nothing of the call is left."""
+    first, again = DRIPS[kind]
+    threads = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection = server.accept()[0]
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(first)
+                while True:
+                    connection.sendall(again)
+                    time.sleep(0.02)
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(DeadlineError, match=r"/server_info: no answer within 0\.5 s"):
+            handle(url, timeout=0.5)
+        dripping.join(20)  # until it is cut off
+        assert not dripping.is_alive()
+    for left in set(threading.enumerate()) - threads:
+        left.join(20)
+        assert not left.is_alive()
+
+
+def test_what_connects_too_late_asks_nothing() -> None:
+    connections, asked = _Connections(), requests.Session()
+    connections.watch(asked.get_adapter("http://"))
+    connections.end()
+    with socket.create_server(("127.0.0.1", 0)) as server, asked:
+        with pytest.raises(requests.ConnectionError, match="connected too late"):
+            asked.get(f"http://127.0.0.1:{server.getsockname()[1]}", timeout=20)
+        with server.accept()[0] as accepted:
+            assert accepted.recv(100) == b""
 
 
 def test_a_wrong_number_of_payloads_never_reaches_the_engine(server: FakeServer) -> None:

@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
-from collections.abc import Mapping
+import functools
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from typing import Any, Final
 
 from wsync._core import (
@@ -22,12 +25,55 @@ from wsync.handles.answers import (
     tensor_workers,
 )
 from wsync.handles.sglang_base import ApiHandle
+from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
 
 _MAX_ANSWER_NBYTES: Final = 16 << 20
 # what SGLang answers with a status, and without flush_cache
 _STEERING: Final = ("pause_generation", "continue_generation")
+
+
+class _Connections:
+    """Those of one exchange, which ends with them."""
+
+    def __init__(self) -> None:
+        self._made: list[socket.socket] = []
+        self._ended = False
+
+    def watch(self, adapter: Any) -> None:
+        """Has a requests adapter make its connections here."""
+        manager = adapter.poolmanager
+        kinds = manager.pool_classes_by_scheme.items()
+        manager.pool_classes_by_scheme = {
+            scheme: functools.partial(self._pool, kind) for scheme, kind in kinds
+        }
+
+    def end(self) -> None:
+        """Cuts them off, and has no more made."""
+        self._ended = True
+        for made in self._made:
+            with contextlib.suppress(OSError):  # it has ended
+                socket.socket.shutdown(made, socket.SHUT_RDWR)
+
+    def _pool(self, kind: Any, *arguments: Any, **keywords: Any) -> Any:
+        pool = kind(*arguments, **keywords)
+        pool.ConnectionCls = functools.partial(self._connection, pool.ConnectionCls)
+        return pool
+
+    def _connection(self, kind: Any, *arguments: Any, **keywords: Any) -> Any:
+        made = kind(*arguments, **keywords)
+        made.connect = functools.partial(self._connect, made, made.connect)
+        return made
+
+    def _connect(self, made: Any, connect: Callable[[], object]) -> None:
+        try:
+            connect()
+        finally:
+            del made.connect  # of this object, which refers to itself by it
+        self._made.append(made.sock)
+        if self._ended:
+            raise TimeoutError("connected too late")
 
 
 class HttpHandle(ApiHandle):
@@ -182,23 +228,44 @@ class HttpHandle(ApiHandle):
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
     ) -> tuple[int, str]:
-        """(status, text) of one exchange.  requests' timeout restarts with every byte; the
-        deadline is kept by reading the answer in pieces."""
-        import requests
-
+        """(status, text) of one exchange.  It is made in a thread, because requests' timeout
+        restarts with every byte: at the deadline its connection is cut off, which ends it."""
         where = f"engine {self.name}: {path}"
         deadline = Deadline(timeout)
         if not deadline.left:
             raise DeadlineError(f"{where}: no time left to ask")
+        connections = _Connections()
+        call = start(where, lambda: self._exchange(method, path, body, deadline, connections))
+        try:
+            if not wait([call], deadline.left).done:
+                raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
+            return call.result()
+        finally:
+            connections.end()
+            del call  # which an error would keep, and be kept by
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        deadline: Deadline,
+        connections: _Connections,
+    ) -> tuple[int, str]:
+        import requests
+
+        where = f"engine {self.name}: {path}"
+        late = f"{where}: no answer within {seconds(deadline.seconds)}"
         try:
             with requests.Session() as session:
                 session.trust_env = False
+                connections.watch(session.get_adapter(self.name))
                 with session.request(
                     method,
                     self.name + path,
                     json=body,
                     headers=self._headers,
-                    timeout=timeout,
+                    timeout=deadline.left,
                     allow_redirects=False,
                     stream=True,
                 ) as response:
@@ -207,17 +274,13 @@ class HttpHandle(ApiHandle):
                         data += piece
                         if len(data) > _MAX_ANSWER_NBYTES:
                             raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
-                        if not deadline.left:
-                            raise DeadlineError(
-                                f"{where}: answer not complete in {seconds(timeout)}"
-                            )
                     return response.status_code, data.decode("utf-8", "replace")
         except requests.Timeout:
-            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
+            raise DeadlineError(late) from None
         except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
             # a read timeout inside the body arrives as a ConnectionError
             if not deadline.left:
-                raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
+                raise DeadlineError(late) from None
             raise PeerClosedError(f"{where}: {cause(error)}") from error
         except (requests.RequestException, ValueError) as error:
             raise RemoteError(f"{where}: {cut(str(error))}") from error
