@@ -292,6 +292,24 @@ def test_a_loader_that_begins_to_keep_later_costs_one_update(start: Start) -> No
     check(module, tiny_weights(2))
 
 
+@pytest.mark.parametrize("at_once", [(), tuple(tiny_weights(1))])
+def test_a_loader_may_copy_to_parameters_that_require_gradients(
+    start: Start, at_once: tuple[str, ...]
+) -> None:
+    module = Loading()
+    for parameter in module.parameters():
+        parameter.requires_grad_()
+
+    def load_weights(weights: list[tuple[str, torch.Tensor]]) -> None:
+        state = module.state_dict(keep_vars=True)
+        for name, tensor in weights:
+            state[name].copy_(tensor)
+
+    first_update(start, ModuleLoader(module, load_weights, at_once=at_once), tiny_weights(1))
+    check(module, tiny_weights(1))
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
 def test_a_loader_that_says_what_it_loaded_must_load_everything(start: Start) -> None:
     class Telling(Loading):
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:  # type: ignore[override]

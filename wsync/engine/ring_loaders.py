@@ -624,7 +624,8 @@ class _ByCall(_Loading):
     def _call(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
         self._compare(pairs)
         try:
-            answer = self._method(pairs)
+            with torch.no_grad():  # engines load under it, and not each method says so
+                answer = self._method(pairs)
         finally:
             device.await_torch(self.device)
         if isinstance(answer, set | frozenset):
