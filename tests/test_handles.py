@@ -575,6 +575,24 @@ def test_a_refusal_carries_the_engines_text(server: FakeServer, answer: Any, tex
     assert server.url in str(caught.value)
 
 
+@pytest.mark.parametrize("depth", [300, 900, 100_000])
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_that_is_nested_deeply_is_a_refusal(
+    server: FakeServer, depth: int, status: int
+) -> None:
+    """At every depth, for whatever of Python's or this package's goes down there."""
+    engine = handle(server.url)
+    deep = "[" * depth + "]" * depth
+    for text in (deep, f'{{"success": {deep}}}', f'{{"success": false, "message": {deep}}}'):
+        server.answers["/update_weights_from_tensor"] = (status, text)
+        with pytest.raises(RemoteError, match=r"/update_weights_from_tensor: ") as error:
+            update(engine)
+        assert len(str(error.value)) < 3000
+    server.answers["/server_info"] = (status, deep)
+    with pytest.raises(RemoteError, match=r"/server_info: "):
+        handle(server.url)
+
+
 def test_an_absent_engine_is_named() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -782,6 +800,16 @@ def test_whatever_else_an_engine_answers_is_a_refusal(answer: Any, text: str) ->
     local = LocalEngine()
     local.answer = lambda: answer
     with pytest.raises(RemoteError, match=f"engine local: update_weights_from_tensor: .*{text}"):
+        update(handle(local))
+
+
+def test_a_local_engines_deep_answer_is_a_refusal() -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    local = LocalEngine()
+    local.answer = deep
+    with pytest.raises(RemoteError, match="nested too deeply"):
         update(handle(local))
 
 

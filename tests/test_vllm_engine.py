@@ -447,6 +447,16 @@ def test_workers_that_cannot_be_reached_are_named() -> None:
         wsync.handle(Calls(), workers=2)
 
 
+@pytest.mark.parametrize("said", ["[" * 100_000, "no JSON", "{}", 5, None])
+def test_workers_that_describe_themselves_otherwise_are_refused(said: Any) -> None:
+    class Other:
+        def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+            return [said]
+
+    with pytest.raises(wsync.RemoteError, match="wsync_describe: a worker says"):
+        wsync.handle(Other())
+
+
 def test_an_engine_without_the_extension_is_told_how_to_start() -> None:
     class Plain:
         def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:

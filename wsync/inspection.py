@@ -215,7 +215,7 @@ def _ask(engine: EngineHandle, deadline: Deadline) -> list[WorkerReport]:
                 raise _core.DeadlineError(
                     f"engine {engine.name}: worker {number} does not answer; is it on this host?"
                 ) from None
-            except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise _core.ProtocolError(
                     f"a worker's answer: {error}; use the same wsync on both sides"
                 ) from None

@@ -1,6 +1,7 @@
 """What engines answer: success or refusal, in any of the shapes that SGLang uses, and texts of
 errors for a person to read."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -68,6 +69,13 @@ def refusal(answer: object) -> str | None:
     requests' Response of a good status, which is that of slime's actors.  Other mappings are not:
     SGLang's error handlers have {"object": "error", "message", "code"}.
     """
+    try:
+        return _refusal(answer)
+    except RecursionError:
+        return "an answer that is nested too deeply"
+
+
+def _refusal(answer: object) -> str | None:
     if hasattr(answer, "item"):
         answer = answer.item()  # numpy's bool
     if answer is None or answer is True:
@@ -81,7 +89,7 @@ def refusal(answer: object) -> str | None:
     if isinstance(answer, BaseException):
         return f"{type(answer).__name__}: {answer}"
     if hasattr(answer, "success"):
-        return refusal((answer.success, getattr(answer, "message", answer)))
+        return _refusal((answer.success, getattr(answer, "message", answer)))
     if getattr(answer, "ok", False) is True:
         return None
     return answer if isinstance(answer, str) and answer else repr(answer)
@@ -89,7 +97,7 @@ def refusal(answer: object) -> str | None:
 
 def _refusal_of_fields(answer: Mapping[Any, Any]) -> str | None:
     if "success" in answer:
-        good = answer["success"] is not None and refusal(answer["success"]) is None
+        good = answer["success"] is not None and _refusal(answer["success"]) is None
     else:
         good = str(answer.get("status")).lower() in _GOOD_STATUS and not answer.get("error")
     return None if good else str(answer.get("message") or answer.get("error") or dict(answer))
@@ -100,7 +108,7 @@ def _refusal_of_parts(answer: Sequence[Any]) -> str | None:
     first, *others = (part.item() if hasattr(part, "item") else part for part in answer)
     if isinstance(first, bool) and not all(isinstance(part, bool) for part in others):
         return None if first else str(others[0])
-    return next((text for text in map(refusal, answer) if text is not None), None)
+    return next((text for text in map(_refusal, answer) if text is not None), None)
 
 
 def check_answer(name: str, what: str, answer: object) -> None:
@@ -123,7 +131,7 @@ def json_or_text(text: str) -> Any:
     """What JSON a text is, or the text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -133,7 +141,11 @@ def engine_text(text: str) -> str:
     for key in ("message", "detail", "error"):
         if isinstance(answer, Mapping) and answer.get(key):
             answer = answer[key]
-    return cut(answer if isinstance(answer, str) else json.dumps(answer))
+    if not isinstance(answer, str):
+        with contextlib.suppress(RecursionError):
+            text = json.dumps(answer)
+        answer = text
+    return cut(answer)
 
 
 def cause(error: BaseException) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -28,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
 _PATIENCE_SECONDS: Final = 3600.0
+_DESCRIBED: Final = {"rank", "workers", "engines", "weight_version"}
 # vLLM's words for SGLang's; a retracted request is one that is kept without its cache
 _MODES: Final = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
@@ -162,7 +162,13 @@ class VllmHandle(LocalHandle):
 
     def _describe(self, timeout: float) -> list[dict[str, Any]]:
         """What every worker says of itself."""
-        return [json.loads(text) for text in self._ask_workers("wsync_describe", timeout)]
+        method = "wsync_describe"
+        answers = self._ask_workers(method, timeout)
+        found = [json_or_text(text) if isinstance(text, str) else text for text in answers]
+        for each in found:
+            if not isinstance(each, dict) or not each.keys() >= _DESCRIBED:
+                raise RemoteError(f"engine {self.name}: {method}: a worker says {cut(str(each))!r}")
+        return found
 
     def _ask_workers(self, method: str, timeout: float, *arguments: Any) -> list[Any]:
         """What every worker answers.  vLLM is given no timeout: it takes answers that come too

@@ -225,7 +225,7 @@ def _held(started: Mapping[str, Any]) -> _Form | None:
 def _overridden(text: object) -> _Form | None:
     try:
         config = json.loads(text) if isinstance(text, str) else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     found = quantization_config(config) if isinstance(config, Mapping) else None
     return None if found is None else _Form(_words(found), "its json_model_override_args")
