@@ -36,7 +36,8 @@ class Options:
             engine of one worker that engine_gpu_offsets puts on that GPU, and else "host".
         delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets),
             "distributed" (they are remote: see `broadcast`), or "auto", which asks each engine,
-            and is "direct" for trainer ranks all of whose weights can be lent.
+            and is "direct" for trainer ranks all of whose weights lie in host memory that can be
+            lent, in pieces for which processes have descriptors enough.
             "direct" is "wsync" for trainers whose weights lie in memory that other processes can
             map, of the host or of a GPU (see `wsync.exportable`): each worker on a rank's host
             copies them from there to its parameters, and keeps that memory mapped until an update

@@ -10,11 +10,11 @@ A control message travels to each tensor-parallel worker of an engine as a uint8
      "deadline": 60.0}
 
 `open` makes the worker take part in update number `update` and is answered when that update has
-been committed or has failed; `close` does nothing: the request around it carries the weight
-version, which an engine records on success; `inspect` has the worker connect and say in its first
-message, which is JSON, what it has learnt (see wsync.inspection).  Whoever can reach the engine's
-API can send these bytes, so they are parsed as hostile: every field is checked and nothing else is
-accepted.
+been committed or has failed; `close` gives the weights the version that the request around it
+carries, and is refused where they are not those of that session's update number `update`; `inspect`
+has the worker connect and say in its first message, which is JSON, what it has learnt (see
+wsync.inspection).  Whoever can reach the engine's API can send these bytes, so they are parsed as
+hostile: every field is checked and nothing else is accepted.
 """
 
 import json

@@ -118,10 +118,11 @@ uint64_t wsync_plan_ring_nbytes(const wsync_plan_t *plan, uint32_t worker);
 /* Largest staging that any round needs on this rank. */
 uint64_t wsync_plan_send_nbytes(const wsync_plan_t *plan);
 uint64_t wsync_plan_recv_nbytes(const wsync_plan_t *plan);
-/* The bucket's layout as the worker will see it (owned by the caller): rank 0, buffer =
- * round, offset = bytes from the start of the ring, boxes contiguous in row-major order at
- * 64-byte aligned starts, dtype = the dtype that is delivered.  Zero-size tensors of a
- * whole destination appear as tensors without shards. */
+/* What the worker will find in its ring, as a layout (owned by the caller): rank 0, buffer
+ * = round, offset = bytes from the start of the ring, boxes without gaps, in the order of
+ * dimensions in which the worker keeps them, at 64-byte aligned starts, dtype = the dtype
+ * that is delivered.  Zero-size tensors of a whole destination appear as tensors without
+ * shards. */
 wsync_status_t wsync_plan_manifest(const wsync_plan_t *plan, uint32_t worker,
                                    wsync_layout_t **manifest, wsync_error_t *err);
 wsync_plan_stats_t wsync_plan_stats(const wsync_plan_t *plan);
