@@ -140,8 +140,8 @@ class TrainerLayout:
     tensors that the layout was built from: dtypes, shapes and strides, which must not change.
     `pick` finds the buffers' tensors among weights that the caller has by name; None takes those
     of the same global name, or, where no buffer's is among them that has one, of `other_names`.
-    `stage` is the rank's pipeline stage.  `widened`: the parameters in float32 of which the weights
-    that a caller has may be a narrower copy, from before the trainer made them so.
+    `stage` is the rank's pipeline stage.  `widened`: float32 parameters for which a caller may give
+    a 16-bit copy, from before the trainer widened them.
     """
 
     layout: _core.Layout
@@ -168,8 +168,8 @@ class TrainerLayout:
         """Describes the tensors that hold the parameters now.
 
         `weights` ({name: tensor}, names with or without leading `module.`) replaces the model's
-        own tensors, as slime's weights_getter does; it may hold more than the layout needs.  What
-        is contiguous in it, but not in the layout, is copied for the update.
+        own tensors, as slime's weights_getter does; it may hold more than the layout needs.  A
+        given tensor that is contiguous where the layout has other strides is copied for the update.
         The table keeps the tensors and their storages alive.  Raises LayoutError where a parameter
         is missing or differs in dtype, shape or strides from what the layout was built from.
         """

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 class Sync(Updates):
     """Keeps a set of engines up to date with a trainer.
 
-    Every trainer rank makes one, and all ranks call its methods together.  Several of the same
-    ranks are made one after another, in one order on all ranks.  Rank 0 talks to the
+    Every trainer rank makes one, and all ranks call its methods together.  Several with the same
+    ranks have to be made one after another, in the same order on all ranks.  Rank 0 talks to the
     engines' APIs.
 
     Args:
         source: what this rank holds: a layout, or whole tensors by Hugging Face name.
-        engines: the engines as `handle` takes them, or what returns them; read or called only
-            on rank 0.
+        engines: the engines as `handle` takes them, or a function that returns them; used only on
+            rank 0.
         engine_gpu_offsets: index of the first trainer rank whose GPU each engine shares; an engine
             beyond the trainer's ranks is remote.
         lock: slime's rollout_engine_lock, held while buckets are broadcast to remote engines.
@@ -86,9 +86,9 @@ class Sync(Updates):
         """Replaces every weight of every engine; all trainer ranks call it together.
 
         Args:
-            weights: the parameters' current storage by global name, or what returns it; None
-                for the tensors that the layout was made from.  They have to stay as they are
-                until this returns.
+            weights: the parameters' current storage by global name, or a function that returns it;
+                None for the tensors that the layout was made from.  They must not change until this
+                returns.
             version: the weight version that engines report afterwards, a number from 0 or a
                 short text, the same on all ranks; None counts up, from 1 on
                 with each connection.
@@ -98,10 +98,10 @@ class Sync(Updates):
 
         Raises:
             StateError: after close, or while another update runs.
-            WsyncError: the same on all ranks; a RemoteError stands for what is none, which is its
-                cause on the rank that it comes from (Ctrl-C is raised there as it is).  The
-                engines stay paused, and inconsistent where an update had begun; the next call
-                connects anew and updates them again.
+            WsyncError: the same on all ranks.  An error that is not a WsyncError is raised as a
+                RemoteError; on the rank where it happened, its `__cause__` is the original (Ctrl-C
+                is raised there as it is).  The engines stay paused, and inconsistent where an
+                update had begun; the next call connects anew and updates them again.
         """
         with self._updating(version, weights) as report:
             report.trace = self._trace.anew()
@@ -131,7 +131,7 @@ class Sync(Updates):
                 last_first.callback(connection.close)
 
     def _let_go(self) -> None:
-        """Of all memory that is lent, until another connection is made."""
+        """Gives up all memory that is lent, until another connection is made."""
         lending, self._lending = self._lending, None
         if lending is not None:
             lending.release()
@@ -141,7 +141,7 @@ class Sync(Updates):
         engines: Sequence[Any] | Callable[[], Sequence[Any]],
         offsets: Sequence[int] | None,
     ) -> list[RolloutEngine]:
-        """Makes the engines' handles; what they are."""
+        """Makes the engines' handles, and returns what each engine is."""
         handles = handles_of(engines, timeout=self.options.deadline)
         lacking = [name for name in ("acquire", "release") if not hasattr(self._lock, name)]
         if self._lock is not None and lacking:
@@ -176,7 +176,8 @@ class Sync(Updates):
         tell_rearranged(self._requests.handles, self.options, model)
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
-        """Everybody's host, pipeline stage and layout; rank 0's engines, and its way to them."""
+        """Gathers all ranks' hosts, pipeline stages and layouts, and rank 0's engines and
+        delivery."""
         mine = [host_identity(), self._source.stage, [dataclasses.astuple(e) for e in engines]]
         told = self._group.gather_json([*mine, self.options.delivery])
         names, stages, found, (self._delivery, *_) = zip(*told, strict=True)
@@ -204,7 +205,7 @@ class Sync(Updates):
         self._paused = False
 
     def _deliver(self, weights: Weights | None, report: Report) -> Connection:
-        """Up to the point where the workers of this rank hold every byte."""
+        """Runs an update until the workers of this rank hold every byte."""
         table = self._bind(weights, report)
         sources = _core.BufferTable.of(table)
         with report.phase("open"):
@@ -239,9 +240,9 @@ class Sync(Updates):
         return connection
 
     def _lend(self, sources: _core.BufferTable, gpu: str) -> None:
-        """Has all ranks know which weights workers can read in place, and where these lie now.  A
-        connection ends whose plan was made for others.  Where nobody has asked for it, and nothing
-        can be read when a connection is made, nobody looks again as long as that is kept."""
+        """Tells all ranks which weights workers can read in place, and where these lie now.  Ends
+        the connection if its plan was made for other ones.  With delivery="auto", if nothing can be
+        read in place when a connection is made, it is not checked again during that connection."""
         if self._lender is None:
             return
         connection, lending, roster = self._connection, self._lending, self._roster
@@ -288,14 +289,14 @@ class Sync(Updates):
 
     def _watch(self) -> None:
         """Raises what has gone wrong with an engine or a worker of this rank; called in every wait
-        until these hold everything."""
+        until the workers hold everything."""
         self._requests.look()
         if self._connection is not None:
             self._connection.look()
 
     def _watch_failures(self) -> None:
-        """The same while ranks agree to commit: those that know it first do, and opening requests
-        may end."""
+        """The same while ranks agree to commit: the first ranks to know already commit, so opening
+        requests may end."""
         self._requests.look_for_failures()
         if self._connection is not None:
             self._connection.look()
@@ -304,8 +305,8 @@ class Sync(Updates):
         """Ends the opening requests, records the version, and lets generation go on."""
 
         def still_there() -> None:
-            # an engine does not hear what its workers refuse after the commit, or may have been
-            # started again: before it is given the version, and before any engine continues
+            # an engine is not told what its workers refuse after the commit, and may have been
+            # restarted: look before it is given the version, and before any engine continues
             self._group.barrier()
             connection.look()
             self._group.barrier()
@@ -350,7 +351,7 @@ def connect(
         A `Sync`; `update(version=...)` replaces every weight of every engine.
 
     Raises:
-        InvalidArgumentError, UnsupportedError: an engine that is none or is given twice, or a
+        InvalidArgumentError, UnsupportedError: something that is no engine or is given twice, or a
             tensor that cannot be sent.
         PeerClosedError, DeadlineError: an engine does not answer; the same on every rank.
         LayoutError: the trainer ranks' layouts disagree.

@@ -3,11 +3,11 @@
  * staging: two halves, one per round parity, each as large as the largest round.  Calls of
  * one rank, for every round in order:
  *
- *   acquire k   the send staging of round k may be written: who read this half is done
+ *   acquire k   the send staging of round k may be written: its readers are done
  *   spans k     where the round's messages are packed to and unpacked from
  *   post k      what this rank packed is on its way once `stream` gets here
- *   wait k      what the others sent to this rank in round k can be read: by the caller's
- *               next use of `stream`
+ *   wait k      what the others sent to this rank in round k can be read by what `stream`
+ *               is given next (NCCL makes the stream wait; on one host this call waits)
  *   release k   this rank has read it once `stream` gets here
  *
  * acquire(k + 1), spans(k + 1) and post(k + 1) may come before wait(k).  All rounds are
@@ -80,12 +80,12 @@ wsync_status_t wsync_comm_wait(wsync_comm_t *comm, uint32_t round, wsync_stream_
 wsync_status_t wsync_comm_release(wsync_comm_t *comm, uint32_t round,
                                   wsync_stream_t *stream, wsync_error_t *err);
 /* What has gone wrong by itself since the last call; does not wait.  Once a stream has
- * passed all of an update's rounds, only this, OK on all ranks, says that their bytes are
- * what the others sent: a rank that gives up may let go what it had not packed. */
+ * passed all of an update's rounds, the bytes received are valid only if this is then OK on
+ * every rank: a rank that gives up may release a round that it has not packed. */
 wsync_status_t wsync_comm_check(wsync_comm_t *comm, wsync_error_t *err);
-/* Gives the memory of staging back until the next begin, where it is this rank's alone, and
- * NCCL's own, where its version can, once all ranks have parked: if one does not, a later
- * call fails.  STATE while an update is under way.  No stream may use it any more. */
+/* Gives back, until the next begin, staging that no other rank maps, and NCCL's own memory
+ * if its version can.  All ranks have to park: if one does not, a later call fails.  STATE
+ * while an update is under way.  No stream may use it any more. */
 wsync_status_t wsync_comm_park(wsync_comm_t *comm, wsync_error_t *err);
 /* Leaves the others, who see an end in the middle of an update as CLOSED.  Spans stay
  * readable and writable for streams that still run; only destroy may follow. */

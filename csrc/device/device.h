@@ -39,7 +39,7 @@ typedef struct wsync_memory {
     int fd;    /* what a peer maps, borrowed; -1 while the memory is parked */
     int *more; /* owned; further descriptors that a peer needs, of what is lent in pieces */
     size_t more_count;
-    bool lent; /* a peer's, for reading alone */
+    bool lent; /* a peer's, only for reading */
     atomic_uint references;
     wsync_pins_t pins;
 } wsync_memory_t;
@@ -77,9 +77,9 @@ typedef struct wsync_batch {
     uint64_t destinations_id;
 } wsync_batch_t;
 
-/* What is done with pieces: those that have entries in the table of extremes raise them to
- * what their elements are (who begins has set them to -INFINITY), or scales and codes of
- * all pieces are written into the image. */
+/* What a pass does: EXTREMES raises the entries that pieces have in the table of extremes
+ * to those of their elements (the caller has set them to -INFINITY); CODES writes scales
+ * and codes of all pieces into the image. */
 typedef enum wsync_quantise_pass {
     WSYNC_QUANTISE_EXTREMES,
     WSYNC_QUANTISE_CODES,
@@ -159,11 +159,11 @@ wsync_status_t wsync_control_create(const wsync_device_t *self, uint64_t nbytes,
                                     wsync_memory_t **memory, wsync_error_t *err);
 wsync_status_t wsync_control_import(const wsync_device_t *self, int fd, uint64_t nbytes,
                                     wsync_memory_t **memory, wsync_error_t *err);
-/* Maps memory that a peer lends, whatever has made it, for reading alone: all that fds[0]
+/* Maps memory that a peer lends, whatever has made it, only for reading: all that fds[0]
  * holds now.  Descriptors are borrowed, and duplicates kept.  On the host: REFUSED unless
  * it is of shared memory (a memfd, a file of /dev/shm), which no third process changes; the
- * others are only kept, for who lends it on.  On a GPU: what wsync_cuda_lend has made there
- * (REFUSED for anything else), read and not written as far as the driver sees to that. */
+ * others are only kept, so that it can be lent on.  On a GPU: what wsync_cuda_lend has made
+ * there (REFUSED for anything else), mapped read-only where the driver can. */
 wsync_status_t wsync_memory_borrow(const wsync_device_t *self, const int *fds, size_t count,
                                    wsync_memory_t **memory, wsync_error_t *err);
 /* REFUSED if memory that was borrowed has shrunk: reading it would end the process. */
@@ -181,12 +181,12 @@ void wsync_memory_destroy(wsync_memory_t *memory); /* NULL is a no-op */
 void wsync_memory_init(wsync_memory_t *memory, const wsync_device_t *device,
                        uint64_t nbytes);
 
-/* Whoever looks at the bytes without telling a stream, like a tensor that is a view of
- * them, pins the memory for as long.  STATE if it is parked.  From any thread. */
+/* Pins the memory until unpin, for a user of the bytes that no stream knows of, like a
+ * tensor that is a view of them.  STATE if it is parked.  From any thread. */
 wsync_status_t wsync_memory_pin(wsync_memory_t *memory, wsync_error_t *err);
 void wsync_memory_unpin(wsync_memory_t *memory);
-/* Gives the bytes back but not their addresses, which nothing may touch until unpark: no
- * stream uses them any more.  The bytes are free once every process that maps them has
+/* Gives the bytes back but not their addresses, which nothing may touch until unpark; no
+ * stream may still use them.  The bytes are free once every process that maps them has
  * parked or destroyed its memory.  STATE, with everything as it was, if the memory is
  * pinned or parked; UNSUPPORTED if it is of a kind that cannot be parked. */
 wsync_status_t wsync_memory_park(wsync_memory_t *memory, wsync_error_t *err);
@@ -249,12 +249,12 @@ void *wsync_stream_handle(wsync_stream_t *stream);
  * one may block their caller until these are over. */
 unsigned wsync_stream_ahead(wsync_stream_t *stream);
 /* Gives up waits, drops what has not begun (its records never happen), and returns when
- * nothing of what was enqueued runs any more.  The stream can be used again.  A device has
- * begun all that was enqueued: behind a wait that was given up, whose word then has the
- * value, copies run and records happen.  So whoever abandons a stream does not commit, and
- * neither does a process that has seen its records.  False if the device has hung for
- * timeout_ms, or is blocked by a foreign stream that was followed: what was enqueued may
- * then run at any time, and what it uses has to stay. */
+ * nothing of what was enqueued runs any more.  The stream can be used again.  A GPU cannot
+ * drop queued work: giving up a wait sets its word, and copies and records behind it still
+ * run.  So do not commit after abandoning a stream, nor after seeing records of one that
+ * was abandoned.  False if the device has hung for timeout_ms, or is blocked by a foreign
+ * stream that was followed: what was enqueued may then run at any time, and what it uses
+ * has to stay. */
 bool wsync_stream_abandon(wsync_stream_t *stream, int timeout_ms);
 /* Waits in the calling thread until the stream is idle.  TIMEOUT after timeout_ms. */
 wsync_status_t wsync_stream_synchronize(wsync_stream_t *stream, int timeout_ms,

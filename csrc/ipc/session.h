@@ -23,7 +23,7 @@
  * reserved (wsync_memory_park).  The worker parks its side within the verdict and says so,
  * then the exporter parks its own.  The next BEGIN carries the descriptor of new memory,
  * which both sides map at the old addresses, so that no copies have to be planned again.
- * With its side the worker gives back what was lent to it: to be lent again, it is sent
+ * When it parks, the worker also gives back what was lent to it, which then has to be sent
  * again.  A worker whose ring is pinned, or of a kind that cannot be parked, says why; then
  * both sides keep the ring.
  *
@@ -33,11 +33,11 @@
  * abort and destroy are allowed.  A call out of order is WSYNC_ERR_STATE, and changes
  * nothing.
  *
- * Rounds are posted, taken and done in order, each kind of call on one stream: what a
- * stream records for a round also holds for the rounds before it.  With streams on both
- * sides no host thread waits for data: both run ahead by as many rounds as the ring has
- * slots, 64 at most.  A stream of another device than the ring's is INVALID, and changes
- * nothing.  One thread at a time may use a session. */
+ * Rounds are posted, taken and done in order: all posts use one stream, all takes one, and
+ * all dones one.  So what is recorded for a round also covers all rounds before it.  With
+ * streams on both sides no host thread waits for data: both run ahead by as many rounds as
+ * the ring has slots, 64 at most.  A stream of another device than the ring's is INVALID,
+ * and changes nothing.  One thread at a time may use a session. */
 #ifndef WSYNC_IPC_SESSION_H
 #define WSYNC_IPC_SESSION_H
 
@@ -145,7 +145,7 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
                                     uint64_t *update, uint32_t *round_count,
                                     wsync_error_t *err);
 /* Counts attaches: a change means that ring and manifest are new ones.  Both are borrowed
- * until the next begin; who needs the ring for longer retains it. */
+ * until the next begin; retain the ring to keep it for longer. */
 uint64_t wsync_importer_generation(const wsync_importer_t *importer);
 wsync_memory_t *wsync_importer_ring(const wsync_importer_t *importer);
 const uint8_t *wsync_importer_manifest(const wsync_importer_t *importer, size_t *nbytes);

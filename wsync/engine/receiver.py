@@ -48,7 +48,7 @@ class Receiver:
     a message with another session id replaces it.
 
     state: whose update it is, what of it has come, and whether the weights are those of one.
-    told: whether whoever makes it tells the state of what is loaded by other means.
+    told: whether its owner tells the state of what is loaded by other means.
     """
 
     def __init__(self, loader: Loader, *, worker: int = 0, told: bool = False) -> None:
@@ -78,8 +78,8 @@ class Receiver:
         """Does what a control message says; (success, text).
 
         control: None, which is what wsync.messages.payload.control_bytes makes of other payloads,
-        is refused.  version: what the request around a close calls the weights, where the engine
-        tells.  update_id: of the update that the request belongs to, "" if it has none; None
+        is refused.  version: the weight version of the request around a close, if the engine passes
+        it on.  update_id: of the update that the request belongs to, "" if it has none; None
         where the engine does not know of ids.
         """
         try:
@@ -203,11 +203,11 @@ class Receiver:
 
     def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
-        round after round, and then sees to it that each one comes in time."""
+        round after round, and then checks that each one comes in time."""
         trace = self._trace
         self._loader.begin(rounds)
         stream = self._loader.stream
-        # words of a GPU that has faulted never come, here or in the trainer
+        # after a fault a GPU sets no more words, here or in the trainer
         look = None if stream is None else stream.look
         if stream is not None:
             follow_torch(stream)  # which may still read the weights
@@ -250,7 +250,7 @@ class Receiver:
         return importer
 
     def _introduced(self, said: bytes) -> bytes:
-        """What the worker says when it joins, after what memory it can read, if it reads any."""
+        """Puts what memory the worker can read, if any, before what it says when it joins."""
         if not isinstance(self._loader, Borrows):
             return said
         device = self._loader.device
@@ -259,14 +259,14 @@ class Receiver:
         return BORROWS + facts.encode() + b"\n" + said
 
     def _learn(self, message: Control, former: Session) -> Session:
-        """Is told what tensors the trainer has, learns what to keep of them, and connects again
+        """Receives what tensors the trainer has, learns what to keep of them, and connects again
         with that."""
         assert isinstance(self._loader, Learner)
         _, steps = former.begin(message.deadline)
         address, _, content = former.manifest.partition(b"\n")
         model = Layout.from_bytes(content)
         told = _Told(former, steps, PASSES * model.tensor_count, message.deadline)
-        # the trainer hears why before it gives up
+        # ends early enough for the trainer to hear why before it gives up
         seconds = PUNCTUAL * message.deadline
         with learning(max(seconds - LATER_SECONDS, seconds / 2), told.one_more):
             blob = self._loader.learn(
@@ -288,8 +288,8 @@ class Receiver:
 
 
 class _Told:
-    """What the trainer is told of how far learning is: rounds of the session that is there for that
-    alone, so many for all of it.
+    """Tells the trainer how far learning is, by rounds of the session that is there only for
+    learning. rounds: how many stand for all of it.
 
     count: how often a tensor is taken in all.
     """
@@ -311,8 +311,8 @@ class _Told:
 
 
 def refuse(control: bytes | None, text: str, receiver: Receiver | None = None) -> None:
-    """Tells the trainer of an opening message that this worker takes no part, and why: for
-    engines that keep to themselves what a worker answers."""
+    """Tells the trainer that sent an opening message that this worker takes no part, and why: for
+    engines that do not pass on what a worker answers."""
     try:
         message = Control.from_bytes(control or b"")
         if message.op != "open":

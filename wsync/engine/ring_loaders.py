@@ -71,7 +71,7 @@ class Loader(Protocol):
 
     @property
     def stream(self) -> Stream | None:
-        """Where rounds are loaded, of that device; None: in the thread that calls `load`."""
+        """The stream of that device that loads rounds; None: the thread that calls `load` does."""
 
     def blob(self) -> bytes:
         """The worker's layout in bytes, or control.WHOLE, PIECES or LEARN."""
@@ -114,7 +114,7 @@ class Learner(Protocol):
 
 
 def keeps() -> None:
-    """For whoever need not know that weights get lost."""
+    """A `losing` that does nothing."""
 
 
 @runtime_checkable
@@ -201,8 +201,8 @@ def loading_stream(place: str, threads: int) -> Stream:
 class RoutedLoader(_Loading):
     """Copies boxes to where an update finds them, on a stream of its own.
 
-    threads: of that stream.  Where the host's memory is lent it is one with a thread more: trainer
-    ranks copy little or nothing then.
+    threads: of that stream.  While host memory is lent, a stream with one more thread is used,
+    because trainer ranks then copy little or nothing.
     """
 
     def __init__(self, stream: Stream, threads: int) -> None:
@@ -236,8 +236,8 @@ class RoutedLoader(_Loading):
         self._loaded = set()
 
     def _aim(self, target: LoadTarget) -> None:
-        """Has what is loaded from now on go there: parameters may move between updates.
-        Comes after check_rounds: before that, any number may be the manifest's largest round.
+        """Sets where rounds are copied to from now on: parameters may move between updates.
+        Called after check_rounds: until then the manifest's largest round number is unchecked.
         LayoutError where two tensors lie in the same memory."""
         if self._route is None or self._boxes is None:
             manifest, self._boxes = self._attached(), target.layout()
@@ -270,13 +270,14 @@ class RoutedLoader(_Loading):
         return receipt
 
     def confirm(self) -> None:
-        """The one look at where the tensors are: what `finish` would see, this sees as well."""
+        """Only here is it checked where tensors lie: a check in `finish` would find nothing
+        more."""
         target, self._target = self._target, None
         if target is not None:
             target.check_places()
 
     def abandon(self) -> None:
-        self.stream.abandon()  # what it still writes to, it keeps
+        self.stream.abandon()  # it keeps what it still writes to
         self._target = self._destinations = self._borrowed = None
 
 
@@ -457,8 +458,8 @@ class _Found:
 
 
 def _has_own_state_dict(module: torch.nn.Module) -> bool:
-    """Whether a part of it says in its own way what a state_dict has: which tensor has a name may
-    be another one each time, as with weights that are buffered twice."""
+    """Whether some part of it overrides state_dict: a name may then be that of another tensor each
+    time, as with weights that are buffered twice."""
     methods = "state_dict", "_save_to_state_dict"
     return any(
         part._state_dict_hooks
@@ -474,8 +475,8 @@ def _has_own_state_dict(module: torch.nn.Module) -> bool:
 class _ByCall(_Loading):
     """Hands views of the ring to a load_weights method.
 
-    On a GPU, too, a round has come before that is called, and torch has done what it asked for
-    before the slot is given back: whatever runs in between may wait for the device.
+    It is called once a round has arrived, and the slot is given back once torch has done what it
+    asked for.  So it is on a GPU, too: whatever runs in between may wait for the device.
     """
 
     stream = None
@@ -501,7 +502,7 @@ class _ByCall(_Loading):
         self._named: set[str] | None = None
         self.twins: Twins = {}  # what the module's own names do not show
         self._tied: Twins = {}
-        self._sums: dict[str, tuple[str, int]] = {}  # of those tensors, and who brought it
+        self._sums: dict[str, tuple[str, int]] = {}  # of those tensors, and the name it came by
 
     def blob(self) -> bytes:
         return WHOLE

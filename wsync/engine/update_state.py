@@ -37,9 +37,9 @@ States of the weights:
     rename                                                      not WHOLE; another update's turn
     go_on             NONE                                      not WHOLE; another update's turn
 
-Whatever is refused changes nothing, except that a bucket that shows that two trainers without ids
-are at work ends the update, and LOSES the weights where those may be of both: they came in several
-buckets, and some of these said no version.
+Whatever is refused changes nothing, with one exception: a bucket that reveals two trainers without
+ids ends the update.  The weights become LOST if they may be of both: they came in several buckets,
+and some of these said no version.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class UpdateState:
     request that last replaced all weights, which tells whether the workers of one engine hold
     the same.
     loads: how often weights were loaded by other means than a receiver's update (a bucket, a
-    broadcast, files); None where whoever made this does not tell it of all of them.
+    broadcast, files); None if its owner does not tell it of all of them.
     """
 
     def __init__(self, *, told: bool = False) -> None:
@@ -296,8 +296,9 @@ class UpdateState:
                 self.restored()
 
     def admit(self, names: Collection[str], tensors: Mapping[str, str], origin: str = "") -> bool:
-        """What `loading` asks first, for those who must know before they receive a bucket; whether
-        it brings every tensor.  Refused, before anything is written, if it is not the update's."""
+        """What `loading` asks first, for callers that must know before they receive a bucket;
+        returns whether it brings every tensor.  Refused, before anything is written, if it is not
+        the update's."""
         now, said = self._now, self._said
         whole = set(tensors.values()) <= {tensors[name] for name in names if name in tensors}
         if self._serving not in (None, now):

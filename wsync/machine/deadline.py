@@ -19,8 +19,8 @@ VERDICT_SECONDS: Final = 1.0
 """For the reason of a failure to arrive, after its effect was seen elsewhere."""
 
 PUNCTUAL: Final = 0.9
-"""What part of a deadline there is for those whose absence others would see at its end: it is named
-before these give up."""
+"""The fraction of a deadline after which a missing peer is reported, so that it is named before
+others give up at the deadline's end."""
 
 LATER_SECONDS: Final = 2.0
 """How much later a deadline ends that only guards another one, whose error says more."""

@@ -37,8 +37,8 @@ UPDATE_HEADER: Final = "wsync-update"
 know it pass it over."""
 
 UPDATING: Final = "updating-"
-"""What the weights of an engine are called that takes the version of any request, while an update
-is under way, begins with this."""
+"""Prefix of the temporary version that, during an update, is given to engines that record the
+version of every request (SGLang)."""
 
 TENSOR_NAME: Final = "__wsync__"
 """Name of the uint8 tensor that holds the message."""

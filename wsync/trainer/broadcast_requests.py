@@ -129,7 +129,7 @@ class BroadcastRequests:
 
     def abort(self) -> None:
         self._given_up.set()
-        # what is being raised says more than a lock that is gone, too
+        # the error that is being raised says more than one about the lock
         with contextlib.suppress(Exception):
             self._release()
 
@@ -170,7 +170,7 @@ class BroadcastRequests:
 
 
 class _Lock:
-    """slime's lock: an actor or object of which acquire() says whether it was got."""
+    """slime's lock: an actor or object whose acquire() returns whether it was got."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -203,7 +203,7 @@ class _Lock:
         self._lane.close()
 
     def _give_back(self, asked: Future[Any]) -> None:
-        """Nobody waits any more for what has been asked."""
+        """Releases a lock that was got after the wait for it had ended."""
         if asked.exception() is None and asked.result():
             self._call("release")
 

@@ -71,10 +71,11 @@ class Connection:
         lending: Lending | None = None,
     ) -> None:
         self.plan: _core.Plan | None = None
-        self._rounds_plan: _core.Plan | None = None  # of what goes in rounds: all that is not read
+        # the plan for tensors sent through rings: those that no worker reads in place
+        self._rounds_plan: _core.Plan | None = None
         self._lending = lending
         self._borrowing: dict[int, list[str]] = {}  # workers that can read what is lent, and where
-        self._reading: dict[int, bool] = {}  # workers that do; whether they also get rounds
+        self._reading: dict[int, bool] = {}  # those that do; True: they also get rounds
         self._group = group
         self._roster = roster
         self._transport = Transport(group, roster.hosts, options)
@@ -111,8 +112,8 @@ class Connection:
         if worker.delivery is Delivery.STOCK:
             on_gpu = options.stock_memory == "gpu"
             if options.stock_memory == "auto":
-                # who does not see a GPU dies of its memory; of several workers, the others would
-                # each need a context on this one
+                # a worker that does not see the GPU ends when it is sent memory of it; of several
+                # workers, each of the others would need a context on it
                 on_gpu = engine.workers == 1 and engine.first_gpu == self._group.rank
             on_gpu = on_gpu and self._gpu != ""
             handle, timeout = engines[worker.engine], options.request_deadline
@@ -129,14 +130,14 @@ class Connection:
 
     @property
     def under_way(self) -> UnderWay:
-        """What has been sent to engines, and not been answered."""
+        """Requests to engines that have not been answered."""
         return [item for session in self._sessions for item in session.under_way]
 
     @property
     def packs_ahead(self) -> bool:
         """Whether an update may begin before its engines have paused: there is a plan, no worker
-        that has to be there to be told where weights lie, and no remote one whom a group of NCCL
-        would wait for meanwhile."""
+        reads in place (it would have to be told addresses first), and no remote workers take part
+        in an NCCL exchange (it would wait for them)."""
         if self.plan is None or self._reading:
             return False
         by_nccl = self._exchange is not None and self._exchange.name == "nccl"
@@ -179,7 +180,7 @@ class Connection:
         return {int(n): (i, where) for found, _ in everyone for n, (i, where) in found.items()}
 
     def attach(self, check: Check, show: Callable[[int], tqdm[None]]) -> None:
-        """Waits for the workers, plans with what they keep, and hands them their rings.
+        """Waits for the workers, makes a plan of what they keep, and hands them their rings.
 
         show: makes a bar of so many tensors, for workers that learn.
         """
@@ -222,7 +223,8 @@ class Connection:
         return bool(self._reading)
 
     def _split(self, layouts: list[bytes]) -> list[bytes]:
-        """Has workers read in place what they can; what rounds have to bring to each then."""
+        """Has workers read in place what they can; returns what rounds still have to bring to
+        each."""
         lending, model = self._lending, self._roster.model
         if lending is None:
             return layouts
@@ -286,7 +288,7 @@ class Connection:
         self._learning_seconds = time.perf_counter() - start
 
     def _compare_workers(self) -> None:
-        """Has all ranks know what the workers of each have learnt, and which of them borrow."""
+        """Tells all ranks what each one's workers have learnt, and which of them borrow."""
         learnt = [[s.worker, s.own_loading] for s in self._sessions if s.own_loading]
         borrowing = [
             [s.worker, s.reaches]
@@ -338,8 +340,8 @@ class Connection:
     def start(
         self, update: int, sources: _core.BufferTable, check: Check, report: Report
     ) -> _core.BufferTable | None:
-        """Begins an update and packs its first round, of which nobody is told; `run` takes what
-        this returns."""
+        """Begins an update: workers are sent BEGIN, and round 0 is packed, posted to the exchange
+        and copied, but not yet announced to workers.  `run` takes what this returns."""
         plan, stream, timeout = self._rounds_plan, self._stream, self._options.deadline
         assert plan is not None and stream is not None
         report.trace.watch(stream, 3 * plan.round_count)
@@ -403,7 +405,8 @@ class Connection:
         stats = plan.stats
         report.tensors = model.tensor_count
         report.model_nbytes = model.nbytes
-        # a stage's source is one worker to the plan, for all those who hear its broadcasts
+        # to the plan a stage's source is one worker, which stands for all that receive its
+        # broadcasts
         broadcast = sum(engine.workers for engine in self._roster.taking(Delivery.BROADCAST))
         more = max(broadcast - 1, 0) * model.nbytes
         report.delivered_nbytes = stats["delivered_nbytes"] + more
@@ -445,7 +448,7 @@ class Connection:
         stream.copy(plan, number, _core.LOCAL, sources, self._rings)
 
     def _show(self, posted: int, bar: tqdm[None]) -> None:
-        """Progress counts what all of this rank's workers have loaded."""
+        """Counts the rounds that all of this rank's workers have loaded."""
         if not bar.disable:
             loaded = min((session.loaded for session in self._sessions), default=posted)
             bar.update(loaded - bar.n)
@@ -468,8 +471,8 @@ class Connection:
             self._lending.release()
 
     def look(self) -> None:
-        """Raises what ails this rank's GPU, a worker of it, a remote engine or the exchange; waits
-        for nothing."""
+        """Raises a failure of this rank's GPU, of its workers, of a remote engine or of the
+        exchange; does not wait."""
         if self._stream is not None:
             self._stream.look()  # one that has faulted leaves everybody waiting
         for session in self._sessions:
@@ -488,7 +491,8 @@ class Connection:
 
     def close(self) -> None:
         """Lets go of every part, whatever one of them raises."""
-        # what is stuck on a GPU ends with its group, and keeps frees of GPU memory until then
+        # work stuck on a GPU ends only when its process group is closed; until then freeing GPU
+        # memory blocks
         with contextlib.ExitStack() as last_first:
             if self._stream is not None:
                 last_first.callback(self._stream.close)

@@ -1,4 +1,4 @@
-"""In which form an engine holds its weights, as far as it says, against the form they are sent in.
+"""Compares the form that an engine holds its weights in, as far as it says, with what it is sent.
 
 wsync's receiver compares what it holds itself.  Engines without it convert: their loaders copy
 bfloat16 into float8, or the other way, and say nothing.
@@ -36,8 +36,8 @@ _QUANTISING: Final = ("flash_rl",)
 
 
 class _Form(NamedTuple):
-    """How weights are quantised, in words that are equal where engines take one for the other, and
-    what says so.  vague: they are, and nothing says how."""
+    """text: how weights are quantised, equal for forms that engines take for each other. source:
+    what says so. vague: they are quantised, and nothing says how."""
 
     text: str
     source: str
@@ -115,14 +115,14 @@ class SentForm:
 
 
 def _takes(held: _Form, sent: str) -> bool:
-    """Whether who holds such weights is sent the same, as far as that can be told."""
+    """Whether an engine that holds such weights is sent the same form, as far as can be told."""
     return held.text != _PLAIN if sent == _OWN else held.text == sent
 
 
 def check_plain(model: _core.Layout, folder: str, silent: Sequence[str]) -> None:
-    """Where weights stay as the trainer has them, raises LayoutError if a checkpoint's are
-    quantised and engines, `silent` by name, do not say that they hold others than it has: they
-    would convert weights to codes, and keep the scales of other codes.
+    """For weights that are sent as the trainer has them: raises LayoutError if the checkpoint's are
+    quantised and some engines (`silent`, by name) do not say what they hold.  These would convert
+    weights to codes, and keep the scales of other codes.
 
     model: what all ranks have.  folder: the checkpoint's, which may be none.
     """
@@ -152,16 +152,16 @@ def _by_tensors(folder: str) -> _Form | None:
 
 
 def check_scales(model: _core.Layout) -> None:
-    """Raises LayoutError, by name, where ranks hold codes and nobody their scales: who is sent the
-    codes alone reads them with other scales, or with none."""
+    """Raises LayoutError, by name, where ranks hold codes and nobody their scales: an engine that
+    is sent only codes reads them with other scales, or with none."""
     missing = without_scales((each.name, each.dtype) for each in facts_of(model))
     if missing:
         raise _core.LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
 
 
 def tell_rearranged(engines: Sequence[EngineHandle], options: Options, model: _core.Layout) -> None:
-    """Tells the handles of engines whether these are sent weights that they rearrange when they
-    have loaded them.  Raises as config_of, and Method.of."""
+    """Tells the handles whether their engines are sent weights that engines rearrange after
+    loading.  Raises as config_of, and Method.of."""
     config = config_of(options)
     if config is None:
         rearranges = any(map(_rearranged, facts_of(model)))

@@ -26,17 +26,16 @@ class CheckedEngine:
     to the same engine, and only while it reports the same version; it is believed when the engine
     reports it.
 
-    An engine that cannot tell by an id, such as SGLang, is given a version with every bucket and
-    with the opening message, one of the update's own until the last: a bucket of another trainer,
-    or one that comes again, is noticed at the next, and what is left of an update that failed does
-    not bear an older version.
+    SGLang, for one, ignores ids.  Such an engine is given a temporary version with the opening
+    message and with every bucket but the last.  Another trainer's bucket, or a repeated one, then
+    shows at the next request, and a failed update cannot leave the old version in place.
 
-    before: what checked it in the connection before.
+    before: its object in the connection before.
 
     Attributes:
         handle: the engine's own.
-        restarted: whether it may have been started again, perhaps otherwise, since an update that
-            has ended well.
+        restarted: whether it may have been restarted, perhaps with other arguments, since an update
+            that ended well.
     """
 
     def __init__(self, engine: EngineHandle, before: CheckedEngine | None = None) -> None:
@@ -143,8 +142,8 @@ class CheckedEngine:
     def _checked(
         self, weight_version: int | str | None, timeout: float, **others: Any
     ) -> dict[str, Any]:
-        """What a request is made with, in the time that is left once the engine has been found to
-        be one that may be given the version, where the request has one."""
+        """The arguments of a request.  If it has a version, first checks that the engine may be
+        given it; the timeout is what is left then."""
         deadline = Deadline(timeout)
         if weight_version is not None:
             self._check_version(self._check_identity(deadline))
@@ -154,8 +153,8 @@ class CheckedEngine:
     def _bucket(
         self, weight_version: int | str | None, timeout: float, **others: Any
     ) -> dict[str, Any]:
-        """The same for a bucket, which has a version of this update's own where it has no other
-        and the engine cannot tell updates apart."""
+        """The same for a bucket, which gets a temporary version if it has no other and the engine
+        cannot tell updates apart."""
         if weight_version is not None or self._buckets is None:
             return self._checked(weight_version, timeout, **others)
         deadline = Deadline(timeout)
@@ -165,8 +164,8 @@ class CheckedEngine:
         return {"weight_version": version, "timeout": deadline.left, **others}
 
     def _message(self, weight_version: int | str | None, timeout: float) -> dict[str, Any]:
-        """The same for a control message.  What the engine reports is looked at before the closing
-        one alone: SGLang ends what an update before has left under way first."""
+        """The same for a control message.  The version that the engine reports is checked only
+        before the closing one: SGLang first ends what an earlier update has left under way."""
         if weight_version is not None or self._buckets is None:
             return self._checked(weight_version, timeout)
         self._reported = version = f"{UPDATING}{self._update_id}"

@@ -42,14 +42,14 @@ def _buffers(layout: _core.Layout) -> set[int]:
     return {shard.buffer for index in range(layout.tensor_count) for shard in layout.shards(index)}
 
 
-# What is not lent any more, and workers have open all the same: the driver leaves undefined what
-# they would see of memory of a GPU that is freed under them.  With it, the tensors there.
+# GPU memory that is no longer lent but that workers still have open, and the tensors in it: what
+# workers would read after it is freed is undefined.
 _open = list[tuple[_core.Memory, _core.BufferTable]]()
 
 
 def _sweep() -> None:
     for kept in [each for each in _open if each[0].retire()]:
-        with contextlib.suppress(ValueError):  # another thread's
+        with contextlib.suppress(ValueError):  # another thread has done so
             _open.remove(kept)
 
 
@@ -57,9 +57,9 @@ class Lender:
     """What one rank has to lend: where its buffers lie in shared memory, or in that of a GPU.
 
     layout: of this rank; names buffers in `obstacle`.
-    wholly: it lends all of its buffers or none, and none where processes might not have
-    descriptors enough: for who has not asked for it.  ranks: on its host; who has sessions, and a
-    worker, hold the segments of all of them.
+    wholly: for delivery="auto": it lends all of its buffers or none, and none where processes might
+    not have descriptors enough.  ranks: trainer ranks on its host; each rank with sessions, and
+    each worker, holds the segments of all of them.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Borrower:
             for rank, first in enumerate(offsets[:-1])
         ]
         self._count = offsets[-1]
-        self._lent: dict[Segment, int] = {}  # its numbers of segments
+        self._lent: dict[Segment, int] = {}  # the worker's numbers for them
 
     def manifest_with(self, rounds: _core.Layout) -> _core.Layout:
         """All that the worker is to load: what it reads in place, and then what its rounds bring,
@@ -226,7 +226,7 @@ class Borrower:
         return self._joined.beside(rounds, self._count)
 
     def forget(self) -> None:
-        """The worker has nothing any more."""
+        """Notes that nothing is lent to the worker any more."""
         self._lent = {}
 
     def lend(
@@ -276,9 +276,9 @@ class Lending:
         self._host = hosts[group.rank]
         self._homes = [home for home in homes if hosts[home] == self._host]
         self._options = options
-        self._told: list[Bound | None] | None = None  # where this rank's buffers are known to lie
+        self._told: list[Bound | None] | None = None  # where others know this rank's buffers
         self._passed: set[int] = set()  # segments that the homes have
-        self.news = 0  # counts what `share` has brought
+        self.news = 0  # counts the calls of `share` that brought a change
         self.places: list[list[Bound | None]] = [[] for _ in range(group.size)]
         # what plans are made for: where each rank lends memory, and a byte for each of its buffers,
         # 1 where that can be read in place
@@ -287,8 +287,8 @@ class Lending:
         self.segments: dict[Segment, _core.Memory] = {}
 
     def lent(self, host: int, reached: Sequence[str], counts: Sequence[int]) -> bytes:
-        """For each buffer of all ranks, one rank after another, whether workers on a host can read
-        it who reach memory in these places; counts: how many each rank has."""
+        """For each buffer of all ranks, one rank after another: whether workers on a host that
+        reach memory in these places can read it. counts: how many buffers each rank has."""
         found = bytearray()
         for rank, count in enumerate(counts):
             place, lent = self.pattern[rank]
@@ -297,8 +297,8 @@ class Lending:
         return bytes(found)
 
     def surplus(self, most: int) -> int:
-        """How many more segments the ranks of this host lend than a worker there may hold unasked;
-        0 where they have been asked to lend them."""
+        """With delivery="auto": by how many the segments that the ranks of this host lend exceed
+        what a worker there may hold; 0 otherwise."""
         near = [
             found
             for found, host in zip(self.places, self._hosts, strict=True)
@@ -313,8 +313,8 @@ class Lending:
         return not any(any(lent) for _, lent in self.pattern)
 
     def share(self) -> None:
-        """Tells all ranks where this one's buffers lie, if that is news, and has the homes on its
-        host map what they have not."""
+        """Tells all ranks where this one's buffers lie, if that has changed, and has the homes on
+        its host map new segments."""
         mine, rank = None, self._group.rank
         new = sorted(self._lender.segments.keys() - self._passed)
         doors = dict[int, _core.Exporter]()
@@ -347,7 +347,8 @@ class Lending:
         self.segments, self._passed, self._told = {}, set(), None
 
     def _learn(self, owner: int, told: Any, doors: dict[int, _core.Exporter]) -> None:
-        """One rank after another has its turn, so that no two wait for each other."""
+        """Takes in what one rank has told.  All take the ranks in the same order, so that no two
+        wait for each other."""
         rank = self._group.rank
         self.places[owner] = [place and Bound(*place) for place in told["places"]]
         lent = bytes(place is not None for place in self.places[owner])

@@ -27,7 +27,7 @@ _LARGE_ROUND_NBYTES = 1 << 30
 _LARGE_FREE_NBYTES = 8 << 30  # on every GPU, for rounds to be large
 # Room for the tables of copies that a rank and its worker put on their GPU after the rings.
 _TABLES_NBYTES = 16 << 20
-_LEAST_RING_NBYTES = 16 << 10  # a machine that has less has other worries
+_LEAST_RING_NBYTES = 16 << 10  # smaller rings are not tried
 _DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
 
 
@@ -44,7 +44,8 @@ class Planning:
     options: Options
 
     def gather(self, blobs: dict[int, bytes], source: str) -> tuple[list[bytes], _core.Device]:
-        """What every worker keeps, by its number; and what this rank uses: a GPU, or the host.
+        """Returns what every worker keeps, by its number, and what this rank uses: a GPU, or the
+        host.
 
         Args:
             blobs: what this rank's workers keep; layouts that are equal travel once a rank.
@@ -169,8 +170,9 @@ class Planning:
         return (default() if others else "") if mine is None else mine
 
     def _may_be_large(self, device: _core.Device) -> bool:
-        """Whether rounds can be larger than usual, where GPUs have room.  Who parks rings wants the
-        memory for something else, and nobody here knows what is free on another host."""
+        """Whether rounds can be larger than usual, where GPUs have room.  Not with Options.park,
+        which needs the memory for something else, and not with remote engines, whose free memory is
+        not known here."""
         asked = self.options.round_nbytes or self.options.ring_nbytes or self.options.park
         buckets = any(worker.takes_buckets for worker in self.roster.workers)
         remote = bool(self.roster.taking(Delivery.REMOTE))
@@ -251,7 +253,7 @@ class Planning:
         return ""
 
     def _agree(self, plan: _core.Plan, missing: str) -> str:
-        """Compares all ranks' plans; what the first rank that lacks memory says, or ""."""
+        """Compares all ranks' plans; returns what the first rank that lacks memory says, or ""."""
         mine = [f"{plan.fingerprint:016x}", missing]
         prints, lacks = zip(*self.group.gather_json(mine), strict=True)
         if len(set(prints)) > 1:

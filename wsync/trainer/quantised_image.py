@@ -28,8 +28,8 @@ class Image:
         model: the merged layout of all ranks.
         rank: this one.
         buffers: how many parameters it has, also such as hold nothing of the model.
-        rules: which tensors are quantised, how, and what comes of them; the same on all ranks.
-        threads: of the host, that quantise.
+        rules: which tensors are quantised, how, and what tensors that makes; the same on all ranks.
+        threads: of the host, to quantise with.
 
     Raises:
         InvalidArgumentError, UnsupportedError: a tensor that cannot be quantised so; the text names
@@ -70,7 +70,8 @@ class Image:
     def fill(
         self, weights: _core.TensorTable, group: TrainerGroup, timeout: float
     ) -> _core.TensorTable:
-        """Quantises; what the buffers of `layout` stand for now.  All ranks call it together.
+        """Quantises; returns what the buffers of `layout` stand for now.  All ranks call it
+        together.
 
         Args:
             weights: the rank's parameters.

@@ -58,8 +58,8 @@ class Calls:
     def check_pending(self) -> None:
         """Raises if any call has ended, well or badly: an update is still under way.
 
-        A call that ended well does so after a while: SGLang answers so for workers that have
-        failed, and their own words, which are on their way, say more.
+        A call that ended well raises only after a delay: SGLang answers success even for failed
+        workers, whose own error may still be on its way and says more.
         """
         self.check()
         for name, call in self.under_way:
@@ -88,10 +88,10 @@ NO_CALLS: Final = Calls([], lambda index, engine: None)
 
 
 class EngineRequests:
-    """What engines are asked around an update.  Rank 0 does so; other ranks have no engines.
+    """The requests to engines around an update.  Rank 0 makes them; other ranks have no engines.
 
-    What a version that failed has left under way is waited for before engines are told of the
-    next one: they would take on the older one last.
+    Calls left by a failed update are awaited before engines are told of the next version; otherwise
+    an engine could apply the older version after the newer.
 
     Attributes:
         compare: called, with a timeout, for the handle of an engine that has paused and may have
@@ -108,11 +108,11 @@ class EngineRequests:
         self._failed = ""  # the version of these calls
         self._under_way: UnderWay = []  # of all updates
         self._stops: list[tuple[float, float]] = []  # how long engines paused and flushed
-        self._end = Deadline(0.0)  # when that has ended, as handles keep their timeouts
+        self._end = Deadline(0.0)  # by then all these have ended, if handles keep their timeouts
 
     def pause(self, *, anew: bool) -> None:
-        """Has the engines stop.  anew: for a new connection; what a failed update has left under
-        way goes on under the id that it had."""
+        """Pauses the engines. anew: for a new connection; what a failed update has left under way
+        goes on under its old id."""
         options, deadline = self._options, Deadline(self._options.deadline)
         self._stops = []
         if anew:
@@ -137,7 +137,7 @@ class EngineRequests:
         self._stops.append((times[1] - times[0], times[2] - times[1]))
 
     def measure(self, report: Report) -> None:
-        """Says how long the engines took that have stopped since this was asked."""
+        """Reports how long engines took that have stopped since the last call."""
         stops, self._stops = self._stops, []
         if stops:
             pauses, flushes = zip(*stops, strict=True)
@@ -149,7 +149,7 @@ class EngineRequests:
         self._pausing.join(self._options.deadline + LATER_SECONDS, check)
 
     def open(self, messages: Mapping[int, Sequence[Control]]) -> None:
-        """Has workers join the update; messages: for each of their workers, by engine."""
+        """Has workers join the update. messages: by engine, one for each of its workers."""
         timeout = self._options.request_deadline
         self._closing = {
             index: [dataclasses.replace(c, op="close", address="") for c in controls]
@@ -234,15 +234,15 @@ class EngineRequests:
         self._handover = NO_CALLS
 
     def abandon(self, left: UnderWay) -> None:
-        """After a failure, for what the engines answer is their side of it: waits a little for all
-        calls, and keeps those that go on, with others that are left under way."""
+        """After a failure: waits a little for all calls, because what engines answer is their side
+        of it, and keeps those that go on, with others that are left under way."""
         self._pausing = self._opened = NO_CALLS
         self._under_way += left
         self._settle(min(LEAVE_SECONDS, self._options.deadline))
 
     def settle(self) -> None:
-        """Waits for all that is under way, as long as it may take, and names the engines that are
-        not done then, be it with what handles do not wait for any more."""
+        """Waits for all that is under way, for as long as it may take, and names the engines that
+        are not done then, also those busy with calls that handles no longer wait for."""
         busy = self._settle(self._end.left)
         for engine in self.handles:
             unfinished = getattr(engine, "unfinished", None)
@@ -255,7 +255,7 @@ class EngineRequests:
             )
 
     def _start(self, call: Call, timeout: float, indices: Sequence[int] | None = None) -> Calls:
-        """Calls engines, whose handles keep a timeout; None: all."""
+        """Calls the engines of these indices (None: all), whose handles keep the timeout."""
         wanted = range(len(self.engines)) if indices is None else indices
         self._end = max(self._end, Deadline(timeout + LATER_SECONDS), key=lambda end: end.left)
         calls = Calls([(index, self.engines[index]) for index in wanted], call)

@@ -67,8 +67,8 @@ class Delivery(enum.StrEnum):
 
 
 def drafts(engine: EngineHandle) -> bool:
-    """Whether a handle says that its engine drafts tokens with layers of its model.  Handles of
-    users may answer with anything to what they do not know."""
+    """Whether a handle says that its engine drafts tokens with layers of its model.  A user's
+    handle may answer anything to a question that it does not know."""
     return getattr(engine, "drafts", False) is True
 
 
@@ -112,11 +112,12 @@ class PlanWorker:
     """One worker of a plan, which gets rounds in a ring, and the trainer rank that holds its
     session, `served_by`.
 
-    It is worker `index` of engine number `engine`, a stock engine as a whole, or, with a `stage`,
-    all engines that take broadcasts: `served_by` is the source that sends them this pipeline stage.
-    Its place in `Roster.workers` is its number in the plan, which is `worker` in all that follows.
-    home: the rank of the exchange that unpacks its rounds into its ring: the one that serves it, or
-    itself, which is a rank beyond the trainer's, where it is on another host.
+    It is one of three: worker `index` of engine number `engine`; a whole stock engine; or, if
+    `stage` is set, all engines that take broadcasts together, for that pipeline stage, which
+    `served_by` sends.  Its place in `Roster.workers` is its number in the plan, which is `worker`
+    in all that follows.
+    home: the rank of the exchange that unpacks its rounds into its ring: `served_by`, or, for a
+    worker on another host, its own, which comes after the trainer's.
     """
 
     delivery: Delivery

@@ -59,7 +59,7 @@ class Updates(abc.ABC):
         self._layout = self._source.layout  # of what this rank has to give
         self._sent: list[_core.TensorTable] = []  # by the update that runs
         self._image: Image | None = None  # of codes and scales, where weights are quantised
-        self._updates = 0  # begun since this connected, by the rank that has begun the most
+        self._updates = 0  # begun since this was made: the highest count of any rank
         self._next_version = 1
         self._requests = EngineRequests([], self.options)
         self._warned: set[str] = set()
@@ -85,8 +85,8 @@ class Updates(abc.ABC):
             self._close()
 
     def _turn(self, what: str, other: str) -> AbstractContextManager[None]:
-        """Around what goes alone; StateError where something is under way, with the text `other`
-        where that is another thread's."""
+        """Around a call that has to run alone.  StateError while another is under way, with the
+        text `other` if that is another thread's."""
 
         def refusal() -> _core.StateError:
             own = "called within an update of this connection, as by what gives its weights"
@@ -95,8 +95,8 @@ class Updates(abc.ABC):
         return self._busy.taken(refusal)
 
     def _close(self) -> None:
-        """What a failed update has left under way at an engine is waited for, up to the deadline
-        it had: another trainer may be about to update the engine."""
+        """Waits for what a failed update has left under way at an engine, up to the deadline it
+        had: another trainer may be about to update the engine."""
         self._closed = True
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._requests.settle)
@@ -105,9 +105,9 @@ class Updates(abc.ABC):
             last_first.callback(self._group.close)
 
     def _same_call(self, **arguments: object) -> None:
-        """Raises InvalidArgumentError where ranks make different things at the same time, with
-        other arguments of those that are the same on all ranks, or mean to move bytes in different
-        ways: they would not meet."""
+        """Raises InvalidArgumentError if ranks make different objects at the same time, differ in
+        arguments that have to be the same on all ranks, or have options that move bytes in
+        different ways: they would not meet."""
         options, ways = self.options, ("exchange", "broadcast", "backend", "quantise", "park")
         arguments = {name: getattr(options, name) for name in ways} | arguments
         mine = [type(self).__name__, *(f"{name}={value!r}" for name, value in arguments.items())]
@@ -166,10 +166,10 @@ class Updates(abc.ABC):
         return given
 
     def _gather(self) -> _core.Layout:
-        """What all ranks have to deliver, in one layout.  Raises InvalidArgumentError where this
-        rank's is not of this rank, or of as many: buffers would be looked for on others, or be left
-        out.  The same where nobody has an element: an engine would be sent nothing, and be called
-        updated."""
+        """What all ranks have to deliver, in one layout.  Raises InvalidArgumentError if this
+        rank's layout was made for another rank or another number of ranks: buffers would be looked
+        for on others, or be left out.  Also if no rank has an element: an engine would be sent
+        nothing, and be called updated."""
         source, rank, size = self._source, self._group.rank, self._group.size
         if (source.rank, source.ranks) != (rank, size):
             raise _core.InvalidArgumentError(
@@ -295,9 +295,10 @@ class Updates(abc.ABC):
         self.version = self._next_version
 
     def _renew(self) -> None:
-        """After a failure, be it one that only another rank has met at the very end of an update:
-        a new group, because a collective of the old one may be stuck.  Only ranks of this
-        connection meet in it: another one of the same ranks may be renewed at the same time."""
+        """Makes a new group after a failure, even one that only another rank has met at the very
+        end of an update: a collective of the old group may be stuck.  Only ranks of this connection
+        meet in the new one: another connection of the same ranks may be renewed at the same
+        time."""
         if not self._group.begin():
             self._group.close()
             self._abandon(_core.RemoteError("another trainer rank has given up the connection"))
@@ -338,8 +339,8 @@ class Updates(abc.ABC):
 
 @functools.cache
 def _bars() -> type[tqdm[None]]:
-    """A notebook's bars where this is one and has ipywidgets, whose lack is no news to a user who
-    did not ask for bars; else a terminal's."""
+    """A notebook's bars in a notebook that has ipywidgets, else a terminal's.  Without ipywidgets
+    there is no warning: the user may not have asked for bars."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TqdmWarning)
         from tqdm import auto
@@ -356,11 +357,12 @@ def agree(
     update that the others have seen.
 
     given: whether the rank was given weights, None where it has none.
-    number: the update's as this rank counts; a rank may have called when others did not come.
+    number: the update's, as this rank counts.  Ranks may differ: one may have called when others
+    did not.
 
     Raises:
         InvalidArgumentError: ranks mean different versions, or only some were given weights: the
-            others' are of another time.
+            others would send weights of another time.
     """
     text = None if version is None else version_text(version)
     counts, texts, givens, begun = zip(

@@ -89,7 +89,8 @@ class RecordedLoader(ChoosingLoader):
     A recording is valid while the module has the same tensors, wherever they lie, and while what
     load_weights read is the same: values of tensors, and attributes of the module and of its
     parameters (see wsync.engine.learn.attributes_read).  Otherwise the next update records anew.
-    For a loader that is used as it is, this goes for the attributes, unless it changes them itself.
+    If load_weights could not be learnt, only attributes that it read are checked, except those that
+    it changes itself.
 
     Every update refuses, by name, parameters that the trainer does not deliver completely, because
     they would keep their old values, and tensors that load_weights writes to one place although
@@ -124,7 +125,7 @@ class RecordedLoader(ChoosingLoader):
         self._stream = loading_stream(device.of_module(module), threads)
         self._model: _Model = []
         self._went_by: object = None
-        # what selects elements of parameters that the module's own loader may not load; None: all
+        # by parameter: selects the elements that load_weights possibly does not load; None: all
         self._doubtful: dict[str, torch.Tensor | None] = {}
         self._before: dict[str, tuple[int, int]] = {}  # the update: their bytes, and a checksum
         self._read: list[Attribute] = []  # by a loader that is called as it is, and was tried

@@ -64,7 +64,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        """Takes on a plan; where the worker's ring lies."""
+        """Takes on a plan; returns where the worker's ring lies."""
 
     @abc.abstractmethod
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None: ...
@@ -75,8 +75,8 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Sends a round, once the stream has filled its slot, which is waited for here where the
-        worker cannot."""
+        """Announces a round that is ready once the stream has filled its slot.  If the worker
+        cannot wait for that, this call does."""
 
     @abc.abstractmethod
     def wait(self, round: int, timeout: float, check: Check) -> None:
@@ -84,7 +84,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def look(self) -> None:
-        """Raises what has become of the worker; waits for nothing."""
+        """Raises if the worker has failed or is gone; does not wait."""
 
     @abc.abstractmethod
     def prepared(self, timeout: float, check: Check) -> None:
@@ -113,7 +113,7 @@ class BucketSession(Session):
     def __init__(self, worker: int, lane: str) -> None:
         super().__init__(worker)
         self._sent: list[Future[None]] = []  # they end in this order
-        self._seen = 0  # of them, those that were seen to have ended well
+        self._seen = 0  # how many of them were seen to have ended well
         self._given_up = threading.Event()
         self._lane = Lane(lane)
 
@@ -134,7 +134,7 @@ class BucketSession(Session):
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         stream.synchronize(timeout, check)
-        check()  # an exchange that has failed lets streams go on, which have copied anything
+        check()  # after an exchange has failed, streams go on and may have copied anything
         self._sent.append(self._lane.submit(functools.partial(self._send, round)))
 
     def look(self) -> None:

@@ -45,7 +45,7 @@ class BroadcastSession(BucketSession):
         engines: those that take broadcasts.
         name: of the source's group.
 
-    `requests` make the announcements of all sources; they are rank 0's, and nothing elsewhere.
+    `requests` announces the buckets of all sources; on ranks other than 0 it does nothing.
     """
 
     def __init__(

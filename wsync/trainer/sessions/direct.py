@@ -14,19 +14,19 @@ from wsync.trainer.sessions.ring import WorkerSession
 class DirectSession(WorkerSession):
     """A worker on this host that may map what the ranks lend and copy out of it.
 
-    What it cannot read there comes through its ring, which may be of nothing.  Round 0 says that
+    What it cannot read there comes through its ring, which may carry no data.  Round 0 says that
     the weights may be read, and its end that they have been.
     """
 
     def __init__(self, worker: int, *, lending: Lending, **known: Any) -> None:
         super().__init__(worker, **known)
         self._lending = lending
-        self._told = -1  # the news that the worker has
+        self._told = -1  # `Lending.news` when the worker was last told
         self._borrower: Borrower | None = None
         self._manifest: _core.Layout | None = None
 
     def serve(self, borrower: Borrower) -> None:
-        """What the worker reads in place; comes before `attach`."""
+        """Sets what the worker reads in place; called before `attach`."""
         self._borrower = borrower
 
     @property

@@ -49,7 +49,7 @@ class RemoteExporter:
         return self._channel.wait((Frame.BLOB,), deadline.left, check)[1]
 
     def attach(self, ring: _core.Memory, manifest: bytes, timeout: float, check: Check) -> None:
-        """Says what tensors there are; the ring is none of this worker's business."""
+        """Says what tensors there are; the worker has a ring of its own."""
         self._peer.send(Frame.MODEL, manifest, timeout, check)
 
     def order(self, orders: bytes, timeout: float, check: Check) -> None:

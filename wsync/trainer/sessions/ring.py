@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# errors of csrc/ipc, and not of checks or streams; their words are about the other side
+# origins of errors of csrc/ipc, and not of checks or streams: their text speaks of the worker, and
+# needs the engine's name
 _SESSIONS = ("session", "channel", "frame", "listener", "blob")
 
 
 class _Naming:
-    """Around calls of a session, some in every round: its errors say whose session it is.  The
-    core, which writes those of a session on this host, knows its peer as a process alone."""
+    """Around calls of a session, some of them in every round: adds the engine and the worker to its
+    errors.  The core, which writes those of a session on this host, knows its peer only as a
+    process."""
 
     __slots__ = ("_engine", "_worker")
 
@@ -71,11 +73,12 @@ class WorkerSession(Session):
         self._park = park
         self.id = secrets.token_hex(8)
         # once accepted: the places of lent memory that the worker can read, its own device first;
-        # none of a worker that reads none
+        # empty if it reads none
         self.reaches: list[str] = []
-        self.most_segments = 0  # that such a worker may hold where nobody has asked for it
+        self.most_segments = 0  # that such a worker may hold with delivery="auto"
         self._directory = directory
-        # one that the worker is in, and before it, while the worker learns, the one it was in
+        # the last is the current one; while the worker learns, the one that it learns in comes
+        # before
         self._exporters: list[Exporter] = [self._listen()]
         self._ring: _core.Memory | None = None
 
@@ -195,7 +198,7 @@ class WorkerSession(Session):
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         if isinstance(self._exporter, _core.Exporter) and self._exporter.loaded > round:
-            return  # by its word, which is there without a call of the kernel
+            return  # by its word in shared memory, without a system call
         with self._naming():
             self._exporter.acquire(round, None, timeout, check)
 
@@ -219,7 +222,8 @@ class WorkerSession(Session):
             self._exporter.commit(timeout, check, self._park)
 
     def park(self, timeout: float, check: Check) -> None:
-        """Unless somebody looks at the ring.  The update is committed whatever comes of it."""
+        """Gives the ring's memory back unless a view of it is in use.  The update is committed
+        whatever comes of it."""
         if not self._park:
             return
         try:

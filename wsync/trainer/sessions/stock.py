@@ -26,8 +26,8 @@ _REPEATS: Final = 1 << 14  # more of buckets than gateways make of one ring's
 class SharedRing:
     """A file of /dev/shm, which streams of a device can write to, with the methods of GpuRing.
 
-    An engine that has answered has read it: its copies from memory of the host that is not pinned
-    do not return before.
+    An engine has read it once it has answered: copies from host memory that is not pinned do not
+    return before they are done.
     """
 
     def __init__(self, nbytes: int, device: _core.Device) -> None:
@@ -128,8 +128,8 @@ class StockSession(BucketSession):
 
 
 def _close(ring: SharedRing, sent: Sequence[Future[None]]) -> None:
-    """Once all requests have ended.  What an engine has not answered it may yet read, and a stock
-    server ends when it finds no file: that goes when it has been read, or with this process."""
+    """Removes the file, once all requests have ended.  If one was not answered, the file goes when
+    the engine has read it, or with this process: a stock server ends when it finds none."""
     if any(_is_unanswered(request.exception()) for request in sent):
         ring.leave()
     else:
