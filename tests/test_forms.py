@@ -24,7 +24,7 @@ from wsync.engine.learn.attributes_read import Attribute, AttributeGuards
 from wsync.engine.learn.module_memory import ModuleMemory, slots, usable
 from wsync.engine.learn.values_relied_on import Forms
 from wsync.module_tensors import Slot, Slots, homes_of
-from wsync.module_tensors.value_guards import pattern
+from wsync.module_tensors.value_forms import pattern
 
 
 class Color(enum.IntEnum):

@@ -300,7 +300,7 @@ class BufferTable:
 @final
 class Pattern:
     """What a value is, as rows (operation, what, numbers of inner rows, which come before).  See csrc/python/pattern.c
-    for the operations; wsync.module_tensors.value_guards.pattern makes the rows."""
+    for the operations; wsync.module_tensors.value_forms.pattern makes the rows."""
     def __new__(cls, rows: Sequence[tuple[str, object, tuple[int, ...]]]) -> Self: ...
     def match(self, value: object, /) -> list[Any] | None:
         """What `keep` met, in order, if the last row is true of the value; else None."""

@@ -26,7 +26,7 @@ from wsync._core import (
 from wsync.engine.learn.module_memory import bound_tensors, seen, usable
 from wsync.module_tensors import dtype_of, same_bytes
 from wsync.module_tensors.names_in_messages import listed
-from wsync.module_tensors.value_guards import (
+from wsync.module_tensors.value_forms import (
     KEEP,
     Form,
     at,

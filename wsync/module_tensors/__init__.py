@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from wsync import _core
-from wsync.module_tensors.value_guards import (
+from wsync.module_tensors.value_forms import (
     Form,
     at,
     atom,

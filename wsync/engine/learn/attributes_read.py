@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from wsync.engine.learn.values_relied_on import ATOMS, Forms
-from wsync.module_tensors.value_guards import (
+from wsync.module_tensors.value_forms import (
     Form,
     atom,
     attribute,

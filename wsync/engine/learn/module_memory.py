@@ -22,7 +22,7 @@ from wsync._core import (
 )
 from wsync.engine.learn.regions import Move
 from wsync.module_tensors import checksum_of
-from wsync.module_tensors.value_guards import (
+from wsync.module_tensors.value_forms import (
     KEEP,
     Form,
     at,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from wsync.module_tensors.value_guards import Form, atom, attribute, call, elements, items, typed
+from wsync.module_tensors.value_forms import Form, atom, attribute, call, elements, items, typed
 
 # values that cannot change while they are the same object
 ATOMS: Final = (
