@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from wsync._core import LayoutError, Pattern
-from wsync.engine.learn import values_relied_on
+from wsync.engine.learn import forms_of_values
 from wsync.engine.learn.attributes_read import Attribute, AttributeGuards
+from wsync.engine.learn.forms_of_values import Forms
 from wsync.engine.learn.module_memory import ModuleMemory, slots, usable
-from wsync.engine.learn.values_relied_on import Forms
 from wsync.module_tensors import Slot, Slots, homes_of
 from wsync.module_tensors.value_forms import pattern
 
@@ -164,9 +164,9 @@ def mutate(chance: random.Random, value: Any) -> Any:
 @pytest.fixture
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values as deep as they are drawn are compared."""
-    monkeypatch.setattr(values_relied_on, "_DEPTH", 99)
-    elements = [functools.partial(values_relied_on._elements, depth) for depth in range(99)]
-    monkeypatch.setattr(values_relied_on, "_ELEMENTS", elements)
+    monkeypatch.setattr(forms_of_values, "_DEPTH", 99)
+    elements = [functools.partial(forms_of_values._elements, depth) for depth in range(99)]
+    monkeypatch.setattr(forms_of_values, "_ELEMENTS", elements)
 
 
 @pytest.mark.usefixtures("deep")

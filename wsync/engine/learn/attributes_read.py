@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from wsync.engine.learn.values_relied_on import ATOMS, Forms
+from wsync.engine.learn.forms_of_values import ATOMS, Forms
 from wsync.module_tensors.value_forms import (
     Form,
     atom,

@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from wsync._core import LayoutError
+from wsync.engine.learn.addresses_in_module import noted_addresses
 from wsync.engine.learn.attributes_read import Attribute, AttributeGuards
 from wsync.engine.learn.attributes_set import LeftValues
 from wsync.engine.learn.dummy_weights import MadeUpModel
@@ -32,7 +33,6 @@ from wsync.engine.learn.module_memory import (
     view,
 )
 from wsync.engine.learn.module_state import Bindings
-from wsync.engine.learn.noted_addresses import noted_addresses
 from wsync.engine.learn.quantisation_mismatch import refuse_other_forms, refuse_unloadable
 from wsync.engine.learn.regions import (
     Box,
