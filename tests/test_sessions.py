@@ -16,8 +16,8 @@ from support import call_cases
 import wsync
 from wsync import _core
 from wsync.trainer.roster import Delivery, PlanWorker, RolloutEngine, Roster
-from wsync.trainer.sessions.ring import WorkerSession
 from wsync.trainer.sessions.stock import SharedRing, _close
+from wsync.trainer.sessions.worker import WorkerSession
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.interrupts import interrupted
 import wsync
 from wsync.engine.update_state import UpdateState
 
-MODULES = ("wsync.trainer.updates", "wsync.engine.update_state", "wsync.machine.try_lock")
+MODULES = ("wsync.trainer.updates_base", "wsync.engine.update_state", "wsync.machine.try_lock")
 
 
 def test_an_interrupt_at_any_line_leaves_no_engine_busy() -> None:

@@ -24,7 +24,7 @@ from wsync.demo import trace_export
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.machine import trace
-from wsync.trainer.sessions.ring import WorkerSession
+from wsync.trainer.sessions.worker import WorkerSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
 

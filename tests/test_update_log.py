@@ -21,7 +21,7 @@ from wsync.engine.learn import time_limit
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.machine.deadline import PUNCTUAL
 from wsync.messages.control import Learnt
-from wsync.trainer import updates
+from wsync.trainer import updates_base
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
 REMOTE = dataclasses.replace(OPTIONS, delivery="distributed", broadcast="wsync")
@@ -129,7 +129,7 @@ def test_what_is_learnt_whole_is_not_the_engines_own_loading() -> None:
 def test_learning_that_takes_long_is_told_once(
     notable: float, count: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updates, "_NOTABLE_SECONDS", notable)
+    monkeypatch.setattr(updates_base, "_NOTABLE_SECONDS", notable)
     engine = ThreadEngine([RecordedLoader(changed(Fused.load_weights))])
     with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
         first, second = sync.update(), sync.update()
@@ -173,7 +173,7 @@ class Slow(torch.nn.Module):
 def test_a_user_sees_how_far_engines_have_learnt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(updates, "_bars", lambda: Watched)
+    monkeypatch.setattr(updates_base, "_bars", lambda: Watched)
     monkeypatch.setattr(Watched, "seen", [])
     weights = {name: torch.ones(4) for name, _ in Slow().named_parameters()}
     options = dataclasses.replace(OPTIONS, progress=True)

@@ -39,10 +39,10 @@ from wsync.report import Report
 from wsync.trainer.engine_form import SentForm, check_scales
 from wsync.trainer.quantise_option import config_to_write, exact_config, for_files
 from wsync.trainer.requests import EngineRequests
-from wsync.trainer.updates import Updates
+from wsync.trainer.updates_base import Updates
 
 if TYPE_CHECKING:
-    from wsync.trainer.updates import Source, Weights
+    from wsync.trainer.updates_base import Source, Weights
 
 __all__ = ["DiskSync", "newest"]
 

@@ -16,15 +16,15 @@ from wsync.machine.trace import Trace
 from wsync.options import Options, numbers
 from wsync.report import Report
 from wsync.trainer.connection import Connection
-from wsync.trainer.deliveries import WorkerDelivery, deliveries
 from wsync.trainer.engine_form import SentForm, check_scales, tell_rearranged
 from wsync.trainer.lending import Lender, Lending
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
-from wsync.trainer.updates import Updates
+from wsync.trainer.sent_to_workers import WorkerDelivery, deliveries
+from wsync.trainer.updates_base import Updates
 
 if TYPE_CHECKING:
-    from wsync.trainer.updates import Source, Weights
+    from wsync.trainer.updates_base import Source, Weights
 
 
 class Sync(Updates):

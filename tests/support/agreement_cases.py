@@ -22,7 +22,7 @@ from wsync.disk import DiskSync
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.layout import from_tensors
-from wsync.trainer import updates
+from wsync.trainer import updates_base
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False, delivery="stock")
 
@@ -227,7 +227,7 @@ def called_alone() -> list[str]:
     with wsync.connect(weights, engines, options=options) as sync:
         found = [error_of(lambda: sync.update(version=""))]
         if dist.get_rank() == 1:
-            with mock.patch.object(updates, "TrainerGroup", late):
+            with mock.patch.object(updates_base, "TrainerGroup", late):
                 assert error_of(sync.update).startswith("DeadlineError")
         found.append(error_of(sync.update))
         _interrupted(sync)

@@ -35,7 +35,7 @@ from wsync.layout import TrainerLayout
 from wsync.machine.device import find, uuid
 from wsync.trainer import quantised_image
 from wsync.trainer.sessions import broadcast
-from wsync.trainer.sessions.ring import WorkerSession
+from wsync.trainer.sessions.worker import WorkerSession
 
 OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 14, ring_nbytes=1 << 16, flush_cache=False

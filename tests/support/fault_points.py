@@ -25,7 +25,7 @@ from wsync._core import Exporter, Importer, Memory
 from wsync.sync import Sync
 from wsync.trainer.connection import Connection
 from wsync.trainer.lending import Lending
-from wsync.trainer.sessions.ring import WorkerSession
+from wsync.trainer.sessions.worker import WorkerSession
 
 # where a trainer rank is in each phase: just before it calls
 TRAINER: dict[str, tuple[type, str]] = {

@@ -35,8 +35,8 @@ from wsync.trainer.sessions.base import Session
 from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.direct import DirectSession
 from wsync.trainer.sessions.remote import RemoteSession
-from wsync.trainer.sessions.ring import WorkerSession
 from wsync.trainer.sessions.stock import StockSession
+from wsync.trainer.sessions.worker import WorkerSession
 
 if TYPE_CHECKING:
     from tqdm import tqdm

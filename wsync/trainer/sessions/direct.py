@@ -8,7 +8,7 @@ from wsync import _core
 from wsync.machine.deadline import Check
 from wsync.trainer.lending import Borrower, Lending
 from wsync.trainer.sessions.base import Span
-from wsync.trainer.sessions.ring import WorkerSession
+from wsync.trainer.sessions.worker import WorkerSession
 
 
 class DirectSession(WorkerSession):

@@ -13,7 +13,7 @@ from wsync.machine.deadline import Check, Deadline
 from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame, Listener
 from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import Span
-from wsync.trainer.sessions.ring import WorkerSession
+from wsync.trainer.sessions.worker import WorkerSession
 
 
 class RemoteExporter:
