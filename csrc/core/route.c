@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/route.h"
-#include "core/base/sort.h"
+#include "core/base/counting_sort.h"
 
 #include <stdlib.h>
 

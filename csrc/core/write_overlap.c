@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/write_overlap.h"
-#include "core/base/sort.h"
+#include "core/base/counting_sort.h"
 
 #include <stdlib.h>
 

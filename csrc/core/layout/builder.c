@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "core/base/array.h"
-#include "core/base/sort.h"
+#include "core/base/counting_sort.h"
 #include "core/layout/layout.h"
 #include "core/layout/layout_parts.h"
 

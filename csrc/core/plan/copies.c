@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/base/sort.h"
+#include "core/base/counting_sort.h"
 #include "core/plan/planner.h"
 
 /* Where messages begin if there is room: NCCL and GPUs move whole lines of so many bytes.

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/base/sort.h"
+#include "core/base/counting_sort.h"
 #include "core/layout/layout_parts.h"
 #include "core/plan/planner.h"
 

@@ -4,7 +4,7 @@
 
 #include <stdlib.h>
 
-#include "core/base/sort.h"
+#include "core/base/counting_sort.h"
 #include "core/plan/planner.h"
 
 static const uint64_t default_round_nbytes = UINT64_C(32) << 20;

@@ -5,7 +5,7 @@
  *   match_boxes.c     one tensor: which source boxes serve which wanted boxes
  *   senders.c   one piece: which replica serves which workers
  *   rounds.c    items -> rounds
- *   rings.c     rounds -> slots of the rings
+ *   slots.c     rounds -> slots of the rings
  *   copies.c    rounds -> messages, and this rank's copies: pack, local and unpack
  *   manifest.c  what is delivered, and the layout of a worker's ring
  *   plan.c      the entry point and the accessors

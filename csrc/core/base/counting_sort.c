@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/base/sort.h"
+#include "core/base/counting_sort.h"
 
 #include <stdint.h>
 #include <stdlib.h>

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Counting sort.  The key of an item is a uint32_t inside it; items of one key keep their
  * order. */
-#ifndef WSYNC_CORE_BASE_SORT_H
-#define WSYNC_CORE_BASE_SORT_H
+#ifndef WSYNC_CORE_BASE_COUNTING_SORT_H
+#define WSYNC_CORE_BASE_COUNTING_SORT_H
 
 #include <stddef.h>
 
