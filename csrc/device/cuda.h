@@ -8,7 +8,7 @@
  *   cuda_lend.c           memory of others than wsync, lent and borrowed
  *   cuda_note.c           what crosses for these two
  *   cuda_stream.c         waits, records and ends; gives batches to cuda_runner.c
- *   cuda_words.c          waits and records, as the device or the host has them
+ *   cuda_events.c         waits and records, as the device or the host has them
  *   cuda_runner.c         a batch: has spans and tables looked up, launches or feeds
  *   cuda_runs.c           what copy engines copy of it
  *   cuda_quantise.c       the same for a batch of pieces

@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 
 #include "core/base/array.h"
-#include "device/cuda_words.h"
+#include "device/cuda_events.h"
 
 enum {
     SLOT_ALIGNMENT = 64,
@@ -391,8 +391,8 @@ wsync_status_t wsync_cuda_feed_fill(wsync_cuda_feed_t *feed, const wsync_cuda_lo
     if (status == WSYNC_OK) {
         const wsync_event_t filled = device_word(feed, FILLED_OFFSET);
 
-        status = feed->device->words ? wsync_cuda_words_wait(feed->device, feed->stream,
-                                                             filled, number, err)
+        status = feed->device->words ? wsync_cuda_events_wait(feed->device, feed->stream,
+                                                              filled, number, err)
                                      : wsync_event_wait(filled, number, FILL_MS, err);
     }
     *place = (wsync_cuda_place_t){feed->at + slot * WSYNC_CUDA_FEED_SLOT_NBYTES,

@@ -17,8 +17,8 @@
 #include <unistd.h>
 
 #include "core/base/array.h"
+#include "device/cuda_events.h"
 #include "device/cuda_quantise.h"
-#include "device/cuda_words.h"
 #include "device/deadline.h"
 
 #define WAITS_VARIABLE "WSYNC_GPU_WAITS"
@@ -344,10 +344,10 @@ static wsync_status_t enqueue_word(cuda_stream_t *self, entry_t *entry, wsync_er
     if (status != WSYNC_OK) {
         return status;
     }
-    status = entry->waits ? wsync_cuda_words_wait(self->device, stream, entry->event,
-                                                  entry->value, err)
-                          : wsync_cuda_words_record(self->device, stream, entry->event,
-                                                    entry->value, &entry->kept, err);
+    status = entry->waits ? wsync_cuda_events_wait(self->device, stream, entry->event,
+                                                   entry->value, err)
+                          : wsync_cuda_events_record(self->device, stream, entry->event,
+                                                     entry->value, &entry->kept, err);
     if (status == WSYNC_OK) {
         add_entry(self, entry);
     }

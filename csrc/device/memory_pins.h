@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What keeps memory from being parked, as wsync_memory_pin of device.h has it: a count in
  * one word, which says PARKED instead while there is nothing to pin. */
-#ifndef WSYNC_DEVICE_PARK_GUARD_H
-#define WSYNC_DEVICE_PARK_GUARD_H
+#ifndef WSYNC_DEVICE_MEMORY_PINS_H
+#define WSYNC_DEVICE_MEMORY_PINS_H
 
 #include <limits.h>
 #include <stdatomic.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "device/cuda_words.h"
+#include "device/cuda_events.h"
 
 #include <stdlib.h>
 
@@ -44,9 +44,9 @@ static wsync_status_t record_by_host(const wsync_cuda_device_t *device,
     return check(device, code, "cuLaunchHostFunc", err);
 }
 
-wsync_status_t wsync_cuda_words_record(const wsync_cuda_device_t *device,
-                                       wsync_cu_stream_t stream, wsync_event_t event,
-                                       uint64_t value, void **kept, wsync_error_t *err)
+wsync_status_t wsync_cuda_events_record(const wsync_cuda_device_t *device,
+                                        wsync_cu_stream_t stream, wsync_event_t event,
+                                        uint64_t value, void **kept, wsync_error_t *err)
 {
     *kept = NULL;
     return device->words ? check(device,
@@ -56,9 +56,9 @@ wsync_status_t wsync_cuda_words_record(const wsync_cuda_device_t *device,
                          : record_by_host(device, stream, event, value, kept, err);
 }
 
-wsync_status_t wsync_cuda_words_wait(const wsync_cuda_device_t *device,
-                                     wsync_cu_stream_t stream, wsync_event_t event,
-                                     uint64_t value, wsync_error_t *err)
+wsync_status_t wsync_cuda_events_wait(const wsync_cuda_device_t *device,
+                                      wsync_cu_stream_t stream, wsync_event_t event,
+                                      uint64_t value, wsync_error_t *err)
 {
     return check(device,
                  device->driver->stream_wait_value(stream, wsync_cuda_event_address(event),
