@@ -299,8 +299,8 @@ class BufferTable:
 
 @final
 class Pattern:
-    """What a value is, as rows (operation, what, numbers of inner rows, which come before).  See csrc/python/pattern.c
-    for the operations; wsync.module_tensors.value_forms.pattern makes the rows."""
+    """What a value is, as rows (operation, what, numbers of inner rows, which come before).  See
+    csrc/python/value_pattern.c for the operations; wsync.module_tensors.value_forms.pattern makes the rows."""
     def __new__(cls, rows: Sequence[tuple[str, object, tuple[int, ...]]]) -> Self: ...
     def match(self, value: object, /) -> list[Any] | None:
         """What `keep` met, in order, if the last row is true of the value; else None."""

@@ -1,7 +1,7 @@
 """Forms: what a value was, to see later at little cost whether it still is that.
 
 A form is a question about a value, and forms of what the value holds, which C asks (see
-csrc/python/pattern.c).  A value is still the same if it has the form that it had.
+csrc/python/value_pattern.c).  A value is still the same if it has the form that it had.
 """
 
 from __future__ import annotations

@@ -191,7 +191,6 @@ static int match_dict(match_t *match, const row_t *row, PyObject *dict)
     Py_ssize_t i = 0;
     int same = PyDict_Size(dict) == row->count;
 
-
     while (same > 0 && i < row->count && PyDict_Next(dict, &place, &key, &item)) {
         row_t *inner = row->inner[i];
 
@@ -463,7 +462,7 @@ static PyType_Slot pattern_slots[] = {
      "Pattern(rows)\n--\n\n"
      "What a value is, as rows (operation, what, numbers of inner rows, which come "
      "before).\n"
-     "See csrc/python/pattern.c for the operations."},
+     "See csrc/python/value_pattern.c for the operations."},
     {Py_tp_new, pattern_new},
     {Py_tp_dealloc, pattern_dealloc},
     {Py_tp_traverse, pattern_traverse},
