@@ -3,7 +3,7 @@
 #ifndef WSYNC_TESTS_COMM_FIXTURE_H
 #define WSYNC_TESTS_COMM_FIXTURE_H
 
-#include "comm/shared_internal.h"
+#include "comm/same_host_internal.h"
 #include "device_fixture.h"
 #include "layouts.h"
 

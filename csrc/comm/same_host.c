@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/shared_internal.h"
+#include "comm/same_host_internal.h"
 
 enum {
     CONTROL_NBYTES = 4096,

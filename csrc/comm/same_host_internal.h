@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The frames of an exchange between ranks of one host, and its state. */
-#ifndef WSYNC_COMM_SHARED_INTERNAL_H
-#define WSYNC_COMM_SHARED_INTERNAL_H
+#ifndef WSYNC_COMM_SAME_HOST_INTERNAL_H
+#define WSYNC_COMM_SAME_HOST_INTERNAL_H
 
 #include "comm/comm_internal.h"
 
