@@ -267,8 +267,8 @@ void wsync_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next, size_
 
 /* INVALID unless the event is an aligned word of control memory. */
 wsync_status_t wsync_event_check(wsync_event_t event, wsync_error_t *err);
-/* Everything this thread wrote before is visible to whoever sees the value.  A value below
- * the present one changes nothing. */
+/* A thread that sees the value also sees everything that this thread wrote before.  A value
+ * below the present one changes nothing. */
 void wsync_event_set(wsync_event_t event, uint64_t value);
 /* Waits in the calling thread until the event is at least `value`. */
 wsync_status_t wsync_event_wait(wsync_event_t event, uint64_t value, int timeout_ms,

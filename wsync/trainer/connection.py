@@ -474,7 +474,7 @@ class Connection:
         """Raises a failure of this rank's GPU, of its workers, of a remote engine or of the
         exchange; does not wait."""
         if self._stream is not None:
-            self._stream.look()  # one that has faulted leaves everybody waiting
+            self._stream.look()  # after a fault all ranks would wait
         for session in self._sessions:
             session.look()
         if self._exchange is not None:

@@ -152,7 +152,7 @@ def _by_tensors(folder: str) -> _Form | None:
 
 
 def check_scales(model: _core.Layout) -> None:
-    """Raises LayoutError, by name, where ranks hold codes and nobody their scales: an engine that
+    """Raises LayoutError, by name, if ranks hold codes and none holds their scales: an engine that
     is sent only codes reads them with other scales, or with none."""
     missing = without_scales((each.name, each.dtype) for each in facts_of(model))
     if missing:

@@ -82,9 +82,10 @@ def config_in(folder: Path) -> Mapping[str, Any] | None:
 def config_to_write(
     options: Options, base: Any, model: _core.Layout
 ) -> tuple[Mapping[str, Any] | None, str]:
-    """The quantization_config of a checkpoint with the configuration of `base`, a folder or a
-    transformers configuration: base's own, and the name of base, or what options mean, and "";
-    None where weights stay as they are.  See `exact_config` for what its lists have to say.
+    """The quantization_config to write in a checkpoint that has the configuration of `base` (a
+    folder or a transformers configuration), and where it is from: base's own, and base's name; or
+    what options mean, and "".  None where weights stay as they are.  See `exact_config` for what
+    its lists have to say.
 
     model: what all ranks hold, which may be codes and scales itself.
 
@@ -117,7 +118,7 @@ def config_to_write(
 
 
 def _named(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """hf_quant_config.json alone leaves the method's name out."""
+    """Adds the method's name, which only hf_quant_config.json leaves out."""
     return {"quant_method": "modelopt", **config}
 
 

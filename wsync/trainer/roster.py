@@ -1,4 +1,4 @@
-"""Who takes part in updates: trainer ranks, engines, and what each rank sends to."""
+"""What takes part in updates: trainer ranks, engines, and the workers that each rank sends to."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class PlanWorker:
 
 @dataclass(frozen=True)
 class Roster:
-    """All who take part; the same on all ranks.
+    """All that takes part in updates; the same on all ranks.
 
     hosts, stages: host and pipeline stage of every trainer rank; model: what they hold together.
     """
