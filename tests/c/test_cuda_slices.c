@@ -158,6 +158,41 @@ TEST(a_process_that_is_stopped_keeps_nobody)
     open_gate(peer);
 }
 
+static void pause_shortly(void *argument)
+{
+    (void)argument;
+    (void)usleep(20000);
+}
+
+/* Is idle, once a host function has run behind its last work. */
+static void idle_main(int socket)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_ptr_t at = 0;
+
+    CU(cu->mem_alloc(&at, NBYTES));
+    CU(cu->launch_host(stream, pause_shortly, NULL)); /* what follows is queued by then */
+    CU(cu->memset_async(at, 1, NBYTES, stream));
+    CU(cu->launch_host(stream, pause_shortly, NULL));
+    CU(cu->stream_synchronize(stream));
+    nudge(socket);
+    await_nudge(socket);
+}
+
+TEST(a_process_without_work_for_the_device_keeps_nobody)
+{
+    peer_t peer;
+    const wsync_cuda_driver_t *cu;
+
+    share(FOR_EVER, "0");
+    peer = peer_start(idle_main);
+    cu = enter_device(0);
+    CU(cu->stream_synchronize(begin(cu, peer)));
+    nudge(peer.socket);
+    peer_end(peer);
+}
+
 /* --- slices of work ---------------------------------------------------------------------
  */
 

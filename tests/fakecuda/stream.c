@@ -141,7 +141,15 @@ static void run(const fake_op_t *op, int device)
     }
 }
 
-/* The host runs its functions without the device. */
+/* Whether work of the device waits: the host runs its functions without it. */
+static bool has_work(const fake_op_t *op)
+{
+    while (op != NULL && op->kind == FAKE_CALL_HOST) {
+        op = op->next;
+    }
+    return op != NULL;
+}
+
 static void run_in_turn(const struct wsync_cu_stream *stream, const fake_op_t *op)
 {
     const int device = stream->context->device;
@@ -155,9 +163,8 @@ static void run_in_turn(const struct wsync_cu_stream *stream, const fake_op_t *o
     run(op, device);
     fake_lock();
     for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
-        const fake_op_t *next = at == stream ? op->next : at->head;
-
-        last = last && (at->context != stream->context || next == NULL);
+        last = last && (at->context != stream->context ||
+                        !has_work(at == stream ? op->next : at->head));
     }
     fake_unlock();
     fake_turn_end(device, last);
