@@ -23,8 +23,8 @@ from wsync.disk import DiskSync, newest
 from wsync.families import registry
 from wsync.families.blocks import eh_proj, mtp
 from wsync.families.registry import Family
-from wsync.layout import from_tensors, global_name, kept
-from wsync.module_tensors.places import places_of
+from wsync.layout import _meeting, from_tensors, global_name, kept
+from wsync.module_tensors.places import are_apart, places_of
 
 
 @pytest.fixture
@@ -418,6 +418,21 @@ def test_elements_in_common_are_found(data: Any) -> None:
     assert one.meets(other) == other.meets(one)
     if expected or not any(overlaps(view) for view in views):
         assert one.meets(other) == expected
+
+
+@pytest.mark.parametrize("views", ["blocks", "columns", "rows"])
+def test_parts_of_one_matrix_are_told_apart_at_once(views: str) -> None:
+    """As many as experts are, without a look at their elements two by two."""
+    matrix = torch.zeros(64, 512, dtype=torch.bfloat16)
+    parts = {
+        "blocks": matrix.split(4, dim=1),
+        "columns": [matrix[:, first::128] for first in range(128)],
+        "rows": matrix.unbind(),
+    }[views]
+    places = [place for part in parts for place in places_of(part)]
+    assert are_apart(places) or views == "rows"
+    assert not are_apart([*places, *places_of(matrix[:, 2:5])])
+    assert not _meeting([[place] for place in places])
 
 
 def index_of(view: torch.Tensor) -> list[int]:

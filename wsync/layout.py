@@ -6,13 +6,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from wsync import _core
 from wsync.families.registry import TOGETHER
 from wsync.families.rules import group_of
 from wsync.module_tensors import checksum_of, two_tensors
-from wsync.module_tensors.places import Place, parts_of, places_of
+from wsync.module_tensors.places import MemoryPlace, are_apart, parts_of, places_of
 from wsync.module_tensors.quantised_names import group_of_parts
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def kept(
     Raises LayoutError where one was written to when it had been given, and lies in the memory of
     another.  ask: makes the tensor of a name once more, as what torch does not count is seen then.
     """
-    given, places = list[tuple[str, _T]](), list[list[Place]]()
+    given, places = list[tuple[str, _T]](), list[list[MemoryPlace]]()
     for name, tensor in pairs:
         given.append((name, tensor))
         places.append(places_of(tensor))
@@ -74,19 +75,28 @@ def kept(
     return given
 
 
-def _meeting(places: Sequence[Sequence[Place]]) -> dict[int, set[int]]:
+def _meeting(places: Sequence[Sequence[MemoryPlace]]) -> dict[int, set[int]]:
     """Of the tensors that have elements in common with others: their numbers, and the others'."""
     found: dict[int, set[int]] = {}
-    near: list[tuple[int, Place]] = []  # those that end after the one at hand begins
+    for group in _near(places):
+        if len(group) > 1 and not are_apart([place for _, place in group]):
+            for (number, place), (other, its) in combinations(group, 2):
+                if other != number and place.meets(its):
+                    found.setdefault(number, set()).add(other)
+                    found.setdefault(other, set()).add(number)
+    return dict(sorted(found.items()))
+
+
+def _near(places: Sequence[Sequence[MemoryPlace]]) -> list[list[tuple[int, MemoryPlace]]]:
+    """Groups of places with their tensors' numbers: none lies between the ends of another group."""
+    groups, end = list[list[tuple[int, MemoryPlace]]](), 0
     flat = [(number, place) for number, several in enumerate(places) for place in several]
     for number, place in sorted(flat, key=lambda each: each[1][:2]):
-        near = [each for each in near if each[1].end > place.start]
-        for other, its in near:
-            if other != number and place.meets(its):
-                found.setdefault(number, set()).add(other)
-                found.setdefault(other, set()).add(number)
-        near.append((number, place))
-    return dict(sorted(found.items()))
+        if place.start >= end:
+            groups.append([])
+        groups[-1].append((number, place))
+        end = max(end, place.end)
+    return groups
 
 
 def _written_for(ask: Callable[[str], object], name: str, tensor: Any) -> bool:
