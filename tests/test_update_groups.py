@@ -404,6 +404,18 @@ def test_who_drops_an_interrupts_traceback_does_not_end_the_group() -> None:
     assert ended_by != [threading.current_thread()]
 
 
+def test_an_error_of_a_backends_own_is_not_a_group_that_is_closed() -> None:
+    def fail() -> None:
+        raise IndexError("of the backend")
+
+    group = Collectives(SimpleNamespace(allreduce=fail), whole="2 ranks", member="a rank")
+    with pytest.raises(IndexError, match="of the backend"):
+        group.start("allreduce")
+    group.close()
+    with pytest.raises(wsync.StateError, match="2 ranks is closed"):
+        group.start("allreduce")
+
+
 # a collective that is stuck when its group is left, and ends after the interpreter has begun to
 ENDING = """
 import sys, time

@@ -37,17 +37,24 @@ class Collectives:
             StateError: after close.
             PeerClosedError: a member is gone.
         """
-        broken, self._broken = self._broken, True  # until it is known what is under way
+        held = self._held  # which another thread may close
+        if not held:
+            raise self._closed()
         try:
-            work = getattr(self._held[0], name)(*arguments)
-        except IndexError:
-            self._broken = broken
-            raise _core.StateError(f"the group of {self._whole} is closed") from None
+            work = getattr(held[0], name)(*arguments)
+            self._underway.add(work)
         except RuntimeError as error:
+            self._broken = True  # who knows what that leaves behind
             raise self._gone(error) from error
-        self._underway.add(work)
-        self._broken = broken
+        except BaseException:
+            if not held:
+                raise self._closed() from None
+            self._broken = True
+            raise
         return work
+
+    def _closed(self) -> _core.StateError:
+        return _core.StateError(f"the group of {self._whole} is closed")
 
     def finish(
         self,
