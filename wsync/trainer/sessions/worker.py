@@ -132,10 +132,10 @@ class WorkerSession(Session):
 
     @property
     def learnt(self) -> float:
-        """How far a worker is that was sent the model, from 0 to 1 and as far as is known."""
-        if len(self._exporters) == 1:
+        """How far a worker is that was sent the model, from 0 to 1; 1 where that is not known."""
+        if len(self._exporters) == 1 or not self._learning_rounds:
             return 1.0
-        return self._exporters[0].loaded / max(self._learning_rounds, 1)
+        return self._exporters[0].loaded / self._learning_rounds
 
     def accept_layout(self, timeout: float, check: Check) -> bytes:
         """Waits until the worker has learnt and is back; what `accept` returns.
