@@ -181,7 +181,7 @@ cleanup:
 /* Conjugation and negation are bits on the tensor, not in its bytes, and DLPack drops
  * them. */
 static int refuse_lazy_bit(const describer_t *describer, PyObject *tensor,
-                           wsync_py_method_t *method, const char *what)
+                           wsync_py_question_t *method, const char *what)
 {
     PyObject *answer = wsync_py_ask(method, tensor);
     const int set = answer != NULL ? PyObject_IsTrue(answer) : -1;
@@ -669,15 +669,12 @@ static Py_ssize_t find_moved(describer_t *describer, PyObject *tensors,
                  : table->storages != NULL && is_known(describer, tensor, table))) {
             continue;
         }
-        PyErr_Clear();
+        if (wsync_py_refused() < 0) {
+            return -1;
+        }
         if (read_tensor(describer, tensor, &row) < 0) {
             /* one that lies nowhere, or that cannot be described any more */
-            if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
-                !PyErr_ExceptionMatches(PyExc_Exception)) {
-                return -1;
-            }
-            PyErr_Clear();
-            return i;
+            return wsync_py_refused() < 0 ? -1 : i;
         }
         if (!same_place(&row, &table->rows[i], describer->owners != NULL)) {
             return i;
@@ -757,7 +754,7 @@ static int take_known(describer_t *describer, PyObject *tensor)
     storage = wsync_py_known_storage(&describer->questions, describer->api, former,
                                      describer->index, tensor, describer->seen);
     if (storage == NULL) {
-        return 0;
+        return PyErr_Occurred() != NULL ? -1 : 0;
     }
     describer->seen = storage;
     result = PyList_Append(describer->owners, storage) < 0 ? -1 : 1;

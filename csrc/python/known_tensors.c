@@ -55,12 +55,12 @@ wsync_py_questions_t wsync_py_questions(const ModuleState *state)
 }
 
 /* Whether a method answers False. */
-static bool denies(PyObject *tensor, wsync_py_method_t *method)
+static bool denies(PyObject *tensor, wsync_py_question_t *method)
 {
     PyObject *answer = wsync_py_ask(method, tensor);
     const bool denied = answer == Py_False;
 
-    PyErr_Clear();
+    (void)wsync_py_refused();
     Py_XDECREF(answer);
     return denied;
 }
@@ -75,7 +75,7 @@ static bool same_memory(wsync_py_questions_t *questions, PyObject *storage,
         wsync_py_ask_number(&questions->nbytes, storage) == row->storage_nbytes &&
         PyErr_Occurred() == NULL;
 
-    PyErr_Clear();
+    (void)wsync_py_refused();
     return same;
 }
 

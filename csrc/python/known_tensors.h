@@ -8,11 +8,11 @@
 
 /* What tensors and storages are asked. */
 typedef struct wsync_py_questions {
-    wsync_py_method_t is_conj;
-    wsync_py_method_t is_neg;
-    wsync_py_method_t untyped_storage;
-    wsync_py_method_t data_ptr; /* these two of storages */
-    wsync_py_method_t nbytes;
+    wsync_py_question_t is_conj;
+    wsync_py_question_t is_neg;
+    wsync_py_question_t untyped_storage;
+    wsync_py_question_t data_ptr; /* these two of storages */
+    wsync_py_question_t nbytes;
 } wsync_py_questions_t;
 
 wsync_py_questions_t wsync_py_questions(const ModuleState *state);
@@ -24,8 +24,9 @@ bool wsync_py_same_place(const DLPackExchangeAPI *api, PyObject *tensor,
                          const wsync_tensor_row_t *row, int gpu);
 
 /* The storage that a row of a former table's form lies in, new, if all that the row says of
- * the tensor still holds, and its memory is the storage's; else NULL, without an exception.
- * The form has `storages`.  seen: one that was found so for a tensor before, or NULL. */
+ * the tensor still holds, and its memory is the storage's; else NULL, with an exception if
+ * one is not to be dropped (wsync_py_refused).  The form has `storages`.  seen: one that
+ * was found so for a tensor before, or NULL. */
 PyObject *wsync_py_known_storage(wsync_py_questions_t *questions,
                                  const DLPackExchangeAPI *api,
                                  const TensorTableObject *former, Py_ssize_t index,

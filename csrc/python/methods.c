@@ -3,33 +3,35 @@
  * such questions in a few nanoseconds, and the search took most of the time. */
 #include "python/methods.h"
 
-static PyCFunction find_function(PyObject *object, PyObject *name)
+/* -1 with an exception where the object has no such method. */
+static int look_up(wsync_py_question_t *method, PyObject *object)
 {
-    PyObject *bound = PyObject_GetAttr(object, name);
-    PyCFunction function = NULL;
+    PyObject *bound = PyObject_GetAttr(object, method->name);
 
-    if (bound != NULL && Py_IS_TYPE(bound, &PyCFunction_Type) &&
-        PyCFunction_GetSelf(bound) == object &&
-        PyCFunction_GetFlags(bound) == METH_NOARGS) {
-        function = PyCFunction_GetFunction(bound);
+    if (bound == NULL) {
+        return -1;
     }
-    PyErr_Clear();
-    Py_XDECREF(bound);
-    return function;
+    method->type = Py_TYPE(object);
+    method->function = NULL;
+    if (Py_IS_TYPE(bound, &PyCFunction_Type) && PyCFunction_GetSelf(bound) == object &&
+        PyCFunction_GetFlags(bound) == METH_NOARGS) {
+        method->function = PyCFunction_GetFunction(bound);
+    }
+    Py_DECREF(bound);
+    return 0;
 }
 
-PyObject *wsync_py_ask(wsync_py_method_t *method, PyObject *object)
+PyObject *wsync_py_ask(wsync_py_question_t *method, PyObject *object)
 {
-    if (Py_TYPE(object) != method->type) {
-        method->function = find_function(object, method->name);
-        method->type = Py_TYPE(object);
+    if (Py_TYPE(object) != method->type && look_up(method, object) < 0) {
+        return NULL;
     }
     return method->function != NULL
                ? method->function(object, NULL)
                : PyObject_CallMethodObjArgs(object, method->name, NULL);
 }
 
-uint64_t wsync_py_ask_number(wsync_py_method_t *method, PyObject *object)
+uint64_t wsync_py_ask_number(wsync_py_question_t *method, PyObject *object)
 {
     PyObject *answer = wsync_py_ask(method, object);
     /* the one that checks the range takes three times as long */

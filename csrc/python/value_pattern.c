@@ -112,35 +112,27 @@ static void meet(match_t *match, const void *value)
     trace->values[match->met++] = value;
 }
 
-/* Rows lie in the order in which modules are asked. */
+/* A hint, also beyond the end of an array, where no pointer may be formed. */
+static void fetch(const void *from, size_t ahead)
+{
+    __builtin_prefetch((const void *)((uintptr_t)from + ahead)); /* NOLINT */
+}
+
+/* Rows lie in the order in which modules are asked, two of them in three cache lines. */
 static void expect_rows(const row_t *row)
 {
-    __builtin_prefetch(row + ROWS_AHEAD);
-    __builtin_prefetch(row + ROWS_AHEAD + 2);
-    __builtin_prefetch(row->inner + INNER_AHEAD);
+    fetch(row, ROWS_AHEAD * sizeof(*row));
+    fetch(row, (ROWS_AHEAD + 2) * sizeof(*row));
+    fetch((const void *)row->inner, INNER_AHEAD * sizeof(*row->inner));
 }
 
 /* Whether a row is true of a value; -1 with an exception. */
 static int match_row(match_t *match, row_t *row, PyObject *value);
 
-/* Ends a question that has failed: a value of which it cannot be asked is another one. */
-static int refused(void)
-{
-    if (PyErr_Occurred() == NULL) {
-        return 0;
-    }
-    if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
-        !PyErr_ExceptionMatches(PyExc_Exception)) {
-        return -1;
-    }
-    PyErr_Clear();
-    return 0;
-}
-
 static int match_elements(match_t *match, const row_t *row, PyObject *value)
 {
     PyObject *elements = PySequence_Tuple(value);
-    int same = elements != NULL ? PyTuple_Size(elements) == row->count : refused();
+    int same = elements != NULL ? PyTuple_Size(elements) == row->count : wsync_py_refused();
 
     for (Py_ssize_t i = 0; same > 0 && i < row->count; i++) {
         same = match_row(match, row->inner[i], PyTuple_GetItem(elements, i));
@@ -210,7 +202,7 @@ static int match_dict(match_t *match, const row_t *row, PyObject *dict)
         }
         i++;
     }
-    return same > 0 ? i == row->count : refused();
+    return same > 0 ? i == row->count : wsync_py_refused();
 }
 
 static int match_items(match_t *match, const row_t *row, PyObject *value)
@@ -223,7 +215,7 @@ static int match_items(match_t *match, const row_t *row, PyObject *value)
     }
     copy = PyDict_New(); /* others may have another order than their memory has */
     same = copy != NULL && PyDict_Update(copy, value) == 0 ? match_dict(match, row, copy)
-                                                           : refused();
+                                                           : wsync_py_refused();
     Py_XDECREF(copy);
     return same;
 }
@@ -276,7 +268,7 @@ static int match_row(match_t *match, row_t *row, PyObject *value)
         if (same > 0) {
             PyErr_Clear(); /* ValueError: of a cell that nothing has been put into */
         }
-        return same > 0 ? same : refused();
+        return same > 0 ? same : wsync_py_refused();
     case OWN:
     case ATTRIBUTE:
     case ITEM:
@@ -284,7 +276,7 @@ static int match_row(match_t *match, row_t *row, PyObject *value)
     case APPLY:
         derived = derive(row, value);
         meet(match, derived);
-        same = derived != NULL ? match_inner(match, row, derived) : refused();
+        same = derived != NULL ? match_inner(match, row, derived) : wsync_py_refused();
         Py_XDECREF(derived);
         return same;
     case ONCE:
@@ -297,7 +289,8 @@ static int match_row(match_t *match, row_t *row, PyObject *value)
         }
         return same;
     default:
-        return ask(match, row, value) > 0 ? match_inner(match, row, value) : refused();
+        return ask(match, row, value) > 0 ? match_inner(match, row, value)
+                                          : wsync_py_refused();
     }
 }
 
