@@ -145,7 +145,9 @@ def absent() -> str:
     if dist.get_rank() == 0:
         error = error_of(lambda: TrainerGroup(timeout=1))
     dist.barrier()
-    TrainerGroup(timeout=120).close()
+    group = TrainerGroup(timeout=120)
+    dist.barrier()  # who leaves sooner may be missed by a rank that still connects
+    group.close()
     return error
 
 
