@@ -317,8 +317,7 @@ def test_a_question_leaves_the_engine_as_it_is(server: FakeServer, left_open: bo
 
     def load(body: Any) -> None:
         asked.append(sessions.open)
-        tensors = payload.load(base64.b64decode(body["serialized_named_tensors"][0]))
-        receiver.handle(payload.control_bytes(tensors))
+        receiver.answer(base64.b64decode(body["serialized_named_tensors"][0]))
 
     sessions.loaded = load
     sessions.open = "all" if left_open else None

@@ -25,9 +25,11 @@ from wsync._core import (
     Stream,
     SystemCallError,
 )
+from wsync.bucket import FlattenedTensorBucket
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.machine.device import find
+from wsync.messages import payload
 from wsync.messages.control import PIECES
 
 Handled = Future[tuple[bool, str]]
@@ -514,11 +516,38 @@ def test_nobody_listening_changes_nothing() -> None:
     assert receiver.consistent
 
 
-@pytest.mark.parametrize("control", [b"", b"{}", b"\xff", None])
-def test_a_bad_message_is_answered(control: bytes | None) -> None:
+@pytest.mark.parametrize("control", [b"", b"{}", b"\xff"])
+def test_a_bad_message_is_answered(control: bytes) -> None:
     success, text = Receiver(ModuleLoader(Tiny()), worker=2).handle(control)
     assert not success
     assert text.startswith("worker 2: ")
+
+
+BUCKET = FlattenedTensorBucket(named_tensors=[("w", torch.ones(3))])
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (payload.bucket(BUCKET, by_value=True), "but a flattened bucket: does the engine's handle"),
+        (payload.named_tensors([("w", torch.ones(3))]), "but named tensors: does the engine's"),
+        ([("w", torch.ones(3))], "list 'wsync.sglang.load_weights' in load_formats"),
+        (None, "but a NoneType"),
+        (b"\xff", "payload: pickle opcode 0xff is not allowed"),
+    ],
+)
+def test_another_payload_than_a_message_is_named(content: object, text: str) -> None:
+    success, said = Receiver(ModuleLoader(Tiny()), worker=2).answer(content)
+    assert not success
+    assert said.startswith("worker 2: ") and text in said
+
+
+def test_a_payload_in_a_messages_place_is_named() -> None:
+    trainer = Trainer(tiny_weights(1), ROUNDS)
+    message = payload.control(trainer.control(1))
+    success, text = Receiver(ModuleLoader(Tiny())).handle(message)
+    assert not success
+    assert "a pickled payload, which Receiver.answer takes" in text
 
 
 def test_a_version_is_refused_where_its_update_is_not(start: Start) -> None:

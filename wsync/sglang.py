@@ -65,7 +65,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
                 part.receiver = Receiver(_loader(model), told=hasattr(model, "load_weights"))
             part.watch(model)
         wait_for_device(model)
-        success, text = part.receiver.handle(control)
+        success, text = part.receiver.answer(named_tensors)
         _forget_images()
         if not success:
             _log.error("%s", text)

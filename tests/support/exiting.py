@@ -22,7 +22,6 @@ from support.fault_points import Fault
 
 import wsync
 from wsync._core import Exporter, LayoutBuilder
-from wsync.messages import payload
 
 OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 13, ring_nbytes=1 << 14, flush_cache=False
@@ -110,7 +109,7 @@ def engine(path: str, phase: str, how: str) -> None:
             what, argument, _ = pipe.recv()
             good, answer = True, {"version": "default"}
             if what == "update":
-                good, answer = receiver.handle(payload.control_bytes(payload.load(argument[0][0])))
+                good, answer = receiver.answer(argument[0][0])
                 if receiver.state.update == 1:
                     loader.fault = receiver.fault = ending
             pipe.send((good, answer))

@@ -29,7 +29,6 @@ from wsync._core import (
 )
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import LayoutLoader
-from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT, Control
 
 SHAPES = {f"layer{index}.weight": (48, 16) for index in range(6)}
@@ -271,7 +270,7 @@ class _Receiver(Receiver):
 
 def _handle(receiver: Receiver, data: bytes) -> tuple[bool, str]:
     try:
-        return receiver.handle(payload.control_bytes(payload.load(data)))
+        return receiver.answer(data)
     except Exception as error:  # a planted one: an engine goes on
         return False, f"{type(error).__name__}: {error}"
 

@@ -10,7 +10,6 @@ from typing import Any
 from wsync._core import RemoteError
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import Loader
-from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT
 
 
@@ -40,8 +39,8 @@ class ThreadEngine:
         answers: list[tuple[bool, str]] = [(False, "no answer")] * self.workers
 
         def run(worker: int) -> None:
-            control = payload.control_bytes(pickle.loads(payloads[worker]))
-            answers[worker] = self.receivers[worker].handle(control)
+            content = pickle.loads(payloads[worker])
+            answers[worker] = self.receivers[worker].answer(content)
 
         threads = [threading.Thread(target=run, args=(i,)) for i in range(self.workers)]
         for thread in threads:

@@ -26,6 +26,7 @@ from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.gpu_allocations import place_of
 from wsync.machine.process_maps import most_segments
 from wsync.machine.trace import Trace
+from wsync.messages import payload
 from wsync.messages.control import BORROWS, LEARN, UPDATING, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
 
@@ -42,8 +43,9 @@ _REASON_LIMIT: Final = 1000
 class Receiver:
     """Takes part in updates on behalf of one worker.
 
-    `handle` is given the bytes of a control message and returns (success, text) when the update
-    has been committed or has failed; it raises neither for bad input nor for failed updates.
+    `answer` is given what a weight-update request brings this worker, `handle` the bytes of the
+    control message in it.  Both return (success, text) when the update has been committed or has
+    failed; they raise neither for bad input nor for failed updates.
     The session with the trainer rank, its ring and its manifest stay attached between updates;
     a message with another session id replaces it.
 
@@ -72,19 +74,36 @@ class Receiver:
         """Why the engine must not generate, or ""."""
         return self.state.trouble
 
+    def answer(
+        self, content: object, *, version: str | None = None, update_id: str | None = None
+    ) -> tuple[bool, str]:
+        """Does what a payload says; (success, text).
+
+        content: the payload of wsync.EngineHandle.update_weights for this worker, or what an engine
+        has unpickled it to.  version: the weight version of that request, where it has one.
+        update_id: see `handle`.
+        """
+        try:
+            content = payload.load(content) if isinstance(content, bytes) else content
+            control = payload.control_bytes(content)
+            if control is None:
+                raise ProtocolError(
+                    f"the payload is not a control message but {payload.named_kind(content)}"
+                )
+        except WsyncError as error:
+            return False, f"worker {self._worker}: {error}"
+        return self.handle(control, version=version, update_id=update_id)
+
     def handle(
-        self, control: bytes | None, *, version: str | None = None, update_id: str | None = None
+        self, control: bytes, *, version: str | None = None, update_id: str | None = None
     ) -> tuple[bool, str]:
         """Does what a control message says; (success, text).
 
-        control: None, which is what wsync.messages.payload.control_bytes makes of other payloads,
-        is refused.  version: the weight version of the request around a close, if the engine passes
-        it on.  update_id: of the update that the request belongs to, "" if it has none; None
-        where the engine does not know of ids.
+        version: the weight version of the request around a close, if the engine passes it on.
+        update_id: of the update that the request belongs to, "" if it has none; None where the
+        engine does not know of ids.
         """
         try:
-            if control is None:
-                raise ProtocolError("the payload is not a control message")
             message = Control.from_bytes(control)
             named = version is not None and not version.startswith(UPDATING)
             if named and message.op != "close":

@@ -143,6 +143,8 @@ class Control:
         except (ValueError, RecursionError) as error:
             if isinstance(error, ProtocolError):
                 raise
+            if data[:1] == b"\x80":  # as pickles begin, and no text
+                error = ValueError("a pickled payload, which Receiver.answer takes")
             raise ProtocolError(f"control message: not JSON: {error}") from None
         if not isinstance(fields, dict):
             raise ProtocolError(

@@ -37,7 +37,7 @@ from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.checkpoints.safetensors_layout import system_calls
 from wsync.machine.deadline import Deadline
 from wsync.messages import torch_shm_reader
-from wsync.messages.control import TENSOR_NAME
+from wsync.messages.control import LOAD_FORMAT, TENSOR_NAME
 
 _METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
 REDUCTIONS: Final = "torch.multiprocessing.reductions"
@@ -306,6 +306,18 @@ def control_bytes(value: object) -> bytes | None:
 
 
 # --- reading ---------------------------------------------------------------------------------
+
+
+def named_kind(content: object) -> str:
+    """What a payload is that is no control message, for the error of an engine that wants one."""
+    match content:
+        case {"flattened_tensor": _}:
+            kind = "a flattened bucket"
+        case [[str(), torch.Tensor()], *_]:
+            kind = "named tensors"
+        case _:
+            return f"a {type(content).__name__}"
+    return f"{kind}: does the engine's handle list {LOAD_FORMAT!r} in load_formats?"
 
 
 class _Brief(reprlib.Repr):

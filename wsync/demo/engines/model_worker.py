@@ -96,10 +96,9 @@ class ModelWorker:
         # before it has the weights: the payload may name a process that does not answer
         content: Any = payload.load(data, timeout=min(end.left, payload.PEER_SECONDS))
         if load_format == control.LOAD_FORMAT:
-            message = payload.control_bytes(content)
             version, update_id = request.get("weight_version"), request.get("update_id", "")
             with self.exclusive(end):
-                success, text = self.receiver.handle(message, version=version, update_id=update_id)
+                success, text = self.receiver.answer(content, version=version, update_id=update_id)
             if not success:
                 raise RemoteError(text)
             return text
