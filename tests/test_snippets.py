@@ -1,4 +1,4 @@
-"""The examples in docstrings do what they say."""
+"""The examples in docstrings and in the guide do what they say."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support import megatron_cases, snippets, tiny_qwen3
+from support import guide, megatron_cases, snippets, tiny_qwen3
 from support.procs import Ranks
 from support.vllm_engine import VllmEngine
 
@@ -70,6 +71,12 @@ def test_an_engine_of_vllm() -> None:
         engine.close()
     words = snippets.command(WorkerExtension, "vllm serve")
     assert named(words[words.index("--worker-extension-cls") + 1]) is WorkerExtension
+
+
+def test_an_engine_of_ones_own(tmp_path: Path) -> None:
+    first, last = guide.run("An engine of your own", tmp_path).splitlines()
+    assert first.startswith("version 7: 2 tensors, 8,320 bytes to 1 worker in ")
+    assert last == "equal: True"
 
 
 def test_slime_s_flags(monkeypatch: pytest.MonkeyPatch) -> None:

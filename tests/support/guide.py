@@ -1,4 +1,5 @@
-"""The guide's way to an update of a whole server on a CPU, as it is written there."""
+"""What the guide says to type, as it is written there: its way to an update of a whole server on a
+CPU, and others."""
 
 from __future__ import annotations
 
@@ -12,15 +13,32 @@ from support.server_models import PATIENCE
 
 MODEL = "tiny-qwen3"  # what the script calls its folder
 _GUIDE = Path(__file__).parents[2] / "wsync/README.md"
-_TITLE = "## SGLang and vLLM on a CPU\n"
+_SERVERS = "SGLang and vLLM on a CPU"
 
 
-def blocks(language: str) -> list[str]:
-    """What the section says to type."""
-    _, found, rest = _GUIDE.read_text(encoding="utf-8").partition(_TITLE)
+def blocks(language: str, title: str = _SERVERS) -> list[str]:
+    """What a section says to type."""
+    _, found, rest = _GUIDE.read_text(encoding="utf-8").partition(f"## {title}\n")
     assert found
     section = rest.partition("\n## ")[0]
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+def run(title: str, folder: Path) -> str:
+    """Runs a section's program as a file of its own; what it prints."""
+    (script,) = blocks("python", title)
+    file = folder / "example.py"
+    file.write_text(script, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-P", str(file)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def update(engine: str, folder: Path, environment: Mapping[str, str]) -> None:
