@@ -830,10 +830,23 @@ def test_a_handle_stays_itself_and_strangers_are_refused() -> None:
         handle(engine, workers=3)
     with pytest.raises(InvalidArgumentError, match="neither a URL"):
         handle(object())
-    with pytest.raises(InvalidArgumentError, match="starts with http"):
-        handle("127.0.0.1:30000")
+    for url in ("127.0.0.1:30000", "vllm+127.0.0.1:8000"):
+        with pytest.raises(InvalidArgumentError, match=r"http://, https:// or vllm\+http://$"):
+            handle(url)
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         handle("http://127.0.0.1:1", workers=0)
+
+
+@pytest.mark.parametrize("kind", ["", "vllm+"])
+def test_a_url_with_a_path_is_asked_about(kind: str, server: FakeServer) -> None:
+    """As clients of OpenAI's API want it."""
+    text = f"HTTP 404: no such path; is the server's root URL {server.url}\\?"
+    with pytest.raises(RemoteError, match=text):
+        handle(f"{kind}{server.url}/v1")
+    server.answers.clear()
+    with pytest.raises(RemoteError) as caught:
+        handle(f"{kind}{server.url}/")
+    assert "root URL" not in str(caught.value)
 
 
 def test_a_control_message_reaches_a_vllm_engine_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

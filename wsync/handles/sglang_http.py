@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from wsync._core import (
     DeadlineError,
@@ -96,7 +97,9 @@ class HttpHandle(ApiHandle):
         Raises InvalidArgumentError for an api_key that no HTTP header can have.
         """
         if not url.startswith(("http://", "https://")):
-            raise InvalidArgumentError(f"engine {url!r}: a URL starts with http:// or https://")
+            raise InvalidArgumentError(
+                f"engine {url!r}: a URL starts with http://, https:// or vllm+http://"
+            )
         super().__init__(sessions=True)  # until the server says that it knows none
         self.name = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {}
@@ -215,13 +218,21 @@ class HttpHandle(ApiHandle):
             self._known.add(what)
         return status == 404 and what not in self._known
 
+    def hint(self, status: int) -> str:
+        """What a status may come of: a URL with a path, as clients of OpenAI's API want it."""
+        parts = urlsplit(self.name)
+        if status != 404 or not parts.path:
+            return ""
+        return f"; is the server's root URL {parts.scheme}://{parts.netloc}?"
+
     def _strange(self, path: str, text: str) -> RemoteError:
         return RemoteError(
             f"engine {self.name}: {path}: HTTP 200, but not an engine's answer: {cut(text)!r}"
         )
 
     def _failed(self, path: str, status: int, text: str) -> RemoteError:
-        error = RemoteError(f"engine {self.name}: {path}: HTTP {status}: {engine_text(text)}")
+        said = f"{path}: HTTP {status}: {engine_text(text)}{self.hint(status)}"
+        error = RemoteError(f"engine {self.name}: {said}")
         error.native = status
         return error
 

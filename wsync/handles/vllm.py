@@ -272,7 +272,8 @@ class VllmServer:
         if not known and self._http.lacks(path, status):
             return {}
         if status != 200:
-            hint = "; is VLLM_SERVER_DEV_MODE=1 set?" if status == 404 else ""
+            unset = "; is VLLM_SERVER_DEV_MODE=1 set?" if status == 404 else ""
+            hint = self._http.hint(status) or unset
             raise RemoteError(f"{path}: HTTP {status}: {engine_text(text)}{hint}")
         answer = json_or_text(text) if text else {}  # some paths of some versions say nothing
         if not isinstance(answer, dict):
