@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import re
 import resource
 import signal
 import threading
@@ -129,7 +130,7 @@ def test_private_memory_goes_through_a_ring_in_the_same_update_and_is_named_once
     private = {name: weights[name].clone() for name in names}
     large = private[names[1]].nbytes
     with wsync.connect(weights, engines=[engine], options=options) as sync:
-        assert ", 1 round, " in str(sync.update())
+        assert re.search(r", 1 round, redundancy [0-9.]+\), read in place$", str(sync.update()))
         for seed in (2, 3):
             overwrite(weights, draw(config, seed))
             overwrite(private, {name: weights[name] for name in names})
@@ -150,6 +151,7 @@ def test_private_memory_goes_through_a_ring_in_the_same_update_and_is_named_once
         f"wsync: {names[1]}, {names[0]}: rank 0 has 2 of {len(weights)} parameters in memory that "
     )
     assert "wsync.exportable()" in said[0] and "share_memory_()" in said[0]
+    assert said[0].endswith("; what engines do not read in place goes through rings")
 
 
 def test_an_engine_of_whole_tensors_gets_rings(config: Any, weights: Weights) -> None:
@@ -186,6 +188,8 @@ def test_auto_reads_in_place_what_lies_in_shared_memory_wholly(
             assert same(engine.weights(), others)
     (said,) = [text for text in caplog.messages if PRIVATE in text]
     assert said.startswith(f"wsync: {name}: rank 0 has 1 of {len(weights)} parameters")
+    assert "Options(delivery='direct') has them read the others so" in said
+    assert said.endswith("; all of its weights go through rings")
 
 
 def test_auto_looks_once_where_nothing_can_be_lent(

@@ -222,7 +222,7 @@ class Sync(Updates):
         if connection.plan is None:
             with report.phase("open"):
                 learning = functools.partial(
-                    self._progress, report, doing=": engines learn", unit="tensor"
+                    self._progress, report, doing=": engines learn where weights go", unit="tensor"
                 )
                 connection.attach(check, learning)
             if self._delivery == "auto" and not connection.reads_in_place:
@@ -261,8 +261,10 @@ class Sync(Updates):
         if lending.empty and self._delivery == "auto":
             self._let_go()
         if self._group.rank == 0:
+            auto = self._delivery == "auto"
+            rest = "all of its weights go" if auto else "what engines do not read in place goes"
             for text in filter(None, lending.obstacles):
-                self._warn(f"{text}; what engines do not read in place goes through rings")
+                self._warn(f"{text}; {rest} through rings")
 
     def _connect(self, gpu: str) -> Connection:
         if self._connection is None:

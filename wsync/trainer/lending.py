@@ -156,7 +156,8 @@ class Lender:
         private = {i for i, (place, (_, nbytes)) in enumerate(pairs) if nbytes and not place}
         self.obstacle = self._name(private) if private else ""
         if private and self.wholly:
-            self._lend_nothing(len(spans), self.obstacle if any(self.places) else "")
+            way = f"{self.obstacle}; Options(delivery='direct') has them read the others so"
+            self._lend_nothing(len(spans), way if any(self.places) else "")
 
     def _lend_nothing(self, count: int, why: str) -> None:
         self.release()
