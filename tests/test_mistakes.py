@@ -196,6 +196,14 @@ def test_weights_without_names_are_refused(tmp_path: Path) -> None:
             sync.update(weights)
 
 
+@pytest.mark.parametrize("version", [7, "step-7"])
+def test_a_version_in_the_place_of_weights_is_named(version: Any, tmp_path: Path) -> None:
+    with DiskSync({"w": torch.ones(1)}, folder=tmp_path) as sync:
+        text = f"wanted; a version is given as version={version!r}$"
+        with pytest.raises(wsync.InvalidArgumentError, match=text):
+            sync.update(version)
+
+
 class Engine:
     """One of an own make, which is asked for nothing."""
 

@@ -209,6 +209,11 @@ class TrainerLayout:
     def _current(self, weights: Mapping[str, Tensor] | None) -> Sequence[Tensor]:
         if weights is None:
             return self.tensors()
+        if isinstance(weights, int | str):
+            raise _core.InvalidArgumentError(
+                f"weights: {weights!r:.130}, where tensors by global name are wanted; a version is "
+                f"given as version={weights!r:.130}"
+            )
         if not isinstance(weights, Mapping):
             raise _core.InvalidArgumentError(
                 f"weights: a {type(weights).__name__}, where tensors by global name are wanted"
