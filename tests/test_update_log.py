@@ -86,6 +86,23 @@ def test_each_update_is_a_line_that_says_how_engines_were_reached(
     assert said(caplog, logging.WARNING) == []
 
 
+@pytest.mark.parametrize(
+    ("learning", "said"),
+    [(5.2, "in 6.000 s (5.2 s of it learning, once a connection; 0.5 MB/s, "), (0.5, "(0.5 MB/s")],
+)
+def test_a_line_says_what_learning_took_where_that_is_much(learning: float, said: str) -> None:
+    report = wsync.Report(delivered_nbytes=3_000_000, seconds=6.0, learning_seconds=learning)
+    assert said in str(report)
+
+
+def test_a_line_says_what_is_read_in_place() -> None:
+    ring, direct = ({"a": "ring"}, {"a": "ring", "b": "direct and ring"})
+    assert [str(wsync.Report(paths=paths))[-15:] for paths in (ring, direct)] == [
+        "edundancy 1.00)",
+        ", read in place",
+    ]
+
+
 def test_an_update_by_files_is_a_line_too(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level("INFO")
     weights, way = {"w": torch.ones(3, 5)}, f"the files of {tmp_path}"
@@ -187,7 +204,7 @@ def test_a_user_sees_how_far_engines_have_learnt(
         assert total == 60
         assert [n for n, _ in Watched.seen] == sorted(n for n, _ in Watched.seen)
         text = capsys.readouterr().err
-        assert "weights v1: engines learn" in text and "/60 [" in text
+        assert "weights v1: engines learn where weights go" in text and "/60 [" in text
         sync.update()
     assert "learn" not in capsys.readouterr().err
     assert all(torch.equal(part, torch.ones(4)) for part in module.parameters())

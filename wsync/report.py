@@ -92,9 +92,16 @@ class Report:
         return (
             f"version {self.version}: {counted(self.tensors, 'tensor')}, "
             f"{self.delivered_nbytes:,} bytes to {counted(self.workers, 'worker')} in "
-            f"{self.seconds:.3f} s ({speed}, {counted(self.rounds, 'round')}, "
+            f"{self.seconds:.3f} s ({self._learning()}{speed}, {counted(self.rounds, 'round')}, "
             f"redundancy {self.redundancy:.2f})"
-        ) + "".join((self._quantised(), self._own_loading()))
+        ) + "".join((self._in_place(), self._quantised(), self._own_loading()))
+
+    def _learning(self) -> str:
+        notable = self.learning_seconds >= max(0.05, 0.1 * self.seconds)
+        return f"{self.learning_seconds:.1f} s of it learning, once a connection; " * notable
+
+    def _in_place(self) -> str:
+        return ", read in place" * any(path.startswith("direct") for path in self.paths.values())
 
     def _own_loading(self) -> str:
         if not self.own_loading:
