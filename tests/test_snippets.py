@@ -73,10 +73,12 @@ def test_an_engine_of_vllm() -> None:
     assert named(words[words.index("--worker-extension-cls") + 1]) is WorkerExtension
 
 
-def test_an_engine_of_ones_own(tmp_path: Path) -> None:
-    first, last = guide.run("An engine of your own", tmp_path).splitlines()
+def test_an_engine_of_ones_own_and_direct_delivery(tmp_path: Path) -> None:
+    first, last = guide.run("An engine of your own", tmp_path / "own_engine.py").splitlines()
     assert first.startswith("version 7: 2 tensors, 8,320 bytes to 1 worker in ")
     assert last == "equal: True"
+    direct = guide.run("Direct delivery", tmp_path / "direct.py")
+    assert direct == "{'my engine': 'direct'}\n"
 
 
 def test_slime_s_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ CPU, and others."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -24,14 +25,14 @@ def blocks(language: str, title: str = _SERVERS) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
 
-def run(title: str, folder: Path) -> str:
-    """Runs a section's program as a file of its own; what it prints."""
+def run(title: str, file: Path) -> str:
+    """Saves a section's program as a file and runs it there; what it prints."""
     (script,) = blocks("python", title)
-    file = folder / "example.py"
     file.write_text(script, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-P", str(file)],
-        cwd=folder,
+        [sys.executable, file.name],
+        cwd=file.parent,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
