@@ -3,13 +3,18 @@ own load_weights has loaded."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.workers import ThreadEngine
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
 
 import wsync
+import wsync.fsdp
 from wsync._core import LayoutBuilder, describe
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
@@ -155,6 +160,52 @@ def view_of_one(trainer: Module) -> Module:
     module = Loading()
     module.a.data = trainer.a.data[2:].detach().view(-1)[:16].view(4, 4)
     return module
+
+
+class Beside(Loading):
+    """Also keeps a trainer's tensor where the module's tensors do not tell of it."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def load_weights(self, pairs: Pairs) -> None:
+        super().load_weights(pairs)
+        for name, tensor in pairs:
+            if name == "a":
+                self.kept[0][:] = tensor if isinstance(self.kept, list) else tensor.numpy()[0]
+
+
+@pytest.mark.parametrize("kind", ["list", "numpy"])
+def test_an_update_fails_where_learning_has_written_to_what_it_sends(kind: str) -> None:
+    weights = draw(1)
+    module = Beside([weights["a"]] if kind == "list" else weights["a"].numpy())
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        for _ in range(2):  # the second one would deliver what the first has left
+            with pytest.raises(wsync.WsyncError, match="written to the weights of a trainer"):
+                sync.update()
+
+
+class Sharded(Module):
+    @torch.no_grad()
+    def load_weights(self, pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            getattr(self, name).to_local().copy_(tensor)
+
+
+def test_nothing_is_learnt_in_a_trainers_dtensors(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        trainer: Any = fully_shard(Sharded(), mesh=init_device_mesh("cpu", (1,)))
+        trainer.load_weights(list(draw(1).items()))
+        engine = ThreadEngine([RecordedLoader(trainer)])
+        with wsync.connect(wsync.fsdp.layout(trainer), engines=[engine], options=OPTIONS) as sync:
+            with pytest.raises(wsync.WsyncError, match=r"a.*, is memory that a trainer"):
+                sync.update()
+        assert torch.equal(trainer.a.to_local(), draw(1)["a"])
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("make", [assigned, one_parameter, view_of_one, lambda trainer: trainer])

@@ -7,12 +7,17 @@ try anything there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
-from wsync._core import TensorTable
+from wsync._core import LayoutError, TensorTable, checksum
 
 _updates = dict[int, list[TensorTable]]()  # those that run, by the ids of their lists
+
+
+class WrittenError(LayoutError):
+    """Something was tried in memory that a trainer sends from."""
 
 
 @contextlib.contextmanager
@@ -25,6 +30,32 @@ def sending() -> Iterator[list[TensorTable]]:
     finally:
         _updates.pop(id(tables), None)
         tables.clear()  # whoever still has the list does not keep the weights
+
+
+@contextlib.contextmanager
+def unwritten() -> Iterator[None]:
+    """Raises WrittenError where the block has written to memory that is being sent: a module may
+    reach it by ways that its tensors do not tell, as a list or an array of numpy.  Of updates that
+    have ended meanwhile, and of tables with tensors on a GPU, nothing is known."""
+    before = [(table, _checksums(table)) for table in _tables() if table.gpu is None]
+    try:
+        yield
+    finally:
+        known = {id(table) for table in _tables()}
+        if any(id(table) in known and _checksums(table) != sums for table, sums in before):
+            raise WrittenError(
+                "learning what load_weights does has written to the weights of a trainer of this "
+                "process, which are lost: have the engine load into a copy (copy.deepcopy)"
+            )
+
+
+def _checksums(table: TensorTable) -> list[int]:
+    rows = (table[index] for index in range(len(table)))
+    return [
+        checksum((ctypes.c_char * nbytes).from_address(start))
+        for start, _, _, _, nbytes in rows
+        if nbytes
+    ]
 
 
 def is_sent(spans: Iterable[tuple[int, int]]) -> list[bool]:
@@ -45,9 +76,12 @@ def is_sent(spans: Iterable[tuple[int, int]]) -> list[bool]:
 
 
 def _sent() -> Iterator[tuple[int, int]]:
-    for tables in list(_updates.values()):
-        for table in list(tables):
-            for index in range(len(table)):
-                start, _, _, _, nbytes = table[index]
-                if nbytes:
-                    yield start, start + nbytes
+    for table in _tables():
+        for index in range(len(table)):
+            start, _, _, _, nbytes = table[index]
+            if nbytes:
+                yield start, start + nbytes
+
+
+def _tables() -> list[TensorTable]:
+    return [table for tables in list(_updates.values()) for table in list(tables)]

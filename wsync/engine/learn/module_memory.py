@@ -22,6 +22,7 @@ from wsync._core import (
 )
 from wsync.engine.learn.regions import Move
 from wsync.module_tensors import checksum_of
+from wsync.module_tensors.places import parts_of
 from wsync.module_tensors.value_forms import (
     KEEP,
     Form,
@@ -337,6 +338,34 @@ def bound_tensors(
             for name, tensor in slot.items():
                 if isinstance(tensor, torch.Tensor) and usable(tensor):
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
+
+
+def wrapped_tensors(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(path, tensor, part) of the module's tensors that are wrappers around others, as DTensors
+    are: every part that has memory of its own.  A wrapper of several has a path for each."""
+    for prefix, owner in module.named_modules():
+        for slot in slots(owner):
+            for name, tensor in slot.items():
+                if isinstance(tensor, torch.Tensor) and not usable(tensor):
+                    path = f"{prefix}.{name}" if prefix else name
+                    for inside, part in _parts(path, tensor):
+                        yield inside, tensor, part
+
+
+def _parts(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if usable(tensor):
+        if tensor.numel():
+            yield path, tensor
+        return
+    inside = {str(number): part for number, part in enumerate(parts_of(tensor))}
+    if inside.get("0") is tensor:
+        flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol of wrappers
+        inside = {name: getattr(tensor, name) for name in (flatten()[0] if flatten else ())}
+    for name, part in inside.items():
+        if isinstance(part, torch.Tensor):
+            yield from _parts(path if len(inside) == 1 else f"{path}.{name}", part)
 
 
 def _table_of(tensors: list[torch.Tensor] | None) -> TensorTable | None:

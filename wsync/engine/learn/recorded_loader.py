@@ -20,7 +20,12 @@ from wsync.engine.learn.attributes_read import (
 )
 from wsync.engine.learn.attributes_set import LeftValues, Place, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
+from wsync.engine.learn.module_memory import (
+    Area,
+    ModuleMemory,
+    SharedError,
+    wrapped_tensors,
+)
 from wsync.engine.learn.module_state import KeptRegions, ModuleState
 from wsync.engine.learn.quantisation_mismatch import OtherFormError
 from wsync.engine.learn.recorder import (
@@ -51,10 +56,11 @@ from wsync.engine.ring_loaders import (
 )
 from wsync.machine import device
 from wsync.machine.process_maps import SharedMaps
-from wsync.machine.sent_memory import is_sent
+from wsync.machine.sent_memory import WrittenError, is_sent, unwritten
 from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
 from wsync.module_tensors.names_in_messages import listed
+from wsync.module_tensors.places import places_of
 from wsync.module_tensors.quantised_names import is_note
 
 KEEP: Final = "WSYNC_KEEP"
@@ -118,6 +124,7 @@ class RecordedLoader(ChoosingLoader):
         self._load = self.method()
         self.recording: Recording | None = None
         self.reason = ""
+        self._spoils = ""  # why nothing may be tried any more
         self._ignore = (*ignore, *filter(None, os.environ.get(KEEP, "").split(",")))
         self._needed = needed
         self._after = after
@@ -157,8 +164,13 @@ class RecordedLoader(ChoosingLoader):
         self.check_private()
         losing()
         before = ModuleState(self._module, values=False)
-        with before.unless_done():
-            return self._learn(model, facts, before)
+        try:
+            with unwritten(), before.unless_done():
+                return self._learn(model, facts, before)
+        except WrittenError as error:
+            # the same made-up values once more would look like nothing
+            self.recording, self._spoils = None, str(error)
+            raise
 
     def _learn(self, model: _core.Layout, facts: _Model, before: ModuleState) -> bytes:
         self._load = self.method()
@@ -199,21 +211,29 @@ class RecordedLoader(ChoosingLoader):
         """Raises LayoutError, by name, where the module has memory of a trainer: made-up values are
         written there.  One of this process may have given it its weights without a copy, and what
         another one sends by torch.multiprocessing is shared."""
+        if self._spoils:
+            raise _core.LayoutError(self._spoils)
         try:
             held = ModuleMemory(self._module)
         except _core.LayoutError:  # recording says it
             return
+        paths = [held.name(area, 0) for area in range(len(held.areas))]
+        spans = list(held.spans())
+        for path, _, part in wrapped_tensors(self._module):
+            found_places = places_of(part)
+            paths += [path] * len(found_places)
+            spans += [(place.start, place.end - place.start) for place in found_places]
         maps = SharedMaps()
         try:
-            places = maps.find(held.spans())
+            places = maps.find(spans)
         finally:
             maps.close()
         shared = [place is not None for place in places]
         for found, what in (
-            (is_sent(held.spans()), "is memory that a trainer of this process sends from"),
+            (is_sent(spans), "is memory that a trainer of this process sends from"),
             (shared, "lies in shared memory, as what torch.multiprocessing sends does"),
         ):
-            names = [held.name(area, 0) for area, hit in enumerate(found) if hit]
+            names = [path for path, hit in zip(paths, found, strict=True) if hit]
             if names:
                 raise _core.LayoutError(
                     f"{listed(names)}: of {type(self._module).__name__}, {what}; learning writes "
