@@ -165,15 +165,15 @@ def view_of_one(trainer: Module) -> Module:
 class Beside(Loading):
     """Also keeps a trainer's tensor where the module's tensors do not tell of it."""
 
-    def __init__(self, kept: Any) -> None:
+    def __init__(self, other: Any) -> None:
         super().__init__()
-        self.kept = kept
+        self.other = other
 
     def load_weights(self, pairs: Pairs) -> None:
         super().load_weights(pairs)
         for name, tensor in pairs:
             if name == "a":
-                self.kept[0][:] = tensor if isinstance(self.kept, list) else tensor.numpy()[0]
+                self.other[0][:] = tensor if isinstance(self.other, list) else tensor.numpy()[0]
 
 
 @pytest.mark.parametrize("kind", ["list", "numpy"])

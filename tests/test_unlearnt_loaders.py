@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.workers import ThreadEngine
+from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 from torch.nn.utils import parametrize
 
 import wsync
@@ -223,3 +226,79 @@ def test_weights_that_are_there_already_are_no_error_where_nothing_can_be_tried(
             sync.update()
             assert torch.equal(module.qkv, torch.cat([weights[name] for name in "qkv"]))
     assert "no parameter of Fused has changed" in caplog.text
+
+
+class Sharded(torch.nn.Module):
+    """Parameters are DTensors, which lie in other tensors than their own, but for `plain`."""
+
+    def __init__(self, *names: str, together: bool = False) -> None:
+        super().__init__()
+        self._together = together
+        mesh = init_device_mesh("cpu", (1,))
+        for name in names:
+            whole: torch.Tensor = torch.zeros(64, 64)
+            if name != "plain":
+                whole = distribute_tensor(whole, mesh, [Replicate()])
+            self.register_parameter(name, torch.nn.Parameter(whole, requires_grad=False))
+
+    @torch.no_grad()
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        given = dict(pairs)
+        if self._together and given.keys() < {"a", "b"}:
+            return
+        for name, tensor in given.items():
+            target = getattr(self, name)
+            getattr(target, "_local_tensor", target).copy_(tensor)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def of_dtensors(seed: int, names: Sequence[str] = ("plain", "a", "b")) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(64, 64, generator=generator) for name in names}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("together", [False, True])
+def test_dtensors_are_loaded_by_rounds_or_together(together: bool) -> None:
+    module = Sharded("a", "b", together=together)
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(of_dtensors(0, "ab"), engines=[engine], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            weights = of_dtensors(seed, "ab")
+            sync.update(weights)
+            sync.update(weights)  # what has not changed was delivered all the same
+            for name in "ab":
+                assert torch.equal(getattr(module, name).to_local(), weights[name])
+
+
+@pytest.mark.usefixtures("group")
+def test_a_dtensor_that_is_not_delivered_is_refused_by_name() -> None:
+    engine = ThreadEngine([RecordedLoader(Sharded("plain", "a", "b", "c"))])
+    with wsync.connect(of_dtensors(0), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.WsyncError, match="no tensor of the trainer is loaded to c "):
+            sync.update()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_dtensor_stays_where_that_is_asked_for() -> None:
+    module = Sharded("plain", "a", "b", "c")
+    engine = ThreadEngine([RecordedLoader(module, ignore=["c"])])
+    with wsync.connect(of_dtensors(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+    assert not module.c.to_local().any()
+
+
+def test_a_parameter_whose_values_cannot_be_seen_is_refused_by_name() -> None:
+    module = Fused(COPIES[0])
+    module.sparse = torch.nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+    engine = ThreadEngine([RecordedLoader(module)])
+    weights = {name: torch.ones(8, 8) for name in "qkv"}
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.WsyncError, match=r"sparse: of Fused, whether a load replaces"):
+            sync.update()

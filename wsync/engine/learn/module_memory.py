@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.nn.parameter import is_lazy
 
 from wsync._core import (
     BufferTable,
@@ -340,6 +341,17 @@ def bound_tensors(
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
 
 
+def without_strides(module: torch.nn.Module) -> dict[str, bool]:
+    """Parameters that have values, but no memory of their own; and whether the parts that they
+    are wrappers around are known."""
+    return {
+        path: any(True for _ in _parts(path, parameter))
+        for path, parameter in module.named_parameters()
+        if not usable(parameter) and not is_lazy(parameter)
+        if parameter.numel() and not parameter.is_meta
+    }
+
+
 def wrapped_tensors(
     module: torch.nn.Module,
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -351,13 +363,13 @@ def wrapped_tensors(
                 if isinstance(tensor, torch.Tensor) and not usable(tensor):
                     path = f"{prefix}.{name}" if prefix else name
                     for inside, part in _parts(path, tensor):
-                        yield inside, tensor, part
+                        if part.numel():
+                            yield inside, tensor, part
 
 
 def _parts(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     if usable(tensor):
-        if tensor.numel():
-            yield path, tensor
+        yield path, tensor
         return
     inside = {str(number): part for number, part in enumerate(parts_of(tensor))}
     if inside.get("0") is tensor:

@@ -11,7 +11,15 @@ from typing import Any, Final
 import torch
 
 from wsync._core import LayoutError
-from wsync.engine.learn.module_memory import Area, ModuleMemory, region, seen, slots, usable
+from wsync.engine.learn.module_memory import (
+    Area,
+    ModuleMemory,
+    region,
+    seen,
+    slots,
+    usable,
+    wrapped_tensors,
+)
 from wsync.engine.learn.regions import Move
 
 _CONTAINERS: Final = frozenset(
@@ -141,12 +149,16 @@ class ModuleState:
         self._bindings, self.plain = Bindings(module), PlainAttributes(module)
         areas = ModuleMemory(module).areas if values else []
         self._copies = [(area, area.bytes().to("cpu", copy=True)) for area in areas]
+        parts = [part.detach() for _, _, part in wrapped_tensors(module)] if values else []
+        self._parts = [(part, part.to("cpu", copy=True)) for part in parts]
 
     def restore(self) -> None:
         self._bindings.restore()
         self.plain.restore()
         for area, copy in self._copies:
             area.bytes().copy_(copy)
+        for part, copy in self._parts:
+            part.copy_(copy)
 
     def __enter__(self) -> ModuleState:
         return self

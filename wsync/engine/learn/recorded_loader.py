@@ -24,6 +24,7 @@ from wsync.engine.learn.module_memory import (
     Area,
     ModuleMemory,
     SharedError,
+    without_strides,
     wrapped_tensors,
 )
 from wsync.engine.learn.module_state import KeptRegions, ModuleState
@@ -40,6 +41,7 @@ from wsync.engine.learn.verify import (
     elements,
     load_made_up,
     may_be_split,
+    parameters,
     unloaded,
     verify,
 )
@@ -162,17 +164,37 @@ class RecordedLoader(ChoosingLoader):
                 return self._chosen.blob() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
         self.check_private()
+        wrapped = self._wrapped()
         losing()
         before = ModuleState(self._module, values=False)
         try:
             with unwritten(), before.unless_done():
-                return self._learn(model, facts, before)
+                return self._learn(model, facts, before, wrapped)
         except WrittenError as error:
             # the same made-up values once more would look like nothing
             self.recording, self._spoils = None, str(error)
             raise
 
-    def _learn(self, model: _core.Layout, facts: _Model, before: ModuleState) -> bytes:
+    def _wrapped(self) -> str:
+        """Why no recording knows whether all parameters are loaded; or "".  LayoutError where
+        nothing does."""
+        found = {
+            path: known
+            for path, known in without_strides(self._module).items()
+            if not self._stays(path)
+        }
+        hidden = [path for path, known in found.items() if not known]
+        if hidden:
+            raise _core.LayoutError(
+                f"{listed(hidden)}: of {type(self._module).__name__}, whether a load replaces its "
+                f"values cannot be seen; {KEEP} or RecordedLoader(ignore=...) names what is to "
+                "stay as it is"
+            )
+        return f"{listed(found)}: a wrapper around other tensors" if found else ""
+
+    def _learn(
+        self, model: _core.Layout, facts: _Model, before: ModuleState, wrapped: str
+    ) -> bytes:
         self._load = self.method()
         refuted = self.recording.refuted if self.recording is not None else ""
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
@@ -181,8 +203,8 @@ class RecordedLoader(ChoosingLoader):
         self.reason = ""
         self._went_by = self.goes_by()
         try:
-            if refuted:
-                raise RecordingError(refuted)
+            if refuted or wrapped:
+                raise RecordingError(refuted or wrapped)
             with before.unless_done():  # the loader goes by what it keeps of made-up tensors
                 recording = self._record(model, before)
         except (ClashError, OtherFormError, SharedError) as error:
@@ -286,18 +308,20 @@ class RecordedLoader(ChoosingLoader):
             return dict(unloaded(self._module, self._load, model))
         except _NOT_RECORDED as error:
             _log.info("what load_weights loads is not known: %s", error)
-            return {path: None for path, _ in self._module.named_parameters()}
+            found = wrapped_tensors(self._module)
+            inside = (path for path, t, _ in found if isinstance(t, torch.nn.Parameter))
+            return dict.fromkeys([*(path for path, _ in self._module.named_parameters()), *inside])
 
     def _doubted(self) -> dict[str, tuple[int, int]]:
         """Bytes and checksums of what is doubtful."""
         found = {}
-        held = ModuleMemory(self._module) if self._doubtful else None
-        for fact, tensor in zip(held.facts, held.tensors, strict=True) if held else ():
-            if fact[0] in self._doubtful:
-                data, chosen = elements(tensor).cpu(), self._doubtful[fact[0]]
+        held = parameters(self._module) if self._doubtful else {}
+        for path, tensor in held.items():
+            if path in self._doubtful:
+                data, chosen = elements(tensor).cpu(), self._doubtful[path]
                 if chosen is not None and len(chosen) == len(data):
                     data = data[chosen]
-                found[fact[0]] = data.numel(), checksum_of(data)
+                found[path] = data.numel(), checksum_of(data)
         return found
 
     def _check_doubtful(self) -> None:

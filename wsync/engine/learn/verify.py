@@ -13,7 +13,7 @@ import torch
 
 from wsync._core import LOCAL, BufferTable, Layout, LayoutBuilder, Route, Stream
 from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.module_memory import ModuleMemory, region
+from wsync.engine.learn.module_memory import ModuleMemory, region, wrapped_tensors
 from wsync.engine.learn.module_state import ModuleState
 from wsync.engine.learn.recorder import Recording, RecordingError
 from wsync.engine.learn.regions import Box
@@ -21,7 +21,7 @@ from wsync.engine.learn.time_limit import check
 from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.machine.device import follow_torch
-from wsync.module_tensors import dtype_of
+from wsync.module_tensors import checksum_of, dtype_of
 
 # held bytes that are kept aside at a time
 _BATCH: Final = 256 << 20
@@ -102,15 +102,21 @@ def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> 
         load_made_up(load, MadeUpModel(layout))
         load_made_up(load, model)
         held = ModuleMemory(module)
-        sums = held.sums({fact[0] for fact in held.facts})
+        sums = _sums(module, held)
         # rounds may bring any tensor first
         for calls in (model.together, model.together[::-1]):
             load_made_up(load, MadeUpModel(layout))
             load_made_up(load, model, calls=calls)
             now = ModuleMemory(module)
-            if now.facts != held.facts or now.sums(sums.keys()) != sums:
+            if now.facts != held.facts or _sums(module, now) != sums:
                 return False
         return True
+
+
+def _sums(module: torch.nn.Module, held: ModuleMemory) -> dict[str, int]:
+    """Checksums of a module's tensors, and of what wrappers are around."""
+    inside = {path: checksum_of(part) for path, _, part in wrapped_tensors(module)}
+    return held.sums({fact[0] for fact in held.facts}) | inside
 
 
 def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict[str, torch.Tensor]:
@@ -126,14 +132,14 @@ def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict
     found: dict[str, torch.Tensor] = {}
     with ModuleState(module, values=True):
         for turn, poison in enumerate(_POISONS):
-            for parameter in _parameters(module).values():
+            for parameter in parameters(module).values():
                 size = parameter.element_size()
                 value = torch.full((size,), poison, dtype=torch.uint8, device="cpu")
                 parameter.detach().copy_(value.view(parameter.dtype)[0])
             load_made_up(load, model)
             left = {
                 path: (elements(parameter) == poison).all(-1).cpu()
-                for path, parameter in _parameters(module).items()
+                for path, parameter in parameters(module).items()
             }
             if turn > 0:  # a loader may skip what it has loaded before
                 found = {path: mask & found.get(path, mask) for path, mask in left.items()}
@@ -145,10 +151,13 @@ def elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1, 1).view(torch.uint8)
 
 
-def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters that have memory, and the parts of those that are wrappers."""
     held = ModuleMemory(module)
     named = zip(held.facts, held.tensors, strict=True)
-    return {fact[0]: tensor for fact, tensor in named if fact[0] in held.parameters}
+    plain = {fact[0]: tensor for fact, tensor in named if fact[0] in held.parameters}
+    wrapped = wrapped_tensors(module)
+    return plain | {path: part for path, t, part in wrapped if isinstance(t, torch.nn.Parameter)}
 
 
 def load_made_up(
