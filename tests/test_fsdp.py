@@ -6,6 +6,7 @@ where torch can, its own `full_tensor()` confirms the known weights.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import types
 import weakref
@@ -459,6 +460,12 @@ def test_a_module_of_two_names_is_delivered_under_both() -> None:
 def test_what_ranks_have_under_two_names_is_delivered_under_both(two: Ranks, how: str) -> None:
     for found in two.run(cases.shared_names, how):
         assert found == {"a.weight": True, "b.weight": True, "c.weight": True, "d.weight": True}
+
+
+def test_a_name_that_no_unit_of_fsdp1_has_is_refused() -> None:
+    with contextlib.contextmanager(_ranks)(1) as one:
+        said = one.run(cases.shared_by_units)
+    assert all(text.startswith("LayoutError: b.weight: is a parameter of two") for text in said)
 
 
 class _Tied(torch.nn.Module):

@@ -264,6 +264,8 @@ def _is_fsdp2(module: Any) -> bool:
 
 def _slots(module: Any, flats: Sequence[tuple[str, Any]], tied: bool) -> Iterator[Slot]:
     """Every parameter and persistent buffer that is not in a flat parameter."""
+    buffers = {id(handle.flat_param) for _, handle in flats}
+    delivered = {name for prefix, handle in flats for name, *_ in _flat_names(prefix, handle)}
     flat = {
         id(tensor)
         for _, handle in flats
@@ -279,6 +281,12 @@ def _slots(module: Any, flats: Sequence[tuple[str, Any]], tied: bool) -> Iterato
     for owner, home, key, full in homes_of(module, once=False):
         tensor, name = home[key], plain_name(full)
         if id(tensor) in flat:
+            whole = id(tensor) in buffers or (tied and name == TIED)
+            if not whole and name not in delivered:
+                raise _core.LayoutError(
+                    f"{name}: is a parameter of two FSDP1 units, of which one has it: wrap both "
+                    "modules in one unit"
+                )
             continue
         if home is owner._buffers and key in owner._non_persistent_buffers_set:
             continue

@@ -653,3 +653,16 @@ def tied_names(first: bool, use_orig: bool) -> list[str]:
         model.lm_head = head
     unit = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig)
     return gathered(wsync.fsdp.layout(unit, config("dense", tie_word_embeddings=True)))[0].names()
+
+
+def shared_by_units() -> str:
+    """What a layout says of a tensor that two FSDP1 units have."""
+    linears = {name: torch.nn.Linear(4, 4, bias=False) for name in "abc"}
+    linears["b"].weight = linears["a"].weight
+    model: Any = torch.nn.Sequential(OrderedDict(linears))
+    unit = functools.partial(
+        FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    model.a = unit(model.a)
+    model = unit(model)
+    return error_of(lambda: wsync.fsdp.layout(model))
