@@ -130,6 +130,17 @@ def test_parameters_that_are_gathered_by_the_next_forward_pass_are_refused(local
         assert "overlap_param_gather" in text and "disable_forward_pre_hook" in text
 
 
+@pytest.mark.parametrize("what", ["module", "parameter"])
+def test_what_layers_share_is_delivered_under_each_name(local, what):
+    for lacking in local.run(cases.shared_names, what):
+        assert lacking == []
+
+
+def test_a_layer_at_two_places_is_refused(local):
+    for text in local.run(cases.shared_names, "layer"):
+        assert "decoder.layers.0 and decoder.layers.1: one module" in text
+
+
 def test_tied_head_is_left_to_the_embedding(local):
     facts = _matches(local, ("qwen3", TIED, {"tp": 2, "pp": 2}, {}))
     assert not any("output_layer.weight" in fact["names"] for fact in facts)

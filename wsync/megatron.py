@@ -268,6 +268,7 @@ def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks, layers: _Layers)
     _keep_biases_wide(chunks)
     layers.find(chunks)
     embedded = False
+    parts: dict[str, int] = {}  # every name is one of its own, whatever tensor has it
     for number, chunk in enumerate(chunks):
         numbers = _layer_numbers(chunk, number if len(chunks) > 1 else None)
         for path, module in chunk.named_modules():
@@ -277,7 +278,7 @@ def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks, layers: _Layers)
                     f"{path or 'model'}: share_embeddings_and_output_weights is {shared}, "
                     f"but the configuration says tied embeddings: {spec.tied}"
                 )
-        for module, home, key, full in homes_of(chunk):
+        for module, home, key, full in homes_of(chunk, once=False):
             if home is module._buffers and "expert_bias" not in key:
                 continue
             name = _global(global_name(full), numbers, spec, ranks)
@@ -285,7 +286,7 @@ def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks, layers: _Layers)
             plain = name.removeprefix("language_model.")
             again, embedded = embedded and plain == EMBEDDING, embedded or plain == EMBEDDING
             if not again and not (spec.tied and plain == OUTPUT):
-                yield Slot(name, home, key, full, number)
+                yield Slot(name, home, key, full, parts.setdefault(name, len(parts)))
 
 
 def _layer_numbers(chunk: Module, virtual: int | None) -> dict[str, int]:
@@ -293,10 +294,15 @@ def _layer_numbers(chunk: Module, virtual: int | None) -> dict[str, int]:
     of this pipeline stage, None where it is the only one."""
     numbers: dict[str, int] = {}
     offset: int | None = None
-    for path, module in chunk.named_modules():
+    paths: dict[int, str] = {}
+    for path, module in chunk.named_modules(remove_duplicate=False):
         match = _LAYER.fullmatch(global_name(path))
         if match is None:
             continue
+        if paths.setdefault(id(module), match.group()) != match.group():
+            raise _core.LayoutError(
+                f"{paths[id(module)]} and {match.group()}: one module, which has one layer number"
+            )
         number = getattr(module, "layer_number", None)  # counts from 1, MTP layers on their own
         if isinstance(number, int):
             numbers[match.group()] = number - 1

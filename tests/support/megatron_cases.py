@@ -359,3 +359,23 @@ MUTATIONS = {
         _halved_heads,
     )
 }
+
+
+def shared_names(what):
+    """Names of the checkpoint that a layout lacks of a model in which layers share weights, or what
+    it says of one."""
+    with megatron_cpu.groups(megatron_cpu.Parallel()):
+        hf = reference.config("qwen3", num_hidden_layers=3)
+        trainer = megatron_cpu.build(hf, megatron_cpu.Parallel())
+        layers = trainer.chunks[0].decoder.layers
+        if what == "module":
+            layers[1].mlp = layers[0].mlp
+        elif what == "parameter":
+            layers[1].mlp.linear_fc1.weight = layers[0].mlp.linear_fc1.weight
+        else:
+            layers[1] = layers[0]
+        try:
+            names = wsync.megatron.layout(trainer.chunks, hf).layout.names()
+        except wsync.LayoutError as error:
+            return str(error)
+        return sorted(set(reference.hf_tensors(hf)) - set(names))
