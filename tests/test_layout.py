@@ -90,7 +90,7 @@ def layouts(draw: st.DrawFn) -> _core.Layout:
     texts = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1)
     names = draw(st.lists(texts, unique=True, max_size=4))
     for name in names:
-        shape = draw(st.lists(st.integers(0, 2**20), max_size=3).map(tuple))
+        shape = draw(st.lists(st.integers(0, 2**19), max_size=3).map(tuple))
         dtype = draw(st.sampled_from(sorted(reference.ITEM_NBYTES)))
         group = draw(st.integers(0, 2**32 - 1))
         builder.add_tensor(name, dtype, shape, group)
