@@ -157,8 +157,9 @@ def late_to_connect() -> str:
     failed = dist.distributed_c10d._get_default_store()
 
     def late(*arguments: Any) -> Any:
-        make(*arguments)
+        made = make(*arguments)  # which is there for as long as the others connect
         failed.wait(["failed"])
+        del made
         raise RuntimeError("Connection closed by peer")
 
     def fail() -> None:
