@@ -98,12 +98,14 @@ static void meet(match_t *match, const void *value)
 
     if (match->met == trace->count) {
         const size_t count = match->met < TRACE_MIN ? TRACE_MIN : 2 * match->met;
-        const void **values = realloc(trace->values, count * sizeof(*values));
+        const void **values =
+            (const void **)realloc((void *)trace->values, count * sizeof(*values));
 
         if (values == NULL) {
             return;
         }
-        memset(values + trace->count, 0, (count - trace->count) * sizeof(*values));
+        memset((void *)(values + trace->count), 0,
+               (count - trace->count) * sizeof(*values));
         *trace = (trace_t){values, count};
     }
     if (match->met + AHEAD < trace->count) {

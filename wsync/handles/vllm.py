@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
 _PATIENCE_SECONDS: Final = 3600.0
-_DESCRIBED: Final = {"rank", "workers", "engines", "weight_version"}
+_DESCRIBED: Final = {"rank", "workers", "engines"}
 # vLLM's words for SGLang's; a retracted request is one that is kept without its cache
 _MODES: Final = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
@@ -117,7 +117,7 @@ class VllmHandle(LocalHandle):
         """The version, where the workers have one; instance: their processes, and which models
         they have."""
         found = self._describe(timeout)
-        versions = {each["weight_version"] for each in found}
+        versions = {each.get("weight_version") for each in found}
         instances = [each["instance"] for each in found if each.get("instance")]
         return {
             "weight_version": versions.pop() if len(versions) == 1 else None,
