@@ -13,13 +13,12 @@ from wsync.machine.deadline import Deadline
 
 PASSES: Final = 3  # that load_weights makes over all tensors: two are recorded, one is compared
 
-_Tell = Callable[[], object]
 _limit: ContextVar[Deadline | None] = ContextVar("wsync_learning", default=None)
-_tell: ContextVar[_Tell | None] = ContextVar("wsync_learning_tell", default=None)
+_tell: ContextVar[Callable[[], object] | None] = ContextVar("wsync_learning_tell", default=None)
 
 
 @contextlib.contextmanager
-def learning(seconds: float, tell: _Tell | None = None) -> Iterator[None]:
+def learning(seconds: float, tell: Callable[[], object] | None = None) -> Iterator[None]:
     """Around what may take so long, in this thread; it calls `check` time and again.  tell: called
     when load_weights has taken one more tensor, PASSES times for each."""
     tokens = _limit.set(Deadline(seconds)), _tell.set(tell)
