@@ -1,5 +1,6 @@
 """Sessions between real processes: a trainer here, a worker in a process of its own."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -423,6 +424,43 @@ def test_two_threads_cannot_use_one_exporter() -> None:
     stop.set()
     thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+def test_no_thread_closes_an_importer_that_takes_a_new_ring() -> None:
+    """Letting go of the old ring takes a while, and lets other threads run."""
+    exporter = _core.Exporter()
+    worker = _core.Importer(exporter.address, b"", PATIENCE)
+    exporter.accept(PATIENCE)
+    exporter.attach(_core.Memory(32 << 20), b"", PATIENCE)
+    exporter.begin(0, 0, PATIENCE)
+    worker.begin(PATIENCE)
+    worker.prepared(0, 0, 0, PATIENCE)
+    exporter.prepared(PATIENCE)
+    exporter.commit(PATIENCE)
+    worker.verdict(PATIENCE)
+    waiting = threading.Event()
+
+    def close() -> None:
+        assert waiting.wait(PATIENCE)
+        while True:
+            with contextlib.suppress(_core.StateError):
+                worker.close()
+                return
+
+    def update() -> None:
+        assert waiting.wait(PATIENCE)
+        exporter.attach(_core.Memory(SLOT), b"", PATIENCE)
+        exporter.begin(1, 0, PATIENCE)
+
+    threads = [threading.Thread(target=close), threading.Thread(target=update)]
+    for thread in threads:
+        thread.start()
+    assert worker.begin(PATIENCE, waiting.set) == (1, 0)
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [thread.is_alive() for thread in threads] == [False, False]
+    assert worker.ring.nbytes == SLOT
+    exporter.close()
 
 
 def test_a_ring_outlives_its_session_and_its_successor() -> None:

@@ -286,18 +286,20 @@ static int parse_call(ModuleState *state, PyObject *args, PyObject *kwargs,
 
 /* --- methods -------------------------------------------------------------------------- */
 
-int wsync_py_call_run(wsync_py_peer_t *peer, wsync_py_step_func_t step,
-                      wsync_py_call_t *call)
+PyObject *wsync_py_call_run(wsync_py_peer_t *peer, wsync_py_step_func_t step,
+                            wsync_py_result_func_t give, wsync_py_call_t *call)
 {
     ModuleState *state = state_of(peer);
-    int result = -1;
+    PyObject *result = NULL;
 
     if (call->on != NULL && wsync_py_stream_enter_any(state, call->on, &call->stream) < 0) {
-        return -1;
+        return NULL;
     }
     if (wsync_py_peer_enter(peer) == 0) {
         call->core = peer->core;
-        result = wsync_py_wait(state, step, call);
+        if (wsync_py_wait(state, step, call) == 0) {
+            result = give != NULL ? give((PyObject *)peer, call) : Py_NewRef(Py_None);
+        }
         wsync_py_peer_leave(peer);
     }
     if (call->on != NULL) {
@@ -316,9 +318,10 @@ PyObject *wsync_py_call(PyObject *self, PyObject *args, PyObject *kwargs,
     if (parse_call(state_of(peer), args, kwargs, method, &call) < 0) {
         return NULL;
     }
-    if ((method->if_open && peer->closed) ||
-        wsync_py_call_run(peer, method->step, &call) == 0) {
-        result = method->result != NULL ? method->result(self, &call) : Py_NewRef(Py_None);
+    if (method->if_open && peer->closed) {
+        result = Py_NewRef(Py_None);
+    } else {
+        result = wsync_py_call_run(peer, method->step, method->give, &call);
     }
     PyBuffer_Release(&call.manifest); /* nothing where there is none */
     return result;

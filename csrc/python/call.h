@@ -62,6 +62,10 @@ typedef struct wsync_py_call {
 typedef wsync_status_t (*wsync_py_step_func_t)(wsync_py_call_t *call, int timeout_ms,
                                                wsync_error_t *err);
 
+/* Makes the result of a step that went well, while the object is still in use: what it lets
+ * go of may let other threads in, which could close the object. */
+typedef PyObject *(*wsync_py_result_func_t)(PyObject *self, wsync_py_call_t *call);
+
 /* Calls a step in slices of at most 50 ms with the GIL released, letting signals in and
  * calling call->check (a callable, None or NULL; it raises to end the wait) between them.
  * Returns 0, or -1 with an exception. */
@@ -97,8 +101,7 @@ enum { WSYNC_PY_MAX_PARAMETERS = 5 };
 typedef struct wsync_py_method {
     const char *name;
     wsync_py_step_func_t step;
-    /* Makes the result of a step that went well; NULL: None. */
-    PyObject *(*result)(PyObject *self, wsync_py_call_t *call);
+    wsync_py_result_func_t give; /* NULL: None */
     wsync_py_parameter_t parameters[WSYNC_PY_MAX_PARAMETERS + 1];
     bool if_open; /* does nothing with a closed object, where others raise */
 } wsync_py_method_t;
@@ -109,24 +112,24 @@ PyObject *wsync_py_call(PyObject *self, PyObject *args, PyObject *kwargs,
 
 /* Defines `function`, the PyCFunction of a method.  The last arguments are its
  * parameters. */
-#define WSYNC_PY_CALL(function, name, step, result, ...) \
-    WSYNC_PY_METHOD(function, name, step, result, false, __VA_ARGS__)
+#define WSYNC_PY_CALL(function, name, step, give, ...) \
+    WSYNC_PY_METHOD(function, name, step, give, false, __VA_ARGS__)
 
 /* The same for one that does nothing with a closed object. */
-#define WSYNC_PY_CALL_IF_OPEN(function, name, step, result, ...) \
-    WSYNC_PY_METHOD(function, name, step, result, true, __VA_ARGS__)
+#define WSYNC_PY_CALL_IF_OPEN(function, name, step, give, ...) \
+    WSYNC_PY_METHOD(function, name, step, give, true, __VA_ARGS__)
 
-#define WSYNC_PY_METHOD(function, name, step, result, if_open, ...)             \
+#define WSYNC_PY_METHOD(function, name, step, give, if_open, ...)               \
     static PyObject *function(PyObject *self, PyObject *args, PyObject *kwargs) \
     {                                                                           \
         static const wsync_py_method_t method = {                               \
-            name, step, result, {__VA_ARGS__}, if_open};                        \
+            name, step, give, {__VA_ARGS__}, if_open};                          \
                                                                                 \
         return wsync_py_call(self, args, kwargs, &method);                      \
     }
 
-/* wsync_py_wait with the object and the stream in use. */
-int wsync_py_call_run(wsync_py_peer_t *peer, wsync_py_step_func_t step,
-                      wsync_py_call_t *call);
+/* wsync_py_wait, and then the result, with the object and the stream in use. */
+PyObject *wsync_py_call_run(wsync_py_peer_t *peer, wsync_py_step_func_t step,
+                            wsync_py_result_func_t give, wsync_py_call_t *call);
 
 #endif

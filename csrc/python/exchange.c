@@ -181,7 +181,7 @@ static PyObject *exchange_connect(PyObject *object, PyObject *args, PyObject *kw
     wsync_py_call_t call = {0};
     wsync_py_items_t addresses;
     PyObject *sequence = NULL;
-    int result = -1;
+    PyObject *result = NULL;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Od|O:connect", keywords, &sequence,
                                      &call.timeout, &call.check) ||
@@ -194,10 +194,10 @@ static PyObject *exchange_connect(PyObject *object, PyObject *args, PyObject *kw
                             (unsigned)self->rank_count);
     } else {
         call.made = addresses.items;
-        result = wsync_py_call_run(&self->peer, step_connect, &call);
+        result = wsync_py_call_run(&self->peer, step_connect, NULL, &call);
     }
     wsync_py_items_fini(&addresses);
-    return result == 0 ? Py_NewRef(Py_None) : NULL;
+    return result;
 }
 
 static wsync_status_t step_begin(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),

@@ -163,8 +163,7 @@ static int refresh_bound(ImporterObject *self)
             return -1;
         }
     }
-    Py_XDECREF(self->bound);
-    self->bound = table;
+    wsync_py_assign(&self->bound, table);
     self->bound_generation = generation;
     return 0;
 }
