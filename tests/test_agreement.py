@@ -126,6 +126,40 @@ def test_foreign_errors_are_named_ones_with_a_cause() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+class Mute(Exception):
+    """As one has whose text is made of an attribute that is not there."""
+
+    def __str__(self) -> str:
+        raise AttributeError("response")
+
+
+def test_an_error_without_a_text_leaves_nothing_half_done() -> None:
+    weights = {name: torch.ones(1) for name in ("a", "b")}
+
+    def lost() -> dict[str, torch.Tensor]:
+        raise Mute
+
+    with wsync.connect(weights, [agreement_cases.Stock()], options=agreement_cases.OPTIONS) as sync:
+        sync.update()
+        with pytest.raises(wsync.RemoteError, match=r"Mute: \(no text: AttributeError ") as caught:
+            sync.update(lost)
+        assert isinstance(caught.value.__cause__, Mute)
+        sync.update()
+
+
+def test_an_engines_error_without_a_text_is_told() -> None:
+    class Silent(agreement_cases.Stock):
+        def update_weights_from_tensor(self, **given: Any) -> tuple[bool, str]:
+            raise Mute
+
+    options = agreement_cases.OPTIONS
+    with (
+        wsync.connect({"a": torch.ones(1)}, [Silent()], options=options) as sync,
+        pytest.raises(wsync.RemoteError, match=r"Mute: \(no text: "),
+    ):
+        sync.update()
+
+
 def test_folders_of_killed_processes_are_swept(tmp_path: Path) -> None:
     """Only those: with a socket that refuses connections, and not young."""
     kept = []

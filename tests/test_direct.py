@@ -206,6 +206,29 @@ def test_auto_looks_once_where_nothing_can_be_lent(
     assert not [text for text in caplog.messages if PRIVATE in text]
 
 
+def test_a_descriptor_that_is_only_for_writing_is_passed_over(
+    config: Any, engine: TensorParallelEngine
+) -> None:
+    """That of the file object by which the file was filled."""
+    weights = draw(config, 1)
+    flat = torch.cat([tensor.flatten() for tensor in weights.values()])
+    path = Path("/dev/shm", f"wsync-test-{os.getpid()}")
+    try:
+        with path.open("wb", buffering=0) as file:
+            file.write(flat.view(torch.uint8).numpy().tobytes())
+            mapped = torch.from_file(str(path), True, flat.numel(), dtype=flat.dtype)
+            parts = mapped.split([tensor.numel() for tensor in weights.values()])
+            lent = {
+                name: part.view(tensor.shape)
+                for (name, tensor), part in zip(weights.items(), parts, strict=True)
+            }
+            with wsync.connect(lent, engines=[engine], options=OPTIONS) as sync:
+                assert set(sync.update().paths.values()) == {"direct"}
+    finally:
+        path.unlink()
+    assert same(engine.weights(), weights)
+
+
 def test_auto_spares_descriptors(
     weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,7 +71,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
             _log.error("%s", text)
     except Exception as error:
         _log.exception("an update failed before its session was there")
-        refuse(control, f"{type(error).__name__}: {error}", part.receiver)
+        refuse(control, error, part.receiver)
 
 
 def _forget_images() -> None:

@@ -256,7 +256,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._say(Frame.COMMIT, b"")
         except BaseException as error:
             for channel in self._channels:
-                channel.fail(f"{type(error).__name__}: {error}")
+                channel.fail(error)
             raise
         if not self._is_master:
             return {}

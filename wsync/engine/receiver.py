@@ -23,6 +23,7 @@ from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loa
 from wsync.engine.update_state import UpdateState
 from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
 from wsync.machine.device import await_torch, follow_torch
+from wsync.machine.error_text import error_text
 from wsync.machine.gpu_allocations import place_of
 from wsync.machine.process_maps import most_segments
 from wsync.machine.trace import Trace
@@ -91,7 +92,7 @@ class Receiver:
                     f"the payload is not a control message but {payload.named_kind(content)}"
                 )
         except WsyncError as error:
-            return False, f"worker {self._worker}: {error}"
+            return refused(self._worker, error)
         return self.handle(control, version=version, update_id=update_id)
 
     def handle(
@@ -120,7 +121,7 @@ class Receiver:
                     return self._close(message, version)
                 return self._inspect(message)
         except WsyncError as error:
-            return False, f"worker {self._worker}: {error}"
+            return refused(self._worker, error)
 
     def close(self) -> None:
         """Gives up the session."""
@@ -164,7 +165,7 @@ class Receiver:
             blob, device = json.dumps(facts).encode(), self._loader.device
             connect(message.address, blob, message.deadline, device).close()
         except Exception as error:
-            return False, f"worker {self._worker}: {_text(error)}"
+            return refused(self._worker, error)
         return True, "inspected"
 
     def _open(self, message: Control) -> tuple[bool, str]:
@@ -174,7 +175,7 @@ class Receiver:
         try:
             self._run(message)
         except Exception as error:
-            said = f"{_nth(message.update)}: {_text(error)}"
+            said = f"{_nth(message.update)}: {error_text(error)}"
             text = f"worker {self._worker}: {said}"
             _log.warning("%s", text)
             self.fail(message, said)  # the trainer knows who it is
@@ -329,11 +330,11 @@ class _Told:
             self._rounds = 0
 
 
-def refuse(control: bytes | None, text: str, receiver: Receiver | None = None) -> None:
+def refuse(control: bytes | None, why: Exception, receiver: Receiver | None = None) -> None:
     """Tells the trainer that sent an opening message that this worker takes no part, and why: for
     engines that do not pass on what a worker answers."""
     try:
-        message = Control.from_bytes(control or b"")
+        message, text = Control.from_bytes(control or b""), error_text(why)
         if message.op != "open":
             return
         if receiver is not None and receiver.fail(message, text):
@@ -345,7 +346,12 @@ def refuse(control: bytes | None, text: str, receiver: Receiver | None = None) -
         finally:
             session.close()
     except Exception as error:
-        _log.warning("the trainer could not be told: %s", _text(error))
+        _log.warning("the trainer could not be told: %s", error_text(error))
+
+
+def refused(worker: int, error: Exception) -> tuple[bool, str]:
+    """What a worker answers to a message that it could not follow."""
+    return False, f"worker {worker}: {error_text(error)}"
 
 
 def _nth(update: int) -> str:
@@ -361,8 +367,3 @@ def connect(address: str, blob: bytes, timeout: float, device: Device) -> Sessio
 
         return RemoteImporter(address, blob, timeout, device)
     return Importer(address, blob, timeout, device)
-
-
-def _text(error: Exception) -> str:
-    # wsync's own errors say everything in their message
-    return str(error) if isinstance(error, WsyncError) else f"{type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 
 from wsync import _core
 from wsync.machine.device import has_nccl
+from wsync.machine.error_text import error_text
 from wsync.machine.nvidia_wheels import nccl_libraries
 
 _MAX_TEXT: Final = 512  # characters
@@ -68,7 +69,7 @@ class Introduction:
         except _core.WsyncError:
             raise
         except (ValueError, TypeError, RecursionError) as error:
-            what = f"{type(error).__name__}: {error}"
+            what = error_text(error)
             raise _core.ProtocolError(f"what a rank says of itself: {what[:120]}") from error
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from wsync import _core
 from wsync.exchange.update_group import Rendezvous
+from wsync.machine.error_text import error_text
 
 Meeting: TypeAlias = Rendezvous | Sequence[str]
 """Where the ranks of an exchange meet: in a store, to make a group of torch's, or, by NCCL, at
@@ -104,7 +105,7 @@ class Orders:
         except _core.WsyncError:
             raise
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-            what = f"{type(error).__name__}: {error}"
+            what = error_text(error)
             raise _core.ProtocolError(f"the trainer's plan: {what[:120]}") from error
 
 

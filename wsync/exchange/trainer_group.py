@@ -23,6 +23,7 @@ from wsync import _core
 from wsync.exchange.polled_collectives import Collectives, first_line
 from wsync.machine.daemon_threads import Lane, result
 from wsync.machine.deadline import VERDICT_SECONDS, Check, Deadline
+from wsync.machine.error_text import error_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -150,7 +151,7 @@ class TrainerGroup:
     def fail(self, error: BaseException) -> _core.WsyncError:
         """Publishes `error` unless another rank was first; returns the error to raise."""
         if not isinstance(error, _core.WsyncError):
-            error = _core.RemoteError(f"{type(error).__name__}: {error}")
+            error = _core.RemoteError(error_text(error))
         return error if self._board is None else self._board.publish(error)
 
     def all_gather(self, data: bytes) -> list[bytes]:

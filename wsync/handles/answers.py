@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import DeadlineError, PeerClosedError, RemoteError, UnsupportedError
+from wsync.machine.error_text import error_text
 
 _TEXT_LIMIT: Final = 2000
 _GOOD_STATUS: Final = ("ok", "success", "paused", "resumed")
@@ -121,10 +122,10 @@ def check_answer(name: str, what: str, answer: object) -> None:
 def translate(where: str, error: BaseException) -> BaseException:
     """An error of an engine's own as one of wsync's."""
     if isinstance(error, TimeoutError):
-        return DeadlineError(f"{where}: {cut(str(error))}")
+        return DeadlineError(f"{where}: {cut(error_text(error))}")
     if isinstance(error, ConnectionError | EOFError):
-        return PeerClosedError(f"{where}: {cut(str(error) or type(error).__name__)}")
-    return RemoteError(f"{where}: {type(error).__name__}: {cut(str(error))}")
+        return PeerClosedError(f"{where}: {cut(error_text(error))}")
+    return RemoteError(f"{where}: {cut(error_text(error))}")
 
 
 def json_or_text(text: str) -> Any:

@@ -21,6 +21,7 @@ from wsync.handles.answers import (
 from wsync.handles.sglang_base import ApiHandle
 from wsync.handles.unfinished_calls import Changes, Ended, changes_engine
 from wsync.machine.daemon_threads import start
+from wsync.machine.error_text import error_text
 
 Watched = Callable[[Ended], contextlib.AbstractContextManager[None]]
 """Around the time that a call is waited for."""
@@ -228,4 +229,4 @@ def _raised(error: BaseException, wrapped: type[Any]) -> str:
     wrapped error is a traceback in colours."""
     while isinstance(error, wrapped) and isinstance(error.cause, BaseException):
         error = error.cause
-    return f"{type(error).__name__}: {cut(str(error))}"
+    return cut(error_text(error))

@@ -25,6 +25,13 @@ _SHARED: Final = re.compile(
 # System V's memory, whose ids are there for inodes: a memfd may have the same number
 _NO_FILE: Final = re.compile(rb"/SYSV[0-9a-f]{8}( \(deleted\))?")
 
+# errors of descriptors that are of no use, where another one of the file may be
+_USELESS: Final = (
+    errno.EBADF,  # closed since
+    errno.EACCES,  # open for writing only
+    errno.EPERM,  # sealed, or on a mount that forbids it
+)
+
 
 class File(NamedTuple):
     """A file whose pages are memory, by the numbers that no other has while it is mapped."""
@@ -114,7 +121,7 @@ class SharedMaps:
             except _core.PeerRefusedError:  # a file on a disk
                 return
             except _core.SystemCallError as error:
-                if error.native == errno.EBADF:
+                if error.native in _USELESS:
                     return
                 raise
             file = _file_of(os.fstat(memory.fileno()))

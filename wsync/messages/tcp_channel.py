@@ -22,6 +22,7 @@ from typing import Final
 
 from wsync import _core
 from wsync.machine.deadline import POLL_SECONDS, Check, Deadline
+from wsync.machine.error_text import error_text
 
 # what BEGIN and PREPARED hold
 UPDATE: Final = struct.Struct("<QQ")
@@ -182,8 +183,9 @@ class Channel:
         if self._ended and not self._frames:
             raise self._gone()
 
-    def fail(self, text: str) -> None:
+    def fail(self, why: str | BaseException) -> None:
         """Says why this side gives up, if the other one still listens."""
+        text = error_text(why) if isinstance(why, BaseException) else why
         said = text.encode("utf-8", "replace")[: _MAX_NBYTES[Frame.FAILED]]
         with contextlib.suppress(_core.WsyncError):
             self.send(Frame.FAILED, said, _LAST_SECONDS)

@@ -312,12 +312,15 @@ class Updates(abc.ABC):
         try:
             yield
         except BaseException as error:
-            first = self._group.fail(error)
+            first: _core.WsyncError = _core.RemoteError("given up before others were told why")
             try:
                 try:
-                    self._abandon(first)
+                    first = self._group.fail(error)
                 finally:
-                    self._group.close()
+                    try:
+                        self._abandon(first)
+                    finally:
+                        self._group.close()
                 if first is error or not isinstance(error, Exception):
                     raise
                 raise first from error

@@ -25,7 +25,7 @@ from wsync.engine.learn.quantisation_mismatch import Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import Recording
 from wsync.engine.post_load import run_in_place, wait_for_device
-from wsync.engine.receiver import Receiver
+from wsync.engine.receiver import Receiver, refused
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
 from wsync.module_tensors.names_in_messages import listed
@@ -110,7 +110,7 @@ class WorkerExtension:
             wait_for_device(side.model)
             return list(side.receiver.handle(messages[self.rank].encode(), version=version))
         except Exception as error:
-            return [False, f"worker {self.rank}: {type(error).__name__}: {error}"]
+            return list(refused(self.rank, error))
 
     def _wsync_state(self) -> _Side:
         model = _model(self.model_runner)

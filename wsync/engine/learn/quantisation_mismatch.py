@@ -17,6 +17,7 @@ from wsync._core import Layout, LayoutError
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.tracer import SOURCE, Tracer
+from wsync.machine.error_text import error_text
 from wsync.module_tensors import dtype_of
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import QUANTISED, is_note
@@ -78,7 +79,7 @@ def refuse_unloadable(
     into = f" to {_target_texts(held)[path]}" if path and not unknown else ""
     raise OtherFormError(
         f"{type(held.parts['']).__name__} does not take what the trainer delivers: loading "
-        f"{_source_texts(model)[name]}{into}: {type(error).__name__}: {error}"
+        f"{_source_texts(model)[name]}{into}: {error_text(error)}"
     ) from error
 
 
@@ -190,7 +191,7 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 into = f" to {target}" if target and not unknown else ""
                 raise OtherFormError(
                     f"{who} does not take what the trainer delivers: loading "
-                    f"{self._texts[name]}{into}: {type(error).__name__}: {error}"
+                    f"{self._texts[name]}{into}: {error_text(error)}"
                 ) from error
         if self._converted:
             raise OtherFormError(

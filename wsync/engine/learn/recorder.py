@@ -61,6 +61,7 @@ from wsync.engine.learn.tracer import (
 )
 from wsync.engine.learn.watched_writes import Part
 from wsync.engine.ring_loaders import LoadWeights
+from wsync.machine.error_text import error_text
 from wsync.module_tensors import dtype_of
 from wsync.module_tensors.quantised_names import is_note
 
@@ -404,7 +405,7 @@ def _trace(
         refuse_other_forms(held, model, tracer)
         if len(names) == len(model.tensors):  # it may have raised for want of the others
             refuse_unloadable(error, held, model, tracer)
-        text = f"it raised {type(error).__name__}: {error}"
+        text = f"it raised {error_text(error)}"
         for name, why in list(aside.items())[:1]:
             text += f", when it is not given {name}: {why}"
         raise RecordingError(text) from error

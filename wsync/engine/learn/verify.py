@@ -21,6 +21,7 @@ from wsync.engine.learn.time_limit import check
 from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.machine.device import follow_torch
+from wsync.machine.error_text import error_text
 from wsync.module_tensors import checksum_of, dtype_of
 
 # held bytes that are kept aside at a time
@@ -180,7 +181,7 @@ def load_made_up(
                 load(pairs if call is None else [pairs[index] for index in call])
                 check()
     except Exception as error:
-        raise RecordingError(f"it raised {type(error).__name__}: {error}") from error
+        raise RecordingError(f"it raised {error_text(error)}") from error
     finally:
         model.restore()
     check()
