@@ -298,6 +298,24 @@ def pair() -> tuple[Channel, Channel]:
     return trainer, worker
 
 
+def test_a_worker_may_come_by_an_address_that_is_not_the_hosts_own() -> None:
+    """As behind NAT, whose address is given by WSYNC_ADDRESS."""
+    listener = Listener("203.0.113.5", "worker 0")
+    where = re.fullmatch(r"([0-9a-f]{32})@203\.0\.113\.5:([0-9]+)", listener.address)
+    assert where is not None
+    worker = Channel.connect(f"{where[1]}@127.0.0.1:{where[2]}", 5)
+    trainer = listener.accept(5)
+    trainer.send(Frame.COMMIT, b"", 5)
+    assert worker.wait((Frame.COMMIT,), 5)[0] == Frame.COMMIT
+    for end in (trainer, worker, listener):
+        end.close()
+
+
+def test_an_address_where_nobody_can_listen_is_named() -> None:
+    with pytest.raises(wsync.SystemCallError, match=r"listening at no\.such\.host"):
+        Listener("no.such.host.invalid", "worker 0")
+
+
 def test_frames_arrive_whole_and_in_order() -> None:
     trainer, worker = pair()
     large = os.urandom(3 << 20)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import hmac
 import re
 import secrets
@@ -238,6 +239,27 @@ class Channel:
         return _core.PeerClosedError(f"{self.peer} is gone{why}")
 
 
+def _listen(host: str) -> socket.socket:
+    """A socket at one address of this host; at all of them where the one that others use is none of
+    its own, as behind NAT.  Who connects has to know a token.
+
+    Raises:
+        SystemCallError: there can be no such socket.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        try:
+            return socket.create_server(address, family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return socket.create_server(("", 0), family=family)
+    except OSError as error:
+        failure = _core.SystemCallError(f"listening at {host}: {error.strerror or error}")
+        failure.native = error.errno or 0
+        raise failure from error
+
+
 class Listener:
     """Where one worker is to connect.
 
@@ -246,9 +268,8 @@ class Listener:
     """
 
     def __init__(self, host: str, peer: str, *, takes: Collection[Frame] = FROM_WORKERS) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._peer, self._takes = peer, takes
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = _listen(host)
         self._listener.setblocking(False)
         self._token = secrets.token_hex(16)
         self.address = f"{self._token}@{host}:{self._listener.getsockname()[1]}"

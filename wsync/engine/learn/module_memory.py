@@ -136,6 +136,11 @@ class ModuleMemory:
                 raise LayoutError(f"{path}: its memory is gone")
             if not tensor.numel():
                 continue
+            if tensor.is_neg() or tensor.is_conj():
+                raise LayoutError(
+                    f"{path}: its memory holds other values, which torch negates or conjugates when"
+                    " they are read (is_neg, is_conj)"
+                )
             number = numbers.setdefault(start, len(self.areas))
             if id(tensor) not in bound:
                 self._distinct.append((slot, name, number))
