@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from wsync import _core
 from wsync.families.registry import TOGETHER
@@ -45,34 +45,56 @@ def items_of(tensors: Mapping[str, _T]) -> list[tuple[str, _T]]:
     """
     if type(tensors).items in _STORED:
         return list(tensors.items())
-    return kept(tensors.items(), tensors.__getitem__)
+    return kept(lambda: tensors.items())
 
 
-def kept(
-    pairs: Iterable[tuple[str, _T]], ask: Callable[[str], object] | None = None
-) -> list[tuple[str, _T]]:
+def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
     """Names and tensors, which may be made one after another.
 
     Raises LayoutError where one was written to when it had been given, and lies in the memory of
-    another.  ask: makes the tensor of a name once more, as what torch does not count is seen then.
+    another.  By .data, numpy, collectives or in inference mode nothing counts what is written: so
+    where tensors share memory, all are made a second time, and have to have the values that the
+    first ones have by then.
     """
     given, places = list[tuple[str, _T]](), list[list[MemoryPlace]]()
-    for name, tensor in pairs:
+    for name, tensor in make():
         given.append((name, tensor))
         places.append(places_of(tensor))
-    for number, others in _meeting(places).items():
-        name, tensor = given[number]
-        written = places_of(tensor) != places[number]
-        # by .data, numpy or in inference mode nothing counts it
-        if not written and ask is not None and number < max(others):
-            written = _written_for(ask, name, tensor)
-        if written:
-            other = next((o for n in sorted(others) if (o := given[n][0]) != name), name)
-            raise _core.LayoutError(
-                f"{name}: the mapping has written to it since, and gives the same memory as "
-                f"{other}: tensors have to stay as they are until the update is done"
-            )
+    meeting = _meeting(places)
+    for number, others in meeting.items():
+        if places_of(given[number][1]) != places[number]:
+            raise _shared(given, number, others)
+    # what is made last of those in one memory is not written over
+    early = {number: others for number, others in meeting.items() if number < max(others)}
+    sums = {number: _sums(given[number][1]) for number in early}
+    again = iter(make() if early else ())
+    for number in range(max(early, default=-1) + 1):
+        pair = next(again, None)
+        if number not in early:
+            continue
+        if pair is None or pair[0] != given[number][0]:
+            raise _shared(given, number, early[number], "does not give it again, and")
+        if _sums(pair[1]) != sums[number]:
+            raise _shared(given, number, early[number])
     return given
+
+
+def _shared(
+    given: Sequence[tuple[str, object]],
+    number: int,
+    others: set[int],
+    what: str = "has written to it since, and",
+) -> Exception:
+    name = given[number][0]
+    other = next((o for n in sorted(others) if (o := given[n][0]) != name), name)
+    return _core.LayoutError(
+        f"{name}: the mapping {what} gives the same memory as {other}: "
+        "tensors have to stay as they are until the update is done"
+    )
+
+
+def _sums(tensor: object) -> list[int]:
+    return [checksum_of(part) for part in parts_of(tensor)]
 
 
 def _meeting(places: Sequence[Sequence[MemoryPlace]]) -> dict[int, set[int]]:
@@ -97,14 +119,6 @@ def _near(places: Sequence[Sequence[MemoryPlace]]) -> list[list[tuple[int, Memor
         groups[-1].append((number, place))
         end = max(end, place.end)
     return groups
-
-
-def _written_for(ask: Callable[[str], object], name: str, tensor: Any) -> bool:
-    """Whether a mapping that is asked for a tensor once more changes what lies there."""
-    parts = list(parts_of(tensor))
-    before = [checksum_of(part) for part in parts]
-    ask(name)
-    return [checksum_of(part) for part in parts] != before
 
 
 def by_plain_name(
