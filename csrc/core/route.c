@@ -7,7 +7,7 @@
 #include "core/base/array.h"
 #include "core/box_cover.h"
 #include "core/layout/layout_parts.h"
-#include "core/layout/refine.h"
+#include "core/layout/split_steps.h"
 #include "core/write_overlap.h"
 
 /* A peer chooses the source's boxes.  Boxes that lie across each other cut what is missing
@@ -212,7 +212,7 @@ wsync_status_t wsync_route_create(const wsync_layout_t *source,
 {
     const wsync_layout_t *const given[] = {source, destination};
     route_builder_t builder = {.source = source, .destination = destination, .err = err};
-    wsync_refined_t refined = {0};
+    wsync_split_t split = {0};
     wsync_route_t *made = NULL;
     uint32_t buffer_count = 0;
     uint32_t unused;
@@ -222,11 +222,11 @@ wsync_status_t wsync_route_create(const wsync_layout_t *source,
         status = check_rank(destination, "destination", &unused, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_refine(given, 2, &refined, err);
+        status = wsync_split_steps(given, 2, &split, err);
     }
     if (status == WSYNC_OK) {
-        builder.source = refined.layouts[0] != NULL ? refined.layouts[0] : source;
-        builder.destination = refined.layouts[1] != NULL ? refined.layouts[1] : destination;
+        builder.source = split.layouts[0] != NULL ? split.layouts[0] : source;
+        builder.destination = split.layouts[1] != NULL ? split.layouts[1] : destination;
     }
     for (size_t i = 0; i < wsync_layout_tensor_count(destination) && status == WSYNC_OK;
          i++) {
@@ -255,7 +255,7 @@ cleanup:
     wsync_copies_fini(&builder.copies);
     free(builder.tensors.items);
     wsync_cover_fini(&builder.cover);
-    wsync_refined_fini(&refined);
+    wsync_split_fini(&split);
     return status;
 }
 

@@ -144,7 +144,7 @@ static void planner_fini(wsync_planner_t *planner)
     free(planner->more_ids.items);
     free(planner->weights);
     free(planner->touched);
-    wsync_refined_fini(&planner->refined);
+    wsync_split_fini(&planner->split);
 }
 
 /* Bytes of the boxes that the workers asked for, counted from their layouts. */
@@ -243,16 +243,16 @@ static wsync_status_t fill_plan(wsync_planner_t *planner, wsync_plan_t *plan)
         plan->audiences = planner->audiences;
         planner->ranks = (wsync_idsets_t){0};
         planner->audiences = (wsync_idsets_t){0};
-        wsync_refined_drop(&planner->refined);
-        plan->refined = planner->refined;
-        planner->refined = (wsync_refined_t){0};
+        wsync_split_drop(&planner->split);
+        plan->split = planner->split;
+        planner->split = (wsync_split_t){0};
     }
     return status;
 }
 
 /* Puts layouts without steps into a specification, whose destinations are a copy. */
-static wsync_status_t refine_spec(wsync_planner_t *planner, wsync_plan_spec_t *spec,
-                                  wsync_destination_t *destinations)
+static wsync_status_t split_spec(wsync_planner_t *planner, wsync_plan_spec_t *spec,
+                                 wsync_destination_t *destinations)
 {
     const size_t count = spec->destination_count + (size_t)1;
     const wsync_layout_t **given =
@@ -269,13 +269,12 @@ static wsync_status_t refine_spec(wsync_planner_t *planner, wsync_plan_spec_t *s
         given[i] = destinations[i - 1].layout;
     }
     spec->destinations = destinations;
-    status = wsync_refine(given, count, &planner->refined, planner->err);
+    status = wsync_split_steps(given, count, &planner->split, planner->err);
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         const wsync_layout_t **layout =
             i == 0 ? &spec->source : &destinations[i - 1].layout;
 
-        *layout =
-            planner->refined.layouts[i] != NULL ? planner->refined.layouts[i] : given[i];
+        *layout = planner->split.layouts[i] != NULL ? planner->split.layouts[i] : given[i];
     }
 
 cleanup:
@@ -294,7 +293,7 @@ wsync_status_t wsync_plan_create(const wsync_plan_spec_t *spec, wsync_plan_t **p
 
     if (status == WSYNC_OK) {
         destinations = malloc((own.destination_count + 1U) * sizeof(*destinations));
-        status = refine_spec(&planner, &own, destinations);
+        status = split_spec(&planner, &own, destinations);
     }
     if (status == WSYNC_OK) {
         status = planner_init(&planner);
@@ -342,7 +341,7 @@ void wsync_plan_destroy(wsync_plan_t *plan)
     free(plan->first_message);
     wsync_idsets_fini(&plan->ranks);
     wsync_idsets_fini(&plan->audiences);
-    wsync_refined_fini(&plan->refined);
+    wsync_split_fini(&plan->split);
     wsync_names_fini(&plan->names);
     free(plan->tensors);
     free(plan->deliveries);

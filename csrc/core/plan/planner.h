@@ -20,7 +20,7 @@
 #include "core/base/names.h"
 #include "core/base/table.h"
 #include "core/box_cover.h"
-#include "core/layout/refine.h"
+#include "core/layout/split_steps.h"
 #include "core/plan/plan.h"
 
 enum { WSYNC_PLAN_ALIGN = 64 };
@@ -154,7 +154,7 @@ typedef WSYNC_ARRAY(uint32_t) wsync_plan_ids_t;
 
 typedef struct wsync_planner {
     const wsync_plan_spec_t *spec; /* without steps */
-    wsync_refined_t refined;
+    wsync_split_t split;
     wsync_plan_budget_t round;
     wsync_plan_budget_t send;
     wsync_plan_budget_t recv;
@@ -270,7 +270,7 @@ struct wsync_plan {
     uint64_t recv_nbytes;
     /* for manifests */
     wsync_idsets_t audiences;
-    wsync_refined_t refined;
+    wsync_split_t split;
     wsync_names_t names; /* index = tensor */
     wsync_tensor_t *tensors;
     wsync_plan_delivery_t *deliveries; /* in the order of rounds */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/layout/refine.h"
+#include "core/layout/split_steps.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -12,17 +12,17 @@ static wsync_status_t no_memory(wsync_error_t *err, size_t count)
                       "no memory for steps in %zu tensors", count);
 }
 
-static const wsync_refined_tensor_t *find(const wsync_refined_t *refined, const char *name)
+static const wsync_split_tensor_t *find(const wsync_split_t *split, const char *name)
 {
-    const size_t index = wsync_names_find(&refined->names, name);
+    const size_t index = wsync_names_find(&split->names, name);
 
-    return index != SIZE_MAX ? &refined->tensors.items[index] : NULL;
+    return index != SIZE_MAX ? &split->tensors.items[index] : NULL;
 }
 
 /* --- which dimensions ----------------------------------------------------------------- */
 
 static wsync_status_t add_unit(const wsync_tensor_t *tensor, unsigned dim, uint32_t step,
-                               wsync_refined_tensor_t *known, wsync_error_t *err)
+                               wsync_split_tensor_t *known, wsync_error_t *err)
 {
     uint32_t ndim = known->ndim;
 
@@ -47,36 +47,35 @@ static wsync_status_t add_unit(const wsync_tensor_t *tensor, unsigned dim, uint3
                             known->ndim);
 }
 
-static wsync_status_t add_steps(wsync_refined_t *refined, const wsync_tensor_t *tensor,
+static wsync_status_t add_steps(wsync_split_t *split, const wsync_tensor_t *tensor,
                                 const wsync_shard_t *shard, wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;
 
     for (unsigned i = 0; i < tensor->ndim && status == WSYNC_OK; i++) {
-        wsync_refined_tensor_t known = {.ndim = tensor->ndim, .unit = {1, 1, 1, 1, 1, 1}};
+        wsync_split_tensor_t known = {.ndim = tensor->ndim, .unit = {1, 1, 1, 1, 1, 1}};
         uint32_t index;
         bool added;
 
         if (shard->step[i] == 1) {
             continue;
         }
-        if (!WSYNC_ARRAY_RESERVE(refined->tensors, 1)) {
-            return no_memory(err, refined->tensors.count + 1);
+        if (!WSYNC_ARRAY_RESERVE(split->tensors, 1)) {
+            return no_memory(err, split->tensors.count + 1);
         }
-        status = wsync_names_add(&refined->names, tensor->name, &index, &added, err);
+        status = wsync_names_add(&split->names, tensor->name, &index, &added, err);
         if (status == WSYNC_OK && added) {
             memcpy(known.shape, tensor->shape, sizeof(known.shape));
-            refined->tensors.items[refined->tensors.count++] = known;
+            split->tensors.items[split->tensors.count++] = known;
         }
         if (status == WSYNC_OK) {
-            status =
-                add_unit(tensor, i, shard->step[i], &refined->tensors.items[index], err);
+            status = add_unit(tensor, i, shard->step[i], &split->tensors.items[index], err);
         }
     }
     return status;
 }
 
-static wsync_status_t collect(wsync_refined_t *refined, const wsync_layout_t *layout,
+static wsync_status_t collect(wsync_split_t *split, const wsync_layout_t *layout,
                               wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;
@@ -86,16 +85,16 @@ static wsync_status_t collect(wsync_refined_t *refined, const wsync_layout_t *la
          i++) {
         const wsync_shard_t *shard = &layout->shards[i];
 
-        status = add_steps(refined, &layout->tensors[shard->tensor], shard, err);
+        status = add_steps(split, &layout->tensors[shard->tensor], shard, err);
     }
     return status;
 }
 
 /* --- there ---------------------------------------------------------------------------- */
 
-/* Adds what a shard is in the refined tensor.  `part` is that for the dimensions before
+/* Adds what a shard is in the split tensor.  `part` is that for the dimensions before
  * `dim`, which have become `at`. */
-static wsync_status_t add_parts(const wsync_refined_tensor_t *tensor,
+static wsync_status_t add_parts(const wsync_split_tensor_t *tensor,
                                 const wsync_shard_t *shard, unsigned dim, unsigned at,
                                 wsync_shard_t part, wsync_layout_builder_t *builder,
                                 wsync_error_t *err)
@@ -144,18 +143,18 @@ static wsync_status_t add_parts(const wsync_refined_tensor_t *tensor,
     return status;
 }
 
-static wsync_status_t refine_tensor(const wsync_refined_tensor_t *known,
-                                    const wsync_layout_t *layout, size_t index,
-                                    wsync_layout_builder_t *builder, wsync_error_t *err)
+static wsync_status_t split_tensor(const wsync_split_tensor_t *known,
+                                   const wsync_layout_t *layout, size_t index,
+                                   wsync_layout_builder_t *builder, wsync_error_t *err)
 {
     wsync_tensor_t tensor = layout->tensors[index];
     /* Where shapes differ whoever compares them says so. */
-    const bool split = known != NULL && known->ndim == tensor.ndim &&
-                       memcmp(known->shape, tensor.shape, sizeof(tensor.shape)) == 0;
+    const bool is_split = known != NULL && known->ndim == tensor.ndim &&
+                          memcmp(known->shape, tensor.shape, sizeof(tensor.shape)) == 0;
     uint32_t number;
     wsync_status_t status;
 
-    for (unsigned i = 0, at = 0; split && i < known->ndim; i++) {
+    for (unsigned i = 0, at = 0; is_split && i < known->ndim; i++) {
         tensor.shape[at++] = known->shape[i] / known->unit[i];
         if (known->unit[i] != 1) {
             tensor.shape[at++] = known->unit[i];
@@ -167,7 +166,7 @@ static wsync_status_t refine_tensor(const wsync_refined_tensor_t *known,
          i < layout->first[index + 1] && status == WSYNC_OK; i++) {
         wsync_shard_t part = layout->shards[i];
 
-        if (split) {
+        if (is_split) {
             part.box = wsync_box_whole(0, NULL);
             memset(part.step, 0, sizeof(part.step));
             status = add_parts(known, &layout->shards[i], 0, 0, part, builder, err);
@@ -178,9 +177,8 @@ static wsync_status_t refine_tensor(const wsync_refined_tensor_t *known,
     return status;
 }
 
-static wsync_status_t refine_layout(const wsync_refined_t *refined,
-                                    const wsync_layout_t *layout, wsync_layout_t **made,
-                                    wsync_error_t *err)
+static wsync_status_t split_layout(const wsync_split_t *split, const wsync_layout_t *layout,
+                                   wsync_layout_t **made, wsync_error_t *err)
 {
     wsync_layout_builder_t *builder = NULL;
     uint32_t index;
@@ -192,7 +190,7 @@ static wsync_status_t refine_layout(const wsync_refined_t *refined,
     }
     for (size_t i = 0; i < layout->names.count && status == WSYNC_OK; i++) {
         status =
-            refine_tensor(find(refined, layout->tensors[i].name), layout, i, builder, err);
+            split_tensor(find(split, layout->tensors[i].name), layout, i, builder, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_layout_builder_finish(builder, made, err);
@@ -201,32 +199,32 @@ static wsync_status_t refine_layout(const wsync_refined_t *refined,
     return status;
 }
 
-static bool is_touched(const wsync_refined_t *refined, const wsync_layout_t *layout)
+static bool is_touched(const wsync_split_t *split, const wsync_layout_t *layout)
 {
-    for (size_t i = 0; i < refined->names.count; i++) {
-        if (wsync_layout_find(layout, refined->names.items[i]) != SIZE_MAX) {
+    for (size_t i = 0; i < split->names.count; i++) {
+        if (wsync_layout_find(layout, split->names.items[i]) != SIZE_MAX) {
             return true;
         }
     }
     return false;
 }
 
-wsync_status_t wsync_refine(const wsync_layout_t *const *layouts, size_t count,
-                            wsync_refined_t *refined, wsync_error_t *err)
+wsync_status_t wsync_split_steps(const wsync_layout_t *const *layouts, size_t count,
+                                 wsync_split_t *split, wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;
 
-    refined->layouts = (wsync_layout_t **)calloc(count + 1, sizeof(refined->layouts[0]));
-    if (refined->layouts == NULL) {
+    split->layouts = (wsync_layout_t **)calloc(count + 1, sizeof(split->layouts[0]));
+    if (split->layouts == NULL) {
         return no_memory(err, 0);
     }
-    refined->count = count;
+    split->count = count;
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
-        status = collect(refined, layouts[i], err);
+        status = collect(split, layouts[i], err);
     }
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
-        if (is_touched(refined, layouts[i])) {
-            status = refine_layout(refined, layouts[i], &refined->layouts[i], err);
+        if (is_touched(split, layouts[i])) {
+            status = split_layout(split, layouts[i], &split->layouts[i], err);
         }
     }
     return status;
@@ -234,9 +232,9 @@ wsync_status_t wsync_refine(const wsync_layout_t *const *layouts, size_t count,
 
 /* --- and back ------------------------------------------------------------------------- */
 
-/* Adds what a shard of the refined tensor is in the one before it.  `part` is that for the
+/* Adds what a shard of the split tensor is in the one before it.  `part` is that for the
  * dimensions before `dim`, which were `at`. */
-static wsync_status_t join_parts(const wsync_refined_tensor_t *tensor,
+static wsync_status_t join_parts(const wsync_split_tensor_t *tensor,
                                  const wsync_shard_t *shard, unsigned dim, unsigned at,
                                  wsync_shard_t part, wsync_layout_builder_t *builder,
                                  wsync_error_t *err)
@@ -275,12 +273,11 @@ static wsync_status_t join_parts(const wsync_refined_tensor_t *tensor,
     return status;
 }
 
-wsync_status_t wsync_refined_restore(const wsync_refined_t *refined,
-                                     const wsync_tensor_t *tensor,
-                                     const wsync_shard_t *shard,
-                                     wsync_layout_builder_t *builder, wsync_error_t *err)
+wsync_status_t wsync_split_restore(const wsync_split_t *split, const wsync_tensor_t *tensor,
+                                   const wsync_shard_t *shard,
+                                   wsync_layout_builder_t *builder, wsync_error_t *err)
 {
-    const wsync_refined_tensor_t *known = find(refined, tensor->name);
+    const wsync_split_tensor_t *known = find(split, tensor->name);
     wsync_tensor_t before = *tensor;
     wsync_shard_t part = {0};
     uint32_t number;
@@ -303,20 +300,20 @@ wsync_status_t wsync_refined_restore(const wsync_refined_t *refined,
     return join_parts(known, shard, 0, 0, part, builder, err);
 }
 
-void wsync_refined_drop(wsync_refined_t *refined)
+void wsync_split_drop(wsync_split_t *split)
 {
-    for (size_t i = 0; i < refined->count; i++) {
-        wsync_layout_destroy(refined->layouts[i]);
+    for (size_t i = 0; i < split->count; i++) {
+        wsync_layout_destroy(split->layouts[i]);
     }
-    free((void *)refined->layouts);
-    refined->layouts = NULL;
-    refined->count = 0;
+    free((void *)split->layouts);
+    split->layouts = NULL;
+    split->count = 0;
 }
 
-void wsync_refined_fini(wsync_refined_t *refined)
+void wsync_split_fini(wsync_split_t *split)
 {
-    wsync_refined_drop(refined);
-    wsync_names_fini(&refined->names);
-    free(refined->tensors.items);
-    *refined = (wsync_refined_t){0};
+    wsync_split_drop(split);
+    wsync_names_fini(&split->names);
+    free(split->tensors.items);
+    *split = (wsync_split_t){0};
 }
