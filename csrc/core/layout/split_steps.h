@@ -24,9 +24,9 @@ typedef struct wsync_split {
 } wsync_split_t;
 
 /* Splits the steps of layouts (borrowed) together.  Tensors keep their numbers.
- * UNSUPPORTED
- * where shards go along a dimension in different steps, or in one that is no divisor of its
- * size, or where a tensor comes to have too many dimensions; the message names them. */
+ * UNSUPPORTED where shards go along a dimension in different steps, or in one that is no
+ * divisor of its size, or where a tensor comes to have too many dimensions; the message
+ * names them. */
 wsync_status_t wsync_split_steps(const wsync_layout_t *const *layouts, size_t count,
                                  wsync_split_t *split, wsync_error_t *err);
 

@@ -104,7 +104,7 @@ static wsync_status_t add_delivery(const wsync_plan_t *plan,
 
     tensor.dtype = delivery->dtype;
     wsync_plan_strides(&delivery->box, delivery->order, delivery->dtype, shard.stride);
-    return wsync_refined_restore(&plan->refined, &tensor,
+    return wsync_refined_restore(&plan->split, &tensor,
                                  delivery->nbytes != 0 ? &shard : NULL, builder, err);
 }
 
