@@ -14,7 +14,7 @@ LAYERS = ("core", "device", "ipc", "comm")
 # of a process: its driver, GPUs and NCCL, filled once, memory that a peer still has open, and how
 # much pinned memory streams have taken
 TABLES = {"cuda_driver.c.o", "cuda.c.o", "cuda_memory_legacy.c.o", "nccl_library.c.o"}
-TABLES |= {"cuda_feed.c.o"}
+TABLES |= {"cuda_pageable_feed.c.o"}
 MUTABLE = (".data", ".bss", ".tdata", ".tbss")
 
 

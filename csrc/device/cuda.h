@@ -15,7 +15,7 @@
  *   cuda_spans.c          whose memory a span is
  *   cuda_tables.c         addresses, and what kernel_segments.c and kernel_quantise.c make,
  *                         on the device
- *   cuda_feed.c           what the device does not reach, by a stream of the host
+ *   cuda_pageable_feed.c  what the device does not reach, by a stream of the host
  *   cuda_compile.c        the kernels' image; cuda_compile_cache.c keeps it
  *   cuda_driver.c         the driver's functions, called by all of these but cuda_compile.c
  *

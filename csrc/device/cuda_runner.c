@@ -77,7 +77,7 @@ void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner)
 {
     const wsync_cuda_driver_t *driver = runner->device->driver;
 
-    wsync_cuda_feed_destroy(atomic_load(&runner->feed));
+    wsync_cuda_pageable_feed_destroy(atomic_load(&runner->feed));
     wsync_cuda_spans_fini(&runner->spans);
     free(runner->sources.places);
     free(runner->destinations.places);
@@ -121,10 +121,10 @@ void wsync_cuda_runner_settle(wsync_cuda_runner_t *runner)
 
 void wsync_cuda_runner_abandon(wsync_cuda_runner_t *runner)
 {
-    wsync_cuda_feed_t *feed = atomic_load(&runner->feed);
+    wsync_cuda_pageable_feed_t *feed = atomic_load(&runner->feed);
 
     if (feed != NULL) {
-        wsync_cuda_feed_abandon(feed);
+        wsync_cuda_pageable_feed_abandon(feed);
     }
 }
 
@@ -408,8 +408,8 @@ static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *b
                                const sorted_t *sorted, const wsync_cuda_load_t *load,
                                bool *begun, wsync_error_t *err)
 {
-    wsync_cuda_feed_t *feed = atomic_load(&self->feed);
-    wsync_status_t status = wsync_cuda_feed_begin(feed, err);
+    wsync_cuda_pageable_feed_t *feed = atomic_load(&self->feed);
+    wsync_status_t status = wsync_cuda_pageable_feed_begin(feed, err);
 
     for (size_t i = 0; i < load->end_count && status == WSYNC_OK; i++) {
         const size_t first = i > 0 ? load->ends[i - 1] : 0;
@@ -420,13 +420,13 @@ static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *b
         part.copies = load->from_slot + first;
         part.count = load->ends[i] - first;
         part.sources = &slots;
-        status = wsync_cuda_feed_fill(feed, load, i, batch->sources, batch->source_count,
-                                      &slot, err);
+        status = wsync_cuda_pageable_feed_fill(feed, load, i, batch->sources,
+                                               batch->source_count, &slot, err);
         if (status == WSYNC_OK) {
             status = run_part(self, &part, begun, err);
         }
         if (status == WSYNC_OK) {
-            status = wsync_cuda_feed_drain(feed, err);
+            status = wsync_cuda_pageable_feed_drain(feed, err);
         }
     }
     return status;
@@ -434,12 +434,12 @@ static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *b
 
 static wsync_status_t need_feed(wsync_cuda_runner_t *self, wsync_error_t *err)
 {
-    wsync_cuda_feed_t *feed = atomic_load(&self->feed);
+    wsync_cuda_pageable_feed_t *feed = atomic_load(&self->feed);
     wsync_status_t status = WSYNC_OK;
 
     if (feed == NULL) {
-        status =
-            wsync_cuda_feed_create(self->device, self->stream, self->threads, &feed, err);
+        status = wsync_cuda_pageable_feed_create(self->device, self->stream, self->threads,
+                                                 &feed, err);
         if (status == WSYNC_OK) {
             atomic_store(&self->feed, feed);
         }

@@ -4,7 +4,7 @@
 #ifndef WSYNC_DEVICE_CUDA_RUNNER_H
 #define WSYNC_DEVICE_CUDA_RUNNER_H
 
-#include "device/cuda_feed.h"
+#include "device/cuda_pageable_feed.h"
 #include "device/cuda_tables.h"
 
 /* What is known of a list of spans, as long as batches name the same one. */
@@ -31,7 +31,7 @@ typedef struct wsync_cuda_runner {
     wsync_cuda_buffers_t destinations;
     size_t runs;        /* of the last batch, for copy engines */
     atomic_bool steady; /* it was neither fed nor long, nor in need of new tables */
-    _Atomic(wsync_cuda_feed_t *) feed; /* owned; NULL until it is needed */
+    _Atomic(wsync_cuda_pageable_feed_t *) feed; /* owned; NULL until it is needed */
 } wsync_cuda_runner_t;
 
 wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,

@@ -4,7 +4,7 @@
 #define WSYNC_TESTS_CUDA_RIG_H
 
 #include "cuda_fixture.h"
-#include "device/cuda_feed.h"
+#include "device/cuda_pageable_feed.h"
 #include "device/host_copy.h"
 #include "device_fixture.h"
 

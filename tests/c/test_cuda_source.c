@@ -138,7 +138,7 @@ static void make_crowd(const rig_t *rig, wsync_stream_t *crowd[CROWD])
     wsync_error_t err = {0};
 
     for (unsigned i = 0; i < CROWD; i++) {
-        CHECK_EQ(wsync_cuda_feed_slots(), i * WSYNC_CUDA_FEED_SLOTS);
+        CHECK_EQ(wsync_cuda_pageable_feed_slots(), i * WSYNC_CUDA_FEED_SLOTS);
         CHECK_OK(wsync_stream_create(rig->base, 1, &crowd[i], &err), err);
         CHECK_OK(
             wsync_stream_copy_list(crowd[i], &byte, 1, &source, 1, &rig->target, 1, &err),
@@ -165,11 +165,11 @@ TEST(slots_of_all_streams_are_counted)
 
     make_crowd(&rig, crowd);
     check_copies(&rig, &copy, 1, &source, 1);
-    CHECK_EQ(wsync_cuda_feed_slots(),
+    CHECK_EQ(wsync_cuda_pageable_feed_slots(),
              WSYNC_CUDA_FEED_MAX_SLOTS + WSYNC_CUDA_FEED_LEAST_SLOTS);
     end_crowd(crowd);
     end_rig(&rig);
-    CHECK_EQ(wsync_cuda_feed_slots(), 0);
+    CHECK_EQ(wsync_cuda_pageable_feed_slots(), 0);
     CHECK_EQ(fake_census().registered, 0);
     free(source.data);
 }

@@ -3,7 +3,7 @@
  * it cannot) waits for `filled`, which the host's stream records, and calls a function of
  * the host that counts `reached` up when it begins with a load and when it has emptied a
  * slot. */
-#include "device/cuda_feed.h"
+#include "device/cuda_pageable_feed.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -21,7 +21,7 @@ enum {
     FILL_MS = 10 * 60 * 1000, /* for a host that waits: what it followed comes first */
 };
 
-struct wsync_cuda_feed {
+struct wsync_cuda_pageable_feed {
     const wsync_cuda_device_t *device;
     wsync_cu_stream_t stream;
     wsync_stream_t *host; /* owned, of the host */
@@ -222,26 +222,26 @@ wsync_status_t wsync_cuda_load_append(wsync_cuda_load_t *load, const wsync_copy_
 
 /* --- the ring --- */
 
-static wsync_event_t device_word(const wsync_cuda_feed_t *feed, uint64_t offset)
+static wsync_event_t device_word(const wsync_cuda_pageable_feed_t *feed, uint64_t offset)
 {
     return (wsync_event_t){.memory = feed->words, .offset = offset};
 }
 
-static wsync_event_t host_word(const wsync_cuda_feed_t *feed, uint64_t offset)
+static wsync_event_t host_word(const wsync_cuda_pageable_feed_t *feed, uint64_t offset)
 {
     const wsync_cuda_memory_t *words = (const wsync_cuda_memory_t *)(void *)feed->words;
 
     return (wsync_event_t){.memory = words->host, .offset = offset};
 }
 
-static wsync_status_t check(const wsync_cuda_feed_t *feed, wsync_cu_result_t code,
+static wsync_status_t check(const wsync_cuda_pageable_feed_t *feed, wsync_cu_result_t code,
                             const char *call, wsync_error_t *err)
 {
     return wsync_cuda_check(feed->device->driver, code, call, err,
                             "copying pageable memory to %s", feed->device->label);
 }
 
-unsigned wsync_cuda_feed_slots(void)
+unsigned wsync_cuda_pageable_feed_slots(void)
 {
     return atomic_load(&all_slots);
 }
@@ -260,14 +260,14 @@ static unsigned claim_slots(void)
     return count;
 }
 
-static uint64_t slots_nbytes(const wsync_cuda_feed_t *feed)
+static uint64_t slots_nbytes(const wsync_cuda_pageable_feed_t *feed)
 {
     return (uint64_t)feed->slot_count * WSYNC_CUDA_FEED_SLOT_NBYTES;
 }
 
 /* The slots, and where the device sees them.  Shared, so that a fork moves none of their
  * pages; they get memory when they are pinned. */
-static wsync_status_t make_slots(wsync_cuda_feed_t *feed, wsync_error_t *err)
+static wsync_status_t make_slots(wsync_cuda_pageable_feed_t *feed, wsync_error_t *err)
 {
     const uint64_t nbytes = slots_nbytes(feed);
     void *data = mmap(NULL, (size_t)nbytes, PROT_READ | PROT_WRITE,
@@ -287,11 +287,12 @@ static wsync_status_t make_slots(wsync_cuda_feed_t *feed, wsync_error_t *err)
                                &feed->at, err);
 }
 
-wsync_status_t wsync_cuda_feed_create(const wsync_cuda_device_t *device,
-                                      wsync_cu_stream_t stream, unsigned threads,
-                                      wsync_cuda_feed_t **feed, wsync_error_t *err)
+wsync_status_t wsync_cuda_pageable_feed_create(const wsync_cuda_device_t *device,
+                                               wsync_cu_stream_t stream, unsigned threads,
+                                               wsync_cuda_pageable_feed_t **feed,
+                                               wsync_error_t *err)
 {
-    wsync_cuda_feed_t *made = calloc(1, sizeof(*made));
+    wsync_cuda_pageable_feed_t *made = calloc(1, sizeof(*made));
     wsync_status_t status;
 
     if (made == NULL) {
@@ -309,14 +310,14 @@ wsync_status_t wsync_cuda_feed_create(const wsync_cuda_device_t *device,
         status = wsync_stream_create(wsync_device_host(), threads, &made->host, err);
     }
     if (status != WSYNC_OK) {
-        wsync_cuda_feed_destroy(made);
+        wsync_cuda_pageable_feed_destroy(made);
         return status;
     }
     *feed = made;
     return WSYNC_OK;
 }
 
-void wsync_cuda_feed_destroy(wsync_cuda_feed_t *feed)
+void wsync_cuda_pageable_feed_destroy(wsync_cuda_pageable_feed_t *feed)
 {
     if (feed == NULL) {
         return;
@@ -333,7 +334,7 @@ void wsync_cuda_feed_destroy(wsync_cuda_feed_t *feed)
     free(feed);
 }
 
-void wsync_cuda_feed_abandon(wsync_cuda_feed_t *feed)
+void wsync_cuda_pageable_feed_abandon(wsync_cuda_pageable_feed_t *feed)
 {
     (void)wsync_stream_abandon(feed->host, 0);
     wsync_event_set(device_word(feed, FILLED_OFFSET), atomic_load(&feed->filled));
@@ -347,7 +348,8 @@ static void count_up(void *argument)
     wsync_event_set(reached, wsync_event_query(reached) + 1);
 }
 
-wsync_status_t wsync_cuda_feed_drain(wsync_cuda_feed_t *feed, wsync_error_t *err)
+wsync_status_t wsync_cuda_pageable_feed_drain(wsync_cuda_pageable_feed_t *feed,
+                                              wsync_error_t *err)
 {
     const wsync_status_t status =
         check(feed, feed->device->driver->launch_host(feed->stream, count_up, feed),
@@ -357,18 +359,20 @@ wsync_status_t wsync_cuda_feed_drain(wsync_cuda_feed_t *feed, wsync_error_t *err
     return status;
 }
 
-wsync_status_t wsync_cuda_feed_begin(wsync_cuda_feed_t *feed, wsync_error_t *err)
+wsync_status_t wsync_cuda_pageable_feed_begin(wsync_cuda_pageable_feed_t *feed,
+                                              wsync_error_t *err)
 {
-    const wsync_status_t status = wsync_cuda_feed_drain(feed, err);
+    const wsync_status_t status = wsync_cuda_pageable_feed_drain(feed, err);
 
     feed->begun = feed->reached;
     return status;
 }
 
-wsync_status_t wsync_cuda_feed_fill(wsync_cuda_feed_t *feed, const wsync_cuda_load_t *load,
-                                    size_t index, const wsync_span_t *sources,
-                                    size_t source_count, wsync_cuda_place_t *place,
-                                    wsync_error_t *err)
+wsync_status_t wsync_cuda_pageable_feed_fill(wsync_cuda_pageable_feed_t *feed,
+                                             const wsync_cuda_load_t *load, size_t index,
+                                             const wsync_span_t *sources,
+                                             size_t source_count, wsync_cuda_place_t *place,
+                                             wsync_error_t *err)
 {
     const uint64_t number = atomic_fetch_add(&feed->filled, 1) + 1;
     const size_t slot = number % feed->slot_count;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Copies from memory that the device cannot read: worker threads of the host gather it into
  * slots of pinned memory, in the stream's order, and the stream copies it on from there. */
-#ifndef WSYNC_DEVICE_CUDA_FEED_H
-#define WSYNC_DEVICE_CUDA_FEED_H
+#ifndef WSYNC_DEVICE_CUDA_PAGEABLE_FEED_H
+#define WSYNC_DEVICE_CUDA_PAGEABLE_FEED_H
 
 #include "device/cuda_spans.h"
 
@@ -36,29 +36,33 @@ wsync_status_t wsync_cuda_load_append(wsync_cuda_load_t *load, const wsync_copy_
 
 /* The ring of one stream.  Calls are made in the context and one at a time, but for
  * abandon. */
-typedef struct wsync_cuda_feed wsync_cuda_feed_t;
+typedef struct wsync_cuda_pageable_feed wsync_cuda_pageable_feed_t;
 
 /* `threads` fill the slots of a stream. */
-wsync_status_t wsync_cuda_feed_create(const wsync_cuda_device_t *device,
-                                      wsync_cu_stream_t stream, unsigned threads,
-                                      wsync_cuda_feed_t **feed, wsync_error_t *err);
+wsync_status_t wsync_cuda_pageable_feed_create(const wsync_cuda_device_t *device,
+                                               wsync_cu_stream_t stream, unsigned threads,
+                                               wsync_cuda_pageable_feed_t **feed,
+                                               wsync_error_t *err);
 /* Slots of all rings of the process: so much memory is pinned for them. */
-unsigned wsync_cuda_feed_slots(void);
+unsigned wsync_cuda_pageable_feed_slots(void);
 /* Call when the stream has passed all that was enqueued, or never will.  NULL: a no-op. */
-void wsync_cuda_feed_destroy(wsync_cuda_feed_t *feed);
+void wsync_cuda_pageable_feed_destroy(wsync_cuda_pageable_feed_t *feed);
 
 /* Enqueues, for every load: begin, and for each of its slots fill, what reads the slot at
  * *place, and drain.  The threads read the sources when the stream has come to begin. After
  * an error the stream must be abandoned: part of it is enqueued. */
-wsync_status_t wsync_cuda_feed_begin(wsync_cuda_feed_t *feed, wsync_error_t *err);
-wsync_status_t wsync_cuda_feed_fill(wsync_cuda_feed_t *feed, const wsync_cuda_load_t *load,
-                                    size_t index, const wsync_span_t *sources,
-                                    size_t source_count, wsync_cuda_place_t *place,
-                                    wsync_error_t *err);
-wsync_status_t wsync_cuda_feed_drain(wsync_cuda_feed_t *feed, wsync_error_t *err);
+wsync_status_t wsync_cuda_pageable_feed_begin(wsync_cuda_pageable_feed_t *feed,
+                                              wsync_error_t *err);
+wsync_status_t wsync_cuda_pageable_feed_fill(wsync_cuda_pageable_feed_t *feed,
+                                             const wsync_cuda_load_t *load, size_t index,
+                                             const wsync_span_t *sources,
+                                             size_t source_count, wsync_cuda_place_t *place,
+                                             wsync_error_t *err);
+wsync_status_t wsync_cuda_pageable_feed_drain(wsync_cuda_pageable_feed_t *feed,
+                                              wsync_error_t *err);
 
 /* Fills nothing more of what was enqueued, and lets the stream go on without.  When it
  * returns no thread reads a source or a load.  From any thread. */
-void wsync_cuda_feed_abandon(wsync_cuda_feed_t *feed);
+void wsync_cuda_pageable_feed_abandon(wsync_cuda_pageable_feed_t *feed);
 
 #endif
