@@ -6,7 +6,7 @@
  *   cuda_memory.c         memory as descriptors, or else by cuda_memory_legacy.c
  *   cuda_memory_legacy.c  memory as IPC handles, of cuda_ipc.c
  *   cuda_lend.c           memory of others than wsync, lent and borrowed
- *   cuda_note.c           what crosses for these two
+ *   cuda_handle_memfd.c   what crosses for these two
  *   cuda_stream.c         waits, records and ends; gives batches to cuda_runner.c
  *   cuda_events.c         waits and records, as the device or the host has them
  *   cuda_runner.c         a batch: has spans and tables looked up, launches or feeds
@@ -117,9 +117,9 @@ wsync_status_t wsync_cuda_legacy_allocate(wsync_cuda_memory_t *memory, wsync_err
 wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
                                        wsync_error_t *err);
 /* The same of a note whose description the record has, and with it a size. */
-struct wsync_cuda_note;
+struct wsync_cuda_handle_memfd;
 wsync_status_t wsync_cuda_legacy_open(wsync_cuda_memory_t *memory,
-                                      const struct wsync_cuda_note *note,
+                                      const struct wsync_cuda_handle_memfd *note,
                                       wsync_error_t *err);
 /* Marks the memory of such a note as open.  CLOSED if nobody may open it any more. */
 wsync_status_t wsync_cuda_legacy_lock(const wsync_cuda_memory_t *memory,

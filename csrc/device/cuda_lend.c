@@ -13,8 +13,8 @@
 #include <unistd.h>
 
 #include "core/base/array.h"
+#include "device/cuda_handle_memfd.h"
 #include "device/cuda_ipc.h"
-#include "device/cuda_note.h"
 
 /* The driver cuts small allocations from blocks of this size, and the handle of one opens
  * its block. */
@@ -251,7 +251,7 @@ static wsync_status_t lend_piece(wsync_cuda_memory_t *memory,
 /* In the context. */
 static wsync_status_t lend_pieces(wsync_cuda_memory_t *memory,
                                   const wsync_cuda_allocation_t *items, size_t count,
-                                  wsync_cuda_note_t *note, wsync_error_t *err)
+                                  wsync_cuda_handle_memfd_t *note, wsync_error_t *err)
 {
     uint64_t *sizes = calloc(count, sizeof(*sizes));
     wsync_status_t status = WSYNC_OK;
@@ -267,7 +267,7 @@ static wsync_status_t lend_pieces(wsync_cuda_memory_t *memory,
         status = lend_piece(memory, &items[i], err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_cuda_note_write(note, sizes, count, &memory->base.fd, err);
+        status = wsync_cuda_handle_memfd_write(note, sizes, count, &memory->base.fd, err);
     }
     free(sizes);
     return status;
@@ -276,7 +276,7 @@ static wsync_status_t lend_pieces(wsync_cuda_memory_t *memory,
 /* In the context. */
 static wsync_status_t lend_whole(wsync_cuda_memory_t *memory,
                                  const wsync_cuda_allocation_t *item,
-                                 wsync_cuda_note_t *note, wsync_error_t *err)
+                                 wsync_cuda_handle_memfd_t *note, wsync_error_t *err)
 {
     const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
     const wsync_status_t status = wsync_cuda_check(
@@ -286,8 +286,9 @@ static wsync_status_t lend_whole(wsync_cuda_memory_t *memory,
 
     note->nbytes = item->nbytes;
     note->at = item->at;
-    return status == WSYNC_OK ? wsync_cuda_note_write(note, NULL, 0, &memory->base.fd, err)
-                              : status;
+    return status == WSYNC_OK
+               ? wsync_cuda_handle_memfd_write(note, NULL, 0, &memory->base.fd, err)
+               : status;
 }
 
 static bool can_be_lent(const wsync_cuda_allocation_t *items, size_t count)
@@ -306,7 +307,7 @@ wsync_status_t wsync_cuda_lend(const wsync_cuda_device_t *device,
                                const wsync_cuda_allocation_t *items, size_t count,
                                wsync_memory_t **memory, wsync_error_t *err)
 {
-    wsync_cuda_note_t note = {
+    wsync_cuda_handle_memfd_t note = {
         .uuid = device->info.uuid,
         .process = {device->driver->process[0], device->driver->process[1]}};
     wsync_cuda_memory_t *made = NULL;
@@ -430,8 +431,8 @@ static wsync_status_t map_pieces(wsync_cuda_memory_t *memory, const int *fds,
     return status == WSYNC_OK ? open_to_read(memory, err) : status;
 }
 
-static wsync_status_t check_sizes(const wsync_cuda_note_t *note, const uint64_t *sizes,
-                                  size_t count, wsync_error_t *err)
+static wsync_status_t check_sizes(const wsync_cuda_handle_memfd_t *note,
+                                  const uint64_t *sizes, size_t count, wsync_error_t *err)
 {
     uint64_t sum = count > 0 ? 0 : note->nbytes;
 
@@ -451,10 +452,10 @@ static wsync_status_t check_sizes(const wsync_cuda_note_t *note, const uint64_t 
 }
 
 /* REFUSED for memory of a GPU that this one does not reach. */
-static wsync_status_t check_reach(const wsync_cuda_note_t *note,
+static wsync_status_t check_reach(const wsync_cuda_handle_memfd_t *note,
                                   const wsync_cuda_device_t *device, wsync_error_t *err)
 {
-    wsync_status_t status = wsync_cuda_note_check(note, device, err);
+    wsync_status_t status = wsync_cuda_handle_memfd_check(note, device, err);
 
     for (int i = 0; i < device->driver->device_count && status == WSYNC_ERR_REFUSED; i++) {
         bool reaches = false;
@@ -473,7 +474,7 @@ static wsync_status_t check_reach(const wsync_cuda_note_t *note,
 
 /* An engine may be in the trainer's own process, where the driver opens no handle of its
  * own: the memory is there already.  PIDs would not tell, which namespaces share. */
-static bool is_own(const wsync_cuda_note_t *note, const wsync_cuda_device_t *device)
+static bool is_own(const wsync_cuda_handle_memfd_t *note, const wsync_cuda_device_t *device)
 {
     const uint64_t *process = device->driver->process;
 
@@ -482,8 +483,8 @@ static bool is_own(const wsync_cuda_note_t *note, const wsync_cuda_device_t *dev
            memcmp(&note->uuid, &device->info.uuid, sizeof(note->uuid)) == 0;
 }
 
-static wsync_status_t open_whole(wsync_cuda_memory_t *memory, const wsync_cuda_note_t *note,
-                                 wsync_error_t *err)
+static wsync_status_t open_whole(wsync_cuda_memory_t *memory,
+                                 const wsync_cuda_handle_memfd_t *note, wsync_error_t *err)
 {
     if (!is_own(note, wsync_cuda_of(memory->base.device))) {
         return wsync_cuda_legacy_open(memory, note, err);
@@ -499,7 +500,7 @@ wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, siz
     const size_t pieces = count - 1;
     uint64_t *sizes = calloc(pieces + 1, sizeof(*sizes));
     wsync_cuda_memory_t *made = NULL;
-    wsync_cuda_note_t note;
+    wsync_cuda_handle_memfd_t note;
     wsync_status_t status =
         sizes != NULL ? make_record(device, pieces, &made, err) : fail_record(err);
 
@@ -508,7 +509,8 @@ wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, siz
         return status;
     }
     made->base.lent = true;
-    status = wsync_cuda_note_read(fds[0], &made->base.fd, &note, sizes, pieces, err);
+    status =
+        wsync_cuda_handle_memfd_read(fds[0], &made->base.fd, &note, sizes, pieces, err);
     if (status == WSYNC_OK) {
         status = check_reach(&note, device, err);
     }

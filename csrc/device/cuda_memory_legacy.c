@@ -12,8 +12,8 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include "device/cuda_handle_memfd.h"
 #include "device/cuda_ipc.h"
-#include "device/cuda_note.h"
 
 /* Memory whose last reference is gone while peers have it open; each later making or giving
  * back of such memory looks whether they have closed it. */
@@ -83,7 +83,8 @@ bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory)
 wsync_status_t wsync_cuda_legacy_allocate(wsync_cuda_memory_t *memory, wsync_error_t *err)
 {
     const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
-    wsync_cuda_note_t note = {.nbytes = memory->base.nbytes, .uuid = device->info.uuid};
+    wsync_cuda_handle_memfd_t note = {.nbytes = memory->base.nbytes,
+                                      .uuid = device->info.uuid};
     wsync_status_t status;
 
     sweep();
@@ -94,7 +95,7 @@ wsync_status_t wsync_cuda_legacy_allocate(wsync_cuda_memory_t *memory, wsync_err
     memory->at = memory->ipc->at;
     memory->base.data = (void *)(uintptr_t)memory->at;
     note.handle = memory->ipc->handle;
-    return wsync_cuda_note_write(&note, NULL, 0, &memory->base.fd, err);
+    return wsync_cuda_handle_memfd_write(&note, NULL, 0, &memory->base.fd, err);
 }
 
 wsync_status_t wsync_cuda_legacy_lock(const wsync_cuda_memory_t *memory, wsync_error_t *err)
@@ -107,7 +108,8 @@ wsync_status_t wsync_cuda_legacy_lock(const wsync_cuda_memory_t *memory, wsync_e
 }
 
 wsync_status_t wsync_cuda_legacy_open(wsync_cuda_memory_t *memory,
-                                      const wsync_cuda_note_t *note, wsync_error_t *err)
+                                      const wsync_cuda_handle_memfd_t *note,
+                                      wsync_error_t *err)
 {
     const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
     wsync_status_t status = wsync_cuda_legacy_lock(memory, err);
@@ -132,11 +134,13 @@ wsync_status_t wsync_cuda_legacy_open(wsync_cuda_memory_t *memory,
 wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
                                        wsync_error_t *err)
 {
-    wsync_cuda_note_t note;
-    wsync_status_t status = wsync_cuda_note_read(fd, &memory->base.fd, &note, NULL, 0, err);
+    wsync_cuda_handle_memfd_t note;
+    wsync_status_t status =
+        wsync_cuda_handle_memfd_read(fd, &memory->base.fd, &note, NULL, 0, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_cuda_note_check(&note, wsync_cuda_of(memory->base.device), err);
+        status =
+            wsync_cuda_handle_memfd_check(&note, wsync_cuda_of(memory->base.device), err);
     }
     if (status == WSYNC_OK && note.nbytes != memory->base.nbytes) {
         status = wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",

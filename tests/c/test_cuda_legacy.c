@@ -5,7 +5,7 @@
 #include <sys/mman.h>
 
 #include "cuda_fixture.h"
-#include "device/cuda_note.h"
+#include "device/cuda_handle_memfd.h"
 #include "ipc/session.h"
 
 enum { NBYTES = 100001, ROUNDS = 3, UPDATES = 3 };
@@ -197,9 +197,10 @@ TEST(descriptors_of_something_else_are_refused)
     choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
     device = open_legacy(0);
     say_fd(peer.socket, open("/dev/null", O_RDWR | O_CLOEXEC));
-    say_fd(peer.socket, make_fd(sizeof(wsync_cuda_note_t), F_SEAL_SHRINK | F_SEAL_GROW));
+    say_fd(peer.socket,
+           make_fd(sizeof(wsync_cuda_handle_memfd_t), F_SEAL_SHRINK | F_SEAL_GROW));
     say_fd(peer.socket, make_fd(8, all));
-    say_fd(peer.socket, make_fd(sizeof(wsync_cuda_note_t), all));
+    say_fd(peer.socket, make_fd(sizeof(wsync_cuda_handle_memfd_t), all));
     memory = make_memory(open_legacy(1), NBYTES);
     say_fd(peer.socket, memory->fd);
     wsync_memory_destroy(memory);

@@ -4,9 +4,9 @@
 #include <sys/mman.h>
 
 #include "cuda_fixture.h"
+#include "device/cuda_handle_memfd.h"
 #include "device/cuda_ipc.h"
 #include "device/cuda_lend.h"
-#include "device/cuda_note.h"
 
 enum { PIECE = 2 << 20, PIECES = 3, MOST = 8 };
 
@@ -301,11 +301,11 @@ TEST(memory_of_another_gpu_is_mapped_where_that_is_reached)
 static int write_note(uint64_t nbytes, const wsync_cuda_device_t *device,
                       const uint64_t *sizes, size_t count)
 {
-    const wsync_cuda_note_t note = {.nbytes = nbytes, .uuid = device->info.uuid};
+    const wsync_cuda_handle_memfd_t note = {.nbytes = nbytes, .uuid = device->info.uuid};
     wsync_error_t err = {0};
     int fd = -1;
 
-    CHECK_OK(wsync_cuda_note_write(&note, sizes, count, &fd, &err), err);
+    CHECK_OK(wsync_cuda_handle_memfd_write(&note, sizes, count, &fd, &err), err);
     return fd;
 }
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "device/cuda_note.h"
+#include "device/cuda_handle_memfd.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -24,11 +24,12 @@ static wsync_status_t fail_call(const char *call, wsync_error_t *err)
                       "the handle of GPU memory in a memfd: %s: %s", call, strerror(code));
 }
 
-wsync_status_t wsync_cuda_note_write(const wsync_cuda_note_t *note, const uint64_t *sizes,
-                                     size_t count, int *fd, wsync_error_t *err)
+wsync_status_t wsync_cuda_handle_memfd_write(const wsync_cuda_handle_memfd_t *note,
+                                             const uint64_t *sizes, size_t count, int *fd,
+                                             wsync_error_t *err)
 {
     const int made = memfd_create("wsync-handle", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    wsync_cuda_note_t filled = *note;
+    wsync_cuda_handle_memfd_t filled = *note;
     wsync_status_t status = WSYNC_OK;
 
     filled.magic = MAGIC;
@@ -73,8 +74,10 @@ static wsync_status_t check_file(int fd, size_t nbytes, wsync_error_t *err)
     return WSYNC_OK;
 }
 
-wsync_status_t wsync_cuda_note_read(int fd, int *own, wsync_cuda_note_t *note,
-                                    uint64_t *sizes, size_t count, wsync_error_t *err)
+wsync_status_t wsync_cuda_handle_memfd_read(int fd, int *own,
+                                            wsync_cuda_handle_memfd_t *note,
+                                            uint64_t *sizes, size_t count,
+                                            wsync_error_t *err)
 {
     const size_t more = count * sizeof(*sizes);
     char path[64];
@@ -99,8 +102,9 @@ wsync_status_t wsync_cuda_note_read(int fd, int *own, wsync_cuda_note_t *note,
     return WSYNC_OK;
 }
 
-wsync_status_t wsync_cuda_note_check(const wsync_cuda_note_t *note,
-                                     const wsync_cuda_device_t *device, wsync_error_t *err)
+wsync_status_t wsync_cuda_handle_memfd_check(const wsync_cuda_handle_memfd_t *note,
+                                             const wsync_cuda_device_t *device,
+                                             wsync_error_t *err)
 {
     return memcmp(&note->uuid, &device->info.uuid, sizeof(note->uuid)) == 0
                ? WSYNC_OK
