@@ -34,7 +34,7 @@ from wsync._core import (
     describe,
     pack,
     reserve_file,
-    values_of,
+    dict_values,
 )
 from wsync.layout import contiguous_strides
 from wsync.module_tensors import checksum_of
@@ -842,16 +842,16 @@ def test_the_values_of_a_dict_with_these_keys() -> None:
     one, two = object(), object()
     held = {"one": one, "two": two}
     keys = tuple(held)
-    assert values_of(held, keys) == (one, two)
+    assert dict_values(held, keys) == (one, two)
     held["one"] = two
-    assert values_of(held, keys) == (two, two)
-    assert values_of({}, ()) == ()
+    assert dict_values(held, keys) == (two, two)
+    assert dict_values({}, ()) == ()
     others = ({"two": two, "one": one}, {"one": one}, held | {"three": one}, {1: one, "two": two})
     for other in (*others, {"".join("one"): one, "two": two}):
-        assert values_of(other, keys) is None
+        assert dict_values(other, keys) is None
     for wrong in (([], keys), (held, list(keys))):
         with pytest.raises(TypeError):
-            values_of(*wrong)  # type: ignore[arg-type]
+            dict_values(*wrong)  # type: ignore[arg-type]
 
 
 def test_a_former_table_has_to_be_one() -> None:

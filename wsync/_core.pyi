@@ -275,7 +275,7 @@ def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bo
     """Describes torch tensors without copying; names are for error messages.  With gpu they may lie on a GPU, all of
     those on the same one.  former: form() of a table of them, which says the same in less time where it still holds."""
 
-def values_of(held: dict[Any, _T], keys: tuple[Any, ...], /) -> tuple[_T, ...] | None:
+def dict_values(held: dict[Any, _T], keys: tuple[Any, ...], /) -> tuple[_T, ...] | None:
     """The values of a dict as they are at one moment, if its keys are these very objects in this order; else None, as
     for keys that are only equal."""
 

@@ -307,7 +307,7 @@ def from_tensors(
     builder.add_tensors(names, table, groups)
 
     def current() -> Sequence[Tensor]:
-        if type(tensors) is dict and (values := _core.values_of(tensors, names)) is not None:
+        if type(tensors) is dict and (values := _core.dict_values(tensors, names)) is not None:
             return values
         known = tensors.copy() if type(tensors) is dict else dict(items_of(tensors))
         if tuple(known) == names:

@@ -6,7 +6,7 @@
 
 #include <stdbool.h>
 
-#include "device/host_row.h"
+#include "device/host_copy_rows.h"
 
 enum {
     /* Work of a row beyond its bytes, at most: the loop and the call. */

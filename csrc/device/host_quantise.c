@@ -7,8 +7,8 @@
 #include <string.h>
 
 #include "core/quantise/piece_check.h"
+#include "device/host_copy_rows.h"
 #include "device/host_quantise_rows.h"
-#include "device/host_row.h"
 
 enum {
     /* A strip is what of a row is done at a time: its buffers stay in the first-level

@@ -3,7 +3,7 @@
 #ifndef WSYNC_PYTHON_KNOWN_TENSORS_H
 #define WSYNC_PYTHON_KNOWN_TENSORS_H
 
-#include "python/methods.h"
+#include "python/cached_methods.h"
 #include "python/tensor_table.h"
 
 /* What tensors and storages are asked. */

@@ -32,7 +32,7 @@
 /* Files that define functions of the module. */
 #define WSYNC_FUNCTIONS_MAP(X) \
     X(describe)                \
-    X(values_of)               \
+    X(dict_values)             \
     X(checksum)                \
     X(count_down)              \
     X(device)                  \

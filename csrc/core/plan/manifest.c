@@ -104,8 +104,8 @@ static wsync_status_t add_delivery(const wsync_plan_t *plan,
 
     tensor.dtype = delivery->dtype;
     wsync_plan_strides(&delivery->box, delivery->order, delivery->dtype, shard.stride);
-    return wsync_refined_restore(&plan->split, &tensor,
-                                 delivery->nbytes != 0 ? &shard : NULL, builder, err);
+    return wsync_split_restore(&plan->split, &tensor, delivery->nbytes != 0 ? &shard : NULL,
+                               builder, err);
 }
 
 wsync_status_t wsync_plan_manifest(const wsync_plan_t *plan, uint32_t worker,

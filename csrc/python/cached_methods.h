@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Methods without arguments that are called on many objects of a few types. */
-#ifndef WSYNC_PYTHON_METHODS_H
-#define WSYNC_PYTHON_METHODS_H
+#ifndef WSYNC_PYTHON_CACHED_METHODS_H
+#define WSYNC_PYTHON_CACHED_METHODS_H
 
 #include "python/module.h"
 

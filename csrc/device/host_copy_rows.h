@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The innermost loops of host copies: rows, and elements that lie apart. */
-#ifndef WSYNC_DEVICE_HOST_ROW_H
-#define WSYNC_DEVICE_HOST_ROW_H
+#ifndef WSYNC_DEVICE_HOST_COPY_ROWS_H
+#define WSYNC_DEVICE_HOST_COPY_ROWS_H
 
 #include <stdbool.h>
 #include <stddef.h>

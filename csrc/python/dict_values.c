@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * values_of(): the values of a dict whose keys are known, at one moment. */
+ * dict_values(): the values of a dict whose keys are known, at one moment. */
 #include "python/module.h"
 
-static PyObject *values_of(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *dict_values(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *dict;
     PyObject *keys;
@@ -13,7 +13,7 @@ static PyObject *values_of(PyObject *Py_UNUSED(module), PyObject *args)
     Py_ssize_t count;
     Py_ssize_t i = 0;
 
-    if (!PyArg_ParseTuple(args, "O!O!:values_of", &PyDict_Type, &dict, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "O!O!:dict_values", &PyDict_Type, &dict, &PyTuple_Type,
                           &keys)) {
         return NULL;
     }
@@ -34,9 +34,9 @@ static PyObject *values_of(PyObject *Py_UNUSED(module), PyObject *args)
     return values;
 }
 
-PyMethodDef wsync_py_functions_values_of[] = {
-    {"values_of", values_of, METH_VARARGS,
-     "values_of(held, keys, /)\n--\n\n"
+PyMethodDef wsync_py_functions_dict_values[] = {
+    {"dict_values", dict_values, METH_VARARGS,
+     "dict_values(held, keys, /)\n--\n\n"
      "The values of a dict as they are at one moment, if its keys are these very objects\n"
      "in this order; else None, as for keys that are only equal."},
     {NULL, NULL, 0, NULL},

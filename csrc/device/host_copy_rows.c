@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "device/host_row.h"
+#include "device/host_copy_rows.h"
 
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Calls of methods that are written in C, without Python's search for them: torch answers
  * such questions in a few nanoseconds, and the search took most of the time. */
-#include "python/methods.h"
+#include "python/cached_methods.h"
 
 /* -1 with an exception where the object has no such method. */
 static int look_up(wsync_py_question_t *method, PyObject *object)
