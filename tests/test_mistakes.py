@@ -17,7 +17,7 @@ import torch
 from support import guide
 
 import wsync
-from wsync.demo import cli, engine_server
+from wsync.demo import cli, cpu_server
 from wsync.disk import DiskSync, newest
 from wsync.handles.base import handles_of
 from wsync.handles.sglang_http import HttpHandle
@@ -106,8 +106,8 @@ def test_weights_without_an_element_are_refused(
 def test_a_server_that_is_not_installed_is_named(
     engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(engine_server, "importable", lambda name: name != engine)
-    assert engine_server.main([engine, "--model", str(tmp_path / "made")]) == 1
+    monkeypatch.setattr(cpu_server, "importable", lambda name: name != engine)
+    assert cpu_server.main([engine, "--model", str(tmp_path / "made")]) == 1
     said = capsys.readouterr().err
     assert f"wsync serve: the Python package '{engine}' is not installed" in said
     (version,) = re.findall(rf"{engine}(?:-cpu)?==[0-9.]+", said)

@@ -26,7 +26,7 @@ from support.vllm_server import (
 )
 
 import wsync
-from wsync.demo import engine_server
+from wsync.demo import cpu_server
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 TOKENS = 12
@@ -86,7 +86,7 @@ def served(
 
 def test_a_server_as_users_start_it(vllm: Nursery, tmp_path: Path) -> None:
     folder = tmp_path / guide.MODEL
-    engine_server.make_model(folder)
+    cpu_server.make_model(folder)
     with Served(vllm, Checkpoint(folder, None, {}), tmp_path / "log") as server:
         guide.update("vllm+" + server.url, tmp_path, environment(packages(NEWEST)))
 

@@ -32,9 +32,9 @@ from wsync._core import (
     ViewPool,
     checksum,
     describe,
+    dict_values,
     pack,
     reserve_file,
-    dict_values,
 )
 from wsync.layout import contiguous_strides
 from wsync.module_tensors import checksum_of

@@ -8,7 +8,7 @@ from importlib import import_module
 _COMMANDS = {
     "demo": ("wsync.demo.cli", "train, update two engines, verify every byte"),
     "serve": (
-        "wsync.demo.engine_server",
+        "wsync.demo.cpu_server",
         "start SGLang's or vLLM's server on the CPU, with a small model",
     ),
     "inspect": ("wsync.inspection", "show what an engine's workers keep of a model"),

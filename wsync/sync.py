@@ -20,8 +20,8 @@ from wsync.trainer.engine_form import SentForm, check_scales, tell_rearranged
 from wsync.trainer.lending import Lender, Lending
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
-from wsync.trainer.sent_to_workers import WorkerDelivery, deliveries
 from wsync.trainer.updates_base import Updates
+from wsync.trainer.worker_deliveries import WorkerDelivery, deliveries
 
 if TYPE_CHECKING:
     from wsync.trainer.updates_base import Source, Weights

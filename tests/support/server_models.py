@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import transformers
 
-from wsync.demo import engine_server
+from wsync.demo import cpu_server
 
-_SIZES = {**engine_server.SIZES, "max_position_embeddings": 8192}
+_SIZES = {**cpu_server.SIZES, "max_position_embeddings": 8192}
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 PATIENCE = 240.0  # seconds for whatever a busy machine is to do
 PROMPT = [5, 17, 42, 99, 7]

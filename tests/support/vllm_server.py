@@ -15,7 +15,7 @@ from support.engine_nursery import free_ports
 from support.server_models import Checkpoint
 from support.sglang_server import NEWEST as SGLANG
 
-from wsync.demo import engine_server
+from wsync.demo import cpu_server
 
 NEWEST = "vllm0320"
 _SITE = Path(__file__).with_name("vllm_site")
@@ -57,7 +57,7 @@ class Served(Server):
     """With the arguments that `wsync serve` gives."""
 
     def _arguments(self, meeting: int) -> list[str]:
-        words = engine_server.command("vllm", str(self.model.folder), self.port)[1]
+        words = cpu_server.command("vllm", str(self.model.folder), self.port)[1]
         assert words[:2] == ["-m", self.module]
         return words[2:]
 
