@@ -254,6 +254,29 @@ def test_any_order_of_placements(rows: int) -> None:
         _covers(_played(shape, placements, whole), whole)
 
 
+@pytest.mark.parametrize(("order", "cut"), [([3, 1, 0, 2], True), ([3, 1, 0, 2], False)])
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused_where_it_cuts(
+    order: list[int], cut: bool
+) -> None:
+    """torch cuts by the rank in the mesh's process group, which sorts its ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", order)
+        tensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0) if cut else Replicate()])
+        if not cut:
+            assert layout({"w": tensor}).layout.nbytes == 24
+            return
+        text = r"w: dimension 0 of its mesh has ranks \[3, 1, 0, 2\], which do not ascend"
+        with pytest.raises(wsync.LayoutError, match=text):
+            layout({"w": tensor})
+    finally:
+        dist.destroy_process_group()
+
+
 def _in_order(
     how: str, mesh_shape: tuple[int, ...], order: tuple[int, ...], placements: Any, whole: Any
 ) -> list[Any]:

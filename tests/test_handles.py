@@ -185,6 +185,16 @@ TENSOR = "update_weights_from_tensor"
 DISK = "update_weights_from_disk"
 
 
+def test_a_users_password_is_in_no_name(server: FakeServer) -> None:
+    url = server.url.replace("://", "://user:p%40ss@")
+    engine = handle(url)
+    assert (engine.name, engine.workers) == (server.url, 2)
+    assert server.seen[-1][2] == "Basic dXNlcjpwQHNz"
+    text = f"engine {re.escape(server.url)}: a URL with a user, and an api_key"
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        handle(url, api_key="key")
+
+
 @pytest.mark.parametrize("key", ["\u043a\u043b\u044e\u0447", "two\nlines", b"bytes"])
 def test_a_key_that_no_header_can_have_is_refused(server: FakeServer, key: Any) -> None:
     for url in (server.url, f"vllm+{server.url}"):

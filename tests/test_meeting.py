@@ -96,6 +96,17 @@ def test_a_store_may_take_as_long_to_answer_as_a_rank(
     lane.close()
 
 
+def test_a_lane_that_nobody_closes_ends_with_its_owner() -> None:
+    """As where Ctrl-C comes between making and keeping it."""
+    before = set(threading.enumerate())
+    lane = Lane("test")
+    (thread,) = set(threading.enumerate()) - before
+    assert lane.submit(lambda: 1).result(PATIENCE) == 1
+    del lane
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
 def test_who_has_waited_for_a_deadline_waits_for_no_second_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,14 +9,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from support import call_cases
+from support import agreement_cases, call_cases
 from support.procs import Ranks
 
 import wsync
 from wsync import _core
+from wsync.trainer.connection import Connection
 from wsync.trainer.requests import Calls, EngineRequests
 from wsync.trainer.sessions.stock import StockSession
 
@@ -82,6 +84,32 @@ def test_close_waits_for_what_a_failed_update_has_left_under_way(
         release.set()
     closing.join(60)
     assert not closing.is_alive()
+
+
+def test_a_close_that_was_interrupted_can_be_called_again() -> None:
+    options = agreement_cases.OPTIONS
+    sync = wsync.connect({"a": torch.zeros(1)}, [agreement_cases.Stock()], options=options)
+    sync.update()
+    with (
+        mock.patch.object(Connection, "close", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        sync.close()
+    with mock.patch.object(Connection, "close", autospec=True) as closed:
+        sync.close()
+        sync.close()
+    closed.assert_called_once()
+    closed.call_args[0][0].close()
+
+
+@pytest.mark.parametrize("where", ["weights", "engine"])
+def test_an_iterator_that_ends_ends_no_generator_of_the_caller(where: str) -> None:
+    steps = iter(())
+    engine = call_cases.Engine(**({"pause": StopIteration()} if where == "engine" else {}))
+    given = (lambda: next(steps)) if where == "weights" else None
+    with wsync.connect({"a": torch.zeros(1)}, [engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.RemoteError, match="StopIteration"):
+            sync.update(given)
 
 
 def test_close_names_the_engines_that_do_not_end_what_they_were_asked(

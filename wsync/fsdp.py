@@ -246,6 +246,7 @@ class _Reader:
             if coordinate is None:  # the mesh belongs to other ranks
                 regions = ()
             else:
+                _check_ascending(name, tensor, coordinate)
                 places = list(zip(tensor.placements, mesh.shape, coordinate, strict=True))
                 runs = _cut(name, shape, [(number, *places[number]) for number in order])
                 extents = tuple(sum(extent for _, extent in part) for part in runs)
@@ -337,6 +338,22 @@ def _cut_order(name: str, tensor: Any) -> tuple[int, ...]:
             "it: each once, and not beside _StridedShard, which says it in another way"
         )
     return order
+
+
+def _check_ascending(name: str, tensor: Any, coordinate: Sequence[int]) -> None:
+    """LayoutError where a mesh dimension that cuts the tensor has its ranks in another order than
+    their process group: torch cuts by the group, which sorts them, and writes checkpoints by the
+    mesh."""
+    mesh = tensor.device_mesh
+    for number, placement in enumerate(tensor.placements):
+        row: list[Any] = list(coordinate)
+        row[number] = slice(None)
+        ranks = mesh.mesh[tuple(row)].tolist()
+        if ranks != sorted(ranks) and not placement.is_replicate():
+            raise _core.LayoutError(
+                f"{name}: dimension {number} of its mesh has ranks {ranks}, which do not ascend: "
+                "which of them has which part is not certain"
+            )
 
 
 def _check_chunks(name: str, local: Any, regions: Regions) -> None:

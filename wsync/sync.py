@@ -121,14 +121,19 @@ class Sync(Updates):
         return [] if plan is None else deliveries(plan, self._roster)
 
     def _close(self) -> None:
-        connection, self._connection = self._connection, None
         with contextlib.ExitStack() as last_first:
             last_first.callback(super()._close)
             if self._lender is not None:
                 last_first.callback(self._lender.close)
             last_first.callback(self._let_go)
-            if connection is not None:
-                last_first.callback(connection.close)
+            if self._connection is not None:
+                last_first.callback(self._disconnect)
+
+    def _disconnect(self) -> None:
+        connection = self._connection
+        if connection is not None:
+            connection.close()
+            self._connection = None  # not before: what is interrupted here can be called again
 
     def _let_go(self) -> None:
         """Gives up all memory that is lent, until another connection is made."""

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import re
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
@@ -94,6 +95,8 @@ class HttpHandle(ApiHandle):
     ) -> None:
         """Asks the server for tp_size unless `workers` is given.
 
+        A URL may have a user and a password, for a proxy in front of the engine; its name has not.
+
         Raises InvalidArgumentError for an api_key that no HTTP header can have.
         """
         if not url.startswith(("http://", "https://")):
@@ -101,7 +104,12 @@ class HttpHandle(ApiHandle):
                 f"engine {url!r}: a URL starts with http://, https:// or vllm+http://"
             )
         super().__init__(sessions=True)  # until the server says that it knows none
-        self.name = url.rstrip("/")
+        self._url = url.rstrip("/")
+        self.name = _without_user(self._url)
+        if self.name != self._url and api_key:
+            raise InvalidArgumentError(
+                f"engine {self.name}: a URL with a user, and an api_key: requests carry one"
+            )
         self._headers = {"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {}
         self._server: dict[str, Any] | None = None
         self._known: set[str] = set()  # what it has answered for, of what not all engines have
@@ -273,7 +281,7 @@ class HttpHandle(ApiHandle):
                 connections.watch(session.get_adapter(self.name))
                 with session.request(
                     method,
-                    self.name + path,
+                    self._url + path,
                     json=body,
                     headers=self._headers,
                     timeout=deadline.left,
@@ -295,6 +303,11 @@ class HttpHandle(ApiHandle):
             raise PeerClosedError(f"{where}: {cause(error)}") from error
         except (requests.RequestException, ValueError) as error:
             raise RemoteError(f"{where}: {cut(str(error))}") from error
+
+
+def _without_user(url: str) -> str:
+    """A URL as others may read it."""
+    return re.sub(r"(?<=://)[^/?#]*@", "", url)
 
 
 def _checked_key(api_key: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -32,6 +33,8 @@ class Lane:
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._calls = queue.SimpleQueue()
+        # ends the thread where nobody closes this, as where Ctrl-C comes before it is kept
+        weakref.finalize(self, self._calls.put, None)
         threading.Thread(target=_drive, args=(self._calls,), daemon=True, name=name).start()
 
     def submit(self, call: Callable[[], _T]) -> Future[_T]:
@@ -61,6 +64,9 @@ def _drive(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None
 def _make(future: Future[Any], call: Callable[[], Any]) -> None:
     try:
         future.set_result(call())
+    except StopIteration as error:
+        # where it is raised again it would end a generator; Python's own do the same with it
+        future.set_exception(RuntimeError(f"a call raised {error!r}"))
     except BaseException as error:
         future.set_exception(error)
     finally:

@@ -19,6 +19,7 @@ from tqdm import TqdmWarning
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
+from wsync.machine.error_text import error_text
 from wsync.machine.fork_guard import Owner
 from wsync.machine.host import host_identity
 from wsync.machine.sent_memory import sending
@@ -157,7 +158,10 @@ class Updates(abc.ABC):
         """What a caller of update() means by `weights`."""
         if not callable(weights):
             return weights
-        given: Weights | None = weights()
+        try:
+            given: Weights | None = weights()
+        except StopIteration as error:  # which a generator of contextlib's would let pass as it is
+            raise _core.RemoteError(error_text(error)) from error
         if given is None:
             raise _core.InvalidArgumentError(
                 "weights: the function returned None, where tensors by global name are wanted; "
