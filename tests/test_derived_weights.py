@@ -109,7 +109,24 @@ class Dropped(Module):
         return self.made
 
 
-@pytest.mark.parametrize("module", [Flag(), Dropped()])
+class Emptied(Module):
+    """Keeps what it has made in a dict, until it has another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, pairs: Pairs) -> None:
+        self.copy(pairs)
+        self.made = {}
+
+    def answer(self) -> torch.Tensor:
+        if "a" not in self.made:
+            self.made["a"] = self.a.t().contiguous()
+        return self.made["a"]
+
+
+@pytest.mark.parametrize("module", [Flag(), Dropped(), Emptied()])
 def test_an_update_leaves_attributes_as_a_load_does(module: Any) -> None:
     loader = RecordedLoader(module)
     with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:

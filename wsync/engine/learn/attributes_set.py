@@ -1,82 +1,156 @@
 """Attributes that every load_weights leaves at one value: flags that say that what was derived from
 weights is stale, and caches that it drops.  An update leaves them so, too.
 
-Seen are plain attributes of a module's parts that are set in the usual way, to True, False, words
-or None.  A number may come of the weights.
+Seen are plain attributes of a module's parts that are set in the usual way, to True, False, words,
+None or an empty container, or that are removed.  A number may come of the weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
 import torch
 
 from wsync.engine.learn.attributes_read import Parts
+from wsync.engine.learn.forms_of_values import ATOMS
+from wsync.engine.learn.module_memory import slots
+from wsync.engine.learn.module_state import CONTAINERS
 
-Place = tuple[str, str]  # the path of a part, and an attribute's name
-_NONE: Final = object()
+Place = tuple[str, str, str]  # the path of a part, a parameter's name or "", an attribute's name
+_ABSENT: Final = object()
 _WORDS: Final = (bool, str, type(None))
 
 
 @contextlib.contextmanager
-def attributes_set(module: torch.nn.Module) -> Iterator[set[Place]]:
-    """The attributes of the module's parts that this thread sets in the block."""
+def attributes_set(module: torch.nn.Module) -> Iterator[Callable[[], set[Place]]]:
+    """Yields what says which attributes of the module's parts this thread has set in the block, and
+    which are gone since it began."""
     mine = threading.get_ident()
-    paths = {id(part): path for path, part in module.named_modules()}
+    parts = dict(module.named_modules())
+    paths = {id(part): path for path, part in parts.items()}
+    former = _names(parts)
     found: set[Place] = set()
     kind: Any = torch.nn.Module
-    former = kind.__setattr__
+    setting = kind.__setattr__
 
     def note(part: Any, name: str, value: Any) -> None:
         if threading.get_ident() == mine and id(part) in paths:
-            found.add((paths[id(part)], name))
-        former(part, name, value)
+            found.add((paths[id(part)], "", name))
+        setting(part, name, value)
 
     kind.__setattr__ = note
     try:
-        yield found
+        yield lambda: found | (former - _names(parts))
     finally:
-        kind.__setattr__ = former
+        kind.__setattr__ = setting
 
 
 class LeftValues:
-    """What attributes are when a load has ended."""
+    """What attributes are when a load has ended.
 
-    def __init__(self, places: set[Place], parts: Parts) -> None:
-        values = {place: _value(place, parts) for place in sorted(places)}
-        self._values = {p: v for p, v in values.items() if isinstance(v, _WORDS)}
+    places: of those that it sets or removes.  reset: of those that it has found otherwise, and
+    made what they always were when it began before; these may be numbers.
+    """
+
+    def __init__(
+        self, places: Collection[Place], parts: Parts, reset: Collection[Place] = ()
+    ) -> None:
+        values = {place: _value(place, parts) for place in sorted({*places, *reset})}
+        self._values = {
+            place: copy.copy(value) if _is_empty(value) else value
+            for place, value in values.items()
+            if value is _ABSENT
+            or isinstance(value, ATOMS if place in reset else _WORDS)
+            or _is_empty(value)
+        }
+        self._emptied = {*reset} - {*places}  # containers that stay the same ones
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self._values
 
     def common(self, other: LeftValues) -> LeftValues:
         """Those that are the same after another load."""
-        kept = LeftValues(set(), {})
+        kept = LeftValues((), {})
+        kept._emptied = self._emptied
         kept._values = {
             place: value
             for place, value in self._values.items()
-            if _same(value, other._values.get(place, _NONE))
+            if place in other and _same(value, other._values[place])
         }
         return kept
 
-    def drop_caches(self, parts: Parts) -> None:
-        """Has tensors be None again."""
+    def drop_caches(self, parts: Parts) -> Callable[[], None]:
+        """Has tensors be gone again; the answer puts them back."""
+        dropped = []
         for place, value in self._values.items():
-            if value is None and isinstance(_value(place, parts), torch.Tensor):
-                setattr(parts[place[0]], place[1], None)
+            slot, name = _slot(place, parts), place[2]
+            if slot is None or not isinstance(slot[name], torch.Tensor):
+                continue
+            dropped.append((slot, name, slot[name]))
+            if value is _ABSENT:
+                del slot[name]
+            else:
+                slot[name] = copy.copy(value)
+
+        def put_back() -> None:
+            for slot, name, tensor in dropped:
+                slot[name] = tensor
+
+        return put_back
 
     def put_back(self, parts: Parts) -> None:
         """Has all of them be what a load leaves."""
         for place, value in self._values.items():
+            owner = owner_of(place, parts)
             now = _value(place, parts)
-            if now is not _NONE and not _same(now, value):
-                setattr(parts[place[0]], place[1], value)
+            if owner is None or _same(now, value):
+                continue
+            if value is _ABSENT:
+                delattr(owner, place[2])
+            elif place in self._emptied and type(now) is type(value) and hasattr(now, "clear"):
+                now.clear()
+            else:
+                setattr(owner, place[2], copy.copy(value))
+
+
+def owner_of(place: Place, parts: Parts) -> Any:
+    """What has an attribute, or None."""
+    part = parts.get(place[0])
+    return part._parameters.get(place[1]) if part is not None and place[1] else part
+
+
+def _slot(place: Place, parts: Parts) -> dict[str, Any] | None:
+    """Where an attribute is kept."""
+    owner = owner_of(place, parts)
+    if owner is None:
+        return None
+    found = slots(owner) if isinstance(owner, torch.nn.Module) else (vars(owner),)
+    return next((slot for slot in found if place[2] in slot), None)
 
 
 def _value(place: Place, parts: Parts) -> Any:
-    part = parts.get(place[0])
-    return _NONE if part is None else vars(part).get(place[1], _NONE)
+    slot = _slot(place, parts)
+    return _ABSENT if slot is None else slot[place[2]]
+
+
+def _names(parts: Parts) -> set[Place]:
+    return {
+        (path, "", name) for path, part in parts.items() for slot in slots(part) for name in slot
+    }
+
+
+def _is_empty(value: object) -> bool:
+    return type(value) in (*CONTAINERS, tuple, frozenset) and not value
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _WORDS) and one == other)
+    """Whether two values are one, of which the second is an atom or an empty container."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    return repr(one) == repr(other) if isinstance(other, ATOMS) else _is_empty(one)

@@ -22,7 +22,7 @@ from wsync.engine.learn.module_memory import (
 )
 from wsync.engine.learn.regions import Move
 
-_CONTAINERS: Final = frozenset(
+CONTAINERS: Final = frozenset(
     (list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter)
 )
 _ABSENT: Final = object()
@@ -80,7 +80,7 @@ class PlainAttributes:
 
     def _add(self, values: Iterable[Any]) -> None:
         for value in values:
-            if type(value) in _CONTAINERS and id(value) not in self._contents:
+            if type(value) in CONTAINERS and id(value) not in self._contents:
                 self._contents[id(value)] = value, value.copy()
                 self._add(_items(value))
             elif _is_array(value) and value.flags.owndata and value.flags.writeable:

@@ -441,10 +441,10 @@ class RecordedLoader(ChoosingLoader):
         self,
         layout: _core.Layout,
         attributes: list[Attribute],
-        places: set[Place],
+        places: Callable[[], set[Place]],
         kept: contextlib.ExitStack,
     ) -> Recording:
-        """places: of the attributes that load_weights sets."""
+        """places: says which attributes load_weights sets or removes."""
         model = MadeUpModel(layout)
         try:
             recording = record(self._module, self._load, model)
@@ -465,9 +465,9 @@ class RecordedLoader(ChoosingLoader):
         attributes[:] = [attribute.renewed(parts) for attribute in attributes]
         # other values: what a hidden write left while recording must not look right
         other = MadeUpModel(layout, seed=1)
-        left = LeftValues(places, parts)
+        left = LeftValues(places(), parts)
         verify(self._module, self._load, other, recording, self._stream)
-        recording.left = left.common(LeftValues(places, parts))
+        recording.left = left.common(LeftValues(places(), parts))
         return recording
 
     def _tell(self, recording: Recording) -> None:

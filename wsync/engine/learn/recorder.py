@@ -179,7 +179,7 @@ class Recording:
     areas: list[int] = field(default_factory=list)  # with pieces, fills or copies
     computed: list[int] = field(default_factory=list)  # areas that only fallbacks write
     made: dict[int, list[Move]] = field(default_factory=dict)
-    left: LeftValues = field(default_factory=lambda: LeftValues(set(), {}))
+    left: LeftValues = field(default_factory=lambda: LeftValues((), {}))
     looked: dict[int, list[int]] = field(default_factory=dict)
     twins: list[Twin] = field(default_factory=list)
     shadow_copies: list[Transfer] = field(default_factory=list)
