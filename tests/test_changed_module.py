@@ -674,7 +674,7 @@ class Indirect(Loading):
         first = self.config.text["first"] + self.settings.first + self.settings.plain.first
         for name, tensor in pairs:
             target = self.by_name[name]
-            found = tensor[rows(first + getattr(target, "first", 0))]
+            found = tensor[rows(first + getattr(target, "first", 1))]
             if getattr(target, "backwards", self.mode == "backwards") or target.requires_grad:
                 found = found.flip(1)
             target.weight_loader(target.data, found)

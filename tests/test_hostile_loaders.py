@@ -28,6 +28,7 @@ from wsync import sglang
 from wsync._core import LayoutBuilder, Stream
 from wsync.engine.learn import recorded_loader, verify
 from wsync.engine.learn.dummy_weights import MadeUpModel
+from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import RecordingError, record
 from wsync.engine.post_load import run_in_place
@@ -720,11 +721,11 @@ def test_copies_in_a_wrong_order_are_found_in_small_batches() -> None:
         builder.add_tensor(name, "float32", tuple(tensor.shape))
     layout = builder.build()
     recording = record(module, module.load_weights, MadeUpModel(layout))
-    trial = MadeUpModel(layout, seed=1)
-    verify.verify(module, module.load_weights, trial, recording, Stream(1))
+    trial, held = MadeUpModel(layout, seed=1), ModuleMemory(module)
+    verify.verify(module, module.load_weights, trial, recording, Stream(1), held)
     recording.copies.reverse()
     with pytest.raises(RecordingError, match="first: byte 0 of its storage"):
-        verify.verify(module, module.load_weights, trial, recording, Stream(1))
+        verify.verify(module, module.load_weights, trial, recording, Stream(1), held)
 
 
 def test_made_up_values_are_finite_large_and_small() -> None:

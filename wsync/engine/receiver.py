@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
@@ -225,7 +226,8 @@ class Receiver:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
         round after round, and then checks that each one comes in time."""
         trace = self._trace
-        self._loader.begin(rounds)
+        with learning(_to_learn(timeout)):
+            self._loader.begin(rounds)
         stream = self._loader.stream
         # after a fault a GPU sets no more words, here or in the trainer
         look = None if stream is None else stream.look
@@ -236,7 +238,7 @@ class Receiver:
             with trace.span("take", round):
                 importer.take(round, stream, timeout, look)
             if round == 0:
-                self.state.lose(f"{_nth(update)} is running")
+                self.lose()
             with trace.span("load", round) if stream is None else nullcontext():
                 self._loader.load(round)
             importer.done(round, stream, timeout)
@@ -263,11 +265,16 @@ class Receiver:
                 self._importer.fail("another trainer has taken over")
             self.close()
             self._importer, self._session = importer, message.session
+            self._opened = message.update
             self._generation = -1
             if blob == LEARN:
                 importer = self._learn(message, importer)
         self._opened = message.update
         return importer
+
+    def lose(self) -> None:
+        """From here on the weights are not those of one update."""
+        self.state.lose(f"{_nth(self._opened)} is running")
 
     def _introduced(self, said: bytes) -> bytes:
         """Puts what memory the worker can read, if any, before what it says when it joins."""
@@ -286,13 +293,9 @@ class Receiver:
         address, _, content = former.manifest.partition(b"\n")
         model = Layout.from_bytes(content)
         told = _Told(former, steps, PASSES * model.tensor_count, message.deadline)
-        # ends early enough for the trainer to hear why before it gives up
-        seconds = PUNCTUAL * message.deadline
-        with learning(max(seconds - LATER_SECONDS, seconds / 2), told.one_more):
-            blob = self._loader.learn(
-                model,
-                lambda: self.state.lose(f"{_nth(message.update)} is running"),
-            )
+        with learning(_to_learn(message.deadline), told.one_more):
+            receiver = weakref.ref(self)  # the loader keeps what it calls, and nobody in a circle
+            blob = self._loader.learn(model, lambda: _lose(receiver()))
         # the trainer listens to the session for learning until this one has come
         self._learning = former
         following = address.decode("ascii", "replace")
@@ -352,6 +355,17 @@ def refuse(control: bytes | None, why: Exception, receiver: Receiver | None = No
 def refused(worker: int, error: Exception) -> tuple[bool, str]:
     """What a worker answers to a message that it could not follow."""
     return False, f"worker {worker}: {error_text(error)}"
+
+
+def _lose(receiver: Receiver | None) -> None:
+    if receiver is not None:
+        receiver.lose()
+
+
+def _to_learn(deadline: float) -> float:
+    """Seconds for what may be learnt, so that the trainer hears why before it gives up."""
+    seconds = PUNCTUAL * deadline
+    return max(seconds - LATER_SECONDS, seconds / 2)
 
 
 def _nth(update: int) -> str:

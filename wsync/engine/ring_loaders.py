@@ -106,7 +106,7 @@ class Learner(Protocol):
 
     def learn(self, model: Layout, losing: Losing) -> bytes:
         """What the worker asks for of a model's tensors, as a blob.  `losing` is called before
-        the weights are touched, if they have to be."""
+        the weights are touched, if they have to be, here or in the `begin` of an update."""
 
     @property
     def own_loading(self) -> str:

@@ -118,12 +118,12 @@ class AttributeGuards:
     """
 
     def __init__(self, attributes: Iterable[Attribute] = (), parts: Parts | None = None) -> None:
-        self._attributes = list(attributes)
+        self.attributes = list(attributes)
         self._rest: list[Attribute] = []  # those of parameters that are not there
         owned: dict[str, list[Form]] = {}  # by the path of a part
         absent: dict[type, set[str]] = {}  # names that classes do not define
         groups: dict[tuple[str, str], list[Attribute]] = {}
-        for each in self._attributes:
+        for each in self.attributes:
             groups.setdefault((each.part, each.parameter), []).append(each)
         for (path, parameter), members in groups.items():
             owner = members[0].owner(parts or {})
@@ -141,11 +141,23 @@ class AttributeGuards:
         inner = [("once", None, merged(forms)) for forms in (*owned.values(), *classes)]
         self._pattern = pattern(elements(inner))
 
+    def hold(self, parts: Parts) -> bool:
+        """Whether all are as they were."""
+        return self._same(parts) and not any(each.difference(parts) for each in self._rest)
+
+    def _same(self, parts: Parts) -> bool:
+        """Whether all are but those of parameters that are not there."""
+        values = [*map(parts.get, self._paths), *self._classes]
+        return self._pattern.match(values) is not None
+
+    def renewed(self, parts: Parts, more: Iterable[Attribute] = ()) -> AttributeGuards:
+        """The same attributes, and more, as they are now."""
+        known = {each.place: each for each in (*more, *self.attributes)}
+        return AttributeGuards([each.renewed(parts) for each in known.values()], parts)
+
     def difference(self, parts: Parts) -> str:
         """How the first one that differs now does, or ""."""
-        values = [*map(parts.get, self._paths), *self._classes]
-        same = self._pattern.match(values) is not None
-        doubtful = self._rest if same else self._attributes
+        doubtful = self._rest if self._same(parts) else self.attributes
         return next(filter(None, (each.difference(parts) for each in doubtful)), "")
 
 

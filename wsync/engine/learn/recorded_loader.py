@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from wsync.engine.learn.attributes_read import (
 )
 from wsync.engine.learn.attributes_set import LeftValues, Place, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
+from wsync.engine.learn.known_states import MOST_STATES, Found, try_state
 from wsync.engine.learn.module_memory import (
     Area,
     ModuleMemory,
@@ -31,6 +33,7 @@ from wsync.engine.learn.module_state import KeptRegions, ModuleState
 from wsync.engine.learn.quantisation_mismatch import OtherFormError
 from wsync.engine.learn.recorder import (
     ClashError,
+    KnownState,
     RebindsError,
     Recording,
     RecordingError,
@@ -96,9 +99,12 @@ class RecordedLoader(ChoosingLoader):
 
     A recording is valid while the module has the same tensors, wherever they lie, and while what
     load_weights read is the same: values of tensors, and attributes of the module and of its
-    parameters (see wsync.engine.learn.attributes_read).  Otherwise the next update records anew.
-    If load_weights could not be learnt, only attributes that it read are checked, except those that
-    it changes itself.
+    parameters (see wsync.engine.learn.attributes_read).  Where serving has changed attributes or
+    has filled a cache, load_weights is tried once more on made-up tensors, as the module is then:
+    if a replay gives the same bytes, and an update can leave what load_weights leaves, it goes on.
+    Otherwise it fails, and the next update records anew.
+    If load_weights could not be learnt, only attributes that it read are checked, in the same way,
+    except those that it changes itself.
 
     Every update refuses, by name, parameters that the trainer does not deliver completely, because
     they would keep their old values, and tensors that load_weights writes to one place although
@@ -132,13 +138,17 @@ class RecordedLoader(ChoosingLoader):
         self._after = after
         self._threads = threads
         self._stream = loading_stream(device.of_module(module), threads)
-        self._model: _Model = []
+        self._layout: _core.Layout | None = None  # of what the trainer delivers
+        self._model: _Model = []  # the facts of that
+        self._losing: Losing = keeps
         self._went_by: object = None
+        self._at_once = False  # it gets all tensors, as it could not be learnt
         # by parameter: selects the elements that load_weights possibly does not load; None: all
         self._doubtful: dict[str, torch.Tensor | None] = {}
         self._before: dict[str, tuple[int, int]] = {}  # the update: their bytes, and a checksum
-        self._read: list[Attribute] = []  # by a loader that is called as it is, and was tried
-        self._guards = AttributeGuards()
+        # what a loader that is called as it is has read: as it was tried, and as it left it last
+        self._tried: list[AttributeGuards] = []
+        self._last = AttributeGuards()
         self._chosen = ModuleLoader(module, self._load)
 
     def blob(self) -> bytes:
@@ -156,20 +166,24 @@ class RecordedLoader(ChoosingLoader):
         facts = [model.tensor(index) for index in range(model.tensor_count)]
         if self.recording is not None and facts == self._model:
             old = self.recording
-            old.left.drop_caches(dict(self._module.named_modules()))
-            held = ModuleMemory(self._module)
-            change = held.difference(old.facts, old.names) or self._stale() or old.stale(held)
-            change = change or old.refuted
+            change = self._stale() or old.refuted or Found(self._module, old).change
             if not change:
                 return self._chosen.blob() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
-        self.check_private()
-        wrapped = self._wrapped()
-        losing()
-        before = ModuleState(self._module, values=False)
-        try:
-            with unwritten(), before.unless_done():
+        wrapped, self._losing = self._wrapped(), losing
+        with self._trying():
+            before = ModuleState(self._module, values=False)
+            with before.unless_done():
                 return self._learn(model, facts, before, wrapped)
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Around what writes made-up values to the module."""
+        self.check_private()
+        self._losing()
+        try:
+            with unwritten():
+                yield
         except WrittenError as error:
             # the same made-up values once more would look like nothing
             self.recording, self._spoils = None, str(error)
@@ -192,14 +206,30 @@ class RecordedLoader(ChoosingLoader):
             )
         return f"{listed(found)}: a wrapper around other tensors" if found else ""
 
+    def _try_as_it_is(self, found: Found) -> None:
+        """Tries load_weights on made-up tensors with the attributes that the module has now.
+
+        Raises:
+            StateError: it does something else with these, or cannot be tried.
+        """
+        recording, model, held = self.recording, self._layout, found.held
+        assert recording is not None and model is not None and held is not None
+        with self._trying():
+            try:
+                try_state(self._module, self._load, model, recording, self._stream, held)
+            except _NOT_RECORDED as error:
+                _log.info("load_weights cannot be replaced as the module is now: %s", error)
+                raise _changed(self._module, found.change) from error
+        _log.info("load_weights loads the same as before, although %s", found.change)
+
     def _learn(
         self, model: _core.Layout, facts: _Model, before: ModuleState, wrapped: str
     ) -> bytes:
         self._load = self.method()
         refuted = self.recording.refuted if self.recording is not None else ""
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
-        self._doubtful = {}
-        self._watch_attributes([])
+        self._doubtful, self._layout = {}, model
+        self._tried = []
         self.reason = ""
         self._went_by = self.goes_by()
         try:
@@ -213,12 +243,13 @@ class RecordedLoader(ChoosingLoader):
         except _NOT_RECORDED as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
             with attributes_read(self._module) as attributes:
-                at_once = not self._may_be_split(model)
+                self._at_once = not self._may_be_split(model)
                 self._doubtful = self._find_doubtful(model)
-            self._watch_attributes(attributes)
-            how = ", all in one call" if at_once else ""
+            self._last = AttributeGuards(attributes).renewed(dict(self._module.named_modules()))
+            self._tried = [self._last]
+            how = ", all in one call" if self._at_once else ""
             _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
-            names = [fact.name for fact in facts] if at_once else []
+            names = [fact.name for fact in facts] if self._at_once else []
             self._chosen = ModuleLoader(self._module, self._load, at_once=names)
             return WHOLE
         self.check_delivered(recording.lacking, recording.skipped)
@@ -263,14 +294,41 @@ class RecordedLoader(ChoosingLoader):
                     "(copy.deepcopy)"
                 )
 
-    def _watch_attributes(self, attributes: Iterable[Attribute]) -> None:
-        """From here on these are to be what they are now."""
-        parts = dict(self._module.named_modules())
-        self._read = [attribute.renewed(parts) for attribute in attributes]
-        self._guards = AttributeGuards(self._read, parts)
-
     def _changed_attribute(self) -> str:
-        return self._guards.difference(dict(self._module.named_modules())) if self._read else ""
+        """How an attribute differs from all that it was when load_weights, which could not be
+        learnt, was tried and when it loaded last; or ""."""
+        if not self._tried:
+            return ""
+        parts, known = dict(self._module.named_modules()), [*self._tried, self._last]
+        if any(guards.hold(parts) for guards in known):
+            return ""
+        values: dict[tuple[str, str, str], list[Attribute]] = {}
+        for each in itertools.chain.from_iterable(guards.attributes for guards in known):
+            values.setdefault(each.place, []).append(each)
+        changed = (all(each.difference(parts) for each in found) for found in values.values())
+        found = next(itertools.compress(values.values(), changed), None)
+        return found[-1].difference(parts) if found is not None else ""
+
+    def _try_whole(self, change: str) -> None:
+        """Tries load_weights, which could not be learnt, with the attributes that it has now.
+
+        Raises:
+            StateError: it does not load what it did before, or has to get all tensors at once.
+        """
+        assert self._layout is not None
+        with self._trying(), attributes_read(self._module) as read:
+            at_once = not self._may_be_split(self._layout)
+            doubtful, known = self._find_doubtful(self._layout), self._doubtful
+        same = doubtful.keys() == known.keys() and all(
+            (one is None and other is None)
+            or (one is not None and other is not None and one.equal(other))
+            for one, other in ((doubtful[path], known[path]) for path in doubtful)
+        )
+        if not same or at_once > self._at_once:
+            raise _changed(self._module, change)
+        parts = dict(self._module.named_modules())
+        self._last = self._last.renewed(parts, read)
+        self._tried = [*self._tried[-MOST_STATES:], self._last]
 
     def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
         """Raises MissingError for parameters that lack bytes.  unused: tensors of the trainer."""
@@ -359,9 +417,15 @@ class RecordedLoader(ChoosingLoader):
         return f"{listed(computed)}: {next(iter(computed.values()))}" if computed else ""
 
     def begin(self, rounds: int) -> None:
+        if change := self._changed_attribute():
+            self._try_whole(change)
         if change := self._stale():
             raise _changed(self._module, change)
-        super().begin(rounds)
+        try:
+            super().begin(rounds)
+        except _UntriedError as error:
+            self._try_as_it_is(error.found)
+            super().begin(rounds)
         self._before = self._doubted()
 
     def finish(self, timeout: float) -> Receipt:
@@ -370,7 +434,7 @@ class RecordedLoader(ChoosingLoader):
         if self._after is not None:
             self._after(self._module)
         if self._changed_attribute():  # by load_weights itself
-            self._watch_attributes(self._read)
+            self._last = self._last.renewed(dict(self._module.named_modules()))
         return receipt
 
     def method(self) -> LoadWeights:
@@ -388,8 +452,6 @@ class RecordedLoader(ChoosingLoader):
         method = self.method()
         if self._load != method == self.method():  # some are made anew each time
             return "load_weights is another one"
-        if change := self._changed_attribute():
-            return change
         if self.recording is None or self.goes_by() == self._went_by:
             return ""
         return "load_weights goes by something outside the module that has other values"
@@ -407,14 +469,14 @@ class RecordedLoader(ChoosingLoader):
             attributes_read(self._module) as attributes,
             attributes_set(self._module) as places,
         ):
-            recording = self._watch(layout, attributes, places, kept)
+            recording, left = self._watch(layout, attributes, places, kept)
         if recording.fallback and before.plain.restore():
             # what is made of values comes again with real ones; for the rest, which comes no more,
             # these do
             self._load_rest(layout, recording, attributes)
             if difference := ModuleMemory(self._module).difference(recording.facts):
                 raise RecordingError(f"while loading, {difference}")
-        recording.guard(attributes, ModuleMemory(self._module))
+        recording.guard(attributes, left, ModuleMemory(self._module))
         return recording
 
     def _load_rest(
@@ -443,7 +505,7 @@ class RecordedLoader(ChoosingLoader):
         attributes: list[Attribute],
         places: Callable[[], set[Place]],
         kept: contextlib.ExitStack,
-    ) -> Recording:
+    ) -> tuple[Recording, LeftValues]:
         """places: says which attributes load_weights sets or removes."""
         model = MadeUpModel(layout)
         try:
@@ -466,9 +528,8 @@ class RecordedLoader(ChoosingLoader):
         # other values: what a hidden write left while recording must not look right
         other = MadeUpModel(layout, seed=1)
         left = LeftValues(places(), parts)
-        verify(self._module, self._load, other, recording, self._stream)
-        recording.left = left.common(LeftValues(places(), parts))
-        return recording
+        verify(self._module, self._load, other, recording, self._stream, held)
+        return recording, left.common(LeftValues(places(), parts))
 
     def _tell(self, recording: Recording) -> None:
         for name, reason in _computed(recording).items():
@@ -483,6 +544,13 @@ class RecordedLoader(ChoosingLoader):
 def _computed(recording: Recording) -> dict[str, str]:
     """The tensors that load_weights computes with, and how."""
     return {name: why for name, why in recording.fallback.items() if not is_note(name)}
+
+
+class _UntriedError(Exception):
+    """The module is in a state that load_weights has not been tried in."""
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
 
 
 class _Replay(RoutedLoader):
@@ -509,8 +577,8 @@ class _Replay(RoutedLoader):
         self.aside = [fact for fact in model if fact.name in recording.fallback]
         self.layout = self._destination({name: fact.shape for name, fact in by_name.items()})
         self.written = frozenset(recording.areas)
-        self.parts = dict(module.named_modules())
         self._held: ModuleMemory | None = None
+        self.state = KnownState()  # that the update has found the module in
         # the shapes that the loader has loaded, and what came of them
         self._notes: tuple[torch.Tensor, list[int]] | None = None
 
@@ -523,18 +591,17 @@ class _Replay(RoutedLoader):
 
     def _find(self) -> _Filling:
         """The module's tensors where they are now."""
-        self.recording.left.drop_caches(self.parts)
-        held, self._held, change = self._held, None, ""
-        memory: list[Any] | None = held.kept() if held is not None else None
-        if held is None or memory is None:
-            held = ModuleMemory(self.module)
+        former, self._held = self._held, None
+        found = Found(self.module, self.recording, former)
+        held = found.held
+        if found.triable:
+            raise _UntriedError(found)
+        if found.state is None or held is None:
+            raise _changed(self.module, found.change)
+        if held is not former:
             held.check_place(self.recording.areas)
-            change = held.difference(self.recording.facts, self.recording.names)
-            memory = held.memory()
-        if change := change or self.recording.stale(held):
-            raise _changed(self.module, change)
-        self._held = held
-        return _Filling(self, held, memory)
+        self._held, self.state = held, found.state
+        return _Filling(self, held, found.memory)
 
     def load_aside(self, staged: list[tuple[str, torch.Tensor]]) -> None:
         """Has the loader load what is its own.  Shapes of packed tensors are the same each time:
@@ -565,7 +632,8 @@ class _Replay(RoutedLoader):
                 f"with the values of {listed(name for name, _ in staged)} it also writes to "
                 f"{held.name(area, offset)}"
             )
-        if change := recording.refuted or recording.stale(held):
+        change = recording.refuted or self.state.after.difference(held.parts)
+        if change := change or recording.stale(held):
             raise _changed(self.module, change)
 
     def _computed(self) -> list[int]:
@@ -599,10 +667,10 @@ class _Filling:
     """The module's tensors while one update fills them, and what is kept beside for the loader,
     and to be compared."""
 
-    def __init__(self, replay: _Replay, held: ModuleMemory, memory: list[Any]) -> None:
+    def __init__(self, replay: _Replay, held: ModuleMemory, memory: Any) -> None:
         self._replay = replay
         self._held = held
-        self._memory = memory
+        self._memory: Any = memory  # is kept
         place = held.device
         self._staged = [
             (name, torch.empty(shape, dtype=dtype_of(dtype), device=place))
@@ -627,7 +695,7 @@ class _Filling:
         self._memory = []
         recording, areas = self._replay.recording, self._held.areas
         self._held.count_writes(self._replay.written)
-        recording.left.put_back(self._held.parts)
+        self._replay.state.left.put_back(self._held.parts)
         if not (self._staged or recording.fills or recording.copies or recording.twins):
             return  # nothing more is written; check_places() comes when the update is confirmed
         self.check_places()

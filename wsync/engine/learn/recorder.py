@@ -80,6 +80,19 @@ class RecordingError(Exception):
     """Why a loader cannot be replaced by what it was seen to do."""
 
 
+@dataclass(frozen=True, slots=True)
+class KnownState:
+    """Attributes with which a load leaves the weights that a replay leaves.
+
+    before: those that load_weights goes by, as they are when it begins; after: as they are when it
+    has ended.  left: what it leaves them and others.
+    """
+
+    before: AttributeGuards = field(default_factory=AttributeGuards)
+    after: AttributeGuards = field(default_factory=AttributeGuards)
+    left: LeftValues = field(default_factory=lambda: LeftValues((), {}))
+
+
 class ClashError(LayoutError):
     """Two tensors of the model are loaded to one place, and cannot be compared there."""
 
@@ -155,15 +168,15 @@ class Recording:
     fallback: tensors that the loader itself has to load, and why.  skipped: tensors that it made
     no use of.  unwritten: (held tensor, bytes) that are not written; gaps: where, by area, counted
     from its start; lacking: bytes of parameters among them.  made: in the same manner, what comes
-    of computing, perhaps with what was there before.  left: attributes that each load leaves
-    the same.  facts: what the module held.
+    of computing, perhaps with what was there before.  facts: what the module held.
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
-    model's, and checksums of that; attributes: those that it read; names: all of the module; noted:
-    areas of which something notes where they start.  These four from `guard` on.  aside: what the
-    loader writes to when it loads fallbacks alone, from `verify` on.  refuted: what else it wrote
-    to in an update.
+    model's, and checksums of that; states: what the attributes that it read may be, the first of
+    them as they were when it had been recorded; names: all of the module; noted: areas of which
+    something notes where they start.  These four from `guard` on.  aside: what the loader writes
+    to when it loads fallbacks alone, from `verify` on.  refuted: what else it wrote to in an
+    update, or did with other attributes.
     """
 
     facts: list[Fact]
@@ -179,22 +192,21 @@ class Recording:
     areas: list[int] = field(default_factory=list)  # with pieces, fills or copies
     computed: list[int] = field(default_factory=list)  # areas that only fallbacks write
     made: dict[int, list[Move]] = field(default_factory=dict)
-    left: LeftValues = field(default_factory=lambda: LeftValues((), {}))
     looked: dict[int, list[int]] = field(default_factory=dict)
     twins: list[Twin] = field(default_factory=list)
     shadow_copies: list[Transfer] = field(default_factory=list)
     outside: list[tuple[Outside, int]] = field(default_factory=list)
-    attributes: AttributeGuards = field(default_factory=AttributeGuards)
+    states: list[KnownState] = field(default_factory=list)
     names: list[Name] = field(default_factory=list)
     noted: dict[int, int] = field(default_factory=dict)
     aside: set[Part] = field(default_factory=set)
     refuted: str = ""
 
-    def guard(self, attributes: Sequence[Attribute], held: ModuleMemory) -> None:
+    def guard(self, attributes: Sequence[Attribute], left: LeftValues, held: ModuleMemory) -> None:
         """From here on, what the loader went by is to stay as it is, if it is still there.
 
         attributes: those that it read, as they were before its last load; those that this load has
-        changed are not watched.  held: what the module has now.
+        changed are not watched.  left: what each load leaves.  held: what the module has now.
 
         Raises:
             RecordingError: a load changes it.
@@ -202,18 +214,18 @@ class Recording:
         gc.collect()
         self.names, self.noted = held.names, noted_addresses(held)
         same = [each for each in attributes if not each.difference(held.parts)]
-        self.attributes = AttributeGuards(same, held.parts)
+        guards = AttributeGuards(same, held.parts)
+        self.states = [KnownState(guards, guards, left)]
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
         if any(now is not None and now != sum for _, now, sum in found):
             raise RecordingError("it goes by values outside the module, which it changes")
         self.outside = [(outside, sum) for outside, now, sum in found if now is not None]
 
     def stale(self, held: ModuleMemory) -> str:
-        """Which values that the loader goes by are others now; "" where none are."""
+        """Which values but those of attributes that the loader goes by are others now; "" where
+        none are."""
         if any(outside.sum() != sum for outside, sum in self.outside):
             return "values outside the module, which load_weights goes by, are others or are gone"
-        if difference := self.attributes.difference(held.parts):
-            return difference
         for area, start in self.noted.items():
             if held.areas[area].start != start:
                 return f"{held.areas[area].path} has moved, and the module notes where it was"

@@ -1,0 +1,178 @@
+"""States of a module in which load_weights is known to leave the weights that a replay leaves.
+
+Serving sets flags and fills caches that load_weights may look at before it resets them.  Whether it
+goes by them is tried: on made-up tensors, with the module as it was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from wsync._core import Layout, Stream
+from wsync.engine.learn.attributes_read import (
+    Attribute,
+    AttributeGuards,
+    attributes_read,
+)
+from wsync.engine.learn.attributes_set import LeftValues, Place, attributes_set
+from wsync.engine.learn.dummy_weights import MadeUpModel
+from wsync.engine.learn.module_memory import ModuleMemory, bound_tensors
+from wsync.engine.learn.module_state import KeptRegions, ModuleState
+from wsync.engine.learn.recorder import KnownState, Recording, RecordingError
+from wsync.engine.learn.verify import check_gaps, load_made_up, sums_of_gaps, verify
+from wsync.engine.ring_loaders import LoadWeights
+
+MOST_STATES: Final = 16  # that are remembered, besides the first
+
+
+class Found:
+    """A module as an update finds it.  What it has cached is dropped if its state is known.
+
+    state: the known one, or None.  change: how it differs from the first one, if it is not known.
+    triable: whether only attributes and caches differ.  held, memory: its tensors, but for caches,
+    where its state is known or can be tried.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, recording: Recording, former: ModuleMemory | None = None
+    ) -> None:
+        self.state: KnownState | None = None
+        self.change = ""
+        self.triable = False
+        self._module, self._recording = module, recording
+        self.held = former
+        self.memory: Any = former.kept() if former is not None else None
+        if former is not None and self.memory is not None:
+            parts = former.parts
+        else:
+            parts = dict(module.named_modules())
+        for state in recording.states:
+            if not state.before.hold(parts):
+                continue
+            put_back = state.left.drop_caches(parts)
+            if not self._look():
+                self.state = state
+                return
+            put_back()
+        changed = recording.states[0].before.difference(parts)
+        self.change = self._look() or changed
+        put_back = _take_out(module, {fact[0] for fact in recording.facts})
+        self.triable = not self._look()
+        put_back()
+
+    def _look(self) -> str:
+        """How tensors, and values of these, differ now."""
+        held, recording = self.held, self._recording
+        self.memory = held.kept() if held is not None else None
+        if held is None or self.memory is None:
+            held = ModuleMemory(self._module)
+            if change := held.difference(recording.facts, recording.names):
+                return change
+            self.held, self.memory = held, held.memory()
+        return recording.stale(held)
+
+
+def _take_out(module: torch.nn.Module, known: set[str]) -> Callable[[], None]:
+    """Takes tensors that were not known out of a module; the answer puts them back."""
+    found = [bound for bound in bound_tensors(module) if bound[0] not in known]
+    for _, slot, name, _ in found:
+        slot[name] = None
+
+    def put_back() -> None:
+        for _, slot, name, tensor in found:
+            slot[name] = tensor
+
+    return put_back
+
+
+def try_state(
+    module: torch.nn.Module,
+    load: LoadWeights,
+    model: Layout,
+    recording: Recording,
+    stream: Stream,
+    held: ModuleMemory,
+) -> None:
+    """Adds a module's state to those that a recording knows.  The module's weights are lost, its
+    attributes are left.
+
+    held: what it holds, but for caches.
+
+    Raises:
+        RecordingError: load_weights does something else in that state, or leaves what an update
+            cannot leave.  If it then has the module as it was recorded, and will do so again, the
+            recording is refuted.
+    """
+    found, trial = ModuleState(module, values=False), _Trial(module, recording)
+    with KeptRegions(held, recording.not_copied()), found:
+        try:
+            unwritten = sums_of_gaps(held, recording)
+            with attributes_read(module) as read, attributes_set(module) as places:
+                load_made_up(load, MadeUpModel(model))
+                check_gaps(held, recording, unwritten)
+                left = trial.left(places())
+                found.restore()
+                verify(module, load, MadeUpModel(model, seed=1), recording, stream, held)
+                left = left.common(trial.left(places()))
+        except RecordingError as error:
+            if trial.undone():
+                recording.refuted = f"{trial.change}, which it resets: {error}"
+            raise
+        state = trial.state(read, left, found)
+    recording.states[MOST_STATES:] = []
+    recording.states.insert(1, state)
+
+
+class _Trial:
+    """The attributes of a module before, while and after load_weights is tried.
+
+    change: how they differ from what they were when it was recorded.
+    """
+
+    def __init__(self, module: torch.nn.Module, recording: Recording) -> None:
+        self._module, self._facts = module, recording.facts
+        self._parts = dict(module.named_modules())
+        self._first = recording.states[0].before
+        self._found = self._first.renewed(self._parts)
+        self.change = self._first.difference(self._parts) or "what it caches is new"
+        self._others = {
+            each.place for each in self._first.attributes if each.difference(self._parts)
+        }
+
+    def left(self, places: set[Place]) -> LeftValues:
+        """What a load has left, which sets or removes the attributes at these places.
+        RecordingError where that is neither what was found nor what was recorded."""
+        reset = set(self._others)
+        for was, now in zip(self._first.attributes, self._found.attributes, strict=True):
+            if now.place in reset and not now.difference(self._parts):
+                reset.discard(now.place)
+            elif change := was.difference(self._parts):
+                raise RecordingError(f"{change} when it has loaded")
+        return LeftValues(places, self._parts, reset)
+
+    def undone(self) -> bool:
+        """Whether the module is again what was recorded."""
+        tensors = ModuleMemory(self._module).difference(self._facts)
+        return not tensors and self._first.hold(self._parts)
+
+    def state(self, read: list[Attribute], left: LeftValues, found: ModuleState) -> KnownState:
+        """What is known when load_weights has read these attributes, too.  RecordingError where an
+        update cannot leave what it has left."""
+        parts, known = self._parts, {each.place for each in self._first.attributes}
+        loaded = self._first.renewed(parts, read)
+        found.restore()
+        before = self._found.renewed(parts, read)
+        left.drop_caches(parts)
+        left.put_back(parts)
+        other = [each for each in loaded.attributes if each.difference(parts)]
+        change = ModuleMemory(self._module).difference(self._facts) or next(
+            (each.difference(parts) for each in other if each.place in known), ""
+        )
+        if change:
+            raise RecordingError(f"no update leaves what it leaves: {change}")
+        # what each load changes is not to be the same after it
+        same = [each for each in loaded.attributes if each not in other]
+        return KnownState(before, AttributeGuards(same, parts), left)
