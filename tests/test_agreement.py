@@ -107,7 +107,9 @@ def test_ranks_that_have_called_for_different_numbers_of_updates_go_on_together(
         assert later == ["", ""]
 
 
-@pytest.mark.parametrize("version", [-1, True, 1.5, "", "a\nb", "x" * 129])
+@pytest.mark.parametrize(
+    "version", [-1, True, 1.5, "", "a\nb", "x" * 129, 10**128, pytest.param(10**5000, id="long")]
+)
 def test_odd_versions_are_refused(version: Any) -> None:
     options = agreement_cases.OPTIONS
     with wsync.connect({"a": torch.ones(1)}, [agreement_cases.Stock()], options=options) as sync:

@@ -106,7 +106,7 @@ def test_weights_are_cast_on_their_way(
 
 
 def test_configuration_and_tokenizer_are_copied_and_old_weights_are_not(
-    config: Any, tmp_path: Path
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, root = tmp_path / "base", tmp_path / "versions"
     config.save_pretrained(base)
@@ -114,8 +114,10 @@ def test_configuration_and_tokenizer_are_copied_and_old_weights_are_not(
         (base / name).write_text(name)
     (base / "model.safetensors.index.json").write_text("{}")
     (base / "folder").mkdir()
-    with disk(draw(config, 1), root, base=base) as sync:
-        sync.update()
+    monkeypatch.chdir(tmp_path)
+    with disk(draw(config, 1), root, base="base") as sync:
+        monkeypatch.chdir("/")
+        sync.update()  # wherever the program has gone meanwhile
     assert visible(newest(root)) == [
         "config.json",
         "model-00001-of-00001.safetensors",

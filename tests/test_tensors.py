@@ -758,6 +758,12 @@ def test_another_dtype_at_the_same_place_is_noticed(dtype: torch.dtype) -> None:
         assert describe([tensor], former=form)[0] == describe([tensor])[0]
 
 
+def test_a_name_that_cannot_be_encoded_is_shown_all_the_same() -> None:
+    tensor = torch._neg_view(torch.zeros(8))
+    with pytest.raises(UnsupportedError, match=r"'a\\ud800' \(Tensor\): its neg bit is set"):
+        describe([tensor], ["a\ud800"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_a_bit_that_has_been_set_since_a_former_table_is_refused(dtype: torch.dtype) -> None:
     tensor = torch.zeros(8, dtype=dtype)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +103,29 @@ def test_a_close_that_was_interrupted_can_be_called_again() -> None:
         sync.close()
     closed.assert_called_once()
     closed.call_args[0][0].close()
+
+
+def test_a_connection_that_nobody_closes_leaves_no_memory() -> None:
+    """As where a cell of a notebook makes another one in its place."""
+
+    def files() -> set[Path]:
+        return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+
+    before, threads = files(), set(threading.enumerate())
+    options = agreement_cases.OPTIONS
+    sync = wsync.connect({"a": torch.zeros(1)}, [agreement_cases.Stock()], options=options)
+    sync.update()
+    assert files() > before
+    started = set(threading.enumerate()) - threads
+    own = [thread for thread in started if thread.name.startswith("wsync")]
+    assert own
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        del sync
+        gc.collect()
+    assert files() == before
+    for thread in own:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("where", ["weights", "engine"])

@@ -692,3 +692,9 @@ class Pairs(dict):
 def test_names_that_are_none_are_refused(mapping, kind, text):
     with pytest.raises(kind, match=text):
         from_tensors(mapping)
+
+
+def test_keys_of_given_weights_that_are_no_texts_are_refused() -> None:
+    weights: Any = {"a": torch.ones(1)}
+    with pytest.raises(wsync.InvalidArgumentError, match="1: names are texts, not int"):
+        from_tensors(weights).bind({1: torch.ones(1), **weights})

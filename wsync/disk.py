@@ -119,6 +119,8 @@ class DiskSync(Updates):
             raise _core.InvalidArgumentError(
                 f"dtype={dtype!r}: the name of a dtype is wanted, as 'bfloat16', or None"
             )
+        if isinstance(base, str | os.PathLike):
+            base = Path(base).absolute()  # as `folder`: the program may change its directory
         self._versions = Versions(folder, base, keep, replace=replace)
         self._base = base
         self._config: Mapping[str, Any] | None = None  # that versions get, as far as it is known

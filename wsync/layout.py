@@ -121,6 +121,11 @@ def _near(places: Sequence[Sequence[MemoryPlace]]) -> list[list[tuple[int, Memor
     return groups
 
 
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise _core.InvalidArgumentError(f"{name!r}: names are texts, not {type(name).__name__}")
+
+
 def by_plain_name(
     tensors: Mapping[str, _T], plain: Callable[[str], str], wanted: Collection[str] | None = None
 ) -> dict[str, _T]:
@@ -131,6 +136,7 @@ def by_plain_name(
     given = items_of(tensors)
     found: dict[str, _T] = {}
     for name, tensor in given:
+        _check_name(name)
         short = plain(name)
         if found.setdefault(short, tensor) is not tensor and (wanted is None or short in wanted):
             other = next(n for n, known in given if known is found[short] and plain(n) == short)
@@ -285,10 +291,7 @@ def from_tensors(
     names = tuple(name for name, _ in given)
     seen: set[str] = set()
     for name, tensor in given:
-        if not isinstance(name, str):
-            raise _core.InvalidArgumentError(
-                f"{name!r}: names are texts, not {type(name).__name__}"
-            )
+        _check_name(name)
         if name in seen:
             raise _core.LayoutError(f"{name}: the mapping has it twice")
         seen.add(name)

@@ -38,17 +38,29 @@ __attribute__((format(printf, 4, 5))) static int fail_tensor(const describer_t *
 {
     char what[WSYNC_ERROR_MESSAGE_NBYTES];
     PyObject *name = NULL;
-    PyObject *type = PyType_GetName(Py_TYPE(tensor));
+    PyObject *type;
     const char *name_text = NULL;
-    const char *type_text = type != NULL ? PyUnicode_AsUTF8AndSize(type, NULL) : NULL;
+    const char *type_text;
     va_list arguments;
 
     va_start(arguments, format);
     (void)vsnprintf(what, sizeof(what), format, arguments);
     va_end(arguments);
     PyErr_Clear();
+    type = PyType_GetName(Py_TYPE(tensor));
+    type_text = type != NULL ? PyUnicode_AsUTF8AndSize(type, NULL) : NULL;
+    if (type_text == NULL) {
+        Py_XDECREF(type);
+        return -1;
+    }
     if (describer->names != NULL) {
-        name = PyObject_Str(PyTuple_GetItem(describer->names, describer->index));
+        PyObject *given = PyTuple_GetItem(describer->names, describer->index);
+
+        name = PyObject_Str(given);
+        if (name != NULL && PyUnicode_AsUTF8AndSize(name, NULL) == NULL) {
+            PyErr_Clear();
+            wsync_py_assign(&name, PyObject_ASCII(given));
+        }
     }
     if (name == NULL) {
         PyErr_Clear();
@@ -557,7 +569,8 @@ static int read_wrapper(describer_t *describer, PyObject *tensor, wsync_tensor_r
     } else {
         (void)fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                           "its %llu bytes lie nowhere: torch gives a NULL pointer (a "
-                          "wrapper subclass, or storage that was freed)",
+                          "wrapper subclass, as of a collective before its wait(), or "
+                          "storage that was freed)",
                           (unsigned long long)row->nbytes);
     }
     Py_XDECREF(local);

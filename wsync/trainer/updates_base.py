@@ -390,9 +390,12 @@ def agree(
 
 def version_text(version: object) -> str:
     """A weight version as engines record it."""
-    good = isinstance(version, int) and not isinstance(version, bool) and version >= 0
-    if not good and not (isinstance(version, str) and _VERSION.fullmatch(version)):
+    number = isinstance(version, int) and not isinstance(version, bool)
+    text, said = "", "a number of more than 128 digits"
+    if not isinstance(version, int) or abs(version) < 10**128:  # str() of others may raise
+        text, said = str(version) if number else version, repr(version)
+    if not isinstance(text, str) or not _VERSION.fullmatch(text) or (number and text[0] == "-"):
         raise _core.InvalidArgumentError(
-            f"version={version!r}: neither a number from 0 nor 1 to 128 printable characters"
+            f"version={said}: neither a number from 0 nor 1 to 128 printable characters"
         )
-    return str(version)
+    return text

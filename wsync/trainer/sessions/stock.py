@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
 from wsync.handles.base import EngineHandle
 from wsync.machine.daemon_threads import result
 from wsync.machine.deadline import Check, Deadline
+from wsync.machine.fork_guard import Owner
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.messages.gpu_payload import GpuRing
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import BucketSession, Span
+
+if TYPE_CHECKING:
+    import torch
 
 _GATEWAYS: Final = (502, 503, 504)  # what gateways answer in the place of a server
 _REPEATS: Final = 1 << 14  # more of buckets than gateways make of one ring's
@@ -33,6 +38,8 @@ class SharedRing:
     def __init__(self, nbytes: int, device: _core.Device) -> None:
         self._bytes = payload.shared_bytes(nbytes)
         payload.keep(self._bytes, _REPEATS)
+        # also where the connection is dropped, and nobody calls `close`
+        self._ended = weakref.finalize(self, _remove, Owner(), self._bytes)
         self.address = self._bytes.data_ptr()
         self.nbytes = nbytes
         # until this object ends, which streams keep for as long as they use it
@@ -46,11 +53,17 @@ class SharedRing:
         return
 
     def close(self) -> None:
-        payload.remove(self._bytes)
+        self._ended()
 
     def leave(self) -> None:
         """Has the file go with its last user."""
+        self._ended.detach()
         payload.keep(self._bytes, -_REPEATS)
+
+
+def _remove(owner: Owner, ring: torch.Tensor) -> None:
+    if owner:
+        payload.remove(ring)
 
 
 class StockSession(BucketSession):
