@@ -43,7 +43,8 @@ _REASON_LIMIT: Final = 1000
 
 
 class Receiver:
-    """Takes part in updates on behalf of one worker.
+    """Takes part in updates on behalf of one worker.  Made, with its loader, in the process that
+    answers: what was made before a fork has no threads in the child.
 
     `answer` is given what a weight-update request brings this worker, `handle` the bytes of the
     control message in it.  Both return (success, text) when the update has been committed or has

@@ -393,8 +393,9 @@ def version_text(version: object) -> str:
     number = isinstance(version, int) and not isinstance(version, bool)
     text, said = "", "a number of more than 128 digits"
     if not isinstance(version, int) or abs(version) < 10**128:  # str() of others may raise
-        text, said = str(version) if number else version, repr(version)
-    if not isinstance(text, str) or not _VERSION.fullmatch(text) or (number and text[0] == "-"):
+        text = str(version) if number or isinstance(version, str) else ""
+        said = repr(version)
+    if not _VERSION.fullmatch(text) or (number and text[0] == "-"):
         raise _core.InvalidArgumentError(
             f"version={said}: neither a number from 0 nor 1 to 128 printable characters"
         )
