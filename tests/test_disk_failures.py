@@ -238,6 +238,33 @@ def test_old_versions_that_cannot_be_removed_fail_nothing(
     assert engine.told[-2:] == ["load 2", "resume"]
 
 
+def test_removing_old_versions_for_long_fails_no_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The version is there: a rank that failed now would be one update behind the others."""
+    go_on, original = threading.Event(), shutil.rmtree
+
+    def slow(path: Any, *arguments: Any, **named: Any) -> None:
+        if "weight_v000001" in str(path):
+            go_on.wait(PATIENCE)
+        original(path, *arguments, **named)
+
+    engine = Engine("engine")
+    with disk(tmp_path, engine, options=wsync.Options(deadline=1.0, progress=False)) as sync:
+        sync.keep = 1
+        for _ in range(2):
+            sync.update()
+        monkeypatch.setattr(shutil, "rmtree", slow)
+        with caplog.at_level(logging.WARNING, "wsync"):
+            assert sync.update().version == "3"
+        go_on.set()
+        _ended()
+        for text in ("old versions stay until the next update", "the folder is not given back yet"):
+            assert re.search(f"{text}: {tmp_path}: the file system did not answer", caplog.text)
+        assert sync.update().version == "4"
+    assert engine.told[-2:] == ["load 4", "resume"]
+
+
 def test_an_error_is_not_hidden_by_that_of_cleaning_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

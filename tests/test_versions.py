@@ -155,7 +155,8 @@ def test_an_index_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "weight_v000003").mkdir()
     os.mkfifo(tmp_path / "weight_v000003" / INDEX)
     write(tmp_path, 2)
-    assert everything(tmp_path) == {"latest", "weight_v000002", "weight_v000003"}
+    assert everything(tmp_path) >= {"latest", "weight_v000002", "weight_v000003"}
+    assert "weight_v000001" not in everything(tmp_path)
 
 
 def test_a_base_is_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +193,13 @@ def test_only_versions_are_pruned(tmp_path: Path) -> None:
     (tmp_path / "weight_vacation").write_text("a file")
     write(tmp_path, 7)
     assert everything(tmp_path) == {"latest", "weight_v000007", *mine}
+
+
+def test_old_versions_are_removed_while_there_is_time(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3, keep=None)
+    turns = iter([True, False])
+    Versions(tmp_path, None, 1).prune(lambda: next(turns))
+    assert everything(tmp_path) == {".wsync-work", "latest", "weight_v000002", "weight_v000003"}
 
 
 def test_the_link_follows_when_the_disk_has_the_new_name(

@@ -51,6 +51,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 # one write call's share: how much is written between two looks at the other ranks
+_LAST_PART = 1 / 3  # of a deadline, for each call that is made when an update is complete
 _BATCH_NBYTES = 64 << 20
 _NOT_BY_DISK = dict.fromkeys(
     (
@@ -236,11 +237,10 @@ class DiskSync(Updates):
         return _FileCalls(threads, self.options.deadline, self._group.check)
 
     def _prune(self, calls: _FileCalls) -> None:
-        """Removes old versions, or says why not: the new one is there."""
-        try:
-            calls.run([(self._versions.root, self._versions.prune)])
-        except _core.WsyncError as error:
-            _log.warning("wsync: old versions stay until the next update: %s", error)
+        """Removes old versions, as many as there is time for: the new one is there."""
+        deadline = Deadline(_LAST_PART * self.options.deadline)
+        prune = functools.partial(self._versions.prune, lambda: deadline.left > 0)
+        calls.finish("old versions stay until the next update", self._versions.root, prune)
 
     def _abandon(self, error: _core.WsyncError) -> None:
         """What was being written is swept by the next update."""
@@ -407,6 +407,16 @@ class _FileCalls:
             done(result(future, Deadline(self._deadline), self._check, late))
         return [future.result() for future in started]
 
+    def finish(self, what: str, path: object, call: Callable[[], object]) -> None:
+        """Makes a call when an update is complete.  Other ranks do not wait for it, and go on: it
+        raises nothing, but warns where it has not ended well within a part of a deadline."""
+        last = self._lanes[0].submit(functools.partial(self._call, path, call))
+        error: object = "the file system did not answer"
+        if wait([last], _LAST_PART * self._deadline).done:
+            error = last.exception()
+        if error is not None:
+            _log.warning("wsync: %s: %s: %s", what, path, error)
+
     @contextlib.contextmanager
     def within(self, path: object, context: AbstractContextManager[None]) -> Iterator[None]:
         """Around what is done while one context is entered; where the block fails, what has to
@@ -418,7 +428,7 @@ class _FileCalls:
         try:
             self.run([(path, lambda: self._entered.enter_context(context))])
             yield
-            self.run([(path, self._entered.close)])
+            self.finish("the folder is not given back yet", path, self._entered.close)
         except BaseException:
             self._given_up = True
             last = self._lanes[0].submit(self._entered.close)

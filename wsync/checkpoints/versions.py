@@ -204,15 +204,18 @@ class Versions:
         if _written(folder) <= last:
             os.utime(folder / INDEX, ns=(last + _LATER, last + _LATER))
 
-    def prune(self) -> None:
-        """Removes the oldest versions; what cannot be removed stays until the next time."""
+    def prune(self, go_on: Callable[[], object] = lambda: True) -> None:
+        """Removes the oldest versions; what cannot be removed, or comes when `go_on` says no, stays
+        until the next time."""
         if self._keep is None:
             return
         latest = newest(self.root)
         found = self.root.glob(f"{_PREFIX}*")
         others = [p for p in found if p.resolve() != latest and _is_version(p)]
-        others.sort(key=_written, reverse=True)
-        for old in others[self._keep - 1 :]:
+        others.sort(key=_written)
+        for old in others[: len(others) - self._keep + 1]:
+            if not go_on():
+                return
             hidden = self._hidden(old.name)
             with contextlib.suppress(OSError):
                 old.rename(hidden)  # at once: nobody is to find half of it
