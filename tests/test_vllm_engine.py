@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import importlib.metadata
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -472,3 +474,71 @@ def test_wsync_is_a_plugin_of_vllm(engine: VllmEngine) -> None:
     assert found.load() is register
     register()
     assert engine.collective_rpc("backends") == [["WorkerEngine", "TrainerEngine"]] * 2
+
+
+# --- vLLM's weight transfer ---------------------------------------------------------------------
+
+
+class WeightSync:
+    """vLLM's client; an engine's state is that of its gpu_worker.py (0.32.0)."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.loses = ""
+        self.done: list[str] = []
+
+    def start_weight_update(self) -> None:
+        if self.active:
+            raise RuntimeError("start_weight_update called while a weight update is active")
+        self.active = True
+        if self.loses == "start":
+            raise ConnectionError("reset by peer")
+
+    def update_weights(self, info: Any) -> None:
+        assert self.active
+        self.done.append(info["version"])
+
+    def finish_weight_update(self, version: str | None) -> None:
+        if self.loses == "finish":
+            raise ConnectionError("refused")
+        if not self.active:
+            raise RuntimeError("finish_weight_update called without a matching start")
+        self.active = False
+
+
+@pytest.fixture
+def transfer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """wsync.vllm.transfer, with stand-ins for the classes of vLLM's that it is made of."""
+    name = "vllm.distributed.weight_transfer.base"
+    base = ModuleType(name)
+    for kind in ("WeightTransferInitInfo", "WeightTransferUpdateInfo", "TrainerInitInfo"):
+        setattr(base, kind, dataclasses.make_dataclass(kind, []))
+    for kind in ("WeightTransferEngine", "TrainerWeightTransferEngine"):
+        setattr(base, kind, type(kind, (), {"__class_getitem__": classmethod(lambda cls, _: cls)}))
+    for part in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    monkeypatch.setitem(sys.modules, name, base)
+    monkeypatch.delitem(sys.modules, "wsync.vllm.transfer", raising=False)
+    yield importlib.import_module("wsync.vllm.transfer")
+    sys.modules.pop("wsync.vllm.transfer")
+
+
+@pytest.mark.parametrize("lost", ["start", "finish"])
+def test_a_lost_request_of_a_weight_transfer_is_made_up_for(transfer: Any, lost: str) -> None:
+    client = WeightSync()
+    engine = transfer._Engine(client, 1)
+
+    def update(version: str) -> None:
+        try:
+            engine.collective_rpc("wsync_update", ([], version))
+        finally:
+            engine.finish(version, 5)
+
+    client.loses = lost
+    with pytest.raises(wsync.RemoteError if lost == "finish" else ConnectionError):
+        update("1")
+    client.loses = ""
+    for version in "23":
+        update(version)
+    assert client.done[-2:] == ["2", "3"]
+    assert not client.active

@@ -172,8 +172,9 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
             LayoutError: a tensor's name, shape or dtype differs from the last call's, and the next
                 call connects anew and takes it; or the source has written to a tensor that it had
                 given before, or gives two of one name.
-            WsyncError: the same on all ranks, but for what is wrong with one's source.  The engine
-                is left as it is, and must not answer until another call has succeeded.
+            WsyncError: the same on all ranks, but for what is wrong with one's source, and for
+                finish_weight_update, of which the rank with the client hears.  The engine is left
+                as it is, and must not answer until another call has succeeded.
         """
         try:
             report = self._connected().update(version=weight_version)
@@ -223,7 +224,7 @@ class _Engine:
     def __init__(self, client: Any, workers: int) -> None:
         self.name = f"vLLM behind {type(client).__name__}"
         self._client, self._workers = client, workers
-        self._started = False
+        self._started = self._unsure = False  # unsure: vLLM may have an update that is not ended
         self._facts = {
             "workers": workers,
             "engines": 1,
@@ -237,8 +238,12 @@ class _Engine:
             return [json.dumps({"rank": rank, **self._facts}) for rank in ranks]
         messages, version = args
         if not self._started:
+            if self._unsure:
+                with contextlib.suppress(Exception):  # it may have ended
+                    self._client.finish_weight_update(None)
+            self._started = self._unsure = True  # also where the answer is lost
             self._client.start_weight_update()
-            self._started = True
+            self._unsure = False
         self._client.update_weights({"messages": messages, "version": version})
         if version is not None:
             self._facts["weight_version"] = version
@@ -247,9 +252,15 @@ class _Engine:
     def finish(self, version: str | None, timeout: float) -> None:
         """Ends what has been started, if anything has; vLLM's clients may wait without an end."""
         if self._started:
-            self._started = False
+            self._started, self._unsure = False, True
             name = "finish_weight_update"
-            _within(timeout, name, lambda: self._client.finish_weight_update(version))
+            try:
+                _within(timeout, name, lambda: self._client.finish_weight_update(version))
+            except wsync.WsyncError:
+                raise
+            except Exception as error:
+                raise wsync.RemoteError(f"engine {self.name}: {name}: {error!r}") from error
+            self._unsure = False
 
 
 def _within(timeout: float, name: str, call: Callable[[], object]) -> None:
