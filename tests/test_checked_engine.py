@@ -254,6 +254,22 @@ def test_a_handle_of_ones_own_is_asked_for_nothing_else() -> None:
     assert [what for what in engine.told if what != "during"] == ["pause", "update", "resume"]
 
 
+def test_an_engine_that_was_started_again_while_others_took_long_does_not_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the same arguments and seed it says so by its version alone."""
+    monkeypatch.setattr("wsync.trainer.engine_identity._RESTART_SECONDS", -1.0)
+    engine = Plain()
+    checked = CheckedEngine(engine)
+    checked.pause("abort", 10)
+    checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
+    checked.verify(10)
+    engine.version = "default"
+    with pytest.raises(wsync.RemoteError, match="version default after it was given 7"):
+        checked.resume(10)
+    assert "resume" not in engine.told
+
+
 def test_a_handle_that_passes_everything_on_does_not_say_that_its_engine_drafts() -> None:
     engine: Any = Plain()
     engine.load_formats = (LOAD_FORMAT,)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from support.tiny_qwen3 import Weights, draw, same
@@ -204,6 +205,17 @@ def test_auto_looks_once_where_nothing_can_be_lent(
         ):
             sync.update()
     assert not [text for text in caplog.messages if PRIVATE in text]
+
+
+@pytest.mark.parametrize("make", [torch.from_numpy, torch.as_tensor, torch.asarray])
+def test_an_array_of_numpy_keeps_its_tensor_whatever_is_exportable(make: Any) -> None:
+    array = numpy.zeros(8, numpy.float32)
+    with wsync.exportable():
+        tensor = make(array)
+        own = torch.tensor([1.0])
+    array[:] = 5
+    assert tensor.tolist() == [5.0] * 8
+    assert (tensor.is_shared(), own.is_shared()) == (False, True)
 
 
 def test_a_descriptor_that_is_only_for_writing_is_passed_over(

@@ -185,6 +185,32 @@ TENSOR = "update_weights_from_tensor"
 DISK = "update_weights_from_disk"
 
 
+@pytest.mark.parametrize(
+    ("now", "kind", "text"),
+    [
+        ({"tp_size": 2, "pp_size": 2}, wsync.UnsupportedError, "pp_size 2"),
+        ({"tp_size": 4}, wsync.RemoteError, r"started again with 4 workers .*, and had 2 "),
+        (
+            {"tp_size": 2, "custom_weight_loader": ["wsync.sglang.load_weights"]},
+            wsync.RemoteError,
+            r"loaders \['wsync\.sglang\.load_weights'\], and had 2 and \[\]: connect anew",
+        ),
+        ({"tp_size": 2, "pp_size": 1, "random_seed": 7}, None, ""),
+    ],
+)
+def test_a_server_that_was_started_again_with_other_arguments_is_refused(
+    server: FakeServer, now: Any, kind: Any, text: str
+) -> None:
+    engine = HttpHandle(server.url)
+    assert (engine.workers, engine.load_formats) == (2, ())
+    server.answers["/server_info"] = (200, now)
+    if kind is None:
+        engine.look_anew(5)
+        return
+    with pytest.raises(kind, match=text):
+        engine.look_anew(5)
+
+
 def test_a_users_password_is_in_no_name(server: FakeServer) -> None:
     url = server.url.replace("://", "://user:p%40ss@")
     engine = handle(url)

@@ -21,6 +21,7 @@ from support.procs import Ranks
 
 import wsync
 from wsync import _core
+from wsync.handles.base import handles_of
 from wsync.trainer.connection import Connection
 from wsync.trainer.requests import Calls, EngineRequests
 from wsync.trainer.sessions.stock import StockSession
@@ -103,6 +104,23 @@ def test_a_close_that_was_interrupted_can_be_called_again() -> None:
         sync.close()
     closed.assert_called_once()
     closed.call_args[0][0].close()
+
+
+def test_an_engine_that_was_started_again_is_looked_at_anew() -> None:
+    made = handles_of([agreement_cases.Stock()], timeout=60)[0]
+    looks: list[float] = []
+    found = {"instance": "one"}
+    with (
+        mock.patch.object(
+            type(made), "look_anew", lambda _, timeout: looks.append(timeout), create=True
+        ),
+        mock.patch.object(type(made), "model_info", lambda _, timeout: dict(found)),
+        wsync.connect({"a": torch.zeros(1)}, [made], options=agreement_cases.OPTIONS) as sync,
+    ):
+        for instance, times in (("one", 1), ("one", 1), ("two", 2)):
+            found["instance"] = instance
+            sync.update()
+            assert len(looks) == times
 
 
 def test_a_connection_that_nobody_closes_leaves_no_memory() -> None:

@@ -62,6 +62,18 @@ def tensor_workers(name: str, started: Mapping[str, Any]) -> int:
     return workers
 
 
+def check_same(
+    name: str, before: tuple[int, tuple[str, ...]], now: tuple[int, tuple[str, ...]]
+) -> None:
+    """Raises RemoteError if an engine that may have been started again has other workers or custom
+    weight loaders than those that a connection was made for."""
+    if now != before:
+        raise RemoteError(
+            f"engine {name}: was started again with {now[0]} workers and custom weight loaders "
+            f"{list(now[1])}, and had {before[0]} and {list(before[1])}: connect anew"
+        )
+
+
 def refusal(answer: object) -> str | None:
     """None if an engine's answer says success, else the engine's text.
 

@@ -19,6 +19,7 @@ from wsync._core import (
 from wsync.handles.answers import (
     cause,
     check_answer,
+    check_same,
     cut,
     drafts_itself,
     engine_text,
@@ -114,6 +115,7 @@ class HttpHandle(ApiHandle):
         self._server: dict[str, Any] | None = None
         self._known: set[str] = set()  # what it has answered for, of what not all engines have
         self._timeout = timeout
+        self._counted = workers is None
         if workers is None:
             workers = tensor_workers(self.name, self._server_info())
         self.workers = workers
@@ -150,6 +152,20 @@ class HttpHandle(ApiHandle):
         with contextlib.suppress(RemoteError):  # not all servers know the path
             instance = self._server_info().get("instance")
         return instance if isinstance(instance, str) else ""
+
+    def look_anew(self, timeout: float) -> None:
+        """Asks what the server is, which may have been started again with other arguments.
+
+        Raises:
+            RemoteError: it has other workers or custom weight loaders than before.
+            UnsupportedError: it has several pipeline stages now.
+        """
+        if self._server is None:
+            return
+        before = self.load_formats
+        self._server = self.server_info(timeout)
+        workers = tensor_workers(self.name, self._server) if self._counted else self.workers
+        check_same(self.name, (self.workers, before), (workers, self.load_formats))
 
     def pause(self, mode: str, timeout: float) -> None:
         self._begun = False

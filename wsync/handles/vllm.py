@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import RemoteError, UnsupportedError
-from wsync.handles.answers import check_answer, cut, engine_text, json_or_text
+from wsync.handles.answers import check_answer, check_same, cut, engine_text, json_or_text
 from wsync.handles.local import LocalHandle, Watched, call_actor
 from wsync.handles.sglang_http import HttpHandle
 from wsync.handles.unfinished_calls import Changes
@@ -63,6 +63,16 @@ class VllmHandle(LocalHandle):
             self._changes = Changes(self.name)
         self._keeps: dict[str, Any] = {}  # where old weights' work may lie, as the workers say
         self.workers = self._count(timeout)
+
+    def look_anew(self, timeout: float) -> None:
+        """Asks what the engine is, which may have been started again with other arguments.
+
+        Raises:
+            RemoteError: it has other workers than before.
+            UnsupportedError: calls do not reach all of them any more.
+        """
+        workers = self._count(timeout)
+        check_same(self.name, (self.workers, self.load_formats), (workers, self.load_formats))
 
     def pause(self, mode: str, timeout: float) -> None:
         self._mode = mode

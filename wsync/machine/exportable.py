@@ -114,9 +114,13 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages = dict[int, Any]()  # by their address while the reference holds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = set[int]()
-        if func is not torch.ops.aten.lift_fresh.default:  # what torch.tensor has just made
-            given = {storage._cdata for storage in _storages((args, kwargs))}
+        # torch.tensor has just made what it lifts; torch.from_numpy has not: it cannot be resized
+        fresh = func is torch.ops.aten.lift_fresh.default
+        given = {
+            storage._cdata
+            for storage in _storages((args, kwargs))
+            if not (fresh and storage.resizable())
+        }
         weak: Any = StorageWeakRef
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):

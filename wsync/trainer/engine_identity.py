@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from wsync._core import RemoteError
 from wsync.handles.answers import identity_of
@@ -15,6 +16,8 @@ from wsync.machine.deadline import Deadline
 from wsync.messages.control import UPDATING, Control
 
 _log = logging.getLogger(__name__)
+
+_RESTART_SECONDS: Final = 0.1  # no engine is started again in less
 
 
 class CheckedEngine:
@@ -50,6 +53,7 @@ class CheckedEngine:
         self._given: str | None = None  # that the last update has, if it has ended well
         self._update_id = ""
         self._buckets: Iterator[int] | None = None  # numbers, where buckets get versions
+        self._verified = 0.0  # when, on the monotonic clock
         self._disturbed = False  # whether others have updated the engine since this did
 
     def __getattr__(self, name: str) -> Any:
@@ -84,6 +88,12 @@ class CheckedEngine:
                 self._reported,
                 given,
             )
+
+    def look_anew(self, timeout: float) -> None:
+        """Has the handle look whether an engine that was started again still is what it was."""
+        look = getattr(self.handle, "look_anew", None)
+        if look is not None:
+            look(timeout)
 
     def flush(self, timeout: float) -> None:
         self._during.flush(timeout)
@@ -122,6 +132,11 @@ class CheckedEngine:
         info = self._check_identity(Deadline(timeout))
         if info.get("consistent") is False:
             raise RemoteError(f"engine {self.name}: {info.get('reason') or 'inconsistent'}")
+        self._check_held(info)
+        self._verified = time.monotonic()
+
+    def _check_held(self, info: Mapping[str, Any]) -> None:
+        """RemoteError if the engine reports another version than this update has given it."""
         version = info.get("weight_version", self._version)
         if self._version is not None and str(version) != self._version:
             raise RemoteError(
@@ -131,8 +146,10 @@ class CheckedEngine:
 
     def resume(self, timeout: float) -> None:
         deadline = Deadline(timeout)
-        self._during.resume(timeout)
-        self._check_identity(deadline)
+        if time.monotonic() > self._verified + _RESTART_SECONDS:  # other engines have taken long
+            self.verify(deadline.left)
+        self._during.resume(deadline.left)
+        self._check_held(self._check_identity(deadline))
         self._given = self._version
 
     def model_info(self, timeout: float) -> dict[str, Any]:

@@ -130,6 +130,7 @@ class EngineRequests:
         engine.pause(self._options.pause_mode, remaining())
         times.append(time.perf_counter())
         if engine.restarted:
+            engine.look_anew(remaining())
             self.compare(engine.handle, remaining())
         if self._options.flush_cache:
             engine.flush(remaining())
