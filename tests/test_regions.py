@@ -22,6 +22,8 @@ from wsync.engine.learn.regions import (
     all_apart,
     boxes,
     compose,
+    in_one_run,
+    united,
     without,
 )
 from wsync.engine.learn.time_limit import learning
@@ -108,6 +110,26 @@ def windows(draw: Any) -> tuple[int, torch.Tensor]:
     hypothesis.assume(reach < count)
     start = draw(st.integers(0, count - 1 - reach))
     return count, torch.arange(count).as_strided(shape, strides, start)
+
+
+def bytes_of(move: Move) -> set[int]:
+    steps = itertools.product(*(range(0, n * d, d) if d else [0] for n, _, d in move.dims))
+    return {move.destination + sum(each) + i for each in steps for i in range(move.into)}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(windows(), min_size=1, max_size=4), st.integers(0, 99), st.integers(1, 99))
+def test_uniting_what_moves_write_to(
+    drawn: list[tuple[int, torch.Tensor]], start: int, nbytes: int
+) -> None:
+    moves = [between(view, 10_000, writes=True) for _, view in drawn]
+    found = united(moves)
+    assert set().union(*map(bytes_of, found)) == set().union(*map(bytes_of, moves))
+    runs = [move.span() for move in found if not move.dims]
+    assert all(one[1] < two[0] for one, two in itertools.pairwise(runs))
+    assert [move.dims for move in found[: len(runs)]] == [()] * len(runs)
+    inside = any(low <= start and start + nbytes <= high for low, high in runs)
+    assert in_one_run(found, start, start + nbytes) == inside
 
 
 @settings(max_examples=300, deadline=None)

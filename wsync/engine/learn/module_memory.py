@@ -21,8 +21,8 @@ from wsync._core import (
     WsyncError,
     describe,
 )
-from wsync.engine.learn.regions import Move
-from wsync.module_tensors import checksum_of
+from wsync.engine.learn.regions import Move, united
+from wsync.module_tensors import checksum_of, dtype_of
 from wsync.module_tensors.places import parts_of
 from wsync.module_tensors.value_forms import (
     KEEP,
@@ -253,6 +253,15 @@ class ModuleMemory:
     def table(self) -> BufferTable:
         return BufferTable(self.spans(), self.memory())
 
+    @cached_property
+    def own_bytes(self) -> dict[int, list[Move]]:
+        """By area: the bytes that are tensors of the module, counted from its start.  A storage may
+        hold others' as well."""
+        found: dict[int, list[Move]] = {}
+        for fact in self.facts:
+            found.setdefault(fact[4], []).append(whole(fact))
+        return {area: united(moves) for area, moves in found.items()}
+
     def name(self, number: int, offset: int) -> str:
         """The tensor that a byte of an area belongs to."""
         return self._names.at(number, offset)[-1]
@@ -297,6 +306,14 @@ class AreaNames:
         end = max(bisect.bisect_right(found, offset, key=lambda place: place[0]), 1)
         first = bisect.bisect_left(found, found[end - 1][0], key=lambda place: place[0])
         return [path for _, path in found[first:end]]
+
+
+def whole(fact: Fact, start: int = 0) -> Move:
+    """A tensor, as a move from nowhere; start: that of its area."""
+    _, dtype, shape, strides, _, offset = fact
+    item = dtype_of(dtype).itemsize
+    dims = tuple((n, s * item, s * item) for n, s in zip(shape, strides, strict=True))
+    return Move(0, start + offset, dims, item, item)
 
 
 def seen(tensor: torch.Tensor) -> Seen:

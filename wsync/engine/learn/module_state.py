@@ -130,33 +130,37 @@ class KeptRegions:
             for move in moves:
                 self._copies.append((area, move, region(data, move).to("cpu", copy=True)))
 
-    def __enter__(self) -> KeptRegions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def put_back(self) -> None:
         for area, move, data in self._copies:
             with contextlib.suppress(LayoutError):  # its memory is gone
                 region(area.bytes(), move).copy_(data)
 
+    def __enter__(self) -> KeptRegions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
+
 
 class ModuleState:
-    """What a module's attributes are, and, where `values` is set, a copy of its memory on the host.
+    """What a module's attributes are, and, where `values` is set, a copy of its tensors on the
+    host.
 
     As a context it puts that back at the end.
     """
 
     def __init__(self, module: torch.nn.Module, *, values: bool) -> None:
         self._bindings, self.plain = Bindings(module), PlainAttributes(module)
-        areas = ModuleMemory(module).areas if values else []
-        self._copies = [(area, area.bytes().to("cpu", copy=True)) for area in areas]
+        held = ModuleMemory(module) if values else None
+        self._regions = KeptRegions(held, held.own_bytes) if held is not None else None
         parts = [part.detach() for _, _, part in wrapped_tensors(module)] if values else []
         self._parts = [(part, part.to("cpu", copy=True)) for part in parts]
 
     def restore(self) -> None:
         self._bindings.restore()
         self.plain.restore()
-        for area, copy in self._copies:
-            area.bytes().copy_(copy)
+        if self._regions is not None:
+            self._regions.put_back()
         for part, copy in self._parts:
             part.copy_(copy)
 

@@ -31,6 +31,7 @@ from wsync.engine.learn.module_memory import (
     Name,
     region,
     view,
+    whole,
 )
 from wsync.engine.learn.module_state import Bindings
 from wsync.engine.learn.quantisation_mismatch import refuse_other_forms, refuse_unloadable
@@ -668,15 +669,15 @@ class _Analysis:
         wholes = {fact[1:] for fact in self._held.facts if fact[4] == area}
         if len(wholes) > 1 or not writes:
             return False
-        whole = _whole(("", *wholes.pop()), self._held.areas[area].start)
-        low, high = whole.span()
+        one = whole(("", *wholes.pop()), self._held.areas[area].start)
+        low, high = one.span()
         inside = all(low <= w.move.span()[0] and w.move.span()[1] <= high for w in writes)
-        return inside and high - low == whole.nbytes == sum(w.move.nbytes for w in writes)
+        return inside and high - low == one.nbytes == sum(w.move.nbytes for w in writes)
 
     def _find_gaps(self, area: int) -> None:
         """Parts of the area's tensors that are not written."""
         rest = [
-            _whole(fact, self._held.areas[area].start)
+            whole(fact, self._held.areas[area].start)
             for fact in self._held.facts
             if fact[4] == area
         ]
@@ -717,7 +718,7 @@ class _Analysis:
     def _list_lacking(self) -> None:
         for fact in self._held.facts:
             gaps = self.recording.gaps.get(fact[4], ())
-            nbytes = sum(common_nbytes(gap, _whole(fact, 0)) for gap in gaps)
+            nbytes = sum(common_nbytes(gap, whole(fact)) for gap in gaps)
             if nbytes and fact[0] in self._held.parameters:
                 self.recording.lacking[fact[0]] = nbytes
 
@@ -763,13 +764,6 @@ def _kept(dtypes: tuple[torch.dtype, ...], own: torch.dtype) -> str:
     if len(dtypes) == 2 and first == own and (first, last) in _CASTS:
         return str(last).removeprefix("torch.")
     raise UnexpressedError("converted " + " to ".join(str(dtype) for dtype in dtypes))
-
-
-def _whole(fact: Fact, start: int) -> Move:
-    _, dtype, shape, strides, _, offset = fact
-    item = dtype_of(dtype).itemsize
-    dims = tuple((n, s * item, s * item) for n, s in zip(shape, strides, strict=True))
-    return Move(0, start + offset, dims, item, item)
 
 
 def _distinct(moves: list[Move]) -> list[Move]:

@@ -9,6 +9,7 @@ grid's coordinates.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -113,6 +114,41 @@ def coalesced(move: Move) -> Move:
         else:
             dims.append((extent, source, destination))
     return replace(move, dims=tuple(dims))
+
+
+def united(moves: Iterable[Move]) -> list[Move]:
+    """The bytes that moves write to, as moves to themselves: first runs, in order and apart, then
+    regions that are more than one run.  Regions may share bytes with one another and with runs."""
+    runs: list[Move] = []
+    regions: dict[Move, None] = {}
+    for move in sorted(map(_footprint, moves), key=Move.span):
+        low, high = move.span()
+        if move.dims:
+            regions[move] = None
+        elif runs and low <= runs[-1].span()[1]:
+            low, high = runs[-1].destination, max(high, runs[-1].span()[1])
+            runs[-1] = Move(low, low, (), high - low, high - low)
+        else:
+            runs.append(move)
+    return runs + [move for move in regions if not in_one_run(runs, *move.span())]
+
+
+def in_one_run(found: Sequence[Move], low: int, high: int) -> bool:
+    """Whether one of the runs of `united` has all bytes from one to before another."""
+    place = bisect.bisect_right(found, (0, low), key=lambda m: (len(m.dims), m.destination)) - 1
+    return place >= 0 and high <= found[place].span()[1]
+
+
+def _footprint(move: Move) -> Move:
+    """The bytes that a move writes to, in runs that are as long as they can be: also where it
+    writes to one byte more than once, as to what is expanded."""
+    run, dims = move.into, list[Dim]()
+    for n, _, d in sorted((dim for dim in move.dims if dim[0] != 1), key=lambda dim: dim[2]):
+        if not dims and d <= run:
+            run += (n - 1) * d
+        else:
+            dims.insert(0, (n, d, d))
+    return Move(move.destination, move.destination, tuple(dims), run, run)
 
 
 def with_item(move: Move, item: int) -> Move:

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wsync.engine.learn.dummy_weights import MadeUpModel, there, weak
-from wsync.engine.learn.module_memory import ModuleMemory, bytes_of
-from wsync.engine.learn.regions import Move, UnexpressedError, compose, without
+from wsync.engine.learn.module_memory import ModuleMemory, bytes_of, whole
+from wsync.engine.learn.regions import Move, UnexpressedError, compose, in_one_run, without
 from wsync.engine.learn.time_limit import check
 from wsync.module_tensors import checksum_of
 
@@ -112,7 +112,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     writes: by area of `held`, in order.
     looked: by area, what was looked at before it was written, as moves from and to itself.
-    outside: tensors of neither the module nor the model that were read, by storage.
+    outside: tensors of neither the module nor the model that were read, by storage; and parts of
+    the module's storages that are no tensors of it, by where they start as well.
     opaque: computes everything, and says only what is written, not from where.
     """
 
@@ -123,7 +124,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.writes: list[list[Write]] = [[] for _ in held.areas]
         self.looked: dict[int, set[Move]] = {}
         self.refused: frozenset[str] = frozenset()
-        self.outside: dict[int, Outside] = {}
+        self.outside: dict[tuple[int, int], Outside] = {}
         self.elsewhere = False  # another thread that the loader started works on such tensors
         self._held = held
         self._model = model
@@ -173,16 +174,40 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
             return
         place = tensor.data_ptr()
-        if self._source(place) or self._held.find(place) >= 0:
+        if self._source(place):
             return
+        read = _read(tensor, place, _steps(tensor), tensor.dtype)
+        area = self._held.find(place)
+        if area < 0:
+            self._note_outside(tensor, read, -1)
+            return
+        for part in self._strays(area, read):
+            self._note_outside(tensor, part, part.destination)
+
+    def _note_outside(self, tensor: torch.Tensor, read: Move, part: int) -> None:
         storage = tensor.untyped_storage()
-        reach = sum((n - 1) * s for n, s in zip(tensor.shape, _steps(tensor), strict=True))
-        low = place - storage.data_ptr()
-        high = low + reach + tensor.element_size()
-        if storage._cdata not in self.outside:
-            self.outside[storage._cdata] = Outside(weak(tensor), low, high)
-        known = self.outside[storage._cdata]
+        low, high = (address - storage.data_ptr() for address in read.span())
+        key = storage._cdata, part
+        if key not in self.outside:
+            self.outside[key] = Outside(weak(tensor), low, high)
+        known = self.outside[key]
         known.low, known.high = min(known.low, low), max(known.high, high)
+
+    def _strays(self, area: int, read: Move) -> list[Move]:
+        """What of a read is no tensor of the module, though it lies in a storage of one, and was
+        not written by this load."""
+        start = self._held.areas[area].start
+        low, high = read.span()
+        if in_one_run(self._held.own_bytes[area], low - start, high - start):
+            return []
+        known = [whole(fact, start) for fact in self._held.facts if fact[4] == area]
+        rest = [read]
+        try:
+            for move in (*known, *(write.move for write in self.writes[area])):
+                rest = [part for each in rest for part in without(each, move)]
+        except UnexpressedError:
+            return [read]
+        return rest
 
     # -- what memory is
 

@@ -16,13 +16,13 @@ from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory, region, wrapped_tensors
 from wsync.engine.learn.module_state import ModuleState
 from wsync.engine.learn.recorder import Recording, RecordingError
-from wsync.engine.learn.regions import Box
+from wsync.engine.learn.regions import Box, Move
 from wsync.engine.learn.time_limit import check
 from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.machine.device import follow_torch
 from wsync.machine.error_text import error_text
-from wsync.module_tensors import checksum_of, dtype_of
+from wsync.module_tensors import checksum_of
 
 # held bytes that are kept aside at a time
 _BATCH: Final = 256 << 20
@@ -212,47 +212,47 @@ def add_boxes(
 def _compare(
     held: ModuleMemory, areas: Set[int], recording: Recording, replay: Callable[[Set[int]], None]
 ) -> None:
-    """Poisons areas, replays, and compares them with what they held; puts that back on errors."""
-    expected = {area: held.areas[area].bytes().clone() for area in areas}
+    """Poisons the module's tensors in areas, replays, and compares them with what they held; puts
+    that back on errors.  What else lies in their storages may be another model's."""
+    kept = {
+        area: [(move, region(data, move).clone()) for move in held.own_bytes[area]]
+        for area, data in ((area, held.areas[area].bytes()) for area in sorted(areas))
+    }
     try:
-        for area, wanted in expected.items():
-            found = held.areas[area].bytes()
-            # a byte that the replay leaves out differs for certain
-            found.bitwise_not_()
-            for move in recording.gaps.get(area, ()):
-                region(found, move).copy_(region(wanted, move))
+        for area, wanted in kept.items():
+            data = held.areas[area].bytes()
+            gaps = recording.gaps.get(area, ())
+            same = [region(data, gap).clone() for gap in gaps]
+            for move, values in wanted:
+                # a byte that the replay leaves out differs for certain
+                torch.bitwise_not(values, out=region(data, move))
+            for gap, values in zip(gaps, same, strict=True):
+                region(data, gap).copy_(values)
         replay(areas)
-        for area, wanted in expected.items():
-            found = held.areas[area].bytes()
-            start = _first_difference(held, area, found, wanted)
-            if start is not None:
-                raise RecordingError(
-                    f"{held.name(area, start)}: byte {start} of its storage is {int(found[start])} "
-                    f"after a replay, load_weights makes it {int(wanted[start])}"
-                )
+        for area, wanted in kept.items():
+            _check_same(held, area, wanted)
     except BaseException:
-        for area, wanted in expected.items():
-            held.areas[area].bytes().copy_(wanted)
+        for area, wanted in kept.items():
+            data = held.areas[area].bytes()
+            for move, values in wanted:
+                region(data, move).copy_(values)
         raise
 
 
-def _first_difference(
-    held: ModuleMemory, area: int, found: torch.Tensor, wanted: torch.Tensor
-) -> int | None:
-    """The first byte of the area's tensors that differs.  Bytes of no tensor are put back."""
-    if torch.equal(found, wanted):
-        return None
-    mine = torch.zeros_like(found, dtype=torch.bool)
-    for _, dtype, shape, strides, number, offset in held.facts:
-        if number == area:
-            item = dtype_of(dtype).itemsize
-            steps = (*(stride * item for stride in strides), 1)
-            mine.as_strided((*shape, item), steps, offset).fill_(True)
-    differing = (found != wanted) & mine
-    if differing.any():
-        return int(differing.nonzero()[0])
-    found.copy_(torch.where(mine, found, wanted))
-    return None
+def _check_same(held: ModuleMemory, area: int, kept: list[tuple[Move, torch.Tensor]]) -> None:
+    """Raises RecordingError for the first byte of regions of an area that is another by now."""
+    data = held.areas[area].bytes()
+    for move, wanted in kept:
+        found = region(data, move)
+        if torch.equal(found, wanted):
+            continue
+        first = (found != wanted).flatten().view(torch.uint8).argmax()
+        place = tuple(int(index) for index in torch.unravel_index(first, found.shape))
+        start = move.destination + sum(i * s for i, s in zip(place, found.stride(), strict=True))
+        raise RecordingError(
+            f"{held.name(area, start)}: byte {start} of its storage is {int(found[place])} "
+            f"after a replay, load_weights makes it {int(wanted[place])}"
+        )
 
 
 def _batches(held: ModuleMemory, recording: Recording) -> Iterator[set[int]]:
@@ -268,7 +268,7 @@ def _batches(held: ModuleMemory, recording: Recording) -> Iterator[set[int]]:
         if area != min(group):
             continue
         batch |= group
-        nbytes += sum(held.areas[each].end - held.areas[each].start for each in group)
+        nbytes += sum(move.nbytes for each in group for move in held.own_bytes[each])
         if nbytes >= _BATCH:
             yield batch
             batch, nbytes = set(), 0
