@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,9 @@ def parameter(data: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(data, requires_grad=False)
 
 
+_given: list[torch.Tensor] = []
+
+
 class Module(torch.nn.Module):
     """Three tensors fused, each of 256 bytes, and one that is copied or computed."""
 
@@ -34,6 +39,12 @@ class Module(torch.nn.Module):
         self.scales: dict[str, Any] = {"of each": []}
         self.array = np.zeros(1)
         self._load = load
+
+    @cached_property
+    def largest_given(self) -> float:
+        if not _given:
+            raise AttributeError("there is none before a load")
+        return _given[0].abs().max().item()
 
     def load_weights(self, pairs: Pairs) -> None:
         self._load(self, pairs)
@@ -74,6 +85,31 @@ def largest(module: Module, pairs: Pairs) -> None:
     for name, tensor in pairs:
         module.scale = max(module.scale or 0.0, tensor.abs().max().item())
         module.place(name).copy_(tensor / module.scale)
+
+
+def first_scale_by_vars(module: Module, pairs: Pairs) -> None:
+    held = vars(module)
+    for name, tensor in pairs:
+        if held["scale"] is None:
+            held["scale"] = tensor.abs().max().item()
+        module.place(name).copy_(tensor / held["scale"])
+
+
+def first_scale_by_thread(module: Module, pairs: Pairs) -> None:
+    for name, tensor in pairs:
+        if module.scale is None:
+            value = tensor.abs().max().item()
+            thread = threading.Thread(target=setattr, args=(module, "scale", value))
+            thread.start()
+            thread.join()
+        module.place(name).copy_(tensor / module.scale)
+
+
+def first_scale_in_a_cached_property(module: Module, pairs: Pairs) -> None:
+    for name, tensor in pairs:
+        _given[:] = [tensor]
+        module.place(name).copy_(tensor / module.largest_given)
+        _given.clear()
 
 
 def largest_of_each(module: Module, pairs: Pairs) -> None:
@@ -160,6 +196,9 @@ def in_a_tensor_made_later(module: Module, pairs: Pairs) -> None:
         (first_scale, False),
         (first_tensor, False),
         (largest, False),
+        (first_scale_by_vars, False),
+        (first_scale_by_thread, False),
+        (first_scale_in_a_cached_property, False),
         (largest_of_each, False),
         (at_a_parameter, False),
         (largest_aside, True),

@@ -276,7 +276,7 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
 
         return read
 
-    with _patching, _lookup_by(reading, torch.nn.Module), _lookup_by(reading, torch.nn.Parameter):
+    with patching, _lookup_by(reading, torch.nn.Module), _lookup_by(reading, torch.nn.Parameter):
         yield found
 
 
@@ -294,4 +294,4 @@ def _lookup_by(reading: Callable[[Any], Any], kind: Any) -> Iterator[None]:
             kind.__getattribute__ = former
 
 
-_patching = threading.RLock()
+patching = threading.RLock()

@@ -107,7 +107,7 @@ def try_state(
             recording is refuted.
     """
     found, trial = ModuleState(module, values=False), _Trial(module, recording)
-    with KeptRegions(held, recording.not_copied()), found:
+    with KeptRegions(held, recording.not_copied()), found.put_back():
         try:
             unwritten = sums_of_gaps(held, recording)
             with attributes_read(module) as read, attributes_set(module) as places:

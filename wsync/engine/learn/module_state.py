@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from wsync._core import LayoutError
+from wsync.engine.learn.attributes_touched import touched, watching
 from wsync.engine.learn.module_memory import (
     Area,
     ModuleMemory,
@@ -64,18 +65,20 @@ class Bindings:
 class PlainAttributes:
     """What the attributes of a module's parts and of their parameters are, but for the parts'
     tensors, and what containers and arrays of numpy among them hold.  What other objects hold is
-    not kept."""
+    not kept.
+
+    Put back is what was touched while that was watched: the rest is what other threads have done.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         parts = list(module.modules())
-        slots = {id(part): vars(part) for part in parts}
-        slots |= {
-            id(p): vars(p) for part in parts for p in part._parameters.values() if p is not None
-        }
-        self._slots = [(slot, dict(slot)) for slot in slots.values()]
+        parameters = (p for part in parts for p in part._parameters.values() if p is not None)
+        owners = {id(owner): owner for owner in (*parts, *parameters)}
+        self.touched = touched()
+        self._kept = [(owner, vars(owner), dict(vars(owner))) for owner in owners.values()]
         self._contents: dict[int, tuple[Any, Any]] = {}  # containers, and copies of them
         self._arrays: dict[int, tuple[Any, Any]] = {}  # those with memory of their own, as well
-        for _, values in self._slots:
+        for _, _, values in self._kept:
             self._add(value for name, value in values.items() if name not in _BOUND)
 
     def _add(self, values: Iterable[Any]) -> None:
@@ -89,23 +92,26 @@ class PlainAttributes:
     def restore(self) -> bool:
         """Whether anything had changed."""
         changed = False
-        for slot, values in self._slots:
+        for owner, slot, values in self._kept:
             for name in [*slot, *(values.keys() - slot.keys())]:
                 old, new = values.get(name, _ABSENT), slot.get(name, _ABSENT)
                 tensors = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)
                 if new is old or name in _BOUND or tensors:
+                    continue
+                if not self.touched.was_set(owner, name, new=old is _ABSENT):
                     continue
                 changed = True
                 if old is _ABSENT:
                     del slot[name]
                 else:
                     slot[name] = old
-        for container, content in self._contents.values():
+        reached = self._reached()
+        for container, content in (self._contents[i] for i in reached & self._contents.keys()):
             if list(map(id, _items(container))) != list(map(id, _items(content))):
                 changed = True
                 container.clear()
                 (container.extend if hasattr(container, "extend") else container.update)(content)
-        for array, content in self._arrays.values():
+        for array, content in (self._arrays[i] for i in reached & self._arrays.keys()):
             # of objects these bytes are their identities
             if array.shape != content.shape or array.tobytes() != content.tobytes():
                 changed = True
@@ -113,6 +119,23 @@ class PlainAttributes:
                     array.resize(content.shape, refcheck=False)
                 array[...] = content
         return changed
+
+    def _reached(self) -> set[int]:
+        """What attributes that were looked up hold, and what containers among it do."""
+        todo = [
+            value
+            for owner, _, values in self._kept
+            for name, value in values.items()
+            if id(value) in self._contents or id(value) in self._arrays
+            if name == "_modules" or self.touched.was_looked_up(owner, name)
+        ]
+        found: set[int] = set()
+        while todo:
+            value = todo.pop()
+            if id(value) not in found:
+                found.add(id(value))
+                todo += _items(self._contents[id(value)][1]) if id(value) in self._contents else ()
+        return found
 
 
 class KeptRegions:
@@ -146,7 +169,7 @@ class ModuleState:
     """What a module's attributes are, and, where `values` is set, a copy of its tensors on the
     host.
 
-    As a context it puts that back at the end.
+    Its contexts watch what of the attributes is touched, and put that and the values back.
     """
 
     def __init__(self, module: torch.nn.Module, *, values: bool) -> None:
@@ -164,17 +187,21 @@ class ModuleState:
         for part, copy in self._parts:
             part.copy_(copy)
 
-    def __enter__(self) -> ModuleState:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Puts it back at the end."""
+        try:
+            with watching(self.plain.touched):
+                yield
+        finally:
+            self.restore()
 
     @contextlib.contextmanager
     def unless_done(self) -> Iterator[None]:
         """Puts it back where the block raises."""
         try:
-            yield
+            with watching(self.plain.touched):
+                yield
         except BaseException:
             self.restore()
             raise

@@ -105,7 +105,7 @@ def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> 
         RecordingError: the loader has failed.
     """
     model = MadeUpModel(layout, seed=1)  # with values that weights have: it may go by them
-    with ModuleState(module, values=True):
+    with ModuleState(module, values=True).put_back():
         # what is not loaded after this must not look right
         load_made_up(load, MadeUpModel(layout))
         load_made_up(load, model)
@@ -138,7 +138,7 @@ def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict
     """
     model = MadeUpModel(layout, seed=1)
     found: dict[str, torch.Tensor] = {}
-    with ModuleState(module, values=True):
+    with ModuleState(module, values=True).put_back():
         for turn, poison in enumerate(_POISONS):
             for parameter in parameters(module).values():
                 size = parameter.element_size()
