@@ -520,6 +520,8 @@ def test_what_cannot_be_asked_is_another_value_but_not_an_interrupt(operation: s
         ([("bad", 1, ())], "row 0: no operation bad of 1"),
         ([("other", 1, ())], "row 0: no operation other of 1"),
         ([("items", ("a",), ())], "row 0: no operation items"),
+        ([("held", {}, ())], "row 0: no operation held"),
+        ([("held", (1, "a"), ())], "row 0: no operation held"),
         ([("once", None, (0,))], "row 0: inner row 0 does not come before"),
         ([("atom", 1, ()), ("once", None, (-1,))], "inner row -1 does not come before"),
         ([("atom", 1, ()), ("once", None, ("0",))], "inner row '0' does not come before"),
@@ -528,6 +530,17 @@ def test_what_cannot_be_asked_is_another_value_but_not_an_interrupt(operation: s
 def test_rows_that_are_none_are_refused(rows: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
         Pattern(rows)
+
+
+def test_what_a_dict_holds_is_asked_for_as_it_is_by_then() -> None:
+    held: dict[str, Any] = {"a": Opaque()}
+    asked = Pattern([("held", (held, "a"), ())])
+    assert asked.match(held["a"]) == []
+    held["b"], held["a"] = held["a"], Opaque()
+    assert asked.match(held["a"]) == []
+    assert asked.match(held["b"]) is None
+    del held["a"]
+    assert asked.match(held["b"]) is None
 
 
 def test_attributes_are_asked_for_where_an_object_has_them() -> None:

@@ -11,6 +11,7 @@
  *   type       its type is `what`
  *   other      it is no instance of the type `what`
  *   at         it lies at the address `what`
+ *   held       the dict of the pair `what` holds it at the pair's key
  *   once       nothing: its inner rows are asked once, however often the value is met
  *   keep       nothing: it becomes part of the answer
  *   absent     it has no attribute `what`
@@ -23,12 +24,13 @@
  *   elements   as many elements as there are inner rows, in this order: one of each
  *   items      a mapping with as many keys as there are inner rows, which are those of the
  *              tuple `what`, in its order: one of what is at each
- * The inner rows of the first eight are about the value itself. */
+ * The inner rows of the first nine are about the value itself. */
 #define OPERATION_MAP(X)      \
     X(ATOM, "atom")           \
     X(TYPE, "type")           \
     X(OTHER, "other")         \
     X(AT, "at")               \
+    X(HELD, "held")           \
     X(ONCE, "once")           \
     X(KEEP, "keep")           \
     X(ABSENT, "absent")       \
@@ -164,6 +166,9 @@ static int ask(match_t *match, const row_t *row, PyObject *value)
     case AT:
         expect_rows(row);
         return row->address == value;
+    case HELD:
+        return PyDict_GetItemWithError(PyTuple_GetItem(row->what, 0),
+                                       PyTuple_GetItem(row->what, 1)) == value;
     case KEEP:
         return PyList_Append(match->kept, value) == 0;
     case LACKS:
@@ -320,6 +325,9 @@ static int read_row(const void *Py_UNUSED(context), PyObject *object, size_t ind
     row->count = PyTuple_Size(inner);
     if (row->operation == OPERATIONS ||
         (row->operation == OTHER && !PyType_Check(row->what)) ||
+        (row->operation == HELD &&
+         (!PyTuple_Check(row->what) || PyTuple_Size(row->what) != 2 ||
+          !PyDict_Check(PyTuple_GetItem(row->what, 0)))) ||
         (row->operation == ITEMS &&
          (!PyTuple_Check(row->what) || PyTuple_Size(row->what) != row->count))) {
         PyErr_Format(PyExc_ValueError, "row %zu: no operation %s of %R", index, name,

@@ -21,8 +21,11 @@ Form = tuple[Any, ...]
 KEEP: Final[Form] = ("keep", None, ())
 
 
-def pattern(form: Form) -> Pattern:
-    """What tells whether a value has this form.  Equal questions become one row."""
+def pattern(form: Form, find: Callable[[Any], tuple[str, object]] | None = None) -> Pattern:
+    """What tells whether a value has this form.  Equal questions become one row.
+
+    find: the operation, and what it takes, that asks whether a value is at a `place`.
+    """
     rows: list[tuple[str, object, tuple[int, ...]]] = []
     numbers: dict[tuple[str, int, tuple[int, ...]], int] = {}
     known: dict[int, int] = {}  # by the identity of forms
@@ -31,6 +34,8 @@ def pattern(form: Form) -> Pattern:
         found = known.get(id(form))
         if found is None:
             operation, what, inner = form[0], form[1], tuple(map(number, form[2]))
+            if operation == "place" and find is not None:
+                operation, what = find(what)
             found = numbers.setdefault((operation, id(what), inner), len(rows))
             if found == len(rows):
                 rows.append((operation, what, inner))
@@ -53,6 +58,11 @@ def at(value: object, *inner: Form) -> Form:
     """Of this very object, which a form does not keep: torch swaps no tensors that there are weak
     references to, and another object may take the place of one that is gone."""
     return "at", id(value), inner
+
+
+def place(what: object, *inner: Form) -> Form:
+    """Of whatever is at a place by the time that a pattern is made, which has to find it."""
+    return "place", what, inner
 
 
 def attribute(name: str, *inner: Form) -> Form:
