@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import enum
@@ -206,7 +207,7 @@ def test_a_load_weights_that_is_made_anew_each_time_is_no_change() -> None:
     assert torch.equal(module.a, draw(1)["a"])
 
 
-@pytest.mark.parametrize("kind", [torch.nn.Module, torch.nn.Parameter])
+@pytest.mark.parametrize("kind", [torch.nn.Module, torch.nn.Parameter, torch.Tensor])
 def test_what_others_have_patched_on_torch_stays(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -839,6 +840,203 @@ def test_parts_that_become_others_are_noticed(change: Callable[[Any], object], t
     found = module.a.detach().clone(), module.b.detach().clone()
     module.load_weights(list(draw(4).items()))
     assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
+
+
+# --- which of its parts and tensors ----------------------------------------------------------
+
+
+class Expert(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(torch.zeros(32, 8))
+        self.register_buffer("table", torch.zeros(32, 8))
+
+    def load(self, tensor: torch.Tensor) -> None:
+        self.weight.data.copy_(tensor)
+
+
+class Slot:
+    """A loader of a slot, and which one."""
+
+    def __init__(self, expert: Expert) -> None:
+        self.expert, self.number = expert, 0
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.expert.load(tensor)
+
+
+def closing(expert: Expert) -> Callable[[torch.Tensor], object]:
+    return lambda tensor: expert.load(tensor)
+
+
+class Dealt(torch.nn.Module):
+    """Experts in slots: `of` says which slot has which expert of the model."""
+
+    def __init__(self, deal: Callable[[Any, list[Expert]], object], load: Any) -> None:
+        super().__init__()
+        self.slots = torch.nn.ModuleList([Expert() for _ in range(2)])
+        self._deal, self._load = deal, load
+        self.deal([0, 1])
+
+    def deal(self, order: list[int]) -> None:
+        self._deal(self, [self.slots[number] for number in order])  # type: ignore[misc]
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            self._load(self, "ab".index(name), tensor)
+
+
+def of(make: Callable[[Expert], Any]) -> Callable[[Any, list[Expert]], None]:
+    def deal(module: Any, experts: list[Expert]) -> None:
+        module.of = {"each": [(make(expert),) for expert in experts]}
+
+    return deal
+
+
+def call(module: Any, number: int, tensor: torch.Tensor) -> None:
+    module.of["each"][number][0](tensor)
+
+
+def copy_to(module: Any, number: int, tensor: torch.Tensor) -> None:
+    module.of["each"][number][0].copy_(tensor.view(module.of["each"][number][0].shape))
+
+
+def at_parameters(give: Callable[[Expert], Any]) -> Callable[[Any, list[Expert]], None]:
+    def deal(module: Any, experts: list[Expert]) -> None:
+        for slot, expert in zip(module.slots, experts, strict=True):
+            slot.weight.target = give(expert)
+
+    return deal
+
+
+DEALT: dict[str, tuple[Any, Any]] = {
+    "parts": (of(lambda e: e), lambda m, k, t: m.of["each"][k][0].load(t)),
+    "parameters": (of(lambda e: e.weight), copy_to),
+    "buffers": (of(lambda e: e.table), copy_to),
+    "views": (of(lambda e: e.weight.data.view(-1)), copy_to),
+    "methods": (of(lambda e: e.load), call),
+    "partials": (of(lambda e: functools.partial(torch.Tensor.copy_, e.weight.data)), call),
+    "closures": (of(closing), call),
+    "objects": (of(Slot), call),
+    "keys": (
+        lambda m, experts: setattr(m, "of", {e: k for k, e in enumerate(experts)}),
+        lambda m, k, t: next(e for e, place in m.of.items() if place == k).load(t),
+    ),
+    "a set": (
+        lambda m, experts: setattr(m, "of", {experts[0].weight}),
+        lambda m, k, t: m.slots[(m.slots[0].weight in m.of) == bool(k)].load(t),
+    ),
+    "a part that is hidden": (
+        lambda m, experts: m.__dict__.update(first=experts[0]),
+        lambda m, k, t: m.slots[(m.first is m.slots[0]) == bool(k)].load(t),
+    ),
+    "parameters' methods": (
+        at_parameters(lambda e: e.load),
+        lambda m, k, t: m.slots[k].weight.target(t),
+    ),
+    "parameters' parts": (
+        at_parameters(lambda e: e),
+        lambda m, k, t: m.slots[k].weight.target.load(t),
+    ),
+    "parameters' views": (
+        at_parameters(lambda e: e.weight.data[:]),
+        lambda m, k, t: m.slots[k].weight.target.copy_(t),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DEALT)
+def test_experts_that_are_dealt_out_anew_get_their_own_weights(how: str) -> None:
+    module = Dealt(*DEALT[how])
+    loader = RecordedLoader(module, ignore=["*"])
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        module.deal([0, 1])  # all over again, and nothing else
+        sync.update(draw(2))
+        assert loader.reason == ""
+        module.deal([1, 0])
+        with pytest.raises(WsyncError, match="which load_weights goes by, was"):
+            sync.update(draw(3))
+        sync.update(draw(4))
+    found = [tensor.clone() for tensor in module.state_dict().values()]
+    module.load_weights(list(draw(4).items()))
+    assert all(map(torch.equal, found, module.state_dict().values()))
+
+
+@pytest.mark.parametrize("how", ["parts", "parameters", "buffers", "methods", "closures"])
+def test_parts_and_tensors_may_be_replaced_by_such_as_they_are(how: str) -> None:
+    module = Dealt(*DEALT[how])
+    loader = RecordedLoader(module, ignore=["*"])
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        module.slots[0].weight = parameter(torch.zeros(32, 8))
+        module.slots[1] = Expert()
+        module.deal([0, 1])
+        for seed in (2, 3):
+            sync.update(draw(seed))
+            found = [tensor.clone() for tensor in module.state_dict().values()]
+            module.load_weights(list(draw(seed).items()))
+            assert all(map(torch.equal, found, module.state_dict().values()))
+
+
+def test_a_part_that_is_the_modules_no_more_is_noticed() -> None:
+    module = Dealt(*DEALT["methods"])
+    loader = RecordedLoader(module, ignore=["*"])
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        module.slots[1] = Expert()
+        with pytest.raises(WsyncError, match="of, which load_weights goes by, was"):
+            sync.update(draw(2))
+
+
+class Own:
+    """Holds numbers and words, and perhaps something else."""
+
+    def __init__(self, *more: Any) -> None:
+        self.first, self.more = 0, more
+
+
+@pytest.mark.parametrize(
+    ("hold", "find"),
+    [
+        (lambda m: m.register_buffer("kept", torch.zeros(3)), lambda m: m.kept),
+        (lambda m: setattr(m, "kept", torch.zeros(3)), lambda m: m.kept),
+        (lambda m: setattr(m, "own", argparse.Namespace()), lambda m: m.own),
+        (lambda m: setattr(m, "own", Own(m.a)), lambda m: m.own),
+        (lambda m: setattr(m, "own", Own(Own())), lambda m: m.own.more[0]),
+    ],
+    ids=["a buffer", "a tensor", "a namespace", "an object", "an object in one"],
+)
+def test_what_load_weights_reads_of_tensors_and_plain_objects_is_noticed(
+    hold: Callable[[Any], object], find: Callable[[Any], Any]
+) -> None:
+    module = Ordered(0, lambda module: rows(getattr(find(module), "first", 0)))
+    hold(module)
+    find(module).first = 0
+    loader = RecordedLoader(module, ignore=["*"])
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        sync.update(draw(2))
+        assert loader.reason == ""
+        for change in (
+            lambda: setattr(find(module), "first", 3),
+            lambda: delattr(find(module), "first"),
+        ):
+            change()
+            with pytest.raises(WsyncError, match="which load_weights goes by, was"):
+                sync.update(draw(3))
+            sync.update(draw(4))
+            assert torch.equal(module.a, draw(4)["a"][rows(getattr(find(module), "first", 0))])
+
+
+def test_an_object_that_holds_what_cannot_be_compared_is_none_that_is_noticed() -> None:
+    module = Ordered(Own(threading.Lock()), lambda module: rows(module.order.first))
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        module.order.count = 1  # as an engine's own objects count
+        sync.update(draw(2))
+    assert torch.equal(module.a, draw(2)["a"]) and loader.reason == ""
 
 
 # --- learning has an end ----------------------------------------------------------------------

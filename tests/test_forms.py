@@ -447,14 +447,16 @@ def test_guards_say_what_attributes_say_one_by_one() -> None:
             part.plain = draw(chance)
         parts = dict(module.named_modules())
         empty = [
-            Attribute.of(path, parameter, name, 0)
+            Attribute.of(path, tensor, name, 0, Forms())
             for path in parts
-            for parameter in ("", "a")
+            for tensor in ("", "a")
             for name in (*NAMES, "requires_grad")
             if name != "__class__"
         ]
-        attributes = [each.renewed(parts) for each in empty]
-        attributes += [Attribute.of(path, "", "__class__", type(p)) for path, p in parts.items()]
+        attributes = [each.renewed(Forms(parts)) for each in empty]
+        attributes += [
+            Attribute.of(path, "", "__class__", type(part), Forms()) for path, part in parts.items()
+        ]
         guards = AttributeGuards(attributes, parts)
         before = [same_attribute(each, parts) for each in attributes]
         assert guards.difference(parts) == ""

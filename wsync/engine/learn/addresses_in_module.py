@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from wsync.engine.learn.forms_of_values import tensors_of
 from wsync.engine.learn.module_memory import ModuleMemory, usable
 
 _CONTAINERS: Final = (list, tuple, set, frozenset, deque)
@@ -20,7 +21,7 @@ _TABLE: Final = 1 << 20  # elements of tensors that may be tables of addresses, 
 def noted_addresses(held: ModuleMemory) -> dict[int, int]:
     """Areas whose places are noted, and where they start now.
 
-    Looked at are the attributes of the module's parts and of their parameters, containers in these,
+    Looked at are the attributes of the module's parts and of their tensors, containers in these,
     and the elements of 64-bit integer tensors.
     """
     areas = sorted((area.start, area.end, number) for number, area in enumerate(held.areas))
@@ -55,9 +56,9 @@ def _addresses(value: Any, own: bool) -> Iterable[int]:
 def _values(held: ModuleMemory) -> Iterator[Any]:
     """The module's tensors, its attributes and theirs, and what containers among them hold."""
     left: list[Any] = list(held.tensors)
-    for part in held.parts.values():
-        for owner in (part, *part._parameters.values()):
-            left += () if owner is None else vars(owner).values()
+    owners = (*held.parts.values(), *(tensor for *_, tensor in tensors_of(held.parts)))
+    for owner in owners:
+        left += vars(owner).values()
     seen: set[int] = set()
     while left:
         value = left.pop()

@@ -1,29 +1,41 @@
 """Attributes that load_weights reads, and whether they have changed since.
 
-Seen are those of the module, of its parts and of its parameters whose values are plain: numbers,
+Seen are those of the module, of its parts and of its tensors whose values are plain: numbers,
 words, None, enumerations, dtypes, arrays of numpy, functions by their code and what they are bound
-to, containers of such, and configurations (objects with to_dict, dataclasses) by what they hold.
-Of a tensor in a container the shape is compared, of anything else there, and of anything deeper
-than a few containers, the type; so it is of parts and parameters themselves.  Of a method of the
-part's class it is seen that nothing on the part takes its place.  Not seen is what is read by way
+to, containers of such, configurations (objects with to_dict, dataclasses) and objects that hold
+nothing else, by what they hold.  Of a part or tensor of the module it is compared which one it is,
+of a view of such a tensor what it is a view of, of another tensor in a container the shape, and of
+anything else, and of anything deeper than a few containers, the type.  Of a method of the part's
+class it is seen that nothing on the part takes its place.  Not seen is what is read by way
 of `__dict__` or `vars`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import operator
 import reprlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
 
-from wsync.engine.learn.forms_of_values import ATOMS, Forms
+from wsync.engine.learn.forms_of_values import (
+    ATOMS,
+    Forms,
+    Parts,
+    finder,
+    owner_of,
+    paths_in,
+    store_of,
+    tensors_of,
+)
 from wsync.module_tensors.value_forms import (
     Form,
+    at,
     atom,
     attribute,
     elements,
@@ -34,10 +46,6 @@ from wsync.module_tensors.value_forms import (
 )
 
 _HELD: Final = frozenset(("_parameters", "_buffers", "_modules"))  # ModuleMemory knows of these
-
-
-Parts = Mapping[str, torch.nn.Module]
-"""The parts of a module by their paths, itself as ""."""
 
 
 class _Absent(enum.Enum):
@@ -52,25 +60,28 @@ class _Absent(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attribute:
-    """An attribute of a part of a module, or of the part's parameter of that name, as it was.
+    """An attribute of a part of a module, or of the part's tensor of that name, as it was.
 
     form: of its owner.
     """
 
     part: str
-    parameter: str
+    tensor: str
     name: str
     form: Form
     text: str
 
     @staticmethod
-    def of(part: str, parameter: str, name: str, value: Any) -> Attribute:
-        return Attribute(part, parameter, name, _of_owner(name, value), _words(value))
+    def of(part: str, tensor: str, name: str, value: Any, forms: Forms) -> Attribute:
+        owner = None if tensor else forms.parts.get(part)
+        if (not tensor and isinstance(value, torch.Tensor)) or _holds(owner, name, value):
+            forms = Forms()  # ModuleMemory knows which one it is
+        return Attribute(part, tensor, name, _of_owner(name, value, forms), _words(value))
 
     @property
     def place(self) -> tuple[str, str, str]:
         """Where it is looked for."""
-        return self.part, self.parameter, self.name
+        return self.part, self.tensor, self.name
 
     @property
     def absent(self) -> bool:
@@ -82,16 +93,21 @@ class Attribute:
         operation, _, inner = self.form
         return bool(operation == "attribute" and inner[0][0] == "type" and not inner[0][2])
 
-    def renewed(self, parts: Parts) -> Attribute:
+    def renewed(self, forms: Forms) -> Attribute:
         """As it is now."""
-        return Attribute.of(self.part, self.parameter, self.name, self._value(parts))
+        value = self._value(forms.parts)
+        return Attribute.of(self.part, self.tensor, self.name, value, forms)
 
     def difference(self, parts: Parts) -> str:
         """How it differs now, or ""."""
         owner = self.owner(parts)
-        if self.absent if owner is None else pattern(self.form).match(owner) is not None:
+        if (
+            self.absent
+            if owner is None
+            else pattern(self.form, finder(parts)).match(owner) is not None
+        ):
             return ""
-        name = ".".join(filter(None, (self.part, self.parameter, self.name)))
+        name = ".".join(filter(None, (self.part, self.tensor, self.name)))
         text = _words(self._value(parts))
         if text == self.text:
             text = "another"
@@ -99,10 +115,7 @@ class Attribute:
 
     def owner(self, parts: Parts) -> Any:
         """What it is an attribute of, or None."""
-        part = parts.get(self.part)
-        if part is None or not self.parameter:
-            return part
-        return part._parameters.get(self.parameter)
+        return owner_of(self.part, self.tensor, parts)
 
     def _value(self, parts: Parts) -> Any:
         owner = self.owner(parts)
@@ -119,41 +132,62 @@ class AttributeGuards:
 
     def __init__(self, attributes: Iterable[Attribute] = (), parts: Parts | None = None) -> None:
         self.attributes = list(attributes)
-        self._rest: list[Attribute] = []  # those of parameters that are not there
+        self._make({} if parts is None else parts)
+
+    def _make(self, parts: Parts) -> None:
+        self._rest: list[Attribute] = []  # those of tensors that are not there
         owned: dict[str, list[Form]] = {}  # by the path of a part
         absent: dict[type, set[str]] = {}  # names that classes do not define
         groups: dict[tuple[str, str], list[Attribute]] = {}
         for each in self.attributes:
-            groups.setdefault((each.part, each.parameter), []).append(each)
-        for (path, parameter), members in groups.items():
-            owner = members[0].owner(parts or {})
+            groups.setdefault((each.part, each.tensor), []).append(each)
+        for (path, tensor), members in groups.items():
+            owner = members[0].owner(parts)
             if owner is None:
                 self._rest += members
                 continue
             forms = _of_group(owner, members, absent)
-            inside = attribute("_parameters", ("item", parameter, forms))
-            owned.setdefault(path, []).extend([inside] if parameter else forms)
-        self._paths, self._classes = list(owned), list(absent)
+            if tensor:
+                forms = (attribute(store_of(parts[path], tensor), ("item", tensor, forms)),)
+            owned.setdefault(path, []).extend(forms)
+        self._classes = list(absent)
         classes = [
             [attribute("__dict__", *lacks(*names)), *_lookup(kind)]
             for kind, names in absent.items()
         ]
-        inner = [("once", None, merged(forms)) for forms in (*owned.values(), *classes)]
-        self._pattern = pattern(elements(inner))
+        # by these, what is compared is found: they are kept, and are to be the same
+        places = {path: parts[path] for path in paths_in(owned.values()) if path in parts}
+        self._placed, self._kept = list(places), list(places.values())
+        self._paths = list(owned | dict.fromkeys(places))
+        inner = [("once", None, merged(owned.get(path, ()))) for path in self._paths]
+        for number, path in enumerate(self._paths):
+            if path in places:
+                inner[number] = at(places[path], inner[number])
+        inner += [("once", None, merged(forms)) for forms in classes]
+        self._pattern = pattern(elements(inner), finder(parts))
 
     def hold(self, parts: Parts) -> bool:
         """Whether all are as they were."""
         return self._same(parts) and not any(each.difference(parts) for each in self._rest)
 
     def _same(self, parts: Parts) -> bool:
-        """Whether all are but those of parameters that are not there."""
+        """Whether all are but those of tensors that are not there."""
+        if self._match(parts):
+            return True
+        if all(map(operator.is_, map(parts.get, self._placed), self._kept)):
+            return False
+        self._make(parts)  # parts are others, and perhaps all else is as it was
+        return self._match(parts)
+
+    def _match(self, parts: Parts) -> bool:
         values = [*map(parts.get, self._paths), *self._classes]
         return self._pattern.match(values) is not None
 
     def renewed(self, parts: Parts, more: Iterable[Attribute] = ()) -> AttributeGuards:
         """The same attributes, and more, as they are now."""
         known = {each.place: each for each in (*more, *self.attributes)}
-        return AttributeGuards([each.renewed(parts) for each in known.values()], parts)
+        forms = Forms(parts)
+        return AttributeGuards([each.renewed(forms) for each in known.values()], parts)
 
     def difference(self, parts: Parts) -> str:
         """How the first one that differs now does, or ""."""
@@ -161,13 +195,13 @@ class AttributeGuards:
         return next(filter(None, (each.difference(parts) for each in doubtful)), "")
 
 
-def _of_owner(name: str, value: Any) -> Form:
+def _of_owner(name: str, value: Any, forms: Forms) -> Form:
     """The form of what has an attribute of this value."""
     if value is _Absent.ABSENT:
         return "absent", name, ()
     if value is _Absent.INHERITED:
         return attribute("__dict__", *lacks(name))
-    return typed(value) if name == "__class__" else attribute(name, Forms().of(value))
+    return typed(value) if name == "__class__" else attribute(name, forms.of(value))
 
 
 def _of_group(
@@ -203,6 +237,11 @@ def _lookup(kind: Any) -> list[Form]:
     ]
 
 
+def _holds(part: torch.nn.Module | None, name: str, value: Any) -> bool:
+    """Whether a part has another one as a part of its own."""
+    return part is not None and value is not None and part._modules.get(name) is value
+
+
 def _own(owner: Any, name: str, value: Any) -> Any:
     """A value that was found on an owner, or INHERITED."""
     inherited = (
@@ -226,21 +265,23 @@ class _Words(reprlib.Repr):
 _words: Final = _Words().repr
 
 
-@contextmanager
+@contextlib.contextmanager
 def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
     """The attributes that this thread reads in the block, with the values that they had first, and
     those that it looks for in vain."""
     mine = threading.get_ident()
-    # the objects are kept: the address of a freed parameter may be used again
+    # the objects are kept: the address of a freed tensor may be used again
     owners: dict[int, tuple[Any, str, str]] = {}
-    for path, part in module.named_modules():
+    parts = dict(module.named_modules())
+    for path, part in parts.items():
         owners[id(part)] = (part, path, "")
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), (parameter, path, name))
+    for path, _, name, tensor in tensors_of(parts):
+        owners.setdefault(id(tensor), (tensor, path, name))
     seen: set[tuple[int, str]] = set()
     found = [
-        Attribute.of(path, name, "__class__", type(owner)) for owner, path, name in owners.values()
+        Attribute.of(path, name, "__class__", type(owner), Forms())
+        for owner, path, name in owners.values()
+        if isinstance(owner, torch.nn.Module | torch.nn.Parameter)
     ]
 
     def note(owner: Any, name: str, value: Any) -> None:
@@ -254,11 +295,13 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
         ):
             return
         seen.add(key)
-        _, part, parameter = owners[key[0]]
+        _, part, tensor = owners[key[0]]
         own = value is _Absent.ABSENT or name in owner.__dict__ or name == "requires_grad"
-        if own or not parameter:
-            read = Attribute.of(part, parameter, name, _own(owner, name, value))
-            if not read.opaque:
+        if own or not tensor:
+            read = Attribute.of(part, tensor, name, _own(owner, name, value), Forms())
+            # which one of the module's a value is shows when it is `renewed`
+            which = (torch.nn.Module, torch.Tensor) if tensor else torch.nn.Module
+            if not read.opaque or isinstance(value, which):
                 found.append(read)
 
     def reading(kind: type) -> Any:
@@ -276,11 +319,15 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
 
         return read
 
-    with patching, _lookup_by(reading, torch.nn.Module), _lookup_by(reading, torch.nn.Parameter):
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(patching)
+        # parameters first: each of the two takes over how it was
+        for kind in (torch.nn.Module, torch.nn.Parameter, torch.Tensor):
+            patched.enter_context(_lookup_by(reading, kind))
         yield found
 
 
-@contextmanager
+@contextlib.contextmanager
 def _lookup_by(reading: Callable[[Any], Any], kind: Any) -> Iterator[None]:
     """Has a class look up attributes otherwise, and then as before: a profiler may have done so."""
     former = vars(kind).get("__getattribute__")

@@ -15,12 +15,11 @@ from typing import Any, Final
 
 import torch
 
-from wsync.engine.learn.attributes_read import Parts
-from wsync.engine.learn.forms_of_values import ATOMS
+from wsync.engine.learn.forms_of_values import ATOMS, Parts, owner_of
 from wsync.engine.learn.module_memory import slots
 from wsync.engine.learn.module_state import CONTAINERS
 
-Place = tuple[str, str, str]  # the path of a part, a parameter's name or "", an attribute's name
+Place = tuple[str, str, str]  # the path of a part, a tensor's name or "", an attribute's name
 _ABSENT: Final = object()
 _WORDS: Final = (bool, str, type(None))
 
@@ -105,7 +104,7 @@ class LeftValues:
     def put_back(self, parts: Parts) -> None:
         """Has all of them be what a load leaves."""
         for place, value in self._values.items():
-            owner = owner_of(place, parts)
+            owner = owner_of(*place[:2], parts)
             now = _value(place, parts)
             if owner is None or _same(now, value):
                 continue
@@ -117,15 +116,9 @@ class LeftValues:
                 setattr(owner, place[2], copy.copy(value))
 
 
-def owner_of(place: Place, parts: Parts) -> Any:
-    """What has an attribute, or None."""
-    part = parts.get(place[0])
-    return part._parameters.get(place[1]) if part is not None and place[1] else part
-
-
 def _slot(place: Place, parts: Parts) -> dict[str, Any] | None:
     """Where an attribute is kept."""
-    owner = owner_of(place, parts)
+    owner = owner_of(*place[:2], parts)
     if owner is None:
         return None
     found = slots(owner) if isinstance(owner, torch.nn.Module) else (vars(owner),)

@@ -8,11 +8,29 @@ import enum
 import functools
 import types
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Final
 
 import torch
 
-from wsync.module_tensors.value_forms import Form, atom, attribute, call, elements, items, typed
+from wsync.engine.learn.module_memory import usable
+from wsync.module_tensors.value_forms import (
+    Form,
+    at,
+    atom,
+    attribute,
+    call,
+    elements,
+    items,
+    place,
+    typed,
+)
+
+Parts = Mapping[str, torch.nn.Module]
+"""The parts of a module by their paths, itself as ""."""
+Place = tuple[str, str, str]  # the path of a part, where it keeps a tensor, the tensor's name
+STORES: Final = ("_parameters", "_buffers", "__dict__")
 
 # values that cannot change while they are the same object
 ATOMS: Final = (
@@ -27,13 +45,27 @@ _NAMES: Final[dict[type, tuple[str, ...]]] = {
     types.BuiltinFunctionType: ("__qualname__", "__self__"),
 }
 _DEPTH: Final = 8  # of containers in containers
+_CONTAINERS: Final = (list, tuple, deque, bytearray, set, frozenset)
+# values that are asked for more than their type, wherever they are
+_KNOWN: Final[tuple[type, ...]] = (
+    *ATOMS,
+    *_NAMES,
+    types.FunctionType,
+    torch.Tensor,
+    torch.nn.Module,
+)
 
 
 class Forms:
     """Makes forms of values, as they are now.  Nothing changes while one is used: it looks at each
-    function once."""
+    function once.
 
-    def __init__(self) -> None:
+    parts: those of a module.  Its parts and tensors are compared by where it has them, views of its
+    tensors by what they are views of.
+    """
+
+    def __init__(self, parts: Parts | None = None) -> None:
+        self.parts: Parts = {} if parts is None else parts
         self._functions: dict[tuple[types.FunctionType, int], Form] = {}
 
     def of(self, value: Any, depth: int = 0) -> Form:
@@ -43,10 +75,12 @@ class Forms:
             return typed(kind, call("__repr__", atom(repr(value))))
         if isinstance(value, ATOMS):
             return atom(value)
-        if isinstance(value, torch.Tensor) and depth > 0:
-            looks = attribute("dtype", atom(value.dtype)), attribute("shape", atom(value.shape))
-            return typed(kind, *looks)
-        if depth >= _DEPTH or isinstance(value, torch.nn.Module | torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, depth)
+        if isinstance(value, torch.nn.Module):
+            where = self._places.get(id(value))
+            return typed(kind) if where is None else place(where)
+        if depth >= _DEPTH:
             return typed(kind)
         if isinstance(value, list | tuple | deque | bytearray):
             return typed(kind, elements(self.of(each, depth + 1) for each in tuple(value)))
@@ -63,16 +97,47 @@ class Forms:
         names = next((found for known, found in _NAMES.items() if isinstance(value, known)), ())
         if names:
             return typed(kind, *(self._attribute(value, name, depth + 1) for name in names))
-        plain = dataclasses.is_dataclass(kind)
-        if plain or hasattr(kind, "to_dict") or kind is types.SimpleNamespace:
-            slots = [field.name for field in dataclasses.fields(value)] if plain else []
+        if _is_configuration(kind):
+            fields = dataclasses.fields(value) if dataclasses.is_dataclass(kind) else ()
+            slots = [field.name for field in fields]
             slots = [name for name in slots if _is_slot(kind, name)]
             more = [self._attribute(value, name, depth + 1) for name in slots]
             return typed(kind, self._attribute(value, "__dict__", depth), *more)
-        dtype = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
-        if dtype is not None and not dtype.hasobject:
+        if _is_array(value):
             return typed(kind, ("apply", _array, (atom(_array(value)),)))
+        if _is_plain(value, depth):
+            return typed(kind, ("own", None, (self.of(_attributes(value), depth + 1),)))
         return typed(kind)
+
+    def _tensor(self, value: torch.Tensor, depth: int) -> Form:
+        """Which one of the module's it is, or what it is a view of.  Of others the shape is
+        compared, in containers alone.  ModuleMemory knows what those are that have memory."""
+        kind, where = type(value), self._places.get(id(value))
+        looks = attribute("dtype", atom(value.dtype)), attribute("shape", atom(value.shape))
+        if where is not None:
+            return place(where) if usable(value) and value.numel() else place(where, *looks)
+        if self._storages and usable(value):
+            storage = value.untyped_storage().data_ptr()
+            if storage in self._storages:
+                start, steps = atom(value.data_ptr()), atom(value.stride())
+                return typed(kind, *looks, call("data_ptr", start), call("stride", steps))
+        return typed(kind, *looks) if depth else typed(kind)
+
+    @cached_property
+    def _places(self) -> dict[int, Place]:
+        """Where the module has its parts and tensors, by their identities."""
+        found: dict[int, Place] = {}
+        for path, part in self.parts.items():
+            found[id(part)] = path, "", ""
+        for path, store, name, tensor in tensors_of(self.parts):
+            found.setdefault(id(tensor), (path, store, name))
+        return found
+
+    @cached_property
+    def _storages(self) -> set[int]:
+        """Where the memory of the module's tensors starts."""
+        tensors = (tensor for *_, tensor in tensors_of(self.parts) if usable(tensor))
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
 
     def _attribute(self, value: Any, name: str, depth: int) -> Form:
         """Of an attribute that there may be."""
@@ -101,14 +166,110 @@ class Forms:
         return found
 
 
+def tensors_of(parts: Parts) -> Iterator[tuple[str, str, str, torch.Tensor]]:
+    """(path of a part, where it is kept there, under which name, tensor): parameters first."""
+    for store in STORES:
+        for path, part in parts.items():
+            for name, tensor in getattr(part, store).items():
+                if isinstance(tensor, torch.Tensor):
+                    yield path, store, name, tensor
+
+
+def store_of(part: torch.nn.Module, tensor: str) -> str:
+    """Where a part keeps the tensor of a name; "" where it has none."""
+    stores = (s for s in STORES if isinstance(getattr(part, s).get(tensor), torch.Tensor))
+    return next(stores, "")
+
+
+def owner_of(path: str, tensor: str, parts: Parts) -> Any:
+    """A part, or its tensor of that name if there is a name; None where it is not there."""
+    part = parts.get(path)
+    if part is None or not tensor:
+        return part
+    store = store_of(part, tensor)
+    return getattr(part, store)[tensor] if store else None
+
+
+def finder(parts: Parts) -> Callable[[Place], tuple[str, object]]:
+    """What asks whether a value is what the module has at a place now."""
+
+    def find(where: Place) -> tuple[str, object]:
+        path, store, name = where
+        part = parts.get(path)
+        if part is None:
+            return "at", 0  # where nothing lies
+        return ("held", (getattr(part, store), name)) if store else ("at", id(part))
+
+    return find
+
+
+def paths_in(groups: Iterable[Iterable[Form]]) -> set[str]:
+    """Of the parts by which forms find places."""
+    left, seen, found = [form for forms in groups for form in forms], set[int](), set[str]()
+    while left:
+        form = left.pop()
+        if id(form) not in seen:
+            seen.add(id(form))
+            left += form[2]
+            if form[0] == "place":
+                found.add(form[1][0])
+    return found
+
+
+class _Members(Forms):
+    """Of elements of sets, which have no places: tensors and modules are only themselves."""
+
+    def of(self, value: Any, depth: int = 0) -> Form:
+        if isinstance(value, torch.Tensor | torch.nn.Module):
+            return at(value)
+        return super().of(value, depth)
+
+
 def _elements(depth: int, value: Any) -> frozenset[Form]:
-    forms = Forms()
+    forms = _Members()
     return frozenset(forms.of(each, depth + 1) for each in tuple(value))
 
 
 def _is_slot(kind: Any, name: str) -> bool:
     """Whether an attribute is kept beside `__dict__`."""
     return isinstance(getattr(kind, name, None), types.MemberDescriptorType)
+
+
+def _is_configuration(kind: Any) -> bool:
+    known = dataclasses.is_dataclass(kind) or kind is types.SimpleNamespace
+    return known or hasattr(kind, "to_dict")
+
+
+def _is_array(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None) if type(value).__module__ == "numpy" else None
+    return dtype is not None and not dtype.hasobject
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if type(found) is dict else None
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether an object, and all that it holds, is compared by more than its type.  An engine's own
+    objects, of threads, locks or files, change all the time."""
+    if isinstance(value, _KNOWN) or _is_array(value) or _is_configuration(type(value)):
+        return True
+    if depth >= _DEPTH or isinstance(value, types.ModuleType):
+        return False
+    if isinstance(value, dict | types.MappingProxyType):
+        inside: list[Any] = [each for pair in list(value.items()) for each in pair]
+    elif isinstance(value, _CONTAINERS):
+        inside = list(value)
+    else:
+        held = _attributes(value)
+        if held is None:
+            return False
+        inside = list(held.values())
+    return all(_is_plain(each, depth + 1) for each in inside)
 
 
 def _array(value: Any) -> tuple[str, tuple[int, ...], bytes]:

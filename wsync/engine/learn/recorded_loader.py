@@ -21,6 +21,7 @@ from wsync.engine.learn.attributes_read import (
 )
 from wsync.engine.learn.attributes_set import LeftValues, Place, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
+from wsync.engine.learn.forms_of_values import Forms
 from wsync.engine.learn.known_states import MOST_STATES, Found, try_state
 from wsync.engine.learn.module_memory import (
     Area,
@@ -99,7 +100,7 @@ class RecordedLoader(ChoosingLoader):
 
     A recording is valid while the module has the same tensors, wherever they lie, and while what
     load_weights read is the same: values of tensors, and attributes of the module and of its
-    parameters (see wsync.engine.learn.attributes_read).  Where serving has changed attributes or
+    tensors (see wsync.engine.learn.attributes_read).  Where serving has changed attributes or
     has filled a cache, load_weights is tried once more on made-up tensors, as the module is then:
     if a replay gives the same bytes, and an update can leave what load_weights leaves, it goes on.
     Otherwise it fails, and the next update records anew.
@@ -489,7 +490,8 @@ class RecordedLoader(ChoosingLoader):
         """
         model, parts = MadeUpModel(layout), dict(self._module.named_modules())
         names = frozenset(name for name, *_ in model.tensors) - recording.fallback.keys()
-        before = [each.renewed(parts) for each in attributes]
+        forms = Forms(parts)
+        before = [each.renewed(forms) for each in attributes]
         with attributes_read(self._module) as read:
             load_made_up(self._load, model, names)
         gone_by = {each.place for each in read}
@@ -524,7 +526,8 @@ class RecordedLoader(ChoosingLoader):
             raise RecordingError(f"most of it is no copy; {name}: {reason}")
         # what the first load has set may stay as it is from then on
         parts = dict(self._module.named_modules())
-        attributes[:] = [attribute.renewed(parts) for attribute in attributes]
+        forms = Forms(parts)
+        attributes[:] = [attribute.renewed(forms) for attribute in attributes]
         # other values: what a hidden write left while recording must not look right
         other = MadeUpModel(layout, seed=1)
         left = LeftValues(places(), parts)
