@@ -525,6 +525,7 @@ def test_what_cannot_be_asked_is_another_value_but_not_an_interrupt(operation: s
         ([("held", {}, ())], "row 0: no operation held"),
         ([("held", (1, "a"), ())], "row 0: no operation held"),
         ([("once", None, (0,))], "row 0: inner row 0 does not come before"),
+        ([("once", None, (max(0, i - 1),)) if i else ("atom", 1, ()) for i in range(5000)], "4096"),
         ([("atom", 1, ()), ("once", None, (-1,))], "inner row -1 does not come before"),
         ([("atom", 1, ()), ("once", None, ("0",))], "inner row '0' does not come before"),
     ],

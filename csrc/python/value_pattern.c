@@ -50,6 +50,9 @@ typedef enum operation { OPERATION_MAP(ENUM) OPERATIONS } operation_t;
 static const char *const operation_names[] = {OPERATION_MAP(TEXT)};
 #undef TEXT
 
+/* Rows in rows: matching calls itself as often, on the caller's stack. */
+enum { MOST_NESTED = 4096 };
+
 /* The value that the inner rows of `once` were last true of, and in which match. */
 typedef struct once {
     const void *met;
@@ -345,6 +348,7 @@ static int read_row(const void *Py_UNUSED(context), PyObject *object, size_t ind
 static int link_rows(PatternObject *self)
 {
     row_t *rows = self->rows.items;
+    uint16_t *depth = calloc(self->rows.count + 1, sizeof(*depth));
     once_t *once;
     size_t count = 0;
     size_t once_count = 0;
@@ -355,7 +359,8 @@ static int link_rows(PatternObject *self)
     }
     self->inner = (row_t **)calloc(count + 1, sizeof(*self->inner));
     once = self->once = calloc(once_count + 1, sizeof(*once));
-    if (self->inner == NULL || once == NULL) {
+    if (self->inner == NULL || once == NULL || depth == NULL) {
+        free(depth);
         (void)PyErr_NoMemory();
         return -1;
     }
@@ -372,14 +377,22 @@ static int link_rows(PatternObject *self)
         for (Py_ssize_t k = 0; k < rows[i].count; k++) {
             const size_t number = PyLong_AsSize_t(PyTuple_GetItem(numbers, k));
 
-            if (PyErr_Occurred() != NULL || number >= i) {
-                PyErr_Format(PyExc_ValueError, "row %zu: inner row %R does not come before",
-                             i, PyTuple_GetItem(numbers, k));
+            if (PyErr_Occurred() != NULL || number >= i || depth[number] == MOST_NESTED) {
+                PyErr_Format(
+                    PyExc_ValueError,
+                    "row %zu: inner row %R does not come before, or has %d rows in "
+                    "each other",
+                    i, PyTuple_GetItem(numbers, k), MOST_NESTED);
+                free(depth);
                 return -1;
             }
             rows[i].inner[k] = &rows[number];
+            if (depth[number] >= depth[i]) {
+                depth[i] = (uint16_t)(depth[number] + 1);
+            }
         }
     }
+    free(depth);
     return 0;
 }
 
