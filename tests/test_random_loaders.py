@@ -141,7 +141,7 @@ def test_whatever_a_loader_does(first: int) -> None:
     learnt = 0
     for program in range(first, first + PROGRAMS):
         module, other = Random(program), Random(program)
-        loader = RecordedLoader(module, ignore=["*"])
+        loader = RecordedLoader(module, ignore=[*dict(module.named_parameters())])
         for seed in (1, 2):
             other.load_weights(list(draw(seed).items()))
         if not updated(loader):

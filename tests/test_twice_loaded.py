@@ -215,7 +215,7 @@ def test_a_parameter_that_the_trainer_lacks_is_refused_unless_it_is_to_stay(
 ) -> None:
     load, names, text = LACKING[kind]
     if way == "variable":
-        monkeypatch.setenv("WSYNC_KEEP", "emb*, filler")
+        monkeypatch.setenv("WSYNC_KEEP", "embed, filler")
     every = {**draw(1), "more": torch.ones(2, 4)}
     tensors = {name: every[name] for name in names}
     module = Head(load)
@@ -236,3 +236,18 @@ def test_a_parameter_that_the_trainer_lacks_is_refused_unless_it_is_to_stay(
         part = "filler" if name == "filler" else "embed"
         rows = slice(6, 8) if name == "more" else slice(0, 6) if name == "embed" else slice(None)
         assert torch.equal(getattr(module, part)[rows], getattr(other, part)[rows])
+
+
+@pytest.mark.parametrize("load", [fused, opaque])
+def test_a_pattern_lets_no_part_of_a_parameter_stay(load: Load) -> None:
+    """With the other part it would be neither the old one nor the new one."""
+    loader = RecordedLoader(Head(load), ignore=["f*", "e*"])
+    tensors = {"embed": draw(1)["embed"]}
+    with wsync.connect(tensors, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match=r"embed \(32 of its 128 bytes, of which 'e\*' lets"):
+            sync.update()
+    loader = RecordedLoader(module := Head(load), ignore=["*"])
+    tensors = {"filler": draw(1)["filler"]}
+    with wsync.connect(tensors, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update()
+    assert not module.embed.any() and module.filler.all()

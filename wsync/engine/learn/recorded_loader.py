@@ -112,8 +112,9 @@ class RecordedLoader(ChoosingLoader):
     their bytes differ.
 
     ignore: shell patterns ("visual.*") for the paths of parameters that the trainer does not have
-    and that stay as they are.  The environment variable WSYNC_KEEP adds more, separated by commas,
-    for engines that make their loader themselves.
+    and that stay as they are; where a part of one may stay, as its padding, its full path.  The
+    environment variable WSYNC_KEEP adds more, separated by commas, for engines that make their
+    loader themselves.
     needed: ask the trainer only for what the module keeps, not for whole tensors.
     after: called with the module when everything is loaded.
     """
@@ -335,11 +336,14 @@ class RecordedLoader(ChoosingLoader):
         """Raises MissingError for parameters that lack bytes.  unused: tensors of the trainer."""
         sizes = {path: tensor.nbytes for path, tensor in self._module.named_parameters()}
         names = {name: group for group in ModuleMemory(self._module).tied() for name in group}
-        missing = [
-            f"{path} ({nbytes} of its {sizes.get(path, nbytes)} bytes)"
-            for path, nbytes in lacking.items()
-            if not any(self._stays(name) for name in names.get(path, [path]))
-        ]
+        missing = []
+        for path, nbytes in lacking.items():
+            size = sizes.get(path, nbytes)
+            kept = list(filter(None, map(self._stays, names.get(path, [path]))))
+            if kept and (nbytes == size or not {path, *names.get(path, ())}.isdisjoint(kept)):
+                continue
+            part = f", of which {kept[0]!r} lets no part stay, as its full name would" if kept else ""
+            missing.append(f"{path} ({nbytes} of its {size} bytes{part})")
         if missing:
             instead = f", and none of {listed(unused)} is made use of" if unused else ""
             raise MissingError(
@@ -348,8 +352,12 @@ class RecordedLoader(ChoosingLoader):
                 "to stay as it is"
             )
 
-    def _stays(self, path: str) -> bool:
-        return any(fnmatch.fnmatchcase(path, pattern.strip()) for pattern in self._ignore)
+    def _stays(self, path: str) -> str:
+        """The name, or else the pattern, by which a parameter is to stay as it is; or ""."""
+        patterns = [pattern.strip() for pattern in self._ignore]
+        if path in patterns:
+            return path
+        return next((each for each in patterns if fnmatch.fnmatchcase(path, each)), "")
 
     def _may_be_split(self, model: _core.Layout) -> bool:
         """Whether load_weights, which cannot be learnt, was seen to do the same with whatever
