@@ -30,7 +30,7 @@ from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.machine.device import find
 from wsync.messages import payload
-from wsync.messages.control import PIECES
+from wsync.messages.control import PIECES, Control
 
 Handled = Future[tuple[bool, str]]
 
@@ -516,11 +516,48 @@ def test_nobody_listening_changes_nothing() -> None:
     assert receiver.consistent
 
 
+CLOSE = Control(op="close", session="ab", update=1, deadline=5.0).to_bytes()
+
+
 @pytest.mark.parametrize("control", [b"", b"{}", b"\xff"])
 def test_a_bad_message_is_answered(control: bytes) -> None:
     success, text = Receiver(ModuleLoader(Tiny()), worker=2).handle(control)
     assert not success
     assert text.startswith("worker 2: ")
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda r: r.handle(None), "control message: a NoneType instead of bytes or text"),
+        (lambda r: r.handle("\udc80"), "control message: not JSON"),
+        (
+            lambda r: r.handle(CLOSE, version=b"7"),
+            "weight_version: bytes instead of text or a number",
+        ),
+        (
+            lambda r: r.handle(CLOSE, version=10**5000),
+            "weight_version: int instead of text or a number of at",
+        ),
+        (lambda r: r.handle(CLOSE, update_id=7), "update_id: int instead of text"),
+    ],
+)
+def test_what_an_engine_of_ones_own_may_get_wrong_is_answered(
+    call: Callable[[Any], tuple[bool, str]], text: str
+) -> None:
+    success, said = call(Receiver(ModuleLoader(Tiny()), worker=2))
+    assert not success and said.startswith(f"worker 2: {text}")
+
+
+@pytest.mark.parametrize("form", [bytes, bytearray, memoryview, bytes.decode])
+def test_an_engine_of_ones_own_may_give_text_and_numbers(start: Start, form: Any) -> None:
+    trainer, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
+    close = trainer.control(1, "close")
+    assert receiver.handle(form(close), version=7)[0]
+    assert receiver.state.weight_version == "7"
+    if form is not bytes.decode:
+        assert receiver.answer(form(payload.control(close)), version=8)[0]
+        assert receiver.state.weight_version == "8"
 
 
 BUCKET = FlattenedTensorBucket(named_tensors=[("w", torch.ones(3))])

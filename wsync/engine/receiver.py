@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _REFUSAL_SECONDS: Final = 10.0
 _REASON_LIMIT: Final = 1000
+_NO_VERSION: Final = 10**128  # versions have at most 128 characters
 
 
 class Receiver:
@@ -78,7 +79,7 @@ class Receiver:
         return self.state.trouble
 
     def answer(
-        self, content: object, *, version: str | None = None, update_id: str | None = None
+        self, content: object, *, version: int | str | None = None, update_id: str | None = None
     ) -> tuple[bool, str]:
         """Does what a payload says; (success, text).
 
@@ -87,7 +88,8 @@ class Receiver:
         update_id: see `handle`.
         """
         try:
-            content = payload.load(content) if isinstance(content, bytes) else content
+            if isinstance(content, bytes | bytearray | memoryview):
+                content = payload.load(bytes(content))
             control = payload.control_bytes(content)
             if control is None:
                 raise ProtocolError(
@@ -98,16 +100,23 @@ class Receiver:
         return self.handle(control, version=version, update_id=update_id)
 
     def handle(
-        self, control: bytes, *, version: str | None = None, update_id: str | None = None
+        self,
+        control: bytes | str,
+        *,
+        version: int | str | None = None,
+        update_id: str | None = None,
     ) -> tuple[bool, str]:
         """Does what a control message says; (success, text).
 
+        control: its bytes, or the text that they are.
         version: the weight version of the request around a close, if the engine passes it on.
         update_id: of the update that the request belongs to, "" if it has none; None where the
         engine does not know of ids.
         """
         try:
-            message = Control.from_bytes(control)
+            message = Control.from_bytes(_utf8(control))
+            version = _text_of(version, "weight_version")
+            update_id = _text_of(update_id, "update_id", int_too=False)
             named = version is not None and not version.startswith(UPDATING)
             if named and message.op != "close":
                 raise InvalidArgumentError(
@@ -356,6 +365,25 @@ def refuse(control: bytes | None, why: Exception, receiver: Receiver | None = No
 def refused(worker: int, error: Exception) -> tuple[bool, str]:
     """What a worker answers to a message that it could not follow."""
     return False, f"worker {worker}: {error_text(error)}"
+
+
+def _utf8(control: object) -> bytes:
+    """What a caller of one's own gives as a control message, in bytes."""
+    if isinstance(control, str):
+        return control.encode(errors="replace")
+    if isinstance(control, bytes | bytearray | memoryview):
+        return bytes(control)
+    raise ProtocolError(f"control message: a {type(control).__name__} instead of bytes or text")
+
+
+def _text_of(value: object, what: str, *, int_too: bool = True) -> str | None:
+    """A version or id that a caller of one's own gives.  InvalidArgumentError where it is none."""
+    if value is None or isinstance(value, str):
+        return value
+    if int_too and type(value) is int and abs(value) < _NO_VERSION:
+        return str(value)
+    wanted = "text or a number of at most 128 digits" if int_too else "text"
+    raise InvalidArgumentError(f"{what}: {type(value).__name__} instead of {wanted}")
 
 
 def _lose(receiver: Receiver | None) -> None:

@@ -342,7 +342,9 @@ class RecordedLoader(ChoosingLoader):
             kept = list(filter(None, map(self._stays, names.get(path, [path]))))
             if kept and (nbytes == size or not {path, *names.get(path, ())}.isdisjoint(kept)):
                 continue
-            part = f", of which {kept[0]!r} lets no part stay, as its full name would" if kept else ""
+            part = (
+                f", of which {kept[0]!r} lets no part stay, as its full name would" if kept else ""
+            )
             missing.append(f"{path} ({nbytes} of its {size} bytes{part})")
         if missing:
             instead = f", and none of {listed(unused)} is made use of" if unused else ""
