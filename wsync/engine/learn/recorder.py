@@ -174,10 +174,11 @@ class Recording:
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
     model's, and checksums of that; states: what the attributes that it read may be, the first of
-    them as they were when it had been recorded; names: all of the module; noted: areas of which
-    something notes where they start.  These four from `guard` on.  aside: what the loader writes
-    to when it loads fallbacks alone, from `verify` on.  refuted: what else it wrote to in an
-    update, or did with other attributes.
+    them as they were when it had been recorded; names: all of the module; parameters: their paths;
+    noted: areas of which something notes where they start.  These five from `guard` on.  aside:
+    what the loader writes to when it loads fallbacks alone, from `verify` on.  refuted: what else
+    it wrote to in an update, or did with other attributes.  loose: see ModuleMemory; tensors that
+    it has been seen to leave alone.
     """
 
     facts: list[Fact]
@@ -201,7 +202,16 @@ class Recording:
     names: list[Name] = field(default_factory=list)
     noted: dict[int, int] = field(default_factory=dict)
     aside: set[Part] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+    loose: dict[str, int] = field(default_factory=dict)
     refuted: str = ""
+
+    def uses(self) -> set[int]:
+        """Areas that are written to or read, or that something notes the places of."""
+        copies = {t.source_area for t in (*self.copies, *self.shadow_copies)}
+        aside = {part[0] for part in self.aside}
+        known = {*self.areas, *self.computed, *self.made, *self.looked, *self.noted}
+        return known | copies | aside | {twin.area for twin in self.twins}
 
     def guard(self, attributes: Sequence[Attribute], left: LeftValues, held: ModuleMemory) -> None:
         """From here on, what the loader went by is to stay as it is, if it is still there.
@@ -213,7 +223,8 @@ class Recording:
             RecordingError: a load changes it.
         """
         gc.collect()
-        self.names, self.noted = held.names, noted_addresses(held)
+        self.names, self.parameters = held.names, held.parameters
+        self.noted = noted_addresses(held)
         same = [each for each in attributes if not each.difference(held.parts)]
         guards = AttributeGuards(same, held.parts)
         self.states = [KnownState(guards, guards, left)]
@@ -248,10 +259,16 @@ class Recording:
 
     def not_copied(self) -> dict[int, list[Move]]:
         """What an update does not replace by what it was sent: `gaps` and `made`, by area."""
+        gaps = self.found_gaps()
         return {
-            area: [*self.gaps.get(area, ()), *self.made.get(area, ())]
-            for area in (*self.gaps, *(self.made.keys() - self.gaps.keys()))
+            area: [*gaps.get(area, ()), *self.made.get(area, ())]
+            for area in (*gaps, *(self.made.keys() - gaps.keys()))
         }
+
+    def found_gaps(self) -> dict[int, list[Move]]:
+        """The gaps of areas that are not loose."""
+        loose = frozenset(self.loose.values())
+        return {area: moves for area, moves in self.gaps.items() if area not in loose}
 
     def by_area(self) -> dict[int, list[tuple[str, Box]]]:
         found: dict[int, list[tuple[str, Box]]] = {}
