@@ -3,6 +3,7 @@ own load_weights has loaded."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,56 @@ def test_nothing_is_learnt_in_a_trainers_own_memory(make: Any) -> None:
         with pytest.raises(wsync.WsyncError, match=r"a.*: of Loading, is memory that a trainer"):
             sync.update()
     assert all(torch.equal(tensor, draw(1)[name]) for name, tensor in trainer.state_dict().items())
+
+
+class Half(Module):
+    """Makes one of its weights itself."""
+
+    def load_weights(self, pairs: Pairs) -> None:
+        self.copy([(name, tensor.sin() if name == "a" else tensor) for name, tensor in pairs])
+
+
+OTHERS: Any = {
+    "by name": (Module, ModuleLoader),
+    "by call": (Loading, ModuleLoader),
+    "by layout": (Module, by_layout),
+    "learnt": (Loading, RecordedLoader),
+    "made": (Half, RecordedLoader),
+}
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_nothing_is_loaded_to_where_a_trainer_sends_another_tensor_from(
+    kind: str, direct: bool
+) -> None:
+    make, loading = OTHERS[kind]
+    module = make()
+    engine = ThreadEngine([loading(module)])
+    delivery = "direct" if direct and kind not in ("by call", "made") else "auto"
+    options = dataclasses.replace(OPTIONS, delivery=delivery)
+    first = {name: tensor.share_memory_() for name, tensor in draw(1).items()}
+    with wsync.connect(first, engines=[engine], options=options) as sync:
+        sync.update()
+        # as where layers have moved up: the engine's a is the trainer's b
+        module.a.data = first["b"]
+        with pytest.raises(wsync.WsyncError, match=r"a( \(where b is\))?: to be loaded to memory"):
+            sync.update()
+        assert torch.equal(first["b"], draw(1)["b"])
+        module.a.data = torch.zeros(8, 8)
+        sync.update(draw(2))
+    assert torch.equal(module.b, draw(2)["b"])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OTHERS if kind != "made"])
+def test_an_engine_may_come_to_hold_the_trainers_own_tensors(kind: str) -> None:
+    make, loading = OTHERS[kind]
+    module, weights = make(), draw(1)
+    with wsync.connect(weights, engines=[ThreadEngine([loading(module)])], options=OPTIONS) as sync:
+        sync.update()
+        for name, tensor in weights.items():
+            getattr(module, name).data = tensor
+        sync.update()
+        weights["a"].add_(1)
+        sync.update()
+    assert torch.equal(module.a, draw(1)["a"] + 1) and torch.equal(module.b, draw(1)["b"])

@@ -41,6 +41,7 @@ from wsync._core import (
     describe,
 )
 from wsync.engine.destination import Boxes, Destination, LoadTarget, OtherName, aliases
+from wsync.engine.sent_destinations import check_not_sent
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
@@ -238,7 +239,7 @@ class RoutedLoader(_Loading):
     def _aim(self, target: LoadTarget) -> None:
         """Sets where rounds are copied to from now on: parameters may move between updates.
         Called after check_rounds: until then the manifest's largest round number is unchecked.
-        LayoutError where two tensors lie in the same memory."""
+        LayoutError where two tensors lie in the same memory, or where a trainer sends from."""
         if self._route is None or self._boxes is None:
             manifest, self._boxes = self._attached(), target.layout()
             self._route, ring = Route(manifest.layout, self._boxes), manifest.ring
@@ -247,6 +248,7 @@ class RoutedLoader(_Loading):
             )
         destinations = target.buffers()
         self._boxes.check_apart(destinations)
+        check_not_sent(self._boxes, destinations)
         self._target, self._destinations = target, destinations
 
     def load(self, round: int) -> None:
@@ -536,7 +538,9 @@ class _ByCall(_Loading):
             for name in group
         }
         kept = Destination([g[0] for g in groups], [state[g[0]] for g in groups])
-        kept.layout().check_apart(kept.buffers())
+        layout, buffers = kept.layout(), kept.buffers()
+        layout.check_apart(buffers)
+        check_not_sent(layout, buffers)
 
     def _current(self) -> LoadWeights:
         method: Any = self._module.load_weights if self._given is None else self._given

@@ -11,9 +11,11 @@ import ctypes
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
-from wsync._core import LayoutError, TensorTable, checksum
+from wsync._core import Layout, LayoutError, TensorTable, checksum
 
-_updates = dict[int, list[TensorTable]]()  # those that run, by the ids of their lists
+Sent = tuple[Layout, TensorTable]  # which tensors the buffers have, and where these are
+
+_updates = dict[int, list[Sent]]()  # those that run, by the ids of their lists
 
 
 class WrittenError(LayoutError):
@@ -21,15 +23,15 @@ class WrittenError(LayoutError):
 
 
 @contextlib.contextmanager
-def sending() -> Iterator[list[TensorTable]]:
+def sending() -> Iterator[list[Sent]]:
     """Around an update, which adds what it sends to the list before it tells engines anything."""
-    tables: list[TensorTable] = []
+    found: list[Sent] = []
     try:
-        _updates[id(tables)] = tables
-        yield tables
+        _updates[id(found)] = found
+        yield found
     finally:
-        _updates.pop(id(tables), None)
-        tables.clear()  # whoever still has the list does not keep the weights
+        _updates.pop(id(found), None)
+        found.clear()  # whoever still has the list does not keep the weights
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def _checksums(table: TensorTable) -> list[int]:
 def is_sent(spans: Iterable[tuple[int, int]]) -> list[bool]:
     """Whether a part of each span (address, bytes) is being sent."""
     merged: list[tuple[int, int]] = []
-    for start, end in sorted(_sent()):
+    for start, end in sorted(_sent_spans()):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
@@ -75,7 +77,7 @@ def is_sent(spans: Iterable[tuple[int, int]]) -> list[bool]:
     return [meets(*span) for span in spans]
 
 
-def _sent() -> Iterator[tuple[int, int]]:
+def _sent_spans() -> Iterator[tuple[int, int]]:
     for table in _tables():
         for index in range(len(table)):
             start, _, _, _, nbytes = table[index]
@@ -83,5 +85,10 @@ def _sent() -> Iterator[tuple[int, int]]:
                 yield start, start + nbytes
 
 
+def sent() -> list[Sent]:
+    """What updates of this process are sending."""
+    return [each for found in list(_updates.values()) for each in list(found)]
+
+
 def _tables() -> list[TensorTable]:
-    return [table for tables in list(_updates.values()) for table in list(tables)]
+    return [table for _, table in sent()]

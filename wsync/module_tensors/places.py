@@ -82,9 +82,15 @@ def _place(tensor: Any) -> MemoryPlace | None:
         return None
     if not start or not math.prod(shape):
         return None
+    return place_at(start, item, shape, [stride * item for stride in strides], version)
+
+
+def place_at(
+    start: int, item: int, shape: Sequence[int], steps: Sequence[int], version: int = 0
+) -> MemoryPlace:
+    """Of elements of `item` bytes, of which there are some, as far apart as steps say, in bytes."""
     run, reach, rest = item, item, list[tuple[int, int]]()
-    for stride, extent in sorted(zip(strides, shape, strict=True)):
-        step = stride * item
+    for step, extent in sorted(zip(steps, shape, strict=True)):
         if extent == 1 or step == 0:
             continue
         if step == run and not rest:

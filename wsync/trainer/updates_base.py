@@ -22,7 +22,7 @@ from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.error_text import error_text
 from wsync.machine.fork_guard import Owner
 from wsync.machine.host import host_identity
-from wsync.machine.sent_memory import sending
+from wsync.machine.sent_memory import Sent, sending
 from wsync.machine.try_lock import Turn
 from wsync.options import Options
 from wsync.report import Report, counted
@@ -58,7 +58,7 @@ class Updates(abc.ABC):
             else together(lambda: from_tensors(source), timeout=timeout)
         )
         self._layout = self._source.layout  # of what this rank has to give
-        self._sent: list[_core.TensorTable] = []  # by the update that runs
+        self._sent: list[Sent] = []  # by the update that runs
         self._image: Image | None = None  # of codes and scales, where weights are quantised
         self._updates = 0  # begun since this was made: the highest count of any rank
         self._next_version = 1
@@ -235,7 +235,7 @@ class Updates(abc.ABC):
     def _bind(self, weights: Weights | None, report: Report) -> _core.TensorTable:
         """What the buffers of this rank stand for now; codes and scales are made anew."""
         table = self._source.bind(weights)
-        self._sent.append(table)
+        self._sent.append((self._source.layout, table))
         if self._image is None:
             return table
         self._image.describe(report)

@@ -60,9 +60,10 @@ from wsync.engine.ring_loaders import (
     keeps,
     loading_stream,
 )
+from wsync.engine.sent_destinations import REASON
 from wsync.machine import device
 from wsync.machine.process_maps import SharedMaps
-from wsync.machine.sent_memory import WrittenError, is_sent, unwritten
+from wsync.machine.sent_memory import WrittenError, is_sent, sent, unwritten
 from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
 from wsync.module_tensors.names_in_messages import listed
@@ -605,6 +606,20 @@ class _Replay(RoutedLoader):
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
         self._aim(self._find())
+        self._check_not_sent()
+
+    def _check_not_sent(self) -> None:
+        """LayoutError where what is made here would be written to memory that is being sent."""
+        if self._held is None or not sent():
+            return
+        copies = ((t.area, t.move) for t in (*self.recording.fills, *self.recording.copies))
+        made = ((area, move) for area, moves in self.recording.made.items() for move in moves)
+        places = [(area, *move.span()) for area, move in (*copies, *made)]
+        starts = [area.start for area in self._held.areas]
+        found = is_sent((starts[area] + low, high - low) for area, low, high in places)
+        names = {self._held.name(area, low) for area, low, _ in itertools.compress(places, found)}
+        if names:
+            raise _core.LayoutError(f"{listed(names)}: to be loaded to {REASON}")
 
     def _find(self) -> _Filling:
         """The module's tensors where they are now."""
