@@ -344,12 +344,13 @@ class RecordedLoader(ChoosingLoader):
         missing = []
         for path, nbytes in lacking.items():
             size = sizes.get(path, nbytes)
-            kept = list(filter(None, map(self._stays, names.get(path, [path]))))
-            if kept and (nbytes == size or not {path, *names.get(path, ())}.isdisjoint(kept)):
+            group = names.get(path, [path])
+            stays, patterns = any(map(self._stays, group)), list(map(self._named_by, group))
+            pattern = next(filter(None, patterns), "")
+            if stays and (nbytes == size or not pattern or not {*patterns}.isdisjoint(group)):
                 continue
-            part = (
-                f", of which {kept[0]!r} lets no part stay, as its full name would" if kept else ""
-            )
+            part = f", of which {pattern!r} lets no part stay, as its full name would"
+            part = part if stays else ""
             missing.append(f"{path} ({nbytes} of its {size} bytes{part})")
         if missing:
             instead = f", and none of {listed(unused)} is made use of" if unused else ""
@@ -359,7 +360,10 @@ class RecordedLoader(ChoosingLoader):
                 "to stay as it is"
             )
 
-    def _stays(self, path: str) -> str:
+    def _stays(self, path: str) -> bool:
+        return bool(self._named_by(path))
+
+    def _named_by(self, path: str) -> str:
         """The name, or else the pattern, by which a parameter is to stay as it is; or ""."""
         patterns = [pattern.strip() for pattern in self._ignore]
         if path in patterns:
