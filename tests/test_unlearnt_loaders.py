@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 import wsync
 from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.engine.ring_loaders import ModuleLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=16384)
 Tensors = dict[str, torch.Tensor]
@@ -302,3 +303,41 @@ def test_a_parameter_whose_values_cannot_be_seen_is_refused_by_name() -> None:
     with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(wsync.WsyncError, match=r"sparse: of Fused, whether a load replaces"):
             sync.update()
+
+
+class Linears(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(self.first(x))
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", ["script", "trace", "part"])
+@pytest.mark.parametrize("by", ["name", "call"])
+def test_torchscript_is_refused_by_name_and_loaded_by_name_or_call(make: str, by: str) -> None:
+    module, given = Linears(), torch.zeros(1, 4)
+    if make == "part":
+        module.second = torch.jit.script(module.second)
+    else:
+        module = torch.jit.script(module) if make == "script" else torch.jit.trace(module, given)
+    parameters = dict(module.named_parameters())
+    weights = {name: torch.randn(tensor.shape) for name, tensor in parameters.items()}
+
+    def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            parameters[name].data.copy_(tensor)
+
+    text = f"{'second' if make == 'part' else 'the module'}: of .* is TorchScript, .* ModuleLoader"
+    engine = ThreadEngine([RecordedLoader(module, load)])
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.WsyncError, match=text):
+            sync.update()
+    engine = ThreadEngine([ModuleLoader(module, load if by == "call" else None)])
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+    for name, tensor in module.named_parameters():
+        assert torch.equal(tensor, weights[name])

@@ -19,6 +19,7 @@ from wsync._core import (
     LayoutError,
     StateError,
     TensorTable,
+    UnsupportedError,
     WsyncError,
     describe,
 )
@@ -341,6 +342,19 @@ def whole(fact: Fact, start: int = 0) -> Move:
 def seen(tensor: torch.Tensor) -> Seen:
     """What memory a tensor is, and how it is seen."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def check_python(module: torch.nn.Module) -> None:
+    """UnsupportedError where the tensors of a part are kept by TorchScript: neither what it holds
+    nor its attributes are compared."""
+    for path, part in module.named_modules():
+        if not isinstance(part._parameters, dict):
+            raise UnsupportedError(
+                f"{path or 'the module'}: of {type(module).__name__}, is TorchScript, of which "
+                "what load_weights does cannot be learnt: ModuleLoader "
+                "(wsync.engine.ring_loaders) calls it as it is, or copies by name where there is "
+                "none"
+            )
 
 
 class SharedError(LayoutError):

@@ -27,6 +27,7 @@ from wsync.engine.learn.module_memory import (
     Area,
     ModuleMemory,
     SharedError,
+    check_python,
     without_strides,
     wrapped_tensors,
 )
@@ -166,7 +167,9 @@ class RecordedLoader(ChoosingLoader):
         Raises:
             LayoutError: they lie in memory that a trainer may have, too; or they cannot be
                 recorded, and not be loaded otherwise.
+            UnsupportedError: a part of the module is TorchScript.
         """
+        check_python(self._module)
         facts = [model.tensor(index) for index in range(model.tensor_count)]
         if self.recording is not None and facts == self._model:
             old = self.recording
