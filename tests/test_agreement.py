@@ -99,11 +99,13 @@ def test_a_failure_after_the_others_have_returned_does_not_part_the_ranks(ranks:
     assert first["versions"] == ["1", "2", "3"]
 
 
-def test_ranks_that_have_called_for_different_numbers_of_updates_go_on_together(
+def test_ranks_that_have_called_for_different_numbers_of_updates_say_which_they_mean(
     ranks: Ranks,
 ) -> None:
-    for refused, *later in ranks.run(agreement_cases.called_alone):
+    """A loop that goes on after errors would send weights of one step with those of another."""
+    for refused, apart, *later in ranks.run(agreement_cases.called_alone):
         assert "version=''" in refused
+        assert re.search(r"trainer ranks have called update\(\) \[2, 3\] times", apart)
         assert later == ["", ""]
 
 

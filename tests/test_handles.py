@@ -252,6 +252,20 @@ def test_a_gateway_without_a_route_for_once_does_not_end_sessions(server: FakeSe
         assert "end" in sessions.calls and sessions.open is None
 
 
+def test_an_engine_that_is_let_go_on_by_hand_ends_what_a_trainer_has_left(
+    server: FakeServer,
+) -> None:
+    """In a session that is open SGLang has not processed what it has loaded."""
+    sessions = Sessions(server)
+    trainer = HttpHandle(server.url, workers=2).during("a")
+    trainer.pause("abort", 60)
+    update(trainer, 60)  # and then it is killed
+    assert sessions.open is not None
+    for _ in range(2):  # the second time there is none, which the engine says
+        HttpHandle(server.url, workers=2).resume(60)
+        assert sessions.open is None
+
+
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_gateway_without_a_route_at_first_costs_no_update_but_that(
     server: FakeServer, missing: int

@@ -97,7 +97,9 @@ class Sync(Updates):
             What happened, as this rank saw it.
 
         Raises:
-            StateError: after close, or while another update runs.
+            StateError: after close, or while another update runs; or ranks have called this
+                different numbers of times, and not all say a version: their weights may be of two
+                steps.
             WsyncError: the same on all ranks.  An error that is not a WsyncError is raised as a
                 RemoteError; on the rank where it happened, its `__cause__` is the original (Ctrl-C
                 is raised there as it is).  The engines stay paused, and inconsistent where an

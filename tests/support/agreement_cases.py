@@ -233,6 +233,7 @@ def called_alone() -> list[str]:
             with mock.patch.object(updates_base, "TrainerGroup", late):
                 assert error_of(sync.update).startswith("DeadlineError")
         found.append(error_of(sync.update))
+        found.append(error_of(lambda: sync.update(version=7)))
         _interrupted(sync)
         found.append(error_of(sync.update))
     return found

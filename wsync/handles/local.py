@@ -66,7 +66,7 @@ class LocalHandle(ApiHandle):
         return self._changes.left(timeout)
 
     def pause(self, mode: str, timeout: float) -> None:
-        self._begun = False
+        self._begun = None
         # slime's actors of 0.2.2 take no mode; abort is what they do
         arguments = {} if mode == "abort" else {"mode": mode}
         self._do("pause_generation", arguments, timeout)

@@ -31,7 +31,8 @@ class ApiHandle(ABC):
     workers: int
 
     def __init__(self, *, sessions: bool = False) -> None:
-        self._begun = False  # the session of this update
+        # whether the session of this update is open; None: not known, another's may be
+        self._begun: bool | None = None
         self._restored = False  # the weights, by this update, for them to be loaded
         # of the engine, whichever update asks; known: unless it says otherwise; left: a session, by
         # an update that failed; resumed: the last update has had it go on
@@ -89,9 +90,11 @@ class ApiHandle(ABC):
         return deadline.left
 
     def _end(self, timeout: float) -> float:
-        if not self._begun:
-            return timeout
         deadline, method = Deadline(timeout), "end_weight_update"
+        if self._begun is None:  # it is refused where none is open
+            self._session(method, deadline.left)
+        if not self._begun:
+            return deadline.left
         check_answer(self.name, method, self._session(method, deadline.left))
         if self._restored:
             steps = {"restore_weights_before_load": False, "post_process_quantization": True}
@@ -157,6 +160,7 @@ class ApiHandle(ABC):
     ) -> None:
         deadline = Deadline(timeout)
         self._session("end_weight_update", timeout)  # that an update with tensors may have left
+        self._begun = False
         arguments = {"model_path": path, **_version(weight_version)}
         self._do("update_weights_from_disk", arguments, deadline.left)
 

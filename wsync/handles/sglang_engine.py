@@ -36,7 +36,7 @@ class SglangHandle(LocalHandle):
         self.drafts = drafts_itself({name: getattr(arguments, name, None) for name in _DRAFTING})
 
     def pause(self, mode: str, timeout: float) -> None:
-        self._begun = False
+        self._begun = None
 
     def _session(self, method: str, timeout: float, **selector: str) -> object:
         return self._call(method, timeout, **selector) if self._sessions["known"] else None

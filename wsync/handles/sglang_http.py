@@ -168,7 +168,7 @@ class HttpHandle(ApiHandle):
         check_same(self.name, (self.workers, before), (workers, self.load_formats))
 
     def pause(self, mode: str, timeout: float) -> None:
-        self._begun = False
+        self._begun = None
         self._do("pause_generation", {"mode": mode}, timeout)
 
     def _flush_once(self, timeout: float) -> str | None:

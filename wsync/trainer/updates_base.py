@@ -60,6 +60,7 @@ class Updates(abc.ABC):
         self._layout = self._source.layout  # of what this rank has to give
         self._sent: list[Sent] = []  # by the update that runs
         self._image: Image | None = None  # of codes and scales, where weights are quantised
+        self._calls = 0  # of update()
         self._updates = 0  # begun since this was made: the highest count of any rank
         self._next_version = 1
         self._requests = EngineRequests([], self.options)
@@ -250,12 +251,13 @@ class Updates(abc.ABC):
         with self._turn("update", other):
             if self._closed:
                 raise _core.StateError("update after close: connect anew")
+            self._calls += 1  # before anything can fail here that others do not hear of
             start = time.perf_counter()
             self._renew()
             with sending() as self._sent, self._one_error():
                 given = weights is not None if self._source.names else None
-                text, self._updates = agree(
-                    self._group, version, self.version, given, self._updates + 1
+                text, self._updates, self._calls = agree(
+                    self._group, version, self.version, given, self._updates + 1, self._calls
                 )
                 report = Report(version=text)
                 self._next_version = self.version + 1
@@ -357,24 +359,37 @@ def _bars() -> type[tqdm[None]]:
 
 
 def agree(
-    group: TrainerGroup, version: object, counted: int, given: bool | None, number: int
-) -> tuple[str, int]:
-    """The version that all ranks of a group mean, and the update's number.  Where they leave the
-    version open it is one more than any has counted: a rank may have missed the very end of an
-    update that the others have seen.
+    group: TrainerGroup,
+    version: object,
+    counted: int,
+    given: bool | None,
+    number: int,
+    calls: int,
+) -> tuple[str, int, int]:
+    """The version that all ranks of a group mean, the update's number, and the number of calls.
+    Where they leave the version open it is one more than any has counted: a rank may have missed
+    the very end of an update that the others have seen.
 
     given: whether the rank was given weights, None where it has none.
-    number: the update's, as this rank counts.  Ranks may differ: one may have called when others
-    did not.
+    number: the update's, as this rank counts.  Ranks may differ: one may have failed when others
+    had not begun.
+    calls: of update() by this rank.
 
     Raises:
         InvalidArgumentError: ranks mean different versions, or only some were given weights: the
             others would send weights of another time.
+        StateError: ranks have made different numbers of calls, and not all say which version they
+            mean: one of them is in another step than the others.
     """
     text = None if version is None else version_text(version)
-    counts, texts, givens, begun = zip(
-        *group.gather_json([counted, text, given, number]), strict=True
+    counts, texts, givens, begun, called = zip(
+        *group.gather_json([counted, text, given, number, calls]), strict=True
     )
+    if None in texts and len(set(called)) > 1:
+        raise _core.StateError(
+            f"trainer ranks have called update() {list(called)} times: some are in another step, "
+            "as where one has failed alone; say version= on all ranks, or connect anew"
+        )
     meant = [str(max(counts) + 1) if text is None else text for text in texts]
     if len(set(meant)) > 1:
         raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
@@ -385,7 +400,7 @@ def agree(
         raise _core.InvalidArgumentError(
             f"trainer ranks {giving} give weights to update(), and {lacking} do not"
         )
-    return meant[0], max(begun)
+    return meant[0], max(begun), max(called)
 
 
 def version_text(version: object) -> str:
