@@ -16,6 +16,7 @@ from support.procs import Ranks
 
 import wsync.megatron
 from wsync import InvalidArgumentError, UnsupportedError
+from wsync.families import shares
 from wsync.families.rules import Cut
 from wsync.module_tensors import same_bytes
 
@@ -189,6 +190,25 @@ def _parts(sizes, tensor, ranks):
     """What a whole parameter consists of, where each rank's parts are one after another."""
     blocks = tensor.reshape(ranks, -1, *tensor.shape[1:]).split([n // ranks for n in sizes], 1)
     return [block.reshape(-1, *tensor.shape[1:]) for block in blocks]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "halves"),
+    [
+        ("mlp.linear_fc1.weight", 8, True),
+        ("mlp.experts.linear_fc1.weight0", None, True),
+        ("mlp.experts.linear_fc1.weight0", 8, False),
+        ("mlp.shared_experts.linear_fc1.weight", 8, False),
+    ],
+)
+def test_rows_of_a_gate_that_alternate_with_others_are_one_part(name, size, halves):
+    """Megatron-Core 0.19 can have them so in experts."""
+    config = SimpleNamespace(
+        gated_linear_unit=True,
+        moe_mlp_glu_interleave_size=size,
+        moe_shared_expert_glu_interleave_size=size,
+    )
+    assert shares._has_halves(name, [SimpleNamespace(config=config)]) == halves
 
 
 @pytest.mark.parametrize("kind", JOINING)

@@ -198,15 +198,16 @@ def test_engines_generate_while_a_version_is_written(
 # --- versions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, 1), (2, 2), (3, 3), (None, 4)])
-def test_old_versions_are_removed(keep: int | None, left: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [1, 2, 3, 4, 5, None])
+def test_old_versions_are_removed(keep: int | None, tmp_path: Path) -> None:
     weights = {"a": torch.zeros(3)}
+    names = []
     with disk(weights, tmp_path, keep=keep) as sync:
-        for number in range(1, 5):
+        for number in range(1, 7):
             weights["a"].fill_(number)
             sync.update(version=number)
-    names = [f"weight_v{number:06d}" for number in range(5 - left, 5)]
-    assert visible(tmp_path) == ["latest", *names]
+            names = [f"weight_v{n:06d}" for n in range(1, number + 1)][-(keep or number) :]
+            assert visible(tmp_path) == ["latest", *names]
     assert [path.name for path in tmp_path.glob(".weight*")] == []
     for name in names:
         assert stored(tmp_path / name)["a"][0] == int(name[-6:])

@@ -316,6 +316,14 @@ def test_an_address_where_nobody_can_listen_is_named() -> None:
         Listener("no.such.host.invalid", "worker 0")
 
 
+def test_a_silent_connection_gives_signs_of_life() -> None:
+    ends = pair()
+    for end in ends:
+        assert end._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert end._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+        end.close()
+
+
 def test_frames_arrive_whole_and_in_order() -> None:
     trainer, worker = pair()
     large = os.urandom(3 << 20)

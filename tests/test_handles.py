@@ -252,6 +252,26 @@ def test_a_gateway_without_a_route_for_once_does_not_end_sessions(server: FakeSe
         assert "end" in sessions.calls and sessions.open is None
 
 
+def test_an_update_waits_for_who_looks_at_the_engine(server: FakeServer) -> None:
+    """A look has a session of its own for a moment."""
+    sessions = Sessions(server)
+    sessions.open = "draft"
+    begin = server.answers["/begin_weight_update"]
+    tries: list[int] = []
+
+    def busy() -> Any:
+        tries.append(1)
+        if len(tries) == 3:
+            sessions.open = None  # the look has ended it
+        return begin()
+
+    server.answers["/begin_weight_update"] = busy
+    trainer = HttpHandle(server.url, workers=2).during("a")
+    trainer.pause("abort", 60)
+    update(trainer, 60)
+    assert (sessions.open, "end" in sessions.calls) == ("all", False)
+
+
 def test_an_engine_that_is_let_go_on_by_hand_ends_what_a_trainer_has_left(
     server: FakeServer,
 ) -> None:
@@ -342,8 +362,11 @@ def test_a_load_from_disk_is_outside_of_a_session(server: FakeServer, left_open:
     assert sessions.open is None
 
 
-def test_a_failed_updates_session_goes_on_and_anothers_is_ended(server: FakeServer) -> None:
+def test_a_failed_updates_session_goes_on_and_anothers_is_ended(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ending it would process what the failed update has left once more."""
+    monkeypatch.setattr("wsync.handles.sglang_base._LOOKS_SECONDS", 0.0)
     sessions = Sessions(server)
     sessions.open = "all"
     engine = HttpHandle(server.url, workers=2)

@@ -37,7 +37,7 @@ from support.pickled_sender import send_pickled
 
 from wsync import DeadlineError, InvalidArgumentError, NoMemoryError, ProtocolError, _core
 from wsync.bucket import FlattenedTensorBucket
-from wsync.messages import payload
+from wsync.messages import payload, torch_shm_reader
 from wsync.trainer.sessions.stock import SharedRing
 
 TENSORS = [
@@ -678,6 +678,22 @@ def test_bytes_that_are_named_often_are_read_once() -> None:
     call = b"ctorch.storage\n_load_from_bytes\n\x94" + pickle.dumps(stored(99, bytes(99)))[2:-1]
     with pytest.raises(ProtocolError, match="larger than the payload"):
         payload.load(b"\x80\x04(" + call + b"h\x00h\x01\x85R" * 50 + b"t.")
+
+
+def test_a_file_that_is_named_often_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, read = [], torch_shm_reader._read
+    monkeypatch.setattr(torch_shm_reader, "_read", lambda *a: copies.append(a[2]) or read(*a))
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        whole = torch.randn(64)
+        data = io.BytesIO()
+        ForkingPickler(data).dump([(f"t{n}", whole[n:]) for n in range(9)])
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    found = payload.load(data.getvalue())
+    assert len(copies) == 1
+    assert all(torch.equal(tensor, whole[n:]) for n, (_, tensor) in enumerate(found))
 
 
 def test_only_a_tuple_is_taken_for_arguments() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import io
+import logging
 import os
 import sys
 import threading
@@ -121,6 +124,31 @@ def test_an_engine_that_was_started_again_is_looked_at_anew() -> None:
             found["instance"] = instance
             sync.update()
             assert len(looks) == times
+
+
+def test_a_trainer_without_standard_error_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dataclasses.replace(agreement_cases.OPTIONS, progress=None)
+    closed = io.StringIO()
+    closed.close()
+    with wsync.connect({"a": torch.zeros(1)}, [agreement_cases.Stock()], options=options) as sync:
+        for stream in (None, closed, object()):
+            monkeypatch.setattr(sys, "stderr", stream)
+            sync.update()
+
+
+def test_a_handler_of_logs_that_raises_fails_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks have seen it end."""
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("the disk is full")
+
+    logger, broken = logging.getLogger("wsync"), Broken()
+    monkeypatch.setattr(logger, "handlers", [broken])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    options = agreement_cases.OPTIONS
+    with wsync.connect({"a": torch.zeros(1)}, [agreement_cases.Stock()], options=options) as sync:
+        assert [sync.update().version for _ in range(2)] == ["1", "2"]
 
 
 def test_a_connection_that_nobody_closes_leaves_no_memory() -> None:

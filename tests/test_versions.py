@@ -182,7 +182,8 @@ def test_a_base_is_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_only_versions_are_pruned(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 2, keep=None)
-    copies = {"weight_v000001-best", "weight_v000001.best", "weight_v000001.20261123"}
+    behind = ("-best", ".best", ".20261123", ".0", ".1", ".007", ".1000", "..2")
+    copies = {f"weight_v000001{text}" for text in behind}
     mine = {*copies, "weight_v000003", "weight_vacation", "weight_v_half"}
     for copy in copies:
         shutil.copytree(tmp_path / "weight_v000001", tmp_path / copy)

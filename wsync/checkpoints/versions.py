@@ -212,8 +212,8 @@ class Versions:
         latest = newest(self.root)
         found = self.root.glob(f"{_PREFIX}*")
         others = [p for p in found if p.resolve() != latest and _is_version(p)]
-        others.sort(key=_written)
-        for old in others[: len(others) - self._keep + 1]:
+        others.sort(key=_written, reverse=True)
+        for old in reversed(others[self._keep - 1 :]):
             if not go_on():
                 return
             hidden = self._hidden(old.name)
@@ -282,8 +282,9 @@ def _is_version(folder: Path) -> bool:
     except (_core.WsyncError, KeyError, TypeError):
         return False
     name, (again, _, number) = _name(str(version)), folder.name.rpartition(".")
-    # so many tries are nobody's: the lowest free number is taken; a date is a person's
-    return name == folder.name or (name == again and number.isdecimal() and len(number) < 4)
+    # from 2 on, and so many tries are nobody's: the lowest free number is taken; others are a
+    # person's, as a date is
+    return name == folder.name or (name == again and number in map(str, range(2, 1000)))
 
 
 def _written(version: Path) -> int:

@@ -63,6 +63,11 @@ _MAMBA = {
     **dict.fromkeys(("A_log", "D", "dt_bias"), ("nheads",)),
     **dict.fromkeys(("norm.weight", "out_proj.weight"), ("d_inner",)),
 }
+# where rows of the gate and others may alternate, in groups of so many
+_ALTERNATING = {
+    ".experts.": "moe_mlp_glu_interleave_size",
+    ".shared_experts.": "moe_shared_expert_glu_interleave_size",
+}
 _JOINED = {"GatedDeltaNet": _DELTA_NET, "MambaMixer": _MAMBA}
 
 
@@ -118,7 +123,7 @@ def _joined(name: str, modules: Sequence[Module], extent: int, ranks: int) -> li
                 f"{name}: {extent} elements are no parts of {wholes} over {ranks} ranks"
             )
         return parts
-    halves = 2 if _is_gated(name, modules) else 1
+    halves = 2 if _has_halves(name, modules) else 1
     if extent % halves:
         raise _core.LayoutError(
             f"{name}: {extent} rows of a gated layer are not as many of the gate as others"
@@ -182,12 +187,17 @@ def _described(name: str, tensor: Tensor) -> int:
     return axis
 
 
-def _is_gated(name: str, modules: Sequence[Module]) -> bool:
-    """Whether a rank holds rows of the gate, then as many of what it is multiplied with."""
+def _has_halves(name: str, modules: Sequence[Module]) -> bool:
+    """Whether a rank holds rows of the gate, then as many of what it is multiplied with.  Where
+    they alternate (Megatron-Core 0.19's moe_mlp_glu_interleave_size) all its rows are one part."""
     if ".linear_fc1" not in name:
         return False
     for module in modules:
-        gated = getattr(getattr(module, "config", None), "gated_linear_unit", None)
+        config = getattr(module, "config", None)
+        gated = getattr(config, "gated_linear_unit", None)
         if gated is not None:
-            return bool(gated)
+            return bool(gated) and not any(
+                place in name and getattr(config, setting, None)
+                for place, setting in _ALTERNATING.items()
+            )
     raise _core.LayoutError(f"{name}: no config says whether the layer is gated")

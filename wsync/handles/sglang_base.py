@@ -5,12 +5,14 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from wsync._core import DeadlineError, InvalidArgumentError, UnsupportedError
 from wsync.handles.answers import check_answer, cut, refusal, seconds
-from wsync.machine.deadline import Deadline
+from wsync.machine.deadline import POLL_SECONDS, Deadline
 from wsync.messages.control import LOAD_FORMAT
+
+_LOOKS_SECONDS: Final = 1.0  # for a look at an engine by somebody else
 
 _FLUSH_RETRY_SECONDS = 0.05
 
@@ -74,6 +76,10 @@ class ApiHandle(ABC):
         deadline, method = Deadline(timeout), "begin_weight_update"
         self._restored = False
         answer = self._session(method, deadline.left)
+        others = Deadline(_LOOKS_SECONDS)
+        while refusal(answer) is not None and not sessions["left"] and others.left:
+            time.sleep(POLL_SECONDS)  # who looks at the engine ends its session soon
+            answer = self._session(method, deadline.left)
         if refusal(answer) is not None and not sessions["left"]:
             self._session("end_weight_update", deadline.left)
             check_answer(self.name, method, self._session(method, deadline.left))

@@ -483,6 +483,7 @@ class _Storages:
     def __init__(self, nbytes: int, deadline: Deadline) -> None:
         self._left = nbytes
         self._deadline = deadline
+        self._files: dict[bytes, torch.UntypedStorage] = {}  # that have been copied
 
     def load(self, data: object) -> torch.TypedStorage:
         """torch.storage._load_from_bytes.  All storages together take no more than the payload,
@@ -497,7 +498,11 @@ class _Storages:
     def read_file(self, cls: object, manager: object, name: object, nbytes: object) -> object:
         if not isinstance(name, bytes) or type(nbytes) is not int or nbytes < 0:
             raise malformed("a shared storage is not (manager, file, bytes)")
-        return torch_shm_reader.read_file(name, nbytes)
+        copy = self._files.get(name)  # tensors of one storage name it each
+        if copy is not None and copy.nbytes() != nbytes:
+            raise malformed(f"{name[:100]!r} has {copy.nbytes()} bytes, and {nbytes}")
+        self._files[name] = torch_shm_reader.read_file(name, nbytes, copy)
+        return self._files[name]
 
     def read_descriptor(self, cls: object, descriptor: object, nbytes: object) -> object:
         """torch's default between related processes: the sender passes a file descriptor."""

@@ -70,6 +70,17 @@ FROM_WORKERS: Final = (Frame.INTRODUCTION, Frame.BLOB, Frame.PREPARED, Frame.FAI
 FROM_TRAINERS: Final = (Frame.MODEL, Frame.PLAN, Frame.BEGIN, Frame.COMMIT, Frame.FAILED)
 
 
+# a firewall between two hosts forgets connections that are silent between two updates, and a host
+# that is gone says nothing: so there is a sign of life after a minute, and the end after two
+_SOCKET_OPTIONS: Final = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+)
+
+
 class Channel:
     """One end of a connection; `peer` is what errors call the other one."""
 
@@ -78,7 +89,8 @@ class Channel:
         self._takes = takes
         self._socket = connection
         self._socket.setblocking(False)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for level, option, value in _SOCKET_OPTIONS:
+            self._socket.setsockopt(level, option, value)
         self._buffer = bytearray()
         self._frames: deque[tuple[Frame, bytes]] = deque()
         self._ended = False

@@ -53,12 +53,16 @@ def open_file(name: bytes, nbytes: int) -> int:
     return found
 
 
-def read_file(name: bytes, nbytes: int) -> torch.UntypedStorage:
-    """A copy of the segment in a file.  The reference that travels with each payload is dropped,
-    but never its maker's: a payload that is read twice must not take the file from under it."""
+def read_file(
+    name: bytes, nbytes: int, copy: torch.UntypedStorage | None = None
+) -> torch.UntypedStorage:
+    """A copy of the segment in a file; the one given, where there is one already.  The reference
+    that travels with each payload is dropped, but never its maker's: a payload that is read twice
+    must not take the file from under it."""
     found = open_file(name, HEADER_NBYTES + nbytes)
     try:
-        copy = _read(found, HEADER_NBYTES, nbytes, f"{SHM}{name.decode()}")
+        if copy is None:
+            copy = _read(found, HEADER_NBYTES, nbytes, f"{SHM}{name.decode()}")
         # atomic, and so mapped: only a maker that cuts it short in this moment kills this process
         with (
             mmap.mmap(found, HEADER_NBYTES) as header,

@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -272,7 +273,8 @@ class Updates(abc.ABC):
             self._use_up_version()
             report.ways = self.ways
             if self._group.rank == 0:
-                self._log_update(report)
+                with contextlib.suppress(Exception):  # a handler's: the update has succeeded
+                    self._log_update(report)
 
     def _log_update(self, report: Report) -> None:
         """One line an update; and once, what made it slower and could be changed."""
@@ -336,7 +338,9 @@ class Updates(abc.ABC):
     def _progress(self, report: Report, total: int, *, doing: str = "", **unit: Any) -> tqdm[None]:
         """A bar on rank 0, where it is wanted; `unit` says what it counts."""
         wanted = self.options.progress
-        shown = self._group.rank == 0 and wanted is not False
+        where = sys.stderr  # a daemon may have none, and a logger may take its place
+        can = hasattr(where, "write") and not getattr(where, "closed", False)
+        shown = can and self._group.rank == 0 and wanted is not False
         return _bars()(
             total=total,
             desc=f"weights v{report.version}{doing}",

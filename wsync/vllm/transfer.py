@@ -118,8 +118,13 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         """Nothing: the opening message has all that an update begins with."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        message = update_info.messages[self._rank].encode()
-        good, text = self._receiver.handle(message, version=update_info.version)
+        messages = update_info.messages
+        if self._rank >= len(messages):
+            _log.error("worker %d: %d control messages", self._rank, len(messages))
+            return
+        good, text = self._receiver.handle(
+            messages[self._rank].encode(), version=update_info.version
+        )
         if not good:
             _log.error("%s", text)
 
