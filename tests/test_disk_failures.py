@@ -250,11 +250,11 @@ def test_removing_old_versions_for_long_fails_no_update(
         original(path, *arguments, **named)
 
     engine = Engine("engine")
-    with disk(tmp_path, engine, options=wsync.Options(deadline=1.0, progress=False)) as sync:
-        sync.keep = 1
+    with disk(tmp_path, engine) as sync:  # which keeps two versions
         for _ in range(2):
             sync.update()
         monkeypatch.setattr(shutil, "rmtree", slow)
+        monkeypatch.setattr("wsync.disk._LAST_PART", 0.001)
         with caplog.at_level(logging.WARNING, "wsync"):
             assert sync.update().version == "3"
         go_on.set()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -442,7 +443,8 @@ def test_no_thread_closes_an_importer_that_takes_a_new_ring() -> None:
 
     def close() -> None:
         assert waiting.wait(PATIENCE)
-        while True:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:  # as soon as it may
             with contextlib.suppress(_core.StateError):
                 worker.close()
                 return

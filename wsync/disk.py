@@ -51,8 +51,8 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 # one write call's share: how much is written between two looks at the other ranks
-_LAST_PART = 1 / 3  # of a deadline, for each call that is made when an update is complete
 _BATCH_NBYTES = 64 << 20
+_LAST_PART = 1 / 3  # of a deadline, for each call that is made when an update is complete
 _NOT_BY_DISK = dict.fromkeys(
     (
         *("round_nbytes", "ring_nbytes", "delivery", "broadcast", "backend"),

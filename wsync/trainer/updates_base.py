@@ -61,8 +61,7 @@ class Updates(abc.ABC):
         self._layout = self._source.layout  # of what this rank has to give
         self._sent: list[Sent] = []  # by the update that runs
         self._image: Image | None = None  # of codes and scales, where weights are quantised
-        self._calls = 0  # of update()
-        self._updates = 0  # begun since this was made: the highest count of any rank
+        self._updates = 0  # calls of update() since this was made; their number names each
         self._next_version = 1
         self._requests = EngineRequests([], self.options)
         self._warned: set[str] = set()
@@ -252,13 +251,13 @@ class Updates(abc.ABC):
         with self._turn("update", other):
             if self._closed:
                 raise _core.StateError("update after close: connect anew")
-            self._calls += 1  # before anything can fail here that others do not hear of
+            self._updates += 1  # before anything can fail here that others do not hear of
             start = time.perf_counter()
             self._renew()
             with sending() as self._sent, self._one_error():
                 given = weights is not None if self._source.names else None
-                text, self._updates, self._calls = agree(
-                    self._group, version, self.version, given, self._updates + 1, self._calls
+                text, self._updates = agree(
+                    self._group, version, self.version, given, self._updates
                 )
                 report = Report(version=text)
                 self._next_version = self.version + 1
@@ -363,20 +362,13 @@ def _bars() -> type[tqdm[None]]:
 
 
 def agree(
-    group: TrainerGroup,
-    version: object,
-    counted: int,
-    given: bool | None,
-    number: int,
-    calls: int,
-) -> tuple[str, int, int]:
-    """The version that all ranks of a group mean, the update's number, and the number of calls.
-    Where they leave the version open it is one more than any has counted: a rank may have missed
-    the very end of an update that the others have seen.
+    group: TrainerGroup, version: object, counted: int, given: bool | None, calls: int
+) -> tuple[str, int]:
+    """The version that all ranks of a group mean, and the highest number of calls of any.  Where
+    they leave the version open it is one more than any has counted: a rank may have missed the very
+    end of an update that the others have seen.
 
     given: whether the rank was given weights, None where it has none.
-    number: the update's, as this rank counts.  Ranks may differ: one may have failed when others
-    had not begun.
     calls: of update() by this rank.
 
     Raises:
@@ -386,8 +378,8 @@ def agree(
             mean: one of them is in another step than the others.
     """
     text = None if version is None else version_text(version)
-    counts, texts, givens, begun, called = zip(
-        *group.gather_json([counted, text, given, number, calls]), strict=True
+    counts, texts, givens, called = zip(
+        *group.gather_json([counted, text, given, calls]), strict=True
     )
     if None in texts and len(set(called)) > 1:
         raise _core.StateError(
@@ -404,7 +396,7 @@ def agree(
         raise _core.InvalidArgumentError(
             f"trainer ranks {giving} give weights to update(), and {lacking} do not"
         )
-    return meant[0], max(begun), max(called)
+    return meant[0], max(called)
 
 
 def version_text(version: object) -> str:
