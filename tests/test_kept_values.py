@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -225,3 +228,177 @@ def test_nothing_is_kept_of_made_up_values(load: Load, learnt: bool) -> None:
             assert module.array == other.array
             assert getattr(module.o, "scale", None) == getattr(other.o, "scale", None)
     assert (loader.reason == "") == learnt
+
+
+class OwnDict(dict[str, float]):
+    """One whose other methods are not for filling it."""
+
+    def copy(self) -> Any:
+        raise AssertionError
+
+    __iter__ = items = keys = clear = update = copy  # type: ignore[assignment]
+
+
+class OwnList(list[float]):
+    def copy(self) -> Any:
+        raise AssertionError
+
+    __iter__ = clear = extend = copy  # type: ignore[assignment]
+
+
+@dataclass(slots=True)
+class Largest:
+    value: float = 0.0
+
+    def raise_to(self, value: float) -> None:
+        self.value = value
+
+
+class Object:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def raise_to(self, value: float) -> None:
+        self.value = value
+
+
+def locked(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+def unlock(array: Any, value: float) -> None:
+    array.flags.writeable = True
+    array[0] = value
+    array.flags.writeable = False
+
+
+def at_a_tensor(module: Module) -> Any:
+    tensor = torch.zeros(1)
+    tensor.top = 0.0  # type: ignore[attr-defined]
+    return tensor
+
+
+def at_the_buffer(module: Module) -> Any:
+    module.largest.top = 0.0  # type: ignore[assignment]
+
+
+def with_a_view(module: Module) -> Any:
+    packed = bytearray(8)
+    return packed, np.frombuffer(packed, dtype=np.float64)
+
+
+def in_order(store: Any, value: float) -> None:
+    store[value] = None
+    store.move_to_end(value, last=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "get", "put"),
+    [
+        (lambda _: np.zeros(1), lambda m: m.store[0], lambda m, v: unlock(m.store, v)),
+        (lambda _: locked(np.zeros(1)), lambda m: m.store[0], lambda m, v: unlock(m.store, v)),
+        (
+            lambda _: np.zeros(4)[:1],
+            lambda m: m.store[0],
+            lambda m, v: m.store.__setitem__(0, v),
+        ),
+        (with_a_view, lambda m: m.store[1][0], lambda m, v: m.store[1].__setitem__(0, v)),
+        (
+            lambda _: OwnDict(a=0.0),
+            lambda m: m.store["a"],
+            lambda m, v: m.store.__setitem__("a", v),
+        ),
+        (lambda _: OwnList([0.0]), lambda m: m.store[0], lambda m, v: m.store.__setitem__(0, v)),
+        (
+            lambda _: type("Own", (deque,), {})([0.0]),
+            lambda m: m.store[-1],
+            lambda m, v: m.store.append(v),
+        ),
+        (
+            lambda _: type("Own", (set,), {})(),
+            lambda m: max(m.store, default=0.0),
+            lambda m, v: m.store.add(v),
+        ),
+        (
+            lambda _: OrderedDict({0.0: None}),
+            lambda m: next(iter(m.store)),
+            lambda m, v: in_order(m.store, v),
+        ),
+        (
+            lambda _: ({"a": 0.0},),
+            lambda m: m.store[0]["a"],
+            lambda m, v: m.store[0].__setitem__("a", v),
+        ),
+        (
+            lambda _: UserDict(a=0.0),
+            lambda m: m.store["a"],
+            lambda m, v: m.store.__setitem__("a", v),
+        ),
+        (
+            lambda _: SimpleNamespace(a=0.0),
+            lambda m: m.store.a,
+            lambda m, v: setattr(m.store, "a", v),
+        ),
+        (lambda _: Largest(), lambda m: m.store.value, lambda m, v: m.store.raise_to(v)),
+        (lambda _: Object(), lambda m: m.store.value, lambda m, v: m.store.raise_to(v)),
+        (
+            lambda _: Object().raise_to,
+            lambda m: m.store.__self__.value,
+            lambda m, v: m.store(v),
+        ),
+        (at_a_tensor, lambda m: m.store.top, lambda m, v: setattr(m.store, "top", v)),
+        (at_the_buffer, lambda m: m.largest.top, lambda m, v: setattr(m.largest, "top", v)),
+    ],
+    ids=[
+        *("array", "locked array", "view of an array", "bytearray with a view", "dict", "list"),
+        *("deque", "set", "order", "tuple", "UserDict", "namespace", "slots", "object", "method"),
+        *("attribute of a tensor", "attribute of a buffer"),
+    ],
+)
+def test_nothing_made_up_stays_in_what_a_module_holds(
+    make: Callable[[Module], Any],
+    get: Callable[[Any], float],
+    put: Callable[[Any, float], None],
+) -> None:
+    def load(module: Module, pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            put(module, max(get(module), tensor.abs().max().item()))
+            module.place(name).copy_(tensor / get(module))
+
+    modules = Module(load), Module(load)
+    for module in modules:
+        module.store = make(module)
+    module, other = modules
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            sync.update(draw(seed=seed))
+            other.load_weights(list(draw(seed=seed).items()))
+            assert get(module) == get(other)
+            assert torch.equal(module.qkv, other.qkv)
+            assert torch.equal(module.o, other.o)
+
+
+def test_nothing_is_loaded_where_made_up_values_stay() -> None:
+    views = []
+
+    def longer_with_a_view(module: Module, pairs: Pairs) -> None:
+        """Of what has a view, nobody can change the length."""
+        if not views:
+            module.store.extend(b"01234567")
+            views.append(memoryview(module.store))
+        for name, tensor in pairs:
+            module.scales[name] = max(module.scales.get(name, 0.0), tensor.abs().max().item())
+            module.place(name).copy_(tensor / module.scales[name])
+
+    module = Module(longer_with_a_view)
+    module.store = bytearray(8)  # type: ignore[assignment]
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for _ in range(2):
+            with pytest.raises(wsync.WsyncError, match=r"store: of Module, keeps .*BufferError"):
+                sync.update(draw(seed=1))
+    assert module.scales == {"of each": []}  # all else is put back
+    with pytest.raises(wsync.LayoutError, match="store: of Module"):
+        loader.begin(1)

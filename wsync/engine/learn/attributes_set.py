@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
@@ -17,11 +18,14 @@ import torch
 
 from wsync.engine.learn.forms_of_values import ATOMS, Parts, owner_of
 from wsync.engine.learn.module_memory import slots
-from wsync.engine.learn.module_state import CONTAINERS
 
 Place = tuple[str, str, str]  # the path of a part, a tensor's name or "", an attribute's name
 _ABSENT: Final = object()
 _WORDS: Final = (bool, str, type(None))
+_CONTAINERS: Final = (
+    *(list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter),
+    *(tuple, frozenset),
+)
 
 
 @contextlib.contextmanager
@@ -137,7 +141,7 @@ def _names(parts: Parts) -> set[Place]:
 
 
 def _is_empty(value: object) -> bool:
-    return type(value) in (*CONTAINERS, tuple, frozenset) and not value
+    return type(value) in _CONTAINERS and not value
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which attributes of modules and of their parameters load_weights can have changed.
+"""Which attributes of modules and of tensors load_weights can have changed.
 
 While it is tried, other threads go on: requests come in and are counted.  What they do is theirs,
 and not put back.
@@ -19,7 +19,8 @@ import torch
 
 from wsync.engine.learn.attributes_read import patching
 
-_WATCHED: Final[tuple[Any, ...]] = (torch.nn.Module, torch.nn.Parameter)
+# parameters before tensors: each of the two takes over how it was
+_WATCHED: Final[tuple[Any, ...]] = (torch.nn.Module, torch.nn.Parameter, torch.Tensor)
 # by these, classes of engines may find and set attributes in their own way
 _WAYS: Final = ("__getattribute__", "__setattr__", "__delattr__")
 # whose looks at a `__dict__` mean nothing: what they do by it is seen otherwise, or changes nothing

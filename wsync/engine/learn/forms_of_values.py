@@ -39,7 +39,7 @@ ATOMS: Final = (
 )
 _KEYS: Final = frozenset((bool, int, str, bytes, type(None)))
 # by type: attributes that an object of it is made of
-_NAMES: Final[dict[type, tuple[str, ...]]] = {
+PARTS_OF_CALLABLES: Final[dict[type, tuple[str, ...]]] = {
     types.MethodType: ("__func__", "__self__"),
     functools.partial: ("func", "args", "keywords"),
     types.BuiltinFunctionType: ("__qualname__", "__self__"),
@@ -47,9 +47,9 @@ _NAMES: Final[dict[type, tuple[str, ...]]] = {
 _DEPTH: Final = 8  # of containers in containers
 _CONTAINERS: Final = (list, tuple, deque, bytearray, set, frozenset)
 # values that are asked for more than their type, wherever they are
-_KNOWN: Final[tuple[type, ...]] = (
+KNOWN: Final[tuple[type, ...]] = (
     *ATOMS,
-    *_NAMES,
+    *PARTS_OF_CALLABLES,
     types.FunctionType,
     torch.Tensor,
     torch.nn.Module,
@@ -94,19 +94,16 @@ class Forms:
             return typed(kind, call("items", elements(forms)))
         if isinstance(value, types.FunctionType):
             return self._function(value, depth)
-        names = next((found for known, found in _NAMES.items() if isinstance(value, known)), ())
+        names = _names_of(value)
         if names:
             return typed(kind, *(self._attribute(value, name, depth + 1) for name in names))
         if _is_configuration(kind):
-            fields = dataclasses.fields(value) if dataclasses.is_dataclass(kind) else ()
-            slots = [field.name for field in fields]
-            slots = [name for name in slots if _is_slot(kind, name)]
-            more = [self._attribute(value, name, depth + 1) for name in slots]
+            more = [self._attribute(value, name, depth + 1) for name in slots_of(kind)]
             return typed(kind, self._attribute(value, "__dict__", depth), *more)
         if _is_array(value):
             return typed(kind, ("apply", _array, (atom(_array(value)),)))
-        if _is_plain(value, depth):
-            return typed(kind, ("own", None, (self.of(_attributes(value), depth + 1),)))
+        if is_plain(value, depth):
+            return typed(kind, ("own", None, (self.of(attributes_of(value), depth + 1),)))
         return typed(kind)
 
     def _tensor(self, value: torch.Tensor, depth: int) -> Form:
@@ -230,9 +227,16 @@ def _elements(depth: int, value: Any) -> frozenset[Form]:
     return frozenset(forms.of(each, depth + 1) for each in tuple(value))
 
 
-def _is_slot(kind: Any, name: str) -> bool:
-    """Whether an attribute is kept beside `__dict__`."""
-    return isinstance(getattr(kind, name, None), types.MemberDescriptorType)
+def _names_of(value: Any) -> tuple[str, ...]:
+    found = (names for kind, names in PARTS_OF_CALLABLES.items() if isinstance(value, kind))
+    return next(found, ())
+
+
+def slots_of(kind: Any) -> list[str]:
+    """Fields of a dataclass that are kept beside `__dict__`."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    slot = types.MemberDescriptorType
+    return [field.name for field in fields if isinstance(getattr(kind, field.name, None), slot)]
 
 
 def _is_configuration(kind: Any) -> bool:
@@ -245,7 +249,7 @@ def _is_array(value: Any) -> bool:
     return dtype is not None and not dtype.hasobject
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def attributes_of(value: Any) -> dict[str, Any] | None:
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -253,23 +257,29 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     return found if type(found) is dict else None
 
 
-def _is_plain(value: Any, depth: int) -> bool:
+def is_plain(value: Any, depth: int = 0) -> bool:
     """Whether an object, and all that it holds, is compared by more than its type.  An engine's own
     objects, of threads, locks or files, change all the time."""
-    if isinstance(value, _KNOWN) or _is_array(value) or _is_configuration(type(value)):
+    if isinstance(value, KNOWN) or _is_array(value) or _is_configuration(type(value)):
         return True
     if depth >= _DEPTH or isinstance(value, types.ModuleType):
         return False
+    inside = inside_of(value)
+    return inside is not None and all(is_plain(each, depth + 1) for each in inside)
+
+
+def inside_of(value: Any) -> list[Any] | None:
+    """The values in a container, in what is called, or in another object's `__dict__`, if any."""
     if isinstance(value, dict | types.MappingProxyType):
-        inside: list[Any] = [each for pair in list(value.items()) for each in pair]
-    elif isinstance(value, _CONTAINERS):
-        inside = list(value)
-    else:
-        held = _attributes(value)
-        if held is None:
-            return False
-        inside = list(held.values())
-    return all(_is_plain(each, depth + 1) for each in inside)
+        items = dict.items(value) if isinstance(value, dict) else value.items()
+        return [each for pair in list(items) for each in pair]
+    kind: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    if kind is not None:  # as it is, whatever a class of its own shows
+        return list(kind.__iter__(value))
+    if names := _names_of(value):
+        return [getattr(value, name) for name in names]
+    held = attributes_of(value)
+    return None if held is None else list(held.values())
 
 
 def _array(value: Any) -> tuple[str, tuple[int, ...], bytes]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from wsync._core import LayoutError
 from wsync.engine.learn.attributes_touched import touched, watching
+from wsync.engine.learn.forms_of_values import tensors_of
+from wsync.engine.learn.kept_contents import Content, content_of
 from wsync.engine.learn.module_memory import (
     Area,
     ModuleMemory,
@@ -22,10 +22,9 @@ from wsync.engine.learn.module_memory import (
     wrapped_tensors,
 )
 from wsync.engine.learn.regions import Move
+from wsync.machine.error_text import error_text
+from wsync.module_tensors.names_in_messages import listed
 
-CONTAINERS: Final = frozenset(
-    (list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter)
-)
 _ABSENT: Final = object()
 _BOUND: Final = frozenset(("_parameters", "_buffers"))  # Bindings puts these back
 
@@ -62,41 +61,48 @@ class Bindings:
         return changed
 
 
+class NotPutBackError(Exception):
+    """A module keeps what load_weights made of values that it was tried with."""
+
+
 class PlainAttributes:
-    """What the attributes of a module's parts and of their parameters are, but for the parts'
-    tensors, and what containers and arrays of numpy among them hold.  What other objects hold is
-    not kept.
+    """What the attributes of a module's parts and of their tensors are, but for the parts' tensors,
+    and what they hold, as far as `content_of` knows it.
 
     Put back is what was touched while that was watched: the rest is what other threads have done.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        parts = list(module.modules())
-        parameters = (p for part in parts for p in part._parameters.values() if p is not None)
-        owners = {id(owner): owner for owner in (*parts, *parameters)}
+        parts = dict(module.named_modules())
+        owners: dict[int, tuple[str, Any]] = {
+            id(part): (path, part) for path, part in parts.items()
+        }
+        for path, _, name, tensor in tensors_of(parts):
+            owners.setdefault(id(tensor), (f"{path}.{name}", tensor))
         self.touched = touched()
-        self._kept = [(owner, vars(owner), dict(vars(owner))) for owner in owners.values()]
-        self._contents: dict[int, tuple[Any, Any]] = {}  # containers, and copies of them
-        self._arrays: dict[int, tuple[Any, Any]] = {}  # those with memory of their own, as well
-        for _, _, values in self._kept:
-            self._add(value for name, value in values.items() if name not in _BOUND)
-
-    def _add(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if type(value) in CONTAINERS and id(value) not in self._contents:
-                self._contents[id(value)] = value, value.copy()
-                self._add(_items(value))
-            elif _is_array(value) and value.flags.owndata and value.flags.writeable:
-                self._arrays[id(value)] = value, value.copy()
+        self._kind = type(module).__name__
+        self._kept = [(path, o, vars(o), dict(vars(o))) for path, o in owners.values()]
+        self._contents: dict[int, Content] = {}  # by the identities of values
+        todo = [
+            value
+            for *_, values in self._kept
+            for name, value in values.items()
+            if name not in _BOUND
+        ]
+        while todo:
+            value = todo.pop()
+            if id(value) not in self._contents and (found := content_of(value)) is not None:
+                self._contents[id(value)] = found
+                todo += found.inside()
 
     def restore(self) -> bool:
-        """Whether anything had changed."""
+        """Whether anything had changed.  NotPutBackError, when all else is put back, where a value
+        does not hold what it did."""
         changed = False
-        for owner, slot, values in self._kept:
+        for _, owner, slot, values in self._kept:
             for name in [*slot, *(values.keys() - slot.keys())]:
                 old, new = values.get(name, _ABSENT), slot.get(name, _ABSENT)
-                tensors = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)
-                if new is old or name in _BOUND or tensors:
+                if new is old or _is_bound(owner, name, old, new):
                     continue
                 if not self.touched.was_set(owner, name, new=old is _ABSENT):
                     continue
@@ -105,37 +111,44 @@ class PlainAttributes:
                     del slot[name]
                 else:
                     slot[name] = old
-        reached = self._reached()
-        for container, content in (self._contents[i] for i in reached & self._contents.keys()):
-            if list(map(id, _items(container))) != list(map(id, _items(content))):
-                changed = True
-                container.clear()
-                (container.extend if hasattr(container, "extend") else container.update)(content)
-        for array, content in (self._arrays[i] for i in reached & self._arrays.keys()):
-            # of objects these bytes are their identities
-            if array.shape != content.shape or array.tobytes() != content.tobytes():
-                changed = True
-                if array.shape != content.shape:
-                    array.resize(content.shape, refcheck=False)
-                array[...] = content
+        left: dict[str, str] = {}
+        for content, name in self._reached():
+            try:
+                changed = content.put_back() or changed
+            except Exception as error:
+                left.setdefault(name, error_text(error))
+        if left:
+            raise NotPutBackError(
+                f"{listed(left)}: of {self._kind}, keeps what load_weights made of values that it "
+                f"was tried with, and cannot be put back ({next(iter(left.values()))}): nothing is "
+                "loaded by that; make the engine anew, with a load_weights that can be undone"
+            )
         return changed
 
-    def _reached(self) -> set[int]:
-        """What attributes that were looked up hold, and what containers among it do."""
+    def _reached(self) -> Iterator[tuple[Content, str]]:
+        """What attributes that were looked up hold, and what that holds; and their names."""
         todo = [
-            value
-            for owner, _, values in self._kept
+            (value, f"{path}.{name}".lstrip("."))
+            for path, owner, _, values in self._kept
             for name, value in values.items()
-            if id(value) in self._contents or id(value) in self._arrays
+            if id(value) in self._contents
             if name == "_modules" or self.touched.was_looked_up(owner, name)
         ]
-        found: set[int] = set()
+        seen: set[int] = set()
         while todo:
-            value = todo.pop()
-            if id(value) not in found:
-                found.add(id(value))
-                todo += _items(self._contents[id(value)][1]) if id(value) in self._contents else ()
-        return found
+            value, name = todo.pop()
+            content = self._contents.get(id(value))
+            if content is not None and id(value) not in seen:
+                seen.add(id(value))
+                todo += [(each, name) for each in content.inside()]
+                yield content, name
+
+
+def _is_bound(owner: Any, name: str, *values: Any) -> bool:
+    """Whether it is for Bindings to put that attribute back."""
+    if not isinstance(owner, torch.nn.Module):
+        return False
+    return name in _BOUND or any(isinstance(value, torch.Tensor) for value in values)
 
 
 class KeptRegions:
@@ -180,12 +193,15 @@ class ModuleState:
         self._parts = [(part, part.to("cpu", copy=True)) for part in parts]
 
     def restore(self) -> None:
+        """NotPutBackError, when all else is put back, as of PlainAttributes."""
         self._bindings.restore()
-        self.plain.restore()
-        if self._regions is not None:
-            self._regions.put_back()
-        for part, copy in self._parts:
-            part.copy_(copy)
+        try:
+            self.plain.restore()
+        finally:
+            if self._regions is not None:
+                self._regions.put_back()
+            for part, copy in self._parts:
+                part.copy_(copy)
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
@@ -205,14 +221,3 @@ class ModuleState:
         except BaseException:
             self.restore()
             raise
-
-
-def _is_array(value: object) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _items(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return [*container.keys(), *container.values()]
-    return list(container)

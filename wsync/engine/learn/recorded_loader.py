@@ -31,7 +31,7 @@ from wsync.engine.learn.module_memory import (
     without_strides,
     wrapped_tensors,
 )
-from wsync.engine.learn.module_state import KeptRegions, ModuleState
+from wsync.engine.learn.module_state import KeptRegions, ModuleState, NotPutBackError
 from wsync.engine.learn.quantisation_mismatch import OtherFormError
 from wsync.engine.learn.recorder import (
     ClashError,
@@ -191,10 +191,11 @@ class RecordedLoader(ChoosingLoader):
         try:
             with unwritten():
                 yield
-        except WrittenError as error:
+        except (WrittenError, NotPutBackError) as error:
             # the same made-up values once more would look like nothing
-            self.recording, self._spoils = None, str(error)
-            raise
+            self.recording, self.reason = None, str(error)
+            self._spoils = self.reason
+            raise _core.LayoutError(self._spoils) from error
 
     def _wrapped(self) -> str:
         """Why no recording knows whether all parameters are loaded; or "".  LayoutError where
@@ -440,6 +441,8 @@ class RecordedLoader(ChoosingLoader):
         return f"{listed(computed)}: {next(iter(computed.values()))}" if computed else ""
 
     def begin(self, rounds: int) -> None:
+        if self._spoils:
+            raise _core.LayoutError(self._spoils)
         if change := self._changed_attribute():
             self._try_whole(change)
         if change := self._stale():
