@@ -909,6 +909,19 @@ def at_parameters(give: Callable[[Expert], Any]) -> Callable[[Any, list[Expert]]
     return deal
 
 
+TABLES = [torch.arange(32), torch.arange(32).flip(0)]
+
+
+def table_of(module: Any, expert: Expert) -> torch.Tensor:
+    """One of those that lie outside the module."""
+    return TABLES[list(module.slots).index(expert)]
+
+
+def tables_at_parameters(module: Any, experts: list[Expert]) -> None:
+    for slot, expert in zip(module.slots, experts, strict=True):
+        slot.weight.rows = table_of(module, expert)
+
+
 DEALT: dict[str, tuple[Any, Any]] = {
     "parts": (of(lambda e: e), lambda m, k, t: m.of["each"][k][0].load(t)),
     "parameters": (of(lambda e: e.weight), copy_to),
@@ -941,6 +954,14 @@ DEALT: dict[str, tuple[Any, Any]] = {
     "parameters' views": (
         at_parameters(lambda e: e.weight.data[:]),
         lambda m, k, t: m.slots[k].weight.target.copy_(t),
+    ),
+    "tables": (
+        lambda m, experts: setattr(m, "of", [table_of(m, e) for e in experts]),
+        lambda m, k, t: m.slots[k].load(t[m.of[k]]),
+    ),
+    "parameters' tables": (
+        tables_at_parameters,
+        lambda m, k, t: m.slots[k].load(t[m.slots[k].weight.rows]),
     ),
 }
 

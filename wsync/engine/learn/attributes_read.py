@@ -4,10 +4,10 @@ Seen are those of the module, of its parts and of its tensors whose values are p
 words, None, enumerations, dtypes, arrays of numpy, functions by their code and what they are bound
 to, containers of such, configurations (objects with to_dict, dataclasses) and objects that hold
 nothing else, by what they hold.  Of a part or tensor of the module it is compared which one it is,
-of a view of such a tensor what it is a view of, of another tensor in a container the shape, and of
-anything else, and of anything deeper than a few containers, the type.  Of a method of the part's
-class it is seen that nothing on the part takes its place.  Not seen is what is read by way
-of `__dict__` or `vars`.
+of a view of such a tensor what it is a view of, of another tensor which one it is, if load_weights
+has read its values, and else, in containers, the shape; and of anything else, and of anything
+deeper than a few containers, the type.  Of a method of the part's class it is seen that nothing on
+the part takes its place.  Not seen is what is read by way of `__dict__` or `vars`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import enum
 import operator
 import reprlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -127,11 +127,18 @@ class Attribute:
 class AttributeGuards:
     """Attributes that are compared at every update, all at once.
 
-    parts: those of the module, whose attributes are what they were.
+    parts: those of the module, whose attributes are what they were.  outside: as of Forms, when
+    they are renewed.
     """
 
-    def __init__(self, attributes: Iterable[Attribute] = (), parts: Parts | None = None) -> None:
+    def __init__(
+        self,
+        attributes: Iterable[Attribute] = (),
+        parts: Parts | None = None,
+        outside: Collection[int] = (),
+    ) -> None:
         self.attributes = list(attributes)
+        self._outside = outside
         self._make({} if parts is None else parts)
 
     def _make(self, parts: Parts) -> None:
@@ -186,8 +193,9 @@ class AttributeGuards:
     def renewed(self, parts: Parts, more: Iterable[Attribute] = ()) -> AttributeGuards:
         """The same attributes, and more, as they are now."""
         known = {each.place: each for each in (*more, *self.attributes)}
-        forms = Forms(parts)
-        return AttributeGuards([each.renewed(forms) for each in known.values()], parts)
+        forms = Forms(parts, self._outside)
+        renewed = [each.renewed(forms) for each in known.values()]
+        return AttributeGuards(renewed, parts, self._outside)
 
     def difference(self, parts: Parts) -> str:
         """How the first one that differs now does, or ""."""

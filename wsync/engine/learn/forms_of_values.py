@@ -8,7 +8,7 @@ import enum
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Final
 
@@ -61,11 +61,13 @@ class Forms:
     function once.
 
     parts: those of a module.  Its parts and tensors are compared by where it has them, views of its
-    tensors by what they are views of.
+    tensors by what they are views of.  outside: where further storages start, of whose tensors it
+    is compared which ones they are.
     """
 
-    def __init__(self, parts: Parts | None = None) -> None:
+    def __init__(self, parts: Parts | None = None, outside: Collection[int] = ()) -> None:
         self.parts: Parts = {} if parts is None else parts
+        self._outside = outside
         self._functions: dict[tuple[types.FunctionType, int], Form] = {}
 
     def of(self, value: Any, depth: int = 0) -> Form:
@@ -132,9 +134,10 @@ class Forms:
 
     @cached_property
     def _storages(self) -> set[int]:
-        """Where the memory of the module's tensors starts."""
+        """Where memory starts whose tensors are compared by where they lie."""
         tensors = (tensor for *_, tensor in tensors_of(self.parts) if usable(tensor))
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+        own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return own.union(self._outside) - {0}
 
     def _attribute(self, value: Any, name: str, depth: int) -> Form:
         """Of an attribute that there may be."""

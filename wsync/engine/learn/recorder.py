@@ -226,12 +226,13 @@ class Recording:
         self.names, self.parameters = held.names, held.parameters
         self.noted = noted_addresses(held)
         same = [each for each in attributes if not each.difference(held.parts)]
-        guards = AttributeGuards(same, held.parts)
-        self.states = [KnownState(guards, guards, left)]
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
         if any(now is not None and now != sum for _, now, sum in found):
             raise RecordingError("it goes by values outside the module, which it changes")
         self.outside = [(outside, sum) for outside, now, sum in found if now is not None]
+        starts = {outside.start() for outside, _ in self.outside}
+        guards = AttributeGuards(same, held.parts, starts).renewed(held.parts)
+        self.states = [KnownState(guards, guards, left)]
 
     def stale(self, held: ModuleMemory) -> str:
         """Which values but those of attributes that the loader goes by are others now; "" where

@@ -99,12 +99,20 @@ class Outside:
 
     def sum(self) -> int | None:
         """The checksum of its values now; None where it is gone."""
-        if not there(self.reference):
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+        storage = self._storage()
         if storage is None or storage.nbytes() < self.high:
             return None
         return checksum_of(bytes_of(storage, self.low, self.high))
+
+    def start(self) -> int:
+        """Where its storage starts; 0 where it is gone."""
+        storage = self._storage()
+        return 0 if storage is None else storage.data_ptr()
+
+    def _storage(self) -> torch.UntypedStorage | None:
+        if not there(self.reference):
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
