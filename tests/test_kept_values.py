@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -283,6 +285,10 @@ def at_the_buffer(module: Module) -> Any:
     module.largest.top = 0.0  # type: ignore[assignment]
 
 
+def at_a_parameter_too(module: Module) -> Any:
+    module.o.top = torch.zeros(1)  # type: ignore[attr-defined]
+
+
 def with_a_view(module: Module) -> Any:
     packed = bytearray(8)
     return packed, np.frombuffer(packed, dtype=np.float64)
@@ -349,11 +355,18 @@ def in_order(store: Any, value: float) -> None:
         ),
         (at_a_tensor, lambda m: m.store.top, lambda m, v: setattr(m.store, "top", v)),
         (at_the_buffer, lambda m: m.largest.top, lambda m, v: setattr(m.largest, "top", v)),
+        (
+            lambda _: {"a": torch.zeros(1).expand(2)},
+            lambda m: m.store["a"][0].item(),
+            lambda m, v: m.store["a"][0].fill_(v),
+        ),
+        (at_a_parameter_too, lambda m: m.o.top.item(), lambda m, v: m.o.top.fill_(v)),
     ],
     ids=[
         *("array", "locked array", "view of an array", "bytearray with a view", "dict", "list"),
         *("deque", "set", "order", "tuple", "UserDict", "namespace", "slots", "object", "method"),
-        *("attribute of a tensor", "attribute of a buffer"),
+        *("attribute of a tensor", "attribute of a buffer", "tensor in a dict"),
+        "tensor of a parameter",
     ],
 )
 def test_nothing_made_up_stays_in_what_a_module_holds(
@@ -378,6 +391,22 @@ def test_nothing_made_up_stays_in_what_a_module_holds(
             assert get(module) == get(other)
             assert torch.equal(module.qkv, other.qkv)
             assert torch.equal(module.o, other.o)
+
+
+class Own(dict[str, float]):
+    """One that there can be weak references to."""
+
+
+OWN = Own(a=0.0)
+
+
+def test_what_stands_for_a_container_is_left_alone() -> None:
+    module = Module(each(torch.Tensor.copy_))
+    module.store = weakref.proxy(OWN), MagicMock(spec=dict)  # type: ignore[assignment]
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(seed=1))
+    assert loader.reason == "" and torch.equal(module.o, draw(seed=1)["o"])
 
 
 def test_nothing_is_loaded_where_made_up_values_stay() -> None:

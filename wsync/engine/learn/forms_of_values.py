@@ -135,9 +135,7 @@ class Forms:
     @cached_property
     def _storages(self) -> set[int]:
         """Where memory starts whose tensors are compared by where they lie."""
-        tensors = (tensor for *_, tensor in tensors_of(self.parts) if usable(tensor))
-        own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        return own.union(self._outside) - {0}
+        return storages_of(self.parts).union(self._outside) - {0}
 
     def _attribute(self, value: Any, name: str, depth: int) -> Form:
         """Of an attribute that there may be."""
@@ -173,6 +171,12 @@ def tensors_of(parts: Parts) -> Iterator[tuple[str, str, str, torch.Tensor]]:
             for name, tensor in getattr(part, store).items():
                 if isinstance(tensor, torch.Tensor):
                     yield path, store, name, tensor
+
+
+def storages_of(parts: Parts) -> set[int]:
+    """Where the memory of the module's tensors starts."""
+    tensors = (tensor for *_, tensor in tensors_of(parts) if usable(tensor))
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def store_of(part: torch.nn.Module, tensor: str) -> str:
@@ -231,7 +235,7 @@ def _elements(depth: int, value: Any) -> frozenset[Form]:
 
 
 def _names_of(value: Any) -> tuple[str, ...]:
-    found = (names for kind, names in PARTS_OF_CALLABLES.items() if isinstance(value, kind))
+    found = (names for kind, names in PARTS_OF_CALLABLES.items() if issubclass(type(value), kind))
     return next(found, ())
 
 
@@ -263,7 +267,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 def is_plain(value: Any, depth: int = 0) -> bool:
     """Whether an object, and all that it holds, is compared by more than its type.  An engine's own
     objects, of threads, locks or files, change all the time."""
-    if isinstance(value, KNOWN) or _is_array(value) or _is_configuration(type(value)):
+    if issubclass(type(value), KNOWN) or _is_array(value) or _is_configuration(type(value)):
         return True
     if depth >= _DEPTH or isinstance(value, types.ModuleType):
         return False
@@ -273,12 +277,13 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 
 def inside_of(value: Any) -> list[Any] | None:
     """The values in a container, in what is called, or in another object's `__dict__`, if any."""
-    if isinstance(value, dict | types.MappingProxyType):
-        items = dict.items(value) if isinstance(value, dict) else value.items()
+    kind = type(value)
+    if issubclass(kind, dict | types.MappingProxyType):
+        items = dict.items(value) if issubclass(kind, dict) else value.items()
         return [each for pair in list(items) for each in pair]
-    kind: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
-    if kind is not None:  # as it is, whatever a class of its own shows
-        return list(kind.__iter__(value))
+    known: Any = next((known for known in _CONTAINERS if issubclass(kind, known)), None)
+    if known is not None:  # as it is, whatever a class of its own shows
+        return list(known.__iter__(value))
     if names := _names_of(value):
         return [getattr(value, name) for name in names]
     held = attributes_of(value)

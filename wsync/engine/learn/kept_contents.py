@@ -8,9 +8,11 @@ import sys
 import types
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, Final
+
+import torch
 
 from wsync.engine.learn.forms_of_values import (
     ATOMS,
@@ -21,14 +23,17 @@ from wsync.engine.learn.forms_of_values import (
     is_plain,
     slots_of,
 )
+from wsync.engine.learn.module_memory import bytes_of, usable
 
 _ABSENT: Final = object()
+# bytes of memory that tensors lie in: an engine's caches are larger
+_MOST: Final = 1 << 20
 # what holds other values for good
 _FIXED: Final = (tuple, frozenset, types.MappingProxyType, *PARTS_OF_CALLABLES)
 
 
 class Content:
-    """What a container, an array of numpy or a plain object holds."""
+    """What a container, an array of numpy, a small tensor or a plain object holds."""
 
     def __init__(self, value: Any, way: _Way) -> None:
         self._value, self._way, self._held = value, way, way.take(value)
@@ -39,6 +44,15 @@ class Content:
         attributes = attributes_of(self._value)  # of a container, whose class an engine may define
         return held if attributes is None else [*held, attributes]
 
+    def span(self) -> tuple[int, int]:
+        """Where the memory of a tensor or of an array starts, and its size."""
+        if isinstance(self._held, torch.Tensor):
+            storage = self._value.untyped_storage()
+            return storage.data_ptr(), storage.nbytes()
+        if _is_array(self._held):
+            return self._value.__array_interface__["data"][0], self._value.nbytes
+        return 0, 0
+
     def put_back(self) -> bool:
         """Whether anything had changed."""
         if self._way.fill is None or _same(self._way.take(self._value), self._held):
@@ -47,18 +61,22 @@ class Content:
         return True
 
 
-def content_of(value: Any) -> Content | None:
-    """What it holds now.  None where that cannot be changed; and of tensors and modules, and of
-    objects that hold others than plain ones."""
-    if isinstance(value, ATOMS):
+def content_of(value: Any, storages: Set[int]) -> Content | None:
+    """What it holds now.  None where that cannot be changed; and of modules, of tensors that are
+    large or lie in one of these storages, and of objects that hold others than plain ones."""
+    kind = type(value)  # not what it says that it is, as a proxy does
+    if issubclass(kind, ATOMS):
         return None
-    way = next((way for kind, way in _WAYS.items() if isinstance(value, kind)), None)
+    way = next((way for known, way in _WAYS.items() if issubclass(kind, known)), None)
     if way is None and _is_array(value):
         owner = _owner(value)
         way = _ARRAY if owner is value else _Way(lambda _: [owner], None)
-    if way is None and isinstance(value, _FIXED):
+    if issubclass(kind, torch.Tensor) and usable(value):
+        storage = value.untyped_storage()
+        way = _TENSOR if storage.nbytes() <= _MOST and storage.data_ptr() not in storages else None
+    if way is None and issubclass(kind, _FIXED):
         way = _Way(inside_of, None)
-    if way is None and not isinstance(value, KNOWN) and is_plain(value):
+    if way is None and not issubclass(kind, KNOWN) and is_plain(value):
         way = _OBJECT
     return None if way is None else Content(value, way)
 
@@ -68,8 +86,8 @@ class _Way:
     """How it is found what a value holds, and how that is put back: by methods of the built-in
     class, as those of a subclass may do more."""
 
-    take: Callable[[Any], Any]  # a list of values, an array, or bytes
-    fill: Callable[[Any, Any], None] | None
+    take: Callable[[Any], Any]  # a list of values, an array, a tensor, or bytes
+    fill: Callable[[Any, Any], object] | None
 
 
 def _sliced(kind: Any) -> _Way:
@@ -115,12 +133,12 @@ def _fill_array(value: Any, held: Any) -> None:
     value.flags.writeable = True
     if value.shape != held.shape:
         value.resize(held.shape, refcheck=False)
-    value[...] = held
+    type(held).__setitem__(value, ..., held)
     value.flags.writeable = held.flags.writeable
 
 
 def _copy_of_array(value: Any) -> Any:
-    found = value.copy()
+    found = sys.modules["numpy"].array(value, copy=True, subok=False)
     found.flags.writeable = value.flags.writeable
     return found
 
@@ -130,7 +148,7 @@ _ARRAY: Final = _Way(_copy_of_array, _fill_array)
 
 def _is_array(value: object) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return numpy is not None and issubclass(type(value), numpy.ndarray)
 
 
 def _owner(value: Any) -> Any:
@@ -138,6 +156,17 @@ def _owner(value: Any) -> Any:
     while _is_array(value.base):
         value = value.base
     return value if value.flags.owndata else None
+
+
+def _memory(value: torch.Tensor) -> torch.Tensor:
+    """All of it: of one element there may be several in a tensor."""
+    storage = value.untyped_storage()
+    return bytes_of(storage, 0, storage.nbytes())
+
+
+_TENSOR: Final = _Way(
+    lambda value: _memory(value).clone(), lambda value, held: _memory(value).copy_(held)
+)
 
 
 def _places(value: Any) -> list[str]:
@@ -166,4 +195,6 @@ def _same(one: Any, other: Any) -> bool:
     if _is_array(one):  # of objects these bytes are their identities
         same = one.shape == other.shape and one.tobytes() == other.tobytes()
         return bool(same and one.flags.writeable == other.flags.writeable)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
     return bytes(one) == bytes(other)

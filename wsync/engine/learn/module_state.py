@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ import torch
 
 from wsync._core import LayoutError
 from wsync.engine.learn.attributes_touched import touched, watching
-from wsync.engine.learn.forms_of_values import tensors_of
+from wsync.engine.learn.forms_of_values import storages_of, tensors_of
 from wsync.engine.learn.kept_contents import Content, content_of
 from wsync.engine.learn.module_memory import (
     Area,
@@ -23,6 +24,7 @@ from wsync.engine.learn.module_memory import (
 )
 from wsync.engine.learn.regions import Move
 from wsync.machine.error_text import error_text
+from wsync.machine.sent_memory import is_sent
 from wsync.module_tensors.names_in_messages import listed
 
 _ABSENT: Final = object()
@@ -82,7 +84,7 @@ class PlainAttributes:
         self.touched = touched()
         self._kind = type(module).__name__
         self._kept = [(path, o, vars(o), dict(vars(o))) for path, o in owners.values()]
-        self._contents: dict[int, Content] = {}  # by the identities of values
+        storages, found = storages_of(parts), dict[int, Content]()  # by the identities of values
         todo = [
             value
             for *_, values in self._kept
@@ -91,9 +93,13 @@ class PlainAttributes:
         ]
         while todo:
             value = todo.pop()
-            if id(value) not in self._contents and (found := content_of(value)) is not None:
-                self._contents[id(value)] = found
-                todo += found.inside()
+            content = None if id(value) in found else content_of(value, storages)
+            if content is not None:
+                found[id(value)] = content
+                todo += content.inside()
+        # that a trainer's memory was written to is an error, which is not to be hidden
+        own = [not sent for sent in is_sent(content.span() for content in found.values())]
+        self._contents = dict(itertools.compress(found.items(), own))
 
     def restore(self) -> bool:
         """Whether anything had changed.  NotPutBackError, when all else is put back, where a value
