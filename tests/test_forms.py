@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from wsync._core import LayoutError, Pattern
-from wsync.engine.learn import forms_of_values
+from wsync.engine.learn import attributes_read, forms_of_values
 from wsync.engine.learn.attributes_read import Attribute, AttributeGuards
 from wsync.engine.learn.forms_of_values import Forms
 from wsync.engine.learn.module_memory import ModuleMemory, slots, usable
@@ -573,3 +573,20 @@ def test_a_dict_that_changes_while_it_is_asked_does_no_harm() -> None:
         rows = [("atom", True, ()), ("apply", change, (0,)), ("once", None, ())]
         asked = Pattern([*rows, ("items", ("a", "b", "c"), (1, 2, 2))])
         asked.match(held)
+
+
+def test_that_attributes_are_absent_is_asked_of_classes() -> None:
+    """Of each tensor it would be asked by an AttributeError, at every update.  While load_weights
+    is watched, torch's classes look attributes up in a way of wsync's."""
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.zeros(2))
+    with attributes_read.attributes_read(module) as read:
+        getattr(module.w, "weight_loader", None)
+        found = [each for each in read if each.name == "weight_loader"]
+        forms = attributes_read._of_group(module.w, found, {})
+        guards = AttributeGuards(found, {"": module})
+    assert [each.absent for each in found] == [True]
+    assert "absent" not in {operation for operation, *_ in forms}
+    assert guards.hold({"": module})
+    module.w.weight_loader = print
+    assert not guards.hold({"": module})

@@ -221,14 +221,19 @@ def _of_group(
     names = {each.name for each in members if each.absent}
     names -= {name for base in kind.__mro__ for name in vars(base)}  # by a property's doing
     stores = _STORES.get(getattr(kind, "__getattr__", None))
-    if not names or not stores or kind.__getattribute__ is not object.__getattribute__:
+    plain = [base for base in kind.__mro__ if base not in _WATCHED]
+    if not names or not stores or any(_LOOKUP in vars(base) for base in plain):
         return tuple(each.form for each in members)
     for base in kind.__mro__:
-        absent.setdefault(base, set()).update(names)
+        own = {_LOOKUP} if base in plain else set()
+        absent.setdefault(base, set()).update(names | own)
     held = [attribute(store, *lacks(*names)) for store in stores]
     return *(each.form for each in members if each.name not in names), *held
 
 
+# what these have of it is this package's while load_weights is watched
+_LOOKUP: Final = "__getattribute__"
+_WATCHED: Final[tuple[Any, ...]] = (object, torch.nn.Module, torch.nn.Parameter, torch.Tensor)
 # by a class's __getattr__: where an attribute can be that the class does not have
 _STORES: Final[dict[Any, tuple[str, ...]]] = {
     None: ("__dict__",),
@@ -237,8 +242,8 @@ _STORES: Final[dict[Any, tuple[str, ...]]] = {
 
 
 def _lookup(kind: Any) -> list[Form]:
-    """How a class looks up attributes."""
-    names = "__mro__", "__getattribute__", "__getattr__"
+    """How a class looks up attributes that are not found."""
+    names = "__mro__", "__getattr__"
     return [
         attribute(name, atom(getattr(kind, name))) if hasattr(kind, name) else ("absent", name, ())
         for name in names

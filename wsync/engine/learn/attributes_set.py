@@ -86,8 +86,8 @@ class LeftValues:
         }
         return kept
 
-    def drop_caches(self, parts: Parts) -> Callable[[], None]:
-        """Has tensors be gone again; the answer puts them back."""
+    def drop_caches(self, parts: Parts) -> Callable[[], None] | None:
+        """Has tensors be gone again; the answer puts them back, or is None where there are none."""
         dropped = []
         for place, value in self._values.items():
             slot, name = _slot(place, parts), place[2]
@@ -103,7 +103,7 @@ class LeftValues:
             for slot, name, tensor in dropped:
                 slot[name] = tensor
 
-        return put_back
+        return put_back if dropped else None
 
     def put_back(self, parts: Parts) -> None:
         """Has all of them be what a load leaves."""

@@ -54,26 +54,40 @@ class Found:
         else:
             parts = dict(module.named_modules())
         for state in recording.states:
-            if not state.before.hold(parts):
-                continue
-            put_back = state.left.drop_caches(parts)
-            if not self._look():
+            if state.before.hold(parts) and not self._look_without(state.left.drop_caches(parts)):
                 self.state = state
                 return
-            put_back()
         changed = recording.states[0].before.difference(parts)
         self.change = self._look() or changed
         if self.memory is None:
             self.loose = {**recording.loose, **_left_alone(module, recording)}
         known = {fact[0] for fact in recording.facts}
         put_back = _take_out(module, known | self.loose.keys())
-        self.triable = not self._look()
-        put_back()
+        try:
+            self.triable = not self._look_anew()
+        finally:
+            put_back()
+
+    def _look_without(self, put_back: Callable[[], None] | None) -> str:
+        """The same now that caches have been dropped, which are put back if tensors differ."""
+        if put_back is None:
+            return self._look()
+        change = "unknown"
+        try:
+            change = self._look_anew()
+        finally:
+            if change:
+                put_back()
+                self.memory = None  # it was that of a module without caches
+        return change
+
+    def _look_anew(self) -> str:
+        self.memory = self.held.kept() if self.held is not None else None
+        return self._look()
 
     def _look(self) -> str:
         """How tensors, and values of these, differ now."""
         held, recording = self.held, self._recording
-        self.memory = held.kept() if held is not None else None
         if held is None or self.memory is None:
             held = ModuleMemory(self._module, self.loose)
             if change := held.difference(recording.facts, recording.names):

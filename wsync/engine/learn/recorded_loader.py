@@ -7,6 +7,7 @@ import fnmatch
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -221,6 +222,7 @@ class RecordedLoader(ChoosingLoader):
             StateError: it does something else with these, or cannot be tried.
         """
         recording, model, held = self.recording, self._layout, found.held
+        start = time.perf_counter()
         assert recording is not None and model is not None and held is not None
         with self._trying():
             try:
@@ -231,7 +233,7 @@ class RecordedLoader(ChoosingLoader):
             except _NOT_RECORDED as error:
                 _log.info("load_weights cannot be replaced as the module is now: %s", error)
                 raise _changed(self._module, found.change) from error
-        _log.info("load_weights loads the same as before, although %s", found.change)
+        self._tell_of_trial(found.change, start)
 
     def _learn(
         self, model: _core.Layout, facts: _Model, before: ModuleState, wrapped: str
@@ -327,6 +329,7 @@ class RecordedLoader(ChoosingLoader):
             StateError: it does not load what it did before, or has to get all tensors at once.
         """
         assert self._layout is not None
+        start = time.perf_counter()
         with self._trying(), attributes_read(self._module) as read:
             at_once = not self._may_be_split(self._layout)
             doubtful, known = self._find_doubtful(self._layout), self._doubtful
@@ -340,6 +343,16 @@ class RecordedLoader(ChoosingLoader):
         parts = dict(self._module.named_modules())
         self._last = self._last.renewed(parts, read)
         self._tried = [*self._tried[-MOST_STATES:], self._last]
+        self._tell_of_trial(change, start)
+
+    def _tell_of_trial(self, change: str, start: float) -> None:
+        _log.warning(
+            "%s: its load_weights was tried once more, in %.1f s, and loads the same as before "
+            "although %s; what has another value at each update costs that at each",
+            type(self._module).__name__,
+            time.perf_counter() - start,
+            change,
+        )
 
     def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
         """Raises MissingError for parameters that lack bytes.  unused: tensors of the trainer."""
@@ -574,10 +587,11 @@ def _computed(recording: Recording) -> dict[str, str]:
     return {name: why for name, why in recording.fallback.items() if not is_note(name)}
 
 
-class _UntriedError(Exception):
+class _UntriedError(_core.StateError):
     """The module is in a state that load_weights has not been tried in."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, module: torch.nn.Module, found: Found) -> None:
+        super().__init__(*_changed(module, found.change).args)
         self.found = found
 
 
@@ -637,7 +651,7 @@ class _Replay(RoutedLoader):
         found = Found(self.module, self.recording, former)
         held = found.held
         if found.triable:
-            raise _UntriedError(found)
+            raise _UntriedError(self.module, found)
         if found.state is None or held is None:
             raise _changed(self.module, found.change)
         if held is not former:
