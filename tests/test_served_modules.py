@@ -350,3 +350,46 @@ def test_a_try_that_fails_leaves_no_weights_that_pass_for_whole() -> None:
         assert module.ready and "update 2" in engine.receivers[0].trouble
         sync.update(draw(2))
         assert engine.receivers[0].consistent
+
+
+OUTSIDE = torch.zeros(3)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_values_that_load_weights_looks_at_in_one_state_alone_are_noticed(inside: bool) -> None:
+    """It goes by them, and nobody compares them in the state that was recorded."""
+
+    class Stale(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(3))
+            self.stale = False
+            self.w = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+        def load_weights(self, pairs: Any) -> None:
+            flip = False
+            if self.stale:
+                self.stale = False
+                flip = bool((self.mask if inside else OUTSIDE)[0] > 0)
+            for _, tensor in pairs:
+                self.w.data.copy_(tensor.flip(0) if flip else tensor)
+
+    module, plain = Stale(), Stale()
+    weights = {"w": torch.randn(4, 4)}
+    OUTSIDE.zero_()
+    with wsync.connect(
+        weights, engines=[ThreadEngine([RecordedLoader(module)])], options=OPTIONS
+    ) as sync:
+        for step in range(4):
+            if step == 2:
+                for mask in (module.mask, plain.mask, OUTSIDE):
+                    mask[0] = 1
+            try:
+                sync.update()
+            except wsync.WsyncError:
+                module.stale = plain.stale  # which a failing update leaves
+                sync.update()
+            plain.load_weights(list(weights.items()))
+            assert torch.equal(module.w, plain.w)
+            module.stale = plain.stale = True
+            weights["w"].normal_()

@@ -313,7 +313,8 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
         if own or not tensor:
             read = Attribute.of(part, tensor, name, _own(owner, name, value), Forms())
             # which one of the module's a value is shows when it is `renewed`
-            if not read.opaque or isinstance(value, torch.nn.Module | torch.Tensor):
+            which = (torch.nn.Module, torch.Tensor) if tensor else torch.nn.Module
+            if not read.opaque or isinstance(value, which):
                 found.append(read)
 
     def reading(kind: type) -> Any:

@@ -6,8 +6,7 @@ goes by them is tried: on made-up tensors, with the module as it was found.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -20,12 +19,11 @@ from wsync.engine.learn.attributes_read import (
 )
 from wsync.engine.learn.attributes_set import LeftValues, Place, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.module_memory import ModuleMemory, bound_tensors, has_memory
+from wsync.engine.learn.module_memory import ModuleMemory, bound_tensors
 from wsync.engine.learn.module_state import KeptRegions, ModuleState
-from wsync.engine.learn.recorder import KnownState, Recording, RecordingError
+from wsync.engine.learn.recorder import KnownState, Recording, RecordingError, looks_anew
 from wsync.engine.learn.verify import check_gaps, load_made_up, sums_of_gaps, verify
 from wsync.engine.ring_loaders import LoadWeights
-from wsync.module_tensors import checksum_of
 
 MOST_STATES: Final = 16  # that are remembered, besides the first
 
@@ -34,8 +32,7 @@ class Found:
     """A module as an update finds it.  What it has cached is dropped if its state is known.
 
     state: the known one, or None.  change: how it differs from the first one, if it is not known.
-    triable: whether only attributes, caches and tensors that load_weights seems to leave alone
-    differ; loose: all that it leaves alone, with these.  held, memory: its tensors, but for caches,
+    triable: whether only attributes and caches differ.  held, memory: its tensors, but for caches,
     where its state is known or can be tried.
     """
 
@@ -45,7 +42,6 @@ class Found:
         self.state: KnownState | None = None
         self.change = ""
         self.triable = False
-        self.loose = recording.loose
         self._module, self._recording = module, recording
         self.held = former
         self.memory: Any = former.kept() if former is not None else None
@@ -59,10 +55,7 @@ class Found:
                 return
         changed = recording.states[0].before.difference(parts)
         self.change = self._look() or changed
-        if self.memory is None:
-            self.loose = {**recording.loose, **_left_alone(module, recording)}
-        known = {fact[0] for fact in recording.facts}
-        put_back = _take_out(module, known | self.loose.keys())
+        put_back = _take_out(module, {fact[0] for fact in recording.facts})
         try:
             self.triable = not self._look_anew()
         finally:
@@ -89,7 +82,7 @@ class Found:
         """How tensors, and values of these, differ now."""
         held, recording = self.held, self._recording
         if held is None or self.memory is None:
-            held = ModuleMemory(self._module, self.loose)
+            held = ModuleMemory(self._module)
             if change := held.difference(recording.facts, recording.names):
                 return change
             self.held, self.memory = held, held.memory()
@@ -109,36 +102,6 @@ def _take_out(module: torch.nn.Module, known: set[str]) -> Callable[[], None]:
     return put_back
 
 
-def _left_alone(module: torch.nn.Module, recording: Recording) -> dict[str, int]:
-    """Tensors that are not what they were, and that load_weights neither reads nor writes, as far
-    as was seen: as forward keeps them on a module.  With the areas that they were, or -1.
-
-    No parameters, nothing in memory with other tensors, nothing whose name load_weights has asked
-    a part for, or that the trainer has a tensor of.
-    """
-    held, loose = ModuleMemory(module, recording.loose), recording.loose
-    now = {fact[0]: (*fact[1:4], fact[5]) for fact in held.facts}
-    before = {fact[0]: (*fact[1:4], fact[5]) for fact in recording.facts if fact[0] not in loose}
-    areas = {fact[0]: fact[4] for fact in recording.facts}
-    shared = Counter(fact[4] for fact in recording.facts)
-    uses, sent = recording.uses(), _last_names(recording)
-    guards = (each for state in recording.states for each in state.before.attributes)
-    asked = {(each.part, each.name) for each in guards}
-    return {
-        path: areas.get(path, -1)
-        for path in now.keys() | before.keys()
-        if now.get(path) != before.get(path)
-        if path not in held.parameters | recording.parameters
-        if path not in areas or (shared[areas[path]] == 1 and areas[path] not in uses)
-        if path.rpartition(".")[::2] not in asked and path.rpartition(".")[2] not in sent
-    }
-
-
-def _last_names(recording: Recording) -> set[str]:
-    names = (*recording.pieces, *recording.fallback, *recording.skipped)
-    return {name.rpartition(".")[2] for name in names}
-
-
 def try_state(
     module: torch.nn.Module,
     load: LoadWeights,
@@ -146,83 +109,39 @@ def try_state(
     recording: Recording,
     stream: Stream,
     held: ModuleMemory,
-    loose: Mapping[str, int],
 ) -> None:
     """Adds a module's state to those that a recording knows.  The module's weights are lost, its
     attributes are left.
 
-    held: what it holds, but for caches.  loose: what load_weights seems to leave alone, and is from
-    then on not looked at if it does.
+    held: what it holds, but for caches.
 
     Raises:
         RecordingError: load_weights does something else in that state, or leaves what an update
             cannot leave.  If it then has the module as it was recorded, and will do so again, the
             recording is refuted.
     """
-    former, recording.loose = recording.loose, dict(loose)
-    try:
-        _try_state(module, load, model, recording, stream, held)
-    except BaseException:
-        recording.loose = former
-        raise
-
-
-def _try_state(
-    module: torch.nn.Module,
-    load: LoadWeights,
-    model: Layout,
-    recording: Recording,
-    stream: Stream,
-    held: ModuleMemory,
-) -> None:
     found, trial = ModuleState(module, values=False), _Trial(module, recording)
-    beside = _Beside(module, recording.loose)
     with KeptRegions(held, recording.not_copied()), found.put_back():
         try:
             unwritten = sums_of_gaps(held, recording)
+            looks = looks_anew(module, load, MadeUpModel(model), held, recording)
+            found.restore()
             with attributes_read(module) as read, attributes_set(module) as places:
                 load_made_up(load, MadeUpModel(model))
                 check_gaps(held, recording, unwritten)
-                alone = beside.left_alone()
                 left = trial.left(places())
                 found.restore()
                 verify(module, load, MadeUpModel(model, seed=1), recording, stream, held)
                 left = left.common(trial.left(places()))
+                if looks:
+                    raise RecordingError(looks)
         except RecordingError as error:
             if trial.undone():
                 recording.refuted = f"{trial.change}, which it resets: {error}"
             raise
-        recording.loose = alone
         state = trial.state(read, left, found)
     recording.states[MOST_STATES:] = []
     recording.states.insert(1, state)
-
-
-class _Beside:
-    """Tensors that load_weights is to leave alone."""
-
-    def __init__(self, module: torch.nn.Module, loose: Mapping[str, int]) -> None:
-        self._module, self._loose = module, loose
-        self._before = self._bound()
-        self._sums = {path: _sum(tensor) for path, tensor in self._before.items()}
-
-    def left_alone(self) -> dict[str, int]:
-        """Those that are still what they were, or still not there.  RecordingError where one has
-        other values."""
-        now = self._bound()
-        same = [path for path in self._loose if now.get(path) is self._before.get(path)]
-        for path in same:
-            if path in now and _sum(now[path]) != self._sums[path]:
-                raise RecordingError(f"{path} is written to")
-        return {path: self._loose[path] for path in same}
-
-    def _bound(self) -> dict[str, torch.Tensor]:
-        return {path: t for path, _, _, t in bound_tensors(self._module) if path in self._loose}
-
-
-def _sum(tensor: torch.Tensor) -> int:
-    there = tensor.numel() > 0 and has_memory(tensor)
-    return checksum_of(tensor.detach().resolve_conj().resolve_neg()) if there else 0
 
 
 class _Trial:
@@ -232,7 +151,7 @@ class _Trial:
     """
 
     def __init__(self, module: torch.nn.Module, recording: Recording) -> None:
-        self._module, self._recording, self._facts = module, recording, recording.facts
+        self._module, self._facts = module, recording.facts
         self._parts = dict(module.named_modules())
         self._first = recording.states[0].before
         self._found = self._first.renewed(self._parts)
@@ -254,7 +173,7 @@ class _Trial:
 
     def undone(self) -> bool:
         """Whether the module is again what was recorded."""
-        tensors = ModuleMemory(self._module, self._recording.loose).difference(self._facts)
+        tensors = ModuleMemory(self._module).difference(self._facts)
         return not tensors and self._first.hold(self._parts)
 
     def state(self, read: list[Attribute], left: LeftValues, found: ModuleState) -> KnownState:
@@ -267,8 +186,7 @@ class _Trial:
         left.drop_caches(parts)
         left.put_back(parts)
         other = [each for each in loaded.attributes if each.difference(parts)]
-        tensors = ModuleMemory(self._module, self._recording.loose).difference(self._facts)
-        change = tensors or next(
+        change = ModuleMemory(self._module).difference(self._facts) or next(
             (each.difference(parts) for each in other if each.place in known), ""
         )
         if change:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -40,7 +39,6 @@ from wsync.module_tensors.value_forms import (
 # (path, dtype, shape, strides in elements, area, byte offset in it)
 Fact = tuple[str, str, tuple[int, ...], tuple[int, ...], int, int]
 Name = tuple[str, str | None]  # of a part or tensor, and the first one of what it stands for
-_NONE: Final[Mapping[str, int]] = MappingProxyType({})
 Seen = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
@@ -118,12 +116,9 @@ class ModuleMemory:
     Refers to tensors without keeping them alive: an engine may replace its weights between updates.
 
     Raises LayoutError where two storages share memory, or where a tensor's memory is gone.
-
-    loose: paths of tensors that may be there or not and are passed over, and the numbers of the
-    areas that they were once; these are empty.  -1: it was none.
     """
 
-    def __init__(self, module: torch.nn.Module, loose: Mapping[str, int] = _NONE) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         self.areas: list[Area] = []
         self.facts: list[Fact] = []
         self.parameters: set[str] = set()  # paths
@@ -136,20 +131,17 @@ class ModuleMemory:
         self._distinct: list[tuple[dict[str, Any], str, int]] = []
         bound: dict[int, Form] = {}  # by the tensor's id
         firsts: dict[int, str] = {}
-        self._loose, self._empty = loose, frozenset(loose.values())
         for path, slot, name, tensor in bound_tensors(module):
-            if path in loose or not tensor.numel():
-                continue
-            if not has_memory(tensor):
-                raise LayoutError(f"{path}: its memory is gone")
             start, end = _span(tensor)
+            if tensor.numel() and (not start or _end(tensor) > end - start):
+                raise LayoutError(f"{path}: its memory is gone")
+            if not tensor.numel():
+                continue
             if tensor.is_neg() or tensor.is_conj():
                 raise LayoutError(
                     f"{path}: its memory holds other values, which torch negates or conjugates when"
                     " they are read (is_neg, is_conj)"
                 )
-            if start not in numbers:
-                self._pass_over()
             number = numbers.setdefault(start, len(self.areas))
             if id(tensor) not in bound:
                 self._distinct.append((slot, name, number))
@@ -167,28 +159,16 @@ class ModuleMemory:
                 self.parameters.add(path)
             self.device = self.device if self._places else tensor.device
             self._places.append((slot, name))
-        self._pass_over()
         self._forms = list(bound.values())
-        names = _names_by_part(self.parts, loose)
-        self._held = module_pattern([module], lambda part: _forms_of_part(part, bound, names))
+        self._held = module_pattern([module], lambda part: _forms_of_part(part, bound))
         self._table = _table_of(self._held())
         self._spans = [(area.start, area.end - area.start) for area in self.areas]
-        there = (i for i, area in enumerate(self.areas) if area.start)
-        self._order = sorted(there, key=lambda i: self.areas[i].start)
+        self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
         for one, two in zip(self._order, self._order[1:], strict=False):
             first, second = self.areas[one], self.areas[two]
             if first.end > second.start:
                 raise _shared(first.path, second.path)
-
-    def _pass_over(self) -> None:
-        """Leaves the next numbers of areas to loose tensors that they belong to."""
-        while len(self.areas) in self._empty:
-            self.areas.append(Area(0, 0, lambda: None, "a tensor that is passed over"))
-
-    def anew(self) -> ModuleMemory:
-        """What the module has by now."""
-        return ModuleMemory(self.parts[""], self._loose)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -248,7 +228,7 @@ class ModuleMemory:
 
     def current(self) -> bool:
         """Whether the module holds the very same tensors where they were, and no others."""
-        return self.kept() is not None or self.anew()._same(self)
+        return self.kept() is not None or ModuleMemory(self.parts[""])._same(self)
 
     def _same(self, other: ModuleMemory) -> bool:
         return all(
@@ -295,19 +275,17 @@ class ModuleMemory:
     def difference(self, facts: list[Fact], names: list[Name] | None = None) -> str:
         """How the tensors, and the names if they are given, differ from what they were; "" where
         tensors only moved."""
-        facts = [fact for fact in facts if fact[0] not in self._loose]
         names = self.names if names is None else names
-        names = [name for name in names if name[0] not in self._loose]
         if (self.facts, self.names) == (facts, names):
             return ""
         now, before = _texts(self.facts, self.names), _texts(facts, names)
-        for mine, others, how in (before, now, "gone"), (now, before, "new"):
-            if what := next((what for what in mine if what not in others), ""):
-                return f"{what} is {how}"  # those after it are in other storages by their numbers
         for what, text in before.items():
+            if what not in now:
+                return f"{what} is gone"
             if now[what] != text:
                 return f"{what} was {text} and is {now[what]}"
-        return "the tensors or parts are in another order"
+        new = next((what for what in now if what not in before), "")
+        return f"{new} is new" if new else "the tensors or parts are in another order"
 
 
 class AreaNames:
@@ -383,24 +361,9 @@ def _names_of_parts(parts: dict[str, torch.nn.Module]) -> list[Name]:
     ]
 
 
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the storage of a tensor has room for its elements."""
-    start, end = _span(tensor)
+def _end(tensor: torch.Tensor) -> int:
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    stop = (int(tensor.storage_offset()) + reach + 1) * tensor.element_size()
-    return start != 0 and stop <= end - start
-
-
-def _names_by_part(
-    parts: Mapping[str, torch.nn.Module], paths: Iterable[str]
-) -> dict[int, set[str]]:
-    """Names of tensors by the ids of the parts that these paths lead to."""
-    found: dict[int, set[str]] = {}
-    for path in paths:
-        part, _, name = path.rpartition(".")
-        if part in parts:
-            found.setdefault(id(parts[part]), set()).add(name)
-    return found
+    return (int(tensor.storage_offset()) + reach + 1) * tensor.element_size()
 
 
 def bound_tensors(
@@ -461,23 +424,14 @@ def _table_of(tensors: list[torch.Tensor] | None) -> TensorTable | None:
         return None
 
 
-def _forms_of_part(
-    part: torch.nn.Module, bound: dict[int, Form], loose: Mapping[int, Collection[str]]
-) -> tuple[Form, ...]:
+def _forms_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> tuple[Form, ...]:
     """Of a part: which tensors it holds, under which names.
 
-    bound: the forms of tensors by their ids.  Others have no memory, and may get some.  loose: by
-    the ids of parts, names of what may be anything.
+    bound: the forms of tensors by their ids.  Others have no memory, and may get some.
     """
-    anything = loose.get(id(part), ())
 
     def held(slot: dict[str, Any]) -> Form:
-        return items(
-            {
-                name: _ANY if name in anything else bound.get(id(v)) or _other(v)
-                for name, v in slot.items()
-            }
-        )
+        return items({name: bound.get(id(v)) or _other(v) for name, v in slot.items()})
 
     stores = {name: held(getattr(part, name)) for name in ("_parameters", "_buffers")}
     return *own(vars(part), **stores), ("own", None, (held(vars(part)),))
@@ -491,7 +445,6 @@ def _without_memory(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (not usable(value) or not value.numel())
 
 
-_ANY: Final[Form] = ("once", None, ())
 _NO_TENSOR: Final[Form] = ("other", torch.Tensor, ())
 _EMPTY: Final[Form] = ("apply", _without_memory, (atom(True),))
 

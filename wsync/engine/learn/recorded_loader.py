@@ -106,8 +106,7 @@ class RecordedLoader(ChoosingLoader):
     tensors (see wsync.engine.learn.attributes_read).  Where serving has changed attributes or
     has filled a cache, load_weights is tried once more on made-up tensors, as the module is then:
     if a replay gives the same bytes, and an update can leave what load_weights leaves, it goes on.
-    Otherwise it fails, and the next update records anew.  So it is with tensors that forward keeps
-    on the module, which may be others from then on if load_weights leaves them alone.
+    Otherwise it fails, and the next update records anew.
     If load_weights could not be learnt, only attributes that it read are checked, in the same way,
     except those that it changes itself.
 
@@ -226,10 +225,7 @@ class RecordedLoader(ChoosingLoader):
         assert recording is not None and model is not None and held is not None
         with self._trying():
             try:
-                try_state(
-                    *(self._module, self._load, model, recording, self._stream, held),
-                    found.loose,
-                )
+                try_state(self._module, self._load, model, recording, self._stream, held)
             except _NOT_RECORDED as error:
                 _log.info("load_weights cannot be replaced as the module is now: %s", error)
                 raise _changed(self._module, found.change) from error
@@ -778,7 +774,7 @@ class _Filling:
         """StateError where the module no longer has the tensors that the update was written to."""
         if not self._held.current():
             module = self._replay.module
-            change = self._held.anew().difference(self._held.facts, self._held.names)
+            change = ModuleMemory(module).difference(self._held.facts, self._held.names)
             raise _core.StateError(
                 f"{type(module).__name__} has changed while the update ran: "
                 f"{change or 'tensors were replaced'}"

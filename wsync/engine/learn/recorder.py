@@ -7,6 +7,7 @@ tensors that only the loader itself can load, with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
@@ -174,11 +175,10 @@ class Recording:
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
     model's, and checksums of that; states: what the attributes that it read may be, the first of
-    them as they were when it had been recorded; names: all of the module; parameters: their paths;
-    noted: areas of which something notes where they start.  These five from `guard` on.  aside:
-    what the loader writes to when it loads fallbacks alone, from `verify` on.  refuted: what else
-    it wrote to in an update, or did with other attributes.  loose: see ModuleMemory; tensors that
-    it has been seen to leave alone.
+    them as they were when it had been recorded; names: all of the module; noted: areas of which
+    something notes where they start.  These four from `guard` on.  aside: what the loader writes
+    to when it loads fallbacks alone, from `verify` on.  refuted: what else it wrote to in an
+    update, or did with other attributes.
     """
 
     facts: list[Fact]
@@ -202,16 +202,7 @@ class Recording:
     names: list[Name] = field(default_factory=list)
     noted: dict[int, int] = field(default_factory=dict)
     aside: set[Part] = field(default_factory=set)
-    parameters: set[str] = field(default_factory=set)
-    loose: dict[str, int] = field(default_factory=dict)
     refuted: str = ""
-
-    def uses(self) -> set[int]:
-        """Areas that are written to or read, or that something notes the places of."""
-        copies = {t.source_area for t in (*self.copies, *self.shadow_copies)}
-        aside = {part[0] for part in self.aside}
-        known = {*self.areas, *self.computed, *self.made, *self.looked, *self.noted}
-        return known | copies | aside | {twin.area for twin in self.twins}
 
     def guard(self, attributes: Sequence[Attribute], left: LeftValues, held: ModuleMemory) -> None:
         """From here on, what the loader went by is to stay as it is, if it is still there.
@@ -223,8 +214,7 @@ class Recording:
             RecordingError: a load changes it.
         """
         gc.collect()
-        self.names, self.parameters = held.names, held.parameters
-        self.noted = noted_addresses(held)
+        self.names, self.noted = held.names, noted_addresses(held)
         same = [each for each in attributes if not each.difference(held.parts)]
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
         if any(now is not None and now != sum for _, now, sum in found):
@@ -260,16 +250,10 @@ class Recording:
 
     def not_copied(self) -> dict[int, list[Move]]:
         """What an update does not replace by what it was sent: `gaps` and `made`, by area."""
-        gaps = self.found_gaps()
         return {
-            area: [*gaps.get(area, ()), *self.made.get(area, ())]
-            for area in (*gaps, *(self.made.keys() - gaps.keys()))
+            area: [*self.gaps.get(area, ()), *self.made.get(area, ())]
+            for area in (*self.gaps, *(self.made.keys() - self.gaps.keys()))
         }
-
-    def found_gaps(self) -> dict[int, list[Move]]:
-        """The gaps of areas that are not loose."""
-        loose = frozenset(self.loose.values())
-        return {area: moves for area, moves in self.gaps.items() if area not in loose}
 
     def by_area(self) -> dict[int, list[tuple[str, Box]]]:
         found: dict[int, list[tuple[str, Box]]] = {}
@@ -382,6 +366,40 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> R
     except UnexpressedError as error:
         raise RecordingError(str(error)) from None
     return recording
+
+
+def looks_anew(
+    module: torch.nn.Module,
+    load: LoadWeights,
+    model: MadeUpModel,
+    held: ModuleMemory,
+    recording: Recording,
+) -> str:
+    """Watches the loader of a recording once more: with other attributes it may look at values that
+    it did not look at before, which nobody would compare.  What it looks at, or ""."""
+    everything, aside = frozenset(name for name, *_ in model.tensors), frozenset[str]()
+
+    def watched(names: frozenset[str], opaque: frozenset[str]) -> Tracer:
+        tracer = Tracer(held, model, opaque=opaque)
+        with contextlib.suppress(RebindsError):  # caches: what it then does is tried
+            _trace(module, load, model, held, tracer, names, recording.fallback)
+        return tracer
+
+    while (tracers := [watched(everything - aside, frozenset())])[0].refused:
+        refused = tracers[0].refused
+        if not refused <= recording.fallback.keys() - aside:
+            return f"it looks at values of {', '.join(sorted(refused)[:5])}"
+        aside |= refused
+    tracers += [watched(aside, aside)] if aside else []
+    known = [(outside.start(), outside) for outside, _ in recording.outside]
+    for tracer in tracers:
+        for area in tracer.looked.keys() - recording.looked.keys():
+            return f"it looks at values of {held.areas[area].path}"
+        for found in tracer.outside.values():
+            place = found.start()  # 0 where it is gone again
+            if place and not any(place == start and each.holds(found) for start, each in known):
+                return "it looks at values outside the module"
+    return ""
 
 
 def _try_alone(

@@ -104,6 +104,10 @@ class Outside:
             return None
         return checksum_of(bytes_of(storage, self.low, self.high))
 
+    def holds(self, other: Outside) -> bool:
+        """Whether a part of the same storage lies in this one."""
+        return self.low <= other.low and other.high <= self.high
+
     def start(self) -> int:
         """Where its storage starts; 0 where it is gone."""
         storage = self._storage()

@@ -51,7 +51,7 @@ def verify(
     load_made_up(load, model)
     if recording.fallback and not held.current():
         raise RecordingError("it gives tensors other memory")
-    held = ModuleMemory(module, recording.loose)
+    held = ModuleMemory(module)
     difference = held.difference(recording.facts)
     if difference:
         raise RecordingError(f"while loading, {difference}")
@@ -85,7 +85,7 @@ def verify(
 
 def sums_of_gaps(held: ModuleMemory, recording: Recording) -> dict[int, list[int]]:
     """Checksums of what a recording does not write, by area."""
-    return {area: held.areas[area].sums(moves) for area, moves in recording.found_gaps().items()}
+    return {area: held.areas[area].sums(moves) for area, moves in recording.gaps.items()}
 
 
 def check_gaps(held: ModuleMemory, recording: Recording, before: dict[int, list[int]]) -> None:
