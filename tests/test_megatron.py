@@ -125,6 +125,20 @@ def test_cut_parameters_that_nobody_has_described(local, name):
         assert described == undescribed
 
 
+@pytest.mark.parametrize("reordered", [False, True], ids=["forgotten", "reordered"])
+@pytest.mark.parametrize("name", ["tp2-pp2", "moe-tp2-pp2-ep2-etp1"])
+def test_a_model_goes_by_the_groups_that_it_was_built_with(local, name, reordered):
+    """Whatever parallel_state has by then: another model's, or none."""
+    for before, after in local.run(cases.own_groups, reordered, False, *LOCAL[name]):
+        assert before == after
+
+
+def test_experts_are_as_many_as_the_groups_give_each_rank(local):
+    """Where neither modules nor parallel_state say that there are others on other ranks."""
+    for _, text in local.run(cases.own_groups, False, True, *LOCAL["moe-ep4"]):
+        assert "the last expert 1 of a rank, but 8 experts over 1 expert-parallel ranks" in text
+
+
 def test_parameters_that_are_gathered_by_the_next_forward_pass_are_refused(local):
     for text in local.run(cases.gathered_late, "qwen3", TIED, {"tp": 2, "pp": 2}, {}):
         assert "overlap_param_gather" in text and "disable_forward_pre_hook" in text
@@ -204,6 +218,22 @@ PLAIN = ("llama", {"head_dim": 16}, {"tp": 2, "pp": 2}, {})
         ),
         ("wrong_dimension", DENSE, "LayoutError", ["linear_proj", "partition_dim is 0"]),
         ("not_parallel", DENSE, "LayoutError", ["linear_proj", "tensor_model_parallel is False"]),
+        (
+            "other_group",
+            DENSE,
+            "LayoutError",
+            [
+                "decoder.layers.0.self_attention.linear_qkv: its tensor-parallel group (tp_group) "
+                "has this rank as (rank, size) (1, 2), but",
+                "as (0, 2): build all modules with one pg_collection",
+            ],
+        ),
+        (
+            "other_experts_group",
+            MOE,
+            "LayoutError",
+            ["mlp.experts: its expert-parallel group (ep_group)", "(1, 4), but", "as (1, 2)"],
+        ),
         ("other_tie", DENSE, "LayoutError", ["share_embeddings_and_output_weights is False"]),
         ("other_family", DENSE, "UnsupportedError", ["'mamba'", "qwen3_moe"]),
         ("other_experts", MOE, "LayoutError", ["expert 2", "4 experts over 2"]),

@@ -1,7 +1,8 @@
 """Layouts of Megatron-Core trainers.
 
 What a rank holds of a parameter follows from the family's rule (which dimension is cut, and how),
-the sizes of the configuration, and this rank's place in Megatron's groups; the local shape must
+the sizes of the configuration, and this rank's place in Megatron's groups (the model's own
+pg_collection, or parallel_state's); the local shape and what modules say of their groups must
 agree.  The attributes that Megatron puts on parameters only confirm it, because some are wrong:
 on 0.16 the second linear layer of TransformerEngine experts calls dimension 0 cut where it is 1,
 duplicated MLA projections call themselves parallel, and nothing describes the embedding and the
@@ -58,6 +59,7 @@ OUTPUT = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"((?:language_model\.)?(?:decoder|mtp)\.layers\.)(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)")
+_EXPERTS = re.compile(r"\.experts(?=\.|$)")
 _LIMITS = (  # of the numbers in names: the number, the size that bounds it, what it counts
     ("layer", "layers", "layer"),
     ("expert", "experts", "expert"),
@@ -66,6 +68,8 @@ _LIMITS = (  # of the numbers in names: the number, the size that bounds it, wha
 )
 # sizes that shapes show only the product of, and Megatron's names of them
 _SAME_SHAPE = {"g": "num_query_groups", "d": "kv_channels"}
+# fields of Ranks, and the groups of a pg_collection that they are of
+_GROUPS = {"tensor": "tp", "expert_tensor": "expt_tp", "expert": "ep"}
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook."
 _ALONE = Cut()
 
@@ -93,6 +97,76 @@ class Ranks:
 
         stage = state.get_pipeline_model_parallel_rank()
         return Ranks(cut("tensor_model"), cut("expert_tensor"), cut("expert_model"), stage)
+
+    @staticmethod
+    def of(chunks: Sequence[Module]) -> Ranks:
+        """As the groups have them that a language model was built with (its pg_collection, by
+        Megatron-Core 0.16); those that it does not have are parallel_state's."""
+        known = Ranks.current()
+        for _, module in _inside_wrappers(chunks):
+            if "share_embeddings_and_output_weights" in vars(module):
+                groups = vars(module).get("pg_collection")
+                stage = _place(groups, "pp")
+                own = {field: _place(groups, key) for field, key in _GROUPS.items()}
+                return replace(
+                    known,
+                    **{field: cut for field, cut in own.items() if cut is not None},
+                    stage=known.stage if stage is None else stage.rank,
+                )
+        return known
+
+    def check(self, chunks: Sequence[Module]) -> None:
+        """Raises LayoutError where a module says that this rank has another place in its groups."""
+        for path, module in _inside_wrappers(chunks):
+            kind = "expert_tensor" if _EXPERTS.search(path) else "tensor"
+            said: list[tuple[str, object, str]] = [
+                (kind, module, key) for key in ("tp_group", "_tp_group")
+            ]
+            said.append(("expert", module, "ep_group"))
+            for home in ("pg_collection", "_pg_collection"):
+                if (groups := vars(module).get(home)) is not None:
+                    said += [(field, groups, key) for field, key in _GROUPS.items()]
+            for field, holder, key in said:
+                found, known = _place(holder, key), getattr(self, field)
+                if found in (None, known) or _is_whole(path, module, found):
+                    continue
+                raise _core.LayoutError(
+                    f"{path or 'model'}: its {field.replace('_', '-')}-parallel group ({key}) has "
+                    f"this rank as (rank, size) {found.rank, found.ranks}, but the language "
+                    "model's pg_collection, or else Megatron's parallel_state, as "
+                    f"{known.rank, known.ranks}: build all modules with one pg_collection, or "
+                    "with parallel_state's groups, and have those as long as layouts are made"
+                )
+
+
+def _place(home: object, key: str) -> Cut | None:
+    """This rank's place in a group that an object has; None: it has none, or one that is gone."""
+    group: Any = getattr(home, "__dict__", {}).get(key)
+    try:
+        return Cut(group.rank(), group.size())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _is_whole(path: str, module: Module, place: Cut) -> bool:
+    """Whether a module's parameters are not cut, whatever place it says.  The shape of a linear
+    layer of a group of one rank agrees, but for a head's: rows that pad the vocabulary may be as
+    many as other ranks have."""
+    parameters, sizes = module._parameters.values(), vars(module)
+    if any(getattr(each, "parallel_mode", None) == "duplicated" for each in parameters):
+        return True
+    if place != _ALONE or path.endswith("output_layer"):
+        return False
+    sides = [(f"{side}_size", f"{side}_size_per_partition") for side in ("output", "input")]
+    return any(part in sizes and sizes[part] == sizes.get(whole) for whole, part in sides)
+
+
+def _inside_wrappers(chunks: Sequence[Module]) -> Iterator[tuple[str, Module]]:
+    """(path, module) of all modules of all chunks but those that wrap a model."""
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            if "module" not in module._modules:
+                yield global_name(path), module
 
 
 def layout(
@@ -127,12 +201,12 @@ def layout(
 
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
     matches, that goes where another one does, that has another shape than the configuration says,
-    or whose attributes contradict it; for one that a converter does not copy, or whose cut is open.
+    or whose attributes or groups contradict it, that no converter copies, or whose cut is open.
     """
     chunks = model if isinstance(model, Sequence) else [model]
     learnt = None if converter is None and bridge is None else Family("of a converter")
     spec = read_model(config, model_name, loaded_by, family=learnt)
-    ranks = Ranks.current()
+    ranks = Ranks.of(chunks)
     rank, count = position(group)
     layers = _Layers(spec)
     slots = Slots(chunks, lambda: _slots(chunks, spec, ranks, layers))
@@ -267,7 +341,9 @@ def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks, layers: _Layers)
     """Parameters and expert biases of all chunks under their global names."""
     _keep_biases_wide(chunks)
     layers.find(chunks)
+    ranks.check(chunks)
     embedded = False
+    last = dict[str, tuple[int, str]]()  # of each parameter that experts have, the last one's
     parts: dict[str, int] = {}  # every name is one of its own, whatever tensor has it
     for number, chunk in enumerate(chunks):
         numbers = _layer_numbers(chunk, number if len(chunks) > 1 else None)
@@ -281,12 +357,19 @@ def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks, layers: _Layers)
         for module, home, key, full in homes_of(chunk, once=False):
             if home is module._buffers and "expert_bias" not in key:
                 continue
-            name = _global(global_name(full), numbers, spec, ranks)
+            local = global_name(full)
+            name = _global(local, numbers, spec, ranks)
+            if (match := _EXPERT.search(local)) is not None:
+                kind = f"{local[: match.start(2)]}.{local[match.end() :]}"
+                last[kind] = max(last.get(kind, (-1, "")), (int(match.group(2)), local))
             # A stage with MTP layers has the embedding a second time, and Megatron keeps it equal.
             plain = name.removeprefix("language_model.")
             again, embedded = embedded and plain == EMBEDDING, embedded or plain == EMBEDDING
             if not again and not (spec.tied and plain == OUTPUT):
                 yield Slot(name, home, key, full, parts.setdefault(name, len(parts)))
+        for _, local in last.values():
+            _check_experts(local, spec, ranks, last=True)
+        last.clear()
 
 
 def _layer_numbers(chunk: Module, virtual: int | None) -> dict[str, int]:
@@ -333,16 +416,24 @@ def _global(local: str, numbers: dict[str, int], spec: Model, ranks: Ranks) -> s
         name = f"{match.group(1)}{layer}{name[match.end() :]}"
     match = _EXPERT.search(name)
     if match is not None:
-        expert, experts = int(match.group(2)), spec.sizes.get("experts", 0)
-        share = experts // ranks.expert.ranks
-        if experts % ranks.expert.ranks or expert >= share:
-            raise _core.LayoutError(
-                f"{local}: expert {expert} of a rank, but {experts} experts over "
-                f"{ranks.expert.ranks} expert-parallel ranks give {share} each"
-            )
-        expert += ranks.expert.rank * share
+        expert = int(match.group(2)) + ranks.expert.rank * _check_experts(local, spec, ranks)
         name = f"{name[: match.start(2)]}{expert}{name[match.end() :]}"
     return name
+
+
+def _check_experts(local: str, spec: Model, ranks: Ranks, last: bool = False) -> int:
+    """The number of experts of a rank, of which the local name of a parameter is of one, or of
+    the last one."""
+    match = _EXPERT.search(local)
+    expert = int(match.group(2)) if match is not None else 0
+    experts = spec.sizes.get("experts", 0)
+    share, rest = divmod(experts, ranks.expert.ranks)
+    if rest or expert >= share or (last and expert != share - 1):
+        raise _core.LayoutError(
+            f"{local}: {'the last ' if last else ''}expert {expert} of a rank, but {experts} "
+            f"experts over {ranks.expert.ranks} expert-parallel ranks give {share} each"
+        )
+    return share
 
 
 def _local_experts(names: Sequence[str], spec: Model, ranks: Ranks) -> dict[str, str]:

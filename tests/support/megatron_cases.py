@@ -4,6 +4,8 @@ import contextlib
 import functools
 import math
 import sys
+import types
+from unittest import mock
 
 import numpy as np
 import torch
@@ -178,6 +180,48 @@ def undescribed(family, changes, parallel, options):
         return before, wsync.megatron.layout(trainer.chunks, trainer.hf).layout.to_bytes()
 
 
+@contextlib.contextmanager
+def _other_state(parallel):
+    """Has parallel_state forget its groups, or know others of another order, but for a while."""
+    from megatron.core import parallel_state as ps
+
+    known = dict(vars(ps))
+    ps.destroy_model_parallel()
+    try:
+        if parallel is None:
+            yield
+        else:
+            order = functools.partial(ps.initialize_model_parallel, order="pp-dp-cp-ep-tp")
+            stack = contextlib.ExitStack()
+            with mock.patch.object(ps, "initialize_model_parallel", order):
+                stack.enter_context(megatron_cpu.groups(megatron_cpu.Parallel(**parallel)))
+            with stack:
+                yield
+    finally:
+        vars(ps).update(known)
+
+
+def own_groups(reordered, silent, family, changes, parallel, options):
+    """Layouts (or what is said) while parallel_state has the groups that the model was built with,
+    and while it has others, or none.  silent: modules say nothing of their groups."""
+    with trained(family, changes, parallel, options) as (trainer, _):
+
+        def made():
+            layout = wsync.megatron.layout(trainer.chunks, trainer.hf)
+            return layout.stage, layout.layout.to_bytes()
+
+        before = made()
+        for module in (module for chunk in trainer.chunks for module in chunk.modules()):
+            for name in [name for name in vars(module) if "_group" in name or "pg_coll" in name]:
+                if silent:
+                    delattr(module, name)
+        with _other_state(parallel if reordered else None):
+            try:
+                return before, made()
+            except wsync.LayoutError as error:
+                return before, str(error)
+
+
 def gathered_late(family, changes, parallel, options):
     """What is said of parameters that Megatron gathers when the next forward pass begins."""
     with trained(family, changes, parallel, options) as (trainer, _):
@@ -293,6 +337,19 @@ def _fewer_layers(trainer):
     return reference.config(trainer.hf.model_type, num_hidden_layers=2)
 
 
+def _other_group(trainer):
+    """Of the same size, in which this rank has another place."""
+    linear = trainer.chunks[0].decoder.layers[0].self_attention.linear_qkv
+    rank, size = linear.tp_group.rank(), linear.tp_group.size()
+    linear.tp_group = types.SimpleNamespace(rank=lambda: size - 1 - rank, size=lambda: size)
+
+
+def _other_experts_group(trainer):
+    experts = trainer.chunks[0].decoder.layers[-1].mlp.experts
+    rank, size = experts.ep_group.rank(), experts.ep_group.size()
+    experts.ep_group = types.SimpleNamespace(rank=lambda: rank, size=lambda: size * 2)
+
+
 def _wrong_dimension(trainer):
     _weight(trainer, "linear_proj.weight").partition_dim = 0
 
@@ -348,6 +405,8 @@ MUTATIONS = {
         _other_vocabulary,
         _fewer_layers,
         _one_query_group,
+        _other_group,
+        _other_experts_group,
         _wrong_dimension,
         _not_parallel,
         _other_tie,
