@@ -155,6 +155,12 @@ def test_a_layer_at_two_places_is_refused(local):
         assert "decoder.layers.0 and decoder.layers.1: one module" in text
 
 
+def test_layers_that_exchange_their_numbers_are_noticed(local):
+    for first, back, again in local.run(cases.renumbered, *LOCAL["tp1-dp4"]):
+        assert "differs since the layout was made: make the layout anew" in first
+        assert (back, again) == ("", first)
+
+
 def test_tied_head_is_left_to_the_embedding(local):
     facts = _matches(local, ("qwen3", TIED, {"tp": 2, "pp": 2}, {}))
     assert not any("output_layer.weight" in fact["names"] for fact in facts)

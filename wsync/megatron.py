@@ -209,7 +209,7 @@ def layout(
     ranks = Ranks.of(chunks)
     rank, count = position(group)
     layers = _Layers(spec)
-    slots = Slots(chunks, lambda: _slots(chunks, spec, ranks, layers))
+    slots = Slots(chunks, lambda: _slots(chunks, spec, ranks, layers), layers.numbers)
     names, current = slots.names, slots.read()
     table = _core.describe(current, names, gpu=True)
     reader: _Reader | _LearntReader = _Reader(spec, ranks)
@@ -268,7 +268,8 @@ def _keep_biases_wide(chunks: Sequence[Module]) -> None:
 
 
 class _Layers:
-    """The settings of a model's layers, which another part of a program may change in place."""
+    """The settings and numbers of a model's layers, which another part of a program may change in
+    place."""
 
     def __init__(self, spec: Model) -> None:
         self._needed: dict[str, tuple[object, str]] = {}
@@ -293,6 +294,10 @@ class _Layers:
             if _LAYER.fullmatch(global_name(path)) is not None
         ]
         self.check()
+
+    def numbers(self) -> list[object]:
+        """The numbers that the layers have now."""
+        return [getattr(layer(), "layer_number", None) for _, layer in self._found]
 
     def check(self) -> None:
         """Raises LayoutError where a layer's configuration says that the same bytes mean others

@@ -40,6 +40,7 @@ class _Found(NamedTuple):
     slots: list[Slot]
     others: list[tuple[Slot, int]]  # further names, and whose tensor they are of
     same: Callable[[], object]  # None when modules hold other parts or dicts, or other names
+    beside: object  # what `beside` said
 
 
 class Slots:
@@ -49,14 +50,21 @@ class Slots:
         roots: the modules in which `find` looks; a list of the caller's may change.
         find: the slots there are now; it is asked again when modules were replaced, or
             have more tensors.
+        beside: what else the slots go by, asked at every reading; of what `find` has found.
 
     Raises:
         LayoutError: two tensors have the same name.
     """
 
-    def __init__(self, roots: Sequence[Module], find: Callable[[], Iterable[Slot]]) -> None:
+    def __init__(
+        self,
+        roots: Sequence[Module],
+        find: Callable[[], Iterable[Slot]],
+        beside: Callable[[], object] = tuple,
+    ) -> None:
         self._roots = roots
         self._find = find
+        self._beside = beside
         self._found = self._scan()
 
     @property
@@ -71,7 +79,8 @@ class Slots:
             LayoutError: one is gone or new, or is no longer the one of all its names.
         """
         known = self._found
-        if tuple(self._roots) != known.roots or known.same() is None:
+        same = tuple(self._roots) == known.roots and known.same() is not None
+        if not same or self._beside() != known.beside:
             found = self._scan()
             if found.names != self.names:
                 odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
@@ -111,7 +120,8 @@ class Slots:
                 slots.append(slot)
                 tensors.append(tensor)
         same = module_pattern(roots, _stores_of)  # after `find`, which may reshard
-        return _Found(roots, tuple(slot.name for slot in slots), slots, others, same)
+        names = tuple(slot.name for slot in slots)
+        return _Found(roots, names, slots, others, same, self._beside())
 
 
 def _stores_of(module: Module) -> Iterator[Form]:
