@@ -160,6 +160,30 @@ def test_units_of_which_torch_keeps_two_values_are_refused(
         assert ("FSDP unit" in changed) == odd, changed
 
 
+UNSHARDED = "0.weight: differs from its shard, though FSDP2 had it gathered since a pass"
+
+
+@pytest.mark.parametrize("how", ["rows", "dim1", "mixed"])
+@pytest.mark.parametrize("change", ["nothing", "written", "data", "assigned"])
+def test_changes_that_fsdp2_would_undo_are_refused(two: Ranks, how: str, change: str) -> None:
+    """An update reshards what an evaluation pass has left gathered."""
+    for (before, changed, after), held in two.run(cases.unsharded_errors, how, change):
+        assert (before, after, held) == ("", "", [1])
+        assert (UNSHARDED in changed) == (change != "nothing"), changed
+
+
+@pytest.mark.parametrize("how", ["rows", "tp", "smaller mesh"])
+@pytest.mark.parametrize("change", ["nothing", "written"])
+def test_changes_on_several_meshes_are_refused(four: Ranks, how: str, change: str) -> None:
+    """By a rank that has both what was changed and the shard of it, or none of the parameter."""
+    found = four.run(cases.unsharded_errors, how, change)
+    assert {(before, after) for (before, _, after), _ in found} == {("", "")}
+    said = [UNSHARDED in changed for (_, changed, _), _ in found]
+    assert any(said) == (change != "nothing")
+    if how == "tp":
+        assert len(set(said)) == 1
+
+
 def test_parameters_of_fsdp1_that_it_does_not_have_yet_or_cannot_take_are_refused(
     two: Ranks,
 ) -> None:

@@ -93,11 +93,12 @@ def layout(
     of a state dict are those of its making, so give `Sync.update` a new one each time.  `config`:
     the Hugging Face configuration (default: the model's own), which tells tied embeddings and how
     experts are fused.  A tensor of several names has all of them, but for a head that is tied.
-    `group`: the ranks that take part in updates (default: all).  Not
-    collective.  FSDP2 modules are resharded, as `state_dict()` does it, now and at each update.
+    `group`: the ranks that take part in updates (default: all).  Not collective.  FSDP2 modules are
+    resharded, as `state_dict()` does it, now and at each update.
 
-    Raises UnsupportedError for a placement that is no weight (`Partial`) and for fused experts of
-    a family without rules, LayoutError for a tensor that does not fit its placement.
+    Raises UnsupportedError for a placement that is no weight (`Partial`) and for fused experts of a
+    family without rules, LayoutError for a tensor that does not fit its placement, StateError where
+    resharding has undone changes of what a pass had left gathered.
     """
     reader = _Reader()
     config = getattr(model, "config", None) if config is None else config
@@ -127,7 +128,6 @@ def layout(
         elif part.regions:
             strides = strides if part.strides is None else part.strides
             builder.add_parameter(part.name, number, dtype, strides, part.regions, maps)
-
     forms = [part.form for part in parts]
 
     def current(weights: Mapping[str, Tensor] | None = None) -> Sequence[Tensor]:
@@ -177,13 +177,12 @@ class _Reader:
     def of_module(self, module: Any, tied: bool) -> Callable[[], list[_Part]]:
         """Reads what a module's state dict would hold, and FSDP1's flat parameters."""
         flats: list[tuple[str, Any]] = []
-        resharders: list[Callable[[], None]] = []
+        units: list[tuple[str, Any]] = []
 
         def find() -> Iterator[Slot]:
             flats[:] = _flat_handles(module)
-            resharders[:] = [m.reshard for m in module.modules() if _is_fsdp2(m)]
-            for reshard in resharders:
-                reshard()
+            units[:] = [(path, part) for path, part in module.named_modules() if _is_fsdp2(part)]
+            _reshard(units)
             for prefix, handle in flats:
                 _write_back(prefix, handle)
             return _slots(module, flats, tied)
@@ -192,8 +191,7 @@ class _Reader:
         _check_names(slots.names, flats)
 
         def read() -> list[_Part]:
-            for reshard in resharders:
-                reshard()
+            _reshard(units)
             held = zip(slots.names, slots.read(), strict=True)
             parts = [part for name, tensor in held for part in self._parts(name, tensor)]
             for prefix, handle in flats:
@@ -261,6 +259,65 @@ def _is_fsdp2(module: Any) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
+
+
+def _reshard(units: Iterable[tuple[str, Any]]) -> None:
+    """Has FSDP2 modules hold their shards.
+
+    Raises StateError where what a pass has left gathered differs from them.  All are resharded
+    nevertheless: not every rank sees a difference, and modules that are sharded on some ranks only
+    wait for each other in the next pass.
+    """
+    changed = ""
+    for path, unit in units:
+        changed = changed or _changed_part(path, unit)
+        unit.reshard()
+    if changed:
+        raise _core.StateError(
+            f"{changed}: differs from its shard, though FSDP2 had it gathered since a pass: it was "
+            "changed while it was gathered, which resharding undoes (it has now been done), or its "
+            "shard was. Call reshard() of FSDP2's modules before parameters are changed"
+        )
+
+
+def _changed_part(path: str, unit: Any) -> str:
+    """The name of a parameter of a module that is not what its shard says, or ""."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # several, in newer versions
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        for parameter in () if group is None or group.is_sharded else group.fsdp_params:
+            if not _is_kept(parameter, group.is_unsharded):
+                info = parameter._module_info
+                inside = next((n for n, part in unit.named_modules() if part is info.module), "")
+                return plain_name(_joined(path, inside, info.param_name))
+    return ""
+
+
+def _is_kept(parameter: Any, whole: bool) -> bool:
+    """Whether a module has of a parameter what this rank's shard says, where they meet.  What is
+    gathered is the whole one, or the part of a smaller mesh (fully_shard's reshard_after_forward).
+    """
+    info, dimension = parameter._module_info, parameter.fsdp_placement.dim
+    held = info.module._parameters.get(info.param_name)
+    shard = parameter.sharded_param._local_tensor
+    if held is None or hasattr(shard, "fsdp_pre_all_gather") or (not whole and dimension):
+        return True  # made of the shards, or it does not lie in their order
+    if held.shape != parameter.sharded_param.shape:
+        return False
+    mine, kept = shard.detach(), getattr(held, "_local_tensor", held).detach()
+    each = parameter.padded_sharded_param_size[dimension]
+    first = each * getattr(parameter.mesh_info, "shard_mesh_rank", 0)
+    start = 0  # of what is gathered
+    if not whole:
+        mesh, smaller = parameter.mesh_info, parameter.post_forward_mesh_info
+        start = each * mesh.shard_mesh_size // smaller.shard_mesh_size * smaller.shard_mesh_rank
+    low = max(first, start)
+    count = min(first + mine.shape[dimension], start + kept.shape[dimension]) - low
+    if count <= 0:
+        return True
+    mine = mine.narrow(dimension, low - first, count)
+    kept = kept.narrow(dimension, low - start, count)
+    return same_bytes(kept, mine.to(kept.device, kept.dtype))
 
 
 def _slots(module: Any, flats: Sequence[tuple[str, Any]], tied: bool) -> Iterator[Slot]:

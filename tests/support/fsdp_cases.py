@@ -17,12 +17,14 @@ from support.megatron_cases import check_everything, host_bytes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
+    MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import wsync
 from wsync import _core
@@ -329,6 +331,46 @@ def gathered_errors(strategy: str, how: str) -> list[str]:
     return [*errors, error_of(layout.bind)]
 
 
+def left_whole(how: str) -> Any:
+    """A model of ones under FSDP2, of which an evaluation pass leaves the parameter gathered."""
+    count = dist.get_world_size()
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (count,))}
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8 if how == "tp" else 5, bias=False))
+    torch.nn.init.ones_(model[0].weight)
+    if how == "dim1":
+        options["shard_placement_fn"] = lambda parameter: Shard(1)
+    elif how == "mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    elif how == "tp":
+        both = init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("outer", "inner"))
+        parallelize_module(model, both["inner"], {"0": ColwiseParallel()})
+        options["mesh"] = both["outer"]
+    elif how == "smaller mesh":
+        fully_shard(model[0], reshard_after_forward=2, **options)
+    return fully_shard(model, **options)
+
+
+@torch.no_grad()
+def unsharded_errors(how: str, change: str) -> tuple[list[str], list[float]]:
+    """What is said after an evaluation pass, after one and a change, and once more; and the values
+    that are sent after a pass that follows."""
+    model = left_whole(how)
+    layout = wsync.fsdp.layout(model)
+    model(torch.ones(2, 4))
+    said = [error_of(layout.bind)]
+    model(torch.ones(2, 4))
+    weight = model[0].weight
+    if change == "written":
+        weight.fill_(5)
+    elif change == "data":
+        weight.data.fill_(5)
+    elif change == "assigned":
+        model[0].weight = torch.nn.Parameter(torch.full_like(weight, 5))
+    said += [error_of(layout.bind), error_of(layout.bind)]
+    model(torch.ones(2, 4))  # on all ranks, or it would wait
+    return said, layout.tensors()[0].unique().tolist()
+
+
 @torch.no_grad()
 def assigned_errors() -> list[str]:
     """Within a block that writes back at its end, and where other shapes were assigned."""
@@ -507,9 +549,8 @@ def late_shards() -> list[str]:
         shard = model[0].weight
         with torch.no_grad():
             model(torch.ones(1, 4))  # the root's parameters stay whole after it
-            shard.fill_(3.0)
         layout.bind()
-        if not layout.tensors()[0].eq(3.0).all():
+        if layout.tensors()[0].data_ptr() != shard._local_tensor.data_ptr():
             wrong.append(how)
     return wrong
 
