@@ -259,7 +259,7 @@ def test_removing_old_versions_for_long_fails_no_update(
             assert sync.update().version == "3"
         go_on.set()
         _ended()
-        for text in ("old versions stay until the next update", "the folder is not given back yet"):
+        for text in ("old versions stay until the next update", "the folder is still locked"):
             assert re.search(f"{text}: {tmp_path}: the file system did not answer", caplog.text)
         assert sync.update().version == "4"
     assert engine.told[-2:] == ["load 4", "resume"]

@@ -382,7 +382,7 @@ def test_what_shares_memory_is_gone_through_twice() -> None:
     pairs = [("a", tied), ("b", tied), ("c", torch.ones(4))]
     assert kept(lambda: pairs) == pairs
     once = iter(pairs)
-    with pytest.raises(LayoutError, match=r"a: the mapping does not give it again"):
+    with pytest.raises(LayoutError, match=r"a: the mapping does not give it a second time"):
         kept(lambda: once)
 
 

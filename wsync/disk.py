@@ -428,7 +428,7 @@ class _FileCalls:
         try:
             self.run([(path, lambda: self._entered.enter_context(context))])
             yield
-            self.finish("the folder is not given back yet", path, self._entered.close)
+            self.finish("the folder is still locked", path, self._entered.close)
         except BaseException:
             self._given_up = True
             last = self._lanes[0].submit(self._entered.close)

@@ -406,10 +406,10 @@ def _check_ascending(name: str, tensor: Any, coordinate: Sequence[int]) -> None:
         row: list[Any] = list(coordinate)
         row[number] = slice(None)
         ranks = mesh.mesh[tuple(row)].tolist()
-        if ranks != sorted(ranks) and not placement.is_replicate():
+        if not placement.is_replicate() and ranks != sorted(ranks):
             raise _core.LayoutError(
                 f"{name}: dimension {number} of its mesh has ranks {ranks}, which do not ascend: "
-                "which of them has which part is not certain"
+                "which of them has which part is not certain; make the mesh with ascending ranks"
             )
 
 

@@ -52,9 +52,10 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
     """Names and tensors, which may be made one after another.
 
     Raises LayoutError where one was written to when it had been given, and lies in the memory of
-    another.  By .data, numpy, collectives or in inference mode nothing counts what is written: so
-    where tensors share memory, all are made a second time, and have to have the values that the
-    first ones have by then.
+    another.  By .data, numpy, collectives or in inference mode nothing counts what is written.  So
+    where tensors share memory, `make` is gone through a second time: a tensor that has been written
+    over since differs from what it is when made anew.  If that takes collectives, memory has to be
+    shared alike on all ranks.
     """
     given, places = list[tuple[str, _T]](), list[list[MemoryPlace]]()
     for name, tensor in make():
@@ -73,7 +74,7 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
         if number not in early:
             continue
         if pair is None or pair[0] != given[number][0]:
-            raise _shared(given, number, early[number], "does not give it again, and")
+            raise _shared(given, number, early[number], "does not give it a second time, and")
         if _sums(pair[1]) != sums[number]:
             raise _shared(given, number, early[number])
     return given

@@ -383,8 +383,8 @@ def agree(
     )
     if None in texts and len(set(called)) > 1:
         raise _core.StateError(
-            f"trainer ranks have called update() {list(called)} times: some are in another step, "
-            "as where one has failed alone; say version= on all ranks, or connect anew"
+            f"trainer ranks have called update() {list(called)} times: one has failed alone, and "
+            "their weights may be of different steps; say version= on all ranks, or connect anew"
         )
     meant = [str(max(counts) + 1) if text is None else text for text in texts]
     if len(set(meant)) > 1:

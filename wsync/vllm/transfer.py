@@ -14,10 +14,11 @@ installed beside vLLM.  A trainer gives vLLM's factory a TrainerInitInfo:
 
 The source's whole tensors go through wsync's ring to each worker, which has them loaded as
 WorkerExtension does.  A source that makes its tensors gives each one memory of its own: one that
-fills the same memory again is refused; where tensors share memory it is gone through twice.  As
-with vLLM's other backends the caller pauses generation, empties caches and has the engine resume.
-Where a trainer has died within an update, the engine's finish_weight_update is to be called before
-another one's.  Not supported: data-parallel engines, and draft models.
+fills the same memory again is refused; where tensors share memory it is gone through twice, which
+has to be so on all ranks or none if it makes collectives.  As with vLLM's other backends the caller
+pauses generation, empties caches and has the engine resume.  Where a trainer has died within an
+update, the engine's finish_weight_update is to be called before another one's.  Not supported:
+data-parallel engines, and draft models.
 
 Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py): run with an LLM, and with the
 HTTP server and vLLM's client for it, from one trainer rank and from two; vLLM's client for Ray was
