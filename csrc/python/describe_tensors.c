@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "python/convert.h"
+
 /* --- what one call of describe() carries along ---------------------------------------- */
 
 enum { MAX_WRAPPERS = 4 };

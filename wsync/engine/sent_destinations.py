@@ -44,7 +44,7 @@ class _Box(NamedTuple):
             strict=True,
         ):
             low, high = max(one, two), min(one + first, two + second)
-            if low >= high or (high - low > 1 and step != other_step):
+            if low >= high or (max(first, second) > 1 and step != other_step):
                 return False
             apart += (low - two) * other_step - (low - one) * step
         return apart == 0

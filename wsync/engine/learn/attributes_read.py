@@ -33,6 +33,8 @@ from wsync.engine.learn.forms_of_values import (
     store_of,
     tensors_of,
 )
+from wsync.engine.learn.time_limit import check
+from wsync.machine.deadline import POLL_SECONDS
 from wsync.module_tensors.value_forms import (
     Form,
     at,
@@ -333,7 +335,7 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
         return read
 
     with contextlib.ExitStack() as patched:
-        patched.enter_context(patching)
+        patched.enter_context(patching())
         # parameters first: each of the two takes over how it was
         for kind in (torch.nn.Module, torch.nn.Parameter, torch.Tensor):
             patched.enter_context(_lookup_by(reading, kind))
@@ -354,4 +356,16 @@ def _lookup_by(reading: Callable[[Any], Any], kind: Any) -> Iterator[None]:
             kind.__getattribute__ = former
 
 
-patching = threading.RLock()
+_patching: Final = threading.RLock()
+
+
+@contextlib.contextmanager
+def patching() -> Iterator[None]:
+    """Around patches of torch's classes, which one thread makes at a time, also in what it calls.
+    DeadlineError where another one does not end them in the time there is to learn."""
+    while not _patching.acquire(timeout=POLL_SECONDS):
+        check()
+    try:
+        yield
+    finally:
+        _patching.release()

@@ -59,7 +59,7 @@ class Touched:
     @contextmanager
     def watch(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(patching)
+            stack.enter_context(patching())
             for kind in _WATCHED:
                 stack.enter_context(_instead(kind, "__getattribute__", self._looking_up))
                 for way in ("__setattr__", "__delattr__"):
