@@ -186,7 +186,7 @@ class Receiver:
         try:
             self._run(message)
         except Exception as error:
-            said = f"{_nth(message.update)}: {error_text(error)}"
+            said = f"{_nth(message.update)}: {_text(error)}"
             text = f"worker {self._worker}: {said}"
             _log.warning("%s", text)
             self.fail(message, said)  # the trainer knows who it is
@@ -347,7 +347,7 @@ def refuse(control: bytes | None, why: Exception, receiver: Receiver | None = No
     """Tells the trainer that sent an opening message that this worker takes no part, and why: for
     engines that do not pass on what a worker answers."""
     try:
-        message, text = Control.from_bytes(control or b""), error_text(why)
+        message, text = Control.from_bytes(control or b""), _text(why)
         if message.op != "open":
             return
         if receiver is not None and receiver.fail(message, text):
@@ -359,12 +359,12 @@ def refuse(control: bytes | None, why: Exception, receiver: Receiver | None = No
         finally:
             session.close()
     except Exception as error:
-        _log.warning("the trainer could not be told: %s", error_text(error))
+        _log.warning("the trainer could not be told: %s", _text(error))
 
 
 def refused(worker: int, error: Exception) -> tuple[bool, str]:
     """What a worker answers to a message that it could not follow."""
-    return False, f"worker {worker}: {error_text(error)}"
+    return False, f"worker {worker}: {_text(error)}"
 
 
 def _utf8(control: object) -> bytes:
@@ -395,6 +395,11 @@ def _to_learn(deadline: float) -> float:
     """Seconds for what may be learnt, so that the trainer hears why before it gives up."""
     seconds = PUNCTUAL * deadline
     return max(seconds - LATER_SECONDS, seconds / 2)
+
+
+def _text(error: Exception) -> str:
+    # wsync's own errors say everything in their message
+    return str(error) if isinstance(error, WsyncError) else error_text(error)
 
 
 def _nth(update: int) -> str:
