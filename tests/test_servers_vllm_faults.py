@@ -30,7 +30,7 @@ TRAINER = Path(__file__).parent / "support" / "server_trainer.py"
 TOKENS = 12
 LONG = 4000  # tokens of an answer during which an update runs: a server makes a thousand a second
 BEFORE = 5  # that have come when it begins
-AHEAD = 3.0  # seconds that its pause has before more are made
+AHEAD = 6.0  # seconds that its pause has before more are made
 PHASES = ("round", "prepared", "close")
 
 

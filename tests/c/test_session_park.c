@@ -9,6 +9,7 @@
 static void move(session_t *s, uint64_t update, int value)
 {
     wsync_memory_t *taken;
+    const unsigned char *bytes;
     wsync_receipt_t receipt = {0};
     wsync_error_t err = {0};
 
@@ -17,8 +18,9 @@ static void move(session_t *s, uint64_t update, int value)
     CHECK_OK(wsync_exporter_post(s->exporter, 0, s->stream, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_take(s->importer, 0, NULL, PATIENT_MS, &err), err);
     taken = wsync_importer_ring(s->importer);
+    bytes = reach(taken->data);
     for (size_t i = 0; i < RING_NBYTES; i++) {
-        CHECK_EQ(((unsigned char *)reach(taken->data))[i], value);
+        CHECK_EQ(bytes[i], value);
     }
     CHECK_OK(wsync_importer_done(s->importer, 0, NULL, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_prepared(s->importer, &receipt, PATIENT_MS, &err), err);
