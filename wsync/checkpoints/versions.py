@@ -204,7 +204,7 @@ class Versions:
         if _written(folder) <= last:
             os.utime(folder / INDEX, ns=(last + _LATER, last + _LATER))
 
-    def prune(self, go_on: Callable[[], object] = lambda: True) -> None:
+    def prune(self, go_on: Callable[[], object]) -> None:
         """Removes the oldest versions; what cannot be removed, or comes when `go_on` says no, stays
         until the next time."""
         if self._keep is None:

@@ -401,13 +401,12 @@ def agree(
 
 def version_text(version: object) -> str:
     """A weight version as engines record it."""
-    number = isinstance(version, int) and not isinstance(version, bool)
-    text, said = "", "a number of more than 128 digits"
-    if not isinstance(version, int) or abs(version) < 10**128:  # str() of others may raise
-        text = str(version) if number or isinstance(version, str) else ""
-        said = repr(version)
-    if not _VERSION.fullmatch(text) or (number and text[0] == "-"):
-        raise _core.InvalidArgumentError(
-            f"version={said}: neither a number from 0 nor 1 to 128 printable characters"
-        )
-    return text
+    if isinstance(version, int) and not isinstance(version, bool) and 0 <= version < 10**128:
+        return str(version)
+    if isinstance(version, str) and _VERSION.fullmatch(version):
+        return version
+    long = isinstance(version, int) and abs(version) >= 10**128  # whose repr() may raise
+    said = "a number of more than 128 digits" if long else repr(version)
+    raise _core.InvalidArgumentError(
+        f"version={said}: neither a number from 0 nor 1 to 128 printable characters"
+    )
