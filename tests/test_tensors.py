@@ -601,6 +601,24 @@ def test_an_exchange_that_says_nonsense_is_refused(how: Any, text: str) -> None:
         describe([posed], ["w"])
 
 
+@pytest.mark.parametrize("field", ["shape", "strides"])
+def test_an_exchange_that_ceases_to_say_where_a_tensor_lies_is_refused(field: str) -> None:
+    """Formats before DLPack 1.2 let it leave out the strides of some tensors."""
+    absent: list[str] = []
+
+    def leave_out(view: View) -> None:
+        for name in absent:
+            setattr(view, name, type(getattr(view, name))())
+
+    posed = type_with(leave_out)(torch.ones(2, 3))
+    form = describe([posed], ["w"]).form()
+    assert describe([posed], ["w"], former=form).known
+    absent.append(field)
+    text = r"w \(Posed\): DLPack gives no shape, no strides or no address for it"
+    with pytest.raises(InvalidArgumentError, match=text):
+        describe([posed], ["w"], former=form)
+
+
 @pytest.mark.parametrize("table", [{"major": 2}, {"major": 0}, {"view_of_object": 0}])
 def test_an_exchange_that_cannot_be_used_is_not(table: dict[str, int]) -> None:
     posed = type_with(change(ndim=-1), **table)(torch.ones(2, 3))

@@ -20,6 +20,10 @@ static bool same_view(const DLTensor *view, const wsync_tensor_row_t *row, int g
          view->device.device_type != kDLCUDAHost)) {
         return false;
     }
+    /* whether it may leave them out is not asked again here, but where tables are made */
+    if (row->ndim > 0 && (view->shape == NULL || view->strides == NULL)) {
+        return false;
+    }
     for (uint32_t i = 0; i < row->ndim; i++) {
         if (view->shape[i] != row->shape[i] ||
             (view->strides[i] != row->stride[i] && row->shape[i] != 1)) {
