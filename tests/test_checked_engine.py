@@ -1,6 +1,9 @@
 """Whether an engine is still the one that was paused for an update."""
 
+import dataclasses
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,12 @@ from test_handles import FakeServer, server
 
 import wsync
 from wsync.disk import DiskSync
+from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
+from wsync.handles.unfinished_calls import asking_for
 from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery
 
 __all__ = ["server"]
@@ -119,7 +125,7 @@ def test_a_version_is_not_given_to_an_engine_that_has_lost_its_own() -> None:
     assert engine.told == ["pause"]
 
 
-def bucket(checked: CheckedEngine, version: int | None = None) -> None:
+def bucket(checked: EngineHandle, version: int | None = None) -> None:
     checked.update_weights([b""], load_format=None, weight_version=version, timeout=10)
 
 
@@ -197,8 +203,11 @@ def test_one_by_requests_and_one_by_messages_notice_each_other() -> None:
     assert engine.version == "8"
 
 
-def test_an_engine_that_others_update_is_paused_again_before_it_goes_on(tmp_path: Path) -> None:
-    """Another trainer may have had it continue since, which fills its cache with old weights."""
+def test_an_engine_that_does_not_know_whose_requests_it_gets_is_paused_again_at_the_end(
+    tmp_path: Path,
+) -> None:
+    """Another trainer, or a gateway that repeats the last update's continue, may have had it go on,
+    which fills its cache with what mixed weights compute."""
     engine, weights = Engine(), {"a": torch.zeros(3)}
     with DiskSync(weights, [engine], folder=tmp_path, options=QUICK) as sync:
         told = []
@@ -206,9 +215,42 @@ def test_an_engine_that_others_update_is_paused_again_before_it_goes_on(tmp_path
             engine.version, engine.told = version or engine.version, []
             sync.update()
             told.append(engine.told)
-    alone = ["pause", "flush", "load", "resume"]
-    disturbed = ["pause", "flush", "load", "pause", "flush", "resume"]
-    assert told == [disturbed, alone, disturbed, alone]
+    assert told == [["pause", "flush", "load", "pause", "flush", "resume"]] * 4
+
+
+def test_an_engine_that_was_started_again_when_it_had_paused_is_paused_once_more() -> None:
+    """Whoever answers who it is has to be the one that was paused."""
+
+    class Known(Engine):
+        instance = "a"
+
+        def model_info(self, timeout: float) -> dict[str, Any]:
+            return {"weight_version": self.version, "instance": self.instance}
+
+    engine = Known()
+    checked = CheckedEngine(engine)
+    for instance in ("a", "a", "b"):
+        engine.instance = instance
+        checked.pause("abort", 10)
+    assert engine.told == ["pause", "pause", "pause", "pause", "pause"]
+    assert checked.restarted
+
+
+def test_ids_of_one_trainer_rise(tmp_path: Path) -> None:
+    """By which an engine knows a pause that comes late."""
+    ids: list[str] = []
+
+    class Numbered(Engine):
+        def during(self, update_id: str) -> Engine:
+            ids.append(update_id)
+            return self
+
+    engine = Numbered()
+    with DiskSync({"a": torch.zeros(3)}, [engine], folder=tmp_path, options=QUICK) as sync:
+        for _ in range(12):
+            sync.update()
+    assert ids == sorted(set(ids)) and len(ids) == 12
+    assert {(each[:16], len(each)) for each in ids} == {(ids[0][:16], 24)}
 
 
 def test_a_bucket_that_comes_again_is_noticed_at_the_next() -> None:
@@ -363,3 +405,60 @@ def test_every_request_of_an_update_says_its_id(server: FakeServer) -> None:
         checked.verify(10)
         checked.resume(10)
         assert len(set(ids) - {None}) == 1
+
+
+@pytest.mark.parametrize("late", ["bucket", "version", "continue"])
+def test_what_a_failed_update_has_not_asked_yet_it_asks_no_more(late: str) -> None:
+    """An engine that answers late who it is: its next update may have begun, or ended, by then."""
+    asked, answers = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        slow = False
+
+        def model_info(self, timeout: float) -> dict[str, Any]:
+            if self.slow and not asked.is_set():
+                asked.set()
+                assert answers.wait(60)
+            return super().model_info(timeout)
+
+    engine = Slow()
+    requests = EngineRequests([engine], dataclasses.replace(QUICK, deadline=0.1))
+    (checked,) = requests.engines
+    checked.pause("abort", 10)
+    engine.slow = True
+    ways: dict[str, Callable[[], None]] = {
+        "bucket": lambda: bucket(checked),
+        "version": lambda: checked.update_weights_from_disk("a", weight_version=2, timeout=60),
+        "continue": lambda: checked.resume(60),
+    }
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(ways[late])
+        assert asked.wait(60)
+        requests.abandon([])
+        checked.pause("abort", 10)
+        bucket(checked)
+        checked.update_weights_from_disk("b", weight_version=3, timeout=60)
+        checked.resume(60)
+        told = list(engine.told)
+        answers.set()
+        with pytest.raises(wsync.StateError, match="engine stock: not asked, as its update has"):
+            call.result(60)
+    assert engine.told == told
+    assert (engine.version, engine.model) == ("3", "b")
+
+
+@pytest.mark.parametrize("last", ["/begin_weight_update", "/end_weight_update"])
+def test_a_step_of_a_request_is_not_made_when_its_update_has_failed(
+    server: FakeServer, last: str
+) -> None:
+    """One request to an engine may be several of HTTP: sessions are begun and ended around it."""
+    given_up, good = threading.Event(), (200, {"success": True})
+    for path in ("/begin_weight_update", "/end_weight_update", "/update_weights_from_tensor"):
+        server.answers[path] = good
+    server.answers[last] = lambda: (given_up.set(), good)[1]
+    engine = HttpHandle(server.url, workers=1)
+    with asking_for(given_up):
+        with pytest.raises(wsync.StateError, match="not asked, as its update has been given up"):
+            bucket(engine)
+            engine.resume(60)
+    assert server.seen[-1][0] == last

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -306,6 +307,21 @@ def test_a_gateway_without_a_route_at_first_costs_no_update_but_that(
     update(during, 60)
     during.resume(60)
     assert sessions.calls[-4:] == ["begin", TENSOR, "end", "continue"]
+
+
+def test_connections_notice_that_a_server_is_gone(server: FakeServer) -> None:
+    """The system asks for a sign of life where none comes: its timer for that runs."""
+    timers: list[str] = []
+
+    def look(_: Any) -> None:
+        port = f":{server.server_address[1]:04X}"
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        timers.extend(row[5] for row in rows if row[2].endswith(port) and row[3] == "01")
+
+    server.heard = look
+    server.answers["/flush_cache"] = (200, "Cache flushed.")
+    HttpHandle(server.url, workers=1).flush(60)
+    assert [timer.split(":")[0] for timer in timers] == ["02"]
 
 
 def test_a_server_without_sessions_is_asked_for_one_once(server: FakeServer) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from support import call_cases
 
 import wsync
 from wsync import _core
+from wsync.handles.sglang_http import HttpHandle
 from wsync.trainer.roster import Delivery, PlanWorker, RolloutEngine, Roster
 from wsync.trainer.sessions.stock import SharedRing, _close
 from wsync.trainer.sessions.worker import WorkerSession
@@ -31,9 +34,46 @@ def test_a_file_stays_that_an_engine_behind_a_gateway_may_yet_read(
     failed: Future[None] = Future()
     failed.set_exception(error)
     ring = mock.create_autospec(SharedRing, instance=True)
-    _close(ring, [failed])
+    _close("engine", ring, [failed])
     assert ring.close.called is removed
     assert ring.leave.called is not removed
+
+
+@pytest.mark.parametrize("ended", ["refused", "cut off"])
+def test_a_file_stays_that_a_server_may_have_been_told_of_when_it_was_cut_off(ended: str) -> None:
+    """A gateway that resets its client has taken the request, which comes to the engine yet."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if ended == "refused":
+            listener.close()
+        else:
+            threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True).start()
+        with pytest.raises(wsync.PeerClosedError) as caught:
+            HttpHandle(f"http://127.0.0.1:{port}", workers=1).pause("abort", 30)
+    failed: Future[None] = Future()
+    failed.set_exception(caught.value)
+    ring = mock.create_autospec(SharedRing, instance=True)
+    _close("engine", ring, [failed])
+    assert ring.close.called is (ended == "refused")
+    assert ring.leave.called is (ended == "cut off")
+
+
+def test_files_that_stay_do_not_gather() -> None:
+    failed, answered = Future[None](), Future[None]()
+    failed.set_exception(wsync.DeadlineError("late"))
+    answered.set_result(None)
+
+    def names() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}")}
+
+    def close(sent: list[Future[None]]) -> int:
+        _close("one", SharedRing(64, _core.host()), sent)
+        return len(names() - before)
+
+    before = names()
+    assert [close([failed]) for _ in range(4)] == [1, 2, 2, 2]
+    assert close([]) == 2  # it was asked for nothing
+    assert close([answered]) == 0
 
 
 def plan_workers(engines: list[RolloutEngine], hosts: list[int]) -> list[PlanWorker]:

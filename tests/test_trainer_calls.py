@@ -253,7 +253,7 @@ def test_a_stock_engine_takes_on_the_version_with_its_own_last_bucket() -> None:
     ("error", "stays"),
     [
         (wsync.RemoteError("not now"), False),
-        (wsync.PeerClosedError("gone"), False),
+        (wsync.PeerClosedError("cut off when it had been sent"), True),
         (wsync.DeadlineError("it may read it yet"), True),
     ],
 )

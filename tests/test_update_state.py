@@ -85,6 +85,9 @@ def close(session: str = "f0", number: int = 3, version: str | None = "v3") -> S
     return lambda state: state.close(session, number, version)
 
 
+FIRST, SECOND = ("a" * 16 + f"{count:08x}" for count in (15, 16))  # of one trainer
+
+
 class Phase(Enum):
     """The states of an update that wsync.engine.update_state lists."""
 
@@ -121,6 +124,7 @@ TRANSITIONS: list[tuple[list[Step], Phase, str, str]] = [
     ([begin("a1")], Phase.BEGUN, WHOLE, "default"),
     ([begin("a1"), begin("a1")], Phase.BEGUN, WHOLE, "default"),
     ([begin("a1"), begin("b2")], Phase.BEGUN, WHOLE, "default"),
+    ([begin(FIRST), begin(SECOND)], Phase.BEGUN, WHOLE, "default"),
     ([begin(), begin("b2")], Phase.BEGUN, WHOLE, "default"),
     ([begin("b2"), begin()], Phase.BEGUN, WHOLE, "default"),
     ([begin(), begin()], Phase.ENDED, WHOLE, "default"),
@@ -204,6 +208,9 @@ FORBIDDEN: list[tuple[list[Step], Step, str, type[Exception], bool]] = [
     ([], go_on("A1"), "bad id", wsync.InvalidArgumentError, False),
     (OVER, begin("a1"), "late pause", wsync.StateError, False),
     ([*BEGAN, begin("b2")], begin("a1"), "late pause", wsync.StateError, False),
+    ([begin(SECOND)], begin(FIRST), "late pause", wsync.StateError, False),
+    ([begin(SECOND), go_on(SECOND)], begin(FIRST), "late pause", wsync.StateError, False),
+    ([begin(SECOND), begin("b2")], begin(FIRST), "late pause", wsync.StateError, False),
     # another update's turn
     ([], load("ab", "a1"), "not paused", wsync.StateError, False),
     ([], go_on("a1"), "not paused", wsync.StateError, False),

@@ -386,8 +386,9 @@ def test_vllms_own_server_is_driven_by_its_routes(engine: VllmEngine, front: str
     assert [worker.update for worker in inspection.inspect(front)] == [1, 1]
     assert engine.differing(1) == [[], []]
     others = [path for path in Front.seen if path != "/collective_rpc"]
+    pause = "/pause?mode=abort&clear_cache=false"
     assert others == [
-        "/pause?mode=abort&clear_cache=false",
+        *(pause, pause),  # the second when it has said who it is
         "/reset_prefix_cache?reset_running_requests=false&reset_external=false",
         "/update_weight_version {'new_version': '6'}",  # what its answers carry
         "/resume",

@@ -20,7 +20,8 @@ States of the weights:
     LOST      not those of one update
 
     event             update becomes       weights become      refused
-    begin             BEGUN                                     the id has ended
+    begin             BEGUN                                     the id has ended, or a later one
+                                                                of its trainer has come
       with id, again  (stays)
       no id, again    BEGUN or ENDED                            (see `begin`)
     bucket            PARTIAL, COMPLETE    LOST, WHOLE          NONE, ENDED; another update's turn;
@@ -56,6 +57,7 @@ from wsync._core import InvalidArgumentError, StateError, WsyncError
 from wsync.machine.try_lock import Turn
 
 _ID: Final = re.compile(r"[0-9a-f]{1,64}")
+_SERIES: Final = slice(0, 16)  # of an id: the same in all of one trainer, with a count behind it
 _REMEMBERED: Final = 1024
 UNKNOWN_VERSION: Final = "unknown"
 """What weights are called that came without a version."""
@@ -171,7 +173,7 @@ class UpdateState:
             now = self._now
             if update_id and update_id == now.id:
                 return
-            if update_id in self._past:
+            if self._is_late(update_id):
                 raise _refusal("late pause", id=update_id)
             self._pass(_Update(update_id, ""))
             if update_id or now.id is None or now.id:
@@ -222,6 +224,12 @@ class UpdateState:
         if self._now.id:
             self._past.append(self._now.id)
         self._now = to
+
+    def _is_late(self, update_id: str) -> bool:
+        """Whether the update has ended, or began before another one of its trainer."""
+        size, series = len(update_id), update_id[_SERIES]
+        known = [each for each in (*self._past, self._now.id) if each and len(each) == size]
+        return any(each >= update_id for each in known if each[_SERIES] == series)
 
     def _check_id(self, update_id: str) -> None:
         if update_id and not _ID.fullmatch(update_id):

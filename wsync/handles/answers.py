@@ -163,11 +163,21 @@ def engine_text(text: str) -> str:
 
 def cause(error: BaseException) -> str:
     """The innermost text of a requests error: what the system said."""
-    seen = error
-    while seen.args and isinstance(seen.args[0], BaseException):
-        seen = seen.args[0]
-    reason = getattr(seen, "reason", None)
-    return cut(str(reason if isinstance(reason, BaseException) else seen))
+    return cut(str(_innermost(error)))
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether nobody was there to take the request that a PeerClosedError was raised for."""
+    made = error.__cause__
+    return made is not None and type(_innermost(made)).__name__ == "NewConnectionError"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Of requests' error, which has urllib3's in it."""
+    while error.args and isinstance(error.args[0], BaseException):
+        error = error.args[0]
+    reason = getattr(error, "reason", None)
+    return reason if isinstance(reason, BaseException) else error
 
 
 def seconds(timeout: float) -> str:

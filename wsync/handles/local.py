@@ -19,7 +19,7 @@ from wsync.handles.answers import (
     translate,
 )
 from wsync.handles.sglang_base import ApiHandle
-from wsync.handles.unfinished_calls import Changes, Ended, changes_engine
+from wsync.handles.unfinished_calls import Changes, Ended, changes_engine, check_wanted
 from wsync.machine.daemon_threads import start
 from wsync.machine.error_text import error_text
 
@@ -114,7 +114,9 @@ class LocalHandle(ApiHandle):
         order matters."""
         if not changes_engine(method, arguments):
             return ask(timeout, _unwatched)
-        left = self._changes.wait(f"engine {self.name}: {method}", timeout)
+        where = f"engine {self.name}: {method}"
+        left = self._changes.wait(where, timeout)
+        check_wanted(where)
         return ask(left, self._changes.one)
 
     def _ask(

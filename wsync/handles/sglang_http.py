@@ -28,10 +28,13 @@ from wsync.handles.answers import (
     tensor_workers,
 )
 from wsync.handles.sglang_base import ApiHandle
+from wsync.handles.unfinished_calls import changes_engine, check_wanted
 from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
+from wsync.messages.tcp_channel import KEEPALIVE
 
+_SHORTEST_SECONDS: Final = 0.001  # none at all is refused
 _MAX_ANSWER_NBYTES: Final = 16 << 20
 # what SGLang answers with a status, and without flush_cache
 _STEERING: Final = ("pause_generation", "continue_generation")
@@ -74,6 +77,8 @@ class _Connections:
             connect()
         finally:
             del made.connect  # of this object, which refers to itself by it
+        for level, option, value in KEEPALIVE:
+            made.sock.setsockopt(level, option, value)
         self._made.append(made.sock)
         if self._ended:
             raise TimeoutError("connected too late")
@@ -269,6 +274,8 @@ class HttpHandle(ApiHandle):
         deadline = Deadline(timeout)
         if not deadline.left:
             raise DeadlineError(f"{where}: no time left to ask")
+        if method != "GET" and changes_engine(path.removeprefix("/"), {}):
+            check_wanted(where)
         connections = _Connections()
         call = start(where, lambda: self._exchange(method, path, body, deadline, connections))
         try:
@@ -300,7 +307,7 @@ class HttpHandle(ApiHandle):
                     self._url + path,
                     json=body,
                     headers=self._headers,
-                    timeout=deadline.left,
+                    timeout=max(deadline.left, _SHORTEST_SECONDS),
                     allow_redirects=False,
                     stream=True,
                 ) as response:

@@ -1,13 +1,15 @@
-"""Calls that change an engine, and may go on when nobody waits for them any more."""
+"""Calls that change an engine: those that nobody waits for any more may go on, and those of an
+update that has been given up are not to begin."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from wsync._core import DeadlineError
+from wsync._core import DeadlineError, StateError
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT
 
@@ -32,6 +34,30 @@ def changes_engine(method: str, arguments: Mapping[str, Any]) -> bool:
     an engine or has it go on.  Messages to wsync's receiver do not, which knows one update from
     another."""
     return method not in _HARMLESS and arguments.get("load_format") != LOAD_FORMAT
+
+
+class _Asking(threading.local):
+    given_up: threading.Event | None = None
+
+
+_asking: Final = _Asking()
+
+
+@contextmanager
+def asking_for(given_up: threading.Event) -> Iterator[None]:
+    """While this thread asks an engine for something in an update, which ends with the event."""
+    former, _asking.given_up = _asking.given_up, given_up
+    try:
+        yield
+    finally:
+        _asking.given_up = former
+
+
+def check_wanted(where: str) -> None:
+    """To be called right before an engine is changed.  StateError if the update that this thread
+    asks for has been given up: the next one may be under way, or may have ended."""
+    if _asking.given_up is not None and _asking.given_up.is_set():
+        raise StateError(f"{where}: not asked, as its update has been given up")
 
 
 @dataclasses.dataclass(eq=False)

@@ -26,7 +26,9 @@ from wsync.messages.control import LOAD_FORMAT, Control
 _log = logging.getLogger(__name__)
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
-_PATIENCE_SECONDS: Final = 3600.0
+# whoever calls waits as long as it likes, in another thread
+_PATIENCE_SECONDS: Final = 600.0
+_WORKERS_SECONDS: Final = 3600.0  # for what takes as long as an update
 _DESCRIBED: Final = {"rank", "workers", "engines"}
 # vLLM's words for SGLang's; a retracted request is one that is kept without its cache
 _MODES: Final = {"abort": "abort", "retract": "keep", "in_place": "keep"}
@@ -234,7 +236,8 @@ class VllmServer:
         self.name = f"vllm+{self._http.name}"  # as it is given
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        answer = self._post("/collective_rpc", {"method": method, "args": list(args)})
+        body = {"method": method, "args": list(args)}
+        answer = self._post("/collective_rpc", body, timeout=_WORKERS_SECONDS)
         results = answer.get("results")
         return results if isinstance(results, list) else []
 
@@ -274,11 +277,15 @@ class VllmServer:
         self._post("/update_weight_version", {"new_version": new_version}, known=False)
 
     def _post(
-        self, path: str, body: Mapping[str, Any] | None = None, *, known: bool = True
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        known: bool = True,
+        timeout: float = _PATIENCE_SECONDS,
     ) -> dict[str, Any]:
         """known: whether every version of vLLM has the path."""
-        # whoever calls waits as long as it likes, in another thread
-        status, text = self._http.request("POST", path, body, _PATIENCE_SECONDS)
+        status, text = self._http.request("POST", path, body, timeout)
         if not known and self._http.lacks(path, status):
             return {}
         if status != 200:

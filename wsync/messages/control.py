@@ -33,8 +33,8 @@ FLATTENED_BUCKET: Final = "flattened_bucket"
 """load_format of the requests that carry a bucket of SGLang's (wsync.FlattenedTensorBucket)."""
 
 UPDATE_HEADER: Final = "wsync-update"
-"""HTTP header with the id of the update that a request belongs to, in hex.  Engines that do not
-know it pass it over."""
+"""HTTP header with the id of the update that a request belongs to, in hex: 16 digits of the trainer
+and 8 of its count of updates.  Engines that do not know it pass it over."""
 
 UPDATING: Final = "updating-"
 """Prefix of the temporary version that, during an update, is given to engines that record the

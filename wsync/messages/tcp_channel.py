@@ -72,8 +72,7 @@ FROM_TRAINERS: Final = (Frame.MODEL, Frame.PLAN, Frame.BEGIN, Frame.COMMIT, Fram
 
 # a firewall between two hosts forgets connections that are silent between two updates, and a host
 # that is gone says nothing: so there is a sign of life after a minute, and the end after two
-_SOCKET_OPTIONS: Final = (
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
@@ -89,7 +88,8 @@ class Channel:
         self._takes = takes
         self._socket = connection
         self._socket.setblocking(False)
-        for level, option, value in _SOCKET_OPTIONS:
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for level, option, value in KEEPALIVE:
             self._socket.setsockopt(level, option, value)
         self._buffer = bytearray()
         self._frames: deque[tuple[Frame, bytes]] = deque()

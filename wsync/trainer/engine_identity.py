@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
 
 from wsync._core import RemoteError
 from wsync.handles.answers import identity_of
 from wsync.handles.base import EngineHandle, send_control
+from wsync.handles.unfinished_calls import asking_for, check_wanted
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import UPDATING, Control
 
 _log = logging.getLogger(__name__)
 
 _RESTART_SECONDS: Final = 0.1  # no engine is started again in less
+
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _in_an_update(method: _Method) -> _Method:
+    """A method that asks for something in the update that is under way when it is called."""
+
+    @functools.wraps(method)
+    def asked(self: CheckedEngine, *arguments: Any, **named: Any) -> None:
+        with asking_for(self._given_up):
+            method(self, *arguments, **named)
+
+    return cast(_Method, asked)
 
 
 class CheckedEngine:
@@ -51,10 +68,13 @@ class CheckedEngine:
         self._reported: object = None  # the version that the engine has to report
         self._version: str | None = None  # that the update has given
         self._given: str | None = None  # that the last update has, if it has ended well
+        # ids of updates: this, and a count, by which an engine tells a late pause from a new one
+        self._series: str = secrets.token_hex(8) if before is None else before._series
+        self._ids: Iterator[int] = itertools.count(1) if before is None else before._ids
         self._update_id = ""
+        self._given_up = threading.Event()
         self._buckets: Iterator[int] | None = None  # numbers, where buckets get versions
         self._verified = 0.0  # when, on the monotonic clock
-        self._disturbed = False  # whether others have updated the engine since this did
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -65,22 +85,37 @@ class CheckedEngine:
     def load_formats(self) -> tuple[str, ...]:
         return self.handle.load_formats
 
+    def give_up(self) -> None:
+        """What threads of this update have not asked of the engine yet they ask no more: the next
+        update may begin."""
+        self._given_up.set()
+
     def pause(self, mode: str, timeout: float) -> None:
+        self._given_up = threading.Event()
+        with asking_for(self._given_up):
+            self._pause(mode, timeout)
+
+    def _pause(self, mode: str, timeout: float) -> None:
         deadline = Deadline(timeout)
         during = getattr(self.handle, "during", None)
-        self._update_id = secrets.token_hex(8)
+        self._update_id = f"{self._series}{next(self._ids):08x}"
         told = None if during is None else during(self._update_id)
         self._during = told or self.handle
         self._version = None
         given, self._given = self._given, None
         self._during.pause(mode, timeout)
-        identity, (self._identity, found) = self._identity, self._ask(deadline)
+        now, found = self._ask(deadline)
+        check_wanted(f"engine {self.name}")
+        identity, self._identity = self._identity, now
         self._reported = found.get("weight_version")
         stock = "instance" not in found and self._reported is not None
         self._buckets = itertools.count(1) if stock else None
-        self._disturbed = stock and str(self._reported) != given
-        self.restarted = self._disturbed or self._identity != identity
-        if self._disturbed and given is not None:
+        disturbed = stock and str(self._reported) != given
+        self.restarted = disturbed or self._identity != identity
+        if self._identity != identity and not stock:
+            # it may have been started again between the pause and the answer that tells who it is
+            self._during.pause(mode, deadline.left)
+        if disturbed and given is not None:
             _log.warning(
                 "engine %s: reports weight version %s, and the last update gave it %s: it was "
                 "restarted, or somebody else has updated it, or a request has come late",
@@ -98,24 +133,30 @@ class CheckedEngine:
     def flush(self, timeout: float) -> None:
         self._during.flush(timeout)
 
+    @_in_an_update
     def settle(self, mode: str, timeout: float, *, flush: bool) -> None:
-        """When the engine has all weights: pauses and flushes it once more where another trainer
-        may have had it continue meanwhile.  SGLang does not know who has paused it."""
-        if self._disturbed:
+        """When the engine has all weights: pauses and flushes it once more where it cannot tell
+        whose requests it gets.  Another trainer, or a gateway that repeats a request, may have had
+        it continue meanwhile, and its cache then has what mixed weights have computed."""
+        if self._buckets is not None:
             deadline = Deadline(timeout)
             self.handle.pause(mode, timeout)  # not `_during`, for which it would begin an update
             if flush:
                 self.flush(deadline.left)
 
+    @_in_an_update
     def update_weights(self, payloads: Sequence[bytes], **request: Any) -> None:
         self._during.update_weights(payloads, **self._bucket(**request))
 
+    @_in_an_update
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:
         send_control(self._during, messages, **self._message(**request))
 
+    @_in_an_update
     def update_weights_from_disk(self, path: str, **request: Any) -> None:
         self._during.update_weights_from_disk(path, **self._checked(**request))
 
+    @_in_an_update
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         checked = self._bucket if method == "update_weights_from_distributed" else self._checked
         request = checked(arguments.get("weight_version"), timeout)
@@ -144,6 +185,7 @@ class CheckedEngine:
                 f"{self._version}: it was restarted, or another trainer updates it"
             )
 
+    @_in_an_update
     def resume(self, timeout: float) -> None:
         deadline = Deadline(timeout)
         if time.monotonic() > self._verified + _RESTART_SECONDS:  # other engines have taken long
@@ -176,7 +218,9 @@ class CheckedEngine:
             return self._checked(weight_version, timeout, **others)
         deadline = Deadline(timeout)
         version = f"{UPDATING}{self._update_id}-{next(self._buckets)}"
-        self._check_version(self._during.model_info(deadline.left) or {})
+        found = self._during.model_info(deadline.left) or {}
+        check_wanted(f"engine {self.name}")
+        self._check_version(found)
         self._reported = version
         return {"weight_version": version, "timeout": deadline.left, **others}
 
@@ -200,6 +244,7 @@ class CheckedEngine:
     def _check_identity(self, deadline: Deadline) -> dict[str, Any]:
         """What the engine says of itself.  RemoteError if it is another one."""
         identity, found = self._ask(deadline)
+        check_wanted(f"engine {self.name}")
         for what, before in self._identity.items():
             if identity.get(what) != before:
                 raise RemoteError(

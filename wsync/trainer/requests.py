@@ -90,8 +90,9 @@ NO_CALLS: Final = Calls([], lambda index, engine: None)
 class EngineRequests:
     """The requests to engines around an update.  Rank 0 makes them; other ranks have no engines.
 
-    Calls left by a failed update are awaited before engines are told of the next version; otherwise
-    an engine could apply the older version after the newer.
+    Calls left by a failed update ask engines for nothing more.  What they have asked is awaited
+    before engines are told of the next version: otherwise an engine could apply the older version
+    after the newer.
 
     Attributes:
         compare: called, with a timeout, for the handle of an engine that has paused and may have
@@ -236,7 +237,10 @@ class EngineRequests:
 
     def abandon(self, left: UnderWay) -> None:
         """After a failure: waits a little for all calls, because what engines answer is their side
-        of it, and keeps those that go on, with others that are left under way."""
+        of it, and keeps those that go on, with others that are left under way.  What they have not
+        asked yet they ask no more."""
+        for engine in self.engines:
+            engine.give_up()
         self._pausing = self._opened = NO_CALLS
         self._under_way += left
         self._settle(min(LEAVE_SECONDS, self._options.deadline))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
+from wsync.handles.answers import is_refused
 from wsync.handles.base import EngineHandle
 from wsync.machine.daemon_threads import result
 from wsync.machine.deadline import Check, Deadline
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 _GATEWAYS: Final = (502, 503, 504)  # what gateways answer in the place of a server
+# by engine: of updates that failed, whose last requests an engine may get yet
+_left: Final[dict[str, list[SharedRing]]] = {}
+_MOST_LEFT: Final = 2
 _REPEATS: Final = 1 << 14  # more of buckets than gateways make of one ring's
 
 
@@ -56,9 +60,13 @@ class SharedRing:
         self._ended()
 
     def leave(self) -> None:
-        """Has the file go with its last user."""
+        """Has the file go with its last user, after this process."""
         self._ended.detach()
         payload.keep(self._bytes, -_REPEATS)
+
+    def remove(self) -> None:
+        """The file of a ring that was left."""
+        payload.remove(self._bytes)
 
 
 def _remove(owner: Owner, ring: torch.Tensor) -> None:
@@ -123,7 +131,7 @@ class StockSession(BucketSession):
         if isinstance(self._ring, GpuRing):
             self._ring.close()
         elif self._ring is not None:
-            self._lane.submit(functools.partial(_close, self._ring, self._sent))
+            self._lane.submit(functools.partial(_close, self._engine.name, self._ring, self._sent))
         super().close()
 
     def _send(self, round: int) -> None:
@@ -140,16 +148,24 @@ class StockSession(BucketSession):
         )
 
 
-def _close(ring: SharedRing, sent: Sequence[Future[None]]) -> None:
-    """Removes the file, once all requests have ended.  If one was not answered, the file goes when
-    the engine has read it, or with this process: a stock server ends when it finds none."""
+def _close(engine: str, ring: SharedRing, sent: Sequence[Future[None]]) -> None:
+    """Removes the file, once all requests have ended.  If one was not answered, the file stays
+    until the engine has answered all of a later connection, or two more have failed, or as long as
+    this process: a stock server ends when it finds none."""
+    left, answered = _left.setdefault(engine, []), bool(sent)
     if any(_is_unanswered(request.exception()) for request in sent):
         ring.leave()
+        left.append(ring)
+        answered = False
     else:
         ring.close()
+    while len(left) > (0 if answered else _MOST_LEFT):
+        left.pop(0).remove()
 
 
 def _is_unanswered(error: BaseException | None) -> bool:
-    """Whether a request may be in the engine's hands: also where a gateway gave up."""
+    """Whether a request may be in the engine's hands: also where a gateway gave up, or was cut off
+    when it had taken the request."""
     gave_up = isinstance(error, _core.RemoteError) and error.native in _GATEWAYS
-    return gave_up or isinstance(error, _core.DeadlineError)
+    cut_off = isinstance(error, _core.PeerClosedError) and not is_refused(error)
+    return gave_up or cut_off or isinstance(error, _core.DeadlineError)
