@@ -121,7 +121,7 @@ def try_state(
             recording is refuted.
     """
     found, trial = ModuleState(module, values=False), _Trial(module, recording)
-    with KeptRegions(held, recording.not_copied()), found.put_back():
+    with KeptRegions(held, recording.not_copied()).put_back(), found.put_back():
         try:
             unwritten = sums_of_gaps(held, recording)
             looks = looks_anew(module, load, MadeUpModel(model), held, recording)

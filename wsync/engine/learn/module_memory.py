@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final
@@ -40,6 +40,9 @@ from wsync.module_tensors.value_forms import (
 Fact = tuple[str, str, tuple[int, ...], tuple[int, ...], int, int]
 Name = tuple[str, str | None]  # of a part or tensor, and the first one of what it stands for
 Seen = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+CACHE_NBYTES: Final = 16 << 20  # of host memory for a copy: an engine's caches are larger
+_ROW_NBYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,20 @@ def region(data: torch.Tensor, move: Move) -> torch.Tensor:
     shape = (*(n for n, _, _ in move.dims), move.into)
     steps = (*(d for _, _, d in move.dims), 1)
     return data.as_strided(shape, steps, move.destination)
+
+
+def _sums_of_words(data: torch.Tensor) -> int:
+    """A checksum of a region's bytes, by the sums of its rows and columns, which are made where it
+    lies; of all bytes where these are no whole words."""
+    rows, rest = data, data[:0]
+    if data.dim() == 1:
+        whole = len(data) // _ROW_NBYTES * _ROW_NBYTES
+        rows, rest = data[:whole].view(whole // _ROW_NBYTES, _ROW_NBYTES), data[whole:]
+    if any(step % 8 for step in (rows.storage_offset(), rows.shape[-1], *rows.stride()[:-1])):
+        return checksum_of(data)
+    words = rows.view(torch.int64)
+    sums = (words.sum(0), words.sum(-1), rest.to(torch.int64))
+    return checksum_of(torch.cat([each.flatten() for each in sums]))
 
 
 def _there(path: str, tensor: object) -> torch.Tensor:
@@ -262,6 +279,32 @@ class ModuleMemory:
         for fact in self.facts:
             found.setdefault(fact[4], []).append(whole(fact))
         return {area: united(moves) for area, moves in found.items()}
+
+    @cached_property
+    def caches(self) -> frozenset[int]:
+        """Areas of more than CACHE_NBYTES that hold no parameter and no buffer."""
+        spans = enumerate(self._spans)
+        large = {number for number, (_, nbytes) in spans if nbytes > CACHE_NBYTES}
+        if not large:
+            return frozenset()
+        module = self.parts[""]
+        bound = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        named = zip(self.facts, self.tensors, strict=True)
+        weights = {f[4] for f, t in named if f[0] in self.parameters or id(t) in bound}
+        return frozenset(large - weights)
+
+    def sums_of(self, regions: Mapping[int, Iterable[Move]]) -> dict[int, list[int]]:
+        """Checksums of regions by area, counted from its start; those of caches are made where they
+        lie."""
+        found = {}
+        for number, moves in regions.items():
+            area = self.areas[number]
+            if number in self.caches:
+                data = area.bytes()
+                found[number] = [_sums_of_words(region(data, move)) for move in united(moves)]
+            else:
+                found[number] = area.sums(moves)
+        return found
 
     def name(self, number: int, offset: int) -> str:
         """The tensor that a byte of an area belongs to."""

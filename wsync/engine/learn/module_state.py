@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Final
 
 import torch
@@ -14,6 +14,7 @@ from wsync.engine.learn.attributes_touched import touched, watching
 from wsync.engine.learn.forms_of_values import storages_of, tensors_of
 from wsync.engine.learn.kept_contents import Content, content_of
 from wsync.engine.learn.module_memory import (
+    CACHE_NBYTES,
     Area,
     ModuleMemory,
     region,
@@ -23,6 +24,7 @@ from wsync.engine.learn.module_memory import (
     wrapped_tensors,
 )
 from wsync.engine.learn.regions import Move
+from wsync.engine.learn.watched_writes import BeforeWrites
 from wsync.machine.error_text import error_text
 from wsync.machine.sent_memory import is_sent
 from wsync.module_tensors.names_in_messages import listed
@@ -158,30 +160,81 @@ def _is_bound(owner: Any, name: str, *values: Any) -> bool:
 
 
 class KeptRegions:
-    """Copies, on the host, of parts of a module's memory; as a context it puts them back at the
-    end, where that memory is still the module's.
+    """Copies, on the host, of parts of a module's memory, to put them back where that memory is
+    still the module's.  Of caches (ModuleMemory.caches) that is made when torch is about to write
+    there, and until then only checksums: one that is written to all the same cannot be put back.
 
     regions: by area, counted from its start.
     """
 
     def __init__(self, held: ModuleMemory, regions: Mapping[int, Sequence[Move]]) -> None:
+        self._held, self._regions = held, regions
         self._copies: list[tuple[Area, Move, torch.Tensor]] = []
-        for number, moves in regions.items():
-            area = held.areas[number]
-            data = area.bytes()
-            for move in moves:
-                self._copies.append((area, move, region(data, move).to("cpu", copy=True)))
+        self._sums = {n: self._sums_of(n) for n in held.caches if n in regions}
+        self._uncopied = {held.areas[number].start: number for number in self._sums}
+        self._lost: list[str] = []  # caches that were written to before a copy was to be made
+        for number in regions.keys() - self._sums.keys():
+            self._copy(number)
 
-    def put_back(self) -> None:
+    def _sums_of(self, number: int) -> list[int]:
+        return self._held.sums_of({number: self._regions[number]})[number]
+
+    def _copy(self, number: int) -> None:
+        area = self._held.areas[number]
+        data = area.bytes()
+        for move in self._regions[number]:
+            self._copies.append((area, move, region(data, move).to("cpu", copy=True)))
+
+    def _copy_before(self, tensor: torch.Tensor) -> None:
+        start = tensor.untyped_storage().data_ptr() if usable(tensor) else 0
+        if start not in self._uncopied:
+            return
+        number = self._uncopied.pop(start)
+        with contextlib.suppress(LayoutError):  # the module has other memory there
+            if not self._changed(number):
+                self._copy(number)
+                return
+        self._lost.append(self._held.areas[number].path)
+
+    def _changed(self, number: int) -> bool:
+        """Whether a cache was written to that is not copied."""
+        return self._sums_of(number) != self._sums[number]
+
+    def watched(self) -> contextlib.AbstractContextManager[object]:
+        """Around what may write to them."""
+        return BeforeWrites(self._copy_before) if self._uncopied else contextlib.nullcontext()
+
+    @property
+    def unwritten(self) -> Set[int]:
+        """Where the caches start that were not seen to be written to."""
+        return self._uncopied.keys()
+
+    def restore(self) -> None:
+        """NotPutBackError, when all else is put back, where that cannot be."""
+        lost = list(self._lost)
         for area, move, data in self._copies:
             with contextlib.suppress(LayoutError):  # its memory is gone
                 region(area.bytes(), move).copy_(data)
+        for number in self._uncopied.values():
+            with contextlib.suppress(LayoutError):
+                if self._changed(number):
+                    lost.append(self._held.areas[number].path)
+        if lost:
+            raise NotPutBackError(
+                f"{listed(lost)}: of {type(self._held.parts['']).__name__}, was written to by "
+                "means that cannot be seen while load_weights was tried, and is not copied before, "
+                f"as it has over {CACHE_NBYTES >> 20} MiB and is no parameter or buffer: nothing "
+                "is loaded by that; make the engine anew, with a buffer there"
+            )
 
-    def __enter__(self) -> KeptRegions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.put_back()
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Puts them back at the end."""
+        try:
+            with self.watched():
+                yield
+        finally:
+            self.restore()
 
 
 class ModuleState:
@@ -198,22 +251,33 @@ class ModuleState:
         parts = [part.detach() for _, _, part in wrapped_tensors(module)] if values else []
         self._parts = [(part, part.to("cpu", copy=True)) for part in parts]
 
+    @property
+    def unwritten(self) -> Set[int]:
+        """As of KeptRegions."""
+        return self._regions.unwritten if self._regions is not None else frozenset()
+
     def restore(self) -> None:
         """NotPutBackError, when all else is put back, as of PlainAttributes."""
         self._bindings.restore()
         try:
             self.plain.restore()
         finally:
-            if self._regions is not None:
-                self._regions.put_back()
             for part, copy in self._parts:
                 part.copy_(copy)
+            if self._regions is not None:
+                self._regions.restore()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        watched = contextlib.nullcontext() if self._regions is None else self._regions.watched()
+        with watching(self.plain.touched), watched:
+            yield
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """Puts it back at the end."""
         try:
-            with watching(self.plain.touched):
+            with self._watched():
                 yield
         finally:
             self.restore()
@@ -222,7 +286,7 @@ class ModuleState:
     def unless_done(self) -> Iterator[None]:
         """Puts it back where the block raises."""
         try:
-            with watching(self.plain.touched):
+            with self._watched():
                 yield
         except BaseException:
             self.restore()

@@ -552,7 +552,7 @@ class RecordedLoader(ChoosingLoader):
             load_made_up(self._load, model)
             recording = record(self._module, self._load, model)
         held = ModuleMemory(self._module)
-        kept.enter_context(KeptRegions(held, recording.not_copied()))
+        kept.enter_context(KeptRegions(held, recording.not_copied()).put_back())
         held.check_place(recording.areas)
         aside = sum(n for name, _, _, _, n in model.tensors if name in recording.fallback)
         if 2 * aside > model.nbytes:

@@ -412,10 +412,11 @@ def _try_alone(
     """Given only the fallback tensors, a loader must not write what it does not write otherwise."""
     names = frozenset(recording.fallback)
     tracer = Tracer(held, model, opaque=names)
-    before = {area: held.areas[area].sums(gaps) for area, gaps in recording.gaps.items()}
+    before = held.sums_of(recording.gaps)
     _trace(module, load, model, held, tracer, names, recording.fallback)
+    after = held.sums_of(recording.gaps)
     for area, gaps in recording.gaps.items():
-        if held.areas[area].sums(gaps) != before[area]:
+        if after[area] != before[area]:
             raise RecordingError(f"{held.areas[area].path}: written by means that cannot be seen")
         start = held.areas[area].start
         for gap in gaps:

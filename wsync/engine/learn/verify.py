@@ -85,7 +85,7 @@ def verify(
 
 def sums_of_gaps(held: ModuleMemory, recording: Recording) -> dict[int, list[int]]:
     """Checksums of what a recording does not write, by area."""
-    return {area: held.areas[area].sums(moves) for area, moves in recording.gaps.items()}
+    return held.sums_of(recording.gaps)
 
 
 def check_gaps(held: ModuleMemory, recording: Recording, before: dict[int, list[int]]) -> None:
@@ -105,26 +105,30 @@ def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> 
         RecordingError: the loader has failed.
     """
     model = MadeUpModel(layout, seed=1)  # with values that weights have: it may go by them
-    with ModuleState(module, values=True).put_back():
+    state = ModuleState(module, values=True)
+    with state.put_back():
         # what is not loaded after this must not look right
         load_made_up(load, MadeUpModel(layout))
         load_made_up(load, model)
         held = ModuleMemory(module)
-        sums = _sums(module, held)
+        sums = _sums(module, held, state)
         # rounds may bring any tensor first
         for calls in (model.together, model.together[::-1]):
             load_made_up(load, MadeUpModel(layout))
             load_made_up(load, model, calls=calls)
             now = ModuleMemory(module)
-            if now.facts != held.facts or _sums(module, now) != sums:
+            if now.facts != held.facts or _sums(module, now, state) != sums:
                 return False
         return True
 
 
-def _sums(module: torch.nn.Module, held: ModuleMemory) -> dict[str, int]:
-    """Checksums of a module's tensors, and of what wrappers are around."""
+def _sums(module: torch.nn.Module, held: ModuleMemory, state: ModuleState) -> dict[str, int]:
+    """Checksums of a module's tensors, but for caches that nothing was seen to be written to, and
+    of what wrappers are around."""
     inside = {path: checksum_of(part) for path, _, part in wrapped_tensors(module)}
-    return held.sums({fact[0] for fact in held.facts}) | inside
+    unwritten = state.unwritten
+    paths = {fact[0] for fact in held.facts if held.areas[fact[4]].start not in unwritten}
+    return held.sums(paths) | inside
 
 
 def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict[str, torch.Tensor]:
