@@ -294,6 +294,8 @@ class BufferTable:
     def lend(self, allocations: Sequence[tuple[int, int, int, bool]], /) -> Memory:
         """Memory of a GPU to be lent to another process: pieces side by side, or one allocation that is none.  It keeps
         pieces from being given back.  StateError if one has been replaced since `allocations`."""
+    def meeting(self, tensors: TensorTable, /) -> list[int]:
+        """The buffers, by number, that share memory with what tensors of a table span."""
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
 

@@ -41,7 +41,7 @@ from wsync._core import (
     describe,
 )
 from wsync.engine.destination import Boxes, Destination, LoadTarget, OtherName, aliases
-from wsync.engine.sent_destinations import check_not_sent
+from wsync.engine.sent_destinations import Made, check_not_sent
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
@@ -219,6 +219,7 @@ class RoutedLoader(_Loading):
         self._first = 0  # of the route's buffers that is a round
         self._destinations: BufferTable | None = None  # between `begin` and the last copy
         self._target: LoadTarget | None = None  # while an update runs
+        self._made: Sequence[Made] = ()  # what the target writes to its buffers when it is complete
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._route = None
@@ -248,7 +249,7 @@ class RoutedLoader(_Loading):
             )
         destinations = target.buffers()
         self._boxes.check_apart(destinations)
-        check_not_sent(self._boxes, destinations)
+        check_not_sent(self._boxes, destinations, self._made)
         self._target, self._destinations = target, destinations
 
     def load(self, round: int) -> None:

@@ -5,11 +5,12 @@ tensors have become an engine's, under other names.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import Any, Final, NamedTuple
 
 from wsync._core import BufferTable, Layout, LayoutError
-from wsync.machine.sent_memory import is_sent, sent
+from wsync.machine.sent_memory import is_sent, sent, sent_buffers
 from wsync.module_tensors import dtype_of
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.places import MemoryPlace, place_at
@@ -18,6 +19,15 @@ REASON: Final = (
     "memory that a trainer of this process sends from: what is loaded there would be sent in place "
     "of its weights; nothing was loaded; have the engine hold a copy (copy.deepcopy)"
 )
+
+
+class Made(NamedTuple):
+    """Bytes of a buffer that are written beside the boxes of a layout, and whose they are."""
+
+    name: str
+    buffer: int
+    low: int
+    high: int
 
 
 class _Box(NamedTuple):
@@ -50,19 +60,22 @@ class _Box(NamedTuple):
         return apart == 0
 
 
-def check_not_sent(layout: Layout, buffers: BufferTable) -> None:
+def check_not_sent(layout: Layout, buffers: BufferTable, made: Iterable[Made] = ()) -> None:
     """LayoutError where buffers of a layout are memory that is being sent from, unless a tensor
-    goes to where it comes from: what is written there is what is there."""
+    goes to where it comes from: what is written there is what is there.  made: what is not."""
     tables = sent()
-    if not tables or not any(is_sent(buffers[number] for number in range(len(buffers)))):
+    numbers = sent_buffers(buffers) if tables else None
+    if not numbers:
         return
+    met = [each for each in made if each.buffer in numbers]
+    spans = ((buffers[each.buffer][0] + each.low, each.high - each.low) for each in met)
+    wrong = {each.name for each in compress(met, is_sent(spans))}
     sources = sorted(
         ((box.place, box) for layout, table in tables for box in _boxes(layout, table)),
         key=lambda found: found[0].start,
     )
     starts = [place.start for place, _ in sources]
     longest = max((place.end - place.start for place, _ in sources), default=0)
-    wrong = set[str]()
     for box in _boxes(layout, buffers):
         place = box.place
         first = bisect_left(starts, place.start - longest)

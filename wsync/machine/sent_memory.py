@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
-from wsync._core import Layout, LayoutError, TensorTable, checksum
+from wsync._core import BufferTable, Layout, LayoutError, TensorTable, checksum
 
 Sent = tuple[Layout, TensorTable]  # which tensors the buffers have, and where these are
 
@@ -62,27 +61,14 @@ def _checksums(table: TensorTable) -> list[int]:
 
 def is_sent(spans: Iterable[tuple[int, int]]) -> list[bool]:
     """Whether a part of each span (address, bytes) is being sent."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(_sent_spans()):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    starts = [start for start, _ in merged]
-
-    def meets(address: int, nbytes: int) -> bool:
-        before = bisect_right(starts, address + nbytes - 1)  # those that begin before its end
-        return nbytes > 0 and before > 0 and merged[before - 1][1] > address
-
-    return [meets(*span) for span in spans]
+    found = [(address, nbytes if address else 0) for address, nbytes in spans]
+    numbers = sent_buffers(BufferTable(found)) if sent() else set[int]()
+    return [number in numbers for number in range(len(found))]
 
 
-def _sent_spans() -> Iterator[tuple[int, int]]:
-    for table in _tables():
-        for index in range(len(table)):
-            start, _, _, _, nbytes = table[index]
-            if nbytes:
-                yield start, start + nbytes
+def sent_buffers(buffers: BufferTable) -> set[int]:
+    """The buffers of which a part is being sent, by number."""
+    return {number for table in _tables() for number in buffers.meeting(table)}
 
 
 def sent() -> list[Sent]:

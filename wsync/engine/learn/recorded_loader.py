@@ -26,6 +26,7 @@ from wsync.engine.learn.forms_of_values import Forms
 from wsync.engine.learn.known_states import MOST_STATES, Found, try_state
 from wsync.engine.learn.module_memory import (
     Area,
+    AreaNames,
     ModuleMemory,
     SharedError,
     check_python,
@@ -62,10 +63,10 @@ from wsync.engine.ring_loaders import (
     keeps,
     loading_stream,
 )
-from wsync.engine.sent_destinations import REASON
+from wsync.engine.sent_destinations import Made
 from wsync.machine import device
 from wsync.machine.process_maps import SharedMaps
-from wsync.machine.sent_memory import WrittenError, is_sent, sent, unwritten
+from wsync.machine.sent_memory import WrittenError, is_sent, unwritten
 from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
 from wsync.module_tensors.names_in_messages import listed
@@ -583,6 +584,15 @@ def _computed(recording: Recording) -> dict[str, str]:
     return {name: why for name, why in recording.fallback.items() if not is_note(name)}
 
 
+def _made_in(recording: Recording) -> list[Made]:
+    """What a replay, and load_weights with what it computes, write to the module's areas."""
+    copies = ((t.area, t.move) for t in (*recording.fills, *recording.copies))
+    made = ((area, move) for area, moves in recording.made.items() for move in moves)
+    names = AreaNames(recording.facts)
+    spans = ((area, *move.span()) for area, move in (*copies, *made))
+    return [Made(names.at(area, low)[-1], area, low, high) for area, low, high in spans]
+
+
 class _UntriedError(_core.StateError):
     """The module is in a state that load_weights has not been tried in."""
 
@@ -615,6 +625,7 @@ class _Replay(RoutedLoader):
         self.aside = [fact for fact in model if fact.name in recording.fallback]
         self.layout = self._destination({name: fact.shape for name, fact in by_name.items()})
         self.written = frozenset(recording.areas)
+        self._made = _made_in(recording)
         self._held: ModuleMemory | None = None
         self.state = KnownState()  # that the update has found the module in
         # the shapes that the loader has loaded, and what came of them
@@ -626,20 +637,6 @@ class _Replay(RoutedLoader):
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
         self._aim(self._find())
-        self._check_not_sent()
-
-    def _check_not_sent(self) -> None:
-        """LayoutError where what is made here would be written to memory that is being sent."""
-        if self._held is None or not sent():
-            return
-        copies = ((t.area, t.move) for t in (*self.recording.fills, *self.recording.copies))
-        made = ((area, move) for area, moves in self.recording.made.items() for move in moves)
-        places = [(area, *move.span()) for area, move in (*copies, *made)]
-        starts = [area.start for area in self._held.areas]
-        found = is_sent((starts[area] + low, high - low) for area, low, high in places)
-        names = {self._held.name(area, low) for area, low, _ in itertools.compress(places, found)}
-        if names:
-            raise _core.LayoutError(f"{listed(names)}: to be loaded to {REASON}")
 
     def _find(self) -> _Filling:
         """The module's tensors where they are now."""
