@@ -5,6 +5,7 @@ The tests are about the installed package.  Child processes run with PYTHONSAFEP
 """
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -64,6 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         os.environ.update(coherent())
     config.add_cleanup(Nursery().close)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # see support.frozen_heap: tests fork this process, too
 
 
 def _device_count() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -51,6 +52,7 @@ def _serve(pipe: Connection, log: str) -> None:
 
     for name in _NEEDED:
         importlib.import_module(name)
+    gc.freeze()  # see frozen_heap
     torch.set_num_threads(1)
     children: list[int] = []
     while True:

@@ -7,6 +7,7 @@ would be, but for the modules that are imported already; it ends as a fresh one 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import json
@@ -235,6 +236,7 @@ def _started(line: socket.socket) -> dict[str, Any] | int | None:
     told: dict[str, Any] = json.loads(data)
     for name in told["modules"]:
         importlib.import_module(name)
+    gc.freeze()  # see frozen_heap
     pid = os.fork()
     if pid == 0:
         line.detach()

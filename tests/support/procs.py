@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 
 from support import nursery
 
-PRELOADED = ["torch.distributed", "wsync.demo.preload"]
+PRELOADED = ["torch.distributed", "wsync.demo.preload", "support.frozen_heap"]
 GRACE = 30.0  # seconds that the other ranks have once one has failed
 
 
@@ -118,6 +119,7 @@ def _nursery(count, store, path, environment, modules, setup, pipes):
     sys.path[:0] = path
     for module in modules:
         importlib.import_module(module)
+    gc.freeze()  # see frozen_heap
     for pipe in pipes:  # what a rank starts (torch_shm_manager) may outlive it
         os.set_inheritable(pipe.fileno(), False)
     children = []

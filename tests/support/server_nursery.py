@@ -10,6 +10,7 @@ runs, its arguments.  It is answered with the process's number.  Nobody asks for
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ import runpy
 import signal
 import sys
 import traceback
+from typing import Any
 
 _SGLANG = (
     "sglang.launch_server",
@@ -46,6 +48,9 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 def main() -> None:
     for name in _NEEDED[sys.argv[1]]:
         importlib.import_module(name)
+    if sys.argv[1] == "sglang":
+        rest_while_paused()
+    gc.freeze()  # see frozen_heap
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         log, module, *arguments = json.loads(line)
@@ -57,6 +62,25 @@ def main() -> None:
         os.read(ours, 1)  # until it has its session, or has ended
         os.close(ours)
         print(child, flush=True)
+
+
+def rest_while_paused() -> None:
+    """A paused scheduler asks for requests without a break, and takes the time of two processors
+    from the trainer; with this, it waits for them as one that is idle does.
+
+    The method is that of SGLang 0.5.17 and newer."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    name = "_record_scheduler_state_for_paused_engine"
+    record = getattr(Scheduler, name, None)
+    if record is None:
+        return
+
+    def record_and_wait(self: Any) -> None:
+        record(self)
+        self.maybe_sleep_on_idle()
+
+    setattr(Scheduler, name, record_and_wait)
 
 
 def serve(log: str, module: str, arguments: list[str], begun: int) -> None:
