@@ -168,8 +168,10 @@ def cause(error: BaseException) -> str:
 
 def is_refused(error: BaseException) -> bool:
     """Whether nobody was there to take the request that a PeerClosedError was raised for."""
+    from urllib3.exceptions import NewConnectionError
+
     made = error.__cause__
-    return made is not None and type(_innermost(made)).__name__ == "NewConnectionError"
+    return made is not None and isinstance(_innermost(made), NewConnectionError)
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -104,9 +104,7 @@ class CheckedEngine:
         self._version = None
         given, self._given = self._given, None
         self._during.pause(mode, timeout)
-        now, found = self._ask(deadline)
-        check_wanted(f"engine {self.name}")
-        identity, self._identity = self._identity, now
+        identity, (self._identity, found) = self._identity, self._ask(deadline)
         self._reported = found.get("weight_version")
         stock = "instance" not in found and self._reported is not None
         self._buckets = itertools.count(1) if stock else None
@@ -218,9 +216,7 @@ class CheckedEngine:
             return self._checked(weight_version, timeout, **others)
         deadline = Deadline(timeout)
         version = f"{UPDATING}{self._update_id}-{next(self._buckets)}"
-        found = self._during.model_info(deadline.left) or {}
-        check_wanted(f"engine {self.name}")
-        self._check_version(found)
+        self._check_version(self._model_info(deadline))
         self._reported = version
         return {"weight_version": version, "timeout": deadline.left, **others}
 
@@ -244,7 +240,6 @@ class CheckedEngine:
     def _check_identity(self, deadline: Deadline) -> dict[str, Any]:
         """What the engine says of itself.  RemoteError if it is another one."""
         identity, found = self._ask(deadline)
-        check_wanted(f"engine {self.name}")
         for what, before in self._identity.items():
             if identity.get(what) != before:
                 raise RemoteError(
@@ -256,9 +251,17 @@ class CheckedEngine:
     def _ask(self, deadline: Deadline) -> tuple[dict[str, Any], dict[str, Any]]:
         """Which engine this is, as far as it says, and its model_info; in one request where that
         tells its instance."""
-        found: dict[str, Any] = self._during.model_info(deadline.left) or {}
+        found = self._model_info(deadline)
         server: dict[str, Any] = {}
         if "instance" not in found and hasattr(type(self._during), "server_info"):
             server = self._during.server_info(deadline.left) or {}
+            check_wanted(f"engine {self.name}")
         known = "instance" in found or server
         return identity_of({**found, **server}) if known else {}, found
+
+    def _model_info(self, deadline: Deadline) -> dict[str, Any]:
+        """What the engine answers; StateError if the update was given up until then, whose threads
+        are to note nothing of the next one."""
+        found: dict[str, Any] = self._during.model_info(deadline.left) or {}
+        check_wanted(f"engine {self.name}")
+        return found

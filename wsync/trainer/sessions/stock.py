@@ -46,8 +46,8 @@ class SharedRing:
         self._ended = weakref.finalize(self, _remove, Owner(), self._bytes)
         self.address = self._bytes.data_ptr()
         self.nbytes = nbytes
-        # until this object ends, which streams keep for as long as they use it
-        self._registered = _core.host_register(self.address, nbytes, device, self._bytes)
+        # an object that streams keep, too, for as long as they use the memory
+        self._registered: object = _core.host_register(self.address, nbytes, device, self._bytes)
 
     def payload(self, offset: int, nbytes: int, metadata: Sequence[Any]) -> bytes:
         flat = self._bytes[offset : offset + nbytes]
@@ -60,8 +60,9 @@ class SharedRing:
         self._ended()
 
     def leave(self) -> None:
-        """Has the file go with its last user, after this process."""
+        """Has the file go with its last user, after this process, and gives up all else."""
         self._ended.detach()
+        self._registered = None
         payload.keep(self._bytes, -_REPEATS)
 
     def remove(self) -> None:
