@@ -442,6 +442,16 @@ def keeping_by_thread(module: Square, tensors: Tensors) -> None:
     thread.join()
 
 
+def keeping_by_threads_thread(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    a = tensors.get("a", module.outside[0])
+    inner = threading.Thread(target=lambda: module.outside[0].copy_(a))
+    outer = threading.Thread(target=inner.start)
+    outer.start()
+    outer.join()
+    inner.join()
+
+
 def branching_by_thread(module: Square, tensors: Tensors) -> None:
     plain(module, tensors)
     with ThreadPool(1) as pool:
@@ -449,7 +459,9 @@ def branching_by_thread(module: Square, tensors: Tensors) -> None:
             module.a.data.zero_()
 
 
-@pytest.mark.parametrize("load", [keeping_by_thread, branching_by_thread])
+@pytest.mark.parametrize(
+    "load", [keeping_by_thread, keeping_by_threads_thread, branching_by_thread]
+)
 def test_what_threads_do_is_left_to_the_loader(load: Any) -> None:
     module = Square(load)
     loader = updated(module, 1, 2)

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import operator
 import reprlib
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final
 
 import torch
 
+from wsync.engine.learn.attribute_watch import WATCHED, watching
 from wsync.engine.learn.forms_of_values import (
+    ABSENT,
     ATOMS,
+    INHERITED,
+    AttributePlace,
     Forms,
     Parts,
     finder,
@@ -33,8 +35,6 @@ from wsync.engine.learn.forms_of_values import (
     store_of,
     tensors_of,
 )
-from wsync.engine.learn.time_limit import check
-from wsync.machine.deadline import POLL_SECONDS
 from wsync.module_tensors.value_forms import (
     Form,
     at,
@@ -48,16 +48,6 @@ from wsync.module_tensors.value_forms import (
 )
 
 _HELD: Final = frozenset(("_parameters", "_buffers", "_modules"))  # ModuleMemory knows of these
-
-
-class _Absent(enum.Enum):
-    """What an attribute is that is not there, and a method of its owner's class."""
-
-    ABSENT = "absent"
-    INHERITED = "its class's"
-
-    def __repr__(self) -> str:
-        return self.value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +71,7 @@ class Attribute:
         return Attribute(part, tensor, name, _of_owner(name, value, forms), _words(value))
 
     @property
-    def place(self) -> tuple[str, str, str]:
+    def place(self) -> AttributePlace:
         """Where it is looked for."""
         return self.part, self.tensor, self.name
 
@@ -122,8 +112,8 @@ class Attribute:
     def _value(self, parts: Parts) -> Any:
         owner = self.owner(parts)
         if owner is None:
-            return _Absent.ABSENT
-        return _own(owner, self.name, getattr(owner, self.name, _Absent.ABSENT))
+            return ABSENT
+        return _own(owner, self.name, getattr(owner, self.name, ABSENT))
 
 
 class AttributeGuards:
@@ -207,9 +197,9 @@ class AttributeGuards:
 
 def _of_owner(name: str, value: Any, forms: Forms) -> Form:
     """The form of what has an attribute of this value."""
-    if value is _Absent.ABSENT:
+    if value is ABSENT:
         return "absent", name, ()
-    if value is _Absent.INHERITED:
+    if value is INHERITED:
         return attribute("__dict__", *lacks(name))
     return typed(value) if name == "__class__" else attribute(name, forms.of(value))
 
@@ -223,7 +213,7 @@ def _of_group(
     names = {each.name for each in members if each.absent}
     names -= {name for base in kind.__mro__ for name in vars(base)}  # by a property's doing
     stores = _STORES.get(getattr(kind, "__getattr__", None))
-    plain = [base for base in kind.__mro__ if base not in _WATCHED]
+    plain = [base for base in kind.__mro__ if base not in (object, *WATCHED)]
     if not names or not stores or any(_LOOKUP in vars(base) for base in plain):
         return tuple(each.form for each in members)
     for base in kind.__mro__:
@@ -233,9 +223,8 @@ def _of_group(
     return *(each.form for each in members if each.name not in names), *held
 
 
-# what these have of it is this package's while load_weights is watched
+# what WATCHED have of it is this package's while load_weights is watched
 _LOOKUP: Final = "__getattribute__"
-_WATCHED: Final[tuple[Any, ...]] = (object, torch.nn.Module, torch.nn.Parameter, torch.Tensor)
 # by a class's __getattr__: where an attribute can be that the class does not have
 _STORES: Final[dict[Any, tuple[str, ...]]] = {
     None: ("__dict__",),
@@ -265,7 +254,7 @@ def _own(owner: Any, name: str, value: Any) -> Any:
         and not isinstance(value, torch.nn.Module | type)
         and name not in vars(owner)
     )
-    return _Absent.INHERITED if inherited else value
+    return INHERITED if inherited else value
 
 
 class _Words(reprlib.Repr):
@@ -284,7 +273,6 @@ _words: Final = _Words().repr
 def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
     """The attributes that this thread reads in the block, with the values that they had first, and
     those that it looks for in vain."""
-    mine = threading.get_ident()
     # the objects are kept: the address of a freed tensor may be used again
     owners: dict[int, tuple[Any, str, str]] = {}
     parts = dict(module.named_modules())
@@ -301,17 +289,11 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
 
     def note(owner: Any, name: str, value: Any) -> None:
         key = (id(owner), name)
-        if (
-            threading.get_ident() != mine
-            or key in seen
-            or key[0] not in owners
-            or name in _HELD
-            or name.startswith("__")
-        ):
+        if key in seen or key[0] not in owners or name in _HELD or name.startswith("__"):
             return
         seen.add(key)
         _, part, tensor = owners[key[0]]
-        own = value is _Absent.ABSENT or name in owner.__dict__ or name == "requires_grad"
+        own = value is ABSENT or name in owner.__dict__ or name == "requires_grad"
         if own or not tensor:
             read = Attribute.of(part, tensor, name, _own(owner, name, value), Forms())
             # which one of the module's a value is shows when it is `renewed`
@@ -319,53 +301,5 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
             if not read.opaque or isinstance(value, which):
                 found.append(read)
 
-    def reading(kind: type) -> Any:
-        find: Any = kind.__getattribute__
-
-        def read(owner: Any, name: str) -> Any:
-            try:
-                value = find(owner, name)
-            except AttributeError:
-                # a tensor or a part of its own, or what a __getattr__ makes up, is found next
-                note(owner, name, _Absent.ABSENT)
-                raise
-            note(owner, name, value)
-            return value
-
-        return read
-
-    with contextlib.ExitStack() as patched:
-        patched.enter_context(patching())
-        # parameters first: each of the two takes over how it was
-        for kind in (torch.nn.Module, torch.nn.Parameter, torch.Tensor):
-            patched.enter_context(_lookup_by(reading, kind))
+    with watching(read=note):
         yield found
-
-
-@contextlib.contextmanager
-def _lookup_by(reading: Callable[[Any], Any], kind: Any) -> Iterator[None]:
-    """Has a class look up attributes otherwise, and then as before: a profiler may have done so."""
-    former = vars(kind).get("__getattribute__")
-    kind.__getattribute__ = reading(kind)
-    try:
-        yield
-    finally:
-        if former is None:
-            del kind.__getattribute__
-        else:
-            kind.__getattribute__ = former
-
-
-_patching: Final = threading.RLock()
-
-
-@contextlib.contextmanager
-def patching() -> Iterator[None]:
-    """Around patches of torch's classes, which one thread makes at a time, also in what it calls.
-    DeadlineError where another one does not end them in the time there is to learn."""
-    while not _patching.acquire(timeout=POLL_SECONDS):
-        check()
-    try:
-        yield
-    finally:
-        _patching.release()

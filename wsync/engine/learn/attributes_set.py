@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
 import torch
 
-from wsync.engine.learn.forms_of_values import ATOMS, Parts, owner_of
+from wsync.engine.learn.attribute_watch import watching
+from wsync.engine.learn.forms_of_values import ABSENT, ATOMS, AttributePlace, Parts, owner_of
 from wsync.engine.learn.module_memory import slots
 
-Place = tuple[str, str, str]  # the path of a part, a tensor's name or "", an attribute's name
-_ABSENT: Final = object()
 _WORDS: Final = (bool, str, type(None))
 _CONTAINERS: Final = (
     *(list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter),
@@ -29,27 +27,20 @@ _CONTAINERS: Final = (
 
 
 @contextlib.contextmanager
-def attributes_set(module: torch.nn.Module) -> Iterator[Callable[[], set[Place]]]:
+def attributes_set(module: torch.nn.Module) -> Iterator[Callable[[], set[AttributePlace]]]:
     """Yields what says which attributes of the module's parts this thread has set in the block, and
     which are gone since it began."""
-    mine = threading.get_ident()
     parts = dict(module.named_modules())
     paths = {id(part): path for path, part in parts.items()}
     former = _names(parts)
-    found: set[Place] = set()
-    kind: Any = torch.nn.Module
-    setting = kind.__setattr__
+    found: set[AttributePlace] = set()
 
-    def note(part: Any, name: str, value: Any) -> None:
-        if threading.get_ident() == mine and id(part) in paths:
-            found.add((paths[id(part)], "", name))
-        setting(part, name, value)
+    def note(owner: Any, name: str) -> None:
+        if id(owner) in paths:
+            found.add((paths[id(owner)], "", name))
 
-    kind.__setattr__ = note
-    try:
+    with watching(changed=note):
         yield lambda: found | (former - _names(parts))
-    finally:
-        kind.__setattr__ = setting
 
 
 class LeftValues:
@@ -60,19 +51,22 @@ class LeftValues:
     """
 
     def __init__(
-        self, places: Collection[Place], parts: Parts, reset: Collection[Place] = ()
+        self,
+        places: Collection[AttributePlace],
+        parts: Parts,
+        reset: Collection[AttributePlace] = (),
     ) -> None:
         values = {place: _value(place, parts) for place in sorted({*places, *reset})}
         self._values = {
             place: copy.copy(value) if _is_empty(value) else value
             for place, value in values.items()
-            if value is _ABSENT
+            if value is ABSENT
             or isinstance(value, ATOMS if place in reset else _WORDS)
             or _is_empty(value)
         }
         self._emptied = {*reset} - {*places}  # containers that stay the same ones
 
-    def __contains__(self, place: Place) -> bool:
+    def __contains__(self, place: AttributePlace) -> bool:
         return place in self._values
 
     def common(self, other: LeftValues) -> LeftValues:
@@ -94,7 +88,7 @@ class LeftValues:
             if slot is None or not isinstance(slot[name], torch.Tensor):
                 continue
             dropped.append((slot, name, slot[name]))
-            if value is _ABSENT:
+            if value is ABSENT:
                 del slot[name]
             else:
                 slot[name] = copy.copy(value)
@@ -112,7 +106,7 @@ class LeftValues:
             now = _value(place, parts)
             if owner is None or _same(now, value):
                 continue
-            if value is _ABSENT:
+            if value is ABSENT:
                 delattr(owner, place[2])
             elif place in self._emptied and type(now) is type(value) and hasattr(now, "clear"):
                 now.clear()
@@ -120,7 +114,7 @@ class LeftValues:
                 setattr(owner, place[2], copy.copy(value))
 
 
-def _slot(place: Place, parts: Parts) -> dict[str, Any] | None:
+def _slot(place: AttributePlace, parts: Parts) -> dict[str, Any] | None:
     """Where an attribute is kept."""
     owner = owner_of(*place[:2], parts)
     if owner is None:
@@ -129,12 +123,12 @@ def _slot(place: Place, parts: Parts) -> dict[str, Any] | None:
     return next((slot for slot in found if place[2] in slot), None)
 
 
-def _value(place: Place, parts: Parts) -> Any:
+def _value(place: AttributePlace, parts: Parts) -> Any:
     slot = _slot(place, parts)
-    return _ABSENT if slot is None else slot[place[2]]
+    return ABSENT if slot is None else slot[place[2]]
 
 
-def _names(parts: Parts) -> set[Place]:
+def _names(parts: Parts) -> set[AttributePlace]:
     return {
         (path, "", name) for path, part in parts.items() for slot in slots(part) for name in slot
     }

@@ -29,9 +29,23 @@ from wsync.module_tensors.value_forms import (
 
 Parts = Mapping[str, torch.nn.Module]
 """The parts of a module by their paths, itself as ""."""
-Place = tuple[str, str, str]  # the path of a part, where it keeps a tensor, the tensor's name
+TensorPlace = tuple[str, str, str]  # a part's path, where it keeps a tensor, the tensor's name
+AttributePlace = tuple[str, str, str]  # a part's path, a tensor's name or "", an attribute's name
 STORES: Final = ("_parameters", "_buffers", "__dict__")
 
+
+class _Missing(enum.Enum):
+    """What an attribute is that is not there, and a method of its owner's class."""
+
+    ABSENT = "absent"
+    INHERITED = "its class's"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+ABSENT: Final = _Missing.ABSENT
+INHERITED: Final = _Missing.INHERITED
 # values that cannot change while they are the same object
 ATOMS: Final = (
     *(bool, int, float, complex, str, bytes, type(None)),
@@ -123,9 +137,9 @@ class Forms:
         return typed(kind, *looks) if depth else typed(kind)
 
     @cached_property
-    def _places(self) -> dict[int, Place]:
+    def _places(self) -> dict[int, TensorPlace]:
         """Where the module has its parts and tensors, by their identities."""
-        found: dict[int, Place] = {}
+        found: dict[int, TensorPlace] = {}
         for path, part in self.parts.items():
             found[id(part)] = path, "", ""
         for path, store, name, tensor in tensors_of(self.parts):
@@ -194,10 +208,10 @@ def owner_of(path: str, tensor: str, parts: Parts) -> Any:
     return getattr(part, store)[tensor] if store else None
 
 
-def finder(parts: Parts) -> Callable[[Place], tuple[str, object]]:
+def finder(parts: Parts) -> Callable[[TensorPlace], tuple[str, object]]:
     """What asks whether a value is what the module has at a place now."""
 
-    def find(where: Place) -> tuple[str, object]:
+    def find(where: TensorPlace) -> tuple[str, object]:
         path, store, name = where
         part = parts.get(path)
         if part is None:

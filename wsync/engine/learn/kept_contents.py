@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from wsync.engine.learn.forms_of_values import (
+    ABSENT,
     ATOMS,
     KNOWN,
     PARTS_OF_CALLABLES,
@@ -25,7 +26,6 @@ from wsync.engine.learn.forms_of_values import (
 )
 from wsync.engine.learn.module_memory import bytes_of, usable
 
-_ABSENT: Final = object()
 # bytes of memory that tensors lie in: an engine's caches are larger
 _MOST: Final = 1 << 20
 # what holds other values for good
@@ -176,14 +176,14 @@ def _places(value: Any) -> list[str]:
 
 def _fill_object(value: Any, held: Any) -> None:
     for name, each in zip(_places(value), held, strict=True):
-        if each is not _ABSENT:
+        if each is not ABSENT:
             object.__setattr__(value, name, each)
         elif hasattr(value, name):
             object.__delattr__(value, name)
 
 
 def _in_places(value: Any) -> list[Any]:
-    return [getattr(value, name, _ABSENT) for name in _places(value)]
+    return [getattr(value, name, ABSENT) for name in _places(value)]
 
 
 _OBJECT: Final = _Way(_in_places, _fill_object)

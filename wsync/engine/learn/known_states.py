@@ -17,8 +17,9 @@ from wsync.engine.learn.attributes_read import (
     AttributeGuards,
     attributes_read,
 )
-from wsync.engine.learn.attributes_set import LeftValues, Place, attributes_set
+from wsync.engine.learn.attributes_set import LeftValues, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
+from wsync.engine.learn.forms_of_values import AttributePlace
 from wsync.engine.learn.module_memory import ModuleMemory, bound_tensors
 from wsync.engine.learn.module_state import KeptRegions, ModuleState
 from wsync.engine.learn.recorder import KnownState, Recording, RecordingError, looks_anew
@@ -160,7 +161,7 @@ class _Trial:
             each.place for each in self._first.attributes if each.difference(self._parts)
         }
 
-    def left(self, places: set[Place]) -> LeftValues:
+    def left(self, places: set[AttributePlace]) -> LeftValues:
         """What a load has left, which sets or removes the attributes at these places.
         RecordingError where that is neither what was found nor what was recorded."""
         reset = set(self._others)

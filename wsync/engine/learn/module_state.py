@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 
 from wsync._core import LayoutError
-from wsync.engine.learn.attributes_touched import touched, watching
-from wsync.engine.learn.forms_of_values import storages_of, tensors_of
+from wsync.engine.learn.attribute_watch import watch, watching
+from wsync.engine.learn.forms_of_values import ABSENT, storages_of, tensors_of
 from wsync.engine.learn.kept_contents import Content, content_of
 from wsync.engine.learn.module_memory import (
     CACHE_NBYTES,
@@ -29,7 +29,6 @@ from wsync.machine.error_text import error_text
 from wsync.machine.sent_memory import is_sent
 from wsync.module_tensors.names_in_messages import listed
 
-_ABSENT: Final = object()
 _BOUND: Final = frozenset(("_parameters", "_buffers"))  # Bindings puts these back
 
 
@@ -83,7 +82,7 @@ class PlainAttributes:
         }
         for path, _, name, tensor in tensors_of(parts):
             owners.setdefault(id(tensor), (f"{path}.{name}", tensor))
-        self.touched = touched()
+        self.watch = watch()
         self._kind = type(module).__name__
         self._kept = [(path, o, vars(o), dict(vars(o))) for path, o in owners.values()]
         storages, found = storages_of(parts), dict[int, Content]()  # by the identities of values
@@ -109,13 +108,13 @@ class PlainAttributes:
         changed = False
         for _, owner, slot, values in self._kept:
             for name in [*slot, *(values.keys() - slot.keys())]:
-                old, new = values.get(name, _ABSENT), slot.get(name, _ABSENT)
+                old, new = values.get(name, ABSENT), slot.get(name, ABSENT)
                 if new is old or _is_bound(owner, name, old, new):
                     continue
-                if not self.touched.was_set(owner, name, new=old is _ABSENT):
+                if not self.watch.was_changed(owner, name, new=old is ABSENT):
                     continue
                 changed = True
-                if old is _ABSENT:
+                if old is ABSENT:
                     del slot[name]
                 else:
                     slot[name] = old
@@ -140,7 +139,7 @@ class PlainAttributes:
             for path, owner, _, values in self._kept
             for name, value in values.items()
             if id(value) in self._contents
-            if name == "_modules" or self.touched.was_looked_up(owner, name)
+            if name == "_modules" or self.watch.was_looked_up(owner, name)
         ]
         seen: set[int] = set()
         while todo:
@@ -270,7 +269,7 @@ class ModuleState:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
         watched = contextlib.nullcontext() if self._regions is None else self._regions.watched()
-        with watching(self.plain.touched), watched:
+        with watching(self.plain.watch), watched:
             yield
 
     @contextlib.contextmanager

@@ -20,9 +20,9 @@ from wsync.engine.learn.attributes_read import (
     AttributeGuards,
     attributes_read,
 )
-from wsync.engine.learn.attributes_set import LeftValues, Place, attributes_set
+from wsync.engine.learn.attributes_set import LeftValues, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.forms_of_values import Forms
+from wsync.engine.learn.forms_of_values import AttributePlace, Forms
 from wsync.engine.learn.known_states import MOST_STATES, Found, try_state
 from wsync.engine.learn.module_memory import (
     Area,
@@ -312,7 +312,7 @@ class RecordedLoader(ChoosingLoader):
         parts, known = dict(self._module.named_modules()), [*self._tried, self._last]
         if any(guards.hold(parts) for guards in known):
             return ""
-        values: dict[tuple[str, str, str], list[Attribute]] = {}
+        values: dict[AttributePlace, list[Attribute]] = {}
         for each in itertools.chain.from_iterable(guards.attributes for guards in known):
             values.setdefault(each.place, []).append(each)
         changed = (all(each.difference(parts) for each in found) for found in values.values())
@@ -540,7 +540,7 @@ class RecordedLoader(ChoosingLoader):
         self,
         layout: _core.Layout,
         attributes: list[Attribute],
-        places: Callable[[], set[Place]],
+        places: Callable[[], set[AttributePlace]],
         kept: contextlib.ExitStack,
     ) -> tuple[Recording, LeftValues]:
         """places: says which attributes load_weights sets or removes."""

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wsync.engine.learn.attribute_watch import instead, watching
 from wsync.engine.learn.dummy_weights import MadeUpModel, there, weak
 from wsync.engine.learn.module_memory import ModuleMemory, bytes_of, whole
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, in_one_run, without
@@ -632,17 +633,14 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-_one_at_a_time = threading.Lock()
-
-
 @contextmanager
 def inline_threads(tracer: Tracer) -> Iterator[None]:
     """Runs what this thread gives to thread pools at once: a tracer sees one thread only.  Of other
-    threads that this one starts, the tracer learns whether they work on what it follows."""
-    mine = threading.get_ident()
-    with _one_at_a_time:
-        submit, start = ThreadPoolExecutor.submit, threading.Thread.start
+    threads that this one starts, the tracer learns whether they work on what it follows: they may
+    outlive it, and do not keep it."""
+    mine, reference = threading.get_ident(), weakref.ref(tracer)
 
+    def submitting(submit: Callable[..., Future[Any]]) -> Any:
         def run(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != mine:
                 return submit(pool, function, *args, **kwargs)
@@ -653,27 +651,10 @@ def inline_threads(tracer: Tracer) -> Iterator[None]:
                 future.set_exception(error)
             return future
 
-        def started(thread: threading.Thread) -> None:
-            if threading.get_ident() == mine:
-                _watch(thread, tracer)
-            start(thread)
+        return run
 
-        ThreadPoolExecutor.submit = run  # type: ignore[method-assign]
-        threading.Thread.start = started  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
-            threading.Thread.start = start  # type: ignore[method-assign]
-
-
-def _watch(thread: threading.Thread, tracer: Tracer) -> None:
-    """Before it starts.  It may outlive the tracer, and does not keep that."""
-    run, reference = thread.run, weakref.ref(tracer)
-
-    def watched() -> None:
-        del thread.run  # a thread that refers to itself would keep what it was given
-        with _Elsewhere(reference):
-            run()
-
-    thread.run = watched  # type: ignore[method-assign]
+    with (
+        watching(beside=lambda: _Elsewhere(reference)),
+        instead(ThreadPoolExecutor, "submit", submitting),
+    ):
+        yield

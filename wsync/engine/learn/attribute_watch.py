@@ -1,0 +1,206 @@
+"""What load_weights looks up, sets and deletes of modules and of tensors while it is tried.
+
+Meanwhile torch.nn.Module, torch.nn.Parameter, torch.Tensor and threading.Thread.start are patched
+for all threads of the process.  Other threads go on: requests come in and are counted.  What they
+do is theirs, and not put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+
+from wsync.engine.learn.forms_of_values import ABSENT
+from wsync.engine.learn.time_limit import check
+from wsync.machine.deadline import POLL_SECONDS
+
+# parameters before tensors: each of the two takes over how it was
+WATCHED: Final[tuple[Any, ...]] = (torch.nn.Module, torch.nn.Parameter, torch.Tensor)
+# a class that overrides one of these may pass the patches by
+_WAYS: Final = ("__getattribute__", "__setattr__", "__delattr__")
+# modules that use a `__dict__` on behalf of what the patches have seen already
+_QUIET: Final = (torch.nn.Module.__module__, functools.__name__)
+
+
+class Watch:
+    """What the thread that watches, and threads that it starts meanwhile, look up, set and delete.
+
+    read, changed: told of it while that thread itself does it: with the owner, the name, and, of
+    what is looked up, the value, or ABSENT.  beside: make what threads that are started run in.
+    """
+
+    def __init__(self) -> None:
+        self.read: list[Callable[[Any, str, Any], None]] = []
+        self.changed: list[Callable[[Any, str], None]] = []
+        self.beside: list[Callable[[], AbstractContextManager[object]]] = []
+        self._mine = 0  # the thread that watches
+        self._threads: set[int] = set()  # and all others
+        self._looked_up: set[tuple[int, str]] = set()
+        self._changed: set[tuple[int, str]] = set()
+        self._own_ways: dict[type, bool] = {}  # whether these classes have some
+
+    def was_looked_up(self, owner: Any, name: str) -> bool:
+        """Whether what the attribute holds may have been changed."""
+        return (id(owner), name) in self._looked_up or self._hides(owner)
+
+    def was_changed(self, owner: Any, name: str, *, new: bool) -> bool:
+        """Whether the attribute itself may have been set or deleted.  new: it was not there before.
+        A functools.cached_property is set where it is looked up."""
+        key = id(owner), name
+        return key in self._changed or (new and key in self._looked_up) or self._hides(owner)
+
+    def _hides(self, owner: Any) -> bool:
+        """Whether it may have been changed in ways that are not seen."""
+        kind = type(owner)
+        if kind not in self._own_ways:
+            classes = list(itertools.takewhile(lambda base: base not in WATCHED, kind.__mro__))
+            ways = any(way in vars(base) for base in classes for way in _WAYS)
+            self._own_ways[kind] = ways or len(classes) == len(kind.__mro__)
+        return self._own_ways[kind] or (id(owner), "__dict__") in self._looked_up
+
+    @contextmanager
+    def patches(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(_patching())
+            for kind in WATCHED:
+                stack.enter_context(instead(kind, "__getattribute__", self._looking_up))
+                for way in ("__setattr__", "__delattr__"):
+                    stack.enter_context(instead(kind, way, self._changing))
+            stack.enter_context(instead(threading.Thread, "start", self._starting))
+            self._mine = threading.get_ident()
+            stack.enter_context(self._this_thread())
+            yield
+
+    @contextmanager
+    def _this_thread(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._threads.add(thread)
+        try:
+            yield
+        finally:
+            self._threads.discard(thread)
+
+    def _looking_up(self, find: Callable[[Any, str], Any]) -> Any:
+        def look_up(owner: Any, name: str) -> Any:
+            thread = threading.get_ident()
+            if thread not in self._threads:
+                return find(owner, name)
+            if name != "__dict__" or not _is_quiet(sys._getframe(1)):
+                self._looked_up.add((id(owner), name))
+            told = self.read if thread == self._mine else ()
+            try:
+                value = find(owner, name)
+            except AttributeError:
+                # a tensor or a part of its own, or what a __getattr__ makes up, is found next
+                for tell in told:
+                    tell(owner, name, ABSENT)
+                raise
+            for tell in told:
+                tell(owner, name, value)
+            return value
+
+        return look_up
+
+    def _changing(self, act: Callable[..., None]) -> Any:
+        def change(owner: Any, name: str, *value: Any) -> None:
+            thread = threading.get_ident()
+            if thread in self._threads:
+                self._changed.add((id(owner), name))
+                for tell in self.changed if thread == self._mine else ():
+                    tell(owner, name)
+            act(owner, name, *value)
+
+        return change
+
+    def _starting(self, start: Callable[[threading.Thread], None]) -> Any:
+        def begin(thread: threading.Thread) -> None:
+            if threading.get_ident() in self._threads:
+                own, run, beside = vars(thread).get("run"), thread.run, list(self.beside)
+
+                def watched() -> None:
+                    del thread.run  # a thread that refers to itself would keep what it was given
+                    if own is not None:
+                        thread.run = own  # type: ignore[method-assign]
+                    with ExitStack() as stack:
+                        for make in (self._this_thread, *beside):
+                            stack.enter_context(make())
+                        run()
+
+                thread.run = watched  # type: ignore[method-assign]
+            start(thread)
+
+        return begin
+
+
+_current: ContextVar[Watch | None] = ContextVar("wsync_attribute_watch", default=None)
+
+
+def watch() -> Watch:
+    """The one that this thread has begun, or one that it may begin."""
+    return _current.get() or Watch()
+
+
+@contextmanager
+def watching(
+    found: Watch | None = None,
+    *,
+    read: Callable[[Any, str, Any], None] | None = None,
+    changed: Callable[[Any, str], None] | None = None,
+    beside: Callable[[], AbstractContextManager[object]] | None = None,
+) -> Iterator[None]:
+    """Notes what the block looks up, sets and deletes.  found: if it is not `watch()`."""
+    found = found or watch()
+    with ExitStack() as stack:
+        if _current.get() is not found:
+            stack.callback(_current.reset, _current.set(found))
+            stack.enter_context(found.patches())
+        added: list[tuple[list[Any], Any]]
+        added = [(found.read, read), (found.changed, changed), (found.beside, beside)]
+        for told, tell in added:
+            if tell is not None:
+                told.append(tell)
+                stack.callback(told.remove, tell)
+        yield
+
+
+@contextmanager
+def instead(kind: Any, name: str, other: Callable[[Any], Any]) -> Iterator[None]:
+    """Has a class do something otherwise, and then as before: a profiler may have changed it."""
+    former = vars(kind).get(name)
+    setattr(kind, name, other(getattr(kind, name)))
+    try:
+        yield
+    finally:
+        if former is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, former)
+
+
+_lock: Final = threading.RLock()
+
+
+@contextmanager
+def _patching() -> Iterator[None]:
+    """Around patches, which one thread makes at a time, also in what it calls.  DeadlineError where
+    another one does not end them in the time there is to learn."""
+    while not _lock.acquire(timeout=POLL_SECONDS):
+        check()
+    try:
+        yield
+    finally:
+        _lock.release()
+
+
+def _is_quiet(frame: Any) -> bool:
+    """Whether a frame is torch's own, functools' or wsync's."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return module in _QUIET or module.startswith("wsync.")
