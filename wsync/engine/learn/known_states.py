@@ -6,17 +6,16 @@ goes by them is tried: on made-up tensors, with the module as it was found.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from wsync._core import Layout, Stream
-from wsync.engine.learn.attributes_read import (
-    Attribute,
-    AttributeGuards,
-    attributes_read,
-)
+from wsync._core import Layout, StateError, Stream
+from wsync.engine.learn.attributes_read import Attribute, AttributeGuards, attributes_read
 from wsync.engine.learn.attributes_set import LeftValues, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.forms_of_values import AttributePlace
@@ -26,7 +25,11 @@ from wsync.engine.learn.recorder import KnownState, Recording, RecordingError, l
 from wsync.engine.learn.verify import check_gaps, load_made_up, sums_of_gaps, verify
 from wsync.engine.ring_loaders import LoadWeights
 
+Trying = Callable[[], contextlib.AbstractContextManager[None]]
+"""Makes what is around trials of load_weights, which write made-up values to the module."""
 MOST_STATES: Final = 16  # that are remembered, besides the first
+
+_log = logging.getLogger(__name__)
 
 
 class Found:
@@ -88,6 +91,32 @@ class Found:
                 return change
             self.held, self.memory = held, held.memory()
         return recording.stale(held)
+
+
+class UntriedError(StateError):
+    """The module is in a state that load_weights has not been tried in."""
+
+    def __init__(self, module: torch.nn.Module, found: Found) -> None:
+        super().__init__(*has_changed(module, found.change).args)
+        self.found = found
+
+
+def has_changed(module: torch.nn.Module, change: str) -> StateError:
+    return StateError(
+        f"{type(module).__name__} has changed since it was learnt: {change}; the next update "
+        "learns it anew"
+    )
+
+
+def tell_of_trial(module: torch.nn.Module, change: str, start: float) -> None:
+    """start: when it began, as of time.perf_counter."""
+    _log.warning(
+        "%s: its load_weights was tried once more, in %.1f s, and loads the same as before "
+        "although %s; what has another value at each update costs that at each",
+        type(module).__name__,
+        time.perf_counter() - start,
+        change,
+    )
 
 
 def _take_out(module: torch.nn.Module, known: set[str]) -> Callable[[], None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import itertools
 import logging
 import os
 import time
@@ -15,15 +14,17 @@ import torch
 
 from wsync import _core
 from wsync.engine.destination import MissingError
-from wsync.engine.learn.attributes_read import (
-    Attribute,
-    AttributeGuards,
-    attributes_read,
-)
+from wsync.engine.learn.attributes_read import Attribute, attributes_read
 from wsync.engine.learn.attributes_set import LeftValues, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.forms_of_values import AttributePlace, Forms
-from wsync.engine.learn.known_states import MOST_STATES, Found, try_state
+from wsync.engine.learn.known_states import (
+    Found,
+    UntriedError,
+    has_changed,
+    tell_of_trial,
+    try_state,
+)
 from wsync.engine.learn.module_memory import (
     Area,
     AreaNames,
@@ -36,6 +37,7 @@ from wsync.engine.learn.module_memory import (
 from wsync.engine.learn.module_state import KeptRegions, ModuleState, NotPutBackError
 from wsync.engine.learn.quantisation_mismatch import OtherFormError
 from wsync.engine.learn.recorder import (
+    NOT_RECORDED,
     ClashError,
     KnownState,
     RebindsError,
@@ -43,18 +45,12 @@ from wsync.engine.learn.recorder import (
     RecordingError,
     record,
 )
-from wsync.engine.learn.verify import (
-    add_boxes,
-    elements,
-    load_made_up,
-    may_be_split,
-    parameters,
-    unloaded,
-    verify,
-)
+from wsync.engine.learn.unlearnt_loader import UnlearntLoader
+from wsync.engine.learn.verify import add_boxes, load_made_up, verify
 from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import (
     ChoosingLoader,
+    Loader,
     LoadWeights,
     Losing,
     ModuleLoader,
@@ -68,7 +64,7 @@ from wsync.machine import device
 from wsync.machine.process_maps import SharedMaps
 from wsync.machine.sent_memory import WrittenError, is_sent, unwritten
 from wsync.messages.control import LEARN, WHOLE
-from wsync.module_tensors import checksum_of, dtype_of
+from wsync.module_tensors import dtype_of
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.places import places_of
 from wsync.module_tensors.quantised_names import is_note
@@ -78,15 +74,6 @@ _SHAPES_NBYTES: Final = 1 << 20  # the most that the shapes of a layer's packed 
 
 _log = logging.getLogger(__name__)
 _Model = list[_core.TensorInfo]
-# why a recording or a rehearsal of load_weights came to nothing
-_NOT_RECORDED: Final = (
-    RecordingError,
-    _core.LayoutError,
-    _core.NoMemoryError,
-    torch.OutOfMemoryError,
-)
-
-
 _NOT_ASKED: Final = (
     "no trainer has asked for it yet; updates by buckets, broadcasts or files go without"
 )
@@ -98,9 +85,7 @@ class RecordedLoader(ChoosingLoader):
     When a trainer lists its tensors for the first time, load_weights runs on made-up tensors and
     is recorded.  The recording is used if replaying it gives the same bytes.  Tensors that
     load_weights computes with still go through it, all together, when every round has arrived.
-    A loader that cannot be replaced is used as it is; `reason` is why.  It is called once a round
-    if made-up tensors that came one by one gave the same bytes as in one call; otherwise it is
-    called once an update, with copies of all tensors in host memory.
+    A loader that cannot be replaced is used as it is, by an UnlearntLoader; `reason` is why.
 
     A recording is valid while the module has the same tensors, wherever they lie, and while what
     load_weights read is the same: values of tensors, and attributes of the module and of its
@@ -148,14 +133,7 @@ class RecordedLoader(ChoosingLoader):
         self._model: _Model = []  # the facts of that
         self._losing: Losing = keeps
         self._went_by: object = None
-        self._at_once = False  # it gets all tensors, as it could not be learnt
-        # by parameter: selects the elements that load_weights possibly does not load; None: all
-        self._doubtful: dict[str, torch.Tensor | None] = {}
-        self._before: dict[str, tuple[int, int]] = {}  # the update: their bytes, and a checksum
-        # what a loader that is called as it is has read: as it was tried, and as it left it last
-        self._tried: list[AttributeGuards] = []
-        self._last = AttributeGuards()
-        self._chosen = ModuleLoader(module, self._load)
+        self._chosen: Loader = ModuleLoader(module, self._load)
 
     def blob(self) -> bytes:
         return LEARN
@@ -227,10 +205,10 @@ class RecordedLoader(ChoosingLoader):
         with self._trying():
             try:
                 try_state(self._module, self._load, model, recording, self._stream, held)
-            except _NOT_RECORDED as error:
+            except NOT_RECORDED as error:
                 _log.info("load_weights cannot be replaced as the module is now: %s", error)
-                raise _changed(self._module, found.change) from error
-        self._tell_of_trial(found.change, start)
+                raise has_changed(self._module, found.change) from error
+        tell_of_trial(self._module, found.change, start)
 
     def _learn(
         self, model: _core.Layout, facts: _Model, before: ModuleState, wrapped: str
@@ -238,9 +216,7 @@ class RecordedLoader(ChoosingLoader):
         self._load = self.method()
         refuted = self.recording.refuted if self.recording is not None else ""
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
-        self._doubtful, self._layout = {}, model
-        self._tried = []
-        self.reason = ""
+        self._layout, self.reason = model, ""
         self._went_by = self.goes_by()
         try:
             if refuted or wrapped:
@@ -250,17 +226,11 @@ class RecordedLoader(ChoosingLoader):
         except (ClashError, OtherFormError, SharedError) as error:
             self.reason = str(error)
             raise
-        except _NOT_RECORDED as error:
+        except NOT_RECORDED as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
-            with attributes_read(self._module) as attributes:
-                self._at_once = not self._may_be_split(model)
-                self._doubtful = self._find_doubtful(model)
-            self._last = AttributeGuards(attributes).renewed(dict(self._module.named_modules()))
-            self._tried = [self._last]
-            how = ", all in one call" if self._at_once else ""
+            self._chosen = UnlearntLoader(self._module, self._load, model)
+            how = ", all in one call" if self._chosen.at_once else ""
             _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
-            names = [fact.name for fact in facts] if self._at_once else []
-            self._chosen = ModuleLoader(self._module, self._load, at_once=names)
             return WHOLE
         self.check_delivered(recording.lacking, recording.skipped)
         self.recording, self._model = recording, facts
@@ -304,53 +274,6 @@ class RecordedLoader(ChoosingLoader):
                     "(copy.deepcopy)"
                 )
 
-    def _changed_attribute(self) -> str:
-        """How an attribute differs from all that it was when load_weights, which could not be
-        learnt, was tried and when it loaded last; or ""."""
-        if not self._tried:
-            return ""
-        parts, known = dict(self._module.named_modules()), [*self._tried, self._last]
-        if any(guards.hold(parts) for guards in known):
-            return ""
-        values: dict[AttributePlace, list[Attribute]] = {}
-        for each in itertools.chain.from_iterable(guards.attributes for guards in known):
-            values.setdefault(each.place, []).append(each)
-        changed = (all(each.difference(parts) for each in found) for found in values.values())
-        found = next(itertools.compress(values.values(), changed), None)
-        return found[-1].difference(parts) if found is not None else ""
-
-    def _try_whole(self, change: str) -> None:
-        """Tries load_weights, which could not be learnt, with the attributes that it has now.
-
-        Raises:
-            StateError: it does not load what it did before, or has to get all tensors at once.
-        """
-        assert self._layout is not None
-        start = time.perf_counter()
-        with self._trying(), attributes_read(self._module) as read:
-            at_once = not self._may_be_split(self._layout)
-            doubtful, known = self._find_doubtful(self._layout), self._doubtful
-        same = doubtful.keys() == known.keys() and all(
-            (one is None and other is None)
-            or (one is not None and other is not None and one.equal(other))
-            for one, other in ((doubtful[path], known[path]) for path in doubtful)
-        )
-        if not same or at_once > self._at_once:
-            raise _changed(self._module, change)
-        parts = dict(self._module.named_modules())
-        self._last = self._last.renewed(parts, read)
-        self._tried = [*self._tried[-MOST_STATES:], self._last]
-        self._tell_of_trial(change, start)
-
-    def _tell_of_trial(self, change: str, start: float) -> None:
-        _log.warning(
-            "%s: its load_weights was tried once more, in %.1f s, and loads the same as before "
-            "although %s; what has another value at each update costs that at each",
-            type(self._module).__name__,
-            time.perf_counter() - start,
-            change,
-        )
-
     def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
         """Raises MissingError for parameters that lack bytes.  unused: tensors of the trainer."""
         sizes = {path: tensor.nbytes for path, tensor in self._module.named_parameters()}
@@ -384,53 +307,6 @@ class RecordedLoader(ChoosingLoader):
             return path
         return next((each for each in patterns if fnmatch.fnmatchcase(path, each)), "")
 
-    def _may_be_split(self, model: _core.Layout) -> bool:
-        """Whether load_weights, which cannot be learnt, was seen to do the same with whatever
-        tensors a call brings."""
-        try:
-            return may_be_split(self._module, self._load, model)
-        except _NOT_RECORDED as error:
-            _log.info("load_weights is not called for each round: %s", error)
-            return False
-
-    def _find_doubtful(self, model: _core.Layout) -> dict[str, torch.Tensor | None]:
-        """Elements of parameters that load_weights, which cannot be learnt, did not load from
-        made-up tensors; all of them where it cannot load these."""
-        try:
-            return dict(unloaded(self._module, self._load, model))
-        except _NOT_RECORDED as error:
-            _log.info("what load_weights loads is not known: %s", error)
-            found = wrapped_tensors(self._module)
-            inside = (path for path, t, _ in found if isinstance(t, torch.nn.Parameter))
-            return dict.fromkeys([*(path for path, _ in self._module.named_parameters()), *inside])
-
-    def _doubted(self) -> dict[str, tuple[int, int]]:
-        """Bytes and checksums of what is doubtful."""
-        found = {}
-        held = parameters(self._module) if self._doubtful else {}
-        for path, tensor in held.items():
-            if path in self._doubtful:
-                data, chosen = elements(tensor).cpu(), self._doubtful[path]
-                if chosen is not None and len(chosen) == len(data):
-                    data = data[chosen]
-                found[path] = data.numel(), checksum_of(data)
-        return found
-
-    def _check_doubtful(self) -> None:
-        """MissingError for what made-up tensors were not loaded to and has not changed."""
-        now = self._doubted() if self._before else {}
-        same = {path: was[0] for path, was in self._before.items() if now.get(path) == was}
-        unknown = {path for path in self._before if self._doubtful[path] is None}
-        if unknown and unknown <= same.keys():
-            _log.warning(
-                "no parameter of %s has changed: the weights are those that it had, or its "
-                "load_weights, which cannot be tried, loads none",
-                type(self._module).__name__,
-            )
-            same = {path: nbytes for path, nbytes in same.items() if path not in unknown}
-        if same:
-            self.check_delivered(same)
-
     def goes_by(self) -> object:
         """What load_weights depends on outside the module and may change; for subclasses."""
         return None
@@ -453,24 +329,26 @@ class RecordedLoader(ChoosingLoader):
     def begin(self, rounds: int) -> None:
         if self._spoils:
             raise _core.LayoutError(self._spoils)
-        if change := self._changed_attribute():
-            self._try_whole(change)
         if change := self._stale():
-            raise _changed(self._module, change)
+            raise has_changed(self._module, change)
+        if isinstance(self._chosen, UnlearntLoader):
+            self._chosen.begin(rounds, self._trying)
+            return
         try:
             super().begin(rounds)
-        except _UntriedError as error:
+        except UntriedError as error:
             self._try_as_it_is(error.found)
             super().begin(rounds)
-        self._before = self._doubted()
 
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)
-        self._check_doubtful()
+        unlearnt = self._chosen if isinstance(self._chosen, UnlearntLoader) else None
+        if unlearnt is not None and (lacking := unlearnt.not_loaded()):
+            self.check_delivered(lacking)
         if self._after is not None:
             self._after(self._module)
-        if self._changed_attribute():  # by load_weights itself
-            self._last = self._last.renewed(dict(self._module.named_modules()))
+        if unlearnt is not None:
+            unlearnt.note_left()
         return receipt
 
     def method(self) -> LoadWeights:
@@ -593,14 +471,6 @@ def _made_in(recording: Recording) -> list[Made]:
     return [Made(names.at(area, low)[-1], area, low, high) for area, low, high in spans]
 
 
-class _UntriedError(_core.StateError):
-    """The module is in a state that load_weights has not been tried in."""
-
-    def __init__(self, module: torch.nn.Module, found: Found) -> None:
-        super().__init__(*_changed(module, found.change).args)
-        self.found = found
-
-
 class _Replay(RoutedLoader):
     """Does what a recording says with the tensors of a module, wherever they lie by then.
 
@@ -644,9 +514,9 @@ class _Replay(RoutedLoader):
         found = Found(self.module, self.recording, former)
         held = found.held
         if found.triable:
-            raise _UntriedError(self.module, found)
+            raise UntriedError(self.module, found)
         if found.state is None or held is None:
-            raise _changed(self.module, found.change)
+            raise has_changed(self.module, found.change)
         if held is not former:
             held.check_place(self.recording.areas)
         self._held, self.state = held, found.state
@@ -683,7 +553,7 @@ class _Replay(RoutedLoader):
             )
         change = recording.refuted or self.state.after.difference(held.parts)
         if change := change or recording.stale(held):
-            raise _changed(self.module, change)
+            raise has_changed(self.module, change)
 
     def _computed(self) -> list[int]:
         """Checksums of what only the loader itself writes, as far as it may be shapes."""
@@ -703,13 +573,6 @@ class _Replay(RoutedLoader):
             zeros = [0] * len(shape)
             builder.add_shard(name, dtype, shape, zeros, shape, count + number, 0, strides)
         return builder.build()
-
-
-def _changed(module: torch.nn.Module, change: str) -> _core.StateError:
-    return _core.StateError(
-        f"{type(module).__name__} has changed since it was learnt: {change}; the next update "
-        "learns it anew"
-    )
 
 
 class _Filling:

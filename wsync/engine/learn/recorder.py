@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from wsync._core import LayoutError
+from wsync._core import LayoutError, NoMemoryError
 from wsync.engine.learn.addresses_in_module import noted_addresses
 from wsync.engine.learn.attributes_read import Attribute, AttributeGuards
 from wsync.engine.learn.attributes_set import LeftValues
@@ -80,6 +80,10 @@ _TRIALS: Final = 4
 
 class RecordingError(Exception):
     """Why a loader cannot be replaced by what it was seen to do."""
+
+
+# why a recording or a rehearsal of load_weights came to nothing
+NOT_RECORDED: Final = (RecordingError, LayoutError, NoMemoryError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,132 @@
+"""A loader for a load_weights that cannot be learnt, which is called with whole tensors."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from contextlib import nullcontext
+
+import torch
+
+from wsync._core import Layout
+from wsync.engine.learn.attributes_read import Attribute, AttributeGuards, attributes_read
+from wsync.engine.learn.forms_of_values import AttributePlace
+from wsync.engine.learn.known_states import MOST_STATES, Trying, has_changed, tell_of_trial
+from wsync.engine.learn.module_memory import wrapped_tensors
+from wsync.engine.learn.recorder import NOT_RECORDED
+from wsync.engine.learn.verify import elements, may_be_split, parameters, unloaded
+from wsync.engine.ring_loaders import LoadWeights, ModuleLoader
+from wsync.module_tensors import checksum_of
+
+_log = logging.getLogger(__name__)
+
+
+class UnlearntLoader(ModuleLoader):
+    """Calls load_weights once a round, if made-up tensors that came one by one gave the same bytes
+    as in one call, or else once an update, with copies of all tensors in host memory.
+
+    It is tried when this is made; and when an update begins, if an attribute that it read has a
+    value that it had neither when it was tried nor when it had loaded last.
+    """
+
+    def __init__(self, module: torch.nn.Module, load: LoadWeights, model: Layout) -> None:
+        self._module, self._load, self._model = module, load, model
+        with attributes_read(module) as read:
+            self.at_once, self._doubtful = self._try()
+        # what it has read: as it was tried, and as it left it last
+        self._last = AttributeGuards(read).renewed(dict(module.named_modules()))
+        self._tried = [self._last]
+        self._before: dict[str, tuple[int, int]] = {}  # the update, what is doubtful
+        names = [model.tensor(index).name for index in range(model.tensor_count)]
+        super().__init__(module, load, at_once=names if self.at_once else ())
+
+    def begin(self, rounds: int, trying: Trying = nullcontext) -> None:
+        """trying: around a trial.  StateError where it does something else now than when it was
+        tried first."""
+        if change := self._changed_attribute():
+            with trying():
+                self._try_again(change)
+        super().begin(rounds)
+        self._before = self._doubted()
+
+    def note_left(self) -> None:
+        """Attributes may stay as they are now that an update has been loaded."""
+        if self._changed_attribute():
+            self._last = self._last.renewed(dict(self._module.named_modules()))
+
+    def _changed_attribute(self) -> str:
+        """How an attribute differs from all that it was when load_weights was tried and when it
+        loaded last; or ""."""
+        parts, known = dict(self._module.named_modules()), [*self._tried, self._last]
+        if any(guards.hold(parts) for guards in known):
+            return ""
+        values: dict[AttributePlace, list[Attribute]] = {}
+        for each in itertools.chain.from_iterable(guards.attributes for guards in known):
+            values.setdefault(each.place, []).append(each)
+        for found in values.values():
+            if all(changes := [each.difference(parts) for each in found]):
+                return changes[-1]
+        return ""
+
+    def _try_again(self, change: str) -> None:
+        start = time.perf_counter()
+        with attributes_read(self._module) as read:
+            at_once, doubtful = self._try()
+        known = self._doubtful
+        same = doubtful.keys() == known.keys() and all(
+            _equal(chosen, known[path]) for path, chosen in doubtful.items()
+        )
+        if not same or at_once > self.at_once:
+            raise has_changed(self._module, change)
+        self._last = self._last.renewed(dict(self._module.named_modules()), read)
+        self._tried = [*self._tried[-MOST_STATES:], self._last]
+        tell_of_trial(self._module, change, start)
+
+    def _try(self) -> tuple[bool, dict[str, torch.Tensor | None]]:
+        """Whether load_weights has to get all tensors at once; and by parameter what selects the
+        elements that it did not load from made-up ones.  None: all, where it cannot load these."""
+        try:
+            at_once = not may_be_split(self._module, self._load, self._model)
+        except NOT_RECORDED as error:
+            _log.info("load_weights is not called for each round: %s", error)
+            at_once = True
+        try:
+            return at_once, dict(unloaded(self._module, self._load, self._model))
+        except NOT_RECORDED as error:
+            _log.info("what load_weights loads is not known: %s", error)
+            found = wrapped_tensors(self._module)
+            inside = (path for path, t, _ in found if isinstance(t, torch.nn.Parameter))
+            paths = [*(path for path, _ in self._module.named_parameters()), *inside]
+            return at_once, dict.fromkeys(paths)
+
+    def _doubted(self) -> dict[str, tuple[int, int]]:
+        """Bytes and checksums of what is doubtful."""
+        found = {}
+        held = parameters(self._module) if self._doubtful else {}
+        for path, tensor in held.items():
+            if path in self._doubtful:
+                data, chosen = elements(tensor).cpu(), self._doubtful[path]
+                if chosen is not None and len(chosen) == len(data):
+                    data = data[chosen]
+                found[path] = data.numel(), checksum_of(data)
+        return found
+
+    def not_loaded(self) -> dict[str, int]:
+        """Bytes of parameters, by path, that made-up tensors were not loaded to, and that the
+        update has not changed."""
+        now = self._doubted() if self._before else {}
+        same = {path: was[0] for path, was in self._before.items() if now.get(path) == was}
+        unknown = {path for path in self._before if self._doubtful[path] is None}
+        if unknown and unknown <= same.keys():
+            _log.warning(
+                "no parameter of %s has changed: the weights are those that it had, or its "
+                "load_weights, which cannot be tried, loads none",
+                type(self._module).__name__,
+            )
+            same = {path: nbytes for path, nbytes in same.items() if path not in unknown}
+        return same
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and one.equal(other))
