@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -59,11 +59,8 @@ class Found:
                 return
         changed = recording.states[0].before.difference(parts)
         self.change = self._look() or changed
-        put_back = _take_out(module, {fact[0] for fact in recording.facts})
-        try:
+        with _without_others(module, {fact[0] for fact in recording.facts}):
             self.triable = not self._look_anew()
-        finally:
-            put_back()
 
     def _look_without(self, put_back: Callable[[], None] | None) -> str:
         """The same now that caches have been dropped, which are put back if tensors differ."""
@@ -93,18 +90,12 @@ class Found:
         return recording.stale(held)
 
 
-class UntriedError(StateError):
-    """The module is in a state that load_weights has not been tried in."""
-
-    def __init__(self, module: torch.nn.Module, found: Found) -> None:
-        super().__init__(*has_changed(module, found.change).args)
-        self.found = found
-
-
-def has_changed(module: torch.nn.Module, change: str) -> StateError:
+def has_changed(module: torch.nn.Module, change: str, trial: str = "") -> StateError:
+    """trial: why load_weights could not be replaced when it was tried with that."""
+    lost = f", with which load_weights cannot be replaced ({trial}); its weights are lost"
     return StateError(
-        f"{type(module).__name__} has changed since it was learnt: {change}; the next update "
-        "learns it anew"
+        f"{type(module).__name__} has changed since it was learnt: {change}"
+        f"{lost if trial else ''}; the next update learns it anew"
     )
 
 
@@ -119,17 +110,17 @@ def tell_of_trial(module: torch.nn.Module, change: str, start: float) -> None:
     )
 
 
-def _take_out(module: torch.nn.Module, known: set[str]) -> Callable[[], None]:
-    """Takes tensors that were not known out of a module; the answer puts them back."""
+@contextlib.contextmanager
+def _without_others(module: torch.nn.Module, known: set[str]) -> Iterator[None]:
+    """Tensors that were not known are out of the module meanwhile."""
     found = [bound for bound in bound_tensors(module) if bound[0] not in known]
     for _, slot, name, _ in found:
         slot[name] = None
-
-    def put_back() -> None:
+    try:
+        yield
+    finally:
         for _, slot, name, tensor in found:
             slot[name] = tensor
-
-    return put_back
 
 
 def try_state(
@@ -186,6 +177,7 @@ class _Trial:
         self._first = recording.states[0].before
         self._found = self._first.renewed(self._parts)
         self.change = self._first.difference(self._parts) or "what it caches is new"
+        # those that are other than in the first state
         self._others = {
             each.place for each in self._first.attributes if each.difference(self._parts)
         }
@@ -221,6 +213,6 @@ class _Trial:
         )
         if change:
             raise RecordingError(f"no update leaves what it leaves: {change}")
-        # what each load changes is not to be the same after it
+        # what a load changes is no condition for what there is after the next one
         same = [each for each in loaded.attributes if each not in other]
         return KnownState(before, AttributeGuards(same, parts), left)

@@ -6,7 +6,6 @@ import contextlib
 import fnmatch
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,13 +17,7 @@ from wsync.engine.learn.attributes_read import Attribute, attributes_read
 from wsync.engine.learn.attributes_set import LeftValues, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.forms_of_values import AttributePlace, Forms
-from wsync.engine.learn.known_states import (
-    Found,
-    UntriedError,
-    has_changed,
-    tell_of_trial,
-    try_state,
-)
+from wsync.engine.learn.known_states import Found, has_changed
 from wsync.engine.learn.module_memory import (
     ModuleMemory,
     SharedError,
@@ -122,8 +115,7 @@ class RecordedLoader(ChoosingLoader):
         self._after = after
         self._threads = threads
         self._stream = loading_stream(device.of_module(module), threads)
-        self._layout: _core.Layout | None = None  # of what the trainer delivers
-        self._model: _Model = []  # the facts of that
+        self._model: _Model = []  # the facts of what the trainer delivers
         self._losing: Losing = keeps
         self._went_by: object = None
         self._chosen: Loader = ModuleLoader(module, self._load)
@@ -186,30 +178,13 @@ class RecordedLoader(ChoosingLoader):
             )
         return f"{listed(found)}: a wrapper around other tensors" if found else ""
 
-    def _try_as_it_is(self, found: Found) -> None:
-        """Tries load_weights on made-up tensors with the attributes that the module has now.
-
-        Raises:
-            StateError: it does something else with these, or cannot be tried.
-        """
-        recording, model, held = self.recording, self._layout, found.held
-        start = time.perf_counter()
-        assert recording is not None and model is not None and held is not None
-        with self._trying():
-            try:
-                try_state(self._module, self._load, model, recording, self._stream, held)
-            except NOT_RECORDED as error:
-                _log.info("load_weights cannot be replaced as the module is now: %s", error)
-                raise has_changed(self._module, found.change) from error
-        tell_of_trial(self._module, found.change, start)
-
     def _learn(
         self, model: _core.Layout, facts: _Model, before: ModuleState, wrapped: str
     ) -> bytes:
         self._load = self.method()
         refuted = self.recording.refuted if self.recording is not None else ""
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
-        self._layout, self.reason = model, ""
+        self.reason = ""
         self._went_by = self.goes_by()
         try:
             if refuted or wrapped:
@@ -228,7 +203,7 @@ class RecordedLoader(ChoosingLoader):
         self.check_delivered(recording.lacking, recording.skipped)
         self.recording, self._model = recording, facts
         self._chosen = ReplayLoader(
-            self._module, self._load, recording, facts, self._stream, self._threads
+            self._module, self._load, recording, model, self._stream, self._threads
         )
         self._tell(recording)
         return self._chosen.blob() if self._needed else WHOLE
@@ -324,13 +299,9 @@ class RecordedLoader(ChoosingLoader):
             raise _core.LayoutError(self._spoils)
         if change := self._stale():
             raise has_changed(self._module, change)
-        if isinstance(self._chosen, UnlearntLoader):
+        if isinstance(self._chosen, ReplayLoader | UnlearntLoader):
             self._chosen.begin(rounds, self._trying)
-            return
-        try:
-            super().begin(rounds)
-        except UntriedError as error:
-            self._try_as_it_is(error.found)
+        else:
             super().begin(rounds)
 
     def finish(self, timeout: float) -> Receipt:

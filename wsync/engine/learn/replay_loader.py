@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
 
 from wsync import _core
-from wsync.engine.learn.known_states import Found, UntriedError, has_changed
+from wsync.engine.learn.known_states import Found, Trying, has_changed, tell_of_trial, try_state
 from wsync.engine.learn.module_memory import Area, AreaNames, ModuleMemory
-from wsync.engine.learn.recorder import KnownState, Recording
+from wsync.engine.learn.recorder import NOT_RECORDED, KnownState, Recording
 from wsync.engine.learn.verify import add_boxes
 from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights, RoutedLoader
@@ -34,7 +35,7 @@ def _made_in(recording: Recording) -> list[Made]:
 class ReplayLoader(RoutedLoader):
     """Does what a recording says with the tensors of a module, wherever they lie by then.
 
-    model: the facts of what the trainer delivers.
+    model: what the trainer delivers.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ReplayLoader(RoutedLoader):
         module: torch.nn.Module,
         load: LoadWeights,
         recording: Recording,
-        model: Sequence[_core.TensorInfo],
+        model: _core.Layout,
         stream: _core.Stream,
         threads: int,
     ) -> None:
@@ -50,10 +51,11 @@ class ReplayLoader(RoutedLoader):
         self.module = module
         self.load_weights = load
         self.recording = recording
-        by_name = {fact.name: fact for fact in model}
+        self._model = model
+        facts = [model.tensor(index) for index in range(model.tensor_count)]
         # in the order in which they were tried: one may go by another
-        self.aside = [fact for fact in model if fact.name in recording.fallback]
-        self.layout = self._destination({name: fact.shape for name, fact in by_name.items()})
+        self.aside = [fact for fact in facts if fact.name in recording.fallback]
+        self.layout = self._destination({fact.name: fact.shape for fact in facts})
         self.written = frozenset(recording.areas)
         self._made = _made_in(recording)
         self._held: ModuleMemory | None = None
@@ -64,23 +66,44 @@ class ReplayLoader(RoutedLoader):
     def blob(self) -> bytes:
         return self.layout.to_bytes()
 
-    def begin(self, rounds: int) -> None:
+    def begin(self, rounds: int, trying: Trying = nullcontext) -> None:
+        """trying: around a trial of load_weights, which there is where it has not been tried with
+        the module's attributes or caches as they are."""
         super().begin(rounds)
-        self._aim(self._find())
+        self._aim(self._find(trying))
 
-    def _find(self) -> _Filling:
+    def _find(self, trying: Trying) -> _Filling:
         """The module's tensors where they are now."""
         former, self._held = self._held, None
         found = Found(self.module, self.recording, former)
-        held = found.held
         if found.triable:
-            raise UntriedError(self.module, found)
+            with trying():
+                self._try_as_it_is(found)
+            found = Found(self.module, self.recording, former)
+        held = found.held
         if found.state is None or held is None:
             raise has_changed(self.module, found.change)
         if held is not former:
             held.check_place(self.recording.areas)
         self._held, self.state = held, found.state
         return _Filling(self, held, found.memory)
+
+    def _try_as_it_is(self, found: Found) -> None:
+        """Tries load_weights on made-up tensors with the attributes that the module has now.
+
+        Raises:
+            StateError: it does something else with these, or cannot be tried.
+        """
+        held, start = found.held, time.perf_counter()
+        assert held is not None
+        try:
+            try_state(
+                *(self.module, self.load_weights, self._model),
+                *(self.recording, self.stream, held),
+            )
+        except NOT_RECORDED as error:
+            raise has_changed(self.module, found.change, str(error)) from error
+        tell_of_trial(self.module, found.change, start)
 
     def load_aside(self, staged: list[tuple[str, torch.Tensor]]) -> None:
         """Has the loader load what is its own.  Shapes of packed tensors are the same each time:
