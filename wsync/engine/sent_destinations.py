@@ -16,8 +16,8 @@ from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.places import MemoryPlace, place_at
 
 REASON: Final = (
-    "memory that a trainer of this process sends from: what is loaded there would be sent in place "
-    "of its weights; nothing was loaded; have the engine hold a copy (copy.deepcopy)"
+    "memory that a trainer of this process is sending, which would send that in place of its own "
+    "weights; nothing was loaded; have the engine hold a copy (copy.deepcopy)"
 )
 
 
@@ -83,7 +83,7 @@ def check_not_sent(layout: Layout, buffers: BufferTable, made: Iterable[Made] = 
             if other.end > place.start and not box.same(source) and place.meets(other):
                 wrong.add(f"{box.name} (where {source.name} is)")
     if wrong:
-        raise LayoutError(f"{listed(wrong)}: to be loaded to {REASON}")
+        raise LayoutError(f"{listed(wrong)} would be loaded to {REASON}")
 
 
 def _boxes(layout: Layout, buffers: Any) -> Iterator[_Box]:

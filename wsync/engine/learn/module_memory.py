@@ -371,8 +371,8 @@ def check_python(module: torch.nn.Module) -> None:
     for path, part in module.named_modules():
         if not isinstance(part._parameters, dict):
             raise UnsupportedError(
-                f"{path or 'the module'}: of {type(module).__name__}, is TorchScript, of which "
-                "what load_weights does cannot be learnt: ModuleLoader "
+                f"{path or 'the module'}: of {type(module).__name__}, is TorchScript, and what a "
+                "part of it holds cannot be compared, nor load_weights be learnt: ModuleLoader "
                 "(wsync.engine.ring_loaders) calls it as it is, or copies by name where there is "
                 "none"
             )
@@ -413,10 +413,16 @@ def bound_tensors(
     module: torch.nn.Module,
 ) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     """(path, where it is bound, under which name, tensor)"""
+    return (bound for bound in _tensors_of(module) if usable(bound[-1]))
+
+
+def _tensors_of(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     for prefix, part in module.named_modules():
         for slot in slots(part):
             for name, tensor in slot.items():
-                if isinstance(tensor, torch.Tensor) and usable(tensor):
+                if isinstance(tensor, torch.Tensor):
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
 
 
@@ -436,14 +442,11 @@ def wrapped_tensors(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """(path, tensor, part) of the module's tensors that are wrappers around others, as DTensors
     are: every part that has memory of its own.  A wrapper of several has a path for each."""
-    for prefix, owner in module.named_modules():
-        for slot in slots(owner):
-            for name, tensor in slot.items():
-                if isinstance(tensor, torch.Tensor) and not usable(tensor):
-                    path = f"{prefix}.{name}" if prefix else name
-                    for inside, part in _parts(path, tensor):
-                        if part.numel():
-                            yield inside, tensor, part
+    for path, _, _, tensor in _tensors_of(module):
+        if not usable(tensor):
+            for inside, part in _parts(path, tensor):
+                if part.numel():
+                    yield inside, tensor, part
 
 
 def _parts(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
