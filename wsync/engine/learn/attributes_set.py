@@ -71,8 +71,7 @@ class LeftValues:
 
     def common(self, other: LeftValues) -> LeftValues:
         """Those that are the same after another load."""
-        kept = LeftValues((), {})
-        kept._emptied = self._emptied
+        kept = copy.copy(self)
         kept._values = {
             place: value
             for place, value in self._values.items()

@@ -36,6 +36,20 @@ class OtherFormError(LayoutError):
     """The model's tensors are quantised in another way than those that the engine keeps."""
 
 
+def _converting(module: torch.nn.Module, what: Iterable[str]) -> OtherFormError:
+    return OtherFormError(
+        f"{type(module).__name__} and the trainer do not quantise alike: its load_weights converts "
+        f"{listed(what)} ({_REMEDY})"
+    )
+
+
+def _refusing(module: torch.nn.Module, what: str, error: Exception) -> OtherFormError:
+    return OtherFormError(
+        f"{type(module).__name__} does not take what the trainer delivers: loading {what}: "
+        f"{error_text(error)}"
+    )
+
+
 def refuse_other_forms(held: ModuleMemory, model: MadeUpModel, tracer: Tracer) -> None:
     """Raises OtherFormError where a loader was seen to convert codes, or to codes."""
     found: dict[str, str] = {}
@@ -48,11 +62,7 @@ def refuse_other_forms(held: ModuleMemory, model: MadeUpModel, tracer: Tracer) -
             path = held.name(number, write.move.destination - held.areas[number].start)
             found.setdefault(name, f"{sources[name]} to {targets[path]}")
     if found:
-        class_name = type(held.parts[""]).__name__
-        raise OtherFormError(
-            f"{class_name} and the trainer do not quantise alike: its load_weights converts "
-            f"{listed(found.values())} ({_REMEDY})"
-        )
+        raise _converting(held.parts[""], found.values())
 
 
 def refuse_unloadable(
@@ -77,10 +87,7 @@ def refuse_unloadable(
     if not name or not (codes or any(map(QUANTISED.search, involved))):
         return
     into = f" to {_target_texts(held)[path]}" if path and not unknown else ""
-    raise OtherFormError(
-        f"{type(held.parts['']).__name__} does not take what the trainer delivers: loading "
-        f"{_source_texts(model)[name]}{into}: {error_text(error)}"
-    ) from error
+    raise _refusing(held.parts[""], f"{_source_texts(model)[name]}{into}", error) from error
 
 
 def meaningless(first: torch.dtype, last: torch.dtype) -> bool:
@@ -170,11 +177,10 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, module: torch.nn.Module, load: Callable[[list[tuple[str, torch.Tensor]]], Any]
     ) -> bool:
         """Whether the loader has come to its end."""
-        who, ended = type(module).__name__, True
-        parameters = list(module.named_parameters())
+        ended = True
         targets = {
             parameter.untyped_storage()._cdata: f"{path} ({_dtype(parameter)} {_shape(parameter)})"
-            for path, parameter in parameters
+            for path, parameter in module.named_parameters()
         }
         try:
             with torch.no_grad(), self:
@@ -189,15 +195,9 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self._converted and name and not _wants_values(error):
                 unknown = isinstance(error, KeyError | AttributeError)
                 into = f" to {target}" if target and not unknown else ""
-                raise OtherFormError(
-                    f"{who} does not take what the trainer delivers: loading "
-                    f"{self._texts[name]}{into}: {error_text(error)}"
-                ) from error
+                raise _refusing(module, f"{self._texts[name]}{into}", error) from error
         if self._converted:
-            raise OtherFormError(
-                f"{who} and the trainer do not quantise alike: its load_weights converts "
-                f"{listed(self._converted.values())} ({_REMEDY})"
-            )
+            raise _converting(module, self._converted.values())
         return ended
 
     def written(self, tensor: torch.Tensor) -> int:

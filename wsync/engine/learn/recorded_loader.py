@@ -189,8 +189,9 @@ class RecordedLoader(ChoosingLoader):
         try:
             if refuted or wrapped:
                 raise RecordingError(refuted or wrapped)
-            with before.unless_done():  # the loader goes by what it keeps of made-up tensors
-                recording = self._record(model, before)
+            # the loader goes by what it keeps of made-up tensors
+            with before.unless_done(), contextlib.ExitStack() as kept:
+                recording = self._record(model, before, kept)
         except (ClashError, OtherFormError, SharedError) as error:
             self.reason = str(error)
             raise
@@ -224,12 +225,8 @@ class RecordedLoader(ChoosingLoader):
             found_places = places_of(part)
             paths += [path] * len(found_places)
             spans += [(place.start, place.end - place.start) for place in found_places]
-        maps = SharedMaps()
-        try:
-            places = maps.find(spans)
-        finally:
-            maps.close()
-        shared = [place is not None for place in places]
+        with contextlib.closing(SharedMaps()) as maps:
+            shared = [place is not None for place in maps.find(spans)]
         for found, what in (
             (is_sent(spans), "is memory that a trainer of this process sends from"),
             (shared, "lies in shared memory, as what torch.multiprocessing sends does"),
@@ -334,15 +331,11 @@ class RecordedLoader(ChoosingLoader):
             return ""
         return "load_weights goes by something outside the module that has other values"
 
-    def _record(self, layout: _core.Layout, before: ModuleState) -> Recording:
-        """before: what the attributes are before load_weights is tried."""
-        with contextlib.ExitStack() as kept:
-            return self._record_and_keep(layout, before, kept)
-
-    def _record_and_keep(
+    def _record(
         self, layout: _core.Layout, before: ModuleState, kept: contextlib.ExitStack
     ) -> Recording:
-        """kept: puts back what no update replaces, whether this succeeds or not."""
+        """before: what the attributes are before load_weights is tried.  kept: puts back what no
+        update replaces, whether this succeeds or not."""
         with (
             attributes_read(self._module) as attributes,
             attributes_set(self._module) as places,

@@ -178,9 +178,9 @@ class Recording:
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
-    model's, and checksums of that; states: what the attributes that it read may be, the first of
-    them as they were when it had been recorded; names: all of the module; noted: areas of which
-    something notes where they start.  These four from `guard` on.  aside: what the loader writes
+    model's, and checksums of that.  What `guard` sets: states: what the attributes that it read may
+    be, the first of them as they were when it had been recorded; names: all of the module; noted:
+    areas of which something notes where they start.  aside: what the loader writes
     to when it loads fallbacks alone, from `verify` on.  refuted: what else it wrote to in an
     update, or did with other attributes.
     """
@@ -569,8 +569,7 @@ class _Analysis:
                 if any({name, other} <= set(names) for names in self._held.tied()):
                     raise RecordingError(text)  # what is brought under these names is compared
                 raise ClashError(text)
-            start = self._held.areas[area].start
-            move = replace(write.move, destination=write.move.destination - start)
+            move = self._within(area, write.move)
             self.recording.twins.append(Twin(name, other, area, move, high - low))
         for names in self._held.tied():
             self._add_tied([name for name in names if name in self._facts])
@@ -607,9 +606,7 @@ class _Analysis:
         elif write.kind == HELD:
             self._add_copy(area, write)
         elif write.kind == COMPUTED:
-            start = self._held.areas[area].start
-            made = replace(write.move, destination=write.move.destination - start)
-            self.recording.made.setdefault(area, []).append(made)
+            self.recording.made.setdefault(area, []).append(self._within(area, write.move))
             if not write.names:
                 path = self._place(area, write.move)
                 raise RecordingError(f"{path} is computed by {write.reason} from no tensor")
@@ -654,10 +651,8 @@ class _Analysis:
         self._copies.append((write.clock, self._transfer(area, source, write, start)))
 
     def _transfer(self, area: int, source: int, write: Write, start: int) -> Transfer:
-        move = write.move
-        destination = move.destination - self._held.areas[area].start
-        moved = Move(move.source - start, destination, move.dims, move.item, move.into)
-        dtypes = write.dtypes
+        move, dtypes = self._within(area, write.move), write.dtypes
+        moved = replace(move, source=move.source - start)
         if dtypes[0].itemsize != move.item:  # bytes of elements
             same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[move.item]
             dtypes = (same,)
@@ -733,10 +728,7 @@ class _Analysis:
                 path = self._held.areas[area].path
                 raise RecordingError(f"{path}: its unwritten bytes: {error}") from None
         if rest:
-            start = self._held.areas[area].start
-            self.recording.gaps[area] = [
-                replace(move, destination=move.destination - start) for move in rest
-            ]
+            self.recording.gaps[area] = [self._within(area, move) for move in rest]
 
     def _note_looked(self) -> None:
         """What the loader looks at has to be the same when this is replayed: what it writes
@@ -763,8 +755,12 @@ class _Analysis:
             if nbytes and fact[0] in self._held.parameters:
                 self.recording.lacking[fact[0]] = nbytes
 
+    def _within(self, area: int, move: Move) -> Move:
+        """The same, counted from the area's start."""
+        return replace(move, destination=move.destination - self._held.areas[area].start)
+
     def _place(self, area: int, move: Move) -> str:
-        return self._held.name(area, move.destination - self._held.areas[area].start)
+        return self._held.name(area, self._within(area, move).destination)
 
 
 def _disjoint(found: Sequence[Box], shape: Sequence[int]) -> bool:
@@ -798,10 +794,9 @@ def _clusters(spans: Sequence[tuple[int, int]], order: Sequence[int]) -> Iterato
 def _kept(dtypes: tuple[torch.dtype, ...], own: torch.dtype) -> str:
     """The layout's dtype of a tensor that went through these."""
     first, last = dtypes[0], dtypes[-1]
-    if len(dtypes) == 1:
-        return str(own).removeprefix("torch.")  # bytes as they are, by whatever name
-    if len(dtypes) == 3 and first == last and (first, dtypes[1]) in _WIDENINGS:
-        return str(own).removeprefix("torch.")  # widened and narrowed again
+    widened = len(dtypes) == 3 and first == last and (first, dtypes[1]) in _WIDENINGS
+    if len(dtypes) == 1 or widened:  # bytes as they are, by whatever name, or so again
+        return str(own).removeprefix("torch.")
     if len(dtypes) == 2 and first == own and (first, last) in _CASTS:
         return str(last).removeprefix("torch.")
     raise UnexpressedError("converted " + " to ".join(str(dtype) for dtype in dtypes))
