@@ -1,5 +1,5 @@
 """Memory, events and streams of one device in the hands of another: the host's, and two GPUs that
-tests/fakecuda plays."""
+tests/fakecuda plays; and memory that is not there."""
 
 from __future__ import annotations
 
@@ -54,3 +54,7 @@ def test_no_thread_writes_memory_of_a_gpu_to_a_file(process: Ranks) -> None:
 
 def test_an_exchange_takes_no_stream_of_another_device(process: Ranks) -> None:
     assert _said(process, device_cases.foreign_exchanges) == _expected("the exchange", 2)
+
+
+def test_addresses_where_an_allocator_has_paused_have_no_memory(process: Ranks) -> None:
+    assert process.run(device_cases.tensors_with_memory, timeout=120) == [[True, True, False]]

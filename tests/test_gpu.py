@@ -22,9 +22,11 @@ from support import fused
 from support.gpu_engine import FusedEngine, GpuEngine, dry, module, slow, where
 from support.gpu_mapping import Mapping, descriptor
 from support.gpu_stock import StockEngine
+from support.workers import ThreadEngine
 
 import wsync
 from wsync import _core
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.machine import device
 from wsync.messages import gpu_payload
 from wsync.trainer import lending
@@ -337,6 +339,20 @@ def test_a_tensor_whose_memory_was_taken_away_is_named(torch_cuda: None) -> None
         paused.copy_(torch.randn(paused.shape))
         sync.update()
         assert wrong(engine.weights(), weights) == []
+
+
+def test_learning_reads_no_cache_of_an_engine_that_has_woken_its_weights_alone(
+    torch_cuda: None,
+) -> None:
+    mapping, served, own = Mapping(), module(), module()
+    served.cache = mapping.tensor()
+    mapping.unmap()
+    weights = {name: tensor.to(where()) for name, tensor in fused.draw(18).items()}
+    engine = ThreadEngine([RecordedLoader(served)])
+    with wsync.connect(weights, [engine], options=OPTIONS) as sync:
+        sync.update()
+    own.load_weights(list(weights.items()))
+    assert wrong(fused.held(served), fused.held(own)) == []
 
 
 # --- memory that others can map -------------------------------------------------------------------

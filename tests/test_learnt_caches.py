@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import wsync
 from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.machine import device
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
 NBYTES = 17 << 20
@@ -179,6 +181,38 @@ def test_a_cache_is_put_back_that_is_written_to_in_another_state() -> None:
         with pytest.raises(wsync.WsyncError, match="served"):
             sync.update(draw(2))
         assert module.cache.eq(3).all()
+
+
+@pytest.mark.parametrize("load", [reset, double, make_once, go_by_values])
+def test_a_cache_is_not_read_that_has_no_memory(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an engine that has woken its weights alone.  Reading it ends this process."""
+    module = Module(load)
+    memory = mmap.mmap(-1, NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    module.cache = torch.frombuffer(memory, dtype=torch.float32)
+    start = module.cache.data_ptr()
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(NBYTES), 0) == 0
+    monkeypatch.setattr(device, "has_memory", lambda tensor: tensor.data_ptr() != start)
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            sync.update(draw(seed))
+            assert module.a.equal(draw(seed)["a"])
+            module.served = True  # it is tried once more
+
+
+def test_weights_that_have_no_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Module(reset)
+    gone = module.b.data_ptr()
+    monkeypatch.setattr(device, "has_memory", lambda tensor: tensor.data_ptr() != gone)
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.WsyncError, match="b: no memory of a GPU lies there, as while"):
+            sync.update(draw(1))
+        monkeypatch.undo()
+        sync.update(draw(2))
+    assert module.b.equal(draw(2)["b"])
 
 
 def at_odd_bytes(_: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,14 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from support.played_gpu import put
+from support.played_gpu import put, reserve
 
 import wsync
 from wsync import _core
-from wsync.machine.device import find, uuid
+from wsync.machine.device import find, has_memory, uuid
 
 PATIENCE = 30.0
 
@@ -102,3 +103,9 @@ def foreign_exchanges() -> list[str]:
         assert copy.startswith("InvalidArgumentError: memory of GPU") == (mine.ordinal >= 0), copy
         exchange.close()
     return found
+
+
+def tensors_with_memory() -> list[bool]:
+    """Whether there is memory: on the host, on a GPU, and at addresses that are only reserved."""
+    one: list[Any] = [torch.zeros(4), put(torch.zeros(4), 1), reserve(torch.zeros(4))]
+    return [has_memory(tensor) for tensor in one]

@@ -103,6 +103,18 @@ def threads_for(device: _core.Device) -> int:
     return max(1, min(_MOST_GPU_THREADS, len(os.sched_getaffinity(0)) // len(gpus)))
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is memory at a tensor's addresses: a GPU has none while an allocator has paused
+    (torch_memory_saver, vLLM's sleep mode), and whoever reads there loses the GPU's context."""
+    if tensor.device.type != "cuda":
+        return True
+    try:
+        _core.BufferTable.of(_core.describe([tensor], gpu=True))
+    except _core.StateError:
+        return False
+    return True
+
+
 def of_module(module: torch.nn.Module) -> str:
     """The UUID of the GPU that a module's parameters and buffers are on, "" for the host."""
     tensors = itertools.chain(module.parameters(), module.buffers())

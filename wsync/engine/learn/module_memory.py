@@ -23,6 +23,7 @@ from wsync._core import (
     describe,
 )
 from wsync.engine.learn.regions import Move, united
+from wsync.machine import device
 from wsync.module_tensors import checksum_of, dtype_of
 from wsync.module_tensors.places import parts_of
 from wsync.module_tensors.value_forms import (
@@ -285,19 +286,26 @@ class ModuleMemory:
         """Areas of more than CACHE_NBYTES that hold no parameter and no buffer."""
         spans = enumerate(self._spans)
         large = {number for number, (_, nbytes) in spans if nbytes > CACHE_NBYTES}
-        if not large:
-            return frozenset()
+        return frozenset(large - self.weights) if large else frozenset()
+
+    @cached_property
+    def weights(self) -> frozenset[int]:
+        """Areas that hold parameters or buffers."""
         module = self.parts[""]
         bound = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         named = zip(self.facts, self.tensors, strict=True)
-        weights = {f[4] for f, t in named if f[0] in self.parameters or id(t) in bound}
-        return frozenset(large - weights)
+        return frozenset(f[4] for f, t in named if f[0] in self.parameters or id(t) in bound)
+
+    def awake(self, areas: Iterable[int]) -> list[int]:
+        """Those that there is memory for.  An engine may wake its weights before its caches."""
+        return [number for number in areas if device.has_memory(self.areas[number].bytes())]
 
     def sums_of(self, regions: Mapping[int, Iterable[Move]]) -> dict[int, list[int]]:
         """Checksums of regions by area, counted from its start; those of caches are made where they
-        lie."""
+        lie.  None of what is not awake."""
         found = {}
-        for number, moves in regions.items():
+        for number in self.awake(regions):
+            moves = regions[number]
             area = self.areas[number]
             if number in self.caches:
                 data = area.bytes()

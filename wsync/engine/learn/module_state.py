@@ -169,14 +169,13 @@ class KeptRegions:
     def __init__(self, held: ModuleMemory, regions: Mapping[int, Sequence[Move]]) -> None:
         self._held, self._regions = held, regions
         self._copies: list[tuple[Area, Move, torch.Tensor]] = []
-        self._sums = {n: self._sums_of(n) for n in held.caches if n in regions}
+        awake = set(held.awake(regions))
+        self._asleep = {held.areas[number].start for number in regions.keys() - awake}
+        self._sums = held.sums_of({n: regions[n] for n in held.caches & awake})
         self._uncopied = {held.areas[number].start: number for number in self._sums}
         self._lost: list[str] = []  # caches that were written to before a copy was to be made
-        for number in regions.keys() - self._sums.keys():
+        for number in awake - self._sums.keys():
             self._copy(number)
-
-    def _sums_of(self, number: int) -> list[int]:
-        return self._held.sums_of({number: self._regions[number]})[number]
 
     def _copy(self, number: int) -> None:
         area = self._held.areas[number]
@@ -197,7 +196,8 @@ class KeptRegions:
 
     def _changed(self, number: int) -> bool:
         """Whether a cache was written to that is not copied."""
-        return self._sums_of(number) != self._sums[number]
+        sums = self._held.sums_of({number: self._regions[number]})
+        return sums.get(number) != self._sums[number]
 
     def watched(self) -> contextlib.AbstractContextManager[object]:
         """Around what may write to them."""
@@ -205,8 +205,8 @@ class KeptRegions:
 
     @property
     def unwritten(self) -> Set[int]:
-        """Where the caches start that were not seen to be written to."""
-        return self._uncopied.keys()
+        """Where the caches start that were not seen to be written to, and what has no memory."""
+        return self._uncopied.keys() | self._asleep
 
     def restore(self) -> None:
         """NotPutBackError, when all else is put back, where that cannot be."""

@@ -212,14 +212,20 @@ class RecordedLoader(ChoosingLoader):
     def check_private(self) -> None:
         """Raises LayoutError, by name, where the module has memory of a trainer: made-up values are
         written there.  One of this process may have given it its weights without a copy, and what
-        another one sends by torch.multiprocessing is shared."""
+        another one sends by torch.multiprocessing is shared.  StateError for weights without
+        memory."""
         if self._spoils:
             raise _core.LayoutError(self._spoils)
         try:
             held = ModuleMemory(self._module)
         except _core.LayoutError:  # recording says it
             return
-        paths = [held.name(area, 0) for area in range(len(held.areas))]
+        paths = [area.path for area in held.areas]
+        if asleep := held.weights.difference(held.awake(held.weights)):
+            raise _core.StateError(
+                f"{listed(paths[area] for area in sorted(asleep))}: no memory of a GPU lies there, "
+                "as while an engine sleeps: wake its weights before the update"
+            )
         spans = list(held.spans())
         for path, _, part in wrapped_tensors(self._module):
             found_places = places_of(part)

@@ -420,7 +420,7 @@ def _try_alone(
     _trace(module, load, model, held, tracer, names, recording.fallback)
     after = held.sums_of(recording.gaps)
     for area, gaps in recording.gaps.items():
-        if after[area] != before[area]:
+        if after.get(area) != before.get(area):
             raise RecordingError(f"{held.areas[area].path}: written by means that cannot be seen")
         start = held.areas[area].start
         for gap in gaps:

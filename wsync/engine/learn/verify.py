@@ -91,7 +91,7 @@ def sums_of_gaps(held: ModuleMemory, recording: Recording) -> dict[int, list[int
 def check_gaps(held: ModuleMemory, recording: Recording, before: dict[int, list[int]]) -> None:
     """RecordingError where these checksums have changed."""
     for area, sums in sums_of_gaps(held, recording).items():
-        if sums != before[area]:
+        if sums != before.get(area, sums):
             path = held.areas[area].path
             raise RecordingError(f"{path}: written by means that cannot be seen")
 
@@ -123,8 +123,8 @@ def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> 
 
 
 def _sums(module: torch.nn.Module, held: ModuleMemory, state: ModuleState) -> dict[str, int]:
-    """Checksums of a module's tensors, but for caches that nothing was seen to be written to, and
-    of what wrappers are around."""
+    """Checksums of a module's tensors, but for those that `state.unwritten` has, and of what
+    wrappers are around."""
     inside = {path: checksum_of(part) for path, _, part in wrapped_tensors(module)}
     unwritten = state.unwritten
     paths = {fact[0] for fact in held.facts if held.areas[fact[4]].start not in unwritten}
