@@ -78,7 +78,7 @@ def _place(tensor: Any) -> MemoryPlace | None:
         start, item = tensor.data_ptr(), tensor.element_size()
         shape, strides = tuple(tensor.shape), tensor.stride()
         version = 0 if tensor.is_inference() else tensor._version
-    except (AttributeError, RuntimeError):  # no tensor, or a wrapper around others
+    except (AttributeError, RuntimeError, ValueError):  # no tensor, a wrapper, or uninitialised
         return None
     if not start or not math.prod(shape):
         return None
