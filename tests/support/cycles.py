@@ -107,9 +107,17 @@ def figures(pid: int) -> Figures:
 _MEMORY = ("RssAnon:", "RssShmem:")
 
 
-def fill_pools(url: str) -> None:
-    """Makes every thread that the engine's pools may ever have: requests that wait for a paused
-    engine take one each, and then updates that wait for those requests."""
+def fill_pools(url: str, pid: int) -> None:
+    """Makes every thread that the pools of the engine of a process may ever have."""
+    before = 0
+    while (threads := figures(pid)["threads"]) > before:
+        before = threads
+        _fill_pools(url)
+
+
+def _fill_pools(url: str) -> None:
+    """Requests that wait for a paused engine take a thread each, and then updates that wait for
+    those requests; all but a few that come too late on a busy machine."""
     folder = "/nonexistent"
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
     handle = wsync.handle(url)
@@ -240,7 +248,7 @@ def _running(way: str) -> Iterator[Cycles]:
         stack.callback(setattr, tempfile, "tempdir", None)
         stack.callback(_await_empty, place)  # torch_shm_manager ends a moment after the others
         server = stack.enter_context(serve_in_process(known_weights.config(), dtype="float32"))
-        fill_pools(server.url)
+        fill_pools(server.url, server.pid)
         ours, theirs = Pipe()
         stack.callback(ours.close)
         trainer = spawned(run_trainer, server.url, way, versions, theirs)
