@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import json
 import sys
@@ -150,6 +151,7 @@ def main() -> None:
         for case in cases
     ]
     HOST.load(tree)
+    gc.freeze()  # learning collects garbage, for which all that is imported would be looked at
     results = [
         run(case, rank, copy.deepcopy(config), shapes)
         for case, (config, shapes) in zip(cases, models, strict=True)
