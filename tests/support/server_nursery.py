@@ -18,7 +18,9 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 _SGLANG = (
@@ -42,6 +44,7 @@ _VLLM = (
     "wsync.vllm",
 )
 _NEEDED = {"sglang": _SGLANG, "vllm": _VLLM}
+_HOLD = "WSYNC_TEST_HOLD"  # a file beside the server's log; see hold_until_paused
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -50,6 +53,8 @@ def main() -> None:
         importlib.import_module(name)
     if sys.argv[1] == "sglang":
         rest_while_paused()
+    else:
+        hold_until_paused()
     gc.freeze()  # see frozen_heap
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -83,11 +88,37 @@ def rest_while_paused() -> None:
     setattr(Scheduler, name, record_and_wait)
 
 
+def hold_until_paused() -> None:
+    """While there is a file with a number in it, an engine of vLLM makes no more tokens once a
+    request has so many.  It removes the file when it is told to pause."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    step, pause = EngineCoreProc._process_engine_step, EngineCoreProc.pause_scheduler
+
+    def step_if_not_held(self: Any) -> bool:
+        hold = Path(os.environ[_HOLD])
+        if hold.exists():
+            count = int(hold.read_text())
+            if any(len(request.output_token_ids) >= count for request in self.scheduler.running):
+                time.sleep(0.005)
+                return False
+        found: bool = step(self)
+        return found
+
+    def pause_and_let_go(self: Any, *arguments: Any, **named: Any) -> Any:
+        Path(os.environ[_HOLD]).unlink(missing_ok=True)
+        return pause(self, *arguments, **named)
+
+    EngineCoreProc._process_engine_step = step_if_not_held
+    EngineCoreProc.pause_scheduler = pause_and_let_go
+
+
 def serve(log: str, module: str, arguments: list[str], begun: int) -> None:
     """The rest of a server's life."""
     status = 1
     try:
         os.setsid()
+        os.environ[_HOLD] = log + ".hold"
         os.write(begun, b"y")
         os.closerange(3, 1 << 10)  # the pipes of this and of the nursery
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

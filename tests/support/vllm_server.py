@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +38,12 @@ class Server(servers.Server):
         ]
         return list(map(str, words))
 
-    @contextlib.contextmanager
-    def without_tokens(self) -> Iterator[None]:
-        """Its engine's process stands still, and that which answers goes on."""
-        (core,) = (pid for pid, name in self.processes().items() if "EngineCore" in name)
-        os.kill(core, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(core, signal.SIGCONT)
+    def hold(self, count: int) -> None:
+        """Has its engine make no more than so many tokens of an answer until it is next told to
+        pause; of a server that a Nursery has started."""
+        file = self.log.with_name(self.log.name + ".new")
+        file.write_text(str(count))
+        file.rename(self.log.with_name(self.log.name + ".hold"))
 
 
 class Served(Server):
