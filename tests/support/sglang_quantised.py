@@ -20,6 +20,7 @@ list.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import re
 import sys
@@ -220,6 +221,7 @@ def main() -> None:
     sglang_host.stand_in_for_kernels()
     from sglang.srt.models.deepseek_common import deepseek_weight_loader
 
+    gc.freeze()  # see learn_models.py
     found = []
     for case in cases:
         gpu = case.facts.get("gpu", False)

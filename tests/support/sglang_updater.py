@@ -11,6 +11,7 @@ a JSON list [method, arguments...], a line out what it returns.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import signal
@@ -200,6 +201,7 @@ def main() -> None:
     sys.stdout = sys.stderr
     sglang_host.load(tree)
     sglang_host.host(tp=tp, ep=1, rank=rank)
+    gc.freeze()  # see learn_models.py
     worker = Worker(tp, rank)
     for line in sys.stdin:
         method, *given = json.loads(line)

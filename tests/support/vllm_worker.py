@@ -8,6 +8,7 @@ list [method, arguments...] of that worker, a line out {"answer": ...} or {"erro
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ def main() -> None:
     }
     wrapper.init_worker([arguments] * tp)
     wrapper.init_device()
+    gc.freeze()  # see learn_models.py
     for line in sys.stdin:
         method, *given = json.loads(line)
         try:
