@@ -241,6 +241,7 @@ def start_ray(folder: Path) -> None:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     with contextlib.chdir(folder):
         ray.init(
+            address="local",
             num_cpus=4,
             num_gpus=0,
             include_dashboard=False,
