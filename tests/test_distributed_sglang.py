@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.engines import SGLANG_VERSIONS, engine_packages, engine_tree, results_of
@@ -13,13 +14,21 @@ FAMILIES = ("qwen3", "glm4_moe", "deepseek_v3")
 FORMATS = {"bucket": "flattened_bucket", "tensor": "None"}
 
 
+@pytest.fixture(scope="module", params=SGLANG_VERSIONS)
+def results(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+    """Of one process with a version of SGLang, by broadcast."""
+    tree, packages = engine_tree("sglang", request.param), engine_packages()
+    arguments = tree, packages, ",".join(FORMATS), *FAMILIES
+    found: dict[str, list[dict[str, Any]]] = results_of(SCRIPT, *arguments, timeout=240)
+    return found
+
+
 @pytest.mark.parametrize("broadcast", FORMATS)
-@pytest.mark.parametrize("version", SGLANG_VERSIONS)
-def test_sglang_joins_the_group_and_loads_every_byte(version: str, broadcast: str) -> None:
-    tree, packages = engine_tree("sglang", version), engine_packages()
-    results = results_of(SCRIPT, tree, packages, broadcast, *FAMILIES, timeout=240)
-    assert [result["family"] for result in results] == list(FAMILIES)
-    for result in results:
+def test_sglang_joins_the_group_and_loads_every_byte(
+    results: dict[str, list[dict[str, Any]]], broadcast: str
+) -> None:
+    assert [result["family"] for result in results[broadcast]] == list(FAMILIES)
+    for result in results[broadcast]:
         where = result["family"]
         assert result["differing"] == [], where
         assert result["held"] > 10, where

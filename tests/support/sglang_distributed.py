@@ -1,10 +1,11 @@
 """Run as a script: SGLang's own WeightUpdater takes what wsync broadcasts.
 
-    python sglang_distributed.py TREE PACKAGES BROADCAST FAMILY...
+    python sglang_distributed.py TREE PACKAGES BROADCASTS FAMILY...
 
-TREE: an unpacked wheel; PACKAGES: a folder of what it imports; BROADCAST: "bucket" or "tensor".
+TREE: an unpacked wheel; PACKAGES: a folder of what it imports; BROADCASTS: "bucket,tensor".
 For each family SGLang's model gets two updates over a group that the updater joins, and is compared
-with one whose own load_weights got the same tensors.  Prints a JSON list of what was found.
+with one whose own load_weights got the same tensors.  Prints what was found as JSON: for each
+broadcast a list.
 """
 
 from __future__ import annotations
@@ -122,7 +123,11 @@ def run(family: str, broadcast: str) -> dict[str, Any]:
 
 def main() -> None:
     sglang_host.load(Path(sys.argv[1]))
-    print(json.dumps([run(family, sys.argv[3]) for family in sys.argv[4:]]))
+    found = {
+        broadcast: [run(family, broadcast) for family in sys.argv[4:]]
+        for broadcast in sys.argv[3].split(",")
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
