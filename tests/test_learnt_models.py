@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from fnmatch import fnmatchcase
 from functools import partial
@@ -96,38 +97,62 @@ def check_computed(fallback: dict[str, str], expected: tuple[str, str] | None, w
         assert re.search(expected[1], reason), (where, name, reason)
 
 
-@pytest.mark.parametrize(("engine", "version"), ENGINES)
-def test_one_worker(engine: str, version: str) -> None:
-    cases = [{"family": family, "tp": 1, "ep": 1} for family in FAMILIES]
-    results = learn(engine, version, cases)
-    check(results)
+Learnt = tuple[str, str, dict[str, list[dict[str, Any]]]]  # engine, version, results by test
 
 
-@pytest.mark.parametrize(("engine", "version"), ENGINES)
-def test_every_family(engine: str, version: str) -> None:
+def cases_of(engine: str) -> dict[str, list[dict[str, Any]]]:
+    """By test; engine: its name and version."""
+    one = {"ep": 1, "modes": ["needed"]}
+    draft = {**one, "tp": 2, "ranks": [1], "draft": True}
+    undrafted = UNDRAFTED.get(engine, {})
+    return {
+        "one": [{"family": family, "tp": 1, "ep": 1} for family in FAMILIES],
+        "every": [
+            {**one, "family": family, "tp": tp, "ranks": [tp - 1]}
+            for family in (*SAVED, own_family.NAME)
+            for tp in (1, 2)
+            if family not in UNSERVED[engine]
+        ],
+        "draft": [draft | {"family": f, "refused": f in undrafted} for f in draft_models.FAMILIES],
+    }
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(OLD.values, marks=OLD.marks), *ENGINES[1:]],
+    ids=lambda values: "-".join(values),
+)
+def learnt(request: pytest.FixtureRequest) -> Learnt:
+    """What one process makes of all cases of an engine, which takes long to import."""
+    engine, version = request.param
+    cases = cases_of(f"{engine} {version}")
+    results = iter(learn(engine, version, [*itertools.chain(*cases.values())]))
+    counts = {name: sum(len(case.get("ranks", [0])) for case in cases[name]) for name in cases}
+    return engine, version, {n: list(itertools.islice(results, counts[n])) for n in cases}
+
+
+def test_one_worker(learnt: Learnt) -> None:
+    _, _, results = learnt
+    assert len(results["one"]) == len(FAMILIES)
+    check(results["one"])
+
+
+def test_every_family(learnt: Learnt) -> None:
     """Checkpoints are as transformers saves them; of two workers the second is looked at."""
     assert registry.FAMILIES.keys() - draft_models.LIKE.keys() <= {*FAMILIES, *SAVED}
-    cases = [
-        {"family": family, "tp": tp, "ep": 1, "ranks": [tp - 1], "modes": ["needed"]}
-        for family in (*SAVED, own_family.NAME)
-        for tp in (1, 2)
-        if family not in UNSERVED[f"{engine} {version}"]
-    ]
-    check(learn(engine, version, cases), engine)
+    engine, _, results = learnt
+    check(results["every"], engine)
 
 
-@pytest.mark.parametrize(("engine", "version"), ENGINES)
-def test_every_familys_draft(engine: str, version: str) -> None:
+def test_every_familys_draft(learnt: Learnt) -> None:
     """The classes that compute layers of multi-token prediction, by checkpoints that have one.
     Embedding and head are the model's own where they load none."""
     predicting = {name for name in registry.FAMILIES if mtp_targets(name)}
     # their checkpoints have no such layer
     unpublished = {"kimi_k2", "kimi_k25", "moonlight"}
     assert predicting | registry.BRIDGED.keys() == unpublished | {*draft_models.FAMILIES}
-    case = {"tp": 2, "ep": 1, "ranks": [1], "modes": ["needed"], "draft": True}
-    undrafted = UNDRAFTED.get(f"{engine} {version}", {})
-    cases = [case | {"family": f, "refused": f in undrafted} for f in draft_models.FAMILIES]
-    results = learn(engine, version, cases)
+    engine, version, found = learnt
+    undrafted, results = UNDRAFTED.get(f"{engine} {version}", {}), found["draft"]
     for result in results:
         family = result["case"]["family"]
         if family in undrafted:
