@@ -377,6 +377,20 @@ def test_a_buffer_of_items_alone_is_refused() -> None:
         from_tensors(Streamed({"a": 0, "b": 0}))
 
 
+def test_a_buffer_of_equal_norms_is_refused_where_the_last_one_is_longer() -> None:
+    """It is cleared before each, which torch does not count; all norms are ones at first."""
+
+    class Cleared(Staged):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            tensor, data = self.buffer[: self.start[name]], self.buffer.numpy()
+            data[:], data[: len(tensor)] = 0, 1
+            return tensor
+
+    assert from_tensors(Cleared({"a": 2, "b": 2, "c": 2})).names == ("a", "b", "c")
+    with pytest.raises(LayoutError, match=r"c: the mapping has written .* same memory as a: "):
+        from_tensors(Cleared({"a": 2, "b": 2, "c": 4}))
+
+
 def test_what_shares_memory_is_gone_through_twice() -> None:
     tied = torch.ones(4)
     pairs = [("a", tied), ("b", tied), ("c", torch.ones(4))]

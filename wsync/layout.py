@@ -67,7 +67,9 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
             raise _shared(given, number, others)
     # what is made last of those in one memory is not written over
     early = {number: others for number, others in meeting.items() if number < max(others)}
-    sums = {number: _sums(given[number][1]) for number in early}
+    # one number for each memory, to see whether the second time writes there, too
+    firsts = {tuple(places[number]): number for number in reversed(meeting if early else {})}
+    sums = {number: _sums(given[number][1]) for number in {*early, *firsts.values()}}
     again = iter(make() if early else ())
     for number in range(max(early, default=-1) + 1):
         pair = next(again, None)
@@ -77,6 +79,9 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
             raise _shared(given, number, early[number], "does not give it a second time, and")
         if _sums(pair[1]) != sums[number]:
             raise _shared(given, number, early[number])
+    for number in firsts.values():
+        if _sums(given[number][1]) != sums[number]:
+            raise _shared(given, number, meeting[number])
     return given
 
 
