@@ -66,6 +66,43 @@ def learnt() -> tuple[Pair, Any]:
     return module, RecordedLoader(module)
 
 
+class Computing(Loading):
+    """What its load_weights does cannot be learnt."""
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights([(name, tensor * 1.0) for name, tensor in pairs])
+
+
+class Rebinding(Pair):
+    """Has other tensors after each call, which it processes further when all has come."""
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            setattr(self, name, parameter(tensor.clone()))
+
+    def process(self, _: object = None) -> None:
+        for each in (self.a, self.b):
+            each.data = each.data.clone()
+        self.b = parameter(self.b.data)
+
+
+def by_call() -> tuple[Pair, Any]:
+    module = Loading()
+    return module, ModuleLoader(module)
+
+
+def unlearnt() -> tuple[Pair, Any]:
+    module = Computing()
+    return module, RecordedLoader(module)
+
+
+def unlearnt_in_parts() -> tuple[Pair, Any]:
+    """What is on the meta device, as layers that vLLM makes anew are at first, lies nowhere."""
+    module = Computing()
+    module.register_buffer("nowhere", torch.empty(8, device="meta"), persistent=False)
+    return module, RecordedLoader(module)
+
+
 def by_layout() -> tuple[Pair, Any]:
     module = Pair()
     builder = LayoutBuilder()
@@ -411,7 +448,10 @@ class AfterFinish(Midway):
 @pytest.mark.parametrize(
     ("make", "change"),
     [
-        *itertools.product([by_name, learnt], [other_data, other_parameter, gone]),
+        *itertools.product(
+            [by_name, learnt, by_call, unlearnt, unlearnt_in_parts],
+            [other_data, other_parameter, gone],
+        ),
         (by_layout, other_data),
     ],
 )
@@ -425,6 +465,43 @@ def test_a_module_that_changes_before_the_commit_takes_no_version(
             sync.update(draw(1), version=1)
     assert engine.version is None
     assert not engine.receivers[0].consistent
+
+
+def emptied(module: Pair) -> None:
+    """What is allocated afterwards may come to lie where the weights did."""
+    module.a.data = torch.empty(0)
+    module.a.data = torch.zeros(32, 8)
+
+
+@pytest.mark.parametrize("change", [other_data, other_parameter, emptied, gone, swapped])
+@pytest.mark.parametrize("make", [by_call, unlearnt, unlearnt_in_parts])
+def test_what_changes_between_calls_of_load_weights_takes_no_version(
+    make: Callable[[], tuple[Pair, Any]], change: Callable[[Pair], None]
+) -> None:
+    options = dataclasses.replace(OPTIONS, round_nbytes=draw(0)["a"].nbytes)  # a call each
+    module, loader = make()
+    engine = ThreadEngine([Midway(loader, "load", lambda: change(module))])
+    with wsync.connect(draw(0), engines=[engine], options=options) as sync:
+        with pytest.raises(WsyncError, match="was replaced while the update ran"):
+            sync.update(draw(1), version=1)
+        assert engine.version is None and not engine.receivers[0].consistent
+        if change is gone:
+            return
+        sync.update(draw(2))
+    assert torch.equal(module.a, draw(2)["a"]) and torch.equal(module.b, draw(2)["b"])
+
+
+@pytest.mark.parametrize("make", [ModuleLoader, RecordedLoader])
+def test_load_weights_and_what_follows_it_may_replace_tensors(make: Callable[..., Any]) -> None:
+    options = dataclasses.replace(OPTIONS, round_nbytes=draw(0)["a"].nbytes)
+    module = Rebinding()
+    loader = make(module, **({"after": module.process} if make is RecordedLoader else {}))
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=options) as sync:
+        for seed in range(3):
+            sync.update(draw(seed))
+            assert torch.equal(module.a, draw(seed)["a"])
+            assert torch.equal(module.b, draw(seed)["b"])
+    assert make is ModuleLoader or "cannot be learnt" in loader.reason
 
 
 @pytest.mark.parametrize("when", ["begin", "finish"])

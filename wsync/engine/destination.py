@@ -21,9 +21,16 @@ from wsync._core import (
     LayoutError,
     StateError,
     TensorTable,
+    WsyncError,
     describe,
 )
-from wsync.engine.learn.module_memory import bound_tensors, seen, usable
+from wsync.engine.learn.module_memory import (
+    Seen,
+    bound_tensors,
+    parts_in_memory,
+    seen,
+    usable,
+)
 from wsync.module_tensors import dtype_of, same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.value_forms import (
@@ -68,6 +75,57 @@ class Snapshot:
         """The tensors, as long as the module holds those and no others; else None.  Another one
         may take the place of one that is gone: its memory is to be compared, too."""
         return self._held()
+
+
+class HeldMemory:
+    """The parameters and buffers that a module has at one moment, and where they lie.  Keeps that
+    memory: nothing else can come to lie there.
+
+    former: a snapshot of the module, to save another one where it still holds.
+    """
+
+    def __init__(self, module: torch.nn.Module, former: Snapshot | None = None) -> None:
+        if former is None or former.tensors() is None:
+            former = Snapshot(module)
+        self.snapshot = former
+        self._module = module
+        tensors = self._tensors()
+        self._table: TensorTable | None = None
+        self._seen: list[list[Seen]] = []
+        self._memory: list[torch.UntypedStorage] = []
+        try:
+            self._table = describe(tensors, gpu=True)
+        except WsyncError:  # some are wrappers around others, or lie nowhere or on another device
+            parts = list(map(_parts, tensors))
+            self._memory = [part.untyped_storage() for each in parts for part in each]
+            self._seen = [list(map(seen, each)) for each in parts]
+
+    def check(self) -> None:
+        """StateError: the module has other tensors by now, or has them elsewhere."""
+        tensors = self._tensors()
+        if self._table is not None:
+            place = self._table.moved(tensors)
+        else:
+            now = [list(map(seen, _parts(each))) for each in tensors]
+            place = next((n for n, each in enumerate(self._seen) if now[n] != each), None)
+        if place is not None:
+            raise StateError(
+                f"{self._name(tensors[place])}: its memory was replaced while the update ran"
+            )
+
+    def _tensors(self) -> list[torch.Tensor]:
+        tensors = self.snapshot.tensors()
+        if tensors is None:
+            raise StateError("a tensor of the module was replaced while the update ran")
+        return tensors
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        named = itertools.chain(self._module.named_parameters(), self._module.named_buffers())
+        return next((name for name, each in named if each is tensor), "a tensor of the module")
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [part for _, part in parts_in_memory("", tensor)]
 
 
 def _tensors_of(part: torch.nn.Module) -> Iterator[Form]:

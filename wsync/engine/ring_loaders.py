@@ -13,11 +13,12 @@ name (ModuleLoader), or call a load_weights.  RecordedLoader, which learns from 
 tensors go and copies them there directly, is in wsync.engine.learn.recorded_loader.
 """
 
+import contextlib
 import gc
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -40,7 +41,15 @@ from wsync._core import (
     ViewPool,
     describe,
 )
-from wsync.engine.destination import Boxes, Destination, LoadTarget, OtherName, aliases
+from wsync.engine.destination import (
+    Boxes,
+    Destination,
+    HeldMemory,
+    LoadTarget,
+    OtherName,
+    Snapshot,
+    aliases,
+)
 from wsync.engine.sent_destinations import Made, check_not_sent
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
@@ -394,6 +403,11 @@ class ModuleLoader(ChoosingLoader):
         if isinstance(self._chosen, _ByCall):
             self._chosen.twins = twins
 
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Around what the engine does after load_weights and may replace the module's tensors."""
+        chosen = self._chosen
+        return chosen.loading() if isinstance(chosen, _ByCall) else contextlib.nullcontext()
+
 
 class _ByName(RoutedLoader):
     """Copies tensors to the parameters and buffers of the same name."""
@@ -480,6 +494,9 @@ class _ByCall(_Loading):
 
     It is called once a round has arrived, and the slot is given back once torch has done what it
     asked for.  So it is on a GPU, too: whatever runs in between may wait for the device.
+
+    A call may give the module other tensors, and put them elsewhere.  What does so after the first
+    call, in between or before the commit, takes away what was loaded: StateError.
     """
 
     stream = None
@@ -506,6 +523,8 @@ class _ByCall(_Loading):
         self.twins: Twins = {}  # what the module's own names do not show
         self._tied: Twins = {}
         self._sums: dict[str, tuple[str, int]] = {}  # of those tensors, and the name it came by
+        self._held: HeldMemory | None = None  # since the last call of the update
+        self._snapshot: Snapshot | None = None  # of the last of these
 
     def blob(self) -> bytes:
         return WHOLE
@@ -518,7 +537,7 @@ class _ByCall(_Loading):
         """What the loader does with its tensors is not known; those that go by the name and shape
         of a parameter must not lie in one place."""
         super().begin(rounds)
-        self._named, self._sums, self._staged = None, {}, {}
+        self._named, self._sums, self._staged, self._held = None, {}, {}, None
         if (method := self._current()) != self._method:
             self._method, self._keeps = method, None
         shapes = self._attached().shapes
@@ -613,9 +632,22 @@ class _ByCall(_Loading):
             raise LayoutError(f"{listed(missing)}: not loaded by {self._who()}")
         return receipt
 
+    def confirm(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.check()
+
     def abandon(self) -> None:
         """Nothing is kept from one update to the next."""
-        self._staged = {}
+        self._staged, self._held = {}, None
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around what may replace the module's tensors, whose memory is not kept meanwhile."""
+        self.confirm()
+        yield
+        self._held = HeldMemory(self._module, self._snapshot)
+        self._snapshot = self._held.snapshot
 
     def _note_kept(self, kept: int, given: int) -> None:
         self._keeps = kept > 0
@@ -630,7 +662,8 @@ class _ByCall(_Loading):
     def _call(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
         self._compare(pairs)
         try:
-            with torch.no_grad():  # engines load under it, and not each method says so
+            # engines load under no_grad, and not each method says so
+            with self.loading(), torch.no_grad():
                 answer = self._method(pairs)
         finally:
             device.await_torch(self.device)

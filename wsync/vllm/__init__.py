@@ -414,7 +414,8 @@ class _Reloader(ModuleLoader):
 
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)
-        self._finalize()
+        with self.loading():
+            self._finalize()
         return receipt
 
     def abandon(self) -> None:

@@ -438,7 +438,7 @@ def without_strides(module: torch.nn.Module) -> dict[str, bool]:
     """Parameters that have values, but no memory of their own; and whether the parts that they
     are wrappers around are known."""
     return {
-        path: any(True for _ in _parts(path, parameter))
+        path: any(True for _ in parts_in_memory(path, parameter))
         for path, parameter in module.named_parameters()
         if not usable(parameter) and not is_lazy(parameter)
         if parameter.numel() and not parameter.is_meta
@@ -452,12 +452,13 @@ def wrapped_tensors(
     are: every part that has memory of its own.  A wrapper of several has a path for each."""
     for path, _, _, tensor in _tensors_of(module):
         if not usable(tensor):
-            for inside, part in _parts(path, tensor):
+            for inside, part in parts_in_memory(path, tensor):
                 if part.numel():
                     yield inside, tensor, part
 
 
-def _parts(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def parts_in_memory(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Paths and parts of a tensor that have memory of their own: of a usable one, itself."""
     if usable(tensor):
         yield path, tensor
         return
@@ -467,7 +468,7 @@ def _parts(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
         inside = {name: getattr(tensor, name) for name in (flatten()[0] if flatten else ())}
     for name, part in inside.items():
         if isinstance(part, torch.Tensor):
-            yield from _parts(path if len(inside) == 1 else f"{path}.{name}", part)
+            yield from parts_in_memory(path if len(inside) == 1 else f"{path}.{name}", part)
 
 
 def _table_of(tensors: list[torch.Tensor] | None) -> TensorTable | None:

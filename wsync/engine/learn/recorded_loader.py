@@ -313,7 +313,8 @@ class RecordedLoader(ChoosingLoader):
         if unlearnt is not None and (lacking := unlearnt.not_loaded()):
             self.check_delivered(lacking)
         if self._after is not None:
-            self._after(self._module)
+            with unlearnt.loading() if unlearnt is not None else contextlib.nullcontext():
+                self._after(self._module)
         if unlearnt is not None:
             unlearnt.note_left()
         return receipt
