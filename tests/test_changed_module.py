@@ -114,6 +114,16 @@ def other_data(module: Pair) -> None:
     module.a.data = torch.full((32, 8), 7.0)
 
 
+def emptied(module: Pair) -> None:
+    """What is allocated next lies where the weights did, if that is free: see `of_numpy`."""
+    module.a.data = torch.empty(0)
+    module.a.data = of_numpy(7.0)
+
+
+def of_numpy(value: float) -> torch.Tensor:
+    return torch.from_numpy(np.full((32, 8), value, dtype=np.float32))
+
+
 def other_parameter(module: Pair) -> None:
     module.a = parameter(torch.full((32, 8), 7.0))
 
@@ -450,7 +460,7 @@ class AfterFinish(Midway):
     [
         *itertools.product(
             [by_name, learnt, by_call, unlearnt, unlearnt_in_parts],
-            [other_data, other_parameter, gone],
+            [other_data, other_parameter, emptied, gone],
         ),
         (by_layout, other_data),
     ],
@@ -459,18 +469,14 @@ def test_a_module_that_changes_before_the_commit_takes_no_version(
     make: Callable[[], tuple[Pair, Any]], change: Callable[[Pair], None]
 ) -> None:
     module, loader = make()
+    if change is emptied:
+        module.a.data = of_numpy(0.0)
     engine = ThreadEngine([AfterFinish(loader, "", lambda: change(module))])
     with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(WsyncError, match="while the update ran"):
             sync.update(draw(1), version=1)
     assert engine.version is None
     assert not engine.receivers[0].consistent
-
-
-def emptied(module: Pair) -> None:
-    """What is allocated afterwards may come to lie where the weights did."""
-    module.a.data = torch.empty(0)
-    module.a.data = torch.zeros(32, 8)
 
 
 @pytest.mark.parametrize("change", [other_data, other_parameter, emptied, gone, swapped])

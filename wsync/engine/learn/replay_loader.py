@@ -165,7 +165,7 @@ class _Filling:
     def __init__(self, replay: ReplayLoader, held: ModuleMemory, memory: Any) -> None:
         self._replay = replay
         self._held = held
-        self._memory: Any = memory  # is kept
+        self._memory: Any = memory  # is kept, until the commit: no other comes to lie there
         place = held.device
         self._staged = [
             (name, torch.empty(shape, dtype=dtype_of(dtype), device=place))
@@ -187,7 +187,6 @@ class _Filling:
     def complete(self) -> None:
         """Runs the loader with what is its own to load, and then the module's own copies.
         LayoutError where a tensor was written over another that brings other values."""
-        self._memory = []
         recording, areas = self._replay.recording, self._held.areas
         self._held.count_writes(self._replay.written)
         self._replay.state.left.put_back(self._held.parts)
