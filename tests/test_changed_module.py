@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support.workers import ThreadEngine
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import wsync
 from wsync._core import DeadlineError, LayoutBuilder, WsyncError, describe
@@ -477,6 +478,26 @@ def test_a_module_that_changes_before_the_commit_takes_no_version(
             sync.update(draw(1), version=1)
     assert engine.version is None
     assert not engine.receivers[0].consistent
+
+
+@pytest.mark.parametrize("make", [by_name, learnt, by_call, unlearnt, unlearnt_in_parts])
+def test_an_engine_may_free_its_weights_when_another_worker_has_failed(
+    make: Callable[[], tuple[Pair, Any]],
+) -> None:
+    prepared = threading.Event()
+    (module, loader), (_, other) = make(), make()
+
+    def fail() -> None:
+        assert prepared.wait(20)
+        raise ValueError("no")
+
+    loaders = AfterFinish(loader, "", prepared.set), AfterFinish(other, "", fail)
+    with wsync.connect(draw(0), engines=[ThreadEngine(loaders)], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match="no"):
+            sync.update()
+        memory = StorageWeakRef(module.a.untyped_storage())
+        module.a.data = torch.empty(0)
+        assert memory.expired()
 
 
 @pytest.mark.parametrize("change", [other_data, other_parameter, emptied, gone, swapped])

@@ -212,12 +212,12 @@ class Receiver:
         self._borrow(importer)
         try:
             receipt = self._load(importer, update, rounds, timeout)
+            importer.prepared(receipt.tensors, receipt.nbytes, receipt.checksum, timeout)
+            with trace.span("verdict"):
+                importer.verdict(timeout)
         except BaseException:
             self._loader.abandon()
             raise
-        importer.prepared(receipt.tensors, receipt.nbytes, receipt.checksum, timeout)
-        with trace.span("verdict"):
-            importer.verdict(timeout)
         if isinstance(self._loader, Confirms):
             self._loader.confirm()
         self.state.commit(message.session, update)

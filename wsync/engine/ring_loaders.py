@@ -6,7 +6,7 @@ A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
     begin(rounds)            once an update
     load(round)              for each round; it lies in the ring, or will when `stream` gets there
     finish(timeout)          all rounds were given: is everything there?
-    abandon()                instead of finish, where the update has failed
+    abandon()                where the update has failed, instead of finish or after it
 
 The loaders here copy into a layout of the worker's (LayoutLoader) or to the tensors of a module by
 name (ModuleLoader), or call a load_weights.  RecordedLoader, which learns from load_weights where
