@@ -55,6 +55,7 @@ def main() -> None:
         rest_while_paused()
     else:
         hold_until_paused()
+        rest_between_messages()
     gc.freeze()  # see frozen_heap
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -86,6 +87,17 @@ def rest_while_paused() -> None:
         self.maybe_sleep_on_idle()
 
     setattr(Scheduler, name, record_and_wait)
+
+
+def rest_between_messages() -> None:
+    """For a second after each message a process of vLLM's asks for the next one without a break;
+    with this, for a hundredth, except in its first second, when it may miss that there is one."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    def record_read(self: Any) -> None:
+        self.last_read = max(self.last_read, time.monotonic() - self.busy_loop_s + 0.01)
+
+    SpinCondition.record_read = record_read
 
 
 def hold_until_paused() -> None:
