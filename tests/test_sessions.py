@@ -6,6 +6,7 @@ import os
 import pickle
 import socket
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import wsync
 from wsync import _core
 from wsync.handles.sglang_http import HttpHandle
 from wsync.trainer.roster import Delivery, PlanWorker, RolloutEngine, Roster
+from wsync.trainer.sessions import stock
 from wsync.trainer.sessions.stock import SharedRing, _close
 from wsync.trainer.sessions.worker import WorkerSession
 
@@ -66,14 +68,21 @@ def test_files_that_stay_do_not_gather() -> None:
     def names() -> set[str]:
         return {name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}")}
 
-    def close(sent: list[Future[None]]) -> int:
-        _close("one", SharedRing(64, _core.host()), sent)
+    def close(sent: list[Future[None]], engine: str = "one") -> int:
+        _close(engine, SharedRing(64, _core.host()), sent)
         return len(names() - before)
 
     before = names()
     assert [close([failed]) for _ in range(4)] == [1, 2, 2, 2]
     assert close([]) == 2  # it was asked for nothing
     assert close([answered]) == 0
+    # engines that die, and have others take their places
+    assert [close([failed], f"{number}") for number in range(3)] == [1, 2, 3]
+    now = time.monotonic()
+    with mock.patch.object(stock, "time", SimpleNamespace(monotonic=lambda: now + 599)):
+        assert close([failed], "another") == 4
+    with mock.patch.object(stock, "time", SimpleNamespace(monotonic=lambda: now + 601)):
+        assert close([answered], "new") == 1
 
 
 def plan_workers(engines: list[RolloutEngine], hosts: list[int]) -> list[PlanWorker]:

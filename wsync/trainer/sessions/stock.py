@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
@@ -26,9 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 _GATEWAYS: Final = (502, 503, 504)  # what gateways answer in the place of a server
-# by engine: of updates that failed, whose last requests an engine may get yet
-_left: Final[dict[str, list[SharedRing]]] = {}
-_MOST_LEFT: Final = 2
+_MOST_LEFT: Final = 2  # rings of an engine
+_LEFT_SECONDS: Final = 600.0  # that a gateway may keep a request
 _REPEATS: Final = 1 << 14  # more of buckets than gateways make of one ring's
 
 
@@ -149,19 +150,36 @@ class StockSession(BucketSession):
         )
 
 
+class _Left(NamedTuple):
+    """A ring of an update that has failed: the engine may get the last requests yet."""
+
+    engine: str
+    since: float
+    ring: SharedRing
+
+
+_left: Final[list[_Left]] = []
+_lock: Final = threading.Lock()
+
+
 def _close(engine: str, ring: SharedRing, sent: Sequence[Future[None]]) -> None:
     """Removes the file, once all requests have ended.  If one was not answered, the file stays
-    until the engine has answered all of a later connection, or two more have failed, or as long as
-    this process: a stock server ends when it finds none."""
-    left, answered = _left.setdefault(engine, []), bool(sent)
-    if any(_is_unanswered(request.exception()) for request in sent):
-        ring.leave()
-        left.append(ring)
-        answered = False
-    else:
-        ring.close()
-    while len(left) > (0 if answered else _MOST_LEFT):
-        left.pop(0).remove()
+    until the engine has answered all of a later connection, or two more have failed, or until the
+    first connection to any engine is closed after ten minutes: a stock server ends when it finds
+    none."""
+    errors, now = [request.exception() for request in sent], time.monotonic()
+    with _lock:
+        if unanswered := any(map(_is_unanswered, errors)):
+            ring.leave()
+            _left.append(_Left(engine, now, ring))
+        else:
+            ring.close()
+        mine = [each for each in _left if each.engine == engine]
+        over = mine if sent and not unanswered else mine[:-_MOST_LEFT]
+        for each in list(_left):
+            if each in over or each.since < now - _LEFT_SECONDS:
+                _left.remove(each)
+                each.ring.remove()
 
 
 def _is_unanswered(error: BaseException | None) -> bool:
