@@ -140,16 +140,18 @@ def learn(convert: Convert, wholes: Mapping[str, Whole]) -> dict[str, list[Piece
     for name, whole in wholes.items():
         kinds.setdefault((key_of(name), whole), []).append(name)
     found: dict[str, list[Piece]] = {}
+    tiles: dict[torch.dtype, Tensor] = {}
     with torch.device("cpu"):
         for (_, whole), names in kinds.items():
-            found |= _learn_kind(convert, whole, names)
+            if whole.dtype not in tiles:
+                tiles[whole.dtype] = _tile(whole.dtype)
+            found |= _learn_kind(convert, whole, names, tiles[whole.dtype])
     return found
 
 
 def _learn_kind(
-    convert: Convert, whole: Whole, names: Iterable[str]
+    convert: Convert, whole: Whole, names: Iterable[str], tile: Tensor
 ) -> Iterator[tuple[str, list[Piece]]]:
-    tile = _tile(whole.dtype)
     values = _window(tile, whole, 0)
     known: list[tuple[list[_Source], list[Tensor]]] = []
     for name in names:
