@@ -64,7 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.fakecuda import coherent
 
         os.environ.update(coherent())
-    config.add_cleanup(Nursery().close)
+    nursery = Nursery()
+    nursery.install()
+    config.add_cleanup(nursery.close)
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -130,10 +131,16 @@ def test_between_gpus_distributed_mode_travels_by_nccl(tmp_path: Path) -> None:
     ] * 2
 
 
-def check_sglang(tmp_path: Path, version: str, model: str, *options: str) -> None:
-    place = os.pathsep.join(map(str, (engine_tree("sglang", version), engine_packages())))
+def sglang_folders(version: str) -> list[str]:
+    return [str(engine_tree("sglang", version)), str(engine_packages())]
+
+
+def check_sglang(
+    tmp_path: Path, version: str, model: str, *options: str, **environment: str
+) -> None:
+    place = os.pathsep.join(sglang_folders(version))
     options = ("--engine", "sglang", "--engine-path", place, "--model", model, *options)
-    facts, text = run_demo(tmp_path, *options, "--updates", "2")
+    facts, text = run_demo(tmp_path, *options, "--updates", "2", **environment)
     assert facts["verified"]
     assert [update["redundancy"] for update in facts["updates"]] == [1.0, 1.0]
     workers = facts["updates"][1]["workers"]
@@ -143,11 +150,21 @@ def check_sglang(tmp_path: Path, version: str, model: str, *options: str) -> Non
     assert "what SGLang's own load_weights makes of them; version 2" in text
 
 
+@pytest.fixture(scope="module")
+def forked_workers() -> Iterator[dict[str, str]]:
+    """An environment in which workers with SGLang are forked, too."""
+    found = nursery.Further(sglang_folders(NEWEST), ["support.sglang_demo"])
+    yield found.environment
+    found.close()
+
+
 @pytest.mark.parametrize("mode", ["colocated", "distributed"])
-def test_sglangs_workers_are_sent_what_they_keep(mode: str, tmp_path: Path) -> None:
+def test_sglangs_workers_are_sent_what_they_keep(
+    mode: str, forked_workers: dict[str, str], tmp_path: Path
+) -> None:
     """From TP2 x PP2, EP2: each expert goes to the one worker that has it."""
     sizes = ("--engine-tp", "2", "--engine-ep", "2")
-    check_sglang(tmp_path, NEWEST, "qwen3-moe", *sizes, "--mode", mode)
+    check_sglang(tmp_path, NEWEST, "qwen3-moe", *sizes, "--mode", mode, **forked_workers)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 ADDRESS = "WSYNC_TEST_NURSERY"
+_FURTHER = "WSYNC_TEST_NURSERIES"  # addresses and modules of Further ones, by their folders
 _LARGEST = 1 << 20  # bytes of a request
 _PATIENCE = 240.0  # seconds for imports on a busy machine
 _FLAGS = ("-P", "-B")
@@ -46,7 +47,8 @@ _NEEDED = {
 class Popen(subprocess.Popen):
     """subprocess.Popen for `[sys.executable, "-P", ...]`, `-c`, `-m` or a script.
 
-    Other commands, and those that look for modules elsewhere, are started as they stand.
+    Other commands, and those that look for modules where no nursery does, are started as they
+    stand.
     """
 
     _line: socket.socket | None = None
@@ -56,24 +58,25 @@ class Popen(subprocess.Popen):
         given = inspect.signature(original).bind(self, *arguments).arguments
         environment = dict(os.environ if given["env"] is None else given["env"])
         command = [os.fspath(word) for word in given["args"]]
-        if not _is_plain(command, environment):
+        found = _nursery_of(command, environment)
+        if found is None:
             original(self, *arguments)
             return
+        address, modules = found
         ends = [(given["p2cread"], 0), (given["c2pwrite"], 1), (given["errwrite"], 2)]
         passed = {target: own if own >= 0 else target for own, target in ends}
         passed |= {number: number for number in given["pass_fds"]}
-        words = _main_of(command)
         told = {
-            "words": words,
+            "words": _main_of(command),
             "environment": environment,
             "folder": os.fspath(given["cwd"] or os.getcwd()),
             "targets": list(passed),
             "session": given["start_new_session"],
-            "modules": _NEEDED.get(words[1] if words[0] == "-m" else "", _NEEDED[""]),
+            "modules": modules,
         }
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         line.settimeout(_PATIENCE)
-        line.connect(os.environ[ADDRESS])
+        line.connect(address)
         socket.send_fds(line, [json.dumps(told).encode()], list(passed.values()))
         answer, descriptors, *_ = socket.recv_fds(line, 64, 1)
         (self._pidfd,) = descriptors
@@ -138,13 +141,24 @@ def install() -> None:
         wsync.demo.engines.logged_process.Popen = Popen
 
 
-def _is_plain(command: Sequence[str], environment: dict[str, str]) -> bool:
-    """Whether this interpreter runs it with modules that lie where this one's lie, and with
-    libraries as they were loaded here."""
+def _nursery_of(
+    command: Sequence[str], environment: dict[str, str]
+) -> tuple[str, Sequence[str]] | None:
+    """The address of one whose processes are as this command's, and what they need imported: where
+    this interpreter runs it with modules that lie where this one's or a Further one's lie, and
+    with libraries as they were loaded here."""
     if any(environment.get(name) != os.environ.get(name) for name in _OF_LIBRARIES):
-        return False
+        return None
+    if command[0] != sys.executable:
+        return None
     path = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    return command[0] == sys.executable and set(path) <= set(sys.path)
+    if not set(path) <= set(sys.path):
+        further = [folder for folder in path if folder not in sys.path]
+        known = json.loads(os.environ.get(_FURTHER, "{}"))
+        found = known.get(os.pathsep.join(further)) if path[: len(further)] == further else None
+        return None if found is None else tuple(found)
+    words = _main_of(command)
+    return os.environ[ADDRESS], _NEEDED.get(words[1] if words[0] == "-m" else "", _NEEDED[""])
 
 
 def _main_of(command: Sequence[str]) -> list[str]:
@@ -162,24 +176,39 @@ def _main_of(command: Sequence[str]) -> list[str]:
 class Nursery:
     """The process; ends with this one, or when it is closed.  What it has started goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Sequence[str] = ()) -> None:
+        """path: folders before those of this process."""
         self._folder = tempfile.TemporaryDirectory(prefix="wsync-nursery-")
-        os.environ[ADDRESS] = os.path.join(self._folder.name, "socket")
-        code = f"import sys; sys.path[:] = {sys.path!r}; from support.nursery import main; main()"
+        self.address = os.path.join(self._folder.name, "socket")
+        path = [*path, *sys.path]
+        code = f"import sys; sys.path[:] = {path!r}; from support.nursery import main; main()"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(os.environ[ADDRESS])
+            listener.bind(self.address)
             listener.listen(64)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code, str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
             )
+
+    def install(self) -> None:
+        """As the one of this process, and of those that it starts."""
+        os.environ[ADDRESS] = self.address
         install()
 
     def close(self) -> None:
-        del os.environ[ADDRESS]
+        if os.environ.get(ADDRESS) == self.address:
+            del os.environ[ADDRESS]
         self._process.communicate(timeout=60)
         self._folder.cleanup()
+
+
+class Further(Nursery):
+    """Another one, for commands that look for modules in other folders first."""
+
+    def __init__(self, path: Sequence[str], modules: Sequence[str]) -> None:
+        super().__init__(path)
+        self.environment = {_FURTHER: json.dumps({os.pathsep.join(path): [self.address, modules]})}
 
 
 def main() -> None:
