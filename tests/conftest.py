@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parent.parent
 MISUSE = "WSYNC_FAKE_CUDA_MISUSE"
+_frozen = [0]  # the number of modules at the last time
 
 
 with contextlib.suppress(ImportError):  # not every environment of the tests has it
@@ -69,8 +70,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(nursery.close)
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # see support.frozen_heap: tests fork this process, too
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, None, None]:
+    """Freezes what was imported since the last time (see support.frozen_heap): tests collect
+    garbage and fork this process."""
+    yield
+    if len(sys.modules) > _frozen[0] + 50:
+        gc.collect()
+        gc.freeze()
+        _frozen[0] = len(sys.modules)
 
 
 def _device_count() -> int:
