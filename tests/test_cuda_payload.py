@@ -48,6 +48,7 @@ EACH_CALL = (
     CENSUS
     + """
 import gc, itertools
+gc.freeze()  # see support.frozen_heap
 _core.cuda_devices()
 library.fakecuda_failed.restype = ctypes.c_char_p
 failed = []
