@@ -185,4 +185,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """A tensor's bytes, element by element: itself if it is contiguous, else a copy."""
     import torch
 
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if len(flat) == 1:  # which may have any stride
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)

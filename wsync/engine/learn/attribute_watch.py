@@ -33,16 +33,16 @@ _QUIET: Final = (torch.nn.Module.__module__, functools.__name__)
 class Watch:
     """What the thread that watches, and threads that it starts meanwhile, look up, set and delete.
 
-    read, changed: told of it while that thread itself does it: with the owner, the name, and, of
-    what is looked up, the value, or ABSENT.  beside: make what threads that are started run in.
+    read, changed: told of it, one thread at a time: with the owner, the name, and, of what is
+    looked up, the value, or ABSENT.  beside: make what threads that are started run in.
     """
 
     def __init__(self) -> None:
         self.read: list[Callable[[Any, str, Any], None]] = []
         self.changed: list[Callable[[Any, str], None]] = []
         self.beside: list[Callable[[], AbstractContextManager[object]]] = []
-        self._mine = 0  # the thread that watches
-        self._threads: set[int] = set()  # and all others
+        self._threads: set[int] = set()
+        self._telling = threading.RLock()  # who is told looks up attributes, too
         self._looked_up: set[tuple[int, str]] = set()
         self._changed: set[tuple[int, str]] = set()
         self._own_ways: dict[type, bool] = {}  # whether these classes have some
@@ -75,7 +75,6 @@ class Watch:
                 for way in ("__setattr__", "__delattr__"):
                     stack.enter_context(instead(kind, way, self._changing))
             stack.enter_context(instead(threading.Thread, "start", self._starting))
-            self._mine = threading.get_ident()
             stack.enter_context(self._this_thread())
             yield
 
@@ -90,32 +89,31 @@ class Watch:
 
     def _looking_up(self, find: Callable[[Any, str], Any]) -> Any:
         def look_up(owner: Any, name: str) -> Any:
-            thread = threading.get_ident()
-            if thread not in self._threads:
+            if threading.get_ident() not in self._threads:
                 return find(owner, name)
             if name != "__dict__" or not _is_quiet(sys._getframe(1)):
                 self._looked_up.add((id(owner), name))
-            told = self.read if thread == self._mine else ()
             try:
                 value = find(owner, name)
             except AttributeError:
                 # a tensor or a part of its own, or what a __getattr__ makes up, is found next
-                for tell in told:
-                    tell(owner, name, ABSENT)
+                self._tell(self.read, owner, name, ABSENT)
                 raise
-            for tell in told:
-                tell(owner, name, value)
+            self._tell(self.read, owner, name, value)
             return value
 
         return look_up
 
+    def _tell(self, told: list[Callable[..., None]], *what: Any) -> None:
+        with self._telling:
+            for tell in told:
+                tell(*what)
+
     def _changing(self, act: Callable[..., None]) -> Any:
         def change(owner: Any, name: str, *value: Any) -> None:
-            thread = threading.get_ident()
-            if thread in self._threads:
+            if threading.get_ident() in self._threads:
                 self._changed.add((id(owner), name))
-                for tell in self.changed if thread == self._mine else ():
-                    tell(owner, name)
+                self._tell(self.changed, owner, name)
             act(owner, name, *value)
 
         return change

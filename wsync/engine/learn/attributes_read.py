@@ -246,6 +246,16 @@ def _holds(part: torch.nn.Module | None, name: str, value: Any) -> bool:
     return part is not None and value is not None and part._modules.get(name) is value
 
 
+def _has_default(kind: type, name: str) -> bool:
+    """Whether a class of tensors of an engine's own has a value for those that have none."""
+    for base in kind.__mro__:
+        if base in WATCHED:
+            return False
+        if name in vars(base):
+            return not hasattr(type(vars(base)[name]), "__get__")  # no method or property
+    return False
+
+
 def _own(owner: Any, name: str, value: Any) -> Any:
     """A value that was found on an owner, or INHERITED."""
     inherited = (
@@ -271,8 +281,8 @@ _words: Final = _Words().repr
 
 @contextlib.contextmanager
 def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
-    """The attributes that this thread reads in the block, with the values that they had first, and
-    those that it looks for in vain."""
+    """The attributes that this thread, and those that it starts, read in the block, with the values
+    that they had first, and those that are looked for in vain."""
     # the objects are kept: the address of a freed tensor may be used again
     owners: dict[int, tuple[Any, str, str]] = {}
     parts = dict(module.named_modules())
@@ -294,7 +304,7 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
         seen.add(key)
         _, part, tensor = owners[key[0]]
         own = value is ABSENT or name in owner.__dict__ or name == "requires_grad"
-        if own or not tensor:
+        if own or not tensor or _has_default(type(owner), name):
             read = Attribute.of(part, tensor, name, _own(owner, name, value), Forms())
             # which one of the module's a value is shows when it is `renewed`
             which = (torch.nn.Module, torch.Tensor) if tensor else torch.nn.Module

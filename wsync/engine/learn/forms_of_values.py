@@ -6,10 +6,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import operator
+import re
 import types
-from collections import deque
+import weakref
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any, Final
 
 import torch
@@ -49,7 +56,9 @@ INHERITED: Final = _Missing.INHERITED
 # values that cannot change while they are the same object
 ATOMS: Final = (
     *(bool, int, float, complex, str, bytes, type(None)),
-    *(range, slice, enum.Enum, torch.dtype, torch.device, type),
+    *(range, slice, enum.Enum, type, re.Pattern, PurePath, Fraction, Decimal),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(operator.itemgetter, operator.attrgetter),
 )
 _KEYS: Final = frozenset((bool, int, str, bytes, type(None)))
 # by type: attributes that an object of it is made of
@@ -98,14 +107,20 @@ class Forms:
             return typed(kind) if where is None else place(where)
         if depth >= _DEPTH:
             return typed(kind)
+        if isinstance(value, weakref.ref):
+            return typed(kind, call("__call__", self.of(value(), depth + 1)))
+        if isinstance(value, array | memoryview):
+            return typed(kind, call("tobytes", atom(value.tobytes())))
         if isinstance(value, list | tuple | deque | bytearray):
-            return typed(kind, elements(self.of(each, depth + 1) for each in tuple(value)))
+            inside = elements(self.of(each, depth + 1) for each in tuple(value))
+            return typed(kind, inside, *self._own(value, depth))
         if isinstance(value, set | frozenset):
             return typed(kind, ("apply", _ELEMENTS[depth], (atom(_ELEMENTS[depth](value)),)))
         if isinstance(value, dict | types.MappingProxyType):
             pairs = list(value.items())
             if all(type(key) in _KEYS for key, _ in pairs):
-                return typed(kind, items({key: self.of(v, depth + 1) for key, v in pairs}))
+                held = items({key: self.of(v, depth + 1) for key, v in pairs})
+                return typed(kind, held, *self._own(value, depth))
             forms = [elements(self.of(each, depth + 1) for each in pair) for pair in pairs]
             return typed(kind, call("items", elements(forms)))
         if isinstance(value, types.FunctionType):
@@ -118,9 +133,15 @@ class Forms:
             return typed(kind, self._attribute(value, "__dict__", depth), *more)
         if _is_array(value):
             return typed(kind, ("apply", _array, (atom(_array(value)),)))
-        if is_plain(value, depth):
-            return typed(kind, ("own", None, (self.of(attributes_of(value), depth + 1),)))
-        return typed(kind)
+        return typed(kind, *(self._own(value, depth) if is_plain(value, depth) else ()))
+
+    def _own(self, value: Any, depth: int) -> tuple[Form, ...]:
+        """Of the attributes of an object, or of a container of an engine's own class."""
+        held = attributes_of(value)
+        forms = () if held is None else (("own", None, (self.of(held, depth + 1),)),)
+        if isinstance(value, defaultdict):
+            return *forms, self._attribute(value, "default_factory", depth)
+        return forms
 
     def _tensor(self, value: torch.Tensor, depth: int) -> Form:
         """Which one of the module's it is, or what it is a view of.  Of others the shape is

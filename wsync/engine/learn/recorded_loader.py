@@ -16,7 +16,7 @@ from wsync.engine.destination import MissingError
 from wsync.engine.learn.attributes_read import Attribute, attributes_read
 from wsync.engine.learn.attributes_set import LeftValues, attributes_set
 from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.forms_of_values import AttributePlace, Forms
+from wsync.engine.learn.forms_of_values import AttributePlace, Forms, finder
 from wsync.engine.learn.known_states import Found, has_changed
 from wsync.engine.learn.module_memory import (
     ModuleMemory,
@@ -55,6 +55,7 @@ from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.places import places_of
 from wsync.module_tensors.quantised_names import is_note
+from wsync.module_tensors.value_forms import pattern
 
 KEEP: Final = "WSYNC_KEEP"
 
@@ -118,6 +119,7 @@ class RecordedLoader(ChoosingLoader):
         self._model: _Model = []  # the facts of what the trainer delivers
         self._losing: Losing = keeps
         self._went_by: object = None
+        self._bound: _core.Pattern | None = None
         self._chosen: Loader = ModuleLoader(module, self._load)
 
     def blob(self) -> bytes:
@@ -185,7 +187,8 @@ class RecordedLoader(ChoosingLoader):
         refuted = self.recording.refuted if self.recording is not None else ""
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
         self.reason = ""
-        self._went_by = self.goes_by()
+        self._went_by, self._bound = self.goes_by(), None
+        bound = self._what_it_is_bound_to()
         try:
             if refuted or wrapped:
                 raise RecordingError(refuted or wrapped)
@@ -203,6 +206,8 @@ class RecordedLoader(ChoosingLoader):
             return WHOLE
         self.check_delivered(recording.lacking, recording.skipped)
         self.recording, self._model = recording, facts
+        # what it changes itself says nothing: calls that it counts
+        self._bound = bound if bound.match(self._load) is not None else None
         self._chosen = ReplayLoader(
             self._module, self._load, recording, model, self._stream, self._threads
         )
@@ -334,9 +339,16 @@ class RecordedLoader(ChoosingLoader):
         method = self.method()
         if self._load != method == self.method():  # some are made anew each time
             return "load_weights is another one"
+        if self._bound is not None and self._bound.match(self._load) is None:
+            return "what load_weights is bound to, as its closure or arguments, has other values"
         if self.recording is None or self.goes_by() == self._went_by:
             return ""
         return "load_weights goes by something outside the module that has other values"
+
+    def _what_it_is_bound_to(self) -> _core.Pattern:
+        """The function, and what its closure and arguments that are given already hold."""
+        parts = dict(self._module.named_modules())
+        return pattern(Forms(parts).of(self._load), finder(parts))
 
     def _record(
         self, layout: _core.Layout, before: ModuleState, kept: contextlib.ExitStack

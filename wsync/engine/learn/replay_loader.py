@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from wsync import _core
+from wsync.engine.learn.inline_pools import inline_pools
 from wsync.engine.learn.known_states import Found, Trying, has_changed, tell_of_trial, try_state
 from wsync.engine.learn.module_memory import Area, AreaNames, ModuleMemory
 from wsync.engine.learn.recorder import NOT_RECORDED, KnownState, Recording
@@ -125,7 +126,7 @@ class ReplayLoader(RoutedLoader):
         was seen to do with made-up ones: the copies are done."""
         recording, held = self.recording, self._held
         assert held is not None
-        with WatchedWrites(held) as watched:
+        with inline_pools(), WatchedWrites(held) as watched:
             self.load_weights(staged)
         over = {part for part in watched.parts - recording.aside if part[0] in recording.areas}
         if over:

@@ -9,10 +9,8 @@ the model's tensors are not there to be looked at; which of the module's were lo
 from __future__ import annotations
 
 import bisect
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -23,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wsync.engine.learn.attribute_watch import instead, watching
+from wsync.engine.learn.attribute_watch import watching
 from wsync.engine.learn.dummy_weights import MadeUpModel, there, weak
+from wsync.engine.learn.inline_pools import inline_pools
 from wsync.engine.learn.module_memory import ModuleMemory, bytes_of, whole
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, in_one_run, without
 from wsync.engine.learn.time_limit import check
@@ -638,23 +637,6 @@ def inline_threads(tracer: Tracer) -> Iterator[None]:
     """Runs what this thread gives to thread pools at once: a tracer sees one thread only.  Of other
     threads that this one starts, the tracer learns whether they work on what it follows: they may
     outlive it, and do not keep it."""
-    mine, reference = threading.get_ident(), weakref.ref(tracer)
-
-    def submitting(submit: Callable[..., Future[Any]]) -> Any:
-        def run(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != mine:
-                return submit(pool, function, *args, **kwargs)
-            future: Future[Any] = Future()
-            try:
-                future.set_result(function(*args, **kwargs))
-            except Exception as error:
-                future.set_exception(error)
-            return future
-
-        return run
-
-    with (
-        watching(beside=lambda: _Elsewhere(reference)),
-        instead(ThreadPoolExecutor, "submit", submitting),
-    ):
+    reference = weakref.ref(tracer)
+    with watching(beside=lambda: _Elsewhere(reference)), inline_pools():
         yield

@@ -13,6 +13,7 @@ import torch
 
 from wsync._core import LOCAL, BufferTable, Layout, LayoutBuilder, Route, Stream
 from wsync.engine.learn.dummy_weights import MadeUpModel
+from wsync.engine.learn.inline_pools import inline_pools
 from wsync.engine.learn.module_memory import ModuleMemory, region, wrapped_tensors
 from wsync.engine.learn.module_state import ModuleState
 from wsync.engine.learn.recorder import Recording, RecordingError
@@ -22,7 +23,7 @@ from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.machine.device import follow_torch
 from wsync.machine.error_text import error_text
-from wsync.module_tensors import checksum_of
+from wsync.module_tensors import checksum_of, flat_bytes
 
 # held bytes that are kept aside at a time
 _BATCH: Final = 256 << 20
@@ -147,7 +148,7 @@ def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict
             for parameter in parameters(module).values():
                 size = parameter.element_size()
                 value = torch.full((size,), poison, dtype=torch.uint8, device="cpu")
-                parameter.detach().copy_(value.view(parameter.dtype)[0])
+                _once(parameter.detach()).copy_(value.view(parameter.dtype)[0])
             load_made_up(load, model)
             left = {
                 path: (elements(parameter) == poison).all(-1).cpu()
@@ -160,7 +161,15 @@ def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements as rows of bytes."""
-    return tensor.detach().contiguous().reshape(-1, 1).view(torch.uint8)
+    return flat_bytes(tensor).view(-1, tensor.element_size())
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the repetitions of a tensor that is expanded."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -186,7 +195,7 @@ def load_made_up(
         RecordingError: the loader has failed.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), inline_pools():
             pairs = model.pairs(names)
             for call in [None] if calls is None else calls:
                 load(pairs if call is None else [pairs[index] for index in call])
