@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import queue
 import re
@@ -113,6 +114,19 @@ class Table(Module):
         self.value = self._after
 
 
+class Making(Module):
+    """Has the part that says where tensors go only once it has loaded some."""
+
+    def target(self, name: str) -> str:
+        if not hasattr(self, "part"):
+            self.part = torch.nn.Module()
+            self.part.names = dict(NAMES)
+        return str(self.part.names[name])
+
+    def exchange(self) -> None:
+        self.part.names = dict(EXCHANGED)
+
+
 class Names(list[str]):
     straight = True
 
@@ -160,8 +174,8 @@ def deliver(module: Module, loader: RecordedLoader) -> None:
     assert module.a.equal(draw(4)["b"]) and module.b.equal(draw(4)["a"])
 
 
-@pytest.mark.parametrize("make", [Module, Prefetching, Planning, Submitting])
-def test_what_is_read_in_any_thread_is_compared(make: Callable[[], Module]) -> None:
+@pytest.mark.parametrize("make", [Module, Prefetching, Planning, Submitting, Making])
+def test_what_is_read_in_any_thread_and_of_any_part_is_compared(make: Callable[[], Module]) -> None:
     module = make()
     deliver(module, RecordedLoader(module))
 
@@ -206,6 +220,29 @@ def test_a_closure_that_load_weights_changes_itself_is_not_compared() -> None:
             sync.update(draw(seed))
             calls[0] += 1
             assert module.a.equal(draw(seed)["a"]) and not loader.reason
+
+
+class State(enum.Enum):
+    STALE = 0
+    SERVED = 1
+
+
+@pytest.mark.parametrize("on", ["the module", "a parameter"])
+def test_what_load_weights_marks_as_stale_is_so_after_an_update(on: str) -> None:
+    """Nothing copies what is made of weights when they are used."""
+
+    class Marking(Module):
+        def load_weights(self, pairs: Pairs) -> None:
+            super().load_weights(pairs)
+            (self if on == "the module" else self.a).state = State.STALE
+
+    module = Marking()
+    owner = module if on == "the module" else module.a
+    with wsync.connect(draw(0), [ThreadEngine([RecordedLoader(module)])], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            sync.update(draw(seed))
+            assert owner.state is State.STALE
+            owner.state = State.SERVED
 
 
 class Weight(torch.nn.Parameter):

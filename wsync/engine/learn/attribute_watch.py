@@ -111,10 +111,13 @@ class Watch:
 
     def _changing(self, act: Callable[..., None]) -> Any:
         def change(owner: Any, name: str, *value: Any) -> None:
-            if threading.get_ident() in self._threads:
-                self._changed.add((id(owner), name))
+            if threading.get_ident() not in self._threads:
+                return act(owner, name, *value)
+            self._changed.add((id(owner), name))
+            try:
+                act(owner, name, *value)
+            finally:
                 self._tell(self.changed, owner, name)
-            act(owner, name, *value)
 
         return change
 

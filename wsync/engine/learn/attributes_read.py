@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import operator
 import reprlib
+import types
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final
 
@@ -252,7 +253,9 @@ def _has_default(kind: type, name: str) -> bool:
         if base in WATCHED:
             return False
         if name in vars(base):
-            return not hasattr(type(vars(base)[name]), "__get__")  # no method or property
+            found = vars(base)[name]
+            slot = isinstance(found, types.MemberDescriptorType)
+            return slot or not hasattr(type(found), "__get__")  # no method or property
     return False
 
 
@@ -285,11 +288,28 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
     that they had first, and those that are looked for in vain."""
     # the objects are kept: the address of a freed tensor may be used again
     owners: dict[int, tuple[Any, str, str]] = {}
-    parts = dict(module.named_modules())
-    for path, part in parts.items():
-        owners[id(part)] = (part, path, "")
-    for path, _, name, tensor in tensors_of(parts):
-        owners.setdefault(id(tensor), (tensor, path, name))
+    strangers: dict[int, Any] = {}  # kept, too
+    unknown: set[int] = set()  # of them
+
+    def find_owners() -> None:
+        parts = dict(torch.nn.Module.named_modules(module))
+        for path, part in parts.items():
+            owners.setdefault(id(part), (part, path, ""))
+        for path, _, name, tensor in tensors_of(parts):
+            owners.setdefault(id(tensor), (tensor, path, name))
+
+    def is_owner(value: Any) -> bool:
+        """Also one that load_weights has made."""
+        if id(value) in owners or id(value) in unknown:
+            return id(value) in owners
+        # by its type: isinstance looks at attributes of tensors
+        if issubclass(type(value), (torch.nn.Module, torch.nn.Parameter)):
+            strangers[id(value)] = value
+            unknown.add(id(value))
+            find_owners()
+        return id(value) in owners
+
+    find_owners()
     seen: set[tuple[int, str]] = set()
     found = [
         Attribute.of(path, name, "__class__", type(owner), Forms())
@@ -299,7 +319,7 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
 
     def note(owner: Any, name: str, value: Any) -> None:
         key = (id(owner), name)
-        if key in seen or key[0] not in owners or name in _HELD or name.startswith("__"):
+        if key in seen or name in _HELD or name.startswith("__") or not is_owner(owner):
             return
         seen.add(key)
         _, part, tensor = owners[key[0]]
@@ -311,5 +331,9 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
             if not read.opaque or isinstance(value, which):
                 found.append(read)
 
-    with watching(read=note):
+    def look_again(owner: Any, _: str) -> None:
+        if issubclass(type(owner), torch.nn.Module):
+            unknown.clear()  # it may be given one of them
+
+    with watching(read=note, changed=look_again):
         yield found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
@@ -16,10 +17,17 @@ from typing import Any, Final
 import torch
 
 from wsync.engine.learn.attribute_watch import watching
-from wsync.engine.learn.forms_of_values import ABSENT, ATOMS, AttributePlace, Parts, owner_of
+from wsync.engine.learn.forms_of_values import (
+    ABSENT,
+    ATOMS,
+    AttributePlace,
+    Parts,
+    owner_of,
+    tensors_of,
+)
 from wsync.engine.learn.module_memory import slots
 
-_WORDS: Final = (bool, str, type(None))
+_WORDS: Final = (bool, str, type(None), enum.Enum)
 _CONTAINERS: Final = (
     *(list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter),
     *(tuple, frozenset),
@@ -28,16 +36,21 @@ _CONTAINERS: Final = (
 
 @contextlib.contextmanager
 def attributes_set(module: torch.nn.Module) -> Iterator[Callable[[], set[AttributePlace]]]:
-    """Yields what says which attributes of the module's parts this thread has set in the block, and
-    which are gone since it began."""
+    """Yields what says which attributes of the module's parts, and of its tensors, were set in the
+    block, and which of the parts' are gone since it began."""
     parts = dict(module.named_modules())
-    paths = {id(part): path for path, part in parts.items()}
+    # the objects are kept: the address of a freed tensor may be used again
+    owners: dict[int, tuple[Any, str, str]] = {}
+    for path, part in parts.items():
+        owners[id(part)] = part, path, ""
+    for path, _, tensor, value in tensors_of(parts):
+        owners.setdefault(id(value), (value, path, tensor))
     former = _names(parts)
     found: set[AttributePlace] = set()
 
     def note(owner: Any, name: str) -> None:
-        if id(owner) in paths:
-            found.add((paths[id(owner)], "", name))
+        if id(owner) in owners:
+            found.add((*owners[id(owner)][1:], name))
 
     with watching(changed=note):
         yield lambda: found | (former - _names(parts))
