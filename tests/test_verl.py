@@ -215,6 +215,24 @@ def test_a_rollout_worker_that_is_gone_fails_the_trainer(pair: tuple[Any, Any]) 
         asyncio.run(trainer.send_weights(iter(()), global_steps=3))
 
 
+@pytest.mark.parametrize("failure", ["of a rollout worker", "of a tensor"])
+def test_a_rank_that_fails_gathers_on_with_the_others(pair: tuple[Any, Any], failure: str) -> None:
+    """What verl gathers it gathers on all ranks together."""
+    trainer, rollout = pair
+    gathered = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "abc":
+            gathered.append(name)
+            yield ("a" if failure == "of a tensor" else name), torch.zeros(2)
+
+    if failure == "of a rollout worker":
+        rollout.finalize()
+    with pytest.raises((wsync.PeerClosedError, wsync.LayoutError)):
+        asyncio.run(trainer.send_weights(weights(), global_steps=3))
+    assert gathered == ["a", "b", "c"]
+
+
 def test_a_trainer_that_is_gone_fails_the_rollout_worker(pair: tuple[Any, Any]) -> None:
     trainer, rollout = pair
     trainer.finalize()

@@ -29,6 +29,7 @@ of which they are handed nothing (`wire_format`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -293,9 +294,19 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _update(self, weights: Any, step: int | None) -> wsync.Report:
         """A step's update.  After one that fails, be it on whichever rank, the next one connects
         anew: with other tensors than these, or where another rank has given this one up."""
+        engine = hasattr(weights, "get_per_tensor_param")
+        given = weights if engine else iter(weights)
         try:
-            self._say(Frame.BEGIN, UPDATE.pack(step or 0, step is not None))
-            return self._connected(weights).update(version=step)
+            try:
+                self._say(Frame.BEGIN, UPDATE.pack(step or 0, step is not None))
+                sync = self._connected(given)
+            except Exception:
+                # the other ranks gather on, and would wait for this one
+                with contextlib.suppress(Exception):
+                    for _ in () if engine else given:
+                        pass
+                raise
+            return sync.update(version=step)
         except BaseException:
             self._made_for = None
             raise
