@@ -127,6 +127,20 @@ class Making(Module):
         self.part.names = dict(EXCHANGED)
 
 
+class Special(Module):
+    """Goes by an attribute with a special name, as quantisers set some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__names__: Any = self.names
+
+    def target(self, name: str) -> str:
+        return str(self.__names__[name])
+
+    def exchange(self) -> None:
+        self.__names__ = dict(EXCHANGED)
+
+
 class Names(list[str]):
     straight = True
 
@@ -174,7 +188,7 @@ def deliver(module: Module, loader: RecordedLoader) -> None:
     assert module.a.equal(draw(4)["b"]) and module.b.equal(draw(4)["a"])
 
 
-@pytest.mark.parametrize("make", [Module, Prefetching, Planning, Submitting, Making])
+@pytest.mark.parametrize("make", [Module, Prefetching, Planning, Submitting, Making, Special])
 def test_what_is_read_in_any_thread_and_of_any_part_is_compared(make: Callable[[], Module]) -> None:
     module = make()
     deliver(module, RecordedLoader(module))

@@ -247,6 +247,11 @@ def _holds(part: torch.nn.Module | None, name: str, value: Any) -> bool:
     return part is not None and value is not None and part._modules.get(name) is value
 
 
+def _is_pythons(owner: Any, name: str) -> bool:
+    """Whether it is a special name, which the owner has not set itself."""
+    return name.startswith("__") and name not in object.__getattribute__(owner, "__dict__")
+
+
 def _has_default(kind: type, name: str) -> bool:
     """Whether a class of tensors of an engine's own has a value for those that have none."""
     for base in kind.__mro__:
@@ -319,7 +324,7 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
 
     def note(owner: Any, name: str, value: Any) -> None:
         key = (id(owner), name)
-        if key in seen or name in _HELD or name.startswith("__") or not is_owner(owner):
+        if key in seen or name in _HELD or _is_pythons(owner, name) or not is_owner(owner):
             return
         seen.add(key)
         _, part, tensor = owners[key[0]]
