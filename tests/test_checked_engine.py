@@ -92,6 +92,30 @@ def test_an_engine_that_was_started_again_in_an_update_fails_it(
         assert engine.told[-1] == other.told[-1] == "resume"
 
 
+@pytest.mark.parametrize("at", range(1, 7))
+def test_an_engine_with_a_fixed_seed_that_was_started_again_says_so_by_its_version(
+    at: int, tmp_path: Path
+) -> None:
+    """Even between the two last questions."""
+
+    class Fixed(Engine):
+        asked = 0
+
+        def server_info(self, timeout: float) -> dict[str, Any]:
+            self.asked += 1
+            if self.asked == at:
+                self.version = "default"
+            return super().server_info(timeout)
+
+    engine = Fixed()
+    with DiskSync({"a": torch.zeros(3)}, [engine], folder=tmp_path, options=QUICK) as sync:
+        try:
+            sync.update(version=7)
+        except wsync.RemoteError:
+            return
+    assert engine.version == "7"
+
+
 def test_an_engine_that_calls_itself_by_what_it_has_loaded_is_still_the_same(
     tmp_path: Path,
 ) -> None:

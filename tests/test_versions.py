@@ -180,6 +180,18 @@ def test_a_base_is_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {path.read_text() for path in folder.iterdir()} == {"one"}
 
 
+def test_a_version_has_a_tokenizers_further_templates(tmp_path: Path) -> None:
+    base, root = tmp_path / "base", tmp_path / "root"
+    for folder in (base / "additional_chat_templates", base / "onnx", root):
+        folder.mkdir(parents=True)
+    for file in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "onnx/x.json"):
+        (base / file).write_text(file)
+    folder = Versions(root, base, 2).begin("1")
+    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert found == ["additional_chat_templates/tool_use.jinja", "chat_template.jinja"]
+    assert all((folder / file).read_text() == file for file in found)
+
+
 def test_only_versions_are_pruned(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 2, keep=None)
     behind = ("-best", ".best", ".20261123", ".0", ".1", ".007", ".1000", "..2")

@@ -35,6 +35,7 @@ _WORK = ".wsync-work"
 _PREFIX = "weight_v"
 _LATER = 1_000_000_000  # nanoseconds that every file system tells apart
 _RENAME_EXCHANGE = 2  # of <linux/fs.h>
+_TEMPLATES = "additional_chat_templates"  # of a tokenizer, as transformers saves them
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -140,10 +141,13 @@ class Versions:
         with system_calls(folder):
             folder.mkdir()
             if isinstance(self._base, str | os.PathLike):
-                for path in Path(self._base).resolve().iterdir():  # a link may move meanwhile
+                base = Path(self._base).resolve()  # a link may move meanwhile
+                for path in (*base.iterdir(), *(base / _TEMPLATES).glob("*")):
                     hidden = path.name.startswith(".")
                     if path.is_file() and not hidden and not path.name.endswith(_WEIGHTS):
-                        shutil.copyfile(path, folder / path.name)
+                        copy = folder / path.relative_to(base)
+                        copy.parent.mkdir(exist_ok=True)
+                        shutil.copyfile(path, copy)
             elif self._base is not None:
                 self._base.save_pretrained(folder)
             config = folder / "config.json"
@@ -163,7 +167,7 @@ class Versions:
             final = self.root / f"{name}.{count}"
         with system_calls(final):
             self._date(folder)
-            for path in folder.iterdir():
+            for path in folder.rglob("*"):
                 _sync(path)
             _sync(folder)
             check()

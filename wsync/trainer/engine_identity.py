@@ -65,6 +65,7 @@ class CheckedEngine:
         self.workers = engine.workers
         self._during: Any = engine  # what only some handles have is asked of it, too
         self._identity: dict[str, Any] = {} if before is None else before._identity
+        self._asks_server = before is not None and before._asks_server  # it tells no instance
         self._reported: object = None  # the version that the engine has to report
         self._version: str | None = None  # that the update has given
         self._given: str | None = None  # that the last update has, if it has ended well
@@ -250,14 +251,22 @@ class CheckedEngine:
 
     def _ask(self, deadline: Deadline) -> tuple[dict[str, Any], dict[str, Any]]:
         """Which engine this is, as far as it says, and its model_info; in one request where that
-        tells its instance."""
+        tells its instance.  Where it does not, model_info comes last: one that was started again
+        may be like before but for its version, as with a fixed seed."""
+        server = self._server_info(deadline) if self._asks_server else {}
         found = self._model_info(deadline)
-        server: dict[str, Any] = {}
-        if "instance" not in found and hasattr(type(self._during), "server_info"):
-            server = self._during.server_info(deadline.left) or {}
-            check_wanted(f"engine {self.name}")
+        asks = "instance" not in found and hasattr(type(self._during), "server_info")
+        if asks and not self._asks_server:
+            self._asks_server = True
+            server = self._server_info(deadline)
+            found = self._model_info(deadline)
         known = "instance" in found or server
         return identity_of({**found, **server}) if known else {}, found
+
+    def _server_info(self, deadline: Deadline) -> dict[str, Any]:
+        found: dict[str, Any] = self._during.server_info(deadline.left) or {}
+        check_wanted(f"engine {self.name}")
+        return found
 
     def _model_info(self, deadline: Deadline) -> dict[str, Any]:
         """What the engine answers; StateError if the update was given up until then, whose threads
