@@ -141,6 +141,28 @@ class Special(Module):
         self.__names__ = dict(EXCHANGED)
 
 
+class Referring(Module):
+    """Goes by a module that is no part of it, and by what can be compared by its type alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = [torch.nn.Identity()]
+        self.aside[0].straight = True
+        self.method: Any = threading.Lock()
+
+    def target(self, name: str) -> str:
+        straight = self.aside[0].straight and isinstance(self.method, type(threading.Lock()))
+        return (NAMES if straight else EXCHANGED)[name]
+
+    def exchange(self) -> None:
+        self.aside[0].straight = False
+
+
+class Replaced(Referring):
+    def exchange(self) -> None:
+        self.method = threading.Condition()
+
+
 class Names(list[str]):
     straight = True
 
@@ -188,7 +210,9 @@ def deliver(module: Module, loader: RecordedLoader) -> None:
     assert module.a.equal(draw(4)["b"]) and module.b.equal(draw(4)["a"])
 
 
-@pytest.mark.parametrize("make", [Module, Prefetching, Planning, Submitting, Making, Special])
+@pytest.mark.parametrize(
+    "make", [Module, Prefetching, Planning, Submitting, Making, Special, Referring, Replaced]
+)
 def test_what_is_read_in_any_thread_and_of_any_part_is_compared(make: Callable[[], Module]) -> None:
     module = make()
     deliver(module, RecordedLoader(module))
@@ -234,6 +258,37 @@ def test_a_closure_that_load_weights_changes_itself_is_not_compared() -> None:
             sync.update(draw(seed))
             calls[0] += 1
             assert module.a.equal(draw(seed)["a"]) and not loader.reason
+
+
+@pytest.mark.parametrize("keep", [dict, list])
+def test_a_cache_in_a_container_that_load_weights_empties_is_empty_after_an_update(
+    keep: Callable[[Any], Any],
+) -> None:
+    class Caching(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.valid = keep([(0, torch.zeros(1))] if keep is dict else [torch.zeros(1)])
+
+        def load_weights(self, pairs: Pairs) -> None:
+            super().load_weights(pairs)
+            self.valid[0].zero_()
+
+    module = Caching()
+    with wsync.connect(draw(0), [ThreadEngine([RecordedLoader(module)])], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            sync.update(draw(seed))
+            assert not module.valid[0].any() and module.a.equal(draw(seed)["a"])
+            module.valid[0].fill_(1)
+
+
+def test_tensors_of_bools_are_learnt() -> None:
+    module = Module()
+    module.names["mask"] = "mask"
+    module.register_buffer("mask", torch.zeros(64, dtype=torch.bool))
+    loader, mask = RecordedLoader(module), {"mask": torch.arange(64) % 3 == 0}
+    with wsync.connect(draw(0) | mask, [ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1) | mask)
+    assert not loader.reason and module.get_buffer("mask").equal(mask["mask"])
 
 
 class State(enum.Enum):

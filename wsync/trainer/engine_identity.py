@@ -65,7 +65,8 @@ class CheckedEngine:
         self.workers = engine.workers
         self._during: Any = engine  # what only some handles have is asked of it, too
         self._identity: dict[str, Any] = {} if before is None else before._identity
-        self._asks_server = before is not None and before._asks_server  # it tells no instance
+        # it tells no instance
+        self._asks_server: bool = before is not None and before._asks_server
         self._reported: object = None  # the version that the engine has to report
         self._version: str | None = None  # that the update has given
         self._given: str | None = None  # that the last update has, if it has ended well

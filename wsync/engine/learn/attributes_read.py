@@ -330,11 +330,8 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
         _, part, tensor = owners[key[0]]
         own = value is ABSENT or name in owner.__dict__ or name == "requires_grad"
         if own or not tensor or _has_default(type(owner), name):
-            read = Attribute.of(part, tensor, name, _own(owner, name, value), Forms())
             # which one of the module's a value is shows when it is `renewed`
-            which = (torch.nn.Module, torch.Tensor) if tensor else torch.nn.Module
-            if not read.opaque or isinstance(value, which):
-                found.append(read)
+            found.append(Attribute.of(part, tensor, name, _own(owner, name, value), Forms()))
 
     def look_again(owner: Any, _: str) -> None:
         if issubclass(type(owner), torch.nn.Module):

@@ -89,6 +89,11 @@ class MadeUpModel:
         # private pages that are dropped are those of the file again
         self._memory.madvise(mmap.MADV_DONTNEED)
         for name, dtype, shape, offset, nbytes in self.tensors:
+            if dtype == "bool" and nbytes:  # of other bytes torch's copies make these
+                data = torch.frombuffer(
+                    self._memory, dtype=torch.uint8, count=nbytes, offset=offset
+                )
+                data &= 1
             if is_note(name):
                 codes = self._shapes.get(f"{name.removesuffix('_shape')}_packed", ())
                 if len(codes) == 2 and shape == (2,):  # loaders cut what they unpack by it

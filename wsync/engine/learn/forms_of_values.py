@@ -104,7 +104,9 @@ class Forms:
             return self._tensor(value, depth)
         if isinstance(value, torch.nn.Module):
             where = self._places.get(id(value))
-            return typed(kind) if where is None else place(where)
+            if where is not None:
+                return place(where)
+            return self._stranger(value, depth) if self.parts else typed(kind)
         if depth >= _DEPTH:
             return typed(kind)
         if isinstance(value, weakref.ref):
@@ -142,6 +144,12 @@ class Forms:
         if isinstance(value, defaultdict):
             return *forms, self._attribute(value, "default_factory", depth)
         return forms
+
+    def _stranger(self, value: torch.nn.Module, depth: int) -> Form:
+        """Of a module that is no part of this one: its plain attributes."""
+        own = {name: v for name, v in vars(value).items() if isinstance(v, ATOMS)}
+        forms = (("item", name, (self.of(v, depth + 1),)) for name, v in own.items())
+        return typed(type(value), attribute("__dict__", *forms))
 
     def _tensor(self, value: torch.Tensor, depth: int) -> Form:
         """Which one of the module's it is, or what it is a view of.  Of others the shape is

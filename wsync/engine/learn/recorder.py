@@ -431,10 +431,14 @@ def _try_alone(
 
 
 def _kept_outside(model: MadeUpModel, tracer: Tracer) -> frozenset[str]:
-    """Tensors that are still referred to when the loader has returned, or what was made of them."""
-    if model.referenced() or tracer.escaped():
+    """Tensors that are still referred to when the loader has returned, or what was made of them.
+    RecordingError where others than the module's were written to that are still there."""
+    if model.referenced() or tracer.escaped() or tracer.changes_outside():
         gc.collect()
-    return model.referenced() | tracer.escaped()
+    found = model.referenced() | tracer.escaped()
+    if not found and tracer.changes_outside():
+        raise RecordingError("it writes to tensors that the module has in a container or an object")
+    return found
 
 
 def _trace(

@@ -143,6 +143,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._opaque = opaque
         self._offsets = [offset for _, _, _, offset, _ in model.tensors]
         self._temporaries: dict[int, _Temporary] = {}
+        self._changed: dict[int, StorageWeakRef] = {}  # storages outside that were written to
         self._clock = 0
         self._glances = _Glances(self)
 
@@ -170,6 +171,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = _tensors((args, kwargs))
         changed = changed_arguments(func, args, kwargs)
         copies = packet in _COPIES
+        for tensor in changed:
+            self._note_changed(tensor)
         for tensor in tensors:
             if not copies or all(tensor is not other for other in changed):
                 self.read_outside(tensor)
@@ -268,6 +271,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Tensors of the model that went into memory which is not the module's and still there."""
         left = (each for each in self._temporaries.values() if there(each.reference))
         return self.names_of(write for temporary in left for write in temporary.writes)
+
+    def _note_changed(self, tensor: torch.Tensor) -> None:
+        if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+            place, key = tensor.data_ptr(), tensor.untyped_storage()._cdata
+            if key not in self._changed and not self._source(place) and not self.held(tensor):
+                self._changed[key] = weak(tensor)
+
+    def changes_outside(self) -> bool:
+        """Whether it has written to tensors that are not the module's and are still there."""
+        return any(map(there, self._changed.values()))
 
     def look(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that the values of tensors are looked at, as far as they are known."""
