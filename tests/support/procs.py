@@ -12,11 +12,13 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 
 from support import nursery
 
 PRELOADED = ["torch.distributed", "wsync.demo.preload", "support.frozen_heap"]
+_ENVIRONMENT = dict(os.environ)
 GRACE = 30.0  # seconds that the other ranks have once one has failed
 
 
@@ -105,10 +107,24 @@ def _serve(rank, count, store, setup, pipe):
 
 @functools.cache
 def forked():
-    """A context whose processes have what most ranks need: it is imported once a session."""
+    """A context whose processes have what most ranks need: it is imported once a session.  They
+    have the variables that there were when tests began, whichever test is the first one here."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    _start_forking()
     return context
+
+
+@functools.cache
+def _start_forking():
+    now = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(_ENVIRONMENT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(now)
 
 
 def _nursery(count, store, path, environment, modules, setup, pipes):
