@@ -32,9 +32,9 @@ from wsync.engine.learn.forms_of_values import (
     Parts,
     finder,
     owner_of,
+    owners_in,
     paths_in,
     store_of,
-    tensors_of,
 )
 from wsync.module_tensors.value_forms import (
     Form,
@@ -79,12 +79,6 @@ class Attribute:
     @property
     def absent(self) -> bool:
         return bool(self.form[0] == "absent")
-
-    @property
-    def opaque(self) -> bool:
-        """Whether only the type of its value is compared."""
-        operation, _, inner = self.form
-        return bool(operation == "attribute" and inner[0][0] == "type" and not inner[0][2])
 
     def renewed(self, forms: Forms) -> Attribute:
         """As it is now."""
@@ -291,17 +285,9 @@ _words: Final = _Words().repr
 def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
     """The attributes that this thread, and those that it starts, read in the block, with the values
     that they had first, and those that are looked for in vain."""
-    # the objects are kept: the address of a freed tensor may be used again
-    owners: dict[int, tuple[Any, str, str]] = {}
+    owners = owners_in(dict(module.named_modules()))
     strangers: dict[int, Any] = {}  # kept, too
     unknown: set[int] = set()  # of them
-
-    def find_owners() -> None:
-        parts = dict(torch.nn.Module.named_modules(module))
-        for path, part in parts.items():
-            owners.setdefault(id(part), (part, path, ""))
-        for path, _, name, tensor in tensors_of(parts):
-            owners.setdefault(id(tensor), (tensor, path, name))
 
     def is_owner(value: Any) -> bool:
         """Also one that load_weights has made."""
@@ -311,10 +297,10 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
         if issubclass(type(value), (torch.nn.Module, torch.nn.Parameter)):
             strangers[id(value)] = value
             unknown.add(id(value))
-            find_owners()
+            made = owners_in(dict(torch.nn.Module.named_modules(module)))
+            owners.update((key, made[key]) for key in made.keys() - owners.keys())
         return id(value) in owners
 
-    find_owners()
     seen: set[tuple[int, str]] = set()
     found = [
         Attribute.of(path, name, "__class__", type(owner), Forms())

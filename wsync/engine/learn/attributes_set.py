@@ -23,7 +23,7 @@ from wsync.engine.learn.forms_of_values import (
     AttributePlace,
     Parts,
     owner_of,
-    tensors_of,
+    owners_in,
 )
 from wsync.engine.learn.module_memory import slots
 
@@ -39,12 +39,7 @@ def attributes_set(module: torch.nn.Module) -> Iterator[Callable[[], set[Attribu
     """Yields what says which attributes of the module's parts, and of its tensors, were set in the
     block, and which of the parts' are gone since it began."""
     parts = dict(module.named_modules())
-    # the objects are kept: the address of a freed tensor may be used again
-    owners: dict[int, tuple[Any, str, str]] = {}
-    for path, part in parts.items():
-        owners[id(part)] = part, path, ""
-    for path, _, tensor, value in tensors_of(parts):
-        owners.setdefault(id(value), (value, path, tensor))
+    owners = owners_in(parts)
     former = _names(parts)
     found: set[AttributePlace] = set()
 

@@ -216,6 +216,18 @@ def tensors_of(parts: Parts) -> Iterator[tuple[str, str, str, torch.Tensor]]:
                     yield path, store, name, tensor
 
 
+def owners_in(parts: Parts) -> dict[int, tuple[Any, str, str]]:
+    """By their identities the parts and tensors that have attributes, and where they are: the path
+    of a part, and a tensor's name or "".  They are kept: an address that is free may be used again.
+    """
+    found: dict[int, tuple[Any, str, str]] = {
+        id(part): (part, path, "") for path, part in parts.items()
+    }
+    for path, _, name, tensor in tensors_of(parts):
+        found.setdefault(id(tensor), (tensor, path, name))
+    return found
+
+
 def storages_of(parts: Parts) -> set[int]:
     """Where the memory of the module's tensors starts."""
     tensors = (tensor for *_, tensor in tensors_of(parts) if usable(tensor))

@@ -169,12 +169,13 @@ class KeptRegions:
     def __init__(self, held: ModuleMemory, regions: Mapping[int, Sequence[Move]]) -> None:
         self._held, self._regions = held, regions
         self._copies: list[tuple[Area, Move, torch.Tensor]] = []
-        awake = set(held.awake(regions))
-        self._asleep = {held.areas[number].start for number in regions.keys() - awake}
-        self._sums = held.sums_of({n: regions[n] for n in held.caches & awake})
+        self._sums = held.sums_of({n: regions[n] for n in held.caches & regions.keys()})
+        copied = held.awake(regions.keys() - held.caches)
+        asleep = regions.keys() - self._sums.keys() - set(copied)
+        self._asleep = {held.areas[number].start for number in asleep}
         self._uncopied = {held.areas[number].start: number for number in self._sums}
         self._lost: list[str] = []  # caches that were written to before a copy was to be made
-        for number in awake - self._sums.keys():
+        for number in copied:
             self._copy(number)
 
     def _copy(self, number: int) -> None:
