@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.two_weights import Pairs, TwoWeights, draw
 from support.workers import ThreadEngine
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
@@ -21,22 +22,13 @@ from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
 
 OPTIONS = wsync.Options(deadline=20, progress=False)
-Pairs = list[tuple[str, torch.Tensor]]
 
 
-def draw(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(8, 8, generator=generator) for name in "ab"}
-
-
-class Module(torch.nn.Module):
+class Module(TwoWeights):
     """Two parameters; `answer` is made of one of them, by what is kept of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        for name in "ab":
-            data = torch.zeros(8, 8)
-            self.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
         self.kept: dict[Any, torch.Tensor] = {}
 
     def answer(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.two_weights import Pairs, TwoWeights, draw
 from support.workers import ThreadEngine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,24 +20,12 @@ from wsync.machine import device
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
 NBYTES = 17 << 20
-Pairs = list[tuple[str, torch.Tensor]]
 Load = Callable[[Any, Pairs], None]
 
 
-def draw(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(8, 8, generator=generator) for name in "ab"}
-
-
-class Module(torch.nn.Module):
-    a: torch.nn.Parameter
-    b: torch.nn.Parameter
-
+class Module(TwoWeights):
     def __init__(self, load: Load) -> None:
         super().__init__()
-        for name in "ab":
-            data = torch.zeros(8, 8)
-            self.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
         self.cache = torch.full((NBYTES // 4,), 3.0)
         self.served = False
         self._load = load

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.two_weights import Pairs, TwoWeights, draw
 from support.workers import ThreadEngine
 
 import wsync
@@ -15,25 +16,13 @@ from wsync._core import WsyncError
 from wsync.engine.learn.recorded_loader import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
-Pairs = list[tuple[str, torch.Tensor]]
 
 
-def draw(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(8, 8, generator=generator) for name in "ab"}
-
-
-class Served(torch.nn.Module):
+class Served(TwoWeights):
     """Two parameters, and what serving derives from them."""
-
-    a: torch.nn.Parameter
-    b: torch.nn.Parameter
 
     def __init__(self) -> None:
         super().__init__()
-        for name in "ab":
-            data = torch.zeros(8, 8)
-            self.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
         self.kept: list[list[float]] = []
 
     def copy(self, pairs: Pairs) -> None:

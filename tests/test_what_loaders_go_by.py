@@ -17,30 +17,22 @@ from typing import Any
 
 import pytest
 import torch
+from support.two_weights import Pairs, TwoWeights, draw
 from support.workers import ThreadEngine
 
 import wsync
 from wsync.engine.learn.recorded_loader import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=30, progress=False)
-Pairs = list[tuple[str, torch.Tensor]]
 NAMES = {"a": "a", "b": "b"}
 EXCHANGED = {"a": "b", "b": "a"}
 
 
-def draw(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(8, 8, generator=generator) for name in "ab"}
-
-
-class Module(torch.nn.Module):
+class Module(TwoWeights):
     """Loads each tensor to the parameter that `names` has for it."""
 
     def __init__(self) -> None:
         super().__init__()
-        for name in "ab":
-            data = torch.zeros(8, 8)
-            self.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
         self.names: Any = dict(NAMES)
 
     def target(self, name: str) -> str:
