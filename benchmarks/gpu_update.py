@@ -205,8 +205,7 @@ class _Worker(BareWorker):
     """A tensor for each of the trainer's, as transformers has them."""
 
     def __init__(self, *, shapes: Shapes, threads: int) -> None:
-        with _device():
-            super().__init__(shapes=shapes, threads=threads)
+        super().__init__(shapes=shapes, threads=threads, device=str(_device()))
         self.kept = len(self.tensors)
 
     def answer(self, what: str, argument: Any) -> Any:
