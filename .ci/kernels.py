@@ -29,6 +29,7 @@ FILES = (
     "kernels.cu",
     "kernel_table.h",
     "quantise_kernels.cu",
+    "quantise_octets.cu",
     "quantise_math.h",
     "quantise_table.h",
 )

@@ -17,7 +17,7 @@ typedef struct wsync_kernel_file {
     const char *text;
 } wsync_kernel_file_t;
 
-enum { WSYNC_KERNEL_FILES = 5 };
+enum { WSYNC_KERNEL_FILES = 6 };
 
 /* kernels.cu, which includes the others, comes first. */
 extern const wsync_kernel_file_t wsync_kernel_files[WSYNC_KERNEL_FILES];
