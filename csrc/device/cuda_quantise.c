@@ -107,15 +107,14 @@ static wsync_status_t launch(wsync_cuda_runner_t *self, const wsync_cuda_table_t
     void *parameters[] = {&own};
     wsync_cu_result_t code;
 
-    if (list->unit_count == 0) {
+    if (list->thread_count == 0) {
         return WSYNC_OK;
     }
     own.first = list->first;
     own.count = list->count;
-    code = device->driver->launch_kernel(atomic_load(&device->quantise_kernel),
-                                         wsync_quantise_grid(list, device->processors), 1,
-                                         1, WSYNC_QUANTISE_BLOCK, 1, 1, 0, self->stream,
-                                         parameters, NULL);
+    code = device->driver->launch_kernel(
+        atomic_load(&device->quantise_kernel), wsync_quantise_grid(list), 1, 1,
+        WSYNC_QUANTISE_BLOCK, 1, 1, 0, self->stream, parameters, NULL);
     *begun |= code == WSYNC_CU_SUCCESS;
     return check(self, code, "cuLaunchKernel", err);
 }
@@ -163,7 +162,7 @@ static wsync_status_t run(wsync_cuda_runner_t *self, const wsync_quantise_batch_
     }
     args = (wsync_quantise_args_t){
         .tasks = table->at,
-        .unit_starts = table->at + table->starts_offset,
+        .thread_starts = table->at + table->starts_offset,
         .sources = sources->at,
         .image = places->image.at,
         .table = places->extremes.at,

@@ -209,7 +209,7 @@ static wsync_status_t fill_pieces(wsync_cuda_tables_t *tables,
     table->lists = tasks.lists;
     if (tasks.count > 0) {
         const size_t items_nbytes = tasks.count * sizeof(*tasks.items);
-        const size_t starts_nbytes = (tasks.count + 1) * sizeof(*tasks.unit_starts);
+        const size_t starts_nbytes = (tasks.count + 1) * sizeof(*tasks.thread_starts);
 
         table->starts_offset = items_nbytes;
         table->scratch_offset = (items_nbytes + starts_nbytes + 7) / 8 * 8;
@@ -221,7 +221,7 @@ static wsync_status_t fill_pieces(wsync_cuda_tables_t *tables,
             status = upload(tables, table->at, tasks.items, items_nbytes, err);
         }
         if (status == WSYNC_OK) {
-            status = upload(tables, table->at + items_nbytes, tasks.unit_starts,
+            status = upload(tables, table->at + items_nbytes, tasks.thread_starts,
                             starts_nbytes, err);
         }
     }

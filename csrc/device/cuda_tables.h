@@ -16,7 +16,7 @@ typedef struct wsync_cuda_table {
     uint64_t hash;
     wsync_cu_ptr_t at;
     uint64_t
-        starts_offset;     /* where tile_starts of segments lie, or unit_starts of pieces */
+        starts_offset; /* where tile_starts of segments lie, or thread_starts of pieces */
     uint64_t index_offset; /* and tile_index of segments */
     wsync_segment_list_t list;
     uint64_t scratch_offset;      /* of pieces: extremes of their blocks, for one stream */

@@ -412,7 +412,7 @@ static void store_words(const part_t *part, const band_t *band, const unsigned *
             const float amax = wsync_extremes_amax(known->high, known->low);
 
             exponent =
-                wsync_quantise_block(piece->method.kind, 0, part->weight, amax, 0).bits;
+                wsync_quantise_block(piece->method.kind, 0, part->weight, amax, NULL).bits;
         }
         words[col - first] = (unsigned char)exponent;
     }
@@ -450,7 +450,7 @@ static void store_scales(const part_t *part, const band_t *band, const float *am
             band->count, nbytes);
     }
     if (piece->second != WSYNC_QUANTISE_NONE && band->begin == 0 && part->begin[1] == 0) {
-        const unsigned second = wsync_nvfp4_second(method.overall);
+        const unsigned second = wsync_bits(wsync_nvfp4_overall(method.overall).second);
 
         memcpy(image_at(part, piece->second), &second, sizeof(second));
     }

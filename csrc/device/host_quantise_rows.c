@@ -223,11 +223,11 @@ INLINE void scales_loop(unsigned kind, unsigned weight, const wsync_row_method_t
                         float *restrict factors)
 {
     const unsigned reciprocal = method->reciprocal;
-    const float overall = method->overall;
+    const wsync_nvfp4_overall_t overall = wsync_nvfp4_overall(method->overall);
 
     for (size_t i = 0; i < count; i++) {
         const wsync_block_scale_t scale =
-            wsync_quantise_block(kind, reciprocal, weight, amaxes[i], overall);
+            wsync_quantise_block(kind, reciprocal, weight, amaxes[i], &overall);
 
         bits[i] = scale.bits;
         factors[i] = scale.factor;

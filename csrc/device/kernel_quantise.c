@@ -11,9 +11,9 @@
 
 _Static_assert(WSYNC_QUANTISE_NOWHERE == WSYNC_QUANTISE_NONE, "the kernel has another");
 
-/* The kernel counts rows and columns in 30 bits, units in 31. */
+/* The kernel counts rows and columns in 30 bits, threads in 31. */
 static const uint64_t extent_limit = (uint64_t)1 << 30;
-static const uint64_t unit_limit = (uint64_t)1 << 31;
+static const uint64_t thread_limit = (uint64_t)1 << 31;
 
 /* What a task is for, in the order of the table: those of each mode follow one another. */
 typedef enum purpose {
@@ -27,7 +27,7 @@ typedef enum purpose {
 void wsync_quantise_tasks_fini(wsync_quantise_tasks_t *tasks)
 {
     free(tasks->items);
-    free(tasks->unit_starts);
+    free(tasks->thread_starts);
     *tasks = (wsync_quantise_tasks_t){0};
 }
 
@@ -57,14 +57,15 @@ static uint64_t block_extent(const wsync_quantise_piece_t *piece, int d)
     return block_count(piece, d) > 1 ? block_of(piece, d) : piece->extent[d];
 }
 
-/* Whether one thread sees all of every block, and of the words that it is in. */
+/* Whether the threads of one unit see all of every block, and of the words that it is in.
+ */
 static bool is_local(const wsync_quantise_piece_t *piece)
 {
     return piece->extremes == WSYNC_QUANTISE_NONE &&
            wsync_quantise_scales_in_word(piece->method.kind) == 1 &&
            wsync_quantise_zeros_in_word(piece->method.kind) == 1 &&
            block_extent(piece, 0) == 1 &&
-           block_extent(piece, 1) <= WSYNC_QUANTISE_UNIT_COLS;
+           block_extent(piece, 1) <= WSYNC_QUANTISE_LOCAL_COLS;
 }
 
 /* Whether a piece has a task for this. */
@@ -118,24 +119,49 @@ static wsync_status_t check_size(const wsync_quantise_piece_t *piece, wsync_erro
     return WSYNC_OK;
 }
 
-/* Cuts a dimension into strips; returns how many there are in all. */
+/* Whether a thread takes two blocks of a row at a time. */
+static bool has_halves(const wsync_quantise_piece_t *piece, purpose_t purpose)
+{
+    const uint64_t half = (uint64_t)WSYNC_QUANTISE_BATCH * WSYNC_QUANTISE_OCTET / 2;
+
+    return purpose == LOCAL && block_count(piece, 1) > 1 && block_of(piece, 1) == half;
+}
+
+/* Cuts a dimension into strips; returns how many there are in all.  Rows that are blocks
+ * are cut as one block. */
 static uint64_t cut(const wsync_quantise_piece_t *piece, int d, purpose_t purpose,
                     wsync_quantise_cut_t *dim)
 {
-    const bool whole = purpose == OVERALL || block_count(piece, d) == 1;
-    const uint64_t block = whole ? piece->extent[d] : block_of(piece, d);
-    const uint64_t most = d == 0 ? WSYNC_QUANTISE_UNIT_ROWS : WSYNC_QUANTISE_OCTET;
-    const uint64_t width = purpose == LOCAL ? block : least(block, most);
+    const bool local = purpose == LOCAL;
+    const bool whole =
+        purpose == OVERALL || block_count(piece, d) == 1 || (local && d == 0);
+    const uint64_t blocks = d == 1 && has_halves(piece, purpose) ? 2 : 1;
+    const uint64_t block = whole ? piece->extent[d] : blocks * block_of(piece, d);
+    const uint64_t rows = local ? WSYNC_QUANTISE_LOCAL_ROWS : WSYNC_QUANTISE_UNIT_ROWS;
+    const uint64_t columns = local ? WSYNC_QUANTISE_LOCAL_COLS : WSYNC_QUANTISE_OCTET;
+    const uint64_t width = least(block, d == 0 ? rows : columns);
     const uint64_t strips = ceil_divide(block, width);
 
     *dim = (wsync_quantise_cut_t){
         .extent = (unsigned)piece->extent[d],
         .block = (unsigned)block,
-        .offset = whole ? 0 : (unsigned)(piece->start[d] % block),
+        .offset = whole ? 0 : (unsigned)(piece->start[d] % block_of(piece, d)),
         .width = (unsigned)width,
         .strips = wsync_divisor((uint32_t)strips),
     };
-    return (whole ? 1 : block_count(piece, d)) * strips;
+    return (whole ? 1 : ceil_divide(block_count(piece, d), blocks)) * strips;
+}
+
+/* How many threads take a batch each of a block's row. */
+static unsigned lanes_for(const wsync_quantise_task_t *task, purpose_t purpose)
+{
+    const unsigned batch = WSYNC_QUANTISE_BATCH * WSYNC_QUANTISE_OCTET;
+    unsigned lanes = 1;
+
+    while (purpose == LOCAL && lanes * batch < task->dims[1].width) {
+        lanes *= 2;
+    }
+    return lanes;
 }
 
 /* Where the entry of the piece's first block is; scratch entries are given out. */
@@ -184,7 +210,7 @@ static wsync_status_t append(wsync_quantise_tasks_t *tasks,
     const wsync_quantise_kind_t kind = piece->method.kind;
     const unsigned codes = wsync_quantise_codes(kind);
     const size_t word = wsync_dtype_nbytes(wsync_quantise_word(kind));
-    const uint64_t begin = tasks->unit_starts[tasks->count];
+    const uint64_t begin = tasks->thread_starts[tasks->count];
     wsync_quantise_task_t task = {
         .source_offset = piece->source_offset,
         .codes = piece->codes,
@@ -204,7 +230,7 @@ static wsync_status_t append(wsync_quantise_tasks_t *tasks,
     };
     uint64_t rows;
     uint64_t columns;
-    uint64_t units;
+    uint64_t threads;
     const wsync_status_t status = check_size(piece, err);
 
     if (status != WSYNC_OK) {
@@ -216,17 +242,23 @@ static wsync_status_t append(wsync_quantise_tasks_t *tasks,
     task.codes_stride = piece->extent[0] > 1 ? (unsigned)piece->codes_stride : 0;
     rows = cut(piece, 0, purpose, &task.dims[0]);
     columns = cut(piece, 1, purpose, &task.dims[1]);
-    if (__builtin_mul_overflow(rows, columns, &units) || units >= unit_limit - begin) {
+    task.halves = has_halves(piece, purpose);
+    task.lanes = (unsigned char)lanes_for(&task, purpose);
+    task.lane_bits = (unsigned char)__builtin_ctz(task.lanes);
+    if (__builtin_mul_overflow(rows, columns, &threads) ||
+        __builtin_mul_overflow(threads, task.lanes, &threads) ||
+        threads > thread_limit - begin - WSYNC_KERNEL_WARP) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_quantise",
                           "%.256s: %" PRIu64 " x %" PRIu64 " elements after %" PRIu64
-                          " units of work: a GPU counts 2^31 here",
+                          " threads' work: a GPU counts 2^31 here",
                           piece->tensor, piece->extent[0], piece->extent[1], begin);
     }
     task.columns = wsync_divisor((uint32_t)columns);
     place_entries(piece, purpose, &tasks->lists.scratch_count, &task);
     place_words(piece, &task);
     tasks->items[tasks->count++] = task;
-    tasks->unit_starts[tasks->count] = (uint32_t)(begin + units);
+    threads = ceil_divide(threads, WSYNC_KERNEL_WARP) * WSYNC_KERNEL_WARP;
+    tasks->thread_starts[tasks->count] = (uint32_t)(begin + threads);
     return WSYNC_OK;
 }
 
@@ -237,7 +269,7 @@ static wsync_quantise_list_t list_of(const wsync_quantise_tasks_t *tasks, size_t
     return (wsync_quantise_list_t){
         .first = (uint32_t)begin,
         .count = (uint32_t)(end - begin),
-        .unit_count = tasks->unit_starts[end] - tasks->unit_starts[begin],
+        .thread_count = tasks->thread_starts[end] - tasks->thread_starts[begin],
     };
 }
 
@@ -251,9 +283,9 @@ wsync_status_t wsync_quantise_tasks_init(wsync_quantise_tasks_t *tasks,
 
     *tasks = (wsync_quantise_tasks_t){
         .items = calloc(room + 1, sizeof(*tasks->items)),
-        .unit_starts = calloc(room + 1, sizeof(*tasks->unit_starts)),
+        .thread_starts = calloc(room + 1, sizeof(*tasks->thread_starts)),
     };
-    if (tasks->items == NULL || tasks->unit_starts == NULL) {
+    if (tasks->items == NULL || tasks->thread_starts == NULL) {
         wsync_quantise_tasks_fini(tasks);
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
                           "no memory for the tables of %zu pieces", count);
@@ -278,10 +310,7 @@ wsync_status_t wsync_quantise_tasks_init(wsync_quantise_tasks_t *tasks,
     return WSYNC_OK;
 }
 
-uint32_t wsync_quantise_grid(const wsync_quantise_list_t *list, uint32_t multiprocessors)
+uint32_t wsync_quantise_grid(const wsync_quantise_list_t *list)
 {
-    const uint64_t wanted = ceil_divide(list->unit_count, WSYNC_QUANTISE_BLOCK);
-    const uint64_t resident = (uint64_t)multiprocessors * WSYNC_QUANTISE_BLOCKS_PER_SM;
-
-    return (uint32_t)(wanted < resident ? wanted : resident);
+    return (uint32_t)ceil_divide(list->thread_count, WSYNC_QUANTISE_BLOCK);
 }

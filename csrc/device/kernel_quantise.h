@@ -15,7 +15,7 @@
 typedef struct wsync_quantise_list {
     uint32_t first; /* tasks */
     uint32_t count;
-    uint32_t unit_count;
+    uint32_t thread_count;
 } wsync_quantise_list_t;
 
 /* By mode of a launch; and the entries of the stream's own table. */
@@ -24,10 +24,10 @@ typedef struct wsync_quantise_lists {
     uint64_t scratch_count;
 } wsync_quantise_lists_t;
 
-/* What is uploaded are `count` items and, unless that is 0, count + 1 unit_starts. */
+/* What is uploaded are `count` items and, unless that is 0, count + 1 thread_starts. */
 typedef struct wsync_quantise_tasks {
     wsync_quantise_task_t *items;
-    uint32_t *unit_starts;
+    uint32_t *thread_starts;
     size_t count;
     wsync_quantise_lists_t lists;
 } wsync_quantise_tasks_t;
@@ -39,7 +39,7 @@ wsync_status_t wsync_quantise_tasks_init(wsync_quantise_tasks_t *tasks,
                                          wsync_error_t *err);
 void wsync_quantise_tasks_fini(wsync_quantise_tasks_t *tasks);
 
-/* Blocks of WSYNC_QUANTISE_BLOCK threads for a launch, as wsync_segments_grid. */
-uint32_t wsync_quantise_grid(const wsync_quantise_list_t *list, uint32_t multiprocessors);
+/* Blocks of WSYNC_QUANTISE_BLOCK threads for a launch. */
+uint32_t wsync_quantise_grid(const wsync_quantise_list_t *list);
 
 #endif

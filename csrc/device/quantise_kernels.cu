@@ -1,14 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The kernel that quantises, a part of kernels.cu, of which it has all words.
  *
- * A thread takes units of its own: some columns of a piece, over some rows.  Eight columns
- * of a row are read at a time, which lie together in 16 bytes of half precision, and the
- * threads of a warp take neighbours.  Blocks that are larger than a unit need their
- * extremes first, by a launch of their own: threads meet nowhere but in these entries. */
-#include "device/quantise_math.h"
-#include "device/quantise_table.h"
-
-enum { OCTET = WSYNC_QUANTISE_OCTET };
+ * A thread takes eight columns at a time, an octet, which lie together in 16 bytes of half
+ * precision, and has up to four of them under way.  Blocks of one row are small: their
+ * threads, up to eight neighbours, find extremes and write codes in one go, and tell each
+ * other what they have found.  Larger blocks need their extremes first, by a launch of its
+ * own, whose threads meet nowhere but in these entries. */
+#include "device/quantise_octets.cu"
 
 #ifdef __CUDACC__
 #define QUANTISE_KERNEL                                                \
@@ -23,40 +21,22 @@ enum { OCTET = WSYNC_QUANTISE_OCTET };
 #define LOWER_UNSIGNED(at, bits) ((void)(*(at) = (bits)))
 #endif
 
-/* Weights as they are read: two in a word, or one. */
-typedef struct octet {
-    unsigned word[OCTET];
-} octet_t;
-
-typedef struct extremes {
-    float high;
-    float low;
-} extremes_t;
-
-/* What a block's elements are encoded with. */
-typedef struct factor {
-    float value;
-    float zero; /* its zero point */
-} factor_t;
-
-/* A sweep finds extremes or goes by a factor: the same registers are for both. */
-typedef union sweep {
-    extremes_t found;
-    factor_t factor;
-} sweep_t;
-
-/* Octets of one block: below each other, or of one row.  The first `full` ones are read and
- * written as a whole. */
+/* What a thread does of a unit: batches of octets, those of one row of a block or of rows
+ * that follow one another. */
 typedef struct run {
     const u8_t *source;
     u8_t *codes;
-    int advance; /* bytes from octet to octet */
-    int step;    /* and from column to column */
+    int step;    /* bytes from column to column */
+    int next;    /* from octet to octet of a batch */
+    int advance; /* and from batch to batch */
+    unsigned codes_next;
     unsigned codes_advance;
-    unsigned octets;
-    unsigned full;
-    unsigned count; /* columns of all octets but the last */
-    unsigned last;
+    unsigned batches;
+    unsigned octets;  /* of each batch that is a row, else of all batches */
+    unsigned in_row;  /* of each batch that is a row, else 0 */
+    unsigned columns; /* of the last octet of a row, or of each */
+    unsigned fast;    /* octets are of bfloat16, and read and written as a whole */
+    unsigned wide;    /* and so are the codes of a batch */
     unsigned weight;
 } run_t;
 
@@ -73,19 +53,6 @@ DEVICE unsigned load_entry(const u32_t *at)
     bits = *at;
 #endif
     return bits;
-}
-
-/* The larger one; a NaN is above all. */
-DEVICE float larger(float a, float b)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    float value;
-
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
-    return value;
-#else
-    return b > a || wsync_is_nan(b) ? b : a;
-#endif
 }
 
 DEVICE extremes_t merge_extremes(extremes_t a, extremes_t b)
@@ -146,152 +113,113 @@ DEVICE float amax_of(extremes_t found)
     return wsync_extremes_amax(found.high, found.low);
 }
 
-/* --- eight columns --- */
-
-DEVICE octet_t load_octet(const run_t *run, const u8_t *from)
+/* Columns of an octet. */
+DEVICE unsigned columns_of(const run_t *run, unsigned index)
 {
-    const vec16_t low = LOAD_PLAIN(vec16_t, from);
-    vec16_t high = low;
-    octet_t raw;
-
-    if (run->weight == WSYNC_WEIGHT_F32) {
-        high = LOAD_PLAIN(vec16_t, from + 16);
-    }
-    raw.word[0] = low.x;
-    raw.word[1] = low.y;
-    raw.word[2] = low.z;
-    raw.word[3] = low.w;
-    raw.word[4] = high.x;
-    raw.word[5] = high.y;
-    raw.word[6] = high.z;
-    raw.word[7] = high.w;
-    return raw;
+    return index + 1 < run->in_row ? OCTET : run->columns;
 }
 
-/* One by one; columns that are not there are as the last one. */
-DEVICE octet_t gather_octet(const run_t *run, const u8_t *from, unsigned count)
-{
-    octet_t raw;
+/* --- batches, one by one: any weights, wherever they lie --- */
 
-    UNROLL for (unsigned i = 0; i < OCTET; i++) {
-        if (run->weight == WSYNC_WEIGHT_F32) {
-            raw.word[i] = LOAD_PLAIN(u32_t, from);
-        } else if (i % 2 == 0) {
-            raw.word[i / 2] = LOAD_PLAIN(u16_t, from);
-        } else {
-            raw.word[i / 2] |= (unsigned)LOAD_PLAIN(u16_t, from) << 16;
-        }
-        from += i + 1 < count ? run->step : 0;
-    }
-    return raw;
+DEVICE float load_weight(const run_t *run, const u8_t *from)
+{
+    const unsigned bits =
+        run->weight == WSYNC_WEIGHT_F32 ? LOAD_PLAIN(u32_t, from) : LOAD_PLAIN(u16_t, from);
+
+    return wsync_weight_value(run->weight, bits);
 }
 
-DEVICE unsigned count_of(const run_t *run, unsigned index)
+/* The extremes of the octets from `begin` to `end`. */
+DEVICE extremes_t raise_items(const run_t *run, const u8_t *from, unsigned begin,
+                              unsigned end, extremes_t found)
 {
-    return index + 1 < run->octets ? run->count : run->last;
-}
+    NO_UNROLL for (unsigned i = begin; i < end; i++)
+    {
+        const unsigned count = columns_of(run, i);
+        const u8_t *at = from + (long long)i * run->next;
 
-DEVICE octet_t read_octet(const run_t *run, unsigned index)
-{
-    const u8_t *from = run->source + (long long)index * run->advance;
+        NO_UNROLL for (unsigned k = 0; k < count; k++)
+        {
+            const float value = load_weight(run, at);
 
-    return index < run->full ? load_octet(run, from)
-                             : gather_octet(run, from, count_of(run, index));
-}
-
-DEVICE unsigned half_of(const octet_t *raw, unsigned index)
-{
-    return index % 2 == 0 ? raw->word[index / 2] & 0xffffU : raw->word[index / 2] >> 16;
-}
-
-DEVICE void widen_octet(unsigned weight, const octet_t *raw, float *value)
-{
-    if (weight == WSYNC_WEIGHT_F32) {
-        UNROLL for (unsigned i = 0; i < OCTET; i++) {
-            value[i] = wsync_weight_value(WSYNC_WEIGHT_F32, raw->word[i]);
-        }
-    } else if (weight == WSYNC_WEIGHT_BF16) {
-        UNROLL for (unsigned i = 0; i < OCTET; i++) {
-            value[i] = wsync_weight_value(WSYNC_WEIGHT_BF16, half_of(raw, i));
-        }
-    } else {
-        UNROLL for (unsigned i = 0; i < OCTET; i++) {
-            value[i] = wsync_weight_value(WSYNC_WEIGHT_F16, half_of(raw, i));
+            found.high = larger(found.high, value);
+            found.low = larger(found.low, -value);
+            at += run->step;
         }
     }
+    return found;
 }
 
-/* The codes of eight columns: bytes of two words, or four bits of one. */
-typedef struct codes {
-    unsigned low;
-    unsigned high;
-} codes_t;
-
-#define ENCODE_CASE(encoding)                                                     \
-    case encoding:                                                                \
-        UNROLL for (unsigned i = 0; i < OCTET; i++) {  \
-            code[i] =                                                             \
-                wsync_quantise_element(encoding, weight, value[i], factor.value); \
-        }                                                                         \
-        break
-
-DEVICE codes_t encode_octet(unsigned encoding, unsigned weight, const float *value,
-                            factor_t factor)
+/* The codes of an octet, the first one's in the lowest bits. */
+DEVICE u64_t encode_items(const run_t *run, const wsync_quantise_task_t *task,
+                          const u8_t *at, unsigned count, factor_t factor)
 {
-    unsigned code[OCTET];
-    codes_t codes;
+    const unsigned encoding = wsync_encoding_of(TABLE(task->kind), TABLE(task->reciprocal));
+    const unsigned bits = TABLE(task->code_bits);
+    u64_t codes = 0;
 
-    switch (encoding) {
-        ENCODE_CASE(WSYNC_ENCODING_E4M3_MULTIPLY);
-        ENCODE_CASE(WSYNC_ENCODING_E4M3_DIVIDE);
-        ENCODE_CASE(WSYNC_ENCODING_E4M3_DIVIDE_ROUND);
-        ENCODE_CASE(WSYNC_ENCODING_INT4_DIVIDE);
-        ENCODE_CASE(WSYNC_ENCODING_INT4_DIVIDE_ROUND);
-    case WSYNC_ENCODING_INT4_ZERO:
-        UNROLL for (unsigned i = 0; i < OCTET; i++) {
-            code[i] = wsync_zero_element(weight, value[i], factor.value, factor.zero);
-        }
-        break;
-    default:
-        UNROLL for (unsigned i = 0; i < OCTET; i++) {
-            code[i] = wsync_quantise_element(WSYNC_ENCODING_E2M1_MULTIPLY, weight, value[i],
-                                             factor.value);
-        }
-        break;
-    }
-    if (encoding <= WSYNC_ENCODING_E4M3_DIVIDE_ROUND) {
-        codes.low = code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24;
-        codes.high = code[4] | code[5] << 8 | code[6] << 16 | code[7] << 24;
-    } else {
-        codes.low = code[0] | code[1] << 4 | code[2] << 8 | code[3] << 12 | code[4] << 16 |
-                    code[5] << 20 | code[6] << 24 | code[7] << 28;
-        codes.high = 0;
+    NO_UNROLL for (unsigned k = 0; k < count; k++)
+    {
+        const float value = load_weight(run, at);
+        const unsigned code =
+            encoding == WSYNC_ENCODING_INT4_ZERO
+                ? wsync_zero_element(run->weight, value, factor.value, factor.zero)
+                : wsync_quantise_element(encoding, run->weight, value, factor.value);
+
+        codes |= (u64_t)code << (bits * k);
+        at += run->step;
     }
     return codes;
 }
 
-/* `bits` of a code; a word of 4 bits has 8 codes or 2. */
-DEVICE void store_octet(const run_t *run, unsigned index, codes_t codes,
-                        const wsync_quantise_task_t *task)
+/* Of the last word, what is beyond the tensor's columns is 0. */
+DEVICE void write_items(const run_t *run, const wsync_quantise_task_t *task,
+                        const u8_t *from, u8_t *to, unsigned count, const factor_t *factor)
 {
-    u8_t *to = run->codes + (unsigned long long)index * run->codes_advance;
     const unsigned bits = TABLE(task->code_bits);
+    const unsigned word = TABLE(task->word_nbytes);
 
-    if (index >= run->full) {
-        const unsigned count = count_of(run, index);
-        const unsigned word = TABLE(task->word_nbytes);
-        const unsigned nbytes = ((count * bits + 7) / 8 + word - 1) / word * word;
+    NO_UNROLL for (unsigned i = 0; i < count; i++)
+    {
+        const unsigned columns = columns_of(run, i);
+        const unsigned nbytes = ((columns * bits + 7) / 8 + word - 1) / word * word;
+        u64_t codes = encode_items(run, task, from + (long long)i * run->next, columns,
+                                   i < BATCH / 2 ? factor[0] : factor[1]);
 
-        /* Of the last word, what is beyond the tensor's columns is 0. */
-        if (bits == 4 && count < OCTET) {
-            codes.low &= (1U << (4 * count)) - 1;
+        NO_UNROLL for (unsigned k = 0; k < nbytes; k++)
+        {
+            to[(unsigned long long)i * run->codes_next + k] = (u8_t)codes;
+            codes >>= 8;
         }
-        NO_UNROLL for (unsigned i = 0; i < nbytes; i++) {
-            to[i] = (u8_t)codes.low;
-            codes.low = codes.low >> 8 | codes.high << 24;
-            codes.high >>= 8;
-        }
-    } else if (bits == 8) {
+    }
+}
+
+/* --- batches of bfloat16 as a whole, of blocks that are not out of the ordinary --- */
+
+/* Octets that lie `next` bytes apart; those that are not there are as the last. */
+DEVICE void load_batch(const u8_t *from, int next, unsigned count, vec16_t *raw)
+{
+    UNROLL for (unsigned i = 0; i < BATCH; i++)
+    {
+        raw[i] = LOAD_PLAIN(vec16_t, from + (long long)lesser(i, count - 1) * next);
+    }
+}
+
+DEVICE void store_16(u8_t *to, unsigned x, unsigned y, unsigned z, unsigned w)
+{
+    vec16_t value;
+
+    value.x = x;
+    value.y = y;
+    value.z = z;
+    value.w = w;
+    *(vec16_t *)(void *)to = value;
+}
+
+/* `bits` of a code. */
+DEVICE void store_octet(u8_t *to, codes_t codes, unsigned bits)
+{
+    if (bits == 8) {
         vec8_t both;
 
         both.x = codes.low;
@@ -302,86 +230,91 @@ DEVICE void store_octet(const run_t *run, unsigned index, codes_t codes,
     }
 }
 
-/* Finds the extremes of a run, or writes its codes.  An octet is on its way while the one
- * before is worked on. */
-DEVICE void sweep_run(const run_t *run, const wsync_quantise_task_t *task, unsigned writes,
-                      sweep_t *sweep)
+DEVICE void store_batch(const run_t *run, u8_t *to, const codes_t *codes, unsigned count,
+                        unsigned bits)
 {
-    const unsigned encoding = wsync_encoding_of(TABLE(task->kind), TABLE(task->reciprocal));
-    octet_t next = {{0}};
-
-    NO_UNROLL for (unsigned k = 0; k <= run->octets; k++) {
-        const octet_t raw = next;
-        float value[OCTET];
-
-        if (k < run->octets) {
-            next = read_octet(run, k);
-        }
-        if (k == 0) {
-            continue;
-        }
-        widen_octet(run->weight, &raw, value);
-        if (writes != 0) {
-            store_octet(run, k - 1,
-                        encode_octet(encoding, run->weight, value, sweep->factor), task);
-        } else {
-            UNROLL for (unsigned i = 0; i < OCTET; i++) {
-                sweep->found.high = larger(sweep->found.high, value[i]);
-                sweep->found.low = larger(sweep->found.low, -value[i]);
+    if (run->wide != 0 && bits == 8) {
+        store_16(to, codes[0].low, codes[0].high, codes[1].low, codes[1].high);
+        store_16(to + 16, codes[2].low, codes[2].high, codes[3].low, codes[3].high);
+    } else if (run->wide != 0) {
+        store_16(to, codes[0].low, codes[1].low, codes[2].low, codes[3].low);
+    } else {
+        UNROLL for (unsigned i = 0; i < BATCH; i++)
+        {
+            if (i < count) {
+                store_octet(to + (unsigned long long)i * run->codes_next, codes[i], bits);
             }
         }
     }
 }
 
-/* --- units --- */
+/* --- places --- */
 
 /* Rows and columns of a piece that lie in one block. */
 typedef struct place {
     unsigned row;
     unsigned rows;
     unsigned column;
-    unsigned columns; /* at most an octet, unless it is one row */
-    unsigned block_row;
+    unsigned columns;   /* at most an octet, unless rows are blocks */
+    unsigned block_row; /* of the first row, if rows are blocks */
     unsigned block_col;
     unsigned owns;   /* its block's scale is its own to store */
     unsigned begins; /* its columns are the first that the piece has of their block */
-    unsigned first;  /* it has the piece's first element */
 } place_t;
 
+/* Whether a unit has whole blocks, of a row each. */
+DEVICE unsigned blocks_are_rows(const wsync_quantise_args_t *args,
+                                const wsync_quantise_task_t *task)
+{
+    return args->mode == WSYNC_QUANTISE_MODE_CODES &&
+           TABLE(task->entries) == WSYNC_QUANTISE_ENTRIES_LOCAL;
+}
+
+/* What thread number `lane` of a unit does. */
 DEVICE run_t make_run(const wsync_quantise_args_t *args, const wsync_quantise_task_t *task,
-                      const place_t *place)
+                      const place_t *place, unsigned lane)
 {
     const unsigned long long *sources = (const unsigned long long *)GLOBAL(args->sources);
-    const unsigned code_bits = TABLE(task->code_bits);
-    const unsigned octets = (place->columns + OCTET - 1) / OCTET;
+    const unsigned bits = TABLE(task->code_bits);
+    const unsigned by_row = blocks_are_rows(args, task);
+    const unsigned skipped = lesser(lane * BATCH * OCTET, place->columns);
+    const unsigned columns = lesser(place->columns - skipped, BATCH * OCTET);
+    const int advance = TABLE(task->source_stride[0]);
+    const unsigned codes_advance = TABLE(task->codes_stride);
     run_t run;
 
     run.weight = TABLE(task->weight);
-    run.advance = TABLE(task->source_stride[0]);
     run.step = TABLE(task->source_stride[1]);
-    run.codes_advance = TABLE(task->codes_stride);
     run.source = (const u8_t *)GLOBAL(TABLE(sources[TABLE(task->source_buffer)])) +
-                 TABLE(task->source_offset) + (long long)place->row * run.advance +
-                 (long long)place->column * run.step;
+                 TABLE(task->source_offset) + (long long)place->row * advance +
+                 (long long)(place->column + skipped) * run.step;
     run.codes = (u8_t *)GLOBAL(args->image) + TABLE(task->codes) +
-                (unsigned long long)place->row * run.codes_advance +
-                (unsigned long long)place->column * code_bits / 8;
-    run.octets = place->rows;
-    run.count = place->columns;
-    run.last = place->columns;
-    if (octets > 1) {
-        run.octets = octets;
-        run.count = OCTET;
-        run.last -= (octets - 1) * OCTET;
-        run.advance = OCTET * run.step;
-        run.codes_advance = code_bits;
+                (unsigned long long)place->row * codes_advance +
+                (unsigned long long)(place->column + skipped) * bits / 8;
+    if (by_row != 0) {
+        run.batches = place->rows;
+        run.octets = (columns + OCTET - 1) / OCTET;
+        run.in_row = run.octets;
+        run.columns = columns - (run.octets - 1) * OCTET;
+        run.next = OCTET * run.step;
+        run.advance = advance;
+        run.codes_next = bits;
+        run.codes_advance = codes_advance;
+    } else {
+        run.batches = (place->rows + BATCH - 1) / BATCH;
+        run.octets = place->rows;
+        run.in_row = 0;
+        run.columns = columns;
+        run.next = advance;
+        run.advance = BATCH * advance;
+        run.codes_next = codes_advance;
+        run.codes_advance = BATCH * codes_advance;
     }
-    run.full = 0;
-    if (((low_bits(run.source) | (unsigned)run.advance) & 15U) == 0 &&
-        ((low_bits(run.codes) | run.codes_advance) & (code_bits - 1)) == 0 &&
-        run.step == (int)TABLE(task->item_nbytes) && run.count == OCTET) {
-        run.full = run.octets - (run.last < OCTET);
-    }
+    run.fast = run.weight == WSYNC_WEIGHT_BF16 && place->columns % OCTET == 0 &&
+               ((low_bits(run.source) | (unsigned)advance) & 15U) == 0 &&
+               ((low_bits(run.codes) | codes_advance) & (bits - 1)) == 0 && run.step == 2;
+    run.wide = by_row != 0 && run.octets == BATCH &&
+               ((low_bits(run.codes) | codes_advance) & 15U) == 0;
     return run;
 }
 
@@ -389,11 +322,6 @@ DEVICE unsigned long long entry_of(const wsync_quantise_task_t *task, const plac
 {
     return TABLE(task->entry) + place->block_row * TABLE(task->entry_stride) +
            place->block_col;
-}
-
-DEVICE unsigned lesser(unsigned a, unsigned b)
-{
-    return a < b ? a : b;
 }
 
 /* Stores the word that a block is the piece's first of: of scales in the rows of the place,
@@ -418,60 +346,72 @@ DEVICE void store_words(const wsync_quantise_args_t *args, const u32_t *table,
     if (block > 0 && index != first) {
         return;
     }
-    NO_UNROLL for (unsigned i = first; i < end; i++) {
+    NO_UNROLL for (unsigned i = first; i < end; i++)
+    {
         const extremes_t known = read_entry(table, entry + (i - first) * step);
         const unsigned weight = TABLE(task->weight);
-        const unsigned part =
-            zeros != 0
-                ? wsync_zero_point(weight, known.high, known.low)
-                : wsync_quantise_block(TABLE(task->kind), 0, weight, amax_of(known), 0.0F)
-                      .bits;
+        const unsigned part = zeros != 0 ? wsync_zero_point(weight, known.high, known.low)
+                                         : wsync_quantise_block(TABLE(task->kind), 0,
+                                                                weight, amax_of(known), 0)
+                                               .bits;
 
         word |= part << (32 / in_word * (i - first));
     }
-    NO_UNROLL for (unsigned i = 0; i < place->rows; i++) {
+    NO_UNROLL for (unsigned i = 0; i < place->rows; i++)
+    {
         store_item(to, word, 4);
         to += TABLE(task->words_stride);
     }
 }
 
-/* The factor of a block, whose scale is stored by whoever has its first element. */
-DEVICE factor_t block_factor(const wsync_quantise_args_t *args,
-                             const wsync_quantise_task_t *task, const place_t *place,
-                             extremes_t found)
+/* What all blocks of NVFP4 share; whoever has the piece's first element stores it. */
+DEVICE wsync_nvfp4_overall_t overall_of(const wsync_quantise_args_t *args,
+                                        const wsync_quantise_task_t *task,
+                                        unsigned is_first)
 {
-    const unsigned kind = TABLE(task->kind);
-    const unsigned weight = TABLE(task->weight);
-    u8_t *image = (u8_t *)GLOBAL(args->image);
-    float overall = 0.0F;
+    const float amax =
+        amax_of(read_entry((const u32_t *)GLOBAL(args->table), TABLE(task->overall)));
+    const wsync_nvfp4_overall_t overall = wsync_nvfp4_overall(amax);
+
+    if (is_first != 0 && TABLE(task->second) != WSYNC_QUANTISE_NOWHERE) {
+        store_item((u8_t *)GLOBAL(args->image) + TABLE(task->second),
+                   wsync_bits(overall.second), 4);
+    }
+    return overall;
+}
+
+/* The factor of a block, and its scale's bits. */
+DEVICE factor_t block_factor(const wsync_quantise_task_t *task, unsigned weight,
+                             const wsync_nvfp4_overall_t *overall, extremes_t found,
+                             unsigned *bits)
+{
     wsync_block_scale_t scale;
     factor_t factor;
 
-    if (kind == WSYNC_QUANTISER_NVFP4) {
-        overall =
-            amax_of(read_entry((const u32_t *)GLOBAL(args->table), TABLE(task->overall)));
-        if (place->first != 0 && TABLE(task->second) != WSYNC_QUANTISE_NOWHERE) {
-            store_item(image + TABLE(task->second), wsync_nvfp4_second(overall), 4);
-        }
-    }
     factor.zero = 0.0F;
     if (TABLE(task->zeros) != 0) {
         scale = wsync_zero_scale(weight, found.high, found.low);
         factor.zero = (float)wsync_zero_point(weight, found.high, found.low) - 8.0F;
     } else {
-        scale = wsync_quantise_block(kind, TABLE(task->reciprocal), weight, amax_of(found),
-                                     overall);
+        scale = wsync_quantise_block(TABLE(task->kind), TABLE(task->reciprocal), weight,
+                                     amax_of(found), overall);
     }
     factor.value = scale.factor;
-    if (place->owns != 0 && (TABLE(task->in_word) == 1 || TABLE(task->zeros) != 0)) {
-        const unsigned nbytes = TABLE(task->scale_nbytes);
-
-        store_item(image + TABLE(task->scales) +
-                       place->block_row * TABLE(task->scales_stride) +
-                       (unsigned long long)place->block_col * nbytes,
-                   scale.bits, nbytes);
+    factor.reciprocal = 0.0F;
+    if (scale.factor >= WSYNC_QUOTIENT_MIN && scale.factor <= WSYNC_QUOTIENT_MAX) {
+        factor.reciprocal = WSYNC_DIVIDE(1.0F, scale.factor);
     }
+    *bits = scale.bits;
     return factor;
+}
+
+/* Where the scale of a place's first block is. */
+DEVICE u8_t *scale_of(const wsync_quantise_args_t *args, const wsync_quantise_task_t *task,
+                      const place_t *place)
+{
+    return (u8_t *)GLOBAL(args->image) + TABLE(task->scales) +
+           place->block_row * TABLE(task->scales_stride) +
+           (unsigned long long)place->block_col * TABLE(task->scale_nbytes);
 }
 
 /* Cuts one dimension: strip number `index` of blocks of `block`, each of `strips` strips of
@@ -497,63 +437,262 @@ DEVICE unsigned cut(const wsync_quantise_cut_t *dim, unsigned index, unsigned *b
     return within == 0 || low == offset;
 }
 
-/* Unit number `index` of a piece. */
-DEVICE void run_unit(const wsync_quantise_args_t *args, const wsync_quantise_task_t *task,
-                     unsigned index)
+/* Finds the extremes of a unit of a larger block. */
+DEVICE extremes_t find_extremes(const run_t *run)
 {
-    const unsigned row = divide(index, &task->columns);
+    extremes_t found = no_extremes();
+
+    NO_UNROLL for (unsigned i = 0; i < run->batches; i++)
+    {
+        const u8_t *from = run->source + (long long)i * run->advance;
+        const unsigned count = lesser(run->octets - i * BATCH, BATCH);
+
+        if (run->fast != 0) {
+            vec16_t raw[BATCH];
+
+            load_batch(from, run->next, count, raw);
+            found = raise_batch(raw, 0, BATCH, found);
+        } else {
+            found = raise_items(run, from, 0, count, found);
+        }
+    }
+    return found;
+}
+
+/* Writes the codes of a unit of a larger block. */
+DEVICE void write_codes(const run_t *run, const wsync_quantise_task_t *task,
+                        factor_t factor)
+{
+    const unsigned encoding = wsync_encoding_of(TABLE(task->kind), TABLE(task->reciprocal));
+    const unsigned fast = run->fast != 0 && factor.reciprocal != 0.0F;
+    const factor_t both[2] = {factor, factor};
+
+    NO_UNROLL for (unsigned i = 0; i < run->batches; i++)
+    {
+        const u8_t *from = run->source + (long long)i * run->advance;
+        u8_t *to = run->codes + (unsigned long long)i * run->codes_advance;
+        const unsigned count = lesser(run->octets - i * BATCH, BATCH);
+
+        if (fast != 0) {
+            codes_t codes[BATCH];
+            vec16_t raw[BATCH];
+
+            load_batch(from, run->next, count, raw);
+            encode_batch(encoding, raw, both, codes);
+            store_batch(run, to, codes, count, TABLE(task->code_bits));
+        } else {
+            write_items(run, task, from, to, count, both);
+        }
+    }
+}
+
+/* --- blocks that are rows --- */
+
+/* The extremes of the halves of a batch. */
+typedef struct halves {
+    extremes_t first;
+    extremes_t second;
+} halves_t;
+
+/* A thread's part of a block of several. */
+typedef struct part {
+    unsigned lane;
+    unsigned columns; /* of the whole block */
+} part_t;
+
+/* The extremes of a block of which each of its threads has found some. */
+DEVICE extremes_t merge_lanes(const run_t *run, const wsync_quantise_task_t *task,
+                              const part_t *part, const u8_t *from, extremes_t found)
+{
+    const unsigned lanes = TABLE(task->lanes);
+#ifdef __CUDACC__
+    const unsigned mask = ((1U << lanes) - 1) << (threadIdx.x % WARP & ~(lanes - 1));
+
+    (void)run, (void)part, (void)from;
+    NO_UNROLL for (unsigned step = 1; step < lanes; step *= 2)
+    {
+        extremes_t other;
+
+        other.high = __shfl_xor_sync(mask, found.high, step);
+        other.low = __shfl_xor_sync(mask, found.low, step);
+        found = merge_extremes(found, other);
+    }
+#else
+    /* Its threads run one after another: each looks at all weights of the block. */
+    from -= (long long)part->lane * BATCH * run->next;
+    for (unsigned i = 0; i < part->columns && lanes > 1; i++) {
+        const float value = load_weight(run, from + (long long)i * run->step);
+
+        found.high = larger(found.high, value);
+        found.low = larger(found.low, -value);
+    }
+#endif
+    return found;
+}
+
+/* The factors of a row's block, or of its two, whose scales are stored if `to` is not
+ * NULL. */
+DEVICE void find_factors(const wsync_quantise_task_t *task, unsigned weight,
+                         const halves_t *found, unsigned blocks,
+                         const wsync_nvfp4_overall_t *overall, u8_t *to, factor_t *factor)
+{
+    NO_UNROLL for (unsigned i = 0; i < blocks; i++)
+    {
+        unsigned bits;
+        const factor_t own = block_factor(task, weight, overall,
+                                          i == 0 ? found->first : found->second, &bits);
+
+        factor[0] = i == 0 ? own : factor[0];
+        factor[1] = own;
+        if (to != 0) {
+            store_item(to, bits, TABLE(task->scale_nbytes));
+            to += TABLE(task->scale_nbytes);
+        }
+    }
+}
+
+/* Finds extremes and writes codes of rows that are blocks: a thread's part of each.  What
+ * `fast` is the compiler knows, so that it has one function for bfloat16.  One of a block's
+ * threads has a place for its scale. */
+DEVICE void sweep_rows(const run_t *run, const wsync_quantise_task_t *task,
+                       const part_t *part, const wsync_nvfp4_overall_t *overall,
+                       u8_t *scale, unsigned fast)
+{
+    const unsigned weight = fast != 0 ? WSYNC_WEIGHT_BF16 : run->weight;
+    const unsigned encoding = wsync_encoding_of(TABLE(task->kind), TABLE(task->reciprocal));
+    const unsigned halves = TABLE(task->halves);
+    const unsigned count = run->octets;
+    const u8_t *from = run->source;
+    u8_t *to = run->codes;
+
+    NO_UNROLL for (unsigned i = 0; i < run->batches; i++)
+    {
+        halves_t found = {no_extremes(), no_extremes()};
+        vec16_t raw[BATCH];
+        factor_t factor[2];
+
+        if (fast == 0) {
+            found.first = raise_items(run, from, 0, lesser(count, BATCH / 2), found.first);
+            found.second = raise_items(run, from, BATCH / 2, count, found.second);
+        } else if (count > 0) {
+            load_batch(from, 2 * OCTET, count, raw);
+            found.first = raise_batch(raw, 0, BATCH / 2, found.first);
+            /* Where octets are not there, the last one is: that of a second block is its
+             * own. */
+            found.second = raise_batch(raw, BATCH / 2, BATCH, found.second);
+        }
+        if (halves == 0) {
+            found.first = merge_lanes(run, task, part, from,
+                                      merge_extremes(found.first, found.second));
+        }
+        find_factors(task, weight, &found, halves != 0 && count > BATCH / 2 ? 2 : 1,
+                     overall, scale, factor);
+        if (fast != 0 && factor[0].reciprocal != 0.0F && factor[1].reciprocal != 0.0F) {
+            codes_t codes[BATCH];
+
+            if (count > 0) {
+                encode_batch(encoding, raw, factor, codes);
+                store_batch(run, to, codes, count, TABLE(task->code_bits));
+            }
+        } else {
+            write_items(run, task, from, to, count, factor);
+        }
+        from += run->advance;
+        to += run->codes_advance;
+        scale += scale != 0 ? TABLE(task->scales_stride) : 0;
+    }
+}
+
+/* --- units --- */
+
+/* Of larger blocks, whose extremes are in a table, or will be. */
+DEVICE void run_strip(const wsync_quantise_args_t *args, const wsync_quantise_task_t *task,
+                      const place_t *place, const wsync_nvfp4_overall_t *overall)
+{
     const unsigned entries = TABLE(task->entries);
-    const unsigned codes = args->mode == WSYNC_QUANTISE_MODE_CODES;
-    const unsigned known = codes != 0 && entries != WSYNC_QUANTISE_ENTRIES_LOCAL;
+    const run_t run = make_run(args, task, place, 0);
     u32_t *table = (u32_t *)GLOBAL(entries == WSYNC_QUANTISE_ENTRIES_SCRATCH ? args->scratch
                                                                              : args->table);
-    sweep_t sweep;
+    extremes_t found;
+
+    if (args->mode == WSYNC_QUANTISE_MODE_CODES) {
+        const unsigned in_word = TABLE(task->in_word);
+        unsigned bits;
+        factor_t factor;
+
+        found = read_entry(table, entry_of(task, place));
+        factor = block_factor(task, run.weight, overall, found, &bits);
+        if (place->owns != 0 && (in_word == 1 || TABLE(task->zeros) != 0)) {
+            store_item(scale_of(args, task, place), bits, TABLE(task->scale_nbytes));
+        }
+        if (in_word > 1 && place->begins != 0) {
+            store_words(args, table, task, place);
+        }
+        write_codes(&run, task, factor);
+        return;
+    }
+    found = find_extremes(&run);
+    if (entries == args->mode) {
+        raise_entry(table, entry_of(task, place), found);
+    }
+    if (args->mode == WSYNC_QUANTISE_MODE_TABLE &&
+        TABLE(task->overall) != WSYNC_QUANTISE_NOWHERE) {
+        raise_entry((u32_t *)GLOBAL(args->table), TABLE(task->overall), found);
+    }
+}
+
+/* What thread number `lane` does of unit number `index` of a piece. */
+DEVICE void run_unit(const wsync_quantise_args_t *args, const wsync_quantise_task_t *task,
+                     unsigned index, unsigned lane)
+{
+    const unsigned row = divide(index, &task->columns);
+    wsync_nvfp4_overall_t overall = {0};
     place_t place;
-    run_t run;
 
     place.begins = cut(&task->dims[1], index - row * TABLE(task->columns.value),
                        &place.block_col, &place.column, &place.columns);
     place.owns =
         cut(&task->dims[0], row, &place.block_row, &place.row, &place.rows) & place.begins;
-    place.first = place.row == 0 && place.column == 0;
     if (place.rows == 0 || place.columns == 0) {
         return;
     }
-    run = make_run(args, task, &place);
-    sweep.found = no_extremes();
-    NO_UNROLL for (unsigned writes = known; writes <= codes; writes++) {
-        if (writes != 0) {
-            sweep.factor = block_factor(
-                args, task, &place,
-                known != 0 ? read_entry(table, entry_of(task, &place)) : sweep.found);
-            if (TABLE(task->in_word) > 1 && place.begins != 0) {
-                store_words(args, table, task, &place);
-            }
+    if (args->mode == WSYNC_QUANTISE_MODE_CODES &&
+        TABLE(task->kind) == WSYNC_QUANTISER_NVFP4) {
+        overall = overall_of(args, task, place.row == 0 && place.column == 0);
+    }
+    if (blocks_are_rows(args, task) != 0) {
+        const run_t run = make_run(args, task, &place, lane);
+        const part_t part = {lane, place.columns};
+        u8_t *scale = 0;
+
+        place.block_row = place.row;
+        place.block_col <<= TABLE(task->halves);
+        if (lane == 0) {
+            scale = scale_of(args, task, &place);
         }
-        sweep_run(&run, task, writes, &sweep);
-    }
-    if (codes == 0 && entries == args->mode) {
-        raise_entry(table, entry_of(task, &place), sweep.found);
-    }
-    if (args->mode == WSYNC_QUANTISE_MODE_TABLE &&
-        TABLE(task->overall) != WSYNC_QUANTISE_NOWHERE) {
-        raise_entry((u32_t *)GLOBAL(args->table), TABLE(task->overall), sweep.found);
+        if (run.fast != 0) {
+            sweep_rows(&run, task, &part, &overall, scale, 1);
+        } else {
+            sweep_rows(&run, task, &part, &overall, scale, 0);
+        }
+    } else {
+        run_strip(args, task, &place, &overall);
     }
 }
 
 QUANTISE_KERNEL wsync_quantise(wsync_quantise_args_t args)
 {
     const wsync_quantise_task_t *tasks = (const wsync_quantise_task_t *)GLOBAL(args.tasks);
-    const unsigned *unit_starts = (const unsigned *)GLOBAL(args.unit_starts);
-    const unsigned threads = gridDim.x * blockDim.x;
-    const unsigned end = TABLE(unit_starts[args.first + args.count]);
-    unsigned at = args.first;
-    unsigned unit = TABLE(unit_starts[args.first]) + blockIdx.x * blockDim.x + threadIdx.x;
+    const unsigned *starts = (const unsigned *)GLOBAL(args.thread_starts);
+    const unsigned end = args.first + args.count;
+    const unsigned thread =
+        TABLE(starts[args.first]) + blockIdx.x * blockDim.x + threadIdx.x;
 
-    for (; unit < end; unit += threads) {
-        if (unit >= TABLE(unit_starts[at + 1])) {
-            at = find_segment(unit_starts, unit, at, args.first + args.count);
-        }
-        run_unit(&args, &tasks[at], unit - TABLE(unit_starts[at]));
+    if (thread < TABLE(starts[end])) {
+        const unsigned at = find_segment(starts, thread, args.first, end);
+        const unsigned index = thread - TABLE(starts[at]);
+        const unsigned bits = TABLE(tasks[at].lane_bits);
+
+        run_unit(&args, &tasks[at], index >> bits, index & ((1U << bits) - 1));
     }
 }

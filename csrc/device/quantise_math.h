@@ -52,12 +52,19 @@
 
 #include "device/kernel_table.h"
 
-/* Division, rounded by itself; no compiler's option makes it another. */
+/* Division, rounded by itself; no compiler's option makes it another.  And a * b + c,
+ * rounded once. */
 #ifdef __CUDACC__
 #define WSYNC_DIVIDE(a, b) __fdiv_rn(a, b)
+#define WSYNC_FMA(a, b, c) __fmaf_rn(a, b, c)
 #else
 #define WSYNC_DIVIDE(a, b) ((a) / (b))
+#define WSYNC_FMA(a, b, c) __builtin_fmaf(a, b, c)
 #endif
+
+/* What wsync_quotient divides by: 2^-64 to 2^64. */
+#define WSYNC_QUOTIENT_MIN 5.42101086242752217e-20F
+#define WSYNC_QUOTIENT_MAX 1.8446744073709551616e+19F
 
 /* Numbered as wsync_quantise_kind_t. */
 typedef enum wsync_quantiser {
@@ -97,6 +104,12 @@ typedef struct wsync_block_scale {
     float factor;
 } wsync_block_scale_t;
 
+/* Of NVFP4: a sixth of e, which scales are made with, and the second scale. */
+typedef struct wsync_nvfp4_overall {
+    float sixth;
+    float second;
+} wsync_nvfp4_overall_t;
+
 #ifdef DEVICE
 
 #define WSYNC_NAN_BITS 0x7fc00000U
@@ -116,6 +129,21 @@ DEVICE unsigned wsync_bits(float value)
 
     number.value = value;
     return number.bits;
+}
+
+/* a / b as division rounds it, without dividing: `reciprocal` is 1 / b, rounded.  Two steps
+ * of Newton's, each with the exact remainder; the second one rounds (Markstein,
+ * "Computation of elementary functions on the IBM RISC System/6000 processor", 1990,
+ * theorem 7).  a is finite and the quotient too.  Where a is below 2^-103 the remainder is
+ * not exact, nor is the quotient: it is below 2^-38, which all codes have as 0.  The sign
+ * is that of a. */
+DEVICE float wsync_quotient(float a, float b, float reciprocal)
+{
+    const float first = WSYNC_MULTIPLY(a, reciprocal);
+    const float second = WSYNC_FMA(WSYNC_FMA(-first, b, a), reciprocal, first);
+    const float third = WSYNC_FMA(WSYNC_FMA(-second, b, a), reciprocal, second);
+
+    return wsync_float((wsync_bits(third) & 0x7fffffffU) | (wsync_bits(a) & 0x80000000U));
 }
 
 DEVICE unsigned wsync_is_nan(float value)
@@ -275,25 +303,29 @@ DEVICE float wsync_nvfp4_encode(float overall)
     return overall == 0.0F || quotient == 0.0F ? 1.0F : capped;
 }
 
-/* The second scale of what has this amax in all. */
-DEVICE unsigned wsync_nvfp4_second(float overall)
+/* What all blocks share that have this amax in all; a NaN makes all of them NaN. */
+DEVICE wsync_nvfp4_overall_t wsync_nvfp4_overall(float amax)
 {
-    return wsync_is_nan(overall)
-               ? WSYNC_NAN_BITS
-               : wsync_bits(WSYNC_DIVIDE(1.0F, wsync_nvfp4_encode(overall)));
+    const float encode = wsync_nvfp4_encode(amax);
+    wsync_nvfp4_overall_t overall;
+
+    overall.sixth = WSYNC_MULTIPLY(encode, 1.0F / 6.0F);
+    overall.second = WSYNC_DIVIDE(1.0F, encode);
+    if (wsync_is_nan(amax)) {
+        overall.sixth = overall.second = wsync_float(WSYNC_NAN_BITS);
+    }
+    return overall;
 }
 
-DEVICE wsync_block_scale_t wsync_nvfp4_scale(float amax, float overall)
+DEVICE wsync_block_scale_t wsync_nvfp4_scale(float amax,
+                                             const wsync_nvfp4_overall_t *overall)
 {
-    const float encode = wsync_nvfp4_encode(overall);
-    const float sixth = WSYNC_MULTIPLY(encode, 1.0F / 6.0F);
-    const float second = WSYNC_DIVIDE(1.0F, encode);
     const float most = wsync_float(0x7f7fffffU);
     wsync_block_scale_t scale;
     float whole;
 
-    scale.bits = wsync_e4m3_from_f32(WSYNC_MULTIPLY(amax, sixth));
-    whole = WSYNC_MULTIPLY(wsync_f32_from_e4m3(scale.bits), second);
+    scale.bits = wsync_e4m3_from_f32(WSYNC_MULTIPLY(amax, overall->sixth));
+    whole = WSYNC_MULTIPLY(wsync_f32_from_e4m3(scale.bits), overall->second);
     scale.factor = WSYNC_DIVIDE(1.0F, whole);
     scale.factor = scale.factor > most ? most : scale.factor;
     return scale;
@@ -420,19 +452,18 @@ DEVICE wsync_block_scale_t wsync_mxfp8_scale(float amax)
 
 /* The scale of a block of weights.  `overall` is NVFP4's alone. */
 DEVICE wsync_block_scale_t wsync_quantise_block(unsigned kind, unsigned reciprocal,
-                                                unsigned weight, float amax, float overall)
+                                                unsigned weight, float amax,
+                                                const wsync_nvfp4_overall_t *overall)
 {
     wsync_block_scale_t scale;
 
-    if (wsync_is_nan(amax) || (kind == WSYNC_QUANTISER_NVFP4 && wsync_is_nan(overall))) {
+    if (wsync_is_nan(amax) && kind != WSYNC_QUANTISER_NVFP4) {
         scale.factor = wsync_float(WSYNC_NAN_BITS);
         scale.bits = WSYNC_NAN_BITS;
         if (kind == WSYNC_QUANTISER_INT4 || kind == WSYNC_QUANTISER_INT4_SLIME) {
             scale.bits = wsync_weight_bits(weight, scale.factor);
         } else if (kind == WSYNC_QUANTISER_MXFP8 || kind == WSYNC_QUANTISER_FP8_PACKED) {
             scale.bits = 0xffU;
-        } else if (kind == WSYNC_QUANTISER_NVFP4) {
-            scale.bits = 0x7fU;
         }
         return scale;
     }

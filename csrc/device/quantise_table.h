@@ -15,20 +15,27 @@
 #define WSYNC_QUANTISE_NOWHERE 0xffffffffffffffffULL /* WSYNC_QUANTISE_NONE */
 
 enum {
-    /* Threads of a block; three blocks are resident on a multiprocessor, for what is
-     * computed takes more registers than to copy does. */
-    WSYNC_QUANTISE_BLOCK = 256,
-    WSYNC_QUANTISE_BLOCKS_PER_SM = 3,
+    /* Threads of a block; two blocks are resident on a multiprocessor, for what is computed
+     * takes more registers than to copy does. */
+    WSYNC_QUANTISE_BLOCK = 320,
+    WSYNC_QUANTISE_BLOCKS_PER_SM = 2,
     /* Columns that a thread takes at a time. */
     WSYNC_QUANTISE_OCTET = 8,
-    /* A unit is what one thread does of a piece: an octet of so many rows, or one row. */
+    /* Octets that a thread has under way. */
+    WSYNC_QUANTISE_BATCH = 4,
+    /* A unit is what one thread does of a piece, an octet of so many rows; or, where rows
+     * of blocks are blocks, what up to so many threads do of some rows of a block's
+     * columns, a batch each of every row. */
     WSYNC_QUANTISE_UNIT_ROWS = 32,
-    WSYNC_QUANTISE_UNIT_COLS = 256,
+    WSYNC_QUANTISE_LANES = 8,
+    WSYNC_QUANTISE_LOCAL_ROWS = 8,
+    WSYNC_QUANTISE_LOCAL_COLS = WSYNC_QUANTISE_LANES * WSYNC_QUANTISE_BATCH *
+        WSYNC_QUANTISE_OCTET,
 };
 
 /* Where the extremes of a piece's blocks are. */
 typedef enum wsync_quantise_entries {
-    /* Nowhere: its blocks have one row each and at most WSYNC_QUANTISE_UNIT_COLS columns,
+    /* Nowhere: its blocks have one row each and at most WSYNC_QUANTISE_LOCAL_COLS columns,
      * and whoever writes a block's codes finds its extremes first. */
     WSYNC_QUANTISE_ENTRIES_LOCAL,
     WSYNC_QUANTISE_ENTRIES_TABLE,   /* in the caller's table */
@@ -55,8 +62,8 @@ typedef struct wsync_quantise_cut {
 } wsync_quantise_cut_t;
 
 /* A piece.  Blocks are counted from the first that it meets.  Unit number u is strip number
- * u / columns of the rows and u % columns of the columns; it has one row or at most an
- * octet of columns, or nothing. */
+ * u / columns of the rows and u % columns of the columns; it has at most an octet of
+ * columns, or rows that are blocks, or nothing. */
 typedef struct wsync_quantise_task {
     unsigned long long source_offset; /* offsets are those of the piece */
     unsigned long long codes;
@@ -86,15 +93,19 @@ typedef struct wsync_quantise_task {
     unsigned char word_nbytes; /* of what codes are packed into */
     unsigned char in_word;     /* blocks that share one */
     unsigned char zeros;       /* 1: words of zero points, beside scales */
-    unsigned char padding[2];
+    unsigned char lanes;       /* threads of a unit, a power of two */
+    unsigned char lane_bits;   /* of it */
+    unsigned char halves;      /* 1: a batch has two blocks, and a strip of columns */
+    unsigned char padding[7];
 } wsync_quantise_task_t;
 
-/* One launch runs `count` tasks from `first` on.  Task i has the units
- * [unit_starts[i], unit_starts[i + 1]). */
+/* One launch runs `count` tasks from `first` on.  Task i has the threads
+ * [thread_starts[i], thread_starts[i + 1]), multiples of a warp: those of a unit are in
+ * one. */
 typedef struct wsync_quantise_args {
-    unsigned long long tasks;       /* wsync_quantise_task_t[], in device memory */
-    unsigned long long unit_starts; /* unsigned[], in device memory, one more */
-    unsigned long long sources;     /* unsigned long long[], in device memory */
+    unsigned long long tasks;         /* wsync_quantise_task_t[], in device memory */
+    unsigned long long thread_starts; /* unsigned[], in device memory, one more */
+    unsigned long long sources;       /* unsigned long long[], in device memory */
     unsigned long long image;
     unsigned long long table;   /* wsync_extremes_t[] */
     unsigned long long scratch; /* wsync_extremes_t[], bytes of 0xff before it is raised */

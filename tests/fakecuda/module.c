@@ -195,15 +195,21 @@ static wsync_cu_result_t visit_image(const wsync_quantise_args_t *args,
                                      fake_visit_func_t visit, const void *state)
 {
     const unsigned per_word = 8U * task->word_nbytes / task->code_bits;
+    const unsigned long long rows = task->entries == WSYNC_QUANTISE_ENTRIES_LOCAL
+                                        ? task->dims[0].extent
+                                        : blocks_of(&task->dims[0]);
     const unsigned long long words = (task->dims[1].extent + per_word - 1) / per_word;
+    const unsigned long long cols =
+        task->halves != 0
+            ? (2ULL * task->dims[1].extent + task->dims[1].block - 1) / task->dims[1].block
+            : blocks_of(&task->dims[1]);
     wsync_cu_result_t code =
         visit_rows((uintptr_t)(args->image + task->codes), task->dims[0].extent,
                    task->codes_stride, words * task->word_nbytes, visit, state);
 
     if (code == WSYNC_CU_SUCCESS) {
-        code = visit_rows((uintptr_t)(args->image + task->scales),
-                          blocks_of(&task->dims[0]), task->scales_stride,
-                          blocks_of(&task->dims[1]) * task->scale_nbytes, visit, state);
+        code = visit_rows((uintptr_t)(args->image + task->scales), rows,
+                          task->scales_stride, cols * task->scale_nbytes, visit, state);
     }
     if (code == WSYNC_CU_SUCCESS && task->second != WSYNC_QUANTISE_NOWHERE) {
         code = visit(state, (uintptr_t)(args->image + task->second), sizeof(float));
@@ -223,7 +229,7 @@ static wsync_cu_result_t each_of_tasks(const unsigned char *parameters,
     code = visit(state, (uintptr_t)args.tasks + args.first * sizeof(*tasks),
                  args.count * sizeof(*tasks));
     if (code == WSYNC_CU_SUCCESS) {
-        code = visit(state, (uintptr_t)args.unit_starts + args.first * sizeof(unsigned),
+        code = visit(state, (uintptr_t)args.thread_starts + args.first * sizeof(unsigned),
                      (args.count + 1) * sizeof(unsigned));
     }
     for (unsigned i = args.first; i < args.first + args.count && code == WSYNC_CU_SUCCESS;
@@ -286,7 +292,7 @@ static void quantise_tasks(unsigned grid, unsigned block, void **parameters)
         reach_entry(&sources, tasks[i].source_buffer);
     }
     args.tasks = (uintptr_t)tasks;
-    args.unit_starts = (uintptr_t)reach(args.unit_starts);
+    args.thread_starts = (uintptr_t)reach(args.thread_starts);
     args.sources = (uintptr_t)sources.host;
     args.image = (uintptr_t)reach(args.image);
     args.table = (uintptr_t)reach(args.table);
