@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ import pytest
 import torch
 from support.memory import shared_nbytes
 from support.tiny_qwen3 import Weights, draw, same
+from support.workers import ThreadEngine
 
 import wsync
 from wsync.demo import trace_export
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.weights_only_engine import ProcessEngine
+from wsync.engine.ring_loaders import ModuleLoader
 from wsync.machine import trace
 from wsync.trainer.sessions.worker import WorkerSession
 
@@ -429,3 +433,76 @@ def test_options_that_make_no_sense_are_refused_by_name(field: str, value: Any) 
 def test_a_report_can_be_written_as_json() -> None:
     report = wsync.Report(version="3", phases={"copy": 0.5})
     assert json.loads(json.dumps(dataclasses.asdict(report)))["phases"] == {"copy": 0.5}
+
+
+class Given(Mapping[str, torch.Tensor]):
+    """Weights by name, by another class than dict."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def share(weights: dict[str, torch.Tensor]) -> None:
+    for tensor in weights.values():
+        tensor.share_memory_()
+
+
+def plain(weights: dict[str, torch.Tensor]) -> Any:
+    return weights
+
+
+def of_a_module(weights: dict[str, torch.Tensor]) -> Any:
+    module = torch.nn.Module()
+    for name, tensor in weights.items():
+        module.register_parameter(name, torch.nn.Parameter(tensor))
+    return wsync.fsdp.layout(module)
+
+
+@pytest.mark.parametrize("delivery", ["wsync", "auto", "direct", "disk"])
+@pytest.mark.parametrize("source", [plain, Given, of_a_module])
+def test_what_is_closed_keeps_no_weights(source: Any, delivery: str, tmp_path: Path) -> None:
+    module = torch.nn.Linear(8, 8)
+    weights = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+    if delivery != "wsync":
+        share(weights)
+    options: dict[str, Any] = {"deadline": 60.0, "progress": False}
+    given = source(weights)
+    if delivery == "disk":
+        sync: Any = wsync.DiskSync(given, folder=tmp_path, options=wsync.Options(**options))
+    else:
+        engines = [ThreadEngine([ModuleLoader(module)])]
+        sync = wsync.connect(given, engines, options=wsync.Options(**options, delivery=delivery))
+    with sync:
+        reports = [sync.update() for _ in range(2)]
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in weights.values()]
+    del weights, given
+    gc.collect()
+    assert [storage() for storage in storages] == [None, None]
+    assert [report.version for report in reports] == ["1", "2"]
+    assert "closed" in repr(sync)
+    with pytest.raises(wsync.StateError, match="update after close"):
+        sync.update()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_weights_that_one_update_was_given_are_let_go_after_it(shared: bool) -> None:
+    module = torch.nn.Linear(8, 8)
+    weights = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+    with wsync.connect(weights, [ThreadEngine([ModuleLoader(module)])], options=OPTIONS) as sync:
+        given = {name: tensor + 1 for name, tensor in weights.items()}
+        if shared:
+            share(given)
+        sync.update(lambda: given)
+        storages = [weakref.ref(tensor.untyped_storage()) for tensor in given.values()]
+        given.clear()
+        gc.collect()
+        assert [storage() for storage in storages] == [None, None]

@@ -22,6 +22,7 @@ from wsync.options import Options
 
 _BINDING: Final = struct.Struct("=QQQ")  # wsync_binding_t of csrc/ipc/session.h
 _UNBOUND: Final = _BINDING.pack(2**64 - 1, 0, 0)
+_NOTHING: Final = _core.BufferTable([])
 
 # Whether "auto" lends memory of GPUs: not before a GPU has shown that it can be read in place.
 GPUS_UNASKED = False
@@ -73,7 +74,7 @@ class Lender:
         self._maps = SharedMaps()
         self._allocations = GpuAllocations()
         self._numbers: dict[File | GpuSegment, int] = {}  # of the segments that hold buffers
-        self._buffers = _core.BufferTable([])  # that lie in them
+        self._buffers = _NOTHING  # that lie in those of a GPU
         self._found: Sequence[FilePlace | GpuPlace | None] | None = None  # where, while it is lent
         self._next = 0
         self.segments: dict[int, _core.Memory] = {}  # kept: no other file takes such a number
@@ -91,6 +92,7 @@ class Lender:
         self._found = None
         for source in list(self._numbers):
             self._drop(source)
+        self._buffers = _NOTHING
         _sweep()
 
     def look(self, buffers: _core.BufferTable, gpu: str) -> None:
@@ -108,7 +110,7 @@ class Lender:
         found = self._allocations.find(spans, buffers) if gpu else self._maps.find(spans)
         if found is not self._found:
             self._lend(found, spans)
-        self._buffers = buffers
+        self._buffers = buffers if gpu and self._numbers else _NOTHING
 
     def _lend(
         self, found: Sequence[FilePlace | GpuPlace | None], spans: Sequence[tuple[int, int]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -73,8 +74,9 @@ class Updates(abc.ABC):
         self._meeting = self._group.name
 
     def close(self) -> None:
-        """Lets go of the other ranks, and of all memory and sockets.  Engines keep the weights
-        they have.  In a process that was forked from the one that made this, nothing happens.
+        """Lets go of the other ranks, the trainer's weights, and all memory and sockets.  Engines
+        keep the weights they have.  In a process that was forked from the one that made this,
+        nothing happens.
 
         Raises:
             StateError: while an update runs, which goes on.
@@ -101,10 +103,15 @@ class Updates(abc.ABC):
         had: another trainer may be about to update the engine."""
         self._closed = True
         with contextlib.ExitStack() as last_first:
+            last_first.callback(self._forget)
             last_first.callback(self._requests.settle)
             if self._image is not None:
                 last_first.callback(self._image.close)
             last_first.callback(self._group.close)
+
+    def _forget(self) -> None:
+        """Lets go of what the weights are read from, however long this object is kept."""
+        self._source = dataclasses.replace(self._source, tensors=tuple, pick=None)
 
     def _same_call(self, **arguments: object) -> None:
         """Raises InvalidArgumentError if ranks make different objects at the same time, differ in
