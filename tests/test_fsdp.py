@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -220,18 +221,25 @@ def test_sharded_state_dicts_of_fsdp1(four: Ranks, how: str, kind: str, tied: bo
 
 def _played(mesh_shape: tuple[int, ...], placements: Any, whole: torch.Tensor) -> list[Any]:
     """The layout and the local tensor of every rank of a mesh that exists in name only."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
+
+    def cut(mesh: Any) -> Any:
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+    return _cut_by_all(mesh_shape, cut)
+
+
+def _cut_by_all(mesh_shape: tuple[int, ...], cut: Callable[[Any], Any]) -> list[Any]:
+    """The layout of what every rank of a mesh cuts, and its local tensor."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     found = []
-    for rank in range(int(torch.tensor(mesh_shape).prod())):
-        dist.init_process_group(
-            "fake", rank=rank, world_size=int(torch.tensor(mesh_shape).prod()), store=FakeStore()
-        )
+    count = math.prod(mesh_shape)
+    for rank in range(count):
+        dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
         try:
-            mesh = init_device_mesh("cpu", mesh_shape)
-            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            tensor = cut(init_device_mesh("cpu", mesh_shape))
             found.append((layout({"w": tensor}).layout, tensor._local_tensor))
         finally:
             dist.destroy_process_group()
@@ -276,6 +284,37 @@ def test_any_order_of_placements(rows: int) -> None:
     ]
     for shape, placements in meshes:
         _covers(_played(shape, placements, whole), whole)
+
+
+@pytest.mark.parametrize("ranks", [(3, 2), (3, 4), (2, 3, 2)])
+def test_placements_of_fsdp2_whose_inner_ranks_cut_first(ranks: tuple[int, ...]) -> None:
+    """27 rows on 3 x 4 ranks have shards that are as long by the placements' order, elsewhere."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    *outer, count, inner = ranks
+    placements = [Replicate()] * len(outer) + [_StridedShard(0, split_factor=inner), Shard(0)]
+    for rows in (1, 7, 13, 19, 27, 50):
+        whole = torch.arange(rows * 2).reshape(rows, 2)
+
+        def cut(mesh: Any, whole: torch.Tensor = whole) -> Any:
+            *_, index, first = mesh.get_coordinate()
+            local = _chunk(_chunk(whole, inner, first), count, index)
+            said = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+            return DTensor.from_local(local.clone(), mesh, placements, **said)
+
+        _covers(_cut_by_all(ranks, cut), whole)
+
+
+def _chunk(whole: torch.Tensor, ranks: int, index: int) -> torch.Tensor:
+    """A rank's share, without rows where torch.chunk returns fewer parts."""
+    return [*whole.chunk(ranks), *[whole[:0]] * ranks][index]
+
+
+def test_fsdp2_over_tensor_parallelism_whose_rows_do_not_divide() -> None:
+    with contextlib.contextmanager(_ranks)(6) as six:
+        for found in six.run(cases.uneven_rows, [1, 7, 13, 19, 26, 50257]):
+            assert found == [True] * 6
 
 
 @pytest.mark.parametrize(("order", "cut"), [([3, 1, 0, 2], True), ([3, 1, 0, 2], False)])

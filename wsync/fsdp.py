@@ -246,8 +246,11 @@ class _Reader:
             else:
                 _check_ascending(name, tensor, coordinate)
                 places = list(zip(tensor.placements, mesh.shape, coordinate, strict=True))
-                runs = _cut(name, shape, [(number, *places[number]) for number in order])
-                extents = tuple(sum(extent for _, extent in part) for part in runs)
+                for way in _ways_to_cut(tensor, order):
+                    runs = _cut(name, shape, [(each, *places[each], way[each]) for each in way])
+                    extents = tuple(sum(extent for _, extent in part) for part in runs)
+                    if extents == local:
+                        break
                 _check_local(name, tensor._local_tensor, extents)
                 regions = regions_of(runs)
             self._placed[key] = regions
@@ -429,24 +432,46 @@ def _check_chunks(name: str, local: Any, regions: Regions) -> None:
         )
 
 
-def _cut(name: str, shape: Shape, places: Iterable[tuple[int, Any, int, int]]) -> list[Runs]:
+def _ways_to_cut(tensor: Any, order: Iterable[int]) -> list[dict[int, int]]:
+    """The split factors of a DTensor's mesh dimensions, in the order in which they cut it; the last
+    way is that of its placements one after another.
+
+    A _StridedShard says that inner mesh dimensions have cut before it.  Where rows do not divide,
+    FSDP2 over tensor parallelism (and full_tensor()) has what that order gives,
+    distribute_tensor(src_data_rank=None) what the placements' own does.
+    """
+    placements, sizes = tensor.placements, tensor.device_mesh.shape
+    factors = {number: int(getattr(placements[number], "split_factor", 1)) for number in order}
+    inner_first: list[int] = []
+    for number in reversed(factors):
+        dim = getattr(placements[number], "dim", None)
+        inner = [sizes[n] for n in inner_first if getattr(placements[n], "dim", None) == dim]
+        if factors[number] == 1:
+            inner_first.insert(0, number)
+        elif factors[number] == math.prod(inner):
+            inner_first.append(number)
+        else:
+            return [factors]
+    return [dict.fromkeys(inner_first, 1), factors]
+
+
+def _cut(name: str, shape: Shape, places: Iterable[tuple[int, Any, int, int, int]]) -> list[Runs]:
     """What a rank holds of every dimension.
 
-    `places`: (mesh dimension, placement, ranks there, this rank's index) in the order in which they
-    cut.  Each placement cuts what those before it have left, as torch.chunk does: equal parts but
-    for the last ones, which may be smaller or empty.
+    `places`: (mesh dimension, placement, ranks there, this rank's index, split factor) in the order
+    in which they cut.  Each placement cuts what those before it have left, as torch.chunk does:
+    equal parts but for the last ones, which may be smaller or empty.
     """
     runs: list[Runs] = [((0, size),) for size in shape]
-    for number, placement, ranks, index in places:
+    for number, placement, ranks, index, factor in places:
         if placement.is_replicate():
             continue
-        factor = getattr(placement, "split_factor", 1)
         if placement.is_partial() or not isinstance(getattr(placement, "dim", None), int):
             raise _core.UnsupportedError(
                 f"{name}: mesh dim {number} has placement {placement!r}, which is no weight: "
                 "Shard and Replicate are"
             )
-        runs[placement.dim] = _share(runs[placement.dim], ranks, index, int(factor))
+        runs[placement.dim] = _share(runs[placement.dim], ranks, index, factor)
     return runs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -591,6 +592,28 @@ def resharded_error() -> str:
     except wsync.LayoutError as error:
         return str(error)
     return ""
+
+
+def uneven_rows(counts: Sequence[int]) -> list[bool]:
+    """Whether all ranks' layouts have embeddings of so many rows, which tensor parallelism has cut
+    before FSDP2."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    right = []
+    for rows in counts:
+        model = torch.nn.Module()
+        model.embed_tokens = torch.nn.Embedding(rows, 3)
+        known = torch.arange(3.0 * rows).view(rows, 3)
+        model.embed_tokens.weight = torch.nn.Parameter(known.clone())
+        tensor_parallel(model, mesh["tp"])
+        fully_shard(model, mesh=mesh["dp"])
+        merged, held = gathered(wsync.fsdp.layout(model))
+        seen = torch.zeros_like(known)
+        for rank, buffer, offset, start, extent, _, _ in merged.shards(0):
+            data = torch.frombuffer(bytearray(held[rank][buffer]), dtype=torch.float32)
+            box = data[offset // 4 :][: math.prod(extent)].view(extent)
+            seen[start[0] : start[0] + extent[0]] = box
+        right.append(torch.equal(seen, known))
+    return right
 
 
 def megatron_fsdp_rows() -> list[float]:
