@@ -27,6 +27,7 @@ from wsync.layout import from_tensors
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import transformers
 from support import fsdp_cases as cases
 
 TESTS = str(Path(__file__).parent)
@@ -584,6 +585,26 @@ def test_a_tied_head_goes_by_the_name_of_the_embedding(first: bool, two: Ranks) 
     for use_orig in (False, True):
         for found in two.run(cases.tied_names, first, use_orig):
             assert found == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_head_of_its_own_that_the_texts_configuration_knows_is_delivered(outer: bool) -> None:
+    """The outer configuration of a vision-language model may say what its class does by default."""
+    model = _Tied(True)
+    names = {"lm_head.weight", "model.embed_tokens.weight"}
+    text = transformers.Qwen2Config(tie_word_embeddings=not outer)
+    config = transformers.InternVLConfig(text_config=text, tie_word_embeddings=outer)
+    assert set(layout(model, config).layout.names()) == names
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(8, 4))
+    assert set(layout(model, config).layout.names()) == names
+    assert set(layout(model.state_dict(), config).layout.names()) == names
+
+
+def test_a_tied_head_of_a_vision_language_model_goes_by_the_name_of_the_embedding() -> None:
+    text = transformers.Qwen2Config(tie_word_embeddings=True)
+    config = transformers.InternVLConfig(text_config=text, tie_word_embeddings=True)
+    found = layout(_Tied(True), config)
+    assert found.layout.names() == ["model.embed_tokens.weight"]
 
 
 def test_parameters_that_were_tied_are_both_delivered() -> None:

@@ -91,10 +91,11 @@ def layout(
 
     `model`: the module, or a sharded state dict (`StateDictType.SHARDED_STATE_DICT`); the tensors
     of a state dict are those of its making, so give `Sync.update` a new one each time.  `config`:
-    the Hugging Face configuration (default: the model's own), which tells tied embeddings and how
-    experts are fused.  A tensor of several names has all of them, but for a head that is tied.
-    `group`: the ranks that take part in updates (default: all).  Not collective.  FSDP2 modules are
-    resharded, as `state_dict()` does it, now and at each update.
+    the Hugging Face configuration (default: the model's own), which tells tied embeddings (as that
+    of the text does, where it has one) and how experts are fused.  A tensor of several names has
+    all of them, but for a head that is tied.  `group`: the ranks that take part in updates
+    (default: all).  Not collective.  FSDP2 modules are resharded, as `state_dict()` does it, now
+    and at each update.
 
     Raises UnsupportedError for a placement that is no weight (`Partial`) and for fused experts of a
     family without rules, LayoutError for a tensor that does not fit its placement, StateError where
@@ -102,7 +103,7 @@ def layout(
     """
     reader = _Reader()
     config = getattr(model, "config", None) if config is None else config
-    tied = bool(getattr(config, "tie_word_embeddings", False))
+    tied = _says_tied(config)
     if isinstance(model, Mapping):
         read = reader.of_mapping(model, tied)
     else:
@@ -141,6 +142,20 @@ def layout(
         return [found[first].tensor for first in firsts]
 
     return TrainerLayout(builder.build(), names, current, table, rank, count, group, current)
+
+
+def _says_tied(config: Any) -> bool:
+    """Whether a configuration says that embeddings are tied, and that of its text, where it has
+    one, does not say otherwise.
+
+    transformers ties by that of the text before 5, and by the outer one from then on; the other one
+    has the default of its class.  Without word of both, the tensors tell: a head that is the
+    embedding has a name more, which engines may have.
+    """
+    find = getattr(config, "get_text_config", None)
+    text = getattr(config, "text_config", None) if find is None else find(decoder=True)
+    own = bool(getattr(config, "tie_word_embeddings", False))
+    return own and bool(getattr(text, "tie_word_embeddings", True))
 
 
 def plain_name(name: str) -> str:
