@@ -85,6 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error("--checklist is one of gpu")
         missed: int = importlib.import_module("benchmarks.gpu_checklist").run(chosen.checklist)
         return 1 if missed else 0
+    if chosen.layers < 0:
+        parser.error(f"--layers {chosen.layers}: negative")
     wrong = cases = skipped = 0
     facts = environment()
     print(

@@ -694,6 +694,15 @@ def test_what_the_server_cannot_have_is_one_line_and_status_2(
     text = said("--model", tmp_path, *free)
     found = rf"{program}Error no file named .*model\.safetensors.* {tmp_path}\.?\n"
     assert re.fullmatch(found, text)
+    for word, value, possible in (
+        ("--port", 65536, "0 to 65535"),
+        ("--port", -1, "0 to 65535"),
+        ("--threads", 0, "1 to 64"),
+        ("--threads", 2**70, "1 to 64"),
+        ("--seed", 2**64, rf"-{2**63} to {2**64 - 1}"),
+    ):
+        text = said("--config", tmp_path, f"{word}={value}")
+        assert text.endswith(f"error: argument {word}: {value}: {possible} are possible\n")
     link = tmp_path / "latest"  # may lead to another folder when the next file is read
     link.symlink_to(".")
     assert re.fullmatch(found, said("--model", link, *free))

@@ -29,7 +29,7 @@ from wsync import _core
 from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.handles.sglang_base import ApiHandle
 from wsync.handles.vllm import VllmHandle, VllmServer
-from wsync.machine.deadline import Deadline
+from wsync.machine.deadline import Deadline, check_seconds
 from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.pages import html
 from wsync.pages.bars import length
@@ -114,6 +114,7 @@ def inspect(
         RemoteError: it refuses; an update may be running.
         DeadlineError: a worker does not answer: it may be on another host.
     """
+    check_seconds("timeout", timeout)
     asked = handle(engine, workers=workers, api_key=api_key, timeout=timeout)
     if without := _without(asked):
         raise _core.UnsupportedError(f"engine {asked.name}: {without}")
@@ -133,6 +134,7 @@ def look(
     Raises:
         WsyncError: it does not answer, or a worker of it does not.
     """
+    check_seconds("timeout", timeout)
     deadline = Deadline(timeout)
     try:
         asked = handle(engine, workers=workers, api_key=api_key, timeout=timeout)
@@ -399,8 +401,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         re.compile(chosen.tensors or "")
     except re.error as error:
         parser.error(f"--tensors {chosen.tensors}: {error}")
-    if chosen.timeout <= 0:
-        parser.error(f"--timeout {chosen.timeout:g}: not positive")
+    try:
+        check_seconds("--timeout", chosen.timeout)
+    except _core.InvalidArgumentError as error:
+        parser.error(str(error))
     try:
         found = look(
             chosen.url, workers=chosen.workers, api_key=chosen.api_key, timeout=chosen.timeout

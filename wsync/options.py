@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from wsync import _core
-from wsync.machine.deadline import MAX_DEADLINE
+from wsync.machine.deadline import check_seconds
 
 _MOST_NBYTES: Final = 2**63 - 1
 
@@ -119,11 +119,7 @@ class Options:
             if not 0 <= value <= most:
                 text = f"over {most}" if value > most else "negative"
                 raise _core.InvalidArgumentError(f"{name}={value!r} is {text}")
-        if not isinstance(self.deadline, (int, float)) or isinstance(self.deadline, bool):
-            raise _core.InvalidArgumentError(f"deadline={self.deadline!r} is no number of seconds")
-        if not 0 < self.deadline <= MAX_DEADLINE:
-            text = "not positive" if not self.deadline > 0 else f"over {MAX_DEADLINE:.0f} s"
-            raise _core.InvalidArgumentError(f"deadline={self.deadline!r} is {text}")
+        check_seconds("deadline", self.deadline)
         for name in ("directory", "checkpoint"):
             value = getattr(self, name)
             if not isinstance(value, str | None):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from wsync.demo.engines.serve import whole
 from wsync.machine.installed_modules import importable
 
 _DESCRIPTION = """
@@ -54,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"of a checkpoint (default {_MODEL}, which is made if it is missing)",
     )
     parser.add_argument(
-        "--port", type=int, help="where it listens (default 30000 for sglang, 8000 for vllm)"
+        "--port",
+        type=whole(1, 65535),
+        help="where it listens (default 30000 for sglang, 8000 for vllm)",
     )
     given, further = parser.parse_known_args(arguments)
     engine: str = given.engine

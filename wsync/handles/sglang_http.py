@@ -5,6 +5,7 @@ import copy
 import functools
 import re
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from typing import Any, Final
@@ -271,6 +272,8 @@ class HttpHandle(ApiHandle):
         """(status, text) of one exchange.  It is made in a thread, because requests' timeout
         restarts with every byte: at the deadline its connection is cut off, which ends it."""
         where = f"engine {self.name}: {path}"
+        if not timeout < threading.TIMEOUT_MAX:
+            raise InvalidArgumentError(f"{where}: no system can wait for timeout={timeout!r}")
         deadline = Deadline(timeout)
         if not deadline.left:
             raise DeadlineError(f"{where}: no time left to ask")

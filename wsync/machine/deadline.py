@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
-from wsync._core import DeadlineError
+from wsync._core import DeadlineError, InvalidArgumentError
 
 Check = Callable[[], object]
 """What a wait calls again and again: it raises what ends the wait."""
@@ -27,6 +27,15 @@ LATER_SECONDS: Final = 2.0
 
 LEAVE_SECONDS: Final = 2.0
 """For work that a failed or closing update has left under way to end."""
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raises InvalidArgumentError for what is no time that anybody may choose to wait."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise InvalidArgumentError(f"{name}={value!r} is no number of seconds")
+    if not 0 < value <= MAX_DEADLINE:
+        text = f"over {MAX_DEADLINE:.0f} s" if value > 0 else "not positive"
+        raise InvalidArgumentError(f"{name}={value!r} is {text}")
 
 
 class Deadline:

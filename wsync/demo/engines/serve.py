@@ -10,11 +10,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, WsyncError
+from wsync._core import (
+    MAX_THREADS,
+    DeadlineError,
+    InvalidArgumentError,
+    LayoutError,
+    WsyncError,
+)
 from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, Checkpoint, read_index
 from wsync.demo.engines.logged_process import Child
 from wsync.handles.answers import seconds
@@ -205,11 +211,16 @@ def _duration(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1")
-    return value
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """What argparse makes an integer of a word with, which is one of least to most."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: {least} to {most} are possible")
+        return value
+
+    return integer
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -223,11 +234,13 @@ def command_line() -> argparse.ArgumentParser:
     source.add_argument("--model", metavar="DIR", help="checkpoint folder")
     source.add_argument("--config", metavar="DIR", help="config folder; weights are random")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one")
+    parser.add_argument("--port", type=whole(0, 65535), default=30000, help="0 takes a free one")
     parser.add_argument("--api-key", help="bearer key; also read from WSYNC_API_KEY")
     parser.add_argument("--dtype", help="torch's name of a dtype")
-    parser.add_argument("--seed", type=int, default=0, help="of random weights")
-    parser.add_argument("--threads", type=_count, default=1, help="of torch and of copies")
+    seeds = whole(-(2**63), 2**64 - 1)  # what torch takes
+    parser.add_argument("--seed", type=seeds, default=0, help="of random weights")
+    threads = whole(1, MAX_THREADS)
+    parser.add_argument("--threads", type=threads, default=1, help="of torch and of copies")
     parser.add_argument(
         "--broadcast-seconds",
         type=_duration,
