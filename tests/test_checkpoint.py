@@ -53,6 +53,20 @@ def test_tensors_fill_files_in_the_order_of_their_numbers() -> None:
     assert index["weight_map"]["layers.10.w"] == found.names[2]
 
 
+def test_names_with_digits_that_are_no_numbers_have_a_place() -> None:
+    names = ["1\u00b22", "\u00b2", "w1\u00b2", "\u0663", "w2", "9" * 4096]
+    found = arrange(model(*((name, "float32", (2,)) for name in names)))
+    assert set(found.places) == set(names)
+
+
+def test_a_name_that_no_reader_takes_is_refused() -> None:
+    long = "\u00e9" * 2049
+    with pytest.raises(
+        wsync.UnsupportedError, match=r"^'\u00e9.* cannot name a tensor in a file: "
+    ):
+        arrange(model(("a", "float32", (2,)), (long, "float32", (2,))))
+
+
 def test_elements_are_aligned_whatever_their_neighbours() -> None:
     found = arrange(model(("a", "uint8", (3,)), ("b", "float32", (2,)), ("c", "bfloat16", (5,))))
     for place in found.places.values():

@@ -140,6 +140,11 @@ def arrange(
     shards: list[list[tuple[str, str, tuple[int, ...], int]]] = []
     left = 0
     facts = [model.tensor(index)[:3] for index in range(model.tensor_count)]
+    for name, *_ in facts:
+        if not _can_name(name):
+            raise _core.UnsupportedError(
+                f"{_brief(name)} cannot name a tensor in a file: 1 to {_MAX_NAME} bytes can"
+            )
     for name, own, shape in sorted(facts, key=lambda fact: _natural(fact[0])):
         converted = dtype is not None and "float" in own and not group_of_parts(name, own)
         kind = dtype if dtype is not None and converted else own
@@ -187,7 +192,8 @@ def _header(shard: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[byt
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    parts = re.split(r"([0-9]+)", name)  # no other digits: int() takes some of them
+    return [(int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)]
 
 
 # --- who writes what --------------------------------------------------------------------------
@@ -521,13 +527,17 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number")
 
 
-def _name(path: Path, name: str) -> str:
-    """The name of a tensor, if it is text that others can hold."""
+def _can_name(name: str) -> bool:
+    """Whether a tensor's name is text that others can hold."""
     try:
-        if name and len(name.encode()) <= _MAX_NAME and "\0" not in name:
-            return name
+        return 0 < len(name.encode()) <= _MAX_NAME and "\0" not in name
     except UnicodeEncodeError:
-        pass
+        return False
+
+
+def _name(path: Path, name: str) -> str:
+    if _can_name(name):
+        return name
     raise _core.LayoutError(f"{path}: {_brief(name)} cannot name a tensor")
 
 
