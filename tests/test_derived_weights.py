@@ -130,6 +130,58 @@ def test_an_update_leaves_attributes_as_a_load_does(module: Any) -> None:
             assert torch.equal(module.answer(), weights["a"].t())
 
 
+class FlagInDict(Module):
+    """Says in a dict that what was made is old."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"old": False}
+
+    def load_weights(self, pairs: Pairs) -> None:
+        self.copy(pairs)
+        self.state["old"] = True
+
+    def answer(self) -> torch.Tensor:
+        if self.state["old"]:
+            self.kept = {"a": self.a.t().contiguous()}
+            self.state["old"] = False
+        return self.kept["a"]
+
+
+class OneOfDict(Module):
+    """Drops what it has made from a dict that has other things, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, Any] = {"kept": 1}
+
+    def load_weights(self, pairs: Pairs) -> None:
+        self.copy(pairs)
+        self.made.pop("a", None)
+
+    def answer(self) -> torch.Tensor:
+        if "a" not in self.made:
+            self.made["a"] = self.a.t().contiguous()
+        answer: torch.Tensor = self.made["a"]
+        return answer
+
+
+@pytest.mark.parametrize("make", [FlagInDict, OneOfDict])
+def test_what_is_reset_in_a_dict_costs_one_update(make: type[Module]) -> None:
+    """No update leaves it so: load_weights is called from then on."""
+    module = make()
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        assert torch.equal(module.answer(), draw(1)["a"].t())
+        with pytest.raises(wsync.RemoteError, match=r"no update leaves what it leaves: "):
+            sync.update(draw(2))
+        for seed in range(3, 8):
+            sync.update(draw(seed))
+            assert torch.equal(module.answer(), draw(seed)["a"].t())
+    assert "no update leaves what it leaves" in loader.reason
+
+
 def test_tensors_that_are_not_written_keep_their_versions() -> None:
     module = Loading()
     module.register_buffer("table", torch.ones(8))

@@ -142,6 +142,7 @@ def try_state(
             recording is refuted.
     """
     found, trial = ModuleState(module, values=False), _Trial(module, recording)
+    undone = None  # known only until what was found is restored
     with KeptRegions(held, recording.not_copied()).put_back(), found.put_back():
         try:
             unwritten = sums_of_gaps(held, recording)
@@ -156,11 +157,12 @@ def try_state(
                 left = left.common(trial.left(places()))
                 if looks:
                     raise RecordingError(looks)
+            undone = trial.undone()
+            state = trial.state(read, left, found)
         except RecordingError as error:
-            if trial.undone():
+            if trial.undone() if undone is None else undone:
                 recording.refuted = f"{trial.change}, which it resets: {error}"
             raise
-        state = trial.state(read, left, found)
     recording.states[MOST_STATES:] = []
     recording.states.insert(1, state)
 
