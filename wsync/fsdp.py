@@ -91,11 +91,10 @@ def layout(
 
     `model`: the module, or a sharded state dict (`StateDictType.SHARDED_STATE_DICT`); the tensors
     of a state dict are those of its making, so give `Sync.update` a new one each time.  `config`:
-    the Hugging Face configuration (default: the model's own), which tells tied embeddings (as that
-    of the text does, where it has one) and how experts are fused.  A tensor of several names has
-    all of them, but for a head that is tied.  `group`: the ranks that take part in updates
-    (default: all).  Not collective.  FSDP2 modules are resharded, as `state_dict()` does it, now
-    and at each update.
+    the Hugging Face configuration (default: the model's own), which tells, with its text's, tied
+    embeddings, and how experts are fused.  A tensor of several names has all of them, but for a
+    head that is tied.  `group`: the ranks that take part in updates (default: all).  Not
+    collective.  FSDP2 modules are resharded, as `state_dict()` does it, now and at each update.
 
     Raises UnsupportedError for a placement that is no weight (`Partial`) and for fused experts of a
     family without rules, LayoutError for a tensor that does not fit its placement, StateError where
