@@ -251,3 +251,48 @@ def test_a_pattern_lets_no_part_of_a_parameter_stay(load: Load) -> None:
     with wsync.connect(tensors, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
         sync.update()
     assert not module.embed.any() and module.filler.all()
+
+
+class Scaled(torch.nn.Module):
+    """Has a weight as it is, and one that it computes of that and of a number."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.a, self.c, self.filler = (
+            torch.nn.Parameter(torch.zeros(size, size), requires_grad=False) for size in (8, 8, 64)
+        )
+        self.register_buffer("scale", torch.ones(()))
+        self.number = 1.0
+        self.kept = kept  # an attribute that what is computed goes by
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        number = self.number if self.kept else 1.0
+        for name, tensor in pairs:
+            getattr(self, name).copy_(tensor)
+            if name == "scale":
+                number = tensor.item()
+        if self.kept:
+            self.number = number
+        self.c.copy_(self.a * number)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_computed_of_a_number_and_a_weight_is_not_loaded_twice(kept: bool) -> None:
+    module = Scaled(kept)
+    loader = RecordedLoader(module)
+
+    def weights(number: int) -> Tensors:
+        shapes = {"a": (8, 8), "filler": (64, 64)}
+        found = {name: torch.full(shape, float(number)) for name, shape in shapes.items()}
+        return {**found, "scale": torch.tensor(float(number + 1))}
+
+    with wsync.connect(weights(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for number in range(1, 4):
+            given = weights(number)
+            sync.update(given)
+            assert torch.equal(module.a, given["a"])
+            assert torch.equal(module.c, given["a"] * (number + 1))
+            assert torch.equal(module.scale, given["scale"])
+    assert (loader.recording is None) == kept
+    if loader.recording is not None:
+        assert loader.recording.fallback.keys() == {"a", "scale"}

@@ -359,7 +359,7 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> R
         if other.refused:
             raise RecordingError(f"it looks at what it makes of {', '.join(sorted(aside)[:5])}")
         for area, writes in enumerate(other.writes):
-            tracer.writes[area] += [replace(write, time=0) for write in writes]
+            tracer.writes[area] += [_made_again(write, tracer.writes[area]) for write in writes]
     refuse_other_forms(held, model, tracer)
     outside = [*tracer.outside.values(), *(other.outside.values() if aside else ())]
     try:
@@ -370,6 +370,17 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> R
     except UnexpressedError as error:
         raise RecordingError(str(error)) from None
     return recording
+
+
+def _made_again(write: Write, others: Sequence[Write]) -> Write:
+    """What a loader writes where it is given what was set aside, alone.  Where it computes what it
+    has computed of others, too, that is of all of them: they are loaded together."""
+    same = [
+        other.names
+        for other in others
+        if write.kind == other.kind == COMPUTED and common_nbytes(write.move, other.move)
+    ]
+    return replace(write, time=0, names=write.names.union(*same))
 
 
 def looks_anew(
