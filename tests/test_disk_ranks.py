@@ -96,6 +96,13 @@ def test_a_full_disk_of_one_rank_is_everybodys_error_and_changes_nothing(
     assert found[0]["left"] == [".lock", "latest", "weight_v000001", "weight_v000002"]
 
 
+def test_a_rank_that_writes_slowly_is_waited_for_while_it_gets_on(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """All its calls take longer than ranks wait for each other (a deadline, and 5 s more)."""
+    assert ranks.run(disk_cases.write_slowly, str(tmp_path), 8, timeout=60) == [""] * 4
+
+
 def test_a_killed_writer_leaves_the_previous_version_readable(tmp_path: Path) -> None:
     versions, notes = tmp_path / "versions", tmp_path / "notes"
     notes.mkdir()

@@ -52,6 +52,7 @@ _T = TypeVar("_T")
 
 # one write call's share: how much is written between two looks at the other ranks
 _BATCH_NBYTES = 64 << 20
+_PACE_SECONDS = 2.0  # with a call's deadline, less than ranks wait for each other
 _LAST_PART = 1 / 3  # of a deadline, for each call that is made when an update is complete
 _NOT_BY_DISK = dict.fromkeys(
     (
@@ -88,7 +89,8 @@ class DiskSync(Updates):
             read then; else it gets .2 to .999 behind its name.
         published: called on every rank with the folder of each version when it is there under its
             name, before engines load it; the others wait for it up to the deadline.
-        options: deadlines, pause mode, threads that write, progress.
+        options: deadlines (of each call of the file system; writing all files may take longer),
+            pause mode, threads that write, progress.
 
     Raises:
         LayoutError: the ranks' layouts disagree, elements are on no rank, or weights are quantised
@@ -253,13 +255,14 @@ class DiskSync(Updates):
         with report.phase("begin"):
             folder = self._make(report.version, folder_calls)
         bar = self._progress(report, self._writer.nbytes, unit="B", unit_scale=True)
-        calls = self._file_calls(self.options.threads or 1)
-        with bar, calls, self._writer.opened(folder, calls) as files:
+        calls, pace = self._file_calls(self.options.threads or 1), _Pace(self._group.gather_json)
+        with bar, calls, self._writer.opened(folder, calls, pace) as files:
             with report.phase("write"):
-                self._writer.write(sources, files, calls, bar)
+                self._writer.write(sources, files, calls, pace, bar)
             with report.phase("sync"):
-                calls.run([(path, functools.partial(os.fsync, file)) for path, file, _ in files])
-                self._group.barrier()
+                syncs = [(path, functools.partial(os.fsync, file)) for path, file, _ in files]
+                calls.run(syncs, pace.step)
+                pace.end()
         return folder
 
     def _make(self, version: str, calls: _FileCalls) -> Path:
@@ -327,7 +330,9 @@ class _Writer:
                 first, nbytes = buffer + 1, 0
 
     @contextlib.contextmanager
-    def opened(self, folder: Path, calls: _FileCalls) -> Iterator[list[tuple[str, int, int]]]:
+    def opened(
+        self, folder: Path, calls: _FileCalls, pace: _Pace
+    ) -> Iterator[list[tuple[str, int, int]]]:
         """(path, descriptor, nbytes) of the files that this rank writes to."""
         paths = [os.fspath(folder / self._arrangement.names[number]) for number in self._files]
         opened: dict[str, int] = {}
@@ -336,7 +341,7 @@ class _Writer:
             opened[path] = os.open(path, os.O_WRONLY)
 
         try:
-            calls.run([(path, functools.partial(open_file, path)) for path in paths])
+            calls.run([(path, functools.partial(open_file, path)) for path in paths], pace.step)
             sizes = [self._arrangement.sizes[number] for number in self._files]
             yield [(path, opened[path], size) for path, size in zip(paths, sizes, strict=True)]
         finally:
@@ -347,9 +352,15 @@ class _Writer:
         sources: _core.BufferTable,
         files: list[tuple[str, int, int]],
         calls: _FileCalls,
+        pace: _Pace,
         bar: tqdm[None],
     ) -> None:
         """Writes everything."""
+
+        def written(nbytes: int) -> None:
+            bar.update(nbytes)
+            pace.step()
+
         by_number: list[tuple[str, int, int]] = [("", -1, 0)] * len(self._arrangement.names)
         for number, file in zip(self._files, files, strict=True):
             by_number[number] = file
@@ -357,7 +368,30 @@ class _Writer:
         folder = os.path.dirname(files[0][0]) if files else ""  # a batch may go to many files
         write = functools.partial(_core.write_files, self._route)
         batches = [functools.partial(write, *some, sources, by_number) for some in self._batches]
-        calls.run([(folder, batch) for batch in batches], bar.update)
+        calls.run([(folder, batch) for batch in batches], written)
+
+
+class _Pace:
+    """Ranks that write for as long as they have to: those that have ended wait for the others while
+    these get on, by one call after another, and not for all their calls at once.
+
+    gather: gives everybody's values, by rank.
+    """
+
+    def __init__(self, gather: Callable[[object], list[Any]]) -> None:
+        self._gather = gather
+        self._next = Deadline(_PACE_SECONDS)
+
+    def step(self, *_: object) -> None:
+        """Says every while that this rank gets on; called after each of its calls."""
+        if not self._next.left:
+            self._gather(False)
+            self._next = Deadline(_PACE_SECONDS)
+
+    def end(self) -> None:
+        """Returns when every rank has called it."""
+        while not all(self._gather(True)):
+            pass
 
 
 class _FileCalls:

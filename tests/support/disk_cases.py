@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from support.errors import error_of
 from support.update_cases import compare, slime_arguments, trainer_and_engine
 
 import wsync
-from wsync import _core, megatron
+from wsync import _core, disk, megatron
 from wsync.demo import hf_reference, megatron_cpu
 from wsync.disk import DiskSync, newest
 
@@ -211,3 +212,28 @@ def die_in_the_middle(
         wrong += differences(in_transformers(newest(folder), torch.float32), expected)
         Path(notes, f"wrong{dist.get_rank()}").write_text(" ".join(wrong))
         os._exit(0)  # groups that a rank has left cannot be taken down in order
+
+
+def write_slowly(folder: str, calls: int) -> str:
+    """Each call of rank 1 takes half a deadline; what update() raises."""
+    original = _core.write_files
+
+    def write(*arguments: Any) -> int:
+        if dist.get_rank() == 1:
+            time.sleep(1.0)
+        return original(*arguments)
+
+    mine = {f"{dist.get_rank()}.{i}": torch.full((64,), float(i)) for i in range(calls)}
+    options = wsync.Options(deadline=2.0, progress=False)
+    batches, slow = (
+        mock.patch.object(disk, "_BATCH_NBYTES", 1),
+        mock.patch.object(_core, "write_files", write),
+    )
+    with batches, slow, DiskSync(mine, folder=folder, options=options) as sync:
+        error = error_of(sync.update)
+        dist.barrier()
+        if not error:
+            found = in_files(newest(folder))
+            assert all(torch.equal(found[name], tensor) for name, tensor in mine.items())
+            assert len(found) == calls * dist.get_world_size()
+    return error
