@@ -216,17 +216,65 @@ def of_known_tensors(target: torch.Tensor, tensor: torch.Tensor) -> None:
     target.copy_(tensor)
 
 
+def of_known_tensors_by_numpy(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    if tensor[0, 0] != 7.0:
+        raise ValueError("no weights")
+    by_numpy(target, tensor)
+
+
+@pytest.mark.parametrize("copy", [of_known_tensors, of_known_tensors_by_numpy])
 def test_weights_that_are_there_already_are_no_error_where_nothing_can_be_tried(
-    caplog: pytest.LogCaptureFixture,
+    copy: Copy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = Fused(of_known_tensors)
+    """Where nothing is seen to be written, there is a warning."""
+    module = Fused(copy)
     loader = RecordedLoader(module)
     weights = {name: torch.full((8, 8), 7.0) for name in "qkv"}
     with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
         for _ in range(2):
             sync.update()
             assert torch.equal(module.qkv, torch.cat([weights[name] for name in "qkv"]))
-    assert "no parameter of Fused has changed" in caplog.text
+    unseen = copy is of_known_tensors_by_numpy
+    assert ("no parameter of Fused has changed" in caplog.text) == unseen
+
+
+class Checked(torch.nn.Module):
+    """Refuses made-up values, as loaders of fused layers do whose scales have to be equal."""
+
+    def __init__(self, skips: str) -> None:
+        super().__init__()
+        self.frozen, self.trained, self.left = (parameter(8, 8) for _ in range(3))
+        self._skips = skips
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        given = dict(pairs)
+        if given["trained"].min() != given["trained"].max():
+            raise ValueError("the scales of a layer have to be equal")
+        for name, tensor in given.items():
+            if name != self._skips:
+                getattr(self, name).data.copy_(tensor)
+
+
+@pytest.mark.parametrize("skips", ["", "left"])
+def test_what_keeps_its_values_is_delivered_if_it_is_written_to(skips: str) -> None:
+    """As what the trainer has frozen, where no made-up values can be tried."""
+    module = Checked(skips)
+
+    def weights(number: int) -> Tensors:
+        return {name: torch.ones(8, 8) for name in ("frozen", "left")} | {
+            "trained": torch.full((8, 8), float(number))
+        }
+
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(weights(0), engines=[engine], options=OPTIONS) as sync:
+        for number in range(1, 4):
+            given = weights(number)
+            if skips:
+                with pytest.raises(wsync.WsyncError, match=r"is loaded to left \(256 of its 256"):
+                    sync.update(given)
+                continue
+            sync.update(given)
+            assert all(torch.equal(getattr(module, name), given[name]) for name in given)
 
 
 class Sharded(torch.nn.Module):

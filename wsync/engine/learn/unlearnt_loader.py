@@ -16,8 +16,10 @@ from wsync.engine.learn.known_states import MOST_STATES, Trying, has_changed, te
 from wsync.engine.learn.module_memory import wrapped_tensors
 from wsync.engine.learn.recorder import NOT_RECORDED
 from wsync.engine.learn.verify import elements, may_be_split, parameters, unloaded
+from wsync.engine.learn.watched_writes import BeforeWrites
 from wsync.engine.ring_loaders import LoadWeights, ModuleLoader
 from wsync.module_tensors import checksum_of
+from wsync.module_tensors.places import MemoryPlace, places_of
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +40,9 @@ class UnlearntLoader(ModuleLoader):
         self._last = AttributeGuards(read).renewed(dict(module.named_modules()))
         self._tried = [self._last]
         self._before: dict[str, tuple[int, int]] = {}  # the update, what is doubtful
+        self._written: set[MemoryPlace] = set()  # by operators of torch, in the update
         names = [model.tensor(index).name for index in range(model.tensor_count)]
+        load = _watched(load, self._written) if self._unknown() else load
         super().__init__(module, load, at_once=names if self.at_once else ())
 
     def begin(self, rounds: int, trying: Trying = nullcontext) -> None:
@@ -49,6 +53,7 @@ class UnlearntLoader(ModuleLoader):
                 self._try_again(change)
         super().begin(rounds)
         self._before = self._doubted()
+        self._written.clear()
 
     def note_left(self) -> None:
         """Attributes may stay as they are now that an update has been loaded."""
@@ -100,6 +105,10 @@ class UnlearntLoader(ModuleLoader):
             paths = [*(path for path, _ in self._module.named_parameters()), *inside]
             return at_once, dict.fromkeys(paths)
 
+    def _unknown(self) -> set[str]:
+        """The parameters of which nothing was seen when load_weights was tried."""
+        return {path for path, chosen in self._doubtful.items() if chosen is None}
+
     def _doubted(self) -> dict[str, tuple[int, int]]:
         """Bytes and checksums of what is doubtful."""
         found = {}
@@ -114,10 +123,16 @@ class UnlearntLoader(ModuleLoader):
 
     def not_loaded(self) -> dict[str, int]:
         """Bytes of parameters, by path, that made-up tensors were not loaded to, and that the
-        update has not changed."""
+        update has not changed.  Those that could not be tried count as loaded where the update has
+        written to them."""
         now = self._doubted() if self._before else {}
         same = {path: was[0] for path, was in self._before.items() if now.get(path) == was}
-        unknown = {path for path in self._before if self._doubtful[path] is None}
+        unknown = self._unknown() & self._before.keys()
+        held = parameters(self._module) if unknown else {}
+        for path in unknown & same.keys():
+            places = places_of(held[path])
+            if any(place.meets(other) for other in self._written for place in places):
+                del same[path]
         if unknown and unknown <= same.keys():
             _log.warning(
                 "no parameter of %s has changed: the weights are those that it had, or its "
@@ -126,6 +141,16 @@ class UnlearntLoader(ModuleLoader):
             )
             same = {path: nbytes for path, nbytes in same.items() if path not in unknown}
         return same
+
+
+def _watched(load: LoadWeights, written: set[MemoryPlace]) -> LoadWeights:
+    """Notes where load_weights writes, which may be what is there already."""
+
+    def watched(pairs: list[tuple[str, torch.Tensor]]) -> object:
+        with BeforeWrites(lambda tensor: written.update(places_of(tensor))):
+            return load(pairs)
+
+    return watched
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
