@@ -26,6 +26,7 @@ from wsync.engine.learn.dummy_weights import MadeUpModel, there, weak
 from wsync.engine.learn.inline_pools import inline_pools
 from wsync.engine.learn.module_memory import ModuleMemory, bytes_of, whole
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, in_one_run, without
+from wsync.engine.learn.thread_state import pushed
 from wsync.engine.learn.time_limit import check
 from wsync.module_tensors import checksum_of
 
@@ -433,7 +434,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise ReadsValuesError(f"{', '.join(sorted(names)[:5])}: read by {reason}")
 
 
-class _Elsewhere(TorchDispatchMode):
+class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells a tracer that another thread works on tensors that it follows."""
 
     def __init__(self, tracer: weakref.ref[Tracer]) -> None:
@@ -651,5 +652,5 @@ def inline_threads(tracer: Tracer) -> Iterator[None]:
     threads that this one starts, the tracer learns whether they work on what it follows: they may
     outlive it, and do not keep it."""
     reference = weakref.ref(tracer)
-    with watching(beside=lambda: _Elsewhere(reference)), inline_pools():
+    with watching(beside=lambda: pushed(_Elsewhere(reference))), inline_pools():
         yield
