@@ -1,15 +1,23 @@
-"""load_weights has tasks of pools do its work: it is learnt, and nothing stays patched."""
+"""load_weights that waits, for its own tasks, keeps no update from its end,
+and nothing patched."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
+from typing import Any
 
 import pytest
+import torch
 from support.loads_in_time import Load, Module, delivered, in_time, patchable, plain
 from support.two_weights import Pairs
+
+from wsync.engine.learn import watched_pools
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +28,127 @@ def nothing_stays_patched() -> Iterator[None]:
     assert in_time(lambda: delivered(plain)).reason == ""  # another one can learn
 
 
-# --- tasks of pools -----------------------------------------------------------------------
+# --- tasks that wait for what comes after them ------------------------------------------------
+
+
+def prefetching(module: Module, pairs: Pairs) -> None:
+    found: queue.Queue[Any] = queue.Queue(maxsize=1)
+
+    def fill() -> None:
+        for pair in pairs:
+            found.put(pair)
+        found.put(None)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fill)
+        while (pair := found.get()) is not None:
+            module.load_one(*pair)
+
+
+def looking_for_room(module: Module, pairs: Pairs) -> None:
+    """As prefetching, by a task that wakes up now and then."""
+    found: queue.Queue[Any] = queue.Queue(maxsize=1)
+
+    def put(pair: Any) -> None:
+        while True:
+            try:
+                return found.put(pair, timeout=0.02)
+            except queue.Full:
+                pass
+
+    def fill() -> None:
+        for pair in [*pairs, None]:
+            put(pair)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fill)
+        while (pair := found.get()) is not None:
+            module.load_one(*pair)
+
+
+def consuming(module: Module, pairs: Pairs) -> None:
+    given: queue.Queue[Any] = queue.Queue()
+
+    def drain() -> None:
+        while (pair := given.get()) is not None:
+            module.load_one(*pair)
+
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        done = pool.submit(drain)
+        for pair in pairs:
+            given.put(pair)
+        given.put(None)
+        done.result()
+
+
+def prefetching_by_asyncio(module: Module, pairs: Pairs) -> None:
+    found: queue.Queue[Any] = queue.Queue(maxsize=1)
+
+    def fill() -> None:
+        for pair in [*pairs, None]:
+            found.put(pair)
+
+    async def load() -> None:
+        filling = asyncio.create_task(asyncio.to_thread(fill))
+        while (pair := await asyncio.to_thread(found.get)) is not None:
+            module.load_one(*pair)
+        await filling
+
+    asyncio.run(load())
+
+
+def waiting_for_the_next(module: Module, pairs: Pairs) -> None:
+    """Two tasks of which the first needs the second."""
+    ready = threading.Event()
+
+    def first() -> None:
+        ready.wait()
+        plain(module, pairs[:1])
+
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(first)
+        pool.submit(ready.set)
+    plain(module, pairs[1:])
+
+
+def reading_meanwhile(module: Module, pairs: Pairs) -> None:
+    """What looks at values while a task waits ends no load: the task would wait on."""
+    found: queue.Queue[Any] = queue.Queue(maxsize=1)
+
+    def fill() -> None:
+        for pair in [*pairs, None]:
+            found.put(pair)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fill)
+        while (pair := found.get()) is not None:
+            if pair[1].abs().max().item() >= 0:
+                module.load_one(*pair)
+
+
+WAITING = [
+    *(prefetching, looking_for_room, consuming, prefetching_by_asyncio),
+    *(waiting_for_the_next, reading_meanwhile),
+]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_pools, "_IDLE_POLLS", 4)
+    monkeypatch.setattr(watched_pools, "_LONGEST", 3.0)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("load", WAITING)
+def test_a_loader_whose_tasks_wait_for_what_comes_after_them_is_left_as_it_is(load: Load) -> None:
+    loader = in_time(lambda: delivered(load))
+    assert (
+        "tasks that it gives to thread pools wait for others, or for what comes after"
+        in loader.reason
+    )
+
+
+# --- tasks that do not -----------------------------------------------------------------------
 
 
 def mapping(module: Module, pairs: Pairs) -> None:
@@ -43,6 +171,20 @@ def by_asyncio(module: Module, pairs: Pairs) -> None:
         await asyncio.gather(*(asyncio.to_thread(module.load_one, *pair) for pair in pairs))
 
     asyncio.run(load())
+
+
+def by_what_a_pool_begins_with(module: Module, pairs: Pairs) -> None:
+    own = threading.local()
+
+    def begin(prefix: str) -> None:
+        own.prefix = prefix
+
+    def load_one(name: str, tensor: torch.Tensor) -> None:
+        getattr(module, own.prefix + name).data.copy_(tensor)
+
+    with ThreadPoolExecutor(2, initializer=begin, initargs=("",)) as pool:
+        for pair in pairs:
+            pool.submit(load_one, *pair)
 
 
 def by_callback(module: Module, pairs: Pairs) -> None:
@@ -68,13 +210,28 @@ def of_a_pool_that_was_there(module: Module, pairs: Pairs) -> None:
 
 POOL = ThreadPoolExecutor(2)
 TASKS = [
-    *(mapping, of_a_task, by_asyncio, by_callback, raising),
+    *(mapping, of_a_task, by_asyncio, by_what_a_pool_begins_with, by_callback, raising),
     of_a_pool_that_was_there,
 ]
 
 
 @pytest.mark.parametrize("load", TASKS)
 def test_tasks_that_end_are_learnt(load: Load) -> None:
+    assert in_time(lambda: delivered(load)).reason == ""
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_task_that_works_for_long_is_waited_for() -> None:
+    def load(module: Module, pairs: Pairs) -> None:
+        def slowly() -> None:
+            end = time.thread_time() + 0.5
+            while time.thread_time() < end:
+                pass
+            plain(module, pairs)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(slowly)
+
     assert in_time(lambda: delivered(load)).reason == ""
 
 

@@ -69,23 +69,29 @@ class Watch:
     @contextmanager
     def patches(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(_patching())
+            _running.append(self)
+            stack.callback(_running.remove, self)
             for kind in WATCHED:
                 stack.enter_context(instead(kind, "__getattribute__", self._looking_up))
                 for way in ("__setattr__", "__delattr__"):
                     stack.enter_context(instead(kind, way, self._changing))
             stack.enter_context(instead(threading.Thread, "start", self._starting))
-            stack.enter_context(self._this_thread())
+            stack.enter_context(self.this_thread())
             yield
 
     @contextmanager
-    def _this_thread(self) -> Iterator[None]:
+    def this_thread(self, *, watched: bool = True) -> Iterator[None]:
+        """watched: whether this thread is, in the block."""
         thread = threading.get_ident()
-        self._threads.add(thread)
+        before = thread in self._threads
+        (self._threads.add if watched else self._threads.discard)(thread)
         try:
             yield
         finally:
-            self._threads.discard(thread)
+            (self._threads.add if before else self._threads.discard)(thread)
+
+    def watches_this_thread(self) -> bool:
+        return threading.get_ident() in self._threads
 
     def _looking_up(self, find: Callable[[Any, str], Any]) -> Any:
         def look_up(owner: Any, name: str) -> Any:
@@ -131,7 +137,7 @@ class Watch:
                     if own is not None:
                         thread.run = own  # type: ignore[method-assign]
                     with ExitStack() as stack:
-                        for make in (self._this_thread, *beside):
+                        for make in (self.this_thread, *beside):
                             stack.enter_context(make())
                         run()
 
@@ -142,6 +148,26 @@ class Watch:
 
 
 _current: ContextVar[Watch | None] = ContextVar("wsync_attribute_watch", default=None)
+_running: Final[list[Watch]] = []  # the first of one thread, and those within
+
+
+def watched_as_here() -> Callable[[], AbstractContextManager[object]]:
+    """For another thread: a context in which it is watched as this one is now."""
+    return functools.partial(_entered, [w.this_thread for w in _running if w.watches_this_thread()])
+
+
+def unwatched() -> AbstractContextManager[object]:
+    """A context in which this thread is not watched, nor are those that it starts."""
+    mine = [watch for watch in _running if watch.watches_this_thread()]
+    return _entered([functools.partial(watch.this_thread, watched=False) for watch in mine])
+
+
+@contextmanager
+def _entered(made: list[Callable[[], AbstractContextManager[object]]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for make in made:
+            stack.enter_context(make())
+        yield
 
 
 def watch() -> Watch:
@@ -160,6 +186,8 @@ def watching(
     """Notes what the block looks up, sets and deletes.  found: if it is not `watch()`."""
     found = found or watch()
     with ExitStack() as stack:
+        if _current.get() is None:
+            stack.enter_context(_patching())
         if _current.get() is not found:
             stack.callback(_current.reset, _current.set(found))
             stack.enter_context(found.patches())
@@ -186,7 +214,7 @@ def instead(kind: Any, name: str, other: Callable[[Any], Any]) -> Iterator[None]
             setattr(kind, name, former)
 
 
-_lock: Final = threading.RLock()
+_lock: Final = threading.Lock()
 
 
 @contextmanager

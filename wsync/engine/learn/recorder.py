@@ -59,7 +59,7 @@ from wsync.engine.learn.tracer import (
     ReadsValuesError,
     Tracer,
     Write,
-    inline_threads,
+    tracing,
 )
 from wsync.engine.learn.watched_writes import Part
 from wsync.engine.ring_loaders import LoadWeights
@@ -76,6 +76,9 @@ _CASTS: Final = {
     (torch.bfloat16, torch.float32),
 }
 _TRIALS: Final = 4
+_TASKS_WAIT: Final = (
+    "tasks that it gives to thread pools wait for others, or for what comes after them"
+)
 
 
 class RecordingError(Exception):
@@ -465,12 +468,13 @@ def _trace(
     kept = Bindings(module)
     given = [model.pairs(names)]  # the loader's alone once it has them
     try:
-        with torch.no_grad(), inline_threads(tracer), tracer:
+        with torch.no_grad(), tracing(tracer):
             load(given.pop())
     except ReadsValuesError:
         return
     except Exception as error:
         check()
+        _check_threads(tracer)
         refuse_other_forms(held, model, tracer)
         if len(names) == len(model.tensors):  # it may have raised for want of the others
             refuse_unloadable(error, held, model, tracer)
@@ -481,10 +485,16 @@ def _trace(
     finally:
         changed = kept.restore()
     check()  # whatever the loader makes of the error
-    if tracer.elsewhere:
-        raise RecordingError("threads that it starts work on the tensors")
+    _check_threads(tracer)
     if changed and not tracer.refused:
         raise RebindsError(f"it binds other tensors to {', '.join(changed[:5])}")
+
+
+def _check_threads(tracer: Tracer) -> None:
+    if tracer.late:
+        raise RecordingError(_TASKS_WAIT)
+    if tracer.elsewhere:
+        raise RecordingError("threads that it starts work on the tensors")
 
 
 class _Analysis:

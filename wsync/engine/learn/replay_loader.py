@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 
 from wsync import _core
-from wsync.engine.learn.inline_pools import inline_pools
 from wsync.engine.learn.known_states import Found, Trying, has_changed, tell_of_trial, try_state
 from wsync.engine.learn.module_memory import Area, AreaNames, ModuleMemory
 from wsync.engine.learn.recorder import NOT_RECORDED, KnownState, Recording
 from wsync.engine.learn.verify import add_boxes
+from wsync.engine.learn.watched_pools import watched_pools
 from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights, RoutedLoader
 from wsync.engine.sent_destinations import Made
@@ -126,7 +126,7 @@ class ReplayLoader(RoutedLoader):
         was seen to do with made-up ones: the copies are done."""
         recording, held = self.recording, self._held
         assert held is not None
-        with inline_pools(), WatchedWrites(held) as watched:
+        with watched_pools(), WatchedWrites(held) as watched:
             self.load_weights(staged)
         over = {part for part in watched.parts - recording.aside if part[0] in recording.areas}
         if over:

@@ -1,14 +1,20 @@
-"""Modes of torch in a thread."""
+"""Has other threads run something as the one that asks for it would: with its modes of torch, its
+context, its GPU and stream, and watched as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from typing import TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from wsync.engine.learn.attribute_watch import watched_as_here
+
+_T = TypeVar("_T")
 _Mode = TorchDispatchMode | TorchFunctionMode
 
 
@@ -36,3 +42,30 @@ def pushed(mode: _Mode) -> Iterator[None]:
         yield
     finally:
         _pop(mode)
+
+
+def _modes() -> list[_Mode]:
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [*functions, *_get_current_dispatch_mode_stack()]
+
+
+def of_this_thread() -> Callable[[Callable[[], _T]], _T]:
+    """Runs something, once, in the thread that calls it, as this one would now."""
+    modes = _modes()
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream() if initialized else None
+    context, watched = copy_context(), watched_as_here()
+
+    def run(act: Callable[[], _T]) -> _T:
+        with ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))  # also its GPU
+            stack.enter_context(torch.inference_mode(inference))  # which sets the other one, too
+            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(watched())
+            for mode in modes:
+                stack.enter_context(pushed(mode))
+            return context.run(act)
+
+    return run

@@ -9,6 +9,7 @@ the model's tensors are not there to be looked at; which of the module's were lo
 from __future__ import annotations
 
 import bisect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from wsync.engine.learn.attribute_watch import watching
 from wsync.engine.learn.dummy_weights import MadeUpModel, there, weak
-from wsync.engine.learn.inline_pools import inline_pools
 from wsync.engine.learn.module_memory import ModuleMemory, bytes_of, whole
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, in_one_run, without
 from wsync.engine.learn.thread_state import pushed
 from wsync.engine.learn.time_limit import check
+from wsync.engine.learn.watched_pools import watched_pools
 from wsync.module_tensors import checksum_of
 
 SOURCE: Final = "source"  # a tensor of the model
@@ -139,6 +140,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refused: frozenset[str] = frozenset()
         self.outside: dict[tuple[int, int], Outside] = {}
         self.elsewhere = False  # another thread that the loader started works on such tensors
+        self.late = False  # a task of a pool has not ended before the next one
+        self._turn = threading.RLock()  # of the threads that are traced then
         self._held = held
         self._model = model
         self._opaque = opaque
@@ -163,8 +166,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         check()
+        with self._turn:
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._clock += 1
         packet = func.overloadpacket
         if func.is_view or packet in _VIEWS or packet in _SHAPES:
@@ -429,9 +435,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return answer
 
     def refuse(self, names: frozenset[str], reason: str) -> None:
-        """Ends the load: values are looked at that are not there."""
+        """Ends the load: values are looked at that are not there.  Not where others wait for what
+        this thread does: nothing is learnt then."""
         self.refused |= names or frozenset(["?"])
-        raise ReadsValuesError(f"{', '.join(sorted(names)[:5])}: read by {reason}")
+        if not self.late:
+            raise ReadsValuesError(f"{', '.join(sorted(names)[:5])}: read by {reason}")
 
 
 class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -647,10 +655,14 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 @contextmanager
-def inline_threads(tracer: Tracer) -> Iterator[None]:
-    """Runs what this thread gives to thread pools at once: a tracer sees one thread only.  Of other
+def tracing(tracer: Tracer) -> Iterator[None]:
+    """Traces this thread, and tasks that it gives to thread pools, one after another.  Of other
     threads that this one starts, the tracer learns whether they work on what it follows: they may
     outlive it, and do not keep it."""
     reference = weakref.ref(tracer)
-    with watching(beside=lambda: pushed(_Elsewhere(reference))), inline_pools():
+
+    def late() -> None:
+        tracer.late = True
+
+    with watching(beside=lambda: pushed(_Elsewhere(reference))), watched_pools(late), tracer:
         yield

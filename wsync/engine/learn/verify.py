@@ -13,12 +13,12 @@ import torch
 
 from wsync._core import LOCAL, BufferTable, Layout, LayoutBuilder, Route, Stream
 from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.inline_pools import inline_pools
 from wsync.engine.learn.module_memory import ModuleMemory, region, wrapped_tensors
 from wsync.engine.learn.module_state import ModuleState
 from wsync.engine.learn.recorder import Recording, RecordingError
 from wsync.engine.learn.regions import Box, Move
 from wsync.engine.learn.time_limit import check
+from wsync.engine.learn.watched_pools import watched_pools
 from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.machine.device import follow_torch
@@ -195,7 +195,7 @@ def load_made_up(
         RecordingError: the loader has failed.
     """
     try:
-        with torch.no_grad(), inline_pools():
+        with torch.no_grad(), watched_pools():
             pairs = model.pairs(names)
             for call in [None] if calls is None else calls:
                 load(pairs if call is None else [pairs[index] for index in call])
