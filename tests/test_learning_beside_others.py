@@ -36,6 +36,28 @@ def test_threads_that_a_load_has_started_leave_no_flags_of_torch_behind() -> Non
     assert not is_in_torch_dispatch_mode()
 
 
+def test_a_task_that_goes_on_when_all_is_loaded_does_its_own_work() -> None:
+    released, modules, works = threading.Event(), list[Module](), list[Any]()
+
+    def work() -> None:
+        released.wait()
+        modules[0].a.data.fill_(7)
+
+    def load(module: Module, pairs: Pairs) -> None:
+        modules.append(module)
+        if not works:
+            works.append(pool.submit(work))
+        plain(module, pairs)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            in_time(lambda: delivered(load))
+        finally:
+            released.set()
+        works[0].result(timeout=PATIENCE)
+    assert modules[0].a.eq(7).all()
+
+
 # --- what load_weights finds --------------------------------------------------------------------
 
 

@@ -141,6 +141,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outside: dict[tuple[int, int], Outside] = {}
         self.elsewhere = False  # another thread that the loader started works on such tensors
         self.late = False  # a task of a pool has not ended before the next one
+        self.ended = False  # threads that go on are not traced any more
         self._turn = threading.RLock()  # of the threads that are traced then
         self._held = held
         self._model = model
@@ -166,6 +167,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if self.ended:
+            return func(*args, **(kwargs or {}))
         check()
         with self._turn:
             return self._dispatch(func, args, kwargs or {})
@@ -471,7 +474,7 @@ class _Glances(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
+        name = "" if self._tracer.ended else getattr(func, "__name__", "")
         if name in _LETS_OUT or (name in _HANDS_OUT and not self._tracer.held(args[0])):
             self._tracer.let_out(args[0], name)
         return func(*args, **(kwargs or {}))
@@ -665,4 +668,7 @@ def tracing(tracer: Tracer) -> Iterator[None]:
         tracer.late = True
 
     with watching(beside=lambda: pushed(_Elsewhere(reference))), watched_pools(late), tracer:
-        yield
+        try:
+            yield
+        finally:
+            tracer.ended = True

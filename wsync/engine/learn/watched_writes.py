@@ -20,6 +20,11 @@ class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tell: Callable[[torch.Tensor], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tell = tell
+        self._ended = False
+
+    def __exit__(self, *raised: Any) -> None:
+        self._ended = True  # also in threads that go on
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -29,7 +34,7 @@ class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in changed_arguments(func, args, kwargs):
+        for tensor in () if self._ended else changed_arguments(func, args, kwargs):
             self._tell(tensor)
         return func(*args, **kwargs)
 
