@@ -1,4 +1,4 @@
-"""load_weights that waits, for its own tasks, keeps no update from its end,
+"""load_weights that waits, for its own tasks and threads or for good, keeps no update from its end,
 and nothing patched."""
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 from support.loads_in_time import Load, Module, delivered, in_time, patchable, plain
-from support.two_weights import Pairs
+from support.two_weights import Pairs, draw
+from support.workers import ThreadEngine
 
-from wsync.engine.learn import watched_pools
+import wsync
+from wsync.engine.learn import bounded_call, watched_pools
+from wsync.engine.learn.recorded_loader import RecordedLoader
 
 
 @pytest.fixture(autouse=True)
@@ -246,3 +249,44 @@ def by_thread_pool(module: Module, pairs: Pairs) -> None:
 
 def test_other_pools_end() -> None:
     in_time(lambda: delivered(by_thread_pool))
+
+
+# --- loads that do not end ---------------------------------------------------------------------
+
+
+def waits_for_good(module: Module, pairs: Pairs, released: threading.Event) -> None:
+    released.wait()
+
+
+def joins_what_waits(module: Module, pairs: Pairs, released: threading.Event) -> None:
+    thread = threading.Thread(target=released.wait)
+    thread.start()
+    try:
+        pairs[0][1].tolist()
+        released.set()
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("load", [waits_for_good, joins_what_waits])
+def test_an_update_ends_where_load_weights_does_not(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_call, "_GRACE", 0.2)  # the more for the answer
+    released = threading.Event()
+    loader = RecordedLoader(Module(lambda module, pairs: load(module, pairs, released)))
+    options = wsync.Options(deadline=8, progress=False)
+
+    def update() -> None:
+        with wsync.connect(draw(0), [ThreadEngine([loader])], options=options) as sync:
+            for _ in range(2):
+                with pytest.raises(
+                    wsync.WsyncError, match=r"has not ended .* make the engine anew"
+                ):
+                    sync.update(draw(1))
+
+    try:
+        in_time(update)
+    finally:
+        released.set()
+    assert "has not ended" in loader.reason

@@ -15,6 +15,7 @@ from wsync import _core
 from wsync.engine.destination import MissingError
 from wsync.engine.learn.attributes_read import Attribute, attributes_read
 from wsync.engine.learn.attributes_set import LeftValues, attributes_set
+from wsync.engine.learn.bounded_call import NotEndedError
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.forms_of_values import AttributePlace, Forms, finder
 from wsync.engine.learn.known_states import Found, has_changed
@@ -157,7 +158,7 @@ class RecordedLoader(ChoosingLoader):
         try:
             with unwritten():
                 yield
-        except (WrittenError, NotPutBackError) as error:
+        except (WrittenError, NotPutBackError, NotEndedError) as error:
             # the same made-up values once more would look like nothing
             self.recording, self.reason = None, str(error)
             self._spoils = self.reason

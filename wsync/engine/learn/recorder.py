@@ -23,6 +23,7 @@ from wsync._core import LayoutError, NoMemoryError
 from wsync.engine.learn.addresses_in_module import noted_addresses
 from wsync.engine.learn.attributes_read import Attribute, AttributeGuards
 from wsync.engine.learn.attributes_set import LeftValues
+from wsync.engine.learn.bounded_call import NotEndedError, bounded
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import (
     Area,
@@ -469,9 +470,11 @@ def _trace(
     given = [model.pairs(names)]  # the loader's alone once it has them
     try:
         with torch.no_grad(), tracing(tracer):
-            load(given.pop())
+            bounded(lambda: load(given.pop()))
     except ReadsValuesError:
         return
+    except NotEndedError:
+        raise
     except Exception as error:
         check()
         _check_threads(tracer)

@@ -30,16 +30,23 @@ def learning(seconds: float, tell: Callable[[], object] | None = None) -> Iterat
 
 
 def taken() -> None:
-    """load_weights takes one more tensor."""
+    """load_weights takes one more tensor.  DeadlineError as of `check`."""
+    check()
     tell = _tell.get()
     if tell is not None:
         tell()
 
 
+def is_over() -> bool:
+    """Whether learning has taken too long."""
+    limit = _limit.get()
+    return limit is not None and not limit.left
+
+
 def check() -> None:
     """Raises DeadlineError where learning has taken too long."""
     limit = _limit.get()
-    if limit is not None and not limit.left:
+    if limit is not None and is_over():
         raise DeadlineError(
             f"learning what load_weights does took over {limit.seconds:.1f} s; the trainer's "
             "Options(deadline=) gives more"

@@ -6,12 +6,14 @@ dispatch modes do not see.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Final
 
 import torch
 
 from wsync._core import LOCAL, BufferTable, Layout, LayoutBuilder, Route, Stream
+from wsync.engine.learn.bounded_call import NotEndedError, bounded
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory, region, wrapped_tensors
 from wsync.engine.learn.module_state import ModuleState
@@ -198,8 +200,11 @@ def load_made_up(
         with torch.no_grad(), watched_pools():
             pairs = model.pairs(names)
             for call in [None] if calls is None else calls:
-                load(pairs if call is None else [pairs[index] for index in call])
+                given = pairs if call is None else [pairs[index] for index in call]
+                bounded(functools.partial(load, given))
                 check()
+    except NotEndedError:
+        raise
     except Exception as error:
         raise RecordingError(f"it raised {error_text(error)}") from error
     finally:
