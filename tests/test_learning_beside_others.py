@@ -1,20 +1,73 @@
-"""What else a process does while load_weights is learnt, in other threads, and what goes on
-afterwards."""
+"""What else a process does while load_weights is learnt, in other threads and in processes that are
+forked then, and what goes on afterwards."""
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
+import pytest
 import torch
-from support.loads_in_time import PATIENCE, Module, delivered, in_time, plain
+from support.loads_in_time import PATIENCE, Module, delivered, in_time, patchable, plain
 from support.two_weights import Pairs
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from wsync._core import LayoutBuilder
 from wsync.engine.learn.recorded_loader import RecordedLoader
+
+# --- processes that are forked meanwhile ----------------------------------------------------------
+
+
+def patched_or_not_learning(before: list[Any]) -> str:
+    if patchable() != before:
+        return "it is patched"
+    return in_time(lambda: delivered(plain)).reason  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["from another thread", "by load_weights"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_process_that_is_forked_while_another_thread_learns_can_learn(within: bool) -> None:
+    before, texts = patchable(), multiprocessing.get_context("fork").Queue()
+    learning, forked = threading.Event(), threading.Event()
+    found: list[str] = []
+
+    def fork() -> None:
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: texts.put(patched_or_not_learning(before)), daemon=True
+        )
+        child.start()
+        try:
+            found.append(texts.get(timeout=PATIENCE))
+        finally:
+            child.kill()
+            child.join()
+
+    def load(module: Module, pairs: Pairs) -> None:
+        if within and not learning.is_set():
+            learning.set()
+            fork()
+        learning.set()
+        assert forked.wait(PATIENCE)
+        plain(module, pairs)
+
+    if within:
+        forked.set()
+        in_time(lambda: delivered(load))
+        assert found == [""]
+        return
+    update = threading.Thread(target=delivered, args=(load,), daemon=True)
+    update.start()
+    try:
+        assert learning.wait(PATIENCE)
+        fork()
+    finally:
+        forked.set()
+        update.join(PATIENCE)
+    assert not update.is_alive() and found == [""]
+
 
 # --- other threads meanwhile and afterwards -----------------------------------------------------
 

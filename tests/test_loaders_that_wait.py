@@ -4,6 +4,7 @@ and nothing patched."""
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import queue
 import threading
 import time
@@ -238,7 +239,7 @@ def test_a_task_that_works_for_long_is_waited_for() -> None:
     assert in_time(lambda: delivered(load)).reason == ""
 
 
-# --- other pools ---------------------------------------------------------------
+# --- other threads and processes ---------------------------------------------------------------
 
 
 def by_thread_pool(module: Module, pairs: Pairs) -> None:
@@ -247,8 +248,29 @@ def by_thread_pool(module: Module, pairs: Pairs) -> None:
             module.load_one(name, pairs[place][1])
 
 
-def test_other_pools_end() -> None:
-    in_time(lambda: delivered(by_thread_pool))
+def by_forked_pool(module: Module, pairs: Pairs) -> None:
+    GIVEN[:] = pairs
+    try:
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            names = pool.map(_name_of, range(len(pairs)))
+    finally:
+        GIVEN.clear()
+    for name, (_, tensor) in zip(names, pairs, strict=True):
+        module.load_one(name, tensor)
+
+
+GIVEN: Pairs = []
+
+
+def _name_of(index: int) -> str:
+    """Looks in the other process at values, which no recording ends there."""
+    return GIVEN[index][0] if GIVEN[index][1].clone().max().item() else ""
+
+
+@pytest.mark.parametrize("load", [by_thread_pool, by_forked_pool])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_other_pools_end(load: Load) -> None:
+    in_time(lambda: delivered(load))
 
 
 # --- loads that do not end ---------------------------------------------------------------------

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -70,7 +71,7 @@ class Watch:
     def patches(self) -> Iterator[None]:
         with ExitStack() as stack:
             _running.append(self)
-            stack.callback(_running.remove, self)
+            stack.callback(_forget, self)
             for kind in WATCHED:
                 stack.enter_context(instead(kind, "__getattribute__", self._looking_up))
                 for way in ("__setattr__", "__delattr__"):
@@ -151,6 +152,11 @@ _current: ContextVar[Watch | None] = ContextVar("wsync_attribute_watch", default
 _running: Final[list[Watch]] = []  # the first of one thread, and those within
 
 
+def _forget(watch: Watch) -> None:
+    with suppress(ValueError):  # in a forked process
+        _running.remove(watch)
+
+
 def watched_as_here() -> Callable[[], AbstractContextManager[object]]:
     """For another thread: a context in which it is watched as this one is now."""
     return functools.partial(_entered, [w.this_thread for w in _running if w.watches_this_thread()])
@@ -200,33 +206,57 @@ def watching(
         yield
 
 
+_patches: Final[list[Callable[[], None]]] = []  # what undoes them
+
+
 @contextmanager
 def instead(kind: Any, name: str, other: Callable[[Any], Any]) -> Iterator[None]:
     """Has a class do something otherwise, and then as before: a profiler may have changed it."""
     former = vars(kind).get(name)
-    setattr(kind, name, other(getattr(kind, name)))
+
+    def undo() -> None:
+        if former is not None:
+            setattr(kind, name, former)
+        elif name in vars(kind):
+            delattr(kind, name)
+
+    _patches.append(undo)  # another thread may fork at any time
     try:
+        setattr(kind, name, other(getattr(kind, name)))
         yield
     finally:
-        if former is None:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, former)
+        if undo in _patches:  # not in a forked process
+            undo()
+            _patches.remove(undo)
 
 
-_lock: Final = threading.Lock()
+_lock = threading.Lock()
 
 
 @contextmanager
 def _patching() -> Iterator[None]:
     """Around patches, which one thread makes at a time, also in what it calls.  DeadlineError where
     another one does not end them in the time there is to learn."""
-    while not _lock.acquire(timeout=POLL_SECONDS):
+    lock = _lock
+    while not lock.acquire(timeout=POLL_SECONDS):
         check()
     try:
         yield
     finally:
-        _lock.release()
+        lock.release()
+
+
+def _end_in_child() -> None:
+    """In a forked process nothing is watched."""
+    global _lock
+    _lock = threading.Lock()
+    while _patches:
+        _patches.pop()()
+    _running.clear()
+    _current.set(None)
+
+
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 def _is_quiet(frame: Any) -> bool:

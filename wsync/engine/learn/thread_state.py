@@ -3,6 +3,7 @@ context, its GPU and stream, and watched as it is."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -69,3 +70,17 @@ def of_this_thread() -> Callable[[Callable[[], _T]], _T]:
             return context.run(act)
 
     return run
+
+
+def _drop_modes() -> None:
+    """In a forked process nobody records any more."""
+    modes = _modes()
+    others = [mode for mode in modes if not type(mode).__module__.startswith("wsync.")]
+    if len(others) < len(modes):
+        for mode in modes:
+            _pop(mode)
+        for mode in others:
+            _push(mode)
+
+
+os.register_at_fork(after_in_child=_drop_modes)

@@ -4,6 +4,7 @@ is."""
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Final
@@ -51,3 +52,12 @@ def check() -> None:
             f"learning what load_weights does took over {limit.seconds:.1f} s; the trainer's "
             "Options(deadline=) gives more"
         )
+
+
+def _end_in_child() -> None:
+    """A forked process has nobody to tell, and whose time ends is its parent."""
+    _limit.set(None)
+    _tell.set(None)
+
+
+os.register_at_fork(after_in_child=_end_in_child)

@@ -7,6 +7,7 @@ perhaps for what comes after it, as one that fills a bounded queue does.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ class _Block:
 
 
 _current: ContextVar[_Block | None] = ContextVar("wsync_watched_pools", default=None)
-_lock: Final = threading.Lock()
+_lock = threading.Lock()
 _blocks = 0
 _submit: Any = None  # what pools did before the first of them
 
@@ -64,7 +65,7 @@ def watched_pools(late: Callable[[], object] = lambda: None) -> Iterator[None]:
         block.ended = True
         _current.reset(token)
         with _lock:
-            _blocks -= 1
+            _blocks = max(_blocks - 1, 0)  # none in a forked process
             if not _blocks:
                 ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign]
 
@@ -121,3 +122,16 @@ def _ends(future: Future[Any], task: _Task, block: _Block) -> bool:
         idle = idle + 1 if now - before < _BUSY_SECONDS else 0
         before = now
     return future.done()
+
+
+def _end_in_child() -> None:
+    """In a forked process nothing is watched."""
+    global _blocks, _lock
+    _lock = threading.Lock()
+    if ThreadPoolExecutor.submit is _run:
+        ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign]
+    _blocks = 0
+    _current.set(None)
+
+
+os.register_at_fork(after_in_child=_end_in_child)
