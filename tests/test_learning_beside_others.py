@@ -89,6 +89,30 @@ def test_threads_that_a_load_has_started_leave_no_flags_of_torch_behind() -> Non
     assert not is_in_torch_dispatch_mode()
 
 
+def test_another_model_can_be_compiled_as_one_graph_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    compiled = torch.compile(torch.nn.Linear(4, 4), fullgraph=True, backend="eager")
+    learning, called = threading.Event(), threading.Event()
+
+    def load(module: Module, pairs: Pairs) -> None:
+        learning.set()
+        assert called.wait(PATIENCE)
+        plain(module, pairs)
+
+    update = threading.Thread(target=delivered, args=(load,), daemon=True)
+    update.start()
+    try:
+        assert learning.wait(PATIENCE)
+        assert compiled(torch.ones(2, 4)).shape == (2, 4)
+    finally:
+        called.set()
+        update.join(PATIENCE)
+        torch.compiler.reset()
+    assert not update.is_alive()
+
+
 def test_a_task_that_goes_on_when_all_is_loaded_does_its_own_work() -> None:
     released, modules, works = threading.Event(), list[Module](), list[Any]()
 

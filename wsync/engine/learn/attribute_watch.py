@@ -25,6 +25,7 @@ from wsync.machine.deadline import POLL_SECONDS
 
 # parameters before tensors: each of the two takes over how it was
 WATCHED: Final[tuple[Any, ...]] = (torch.nn.Module, torch.nn.Parameter, torch.Tensor)
+_is_compiling: Final = torch.compiler.is_dynamo_compiling
 # a class that overrides one of these may pass the patches by
 _WAYS: Final = ("__getattribute__", "__setattr__", "__delattr__")
 # modules that use a `__dict__` on behalf of what the patches have seen already
@@ -73,7 +74,8 @@ class Watch:
             _running.append(self)
             stack.callback(_forget, self)
             for kind in WATCHED:
-                stack.enter_context(instead(kind, "__getattribute__", self._looking_up))
+                looking_up = functools.partial(self._looking_up, kind)
+                stack.enter_context(instead(kind, "__getattribute__", looking_up))
                 for way in ("__setattr__", "__delattr__"):
                     stack.enter_context(instead(kind, way, self._changing))
             stack.enter_context(instead(threading.Thread, "start", self._starting))
@@ -94,8 +96,10 @@ class Watch:
     def watches_this_thread(self) -> bool:
         return threading.get_ident() in self._threads
 
-    def _looking_up(self, find: Callable[[Any, str], Any]) -> Any:
+    def _looking_up(self, kind: Any, find: Callable[[Any, str], Any]) -> Any:
         def look_up(owner: Any, name: str) -> Any:
+            if _is_compiling():  # another thread's module: this is what a compiler can follow
+                return super(kind, owner).__getattribute__(name)
             if threading.get_ident() not in self._threads:
                 return find(owner, name)
             if name != "__dict__" or not _is_quiet(sys._getframe(1)):
