@@ -224,6 +224,22 @@ def test_tasks_that_end_are_learnt(load: Load) -> None:
     assert in_time(lambda: delivered(load)).reason == ""
 
 
+def test_values_that_a_group_of_tasks_looks_at_end_no_engine() -> None:
+    def load_one(module: Module, name: str, tensor: torch.Tensor) -> None:
+        if tensor.abs().max().item() >= 0:
+            module.load_one(name, tensor)
+
+    def load(module: Module, pairs: Pairs) -> None:
+        async def load_all() -> None:
+            async with asyncio.TaskGroup() as group:
+                for pair in pairs:
+                    group.create_task(asyncio.to_thread(load_one, module, *pair))
+
+        asyncio.run(load_all())
+
+    assert "values are looked at" in in_time(lambda: delivered(load)).reason
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_task_that_works_for_long_is_waited_for() -> None:
     def load(module: Module, pairs: Pairs) -> None:

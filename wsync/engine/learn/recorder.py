@@ -485,6 +485,9 @@ def _trace(
         for name, why in list(aside.items())[:1]:
             text += f", when it is not given {name}: {why}"
         raise RecordingError(text) from error
+    except BaseExceptionGroup:  # an asyncio.TaskGroup makes one of what ends the load
+        if not tracer.refused:
+            raise
     finally:
         changed = kept.restore()
     check()  # whatever the loader makes of the error
