@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+import torch
+
 from wsync.engine.learn.attribute_watch import unwatched
 from wsync.engine.learn.thread_state import of_this_thread
 from wsync.engine.learn.time_limit import is_over
@@ -26,11 +28,14 @@ def bounded(act: Callable[[], object]) -> None:
         NotEndedError: it still runs.
     """
     given, raised = [act], list[BaseException]()
-    as_here = of_this_thread()
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpu, as_here = torch.cuda.current_device() if initialized else None, of_this_thread()
     del act
 
     def run() -> None:
         try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
             as_here(given.pop())
         except BaseException as error:
             raised.append(error)

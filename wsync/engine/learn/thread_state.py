@@ -1,5 +1,5 @@
 """Has other threads run something as the one that asks for it would: with its modes of torch, its
-context, its GPU and stream, and watched as it is."""
+context and stream, and watched as it is."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _modes() -> list[_Mode]:
 
 
 def of_this_thread() -> Callable[[Callable[[], _T]], _T]:
-    """Runs something, once, in the thread that calls it, as this one would now."""
+    """Runs something, once, in the thread that calls it, as this one would now; the stream only
+    where that thread has the same GPU: to go back to another one would take memory of that."""
     modes = _modes()
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -60,8 +61,8 @@ def of_this_thread() -> Callable[[Callable[[], _T]], _T]:
 
     def run(act: Callable[[], _T]) -> _T:
         with ExitStack() as stack:
-            if stream is not None:
-                stack.enter_context(torch.cuda.stream(stream))  # also its GPU
+            if stream is not None and stream.device_index == torch.cuda.current_device():
+                stack.enter_context(torch.cuda.stream(stream))
             stack.enter_context(torch.inference_mode(inference))  # which sets the other one, too
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(watched())
