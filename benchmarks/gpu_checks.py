@@ -168,7 +168,7 @@ CHECKS = (
     Check(
         "weights are read in place out of torch's own memory",
         f"{GPU_TESTS} -k copied_out",
-        "passes; then GPUS_UNASKED of wsync/trainer/lending.py may become true",
+        "passes",
         '`Options(delivery="direct")` is not for this driver',
         judge=passes,
     ),

@@ -24,7 +24,8 @@ _BINDING: Final = struct.Struct("=QQQ")  # wsync_binding_t of csrc/ipc/session.h
 _UNBOUND: Final = _BINDING.pack(2**64 - 1, 0, 0)
 _NOTHING: Final = _core.BufferTable([])
 
-# Whether "auto" lends memory of GPUs: not before a GPU has shown that it can be read in place.
+# Whether "auto" lends memory of GPUs.  It would be about as fast, but what a worker has open the
+# driver gives to nobody else, and trainers that share a GPU with engines count on giving it back.
 GPUS_UNASKED = False
 
 Segment = tuple[int, int]  # the rank whose it is, and its number there
