@@ -109,6 +109,52 @@ def test_a_rings_file_that_was_left_goes_with_its_last_reader(sglang: SglangRece
     assert name not in segments()
 
 
+def test_a_rings_file_that_was_left_outlasts_requests_that_come_twice(
+    sglang: SglangReceiver,
+) -> None:
+    before = segments()
+    ring = SharedRing(4096, _core.host())
+    (name,) = segments() - before
+    data, told = filled(ring, 1)
+    assert sglang(data) == told
+    ring.leave()
+    for _ in range(3):
+        assert sglang(data) == told
+    ring.remove()
+    assert name not in segments()
+
+
+@pytest.mark.parametrize("ended", ["removed", "freed"])
+@pytest.mark.parametrize("readings", [1, 2, 3])
+def test_a_ring_that_was_left_ends_whatever_was_read_twice(readings: int, ended: str) -> None:
+    """Where torch finds no file to remove it ends the process."""
+    code = (
+        "import gc, os, sys\n"
+        "from wsync import _core\n"
+        "from wsync.bucket import metadata_at\n"
+        "from wsync.messages import payload\n"
+        "from wsync.trainer.sessions.stock import SharedRing\n"
+        "ring = SharedRing(4096, _core.host())\n"
+        "(name,) = [n for n in os.listdir('/dev/shm') if n.startswith(f'torch_{os.getpid()}_')]\n"
+        "data = ring.payload(0, 16, [metadata_at(0, 'a', 'float32', (4,))])\n"
+        "for _ in range(int(sys.argv[1])):\n"
+        "    payload.load(data)\n"
+        "ring.leave()\n"
+        "if sys.argv[2] == 'removed':\n"
+        "    ring.remove()\n"
+        "del ring\n"
+        "gc.collect()\n"
+        "print(name in os.listdir('/dev/shm'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(readings), ended],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
 def filled(ring: SharedRing, value: int) -> tuple[bytes, Any]:
     """A bucket of all that there is, and what SGLang finds there."""
     ctypes.memset(ring.address, value, ring.nbytes)

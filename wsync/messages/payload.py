@@ -15,6 +15,7 @@ Torch's default, passing file descriptors, fails between processes without a com
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import io
@@ -46,6 +47,7 @@ _SHM: Final = "/dev/shm"
 # those of the other kinds when asked for their file.
 _FILE_MARK: Final = "wsync_file"
 _SEGMENT_HEADER_NBYTES: Final = 64  # torch counts a segment's users there
+_REPEATS: Final = 1 << 14  # more of payloads than gateways make of one segment's
 _MANAGER_SECONDS: Final = 30.0
 
 _manager_lock = threading.Lock()
@@ -235,22 +237,30 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
 def remove(tensor: torch.Tensor) -> None:
     """Takes the file of `shared_bytes` out of /dev/shm, whatever payloads have not been read: their
     readers will find none.  Whoever has mapped it keeps it."""
-    storage = tensor.untyped_storage()
-    name = storage._share_filename_cpu_()[1]
-    # torch's last user removes the file, too, and ends its process where there is none
-    storage._shared_incref()  # type: ignore[no-untyped-call]
+    name = tensor.untyped_storage()._share_filename_cpu_()[1]
+    # torch's last user removes the file, too, and ends its process where there is none; repeated
+    # readings may have dropped the references of others
+    keep(tensor)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.fsencode(_SHM) + name)
 
 
-def keep(tensor: torch.Tensor, references: int) -> None:
-    """Has the file of `shared_bytes` outlast payloads that are read more than once, by as many
-    times: each reading drops a reference, and the last one takes the file along.  Then it goes with
-    `remove`, or with this process.  A negative number takes references back."""
-    storage: Any = tensor.untyped_storage()
-    change = storage._shared_incref if references > 0 else storage._shared_decref
-    for _ in range(abs(references)):
-        change()
+def keep(tensor: torch.Tensor) -> None:
+    """Has the file of `shared_bytes` outlast payloads that are read more than once: each reading
+    drops a reference, and the last one takes the file along.  Then it goes with `remove`, or with
+    this process."""
+    storage = tensor.untyped_storage()
+    for _ in range(_REPEATS):
+        storage._shared_incref()  # type: ignore[no-untyped-call]
+
+
+def give_back(tensor: torch.Tensor) -> None:
+    """Takes back the references of `keep` that repeated readings have left: the file goes with its
+    last user, which this process may be."""
+    header = tensor.untyped_storage().data_ptr() - _SEGMENT_HEADER_NBYTES
+    count = ctypes.c_int32.from_address(header)
+    for _ in range(_REPEATS):
+        _core.count_down(count, 1)
 
 
 def flattened(tensor: object, metadata: Sequence[Any]) -> bytes:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _GATEWAYS: Final = (502, 503, 504)  # what gateways answer in the place of a server
 _MOST_LEFT: Final = 2  # rings of an engine
 _LEFT_SECONDS: Final = 600.0  # that a gateway may keep a request
-_REPEATS: Final = 1 << 14  # more of buckets than gateways make of one ring's
 
 
 class SharedRing:
@@ -42,7 +41,7 @@ class SharedRing:
 
     def __init__(self, nbytes: int, device: _core.Device) -> None:
         self._bytes = payload.shared_bytes(nbytes)
-        payload.keep(self._bytes, _REPEATS)
+        payload.keep(self._bytes)
         # also where the connection is dropped, and nobody calls `close`
         self._ended = weakref.finalize(self, _remove, Owner(), self._bytes)
         self.address = self._bytes.data_ptr()
@@ -61,19 +60,26 @@ class SharedRing:
         self._ended()
 
     def leave(self) -> None:
-        """Has the file go with its last user, after this process, and gives up all else."""
+        """Has the file stay until `remove`, or go with its last user after this object, and gives
+        up all else."""
         self._ended.detach()
+        self._ended = weakref.finalize(self, _give_back, Owner(), self._bytes)
         self._registered = None
-        payload.keep(self._bytes, -_REPEATS)
 
     def remove(self) -> None:
         """The file of a ring that was left."""
+        self._ended.detach()
         payload.remove(self._bytes)
 
 
 def _remove(owner: Owner, ring: torch.Tensor) -> None:
     if owner:
         payload.remove(ring)
+
+
+def _give_back(owner: Owner, ring: torch.Tensor) -> None:
+    if owner:
+        payload.give_back(ring)
 
 
 class StockSession(BucketSession):
