@@ -20,6 +20,7 @@ import uvicorn
 from support.trainer import Trainer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+import wsync
 from wsync._core import DeadlineError, PeerClosedError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
@@ -537,6 +538,49 @@ def test_a_second_name_of_a_tensor_may_come_by_itself(serve: Callable[..., Serve
     for part in (pairs[:5], pairs[5:-1], pairs[-1:]):
         assert update(server, part).status_code == 200
     assert not refused(server)
+
+
+DELIVERIES: dict[str, dict[str, Any]] = {
+    "stock": {"delivery": "stock"},
+    "bucket": {"delivery": "distributed", "broadcast": "bucket"},
+    "tensor": {"delivery": "distributed", "broadcast": "tensor"},
+}
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("last", ["lm_head.weight", "mtp.weight"])
+def test_the_last_bucket_may_bring_nothing_that_is_waited_for(
+    serve: Callable[..., Server], last: str, delivery: str
+) -> None:
+    tied = last == "lm_head.weight"
+    server = serve(model_of(0, tie_word_embeddings=tied), ignore=["mtp.weight"])
+    trained = model_of(1, tie_word_embeddings=tied).state_dict()
+    weights = trained if tied else {**trained, last: torch.ones(300, 64)}
+    assert list(weights)[-1] == last
+    options = wsync.Options(
+        deadline=60, progress=False, bucket_nbytes=96 * 32 * 4, **DELIVERIES[delivery]
+    )
+    with wsync.connect(weights, engines=[server.url], options=options) as sync:
+        for version in (1, 2):
+            assert sync.update(version=version).rounds > 1
+    assert not refused(server)
+    assert server.get("/model_info").json()["weight_version"] == "2"
+    state = server.engine.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in trained.items())
+
+
+def test_an_engine_that_has_all_but_the_last_bucket_does_not_go_on(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve(model_of(0, tie_word_embeddings=True))
+    pairs = list(model_of(1, tie_word_embeddings=True).state_dict().items())
+    assert told(server, PAUSE, "a1") == told(server, TENSOR, "a1", bucket(pairs[:-1])) == 200
+    info = server.get("/model_info").json()
+    assert not info["consistent"] and "nobody has said its version yet" in info["reason"]
+    assert told(server, CONTINUE, "a1") == told(server, CONTINUE, "") == 400
+    other = [("lm_head.weight", pairs[-1][1] + 1)]
+    assert told(server, TENSOR, "a1", bucket(other, weight_version="7")) == 400
+    assert refused(server)
 
 
 def test_the_version_can_be_set_alone(serve: Callable[..., Server]) -> None:

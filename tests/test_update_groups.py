@@ -196,7 +196,9 @@ def test_a_late_announcement_of_an_update_that_has_ended_costs_no_group() -> Non
                 with pytest.raises(wsync.StateError, match="update 0a has ended"):
                     engine.update_weights_from_distributed(**announced, update_id="0a")
             sent = pool.submit(trainer.broadcast, [torch.full((3,), value)])
-            engine.update_weights_from_distributed(**announced, update_id=update)
+            engine.update_weights_from_distributed(
+                **announced, update_id=update, weight_version=update
+            )
             sent.result(PATIENCE)
             assert module.a.tolist() == [value] * 3
             engine.resume(PATIENCE, update)

@@ -141,6 +141,11 @@ TRANSITIONS: list[tuple[list[Step], Phase, str, str]] = [
     ([begin(), load("a"), load("b", version="7")], Phase.COMPLETE, WHOLE, "7"),
     ([begin(), load("a", version="7"), load("b")], Phase.COMPLETE, WHOLE, "7"),
     ([begin("a1"), load("a", "a1"), load("b", "a1", "7")], Phase.COMPLETE, WHOLE, "7"),
+    # the last bucket may bring nothing that is missing
+    ([begin("a1"), load("a", "a1"), load("b", "a1")], Phase.COMPLETE, UNNAMED, "default"),
+    ([begin("a1"), load("ab", "a1"), load("", "a1", "7")], Phase.COMPLETE, WHOLE, "7"),
+    ([begin("a1"), load("ab", "a1"), begin("b2")], Phase.BEGUN, UNNAMED, "default"),
+    ([begin("a1"), load("ab", "a1"), load("c", "a1"), fail("a1")], Phase.ENDED, UNNAMED, "default"),
     ([begin(), load("a"), load("b"), go_on()], Phase.NONE, WHOLE, "unknown"),
     ([begin(), load("a"), begin("b2")], Phase.BEGUN, LOST, "default"),
     ([begin(), load("a"), begin("b2"), load("ab", "b2", "7")], Phase.COMPLETE, WHOLE, "7"),
@@ -231,6 +236,8 @@ FORBIDDEN: list[tuple[list[Step], Step, str, type[Exception], bool]] = [
     ([open_], go_on(), "inconsistent", wsync.StateError, False),
     ([commit], go_on(), "unnamed", wsync.StateError, False),
     ([commit], rename("x"), "unnamed", wsync.StateError, False),
+    ([begin("a1"), load("ab", "a1")], go_on("a1"), "unnamed", wsync.StateError, False),
+    ([begin("a1"), load("ab", "a1")], go_on(), "unnamed", wsync.StateError, False),
     # buckets where none may come
     ([], load("a"), "unpaused", Refused, False),
     ([begin(), go_on()], load("a"), "unpaused", Refused, False),
@@ -384,7 +391,7 @@ def test_a_bucket_that_is_let_in_as_another_update_begins_is_none_of_its() -> No
         with state.loading(Names("b"), TENSORS):
             pass
     begins.join(PATIENCE)
-    for step in (load("a", "b2"), load("b", "b2")):
+    for step in (load("a", "b2"), load("b", "b2", "9")):
         assert not step(state) or state.consistent
     assert weights(state) == WHOLE
 
@@ -401,7 +408,7 @@ def test_a_request_belongs_to_the_update_that_it_was_let_in_for() -> None:
     with pytest.raises(KeyError), state.serving("b2", None):
         state.begin("c3")
         raise KeyError("planted")
-    for step in (load("a", "c3"), load("b", "c3")):
+    for step in (load("a", "c3"), load("b", "c3", "9")):
         step(state)
     assert weights(state) == WHOLE
 
@@ -424,7 +431,7 @@ def test_a_request_is_let_in_and_its_turn_is_checked_at_once(
         patch.setattr(state, "_check_turn", pauses_next)
         load("b", "a1")(state)
     begins.join(PATIENCE)
-    for step in (load("a", "b2"), load("b", "b2")):
+    for step in (load("a", "b2"), load("b", "b2", "9")):
         step(state)
     assert weights(state) == WHOLE
 

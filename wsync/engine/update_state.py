@@ -16,7 +16,8 @@ States of an update:
 States of the weights:
 
     WHOLE     those of one update, called `weight_version`
-    UNNAMED   those of one update that was committed; its closing message has not come
+    UNNAMED   those of one update that says its version later: with the closing message, or with
+              the last bucket, which may bring nothing that the engine lacks
     LOST      not those of one update
 
     event             update becomes       weights become      refused
@@ -24,8 +25,8 @@ States of the weights:
                                                                 of its trainer has come
       with id, again  (stays)
       no id, again    BEGUN or ENDED                            (see `begin`)
-    bucket            PARTIAL, COMPLETE    LOST, WHOLE          NONE, ENDED; another update's turn;
-                                                                not this update's (see `admit`)
+    bucket            PARTIAL, COMPLETE    LOST, WHOLE, or      NONE, ENDED; another update's turn;
+                                           UNNAMED with an id   not this update's (see `admit`)
     every tensor at   COMPLETE, or stays   WHOLE                another update's turn
       once            NONE or ENDED
     a request fails   ENDED                (LOST if it wrote)
@@ -115,6 +116,10 @@ class _Update:
     missing: set[str] | None = None  # before the first bucket
     version: str | None = None
     mixed: bool = False  # whether its buckets may be of several trainers
+
+    @property
+    def complete(self) -> bool:
+        return self.missing is not None and not self.missing
 
     def end(self, why: str = REFUSALS["unpaused"]) -> None:
         self.ended, self.origin, self.version = why, None, None
@@ -258,8 +263,9 @@ class UpdateState:
             self._said = version
         try:
             yield
-            if not self.trouble:
+            if not self.trouble or (self.consistent and version is not None and mine.complete):
                 self._name(mine, version)
+                self._unnamed = ""
             elif update_id and version is not None:  # sent only with the last request
                 raise _refusal("no version", version=version, trouble=self.trouble)
         except Refused:
@@ -301,7 +307,8 @@ class UpdateState:
                     f"{min(missing)} among them"
                 )
             elif self._now.missing is missing:
-                self.restored()
+                waits = now.id and now.version is None
+                self.restored(REFUSALS["unnamed"].format(number=now.id) if waits else "")
 
     def admit(self, names: Collection[str], tensors: Mapping[str, str], origin: str = "") -> bool:
         """What `loading` asks first, for callers that must know before they receive a bucket;
@@ -341,10 +348,12 @@ class UpdateState:
         """The weights are not those of one update any more."""
         self.consistent, self.reason = False, REFUSALS["inconsistent"].format(why=why)
 
-    def restored(self) -> None:
-        """Every weight has been replaced; they are called what the request under way says."""
-        self._unnamed = ""
-        self._name(self._serving, self._said)
+    def restored(self, unnamed: str = "") -> None:
+        """Every weight has been replaced; they are called what the request under way says, or by
+        a later one: `unnamed` says so."""
+        self._unnamed = unnamed
+        if not unnamed:
+            self._name(self._serving, self._said)
         self._whole()
 
     def commit(self, session: str, number: int) -> None:
