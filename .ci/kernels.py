@@ -41,8 +41,8 @@ PLANTS = (
             "WSYNC_KERNEL_BLOCKS_PER_SM = 4,",
             ("wsync_copy: spills",),
         ),
-        "WSYNC_QUANTISE_BLOCKS_PER_SM = 3,": (
-            "WSYNC_QUANTISE_BLOCKS_PER_SM = 6,",
+        "WSYNC_QUANTISE_BLOCKS_PER_SM = 2,": (
+            "WSYNC_QUANTISE_BLOCKS_PER_SM = 4,",
             ("wsync_quantise: spills",),
         ),
         "ALIGNED(16)": (

@@ -410,9 +410,10 @@ static void store_words(const part_t *part, const band_t *band, const unsigned *
             const wsync_extremes_t *known =
                 entry_at(part, band_entry(part, band) + col - band->block_col);
             const float amax = wsync_extremes_amax(known->high, known->low);
+            const wsync_nvfp4_overall_t none = {0};
 
             exponent =
-                wsync_quantise_block(piece->method.kind, 0, part->weight, amax, NULL).bits;
+                wsync_quantise_block(piece->method.kind, 0, part->weight, amax, &none).bits;
         }
         words[col - first] = (unsigned char)exponent;
     }

@@ -341,6 +341,7 @@ DEVICE void store_words(const wsync_quantise_args_t *args, const u32_t *table,
     const unsigned col = zeros != 0 ? place->block_col : first / in_word;
     u8_t *to = (u8_t *)GLOBAL(args->image) + TABLE(task->words) +
                row * TABLE(task->words_stride) + (unsigned long long)col * 4;
+    const wsync_nvfp4_overall_t none = {0};
     unsigned word = 0;
 
     if (block > 0 && index != first) {
@@ -350,10 +351,11 @@ DEVICE void store_words(const wsync_quantise_args_t *args, const u32_t *table,
     {
         const extremes_t known = read_entry(table, entry + (i - first) * step);
         const unsigned weight = TABLE(task->weight);
-        const unsigned part = zeros != 0 ? wsync_zero_point(weight, known.high, known.low)
-                                         : wsync_quantise_block(TABLE(task->kind), 0,
-                                                                weight, amax_of(known), 0)
-                                               .bits;
+        const unsigned part =
+            zeros != 0
+                ? wsync_zero_point(weight, known.high, known.low)
+                : wsync_quantise_block(TABLE(task->kind), 0, weight, amax_of(known), &none)
+                      .bits;
 
         word |= part << (32 / in_word * (i - first));
     }
