@@ -532,11 +532,11 @@ DEVICE extremes_t merge_lanes(const run_t *run, const wsync_quantise_task_t *tas
     return found;
 }
 
-/* The factors of a row's block, or of its two, whose scales are stored if `to` is not
- * NULL. */
+/* The factors of a row's block, or of its two, whose scales one of its threads stores. */
 DEVICE void find_factors(const wsync_quantise_task_t *task, unsigned weight,
                          const halves_t *found, unsigned blocks,
-                         const wsync_nvfp4_overall_t *overall, u8_t *to, factor_t *factor)
+                         const wsync_nvfp4_overall_t *overall, unsigned stores, u8_t *to,
+                         factor_t *factor)
 {
     NO_UNROLL for (unsigned i = 0; i < blocks; i++)
     {
@@ -546,16 +546,15 @@ DEVICE void find_factors(const wsync_quantise_task_t *task, unsigned weight,
 
         factor[0] = i == 0 ? own : factor[0];
         factor[1] = own;
-        if (to != 0) {
+        if (stores != 0) {
             store_item(to, bits, TABLE(task->scale_nbytes));
-            to += TABLE(task->scale_nbytes);
         }
+        to += TABLE(task->scale_nbytes);
     }
 }
 
 /* Finds extremes and writes codes of rows that are blocks: a thread's part of each.  What
- * `fast` is the compiler knows, so that it has one function for bfloat16.  One of a block's
- * threads has a place for its scale. */
+ * `fast` is the compiler knows, so that it has one function for bfloat16. */
 DEVICE void sweep_rows(const run_t *run, const wsync_quantise_task_t *task,
                        const part_t *part, const wsync_nvfp4_overall_t *overall,
                        u8_t *scale, unsigned fast)
@@ -588,7 +587,7 @@ DEVICE void sweep_rows(const run_t *run, const wsync_quantise_task_t *task,
                                       merge_extremes(found.first, found.second));
         }
         find_factors(task, weight, &found, halves != 0 && count > BATCH / 2 ? 2 : 1,
-                     overall, scale, factor);
+                     overall, part->lane == 0, scale, factor);
         if (fast != 0 && factor[0].reciprocal != 0.0F && factor[1].reciprocal != 0.0F) {
             codes_t codes[BATCH];
 
@@ -601,7 +600,7 @@ DEVICE void sweep_rows(const run_t *run, const wsync_quantise_task_t *task,
         }
         from += run->advance;
         to += run->codes_advance;
-        scale += scale != 0 ? TABLE(task->scales_stride) : 0;
+        scale += TABLE(task->scales_stride);
     }
 }
 
@@ -665,17 +664,12 @@ DEVICE void run_unit(const wsync_quantise_args_t *args, const wsync_quantise_tas
     if (blocks_are_rows(args, task) != 0) {
         const run_t run = make_run(args, task, &place, lane);
         const part_t part = {lane, place.columns};
-        u8_t *scale = 0;
-
         place.block_row = place.row;
         place.block_col <<= TABLE(task->halves);
-        if (lane == 0) {
-            scale = scale_of(args, task, &place);
-        }
         if (run.fast != 0) {
-            sweep_rows(&run, task, &part, &overall, scale, 1);
+            sweep_rows(&run, task, &part, &overall, scale_of(args, task, &place), 1);
         } else {
-            sweep_rows(&run, task, &part, &overall, scale, 0);
+            sweep_rows(&run, task, &part, &overall, scale_of(args, task, &place), 0);
         }
     } else {
         run_strip(args, task, &place, &overall);
