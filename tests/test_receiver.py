@@ -266,20 +266,24 @@ def test_a_modules_own_loader_is_called_once_a_round_with_views(start: Start) ->
     assert [p - module.pointers[0] for p in module.pointers] == [o - offsets[0] for o in offsets]
 
 
-def test_a_loader_that_keeps_its_input_is_named_and_gets_copies(start: Start) -> None:
+def test_a_loader_that_keeps_its_input_is_named_and_gets_copies(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     module = Loading(keep_from=0)
     loader = ModuleLoader(module)
-    with pytest.warns(RuntimeWarning, match=r"Loading.load_weights keeps tensors"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as python -W error has it
         trainer, receiver, _ = first_update(start, loader, tiny_weights(1))
-    for seed in (2, 3):
-        kept = dict(module.kept)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # it is named once
+        assert "Loading.load_weights keeps tensors" in caplog.text
+        caplog.clear()
+        for seed in (2, 3):
+            kept = dict(module.kept)
             handled = start(receiver, trainer.control(seed))
             trainer.update(seed, tiny_weights(seed))
             assert handled.result(SECONDS) == (True, f"update {seed} since the trainer connected")
-        for name, tensor in tiny_weights(seed - 1).items():
-            assert torch.equal(kept[name], tensor), "what was kept has changed"
+            for name, tensor in tiny_weights(seed - 1).items():
+                assert torch.equal(kept[name], tensor), "what was kept has changed"
+    assert "keeps tensors" not in caplog.text  # it is named once
     check(module, tiny_weights(3))
 
 

@@ -199,7 +199,6 @@ class Parametrized(torch.nn.Module):
                 self.b.data.copy_(tensor)
 
 
-@pytest.mark.filterwarnings("ignore:.* keeps tensors after it has returned")
 def test_a_parametrized_weight_can_be_assigned() -> None:
     module = Parametrized()
     weights = {"a": torch.randn(8, 8), "b": torch.randn(64, 64)}

@@ -16,8 +16,8 @@ tensors go and copies them there directly, is in wsync.engine.learn.recorded_loa
 import contextlib
 import gc
 import itertools
+import logging
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -55,6 +55,8 @@ from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
 from wsync.module_tensors.names_in_messages import listed
+
+_log = logging.getLogger(__name__)
 
 Losing = Callable[[], object]
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
@@ -652,11 +654,12 @@ class _ByCall(_Loading):
     def _note_kept(self, kept: int, given: int) -> None:
         self._keeps = kept > 0
         if self._keeps:
-            warnings.warn(
-                f"{self._who()} keeps tensors after it has returned ({kept} of {given}); "
-                "it gets copies, which cost time and memory",
-                RuntimeWarning,
-                stacklevel=2,
+            _log.warning(
+                "%s keeps tensors after it has returned (%d of %d); it gets copies, which cost "
+                "time and memory",
+                self._who(),
+                kept,
+                given,
             )
 
     def _call(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
