@@ -148,6 +148,20 @@ def test_what_is_shuffled_after_loading_goes_through_vllms_own_reload(engine: Vl
         }
 
 
+@pytest.mark.parametrize("shuffled", ["", "model.layers.0.mlp.gate_up_proj"])
+def test_what_a_models_own_hook_makes_is_made_of_the_new_weights(
+    engine: VllmEngine, shuffled: str
+) -> None:
+    engine.prepare("qwen3", shuffled=shuffled, derives=True)
+    places = [worker["derived"] for worker in engine.collective_rpc("places")]
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            sync.update(engine.weights(seed))
+            assert engine.differing(seed) == [[], []]
+    assert [bool(said) for said, _ in engine.collective_rpc("reasons")] == [bool(shuffled)] * 2
+    assert [worker["derived"] for worker in engine.collective_rpc("places")] == places
+
+
 def test_a_reload_compares_what_goes_to_one_tensor(engine: VllmEngine) -> None:
     """A trainer whose head is its own, for an engine whose head is the embedding."""
     engine.prepare(

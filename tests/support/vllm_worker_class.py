@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -35,6 +36,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         family: str,
         *,
         shuffled: str = "",
+        derives: bool = False,
         packs: bool = False,
         fp8: bool = False,
         method: tuple[Any, ...] = (),
@@ -45,6 +47,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Makes the model of the engine; the tensors of its checkpoint.
 
         shuffled: a layer whose weight is turned over after loading, as if for a kernel.
+        derives: the model's own hook after loading makes a tensor of a weight, anew each time.
         packs: experts are packed after loading as vLLM does on CPUs, instead of being left as
         they are.
         fp8: the checkpoint is in FP8, with a scale for each block.
@@ -57,7 +60,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if not packs:
             del cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
         self.family = family
-        self.shuffled = shuffled
+        self.shuffled, self.derives = shuffled, derives
         self.config = tiny_models.config(family, **(changes or {}))
         self.checkpoint = tiny_models.checkpoint(family, self.config)
         self._quantise(fp8, method)
@@ -106,6 +109,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if self.shuffled:
             method = model.get_submodule(self.shuffled).quant_method
             method.process_weights_after_loading = turn_over
+        if self.derives:
+            model.process_weights_after_loading = functools.partial(derive, model)
         return model
 
     def load(self, model: Any, given: int | str) -> None:
@@ -159,3 +164,7 @@ def turn_over(layer: torch.nn.Module) -> None:
     if Worker.broken:
         raise RuntimeError("no kernel for this")
     layer.weight.data = layer.weight.data.flip(0).contiguous()
+
+
+def derive(model: torch.nn.Module) -> None:
+    model.derived = model.model.layers[0].input_layernorm.weight.data * 2

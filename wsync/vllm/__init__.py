@@ -433,8 +433,12 @@ class _Reloader(ModuleLoader):
                 info.reset()
 
     def _finalize(self) -> None:
+        """vLLM's own reload ends without the model's hook, which its first load ends with."""
+        hook = getattr(self._model, "process_weights_after_loading", None)
         with self._configured():
             self._layerwise.finalize_layerwise_reload(self._model, self._model_config)
+            if hook is not None:
+                run_in_place(self._model, hook)
 
     @contextlib.contextmanager
     def _configured(self) -> Iterator[None]:
