@@ -396,7 +396,9 @@ def test_a_loader_that_goes_by_the_order_of_calls_is_called_once() -> None:
     module, builder = Chain("a", "b"), LayoutBuilder()
     for name, tensor in module.draw().items():
         builder.add_tensor(name, "float32", tuple(tensor.shape))
-    assert not verify.may_be_split(module, module.load_weights, builder.build())
+    load, model = module.load_weights, builder.build()
+    assert verify.makes_same(module, load, load, model, split=False)
+    assert not verify.makes_same(module, load, load, model, split=True)
 
 
 class Capsule:

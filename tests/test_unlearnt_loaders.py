@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -125,6 +126,73 @@ def test_what_others_change_that_a_loader_goes_by_is_tried_anew(scale: int) -> N
         sync.update(weights[3])
     plain.load_weights(list(weights[3].items()))
     assert torch.equal(module.a, plain.a) and torch.equal(module.b, plain.b)
+
+
+faults: list[str] = []
+
+
+class Binding(torch.nn.Module):
+    """Binds tensors anew at each call, as SGLang's Kimi-Linear and vLLM's Phi do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = parameter(64, 64), parameter(64, 64)
+        self.register_buffer("whole", torch.zeros(128, 64))
+        self.twice = torch.zeros(64, 64)
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            setattr(self, name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+            if faults:
+                raise ValueError("half way")
+        self.register_buffer("whole", torch.cat([self.a, self.b]))
+        self.twice = self.b * 2
+
+
+class Lazily(Binding):
+    """Puts its weights into one tensor at the first call, and writes to that from then on."""
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        if not self.twice.any():
+            self.whole, self.twice = torch.zeros(128, 64), torch.ones(64, 64)
+            self.a.data, self.b.data = self.whole[:64], self.whole[64:]
+        for name, tensor in pairs:
+            self.whole["ab".index(name) * 64 :][:64].copy_(tensor * 2)
+
+
+def test_what_a_loader_binds_anew_lies_where_cuda_graphs_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, plain = Binding(), Binding()
+    names = "a", "b", "whole", "twice"
+    graph = {name: getattr(module, name).detach() for name in names}
+    weights = [{name: torch.randn(64, 64) for name in "ab"} for _ in range(4)]
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(weights[0], engines=[engine], options=OPTIONS) as sync:
+        for given in weights[1:3]:
+            sync.update(given)
+            plain.load_weights(list(given.items()))
+            assert all(torch.equal(graph[name], getattr(plain, name)) for name in names)
+        monkeypatch.setattr(sys.modules[__name__], "faults", ["half way"])
+        with pytest.raises(wsync.WsyncError, match="half way"):
+            sync.update(weights[1])
+        monkeypatch.undo()
+        sync.update(weights[3])
+    plain.load_weights(list(weights[3].items()))
+    for name in names:
+        assert torch.equal(graph[name], getattr(plain, name))
+        assert getattr(module, name).data_ptr() == graph[name].data_ptr()
+
+
+def test_what_can_not_lie_there_is_as_the_loader_leaves_it() -> None:
+    module, plain = Lazily(), Lazily()
+    weights = [{name: torch.randn(64, 64) for name in "ab"} for _ in range(3)]
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(weights[0], engines=[engine], options=OPTIONS) as sync:
+        for given in weights:
+            sync.update(given)
+            plain.load_weights(list(given.items()))
+            assert torch.equal(module.a, plain.a) and torch.equal(module.b, plain.b)
 
 
 @pytest.mark.parametrize("load", [by_first_scale, by_scales, jointly_by_values])

@@ -377,7 +377,8 @@ class ModuleLoader(ChoosingLoader):
     keeps them is named in a warning and gets copies from then on.  Its answer, where it is a set
     of parameter names (vLLM's convention), is used to check that every parameter was loaded.
     at_once: it is called once an update instead, with copies of all tensors in host memory, in
-    this order.
+    this order.  Tensors that it binds anew stay where it puts them; RecordedLoader has the memory
+    that was there take their values, which captured CUDA graphs read.
 
     Otherwise tensors are copied to the module's parameters and persistent buffers of the same
     name: an unknown name and a parameter that is not delivered are errors.  Names that stand for

@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -15,8 +16,9 @@ from wsync.engine.learn.forms_of_values import AttributePlace
 from wsync.engine.learn.known_states import MOST_STATES, Trying, has_changed, tell_of_trial
 from wsync.engine.learn.module_memory import wrapped_tensors
 from wsync.engine.learn.recorder import NOT_RECORDED
-from wsync.engine.learn.verify import elements, may_be_split, parameters, unloaded
+from wsync.engine.learn.verify import elements, makes_same, parameters, unloaded
 from wsync.engine.learn.watched_writes import BeforeWrites
+from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import LoadWeights, ModuleLoader
 from wsync.module_tensors import checksum_of
 from wsync.module_tensors.places import MemoryPlace, places_of
@@ -28,21 +30,30 @@ class UnlearntLoader(ModuleLoader):
     """Calls load_weights once a round, if made-up tensors that came one by one gave the same bytes
     as in one call, or else once an update, with copies of all tensors in host memory.
 
+    Tensors that it binds anew are put into the memory that was there, which CUDA graphs read,
+    unless made-up ones were other values there.
+
     It is tried when this is made; and when an update begins, if an attribute that it read has a
     value that it had neither when it was tried nor when it had loaded last.
     """
 
     def __init__(self, module: torch.nn.Module, load: LoadWeights, model: Layout) -> None:
-        self._module, self._load, self._model = module, load, model
+        def load_in_place(pairs: list[tuple[str, torch.Tensor]]) -> Any:
+            with in_place(module):
+                return load(pairs)
+
+        load_in_place.__qualname__ = getattr(load, "__qualname__", type(load).__qualname__)
+        self._in_place = load_in_place
+        self._module, self._direct, self._model = module, load, model
         with attributes_read(module) as read:
-            self.at_once, self._doubtful = self._try()
+            self._load, self.at_once, self._doubtful = self._try()
         # what it has read: as it was tried, and as it left it last
         self._last = AttributeGuards(read).renewed(dict(module.named_modules()))
         self._tried = [self._last]
         self._before: dict[str, tuple[int, int]] = {}  # the update, what is doubtful
         self._written: set[MemoryPlace] = set()  # by operators of torch, in the update
         names = [model.tensor(index).name for index in range(model.tensor_count)]
-        load = _watched(load, self._written) if self._unknown() else load
+        load = _watched(self._load, self._written) if self._unknown() else self._load
         super().__init__(module, load, at_once=names if self.at_once else ())
 
     def begin(self, rounds: int, trying: Trying = nullcontext) -> None:
@@ -77,33 +88,46 @@ class UnlearntLoader(ModuleLoader):
     def _try_again(self, change: str) -> None:
         start = time.perf_counter()
         with attributes_read(self._module) as read:
-            at_once, doubtful = self._try()
+            load, at_once, doubtful = self._try()
         known = self._doubtful
         same = doubtful.keys() == known.keys() and all(
             _equal(chosen, known[path]) for path, chosen in doubtful.items()
         )
-        if not same or at_once > self.at_once:
+        if not same or at_once > self.at_once or load is not self._load:
             raise has_changed(self._module, change)
         self._last = self._last.renewed(dict(self._module.named_modules()), read)
         self._tried = [*self._tried[-MOST_STATES:], self._last]
         tell_of_trial(self._module, change, start)
 
-    def _try(self) -> tuple[bool, dict[str, torch.Tensor | None]]:
-        """Whether load_weights has to get all tensors at once; and by parameter what selects the
-        elements that it did not load from made-up ones.  None: all, where it cannot load these."""
+    def _try(self) -> tuple[LoadWeights, bool, dict[str, torch.Tensor | None]]:
+        """How to call load_weights, whether it has to get all tensors at once, and by parameter
+        what selects the elements that it did not load from made-up ones.  None: all, where it
+        cannot load these."""
         try:
-            at_once = not may_be_split(self._module, self._load, self._model)
+            load, at_once = self._how()
         except NOT_RECORDED as error:
             _log.info("load_weights is not called for each round: %s", error)
-            at_once = True
+            load, at_once = self._in_place, True
         try:
-            return at_once, dict(unloaded(self._module, self._load, self._model))
+            return load, at_once, dict(unloaded(self._module, load, self._model))
         except NOT_RECORDED as error:
             _log.info("what load_weights loads is not known: %s", error)
             found = wrapped_tensors(self._module)
             inside = (path for path, t, _ in found if isinstance(t, torch.nn.Parameter))
             paths = [*(path for path, _ in self._module.named_parameters()), *inside]
-            return at_once, dict.fromkeys(paths)
+            return load, at_once, dict.fromkeys(paths)
+
+    def _how(self) -> tuple[LoadWeights, bool]:
+        for load, split in itertools.product((self._in_place, self._direct), (True, False)):
+            if makes_same(self._module, self._direct, load, self._model, split=split):
+                if load is self._direct:
+                    _log.warning(
+                        "%s: what its load_weights binds anew stays where that puts it, as it has "
+                        "other values in the memory that was there; CUDA graphs go on reading that",
+                        type(self._module).__name__,
+                    )
+                return load, not split
+        return self._in_place, True  # it makes something else each time
 
     def _unknown(self) -> set[str]:
         """The parameters of which nothing was seen when load_weights was tried."""

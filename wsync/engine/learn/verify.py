@@ -99,8 +99,11 @@ def check_gaps(held: ModuleMemory, recording: Recording, before: dict[int, list[
             raise RecordingError(f"{path}: written by means that cannot be seen")
 
 
-def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> bool:
-    """Whether load_weights makes of a model's tensors the same, however many a call brings.
+def makes_same(
+    module: torch.nn.Module, load: LoadWeights, how: LoadWeights, layout: Layout, *, split: bool
+) -> bool:
+    """Whether `how`, another way to call load_weights, makes of a model's tensors what that makes
+    of them in one call; split: however many a call brings.
 
     The module's weights are put back: a loader that is not replaced may go by them.
 
@@ -109,20 +112,19 @@ def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> 
     """
     model = MadeUpModel(layout, seed=1)  # with values that weights have: it may go by them
     state = ModuleState(module, values=True)
-    with state.put_back():
-        # what is not loaded after this must not look right
-        load_made_up(load, MadeUpModel(layout))
-        load_made_up(load, model)
-        held = ModuleMemory(module)
-        sums = _sums(module, held, state)
-        # rounds may bring any tensor first
-        for calls in (model.together, model.together[::-1]):
-            load_made_up(load, MadeUpModel(layout))
-            load_made_up(load, model, calls=calls)
-            now = ModuleMemory(module)
-            if now.facts != held.facts or _sums(module, now, state) != sums:
-                return False
-        return True
+
+    def made(by: LoadWeights, calls: Sequence[Sequence[int]] | None = None) -> object:
+        with state.put_back():
+            # what is not loaded after this must not look right
+            load_made_up(by, MadeUpModel(layout))
+            load_made_up(by, model, calls=calls)
+            held = ModuleMemory(module)
+            return [fact[:3] for fact in held.facts], _sums(module, held, state)
+
+    # rounds may bring any tensor first
+    ways = (model.together, model.together[::-1]) if split else (None,)
+    wanted = made(load)
+    return all(made(how, calls) == wanted for calls in ways)
 
 
 def _sums(module: torch.nn.Module, held: ModuleMemory, state: ModuleState) -> dict[str, int]:
