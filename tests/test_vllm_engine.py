@@ -181,6 +181,39 @@ def test_a_reload_compares_what_goes_to_one_tensor(engine: VllmEngine) -> None:
     assert not any(engine.differing(1))
 
 
+def test_a_reload_needs_one_of_the_names_of_a_tied_head(engine: VllmEngine) -> None:
+    engine.prepare(
+        "qwen3", changes={"tie_word_embeddings": True}, shuffled="model.layers.0.self_attn.o_proj"
+    )
+    weights = engine.weights(1)
+    assert "lm_head.weight" not in weights
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        assert not any(engine.differing(1))
+        del weights["model.embed_tokens.weight"]
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.RemoteError, match=r"loaded to .*model\.embed_tokens\.weight"):
+            sync.update()
+
+
+def test_what_a_reload_would_leave_as_it_is_is_refused_by_name(engine: VllmEngine) -> None:
+    """vLLM counts what is loaded by parameters' weight_loaders."""
+    engine.prepare("qwen3", shuffled="model.layers.0.self_attn.o_proj", past="model.norm.weight")
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.RemoteError, match=r"model\.norm\.weight: .* leaves it as it is"):
+            sync.update(engine.weights(1))
+
+
+def test_tables_that_serving_casts_need_no_reload(engine: VllmEngine) -> None:
+    engine.prepare("qwen3")
+    engine.collective_rpc("serve")
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(engine.weights(1))
+    assert engine.collective_rpc("reasons") == [["", ""]] * 2
+    for paths in engine.differing(1):  # all layers share one
+        assert all(path.endswith(".cos_sin_cache") for path in paths)
+
+
 def test_weights_that_vllm_packs_once_are_packed_again(engine: VllmEngine) -> None:
     engine.prepare("qwen3_moe", packs=True)
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:

@@ -37,6 +37,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         *,
         shuffled: str = "",
         derives: bool = False,
+        past: str = "",
         packs: bool = False,
         fp8: bool = False,
         method: tuple[Any, ...] = (),
@@ -48,6 +49,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
         shuffled: a layer whose weight is turned over after loading, as if for a kernel.
         derives: the model's own hook after loading makes a tensor of a weight, anew each time.
+        past: a parameter that load_weights copies to itself, past what vLLM has load it.
         packs: experts are packed after loading as vLLM does on CPUs, instead of being left as
         they are.
         fp8: the checkpoint is in FP8, with a scale for each block.
@@ -72,22 +74,30 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self.model = self.make()
         self.model_runner = types.SimpleNamespace(get_model=lambda: self.model)
         self.fault = 0
-        load = self.model.load_weights
-
-        def faulty(pairs: Any) -> Any:
-            pairs = list(pairs)
-            if self.fault and len(pairs) > self.fault:
-                load(pairs[: self.fault])
-                raise KeyError("half way")
-            return load(pairs)
-
-        self.model.load_weights = faulty
+        self._watch_loading(past)
         self.load(self.model, 0)
         self.parallel_config.enable_eplb = balanced
         return {
             name: [list(shape), str(dtype).removeprefix("torch.")]
             for name, (shape, dtype) in self.checkpoint.items()
         }
+
+    def _watch_loading(self, past: str) -> None:
+        """Has load_weights do what `start` and set_fault were told."""
+        load = self.model.load_weights
+
+        def faulty(pairs: Any) -> Any:
+            pairs = list(pairs)
+            if past:
+                for tensor in [tensor for name, tensor in pairs if name == past]:
+                    self.model.get_parameter(past).copy_(tensor)
+                pairs = [pair for pair in pairs if pair[0] != past]
+            if self.fault and len(pairs) > self.fault:
+                load(pairs[: self.fault])
+                raise KeyError("half way")
+            return load(pairs)
+
+        self.model.load_weights = faulty
 
     def _quantise(self, fp8: bool, method: tuple[Any, ...]) -> None:
         """Has the checkpoint quantised as `start` was told."""
@@ -146,6 +156,11 @@ class Worker(WorkerBase):  # type: ignore[misc]
         held = ModuleMemory(self.model)
         pairs = zip(held.facts, held.tensors, strict=True)
         return {fact[0]: tensor.data_ptr() for fact, tensor in pairs}
+
+    def serve(self) -> None:
+        """Casts a table of positions, as a forward does that is given other activations."""
+        rotary = self.model.model.layers[0].self_attn.rotary_emb
+        rotary.cos_sin_cache = rotary.cos_sin_cache.double()
 
     def set_fault(self, count: int) -> None:
         """Has load_weights raise after so many tensors; 0: no more."""

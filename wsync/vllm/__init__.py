@@ -317,7 +317,8 @@ def _both(first: Callable[[Any], object], second: Callable[[Any], object]) -> Ca
 
 
 def rewritten(model: torch.nn.Module) -> str:
-    """Which parameter is not what load_weights fills any more, or ""."""
+    """Which parameter or persistent buffer is not what load_weights fills any more, or "".  Others
+    are forward's own: it casts tables of positions."""
     try:
         from vllm.model_executor.model_loader.reload.layerwise import (
             get_layerwise_info,
@@ -329,6 +330,8 @@ def rewritten(model: torch.nn.Module) -> str:
             continue
         parameters, buffers = get_layerwise_info(layer).restore_metadata
         for name, made in {**parameters, **buffers}.items():
+            if name in layer._non_persistent_buffers_set:
+                continue
             now = getattr(layer, name, None)
             if now is None or now.dtype != made.dtype or now.shape != made.shape:
                 is_now = "gone" if now is None else f"{now.dtype} {tuple(now.shape)}"
@@ -362,6 +365,7 @@ class _Reloader(ModuleLoader):
 
         super().__init__(model, load)
         self._layerwise = layerwise
+        self._reason = reason
         self._model = model
         self._config = vllm_config
         self._model_config = model_config
@@ -370,7 +374,7 @@ class _Reloader(ModuleLoader):
         """Parameters that lack bytes, and how many.  Nothing is loaded: no layer is ever complete.
 
         Raises OtherFormError, by name, where the layers do not take tensors of these dtypes and
-        shapes.
+        shapes, and UnsupportedError where the reload would not load a parameter.
         """
         size = self._layerwise.get_layer_size
         self._layerwise.get_layer_size = lambda _: sys.maxsize
@@ -379,6 +383,7 @@ class _Reloader(ModuleLoader):
             with self._configured():
                 self._layerwise.initialize_layerwise_reload(self._model)
                 ended = rehearsal.run(self._model, self._model.load_weights)  # type: ignore[arg-type]
+                self._check_counted(rehearsal)
                 self.compare(rehearsal.twins(self._places()))
                 return self._lacking(rehearsal) if ended else {}
         finally:
@@ -395,17 +400,43 @@ class _Reloader(ModuleLoader):
 
     def _lacking(self, rehearsal: Rehearsal) -> dict[str, int]:
         """The bytes of parameters that nothing was loaded to.  A layer that is loaded in part is
-        processed with whatever memory it has for the rest."""
-        found = {}
-        for path, layer in self._model.named_modules():
-            if is_attention(layer):  # its scales may be missing
+        processed with whatever memory it has for the rest; one that nothing is loaded to stays as
+        it is, which is right where others loaded its tensors: a tied head."""
+        lacking: dict[str, int] = {}
+        idle: dict[str, int] = {}  # by path, the parameters of layers that stay as they are
+        loaded: set[int] = set()
+        places = {id(made): own for own, made in self._places()}
+        for layer, info, path, name, made in self._restored():
+            if (tensor := getattr(layer, name, None)) is None:
                 continue
-            info = self._layerwise.get_layerwise_info(layer)
-            for name, made in info.restore_metadata[0].items():
-                tensor = getattr(layer, name, None)
-                if tensor is not None and (rest := made.numel() - rehearsal.written(tensor)) > 0:
-                    found[f"{path}.{name}"] = rest * made.element_size()
-        return found
+            if (rest := made.numel() - rehearsal.written(tensor)) > 0:
+                lacking[path] = rest * made.element_size()
+                if info.load_numel <= 0 and id(tensor) in places:
+                    idle[path] = places[id(tensor)]
+            elif id(tensor) in places:
+                loaded.add(places[id(tensor)])
+        return {path: size for path, size in lacking.items() if idle.get(path) not in loaded}
+
+    def _check_counted(self, rehearsal: Rehearsal) -> None:
+        """UnsupportedError for a parameter that is not loaded by its weight_loader: vLLM takes it
+        for one that nothing is loaded to."""
+        for layer, info, path, name, _ in self._restored():
+            tensor = getattr(layer, name, None)
+            known = any(name == loaded for loaded, _ in info.loaded_weights)
+            if tensor is not None and not known and rehearsal.written(tensor):
+                raise UnsupportedError(
+                    f"{path}: {type(self._model).__name__} loads it without its weight_loader, and "
+                    f"vLLM's layerwise reload, which is needed ({self._reason}), leaves it as it is"
+                )
+
+    def _restored(self) -> Iterator[tuple[torch.nn.Module, Any, str, str, torch.Tensor]]:
+        """(layer, what vLLM notes of it, path, name, parameter as it was made), but for layers of
+        attention, whose scales may be missing."""
+        for prefix, layer in self._model.named_modules():
+            if not is_attention(layer):
+                info = self._layerwise.get_layerwise_info(layer)
+                for name, made in info.restore_metadata[0].items():
+                    yield layer, info, f"{prefix}.{name}", name, made
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
