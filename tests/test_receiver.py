@@ -327,6 +327,18 @@ def test_a_loader_that_says_what_it_loaded_must_load_everything(start: Start) ->
     first_update(start, ModuleLoader(Telling(), ignore=["up.bias"]), tiny_weights(1))
 
 
+@pytest.mark.parametrize("told", ["embed.weight", "head.weight"])
+def test_one_of_a_tied_parameters_names_is_enough_of_what_a_loader_says(
+    start: Start, told: str
+) -> None:
+    class Telling(Loading):
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:  # type: ignore[override]
+            super().load_weights(weights)
+            return {"up.weight", "up.bias", told}
+
+    first_update(start, ModuleLoader(Telling()), tiny_weights(1))
+
+
 # --- by layout ------------------------------------------------------------------------------
 
 

@@ -629,9 +629,11 @@ class _ByCall(_Loading):
             self._call(empty)
         if self._named is None:
             return receipt
-        parameters = {name for name, _ in self._module.named_parameters()}
-        missing = parameters - self._named - self._ignore
-        if missing:
+        names: dict[int, list[str]] = {}  # parts that share a parameter have it by several
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        told = self._named | self._ignore
+        if missing := {group[0] for group in names.values() if told.isdisjoint(group)}:
             raise LayoutError(f"{listed(missing)}: not loaded by {self._who()}")
         return receipt
 
