@@ -291,6 +291,42 @@ def without_numbers(load: Callable[[Square, Tensors], None]) -> tuple[Square, Te
     return Square(load), odd, other.held()
 
 
+class Scaled(torch.nn.Module):
+    """A weight and scalars in each layer, as Gemma 4 and Apertus have them.  Engines fill a
+    parameter of one element with item()."""
+
+    kinds = ("alpha", "beta", "gamma", "delta", "epsilon")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(6))
+        for layer in self.layers:
+            layer.weight = parameter(torch.zeros(8, 8))
+            for kind in self.kinds:
+                setattr(layer, kind, parameter(torch.zeros(1)))
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            data = self.get_parameter(name).data
+            if data.numel() == 1:
+                data.fill_(tensor.item())
+            else:
+                data.copy_(tensor)
+
+
+def test_scalars_of_every_layer_may_be_looked_at() -> None:
+    module = Scaled()
+    weights = [{n: torch.randn(t.shape) for n, t in module.named_parameters()} for _ in range(3)]
+    loader = RecordedLoader(module)
+    with wsync.connect(weights[0], engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for given in weights:
+            sync.update(given)
+            assert differing(dict(module.named_parameters()), given) == []
+    assert loader.recording is not None
+    scalars = {name for name in weights[0] if not name.endswith(".weight")}
+    assert loader.recording.fallback.keys() == scalars
+
+
 def test_values_that_have_a_loader_write_over_what_is_copied_end_the_update() -> None:
     module, odd, expected = without_numbers(clearing)
     engine = ThreadEngine([RecordedLoader(module)])

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -80,6 +81,7 @@ _TRIALS: Final = 4
 _TASKS_WAIT: Final = (
     "tasks that it gives to thread pools wait for others, or for what comes after them"
 )
+_NUMBER: Final = re.compile(r"\d+")
 
 
 class RecordingError(Exception):
@@ -342,12 +344,13 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> R
     """One recording; tensors that are more than moved are left to the loader."""
     everything = frozenset(name for name, *_ in model.tensors)
     aside: dict[str, str] = {}
-    for _ in range(_TRIALS):
+    for trial in range(_TRIALS):
         held = ModuleMemory(module)
         tracer = Tracer(held, model)
         _trace(module, load, model, held, tracer, everything - aside.keys(), aside)
         found = dict.fromkeys(_kept_outside(model, tracer), "it is kept outside the module")
-        found |= dict.fromkeys(tracer.refused, "its values are looked at")
+        looked = tracer.refused | _scalars_like(model, tracer.refused, kinds=trial == 0)
+        found |= dict.fromkeys(looked, "its values are looked at")
         if not found:
             break
         if "?" in found:
@@ -387,6 +390,19 @@ def _made_again(write: Write, others: Sequence[Write]) -> Write:
     return replace(write, time=0, names=write.names.union(*same))
 
 
+def _scalars_like(
+    model: MadeUpModel, looked: frozenset[str], *, kinds: bool = False
+) -> frozenset[str]:
+    """All tensors of one element if one of these is; kinds: those alone that are called as it, but
+    for numbers.  A loader that takes one by item() does so in each layer, and a trial ends at the
+    first."""
+    scalars = {name for name, _, shape, _, _ in model.tensors if math.prod(shape) == 1}
+    called = {_NUMBER.sub("", name) for name in looked & scalars}
+    if not called:
+        return frozenset()
+    return frozenset(n for n in scalars if not kinds or _NUMBER.sub("", n) in called)
+
+
 def looks_anew(
     module: torch.nn.Module,
     load: LoadWeights,
@@ -408,7 +424,7 @@ def looks_anew(
         refused = tracers[0].refused
         if not refused <= recording.fallback.keys() - aside:
             return f"it looks at values of {', '.join(sorted(refused)[:5])}"
-        aside |= refused
+        aside |= refused | (_scalars_like(model, refused) & recording.fallback.keys())
     tracers += [watched(aside, aside)] if aside else []
     known = [(outside.start(), outside) for outside, _ in recording.outside]
     for tracer in tracers:
