@@ -204,6 +204,25 @@ def test_what_a_reload_would_leave_as_it_is_is_refused_by_name(engine: VllmEngin
             sync.update(engine.weights(1))
 
 
+def test_what_stays_as_it_is_is_not_processed_again(engine: VllmEngine) -> None:
+    path = "model.layers.0.self_attn.o_proj"
+    engine.prepare("qwen3", shuffled=path)
+    kept = [worker[f"{path}.weight"] for worker in engine.collective_rpc("found")]
+    engine.collective_rpc("keep", args=("*.0.self_attn.o_proj.weight",))
+    weights = [engine.weights(seed) for seed in range(3)]
+    for each in weights:
+        del each[f"{path}.weight"]
+    try:
+        with wsync.connect(weights[0], engines=[engine], options=OPTIONS) as sync:
+            for seed in (1, 2):
+                sync.update(weights[seed])
+                found = engine.collective_rpc("found")
+                assert [worker[f"{path}.weight"] for worker in found] == kept
+                assert engine.differing(seed) == [[f"{path}.weight"]] * 2
+    finally:
+        engine.collective_rpc("keep", args=("",))
+
+
 def test_tables_that_serving_casts_need_no_reload(engine: VllmEngine) -> None:
     engine.prepare("qwen3")
     engine.collective_rpc("serve")

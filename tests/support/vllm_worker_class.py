@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 from typing import Any
 
@@ -161,6 +162,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Casts a table of positions, as a forward does that is given other activations."""
         rotary = self.model.model.layers[0].self_attn.rotary_emb
         rotary.cos_sin_cache = rotary.cos_sin_cache.double()
+
+    def keep(self, patterns: str) -> None:
+        os.environ["WSYNC_KEEP"] = patterns
 
     def set_fault(self, count: int) -> None:
         """Has load_weights raise after so many tensors; 0: no more."""

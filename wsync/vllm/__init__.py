@@ -28,6 +28,7 @@ from wsync.engine.post_load import run_in_place, wait_for_device
 from wsync.engine.receiver import Receiver, refused
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
+from wsync.module_tensors import same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
 
@@ -180,7 +181,8 @@ class VllmLoader(ChoosingLoader):
                 raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
         if not self.reason:
             losing()
-            self._process()  # from here on there is all that it makes
+            self.reason = self._process_kept()  # from here on there is all that it makes
+        if not self.reason:
             blob = self.recorded.learn(model, losing)
             recording = self.recorded.recording
             if recording is not None and recording is not self._tried[0]:
@@ -221,6 +223,21 @@ class VllmLoader(ChoosingLoader):
         with set_current_vllm_config(self._config):
             run_in_place(self._model, process)
 
+    def _process_kept(self) -> str:
+        """Which parameter that is to stay as it is processing changes once more, or "": a reload
+        processes no layer that nothing is loaded to."""
+        kept = {
+            path: (tensor.detach(), tensor.detach().to("cpu", copy=True))
+            for path, tensor in self._model.named_parameters()
+            if self.recorded.stays(path)
+        }
+        self._process()
+        changed = [path for path, (data, copy) in kept.items() if not same_bytes(data.cpu(), copy)]
+        for path in changed:
+            data, copy = kept[path]
+            data.copy_(copy)
+        return f"{changed[0]} is changed by process_weights_after_loading" if changed else ""
+
     def _changes(self, recording: Recording) -> str:
         """What processing changes of that which load_weights has written just now, or ""."""
         held = ModuleMemory(self._model)
@@ -235,6 +252,10 @@ class VllmLoader(ChoosingLoader):
 
 class _Recorded(RecordedLoader):
     """Does not ask for what attention makes of other weights each time that it is processed."""
+
+    def stays(self, path: str) -> bool:
+        """Whether that parameter is to stay as it is."""
+        return self._stays(path)
 
     def _stays(self, path: str) -> bool:
         return _made_by_attention(self._module, path) or super()._stays(path)
