@@ -53,8 +53,8 @@ class UnlearntLoader(ModuleLoader):
         self._before: dict[str, tuple[int, int]] = {}  # the update, what is doubtful
         self._written: set[MemoryPlace] = set()  # by operators of torch, in the update
         names = [model.tensor(index).name for index in range(model.tensor_count)]
-        load = _watched(self._load, self._written) if self._unknown() else self._load
-        super().__init__(module, load, at_once=names if self.at_once else ())
+        called = _watched(self._load, self._written) if self._unknown() else self._load
+        super().__init__(module, called, at_once=names if self.at_once else ())
 
     def begin(self, rounds: int, trying: Trying = nullcontext) -> None:
         """trying: around a trial.  StateError where it does something else now than when it was
