@@ -521,7 +521,7 @@ DEVICE extremes_t merge_lanes(const run_t *run, const wsync_quantise_task_t *tas
     }
 #else
     /* Its threads run one after another: each looks at all weights of the block. */
-    from -= (long long)part->lane * BATCH * run->next;
+    from -= (long long)lesser(part->lane * BATCH * OCTET, part->columns) * run->step;
     for (unsigned i = 0; i < part->columns && lanes > 1; i++) {
         const float value = load_weight(run, from + (long long)i * run->step);
 
