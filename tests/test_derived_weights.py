@@ -4,6 +4,7 @@ own load_weights has loaded."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,56 @@ def test_what_is_reset_in_a_dict_costs_one_update(make: type[Module]) -> None:
             sync.update(draw(seed))
             assert torch.equal(module.answer(), draw(seed)["a"].t())
     assert "no update leaves what it leaves" in loader.reason
+
+
+class Fused(Loading):
+    """A forward that makes something of its weights once, in a part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Any = None
+        self.norm = torch.nn.LayerNorm(8)
+        self.register_buffer("table", torch.randn(8, 8), persistent=False)
+        self.scratch = torch.randn(8, 8)
+
+    def copy(self, pairs: Pairs) -> None:
+        super().copy(pairs)
+        self.norm.weight.data.copy_(self.a.data[0])
+        self.norm.bias.data.copy_(self.a.data[1])
+
+    def joined(self) -> Any:
+        return torch.cat([self.a.data, self.b.data[:1], torch.zeros(3, 8)])
+
+    def turned(self) -> Any:
+        return self.b.data[2:].t().contiguous().to(torch.bfloat16)
+
+    def pair(self) -> Any:
+        return (self.norm.weight.to(torch.bfloat16), torch.zeros(8))
+
+
+@pytest.mark.parametrize(("kind", "path"), [("joined", ""), ("turned", ""), ("pair", r"\[0\]")])
+@pytest.mark.parametrize("renewed", [False, True])
+def test_what_a_forward_has_made_and_keeps_is_named_once(
+    kind: str, path: str, renewed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Fused()
+
+    def make(_: Any = None) -> None:
+        made = getattr(module, kind)()
+        if isinstance(module.made, torch.Tensor):
+            module.made.copy_(made)
+        else:
+            module.made = made
+
+    module.load_weights(list(draw(7).items()))
+    make()
+    loader = RecordedLoader(module, after=make if renewed else None)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            sync.update(draw(seed))
+    found = [text for text in caplog.messages if "had been made of weights" in text]
+    assert len(found) == (not renewed)
+    assert all(re.match(rf"made{path}: of Fused", text) for text in found)
 
 
 def test_tensors_that_are_not_written_keep_their_versions() -> None:

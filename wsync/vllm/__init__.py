@@ -190,6 +190,8 @@ class VllmLoader(ChoosingLoader):
             self.reason = "" if recording is None else self._tried[1]
             if not self.reason:
                 return blob
+        else:
+            self.recorded.note_rows()
         names = (model.tensor(index)[:2] for index in range(model.tensor_count))
         if missing := without_scales(names):
             # a layer that is made anew is processed with whatever memory it has for them
@@ -198,6 +200,12 @@ class VllmLoader(ChoosingLoader):
         self.recorded.check_delivered(reloader.rehearse(model))
         self._chosen = reloader
         return WHOLE
+
+    def finish(self, timeout: float) -> Receipt:
+        receipt = super().finish(timeout)
+        if self._chosen is not self.recorded:
+            self.recorded.tell_of_rows()
+        return receipt
 
     @property
     def own_loading(self) -> str:

@@ -37,6 +37,7 @@ from wsync.engine.learn.recorder import (
     record,
 )
 from wsync.engine.learn.replay_loader import ReplayLoader
+from wsync.engine.learn.rows_of_weights import made_of_rows
 from wsync.engine.learn.unlearnt_loader import UnlearntLoader
 from wsync.engine.learn.verify import load_made_up, verify
 from wsync.engine.ring_loaders import (
@@ -121,6 +122,8 @@ class RecordedLoader(ChoosingLoader):
         self._losing: Losing = keeps
         self._went_by: object = None
         self._bound: _core.Pattern | None = None
+        self._rows: set[str] = set()  # what forward has made of weights, as far as it is known
+        self._told: set[str] = set()
         self._chosen: Loader = ModuleLoader(module, self._load)
 
     def blob(self) -> bytes:
@@ -146,6 +149,7 @@ class RecordedLoader(ChoosingLoader):
             _log.info("the module has changed (%s) and is learnt anew", change)
         wrapped, self._losing = self._wrapped(), losing
         with self._trying():
+            self.note_rows()
             before = ModuleState(self._module, values=False)
             with before.unless_done():
                 return self._learn(model, facts, before, wrapped)
@@ -323,7 +327,25 @@ class RecordedLoader(ChoosingLoader):
                 self._after(self._module)
         if unlearnt is not None:
             unlearnt.note_left()
+        self.tell_of_rows()
         return receipt
+
+    def note_rows(self) -> None:
+        """Notes what forward has made of weights, while these are there."""
+        found = {path for path, made in made_of_rows(self._module) if made}
+        self._rows |= found - self._told
+
+    def tell_of_rows(self) -> None:
+        """Warns, once, of what forward has made of former weights and keeps."""
+        found = made_of_rows(self._module, self._rows) if self._rows else ()
+        if old := {path for path, made in found if not made}:
+            self._rows, self._told = self._rows - old, self._told | old
+            _log.warning(
+                "%s: of %s, had been made of weights, and the update has not made it anew: a "
+                "forward that keeps it answers by the former ones",
+                listed(sorted(old)),
+                type(self._module).__name__,
+            )
 
     def method(self) -> LoadWeights:
         """The module's load_weights as it is now, unless another one was given; for subclasses."""
