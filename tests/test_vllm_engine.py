@@ -149,10 +149,11 @@ def test_what_is_shuffled_after_loading_goes_through_vllms_own_reload(engine: Vl
 
 
 @pytest.mark.parametrize("shuffled", ["", "model.layers.0.mlp.gate_up_proj"])
+@pytest.mark.parametrize("derives", ["always", "once"])
 def test_what_a_models_own_hook_makes_is_made_of_the_new_weights(
-    engine: VllmEngine, shuffled: str
+    engine: VllmEngine, shuffled: str, derives: str
 ) -> None:
-    engine.prepare("qwen3", shuffled=shuffled, derives=True)
+    engine.prepare("qwen3", shuffled=shuffled, derives=derives)
     places = [worker["derived"] for worker in engine.collective_rpc("places")]
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
         for seed in (1, 2):

@@ -37,7 +37,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         family: str,
         *,
         shuffled: str = "",
-        derives: bool = False,
+        derives: str = "",
         past: str = "",
         packs: bool = False,
         fp8: bool = False,
@@ -49,7 +49,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Makes the model of the engine; the tensors of its checkpoint.
 
         shuffled: a layer whose weight is turned over after loading, as if for a kernel.
-        derives: the model's own hook after loading makes a tensor of a weight, anew each time.
+        derives: the model's own hook after loading makes a tensor of a weight, anew each
+        time, or "once".
         past: a parameter that load_weights copies to itself, past what vLLM has load it.
         packs: experts are packed after loading as vLLM does on CPUs, instead of being left as
         they are.
@@ -121,7 +122,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
             method = model.get_submodule(self.shuffled).quant_method
             method.process_weights_after_loading = turn_over
         if self.derives:
-            model.process_weights_after_loading = functools.partial(derive, model)
+            hook = functools.partial(derive, model, once=self.derives == "once")
+            model.process_weights_after_loading = hook
         return model
 
     def load(self, model: Any, given: int | str) -> None:
@@ -185,5 +187,7 @@ def turn_over(layer: torch.nn.Module) -> None:
     layer.weight.data = layer.weight.data.flip(0).contiguous()
 
 
-def derive(model: torch.nn.Module) -> None:
+def derive(model: torch.nn.Module, *, once: bool) -> None:
+    if once and hasattr(model, "derived"):
+        return
     model.derived = model.model.layers[0].input_layernorm.weight.data * 2

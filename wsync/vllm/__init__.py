@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +24,14 @@ from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.quantisation_mismatch import Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import Recording
-from wsync.engine.post_load import run_in_place, wait_for_device
+from wsync.engine.post_load import wait_for_device
 from wsync.engine.receiver import Receiver, refused
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
 from wsync.module_tensors import same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
+from wsync.vllm.made_once import BoundTensor, made_once, run_anew
 
 
 def register() -> None:
@@ -161,6 +162,7 @@ class VllmLoader(ChoosingLoader):
         self.recorded = _Recorded(model, after=self._process)
         self._chosen = self.recorded
         self._tried: tuple[Recording | None, str] = (None, "")
+        self._once: list[BoundTensor] = []
 
     def blob(self) -> bytes:
         self._chosen = self.recorded
@@ -196,7 +198,7 @@ class VllmLoader(ChoosingLoader):
         if missing := without_scales(names):
             # a layer that is made anew is processed with whatever memory it has for them
             raise LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
-        reloader = _Reloader(self._model, self._config, self._model_config, self.reason)
+        reloader = _Reloader(self._model, self._config, self._model_config, self.reason, self._once)
         self.recorded.check_delivered(reloader.rehearse(model))
         self._chosen = reloader
         return WHOLE
@@ -229,7 +231,7 @@ class VllmLoader(ChoosingLoader):
             process_weights_after_loading(self._model, self._model_config, self._device)
 
         with set_current_vllm_config(self._config):
-            run_in_place(self._model, process)
+            run_anew(self._model, self._once, process)
 
     def _process_kept(self) -> str:
         """Which parameter that is to stay as it is processing changes once more, or "": a reload
@@ -248,10 +250,14 @@ class VllmLoader(ChoosingLoader):
 
     def _changes(self, recording: Recording) -> str:
         """What processing changes of that which load_weights has written just now, or ""."""
+        from vllm.config import set_current_vllm_config
+
         held = ModuleMemory(self._model)
         areas = [held.areas[number] for number in recording.areas]
         before = [area.checksum() for area in areas]
         self._process()
+        with set_current_vllm_config(self._config):
+            self._once += made_once(self._model)
         for area, sum in zip(areas, before, strict=True):
             if area.checksum() != sum:
                 return f"{area.path} is changed by process_weights_after_loading"
@@ -375,7 +381,12 @@ class _Reloader(ModuleLoader):
     copied to where they were."""
 
     def __init__(
-        self, model: torch.nn.Module, vllm_config: Any, model_config: Any, reason: str
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        model_config: Any,
+        reason: str,
+        once: Sequence[BoundTensor],
     ) -> None:
         try:
             from vllm.model_executor.model_loader.reload import (
@@ -395,6 +406,7 @@ class _Reloader(ModuleLoader):
         super().__init__(model, load)
         self._layerwise = layerwise
         self._reason = reason
+        self._once = once
         self._model = model
         self._config = vllm_config
         self._model_config = model_config
@@ -498,7 +510,7 @@ class _Reloader(ModuleLoader):
         with self._configured():
             self._layerwise.finalize_layerwise_reload(self._model, self._model_config)
             if hook is not None:
-                run_in_place(self._model, hook)
+                run_anew(self._model, self._once, hook)
 
     @contextlib.contextmanager
     def _configured(self) -> Iterator[None]:
