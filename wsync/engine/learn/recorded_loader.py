@@ -366,7 +366,10 @@ class RecordedLoader(ChoosingLoader):
             return "what load_weights is bound to, as its closure or arguments, has other values"
         if self.recording is None or self.goes_by() == self._went_by:
             return ""
-        return "load_weights goes by something outside the module that has other values"
+        return (
+            "load_weights goes by something outside the module that has other values, as where "
+            "experts were balanced"
+        )
 
     def _what_it_is_bound_to(self) -> _core.Pattern:
         """The function, and what its closure and arguments that are given already hold."""
