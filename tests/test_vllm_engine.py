@@ -244,6 +244,25 @@ def test_weights_that_vllm_packs_once_are_packed_again(engine: VllmEngine) -> No
     assert len(said) == 1 and "packs its weights once" in said.pop()
 
 
+def test_convolutions_that_vllm_packs_are_new_where_they_are_read_unpacked() -> None:
+    options = dataclasses.replace(OPTIONS, round_nbytes=1 << 17, ring_nbytes=1 << 18)
+    engine = VllmEngine(tp=1)
+    try:
+        engine.prepare("nemotron_h", packs_convolutions=True)
+        (places,) = engine.collective_rpc("places")
+        with wsync.connect(engine.weights(0), engines=[engine], options=options) as sync:
+            for seed in (1, 2):
+                sync.update(engine.weights(seed))
+                assert engine.differing(seed) == [[]]
+        ((reason, _),) = engine.collective_rpc("reasons")
+        assert "conv1d.weight" in reason
+        (now,) = engine.collective_rpc("places")
+        paths = [path for path in places if path.endswith(".conv_weights")]
+        assert paths and all(now[path] == places[path] for path in paths)
+    finally:
+        engine.close()
+
+
 def test_experts_that_vllm_moves_between_updates_are_refused(engine: VllmEngine) -> None:
     """Its load_weights goes by where they were when it started."""
     engine.prepare("qwen3_moe", ep=2, balanced=True)

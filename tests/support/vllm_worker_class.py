@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from support import quantised_models, tiny_models, vllm_host
 from support.digests import digests
+from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.v1.worker.worker_base import WorkerBase
 
+set_up = experts.UnquantizedFusedMoEMethod._setup_kernel
 pack = cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
-# a compiled kernel
+# compiled kernels
 cpu_moe.cpu_prepack_moe_weight = lambda weight, _: weight.flip(-1).contiguous()
+_custom_ops.causal_conv1d_weight_pack = lambda weight: weight.flip(-1).contiguous()
 
 
 class Worker(WorkerBase):  # type: ignore[misc]
@@ -40,6 +44,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         derives: str = "",
         past: str = "",
         packs: bool = False,
+        packs_convolutions: bool = False,
         fp8: bool = False,
         method: tuple[Any, ...] = (),
         ep: int = 1,
@@ -54,6 +59,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         past: a parameter that load_weights copies to itself, past what vLLM has load it.
         packs: experts are packed after loading as vLLM does on CPUs, instead of being left as
         they are.
+        packs_convolutions: as on CPUs that multiply bfloat16.
         fp8: the checkpoint is in FP8, with a scale for each block.
         method: the fields of the quantised_models.Method that the checkpoint is quantised by.
         ep: among how many workers the experts are divided.
@@ -63,6 +69,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = pack
         if not packs:
             del cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
+        pack_convolutions(packs_convolutions)
         self.family = family
         self.shuffled, self.derives = shuffled, derives
         self.config = tiny_models.config(family, **(changes or {}))
@@ -179,6 +186,13 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def reasons(self) -> list[str]:
         loader = self.__dict__["_wsync"].loader
         return [loader.reason, loader.recorded.reason]
+
+
+def pack_convolutions(packs: bool) -> None:
+    """Has convolutions packed; no CPU computes the experts of a model that has them."""
+    torch.cpu._is_avx512_bf16_supported = lambda: packs  # type: ignore[assignment]
+    method = experts.UnquantizedFusedMoEMethod
+    method._setup_kernel = (lambda *_, **__: None) if packs else set_up
 
 
 def turn_over(layer: torch.nn.Module) -> None:

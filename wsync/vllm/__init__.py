@@ -351,6 +351,17 @@ def _both(first: Callable[[Any], object], second: Callable[[Any], object]) -> Ca
     return call
 
 
+def refill_unpacked(model: torch.nn.Module) -> None:
+    """Gives Mamba 2's layers their convolutions as they are loaded: these read `conv_weights`, a
+    view of conv1d.weight as it was made.  Where vLLM packs that on CPUs it gets other memory, and
+    vLLM's own reload (0.33.0) leaves the view as it is."""
+    for layer in model.modules():
+        kept = layer._buffers.get("conv_weights")
+        loaded = getattr(getattr(layer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if kept is not None and loaded is not None:
+            kept.copy_(loaded)
+
+
 def rewritten(model: torch.nn.Module) -> str:
     """Which parameter or persistent buffer is not what load_weights fills any more, or "".  Others
     are forward's own: it casts tables of positions."""
@@ -509,6 +520,7 @@ class _Reloader(ModuleLoader):
         hook = getattr(self._model, "process_weights_after_loading", None)
         with self._configured():
             self._layerwise.finalize_layerwise_reload(self._model, self._model_config)
+            refill_unpacked(self._model)
             if hook is not None:
                 run_anew(self._model, self._once, hook)
 
