@@ -233,6 +233,25 @@ def test_what_a_forward_has_made_and_keeps_is_named_once(
     assert all(re.match(rf"made{path}: of Fused", text) for text in found)
 
 
+class Closed(torch.Tensor):
+    """Lets nobody compare it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("eq", "ne", "__eq__", "__ne__"):
+            raise TypeError("no")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_what_cannot_be_compared_hinders_no_update() -> None:
+    module = Fused()
+    module.made = module.joined().as_subclass(Closed)
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+    assert torch.equal(module.a, draw(1)["a"])
+
+
 def test_tensors_that_are_not_written_keep_their_versions() -> None:
     module = Loading()
     module.register_buffer("table", torch.ones(8))

@@ -338,7 +338,7 @@ class RecordedLoader(ChoosingLoader):
     def tell_of_rows(self) -> None:
         """Warns, once, of what forward has made of former weights and keeps."""
         found = made_of_rows(self._module, self._rows) if self._rows else ()
-        if old := {path for path, made in found if not made}:
+        if old := {path for path, made in found if made is False}:
             self._rows, self._told = self._rows - old, self._told | old
             _log.warning(
                 "%s: of %s, had been made of weights, and the update has not made it anew: a "

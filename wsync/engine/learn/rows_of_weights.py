@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Collection, Iterator
 from typing import Any, Final
@@ -18,10 +19,11 @@ _AT_ONCE: Final = 1 << 24  # elements that are compared at a time
 
 def made_of_rows(
     module: torch.nn.Module, only: Collection[str] | None = None
-) -> Iterator[tuple[str, bool]]:
+) -> Iterator[tuple[str, bool | None]]:
     """Paths of a module's tensors that are no parameters, and whether their rows or columns are
     rows of the parameters of the same part or of parts of it, perhaps converted: of one, of several
-    one after another, of a piece of one.  Some rows stand for all.
+    one after another, of a piece of one.  Some rows stand for all.  None: they cannot be
+    compared.
 
     Looked at are buffers and plain attributes of one or two dimensions, and those in tuples and
     lists.  only: no others than these.
@@ -29,7 +31,10 @@ def made_of_rows(
     for prefix, part in module.named_modules():
         for path, tensor in _kept(prefix, part):
             if only is None or path in only:
-                yield path, _is_made_of(tensor, part)
+                made = None
+                with contextlib.suppress(Exception):  # want of memory, classes that refuse it
+                    made = _is_made_of(tensor, part)
+                yield path, made
 
 
 def _kept(prefix: str, part: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
