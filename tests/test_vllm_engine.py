@@ -224,6 +224,20 @@ def test_what_stays_as_it_is_is_not_processed_again(engine: VllmEngine) -> None:
         engine.collective_rpc("keep", args=("",))
 
 
+def test_what_stays_in_a_layer_that_is_made_anew_is_refused_by_name(engine: VllmEngine) -> None:
+    path = "model.layers.0.mlp.experts"
+    engine.prepare("qwen3_moe", packs=True)
+    kept = f"{path}.routed_experts.w2_weight"
+    engine.collective_rpc("keep", args=(kept,))
+    lacking = {n: t for n, t in engine.weights(1).items() if path not in n or "down" not in n}
+    try:
+        with wsync.connect(lacking, engines=[engine], options=OPTIONS) as sync:
+            with pytest.raises(wsync.RemoteError, match=f"{kept}: to stay as it is"):
+                sync.update(lacking)
+    finally:
+        engine.collective_rpc("keep", args=("",))
+
+
 def test_tables_that_serving_casts_need_no_reload(engine: VllmEngine) -> None:
     engine.prepare("qwen3")
     engine.collective_rpc("serve")

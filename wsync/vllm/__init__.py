@@ -200,6 +200,11 @@ class VllmLoader(ChoosingLoader):
             raise LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
         reloader = _Reloader(self._model, self._config, self._model_config, self.reason, self._once)
         self.recorded.check_delivered(reloader.rehearse(model))
+        if half := sorted(filter(self.recorded.is_named, reloader.half_loaded)):
+            raise UnsupportedError(
+                f"{listed(half)}: to stay as it is, but vLLM's layerwise reload, which is needed "
+                f"({self.reason}), makes all of its layer anew for what is loaded there"
+            )
         self._chosen = reloader
         return WHOLE
 
@@ -270,6 +275,10 @@ class _Recorded(RecordedLoader):
     def stays(self, path: str) -> bool:
         """Whether that parameter is to stay as it is."""
         return self._stays(path)
+
+    def is_named(self, path: str) -> bool:
+        """Whether it is because somebody has said so."""
+        return super()._stays(path)
 
     def _stays(self, path: str) -> bool:
         return _made_by_attention(self._module, path) or super()._stays(path)
@@ -418,6 +427,7 @@ class _Reloader(ModuleLoader):
         self._layerwise = layerwise
         self._reason = reason
         self._once = once
+        self.half_loaded: set[str] = set()  # parameters that lack bytes, of layers that have others
         self._model = model
         self._config = vllm_config
         self._model_config = model_config
@@ -463,7 +473,9 @@ class _Reloader(ModuleLoader):
                 continue
             if (rest := made.numel() - rehearsal.written(tensor)) > 0:
                 lacking[path] = rest * made.element_size()
-                if info.load_numel <= 0 and id(tensor) in places:
+                if info.load_numel > 0:
+                    self.half_loaded.add(path)
+                elif id(tensor) in places:
                     idle[path] = places[id(tensor)]
             elif id(tensor) in places:
                 loaded.add(places[id(tensor)])
