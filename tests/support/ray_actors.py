@@ -18,7 +18,7 @@ import wsync
 from wsync.demo.engines.weights_only_engine import BareWorker
 from wsync.layout import from_tensors
 from wsync.machine.deadline import Deadline
-from wsync.messages.control import LOAD_FORMAT
+from wsync.messages.control import LOAD_FORMAT, UPDATING
 
 SECONDS = 90.0
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -35,6 +35,11 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
         name: torch.randn(shape, generator=generator).to(dtype)
         for name, (shape, dtype) in SHAPES.items()
     }
+
+
+def final(version: str | None) -> str | None:
+    """What the weights are called in the end: buckets before the last one say another version."""
+    return None if version is not None and version.startswith(UPDATING) else version
 
 
 class Engine:
@@ -91,7 +96,8 @@ class Engine:
             os._exit(3)
         (text,) = serialized_named_tensors
         data, end = base64.b64decode(text), Deadline(SECONDS)
-        answer = self._worker.update(data, load_format=load_format, end=end, update_id=self._update)
+        request = {"update_id": self._update, "weight_version": final(weight_version)}
+        answer = self._worker.update(data, load_format=load_format, end=end, **request)
         self._version = weight_version or self._version
         return {"success": True, "message": answer}
 
@@ -105,7 +111,10 @@ class Engine:
         self, *, weight_version: str | None = None, **request: Any
     ) -> None:
         self._worker.update_weights_from_distributed(
-            end=Deadline(SECONDS), update_id=self._update, **request
+            end=Deadline(SECONDS),
+            update_id=self._update,
+            weight_version=final(weight_version),
+            **request,
         )
         self._version = weight_version or self._version
 
