@@ -1,6 +1,7 @@
 # The kernels' source as arrays of a C file in the build folder: the extension carries it and
 # compiles it for the device that it finds.  The first file includes the others.
-set(files kernels.cu kernel_table.h quantise_kernels.cu quantise_octets.cu quantise_math.h quantise_table.h)
+set(files kernels.cu kernel_table.h quantise_kernels.cu quantise_octets.cu quantise_math.h
+  quantise_table.h)
 set(lines "#include \"device/cuda_compile.h\"\n")
 set(table "")
 list(LENGTH files count)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The copy kernel.  It is compiled by NVRTC and, with tests/c/kernel_host.c in place of the
- * device, as C11: no headers, no templates, and threads that need not meet.
+ * device, as C11: no headers, no templates, and threads that run one after another.
  *
  * Every warp takes tiles of its own, finds a tile's segment and moves the tile in the
  * widest units that all its addresses allow.  A warp waits for nobody, and 32 warps on a

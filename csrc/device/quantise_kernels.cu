@@ -129,23 +129,28 @@ DEVICE float load_weight(const run_t *run, const u8_t *from)
     return wsync_weight_value(run->weight, bits);
 }
 
+DEVICE extremes_t raise_columns(const run_t *run, const u8_t *at, unsigned count,
+                                extremes_t found)
+{
+    NO_UNROLL for (unsigned i = 0; i < count; i++)
+    {
+        const float value = load_weight(run, at);
+
+        found.high = larger(found.high, value);
+        found.low = larger(found.low, -value);
+        at += run->step;
+    }
+    return found;
+}
+
 /* The extremes of the octets from `begin` to `end`. */
 DEVICE extremes_t raise_items(const run_t *run, const u8_t *from, unsigned begin,
                               unsigned end, extremes_t found)
 {
     NO_UNROLL for (unsigned i = begin; i < end; i++)
     {
-        const unsigned count = columns_of(run, i);
-        const u8_t *at = from + (long long)i * run->next;
-
-        NO_UNROLL for (unsigned k = 0; k < count; k++)
-        {
-            const float value = load_weight(run, at);
-
-            found.high = larger(found.high, value);
-            found.low = larger(found.low, -value);
-            at += run->step;
-        }
+        found =
+            raise_columns(run, from + (long long)i * run->next, columns_of(run, i), found);
     }
     return found;
 }
@@ -522,12 +527,7 @@ DEVICE extremes_t merge_lanes(const run_t *run, const wsync_quantise_task_t *tas
 #else
     /* Its threads run one after another: each looks at all weights of the block. */
     from -= (long long)lesser(part->lane * BATCH * OCTET, part->columns) * run->step;
-    for (unsigned i = 0; i < part->columns && lanes > 1; i++) {
-        const float value = load_weight(run, from + (long long)i * run->step);
-
-        found.high = larger(found.high, value);
-        found.low = larger(found.low, -value);
-    }
+    found = raise_columns(run, from, lanes > 1 ? part->columns : 0, found);
 #endif
     return found;
 }
