@@ -16,7 +16,7 @@ from wsync.engine.learn.forms_of_values import AttributePlace
 from wsync.engine.learn.known_states import MOST_STATES, Trying, has_changed, tell_of_trial
 from wsync.engine.learn.module_memory import wrapped_tensors
 from wsync.engine.learn.recorder import NOT_RECORDED
-from wsync.engine.learn.verify import elements, makes_same, parameters, unloaded
+from wsync.engine.learn.verify import elements, first_that_makes_same, parameters, unloaded
 from wsync.engine.learn.watched_writes import BeforeWrites
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import LoadWeights, ModuleLoader
@@ -118,16 +118,18 @@ class UnlearntLoader(ModuleLoader):
             return load, at_once, dict.fromkeys(paths)
 
     def _how(self) -> tuple[LoadWeights, bool]:
-        for load, split in itertools.product((self._in_place, self._direct), (True, False)):
-            if makes_same(self._module, self._direct, load, self._model, split=split):
-                if load is self._direct:
-                    _log.warning(
-                        "%s: what its load_weights binds anew stays where that puts it, as it has "
-                        "other values in the memory that was there; CUDA graphs go on reading that",
-                        type(self._module).__name__,
-                    )
-                return load, not split
-        return self._in_place, True  # it makes something else each time
+        ways = list(itertools.product((self._in_place, self._direct), (True, False)))
+        found = first_that_makes_same(self._module, self._direct, ways, self._model)
+        if found is None:
+            return self._in_place, True  # it makes something else each time
+        load, split = found
+        if load is self._direct:
+            _log.warning(
+                "%s: what its load_weights binds anew stays where that puts it, as it has "
+                "other values in the memory that was there; CUDA graphs go on reading that",
+                type(self._module).__name__,
+            )
+        return load, not split
 
     def _unknown(self) -> set[str]:
         """The parameters of which nothing was seen when load_weights was tried."""

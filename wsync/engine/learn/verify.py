@@ -99,11 +99,14 @@ def check_gaps(held: ModuleMemory, recording: Recording, before: dict[int, list[
             raise RecordingError(f"{path}: written by means that cannot be seen")
 
 
-def makes_same(
-    module: torch.nn.Module, load: LoadWeights, how: LoadWeights, layout: Layout, *, split: bool
-) -> bool:
-    """Whether `how`, another way to call load_weights, makes of a model's tensors what that makes
-    of them in one call; split: however many a call brings.
+def first_that_makes_same(
+    module: torch.nn.Module,
+    load: LoadWeights,
+    ways: Sequence[tuple[LoadWeights, bool]],
+    layout: Layout,
+) -> tuple[LoadWeights, bool] | None:
+    """Which of several other ways to call load_weights makes of a model's tensors what that makes
+    of them in one call; with True: however many a call brings.
 
     The module's weights are put back: a loader that is not replaced may go by them.
 
@@ -121,10 +124,13 @@ def makes_same(
             held = ModuleMemory(module)
             return [fact[:3] for fact in held.facts], _sums(module, held, state)
 
-    # rounds may bring any tensor first
-    ways = (model.together, model.together[::-1]) if split else (None,)
     wanted = made(load)
-    return all(made(how, calls) == wanted for calls in ways)
+    for how, split in ways:
+        # rounds may bring any tensor first
+        orders = (model.together, model.together[::-1]) if split else (None,)
+        if all(made(how, calls) == wanted for calls in orders):
+            return how, split
+    return None
 
 
 def _sums(module: torch.nn.Module, held: ModuleMemory, state: ModuleState) -> dict[str, int]:
