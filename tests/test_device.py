@@ -536,7 +536,10 @@ def test_buffer_tables_hold_their_spans() -> None:
     with pytest.raises(IndexError):
         table[3]
     spans = [(4096, 10), (0, 0)]
-    assert [_core.BufferTable(spans)[i] for i in range(2)] == spans
+    made = _core.BufferTable(spans)
+    assert [made[i] for i in range(2)] == spans
+    assert made.spans() == _core.BufferTable(tuple(spans)).spans()
+    assert made.spans() != _core.BufferTable([(4096, 11), (0, 0)]).spans()
 
 
 @pytest.mark.parametrize("span", [(0, 1), (2**64 - 1, 2), (2**64, 0), (1, -1), (1,), (1, 2, 3)])

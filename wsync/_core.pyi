@@ -291,6 +291,8 @@ class BufferTable:
         """What the driver has allocated around the buffers on a GPU now, by address: (address, nbytes, identity, piece).
         identity: 0 where no other process can map it; else no other memory there has it while this is lent.  piece:
         can be lent beside its neighbours.  Addresses of the host are left out."""
+    def spans(self) -> bytes:
+        """All addresses and lengths, to compare with another table's."""
     def lend(self, allocations: Sequence[tuple[int, int, int, bool]], /) -> Memory:
         """Memory of a GPU to be lent to another process: pieces side by side, or one allocation that is none.  It keeps
         pieces from being given back.  StateError if one has been replaced since `allocations`."""

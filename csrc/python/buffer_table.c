@@ -245,6 +245,14 @@ static PyObject *buffers_allocations(PyObject *object, PyObject *Py_UNUSED(unuse
     return list;
 }
 
+static PyObject *buffers_spans(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    const BufferTableObject *self = (BufferTableObject *)object;
+
+    return PyBytes_FromStringAndSize((const char *)self->spans,
+                                     (Py_ssize_t)(self->count * sizeof(*self->spans)));
+}
+
 /* Reads what buffers_allocations has given. */
 static int read_allocation(const void *Py_UNUSED(context), PyObject *item,
                            size_t Py_UNUSED(index), void *made)
@@ -432,6 +440,9 @@ static PyMethodDef buffers_methods[] = {
      "lend($self, allocations, /)\n--\n\n"
      "Memory of a GPU to be lent to another process: pieces side by side, or one\n"
      "allocation that is none.\n\nStateError if one has been replaced since."},
+    {"spans", buffers_spans, METH_NOARGS,
+     "spans($self, /)\n--\n\n"
+     "All addresses and lengths, to compare with another table's."},
     {"meeting", buffers_meeting, METH_O,
      "meeting($self, tensors, /)\n--\n\n"
      "The buffers that share memory with what tensors of a TensorTable span."},

@@ -41,37 +41,33 @@ class GpuPlace(NamedTuple):
 
 
 class GpuAllocations:
-    """The memory around buffers on a GPU, as it was when `find` was called last."""
+    """The memory around buffers on a GPU, as it was when `read` was called last."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Allocation, ...], GpuSegment] = {}
         self._buffers = _core.BufferTable([])
+        self._found: list[Allocation] = []
         self._next = 0
-        self._seen: tuple[Sequence[tuple[int, int]], list[Allocation]] = [], []
-        self._places: list[GpuPlace | None] = []
 
     def close(self) -> None:
         self._known, self._buffers = {}, _core.BufferTable([])
 
-    def find(
-        self, spans: Sequence[tuple[int, int]], buffers: _core.BufferTable
-    ) -> list[GpuPlace | None]:
-        """Where each span (address, bytes) lies now; None for one that is empty, or that no other
-        process can map.  buffers: a table that these are some spans of.  The list is the last one
-        as long as nothing has changed."""
-        self._buffers = buffers
-        found = buffers.allocations()
-        if self._seen == (spans, found):
-            return self._places
+    def read(self, buffers: _core.BufferTable) -> Sequence[object]:
+        """Asks the driver what is around these buffers now, and gives that, to be compared."""
+        self._buffers, self._found = buffers, buffers.allocations()
+        return self._found
+
+    def find(self, spans: Sequence[tuple[int, int]]) -> list[GpuPlace | None]:
+        """Where each span (address, bytes) of the buffers lies; None for one that is empty, or that
+        no other process can map."""
+        found = self._found
         starts = [allocation[0] for allocation in found]
         covers = [_cover(span, found, starts) for span in spans]
         homes = self._segments(found, covers)
-        self._places = [
+        return [
             None if cover is None else GpuPlace(homes[cover[0]][0], address - homes[cover[0]][1])
             for (address, _), cover in zip(spans, covers, strict=True)
         ]
-        self._seen = spans, found
-        return self._places
 
     def borrow(self, segments: Iterable[GpuSegment]) -> dict[GpuSegment, _core.Memory]:
         """The memory of segments that `find` has met, to be lent to another process."""

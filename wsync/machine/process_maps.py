@@ -11,7 +11,7 @@ import os
 import re
 import resource
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from wsync import _core
@@ -61,32 +61,18 @@ class _Mapping(NamedTuple):
 
 
 class SharedMaps:
-    """The shared mappings of this process, as they were when `find` was called last."""
+    """The shared mappings of this process, as they were when `read` was called last."""
 
     def __init__(self) -> None:
-        self._maps = open("/proc/self/maps", "rb", buffering=0)  # noqa: SIM115  kept: see `_read`
+        self._maps = open("/proc/self/maps", "rb", buffering=0)  # noqa: SIM115  until `close`
         self._found: list[_Mapping] = []
 
     def close(self) -> None:
         self._maps.close()
 
-    def find(self, spans: Iterable[tuple[int, int]]) -> list[FilePlace | None]:
-        """Where each span (address, bytes) lies now; None for one that is empty, or not within one
-        shared mapping."""
-        self._found = self._read()
-        starts = [mapping.start for mapping in self._found]
-        places: list[FilePlace | None] = []
-        for address, nbytes in spans:
-            index = bisect_right(starts, address) - 1
-            place = None
-            if nbytes and index >= 0 and address + nbytes <= self._found[index].end:
-                mapping = self._found[index]
-                place = FilePlace(mapping.file, mapping.offset + address - mapping.start)
-            places.append(place)
-        return places
-
-    def _read(self) -> list[_Mapping]:
-        """Neighbours that continue each other are one."""
+    def read(self, buffers: _core.BufferTable | None = None) -> Sequence[object]:
+        """Reads which there are now, whatever the buffers, and gives them, to be compared.
+        Neighbours that continue each other are one."""
         self._maps.seek(0)
         text = b"".join(iter(lambda: self._maps.read(_READ), b""))
         found: list[_Mapping] = []
@@ -104,7 +90,22 @@ class SharedMaps:
                 found[-1] = last._replace(end=mapping.end)
             else:
                 found.append(mapping)
+        self._found = found
         return found
+
+    def find(self, spans: Iterable[tuple[int, int]]) -> list[FilePlace | None]:
+        """Where each span (address, bytes) lies; None for one that is empty, or not within one
+        shared mapping."""
+        starts = [mapping.start for mapping in self._found]
+        places: list[FilePlace | None] = []
+        for address, nbytes in spans:
+            index = bisect_right(starts, address) - 1
+            place = None
+            if nbytes and index >= 0 and address + nbytes <= self._found[index].end:
+                mapping = self._found[index]
+                place = FilePlace(mapping.file, mapping.offset + address - mapping.start)
+            places.append(place)
+        return places
 
     def borrow(self, files: Iterable[File]) -> dict[File, _core.Memory]:
         """The memory of files that `find` has met, to be lent to another process: of those that

@@ -76,7 +76,7 @@ class Lender:
         self._allocations = GpuAllocations()
         self._numbers: dict[File | GpuSegment, int] = {}  # of the segments that hold buffers
         self._buffers = _NOTHING  # that lie in those of a GPU
-        self._found: Sequence[FilePlace | GpuPlace | None] | None = None  # where, while it is lent
+        self._seen: object = None  # where that was, and what was around it
         self._next = 0
         self.segments: dict[int, _core.Memory] = {}  # kept: no other file takes such a number
         self.gpu = ""  # that they are on, "" for host memory
@@ -90,7 +90,7 @@ class Lender:
 
     def release(self) -> None:
         """Lets go of all segments."""
-        self._found = None
+        self._seen = None
         for source in list(self._numbers):
             self._drop(source)
         self._buffers = _NOTHING
@@ -106,16 +106,19 @@ class Lender:
         if gpu and self.wholly and not GPUS_UNASKED:
             self._lend_nothing(len(buffers), "")
             return
-        spans = [buffers[i] if i in self._used else (0, 0) for i in range(len(buffers))]
-        found: Sequence[FilePlace | GpuPlace | None]
-        found = self._allocations.find(spans, buffers) if gpu else self._maps.find(spans)
-        if found is not self._found:
-            self._lend(found, spans)
+        around = self._allocations if gpu else self._maps
+        seen = gpu, buffers.spans(), around.read(buffers)
+        if seen != self._seen:
+            self._seen = None
+            spans = [buffers[i] if i in self._used else (0, 0) for i in range(len(buffers))]
+            if self._lend(around.find(spans), spans):
+                self._seen = seen
         self._buffers = buffers if gpu and self._numbers else _NOTHING
 
     def _lend(
         self, found: Sequence[FilePlace | GpuPlace | None], spans: Sequence[tuple[int, int]]
-    ) -> None:
+    ) -> bool:
+        """False if what lies so is not lent."""
         grown = [
             place[0]
             for place, (_, nbytes) in zip(found, spans, strict=True)
@@ -133,7 +136,7 @@ class Lender:
                 f"more than {most}, the ranks' share of a quarter of ulimit -n, are read in place "
                 "with Options(delivery='direct') alone",
             )
-            return
+            return False
         try:
             self._borrow(used - self._numbers.keys())
         except (
@@ -145,10 +148,9 @@ class Lender:
             if not self.wholly:
                 raise
             self._lend_nothing(len(spans), f"rank {self._rank} cannot lend its weights: {error}")
-            return
+            return False
         for source in self._numbers.keys() - used:
             self._drop(source)
-        self._found = found
         self.places = [
             Bound(self._numbers[place[0]], place.offset, nbytes)
             if place is not None and place[0] in self._numbers
@@ -161,6 +163,8 @@ class Lender:
         if private and self.wholly:
             way = f"{self.obstacle}; Options(delivery='direct') has them read the others so"
             self._lend_nothing(len(spans), way if any(self.places) else "")
+            return False
+        return True
 
     def _lend_nothing(self, count: int, why: str) -> None:
         self.release()
