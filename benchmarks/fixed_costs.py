@@ -5,8 +5,9 @@ One engine has a part and a tensor for each, of all that an update asks about th
 one is fused as real ones are (see benchmarks.fused_model), and was learnt.
 
 The same tensors are moved in few rounds and in many.  A round is the slope between the two, and
-what is left of an update without rounds is its fixed cost.  On the played GPU it is the time of the
-stand-in for the driver, too; its kernels run in a thread that is not counted.
+what is left of an update without rounds is its fixed cost; so is all of one whose weights the
+fused engine reads in place, beside the copies of its worker.  On the played GPU it is the time of
+the stand-in for the driver, too; its kernels run in a thread that is not counted.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ VALUES = 32  # of each tensor, in bfloat16
 FEW, MANY = 8, 1032  # rounds that are asked for
 REPEATS = 11
 GOALS = {"a round": 25e-6, "an update": 2e-3}
+FUSED = ", a fused engine"
 SIDES = {"trainer": "update", "worker": "handle"}  # and the step that is all others
 SECONDS = 300.0  # that anything may take
 
@@ -45,29 +47,43 @@ Seconds = dict[str, float]  # by step
 
 def run() -> Iterator[dict[str, Any]]:
     yield from _at("the host")
+    yield from in_place()
     with mock.patch.dict(os.environ, played()):
         yield from _at("the played GPU")
 
 
 def _at(place: str) -> Iterator[dict[str, Any]]:
-    for fused in (False, True):
-        yield from on_ranks(1, _rows, place, fused)
+    for kept in ("", FUSED):
+        yield from on_ranks(1, _rows, place, kept)
 
 
-def _rows(_: int, place: str, fused: bool) -> list[dict[str, Any]]:
+def in_place() -> Iterator[dict[str, Any]]:
+    """The same of weights in shared memory that the engine reads there."""
+    yield from on_ranks(1, _rows, "the host", FUSED, True)
+
+
+def _rows(_: int, place: str, kept: str, shared: bool = False) -> list[dict[str, Any]]:
     weights = {
         weight.name: torch.full((VALUES,), index % 251, dtype=torch.bfloat16)
         for index, weight in enumerate(plan_shapes.qwen3_moe())
     }
+    if shared:  # in one piece
+        block = torch.stack([*weights.values()]).share_memory_()
+        weights = dict(zip(weights, block, strict=True))
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
-    worker = _FusedWorker if fused else _Worker
+    worker = _FusedWorker if kept else _Worker
     with ProcessEngine(shapes, worker=worker, timeout=SECONDS) as engine:
-        few, many = _updates(weights, engine, FEW), _updates(weights, engine, MANY)
+        few = many = _updates(weights, engine, FEW, shared)
+        if not shared:
+            many = _updates(weights, engine, MANY, shared)
     verified, more = few["right"] and many["right"], many["rounds"] - few["rounds"]
-    rows, kept = [], ", a fused engine" if fused else ""
+    rows = []
+    kept += ", read in place" if shared else ""
     for side, whole in SIDES.items():
-        a_round = (many[side][whole] - few[side][whole]) / more
-        found = {"a round": a_round, "an update": few[side][whole] - few["rounds"] * a_round}
+        found = {"an update": few[side][whole]}
+        if more:
+            a_round = (many[side][whole] - few[side][whole]) / more
+            found = {"a round": a_round, "an update": few[side][whole] - few["rounds"] * a_round}
         steps = [f"{name} {1e3 * s:.2f}" for name, s in few[side].items() if name != whole]
         for what, seconds in found.items():
             figure = f"{1e6 * seconds:.0f} us of a processor"
@@ -90,12 +106,17 @@ def _rows(_: int, place: str, fused: bool) -> list[dict[str, Any]]:
 
 
 def _updates(
-    weights: dict[str, torch.Tensor], engine: ProcessEngine, rounds: int
+    weights: dict[str, torch.Tensor], engine: ProcessEngine, rounds: int, shared: bool
 ) -> dict[str, Any]:
     """Median seconds of the steps of an update, by side; its rounds, and whether it was right."""
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     size = nbytes // rounds // 64 * 64
-    options = wsync.Options(round_nbytes=size, progress=False, deadline=SECONDS)
+    options = wsync.Options(
+        round_nbytes=size,
+        delivery="direct" if shared else "wsync",
+        progress=False,
+        deadline=SECONDS,
+    )
     taken: dict[str, list[Seconds]] = {side: [] for side in SIDES}
     engine.fill(0xA5)
     with wsync.connect(weights, [engine], options=options) as sync:
