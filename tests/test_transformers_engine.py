@@ -540,6 +540,25 @@ def test_a_second_name_of_a_tensor_may_come_by_itself(serve: Callable[..., Serve
     assert not refused(server)
 
 
+@pytest.mark.parametrize("update_id", ["a1", ""])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_head_of_other_values_is_refused_wherever_it_comes(
+    serve: Callable[..., Server], first: bool, update_id: str
+) -> None:
+    """The engine's head is its embedding."""
+    server = serve(model_of(0, tie_word_embeddings=True))
+    trained = dict(model_of(1, tie_word_embeddings=False).state_dict())
+    head = [("lm_head.weight", trained.pop("lm_head.weight"))]
+    assert told(server, PAUSE, update_id) == 200
+    parts = [head, [*trained.items()]] if first else [[*trained.items()], head]
+    statuses = [
+        told(server, TENSOR, update_id, bucket(part, weight_version=said))
+        for part, said in zip(parts, ("7" if not update_id else None, "7"), strict=True)
+    ]
+    assert statuses == [200, 400]
+    assert refused(server)
+
+
 DELIVERIES: dict[str, dict[str, Any]] = {
     "stock": {"delivery": "stock"},
     "bucket": {"delivery": "distributed", "broadcast": "bucket"},

@@ -364,6 +364,30 @@ def test_a_bucket_gives_what_has_come_before_it() -> None:
     assert [load("a")(state), load("b")(state)] == [frozenset(), frozenset("a")]
 
 
+@pytest.mark.parametrize(
+    ("update", "versions", "before"),
+    [
+        ("a1", (None, "7"), "t"),
+        ("", ("7", "7"), "t"),
+        ("", (None, None), "t"),
+        ("", ("6", "7"), ""),  # another trainer's
+    ],
+)
+def test_another_name_of_a_tensor_has_come_before_a_bucket_of_all(
+    update: str, versions: tuple[str | None, str | None], before: str
+) -> None:
+    state = UpdateState()
+    state.begin(update)
+    for names, version in zip((["t"], ["a", "b"]), versions, strict=True):
+        with (
+            state.serving(update, version),
+            state.loading(names, {**TENSORS, "t": "a"}) as came,
+        ):
+            pass
+    assert came == frozenset(before)
+    assert (weights(state), state.weight_version) == (WHOLE, versions[1] or "unknown")
+
+
 def test_a_request_of_wsyncs_that_does_not_complete_the_weights_takes_no_version() -> None:
     state = UpdateState()
     state.begin("a1")

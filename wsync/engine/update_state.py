@@ -289,7 +289,7 @@ class UpdateState:
         """
         with self._lock:
             whole, now = self.admit(names, tensors, origin), self._now
-            if now.missing is None or whole:
+            if now.missing is None or (whole and not self._goes_on(now, names)):
                 now.came, now.missing, now.version = set(), set(tensors.values()), None
             now.origin = origin
             now.version = self._said if now.version is None else now.version
@@ -341,6 +341,13 @@ class UpdateState:
         if now.mixed:
             self.lose(now.ended)
         raise Refused(now.ended)
+
+    def _goes_on(self, now: _Update, names: Collection[str]) -> bool:
+        """Whether a bucket of every tensor is one more of an update in buckets: other names of
+        tensors may have come before."""
+        return bool(
+            now.id or (now.missing and self._said == now.version and now.came.isdisjoint(names))
+        )
 
     # --- the weights --------------------------------------------------------------------------
 
