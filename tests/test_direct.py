@@ -450,7 +450,6 @@ def test_what_is_made_in_an_exportable_block_can_be_lent() -> None:
     assert given.tolist() == [1.0, 2.0]
     made = {"flat": flat, "given": given, **dict(module.named_parameters())}
     maps = SharedMaps()
-    maps.read()
     for tensors, lendable in ((made, True), ({"before": before, "later": later}, False)):
         places = maps.find((tensor.data_ptr(), tensor.nbytes) for tensor in tensors.values())
         assert [place is not None for place in places] == [lendable] * len(tensors), tensors.keys()

@@ -170,13 +170,12 @@ def test_only_shared_memory_is_borrowed_and_for_reading_alone() -> None:
 
 
 def test_shared_mappings_are_found_by_address() -> None:
-    maps = SharedMaps()
     memory = memory_of(b"0123456789", 2 * PAGE)
+    maps = SharedMaps()
     private = bytearray(b"private")
     lonely = ctypes.addressof(ctypes.c_char.from_buffer(private))
     end = memory.address + memory.nbytes
     spans = [(memory.address + 5, 3), (lonely, 7), (memory.address, 0), (end - 1, 2)]
-    maps.read()
     found = maps.find(spans)
     place = found[0]
     assert place is not None and place.offset == 5
@@ -208,7 +207,6 @@ def test_a_descriptor_that_a_thread_closes_meanwhile_lends_nothing_else(
         return found
 
     maps = SharedMaps()
-    maps.read()
     (place,) = maps.find([(memory.address, 4)])
     assert place is not None and place.file.inode == file
     monkeypatch.setattr(os, "stat", closing)
@@ -231,7 +229,6 @@ def test_memory_of_system_v_is_not_lent() -> None:
     libc.shmctl(number, 0, None)  # IPC_RMID: it goes with its last mapping
     maps = SharedMaps()
     try:
-        maps.read()
         assert maps.find([(address, 8)]) == [None]
     finally:
         maps.close()

@@ -61,11 +61,12 @@ class _Mapping(NamedTuple):
 
 
 class SharedMaps:
-    """The shared mappings of this process, as they were when `read` was called last."""
+    """The shared mappings of this process, as they were when it was made, or `read` was called."""
 
     def __init__(self) -> None:
         self._maps = open("/proc/self/maps", "rb", buffering=0)  # noqa: SIM115  until `close`
-        self._found: list[_Mapping] = []
+        self._found: Sequence[_Mapping] = ()
+        self.read()
 
     def close(self) -> None:
         self._maps.close()
