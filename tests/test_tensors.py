@@ -134,10 +134,12 @@ def test_a_dtensor_is_described_by_its_local_tensor(tmp_path: object) -> None:
         local = torch.ones(3, 4)
         sharded = DTensor.from_local(local, mesh, [Shard(0)])
         assert describe([sharded, nn.Parameter(sharded)])[0][0] == local.data_ptr()
-        empty = DTensor.from_local(
-            torch.ones(0, 4), mesh, [Shard(0)], shape=torch.Size((3, 4)), stride=(4, 1)
-        )
-        assert describe([empty])[0][2] == (0, 4)
+        for rows in (0, 1, 3):
+            part = DTensor.from_local(
+                torch.ones(rows, 4), mesh, [Shard(0)], shape=torch.Size((6, 4)), stride=(4, 1)
+            )
+            with pytest.raises(UnsupportedError, match=r"w \(DTensor\): .* on several ranks"):
+                describe([part], ["w"])
         with pytest.raises(UnsupportedError, match=r"w \(DTensor\): mesh dim 0 holds partial sums"):
             describe([DTensor.from_local(local, mesh, [Partial()])], ["w"])
     finally:

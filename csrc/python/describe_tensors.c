@@ -489,9 +489,9 @@ static int read_attributes(describer_t *describer, PyObject *tensor,
 
 static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row);
 
-/* The elements of a wrapper that says nothing of placements lie as its shape says. */
+/* All elements of a wrapper are in its local tensor, or its shape would be another. */
 static int check_same_shape(const describer_t *describer, PyObject *tensor,
-                            const wsync_tensor_row_t *row)
+                            const wsync_tensor_row_t *row, bool placed)
 {
     int64_t shape[WSYNC_MAX_NDIM];
     const Py_ssize_t ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), shape);
@@ -502,14 +502,17 @@ static int check_same_shape(const describer_t *describer, PyObject *tensor,
     if (ndim != (Py_ssize_t)row->ndim ||
         memcmp(shape, row->shape, (size_t)ndim * sizeof(*shape)) != 0) {
         return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                           "its _local_tensor has another shape, and it has no placements "
-                           "that would say why");
+                           placed ? "its _local_tensor has another shape: it holds its "
+                                    "elements on several ranks"
+                                  : "its _local_tensor has another shape, and it has no "
+                                    "placements that would say why");
     }
     return 0;
 }
 
-/* A DTensor holds its elements in _local_tensor.  Placements that hold partial sums are not
- * a weight's bytes. */
+/* A DTensor holds its elements in _local_tensor.  Partial sums are not a weight's bytes,
+ * and those of one rank not a whole tensor's: who knows where they belong describes the
+ * local tensor itself. */
 static int read_local(describer_t *describer, PyObject *tensor, PyObject *local,
                       wsync_tensor_row_t *row)
 {
@@ -544,8 +547,8 @@ static int read_local(describer_t *describer, PyObject *tensor, PyObject *local,
         result = read_tensor(describer, local, row);
         describer->depth--;
     }
-    if (result == 0 && tuple == NULL) {
-        result = check_same_shape(describer, tensor, row);
+    if (result == 0) {
+        result = check_same_shape(describer, tensor, row, tuple != NULL);
     }
     Py_XDECREF(tuple);
     Py_XDECREF(placements);
