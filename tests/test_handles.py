@@ -33,10 +33,11 @@ from wsync.engine.ring_loaders import ModuleLoader
 from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.handles.local import LocalHandle
 from wsync.handles.sglang_engine import SglangHandle
-from wsync.handles.sglang_http import HttpHandle, _Connections
+from wsync.handles.sglang_http import HttpHandle, _Line
 from wsync.inspection import inspect
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT, Control
+from wsync.trainer.engine_identity import CheckedEngine
 from wsync.trainer.roster import Delivery
 
 
@@ -739,14 +740,61 @@ def test_an_answer_that_comes_byte_by_byte_costs_its_deadline(kind: str) -> None
 
 
 def test_what_connects_too_late_asks_nothing() -> None:
-    connections, asked = _Connections(), requests.Session()
-    connections.watch(asked.get_adapter("http://"))
-    connections.end()
-    with socket.create_server(("127.0.0.1", 0)) as server, asked:
+    line = _Line()
+    line.end()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(requests.ConnectionError, match="connected too late"):
-            asked.get(f"http://127.0.0.1:{server.getsockname()[1]}", timeout=20)
+            line.session(url).get(url, timeout=20)
         with server.accept()[0] as accepted:
             assert accepted.recv(100) == b""
+
+
+class KeepingHandler(Handler):
+    """As uvicorn's servers, which keep connections.  `ends`: after which path one ends, and whether
+    the client is told."""
+
+    protocol_version = "HTTP/1.1"
+    ends: tuple[str, bool] | None = None
+    came: ClassVar[list[tuple[str, int]]] = []  # path, and the client's port
+
+    def do_POST(self) -> None:
+        self.came.append((self.path, self.client_address[1]))
+        super().do_POST()
+        path, _ = self.ends or ("", False)
+        self.close_connection |= self.path == path
+
+    do_GET = do_POST
+
+    def end_headers(self) -> None:
+        if self.ends == (self.path, True):
+            self.send_header("Connection", "close")
+        super().end_headers()
+
+
+@pytest.mark.parametrize("ends", [None, ("/model_info", True), ("/model_info", False)])
+def test_a_bucket_goes_by_the_connection_by_which_the_engine_was_checked(
+    server: FakeServer, ends: tuple[str, bool] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process at the address, with the same seed and weights, would take it."""
+    handler = type("Handler", (KeepingHandler,), {"ends": ends, "came": []})
+    monkeypatch.setattr(server, "RequestHandlerClass", handler)
+    server.answers["/pause_generation"] = (200, {"message": "ok", "status": "ok"})
+    server.answers["/model_info"] = (200, {"weight_version": "6"})
+    server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": "Success"})
+    engine = CheckedEngine(HttpHandle(server.url, workers=2))
+    engine.pause("retract", 5)
+    handler.came.clear()
+    with contextlib.ExitStack() as refused:
+        if ends == ("/model_info", False):
+            refused.enter_context(pytest.raises(PeerClosedError))  # seen before or after it is sent
+        update(engine)
+    paths, ports = zip(*handler.came, strict=True)
+    bucket = "/update_weights_from_tensor"
+    checks = [path for path in paths if path != bucket]
+    assert checks[0] in ("/server_info", "/model_info")
+    assert (bucket in paths) == (ends != ("/model_info", False))
+    assert (len(set(ports)) > 1) == (ends == ("/model_info", True))
 
 
 def test_a_wrong_number_of_payloads_never_reaches_the_engine(server: FakeServer) -> None:

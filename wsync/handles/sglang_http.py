@@ -6,7 +6,7 @@ import functools
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -41,27 +41,46 @@ _MAX_ANSWER_NBYTES: Final = 16 << 20
 _STEERING: Final = ("pause_generation", "continue_generation")
 
 
-class _Connections:
-    """Those of one exchange, which ends with them."""
+class _Line:
+    """The connection of one exchange, or of several, one after another, for as long as the server
+    keeps it."""
 
     def __init__(self) -> None:
+        self.ended = False
         self._made: list[socket.socket] = []
-        self._ended = False
+        self._session: Any = None
 
-    def watch(self, adapter: Any) -> None:
+    def session(self, url: str) -> Any:
+        """What makes the next exchange."""
+        import requests
+
+        if self._session is None:
+            session = requests.Session()
+            session.trust_env = False
+            self._watch(session.get_adapter(url))
+            self._session = session
+        return self._session
+
+    def renew(self) -> None:
+        """The next exchange makes a connection of its own."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def end(self) -> None:
+        """Cuts the connection off, and has no more made."""
+        self.ended = True
+        for made in self._made:
+            with contextlib.suppress(OSError):  # it has ended
+                socket.socket.shutdown(made, socket.SHUT_RDWR)
+
+    def _watch(self, adapter: Any) -> None:
         """Has a requests adapter make its connections here."""
         manager = adapter.poolmanager
         kinds = manager.pool_classes_by_scheme.items()
         manager.pool_classes_by_scheme = {
             scheme: functools.partial(self._pool, kind) for scheme, kind in kinds
         }
-
-    def end(self) -> None:
-        """Cuts them off, and has no more made."""
-        self._ended = True
-        for made in self._made:
-            with contextlib.suppress(OSError):  # it has ended
-                socket.socket.shutdown(made, socket.SHUT_RDWR)
 
     def _pool(self, kind: Any, *arguments: Any, **keywords: Any) -> Any:
         pool = kind(*arguments, **keywords)
@@ -74,22 +93,29 @@ class _Connections:
         return made
 
     def _connect(self, made: Any, connect: Callable[[], object]) -> None:
-        try:
-            connect()
-        finally:
-            del made.connect  # of this object, which refers to itself by it
+        made.connect = _refuse_again  # before, it refers to itself
+        connect()
         for level, option, value in KEEPALIVE:
             made.sock.setsockopt(level, option, value)
         self._made.append(made.sock)
-        if self._ended:
+        if self.ended:
             raise TimeoutError("connected too late")
+
+
+def _refuse_again() -> None:
+    """For a connection that has been made: another process may answer at the same address."""
+    raise ConnectionAbortedError("it has ended the connection between two requests of one update")
+
+
+class _Asking(threading.local):
+    line: _Line | None = None  # of all that this thread asks now
 
 
 class HttpHandle(ApiHandle):
     """An engine behind SGLang's HTTP endpoints.
 
     Environment proxies are not used: the engine is reached directly.  Each call opens its own
-    connection, so calls may run in several threads.
+    connection, but for those in `one_connection`, so calls may run in several threads.
     """
 
     def __init__(
@@ -121,6 +147,7 @@ class HttpHandle(ApiHandle):
         self._server: dict[str, Any] | None = None
         self._known: set[str] = set()  # what it has answered for, of what not all engines have
         self._timeout = timeout
+        self._asking = _Asking()
         self._counted = workers is None
         if workers is None:
             workers = tensor_workers(self.name, self._server_info())
@@ -138,6 +165,19 @@ class HttpHandle(ApiHandle):
         told = copy.copy(self)
         told._headers = {**self._headers, UPDATE_HEADER: update_id}
         return told
+
+    @contextlib.contextmanager
+    def one_connection(self) -> Iterator[None]:
+        """What this thread asks meanwhile it asks of one process, as far as a connection tells:
+        PeerClosedError where that has ended, and the server had not said that it would."""
+        former, line = self._asking.line, _Line()
+        self._asking.line = line
+        try:
+            yield
+        finally:
+            self._asking.line = former
+            line.end()
+            line.renew()
 
     @property
     def load_formats(self) -> tuple[str, ...]:
@@ -279,14 +319,17 @@ class HttpHandle(ApiHandle):
             raise DeadlineError(f"{where}: no time left to ask")
         if method != "GET" and changes_engine(path.removeprefix("/"), {}):
             check_wanted(where)
-        connections = _Connections()
-        call = start(where, lambda: self._exchange(method, path, body, deadline, connections))
+        kept = self._asking.line
+        line = _Line() if kept is None or kept.ended else kept
+        call = start(where, lambda: self._exchange(method, path, body, deadline, line, kept))
         try:
             if not wait([call], deadline.left).done:
                 raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
             return call.result()
+        except BaseException:
+            line.end()
+            raise
         finally:
-            connections.end()
             del call  # which an error would keep, and be kept by
 
     def _exchange(
@@ -295,31 +338,31 @@ class HttpHandle(ApiHandle):
         path: str,
         body: Mapping[str, Any] | None,
         deadline: Deadline,
-        connections: _Connections,
+        line: _Line,
+        kept: _Line | None,
     ) -> tuple[int, str]:
         import requests
 
         where = f"engine {self.name}: {path}"
         late = f"{where}: no answer within {seconds(deadline.seconds)}"
+        stays = False
         try:
-            with requests.Session() as session:
-                session.trust_env = False
-                connections.watch(session.get_adapter(self.name))
-                with session.request(
-                    method,
-                    self._url + path,
-                    json=body,
-                    headers=self._headers,
-                    timeout=max(deadline.left, _SHORTEST_SECONDS),
-                    allow_redirects=False,
-                    stream=True,
-                ) as response:
-                    data = bytearray()
-                    for piece in response.iter_content(1 << 16):
-                        data += piece
-                        if len(data) > _MAX_ANSWER_NBYTES:
-                            raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
-                    return response.status_code, data.decode("utf-8", "replace")
+            with line.session(self.name).request(
+                method,
+                self._url + path,
+                json=body,
+                headers=self._headers,
+                timeout=max(deadline.left, _SHORTEST_SECONDS),
+                allow_redirects=False,
+                stream=True,
+            ) as response:
+                data = bytearray()
+                for piece in response.iter_content(1 << 16):
+                    data += piece
+                    if len(data) > _MAX_ANSWER_NBYTES:
+                        raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
+                stays = line is kept and _stays_open(response)
+                return response.status_code, data.decode("utf-8", "replace")
         except requests.Timeout:
             raise DeadlineError(late) from None
         except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
@@ -329,6 +372,15 @@ class HttpHandle(ApiHandle):
             raise PeerClosedError(f"{where}: {cause(error)}") from error
         except (requests.RequestException, ValueError) as error:
             raise RemoteError(f"{where}: {cut(str(error))}") from error
+        finally:
+            if not stays:
+                line.renew()
+
+
+def _stays_open(response: Any) -> bool:
+    """Whether the server keeps the connection of this answer, as far as it says (RFC 9112, 9.3)."""
+    closes = "close" in response.headers.get("Connection", "").lower()
+    return bool(response.raw.version == 11) and not closes
 
 
 def _without_user(url: str) -> str:

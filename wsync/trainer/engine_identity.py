@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -27,14 +28,23 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
 def _in_an_update(method: _Method) -> _Method:
-    """A method that asks for something in the update that is under way when it is called."""
+    """A method that asks for something in the update that is under way when it is called.  The
+    engine is checked by the connection that the request itself goes by: a process that has been
+    started at this address in between would take it, and may be like the one that was checked."""
 
     @functools.wraps(method)
     def asked(self: CheckedEngine, *arguments: Any, **named: Any) -> None:
-        with asking_for(self._given_up):
+        with asking_for(self._given_up), _one_connection(self._during):
             method(self, *arguments, **named)
 
     return cast(_Method, asked)
+
+
+def _one_connection(handle: Any) -> contextlib.AbstractContextManager[None]:
+    """Around requests of this thread that are of one process; handles without connections have
+    none to keep."""
+    kept = getattr(type(handle), "one_connection", None)
+    return contextlib.nullcontext() if kept is None else kept(handle)
 
 
 class CheckedEngine:
