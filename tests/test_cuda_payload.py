@@ -285,6 +285,33 @@ def consumer_dies(owner: Peer, reader: Peer) -> None:
     assert owner("gpu_payload.collect()") == 64  # nobody can tell that it has
 
 
+def test_what_nobody_may_ever_let_go_of_is_kept_for_some_time(owner: Peer) -> None:
+    owner(
+        f"rings = [new_ring(64, '{UUID}') for _ in range(5)]\n"
+        "for ring, engine in zip(rings, 'EFEEE'): ring.payload(0, 64, []); ring.close(engine)"
+    )
+    assert owner("gpu_payload.collect()") == 3 * 64
+    assert owner("[rings.index(each.ring) for each in gpu_payload._parting]") == [1, 3, 4]
+    owner(
+        "from unittest import mock\nlate = time.monotonic() + 601\n"
+        "with mock.patch.object(time, 'monotonic', lambda: late): left = gpu_payload.collect()"
+    )
+    assert owner("left") == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "held"), [("not asked", 0), ("not there", 0), ("refused", 64), ("cut off", 64)]
+)
+def test_what_has_reached_no_engine_is_not_waited_for(owner: Peer, how: str, held: int) -> None:
+    left = owner(
+        "from support.stock_on_gpu import left_by\nleft_by(how); left = gpu_payload.collect()\n"
+        "for each in gpu_payload._parting: each.ring.take_back(0, 64)\nleft",
+        how=how,
+    )
+    assert left == held
+    assert owner("gpu_payload.collect()") == 0
+
+
 def test_memory_that_engines_hold_is_named_when_there_is_no_more() -> None:
     with started(WSYNC_FAKE_CUDA_MEMORY=str(3 * GRAIN)) as owner:
         owner(f"first = new_ring({2 * GRAIN}, '{UUID}')\n{FIRST}\nfirst.close()")
@@ -359,7 +386,7 @@ def test_a_stock_engine_that_holds_a_bucket_fails_the_update(owner: Peer) -> Non
     owner(
         "from types import SimpleNamespace\nfrom wsync.trainer.sessions.stock import StockSession\n"
         "from support.stock_on_gpu import OneSlot, gpu\n"
-        "engine = SimpleNamespace(name='E', workers=1, update_weights=lambda *a, **k: None)\n"
+        "engine = SimpleNamespace(name='E', workers=1, update_weights=lambda made, **k: made())\n"
         "session = StockSession(0, engine, timeout=5, on_gpu=True)\n"
         "session.attach(OneSlot(), gpu(), 5, never); session.begin(1, '7', 5, never)\n"
         "stream = _core.Stream()\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +13,11 @@ import torch
 from support.engines import SglangReceiver
 from support.played_gpu import put, source_of
 from support.sglang_receiver import digest
+from urllib3.exceptions import NewConnectionError
 
 import wsync
 from wsync.messages import gpu_payload
+from wsync.trainer.sessions.stock import StockSession
 
 SHAPES = {"a": (40, 5), "b": (300,), "c": (7, 7, 7), "d": (256,), "e": (300, 1)}
 
@@ -88,3 +92,37 @@ def update_twice(tree: Path, uuid: str) -> tuple[list[bool], list[Any], bool]:
         return right, engine.opened, gpu_payload.collect() == 0
     finally:
         engine.receiver.close()
+
+
+class _Failing:
+    """An engine, as it has been checked, that fails a bucket in some way."""
+
+    name = "E"
+    workers = 1
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def update_weights(self, payloads: Callable[[], object], **_: object) -> None:
+        if self._how == "not asked":
+            raise wsync.RemoteError("it reports another version")
+        payloads()
+        if self._how == "refused":
+            raise wsync.RemoteError("HTTP 400")
+        error = wsync.PeerClosedError(self._how)
+        if self._how == "not there":
+            error.__cause__ = NewConnectionError(None, "refused")  # type: ignore[arg-type]
+        raise error
+
+
+def left_by(how: str) -> None:
+    """Closes a session whose only bucket has failed in some way."""
+    session = StockSession(0, _Failing(how), timeout=5, on_gpu=True)  # type: ignore[arg-type]
+    session.attach(OneSlot(), gpu(), 5, bool)  # type: ignore[arg-type]
+    session.begin(1, "7", 5, bool)
+    stream = wsync._core.Stream()
+    session.acquire(0, stream, 5, bool)
+    session.post(0, stream, 5, bool)
+    with contextlib.suppress(wsync.WsyncError):
+        session.wait(0, 60, bool)
+    session.close()

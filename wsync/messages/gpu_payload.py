@@ -10,6 +10,7 @@ closed the handle and read to the end, takes it down.  SGLang names the GPU by i
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -21,9 +22,13 @@ from wsync import _core
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages import payload
 
+_log = logging.getLogger(__name__)
+
 COUNTERS: Final = 10_000  # in a file, as torch has it
 _KIND: Final = b"\x02c"  # of torch's handles: version 2, of cudaMalloc
 _POLL_SECONDS: Final = 0.001
+MOST_LEFT: Final = 2  # rings of one engine that nobody may ever let go of
+LEFT_SECONDS: Final = 600.0  # that a request may be on its way, as at a gateway
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +78,45 @@ def bucket(tensor: GpuTensor, metadata: Sequence[Any]) -> bytes:
 
 # --- memory ----------------------------------------------------------------------------------
 
+
+@dataclasses.dataclass(eq=False)
+class _Parting:
+    """A ring that was closed, but not let go of by every consumer."""
+
+    ring: GpuRing
+    engine: str | None
+    since: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether a consumer may have it open, or open it yet."""
+        return self.ring.held() and time.monotonic() < self.since + LEFT_SECONDS
+
+
 _lock = threading.Lock()
-_parting: list[GpuRing] = []  # closed, but not let go of by every consumer
+_parting: list[_Parting] = []
 
 
 def collect() -> int:
-    """Frees closed rings that no consumer has open; returns the bytes of those still open."""
+    """Frees closed rings that no consumer has open; returns the bytes of those still open.  A
+    consumer may never have opened what it was sent, and cannot be asked: such a ring is kept for
+    ten minutes, or until two later ones of its engine are kept."""
     with _lock:
-        free = [ring for ring in _parting if not ring.held()]
-        for ring in free:
-            _parting.remove(ring)
-        left = sum(ring.nbytes for ring in _parting)
-    for ring in free:
-        ring._memory.close()
-    return left
+        held = [each for each in _parting if each.kept]
+        later = [
+            [other.engine for other in held[at + 1 :]].count(each.engine)
+            for at, each in enumerate(held)
+        ]
+        kept = [
+            each
+            for each, count in zip(held, later, strict=True)
+            if each.engine is None or count < MOST_LEFT
+        ]
+        free = [each for each in _parting if each not in kept]
+        _parting[:] = kept
+    for each in free:
+        each.ring._memory.close()
+    return sum(each.ring.nbytes for each in kept)
 
 
 class GpuRing:
@@ -94,7 +124,7 @@ class GpuRing:
 
     It is one allocation by the driver.  What has been exported stays as it is until each consumer
     has let go: `acquire` waits for that, and `close` leaves it to `collect` to free what is still
-    held then; memory whose consumer has died without a word is held until this process ends.
+    held then.
     """
 
     def __init__(self, nbytes: int, device: _core.Device) -> None:
@@ -136,6 +166,14 @@ class GpuRing:
         is read is not ordered after any stream."""
         return bucket(self.export(offset, nbytes), metadata)
 
+    def take_back(self, offset: int, nbytes: int) -> None:
+        """What was exported of this has reached no consumer."""
+        with self._exports_lock:
+            for counter, (first, last) in self._exports.items():
+                if first < offset + nbytes and offset < last:
+                    self._counters[counter] = 0
+            self._prune()
+
     def held(self, offset: int = 0, nbytes: int | None = None) -> bool:
         """Whether a consumer has not let go of something that lies there."""
         end = self.nbytes if nbytes is None else offset + nbytes
@@ -159,15 +197,26 @@ class GpuRing:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def close(self) -> None:
-        """Frees the memory, or leaves that to `collect`.  No work on it may be under way."""
+    def close(self, engine: str | None = None) -> None:
+        """Frees the memory, or leaves that to `collect`.  No work on it may be under way.
+
+        engine: the only one that has been sent something of it.
+        """
         with self._exports_lock:
             if self._closed:
                 return
             self._closed = True
+        left = _Parting(self, engine, time.monotonic())
         with _lock:
-            _parting.append(self)
+            _parting.append(left)
         collect()
+        if left in _parting:
+            _log.warning(
+                "wsync: engine %s has not let go of a bucket, which keeps %d bytes of a GPU until "
+                "it does, or for ten minutes",
+                engine or "",
+                self.nbytes,
+            )
 
     def _prune(self) -> None:
         """Forgets what has been let go of; locked."""

@@ -18,7 +18,6 @@ from wsync.exchange.introductions import Introduction
 from wsync.exchange.plan_blueprint import Blueprint, Orders
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, group_name
-from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import PUNCTUAL, Check, Deadline
 from wsync.machine.device import follow_torch, threads_for
 from wsync.machine.host import own_address
@@ -27,6 +26,7 @@ from wsync.messages.control import LEARN, PIECES, WHOLE, Control
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.broadcast_requests import BroadcastRequests
+from wsync.trainer.engine_identity import CheckedEngine
 from wsync.trainer.lending import Borrower, Lending
 from wsync.trainer.planning import Planning, whole
 from wsync.trainer.requests import UnderWay
@@ -63,7 +63,7 @@ class Connection:
         self,
         group: TrainerGroup,
         roster: Roster,
-        engines: Sequence[EngineHandle],
+        engines: Sequence[CheckedEngine],
         options: Options,
         gpu: str,
         lock: Any = None,
@@ -97,7 +97,9 @@ class Connection:
             self.abort(str(error))
             raise
 
-    def _session(self, number: int, worker: PlanWorker, engines: Sequence[EngineHandle]) -> Session:
+    def _session(
+        self, number: int, worker: PlanWorker, engines: Sequence[CheckedEngine]
+    ) -> Session:
         options, roster = self._options, self._roster
         if worker.stage is not None:
             taking = roster.taking(Delivery.BROADCAST)
@@ -158,7 +160,7 @@ class Connection:
             )
         return found
 
-    def _meet(self, engines: Sequence[EngineHandle], lock: Any) -> dict[int, tuple[str, str]]:
+    def _meet(self, engines: Sequence[CheckedEngine], lock: Any) -> dict[int, tuple[str, str]]:
         """Session and address of every worker that runs wsync's receiver, by its number; and tells
         rank 0 where engines meet the sources of broadcasts."""
         addresses = {

@@ -155,8 +155,12 @@ class CheckedEngine:
                 self.flush(deadline.left)
 
     @_in_an_update
-    def update_weights(self, payloads: Sequence[bytes], **request: Any) -> None:
-        self._during.update_weights(payloads, **self._bucket(**request))
+    def update_weights(
+        self, payloads: Sequence[bytes] | Callable[[], Sequence[bytes]], **request: Any
+    ) -> None:
+        """payloads: a function makes them when the engine has been checked."""
+        checked = self._bucket(**request)
+        self._during.update_weights(payloads() if callable(payloads) else payloads, **checked)
 
     @_in_an_update
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:

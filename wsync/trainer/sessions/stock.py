@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
 from wsync.handles.answers import is_refused
-from wsync.handles.base import EngineHandle
 from wsync.machine.daemon_threads import result
 from wsync.machine.deadline import Check, Deadline
 from wsync.machine.fork_guard import Owner
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
-from wsync.messages.gpu_payload import GpuRing
+from wsync.messages.gpu_payload import LEFT_SECONDS, MOST_LEFT, GpuRing
+from wsync.trainer.engine_identity import CheckedEngine
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import BucketSession, Span
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 _GATEWAYS: Final = (502, 503, 504)  # what gateways answer in the place of a server
-_MOST_LEFT: Final = 2  # rings of an engine
-_LEFT_SECONDS: Final = 600.0  # that a gateway may keep a request
 
 
 class SharedRing:
@@ -93,7 +91,7 @@ class StockSession(BucketSession):
     """
 
     def __init__(
-        self, worker: int, engine: EngineHandle, *, timeout: float, on_gpu: bool = False
+        self, worker: int, engine: CheckedEngine, *, timeout: float, on_gpu: bool = False
     ) -> None:
         super().__init__(worker, "wsync-stock")
         self._engine = engine
@@ -137,7 +135,7 @@ class StockSession(BucketSession):
 
     def close(self) -> None:
         if isinstance(self._ring, GpuRing):
-            self._ring.close()
+            self._ring.close(self._engine.name)
         elif self._ring is not None:
             self._lane.submit(functools.partial(_close, self._engine.name, self._ring, self._sent))
         super().close()
@@ -148,12 +146,22 @@ class StockSession(BucketSession):
             return
         assert ring is not None
         slot = self.rounds.slots[round]
-        self._engine.update_weights(
-            [ring.payload(slot.offset, slot.nbytes, metadata) for _ in range(self._engine.workers)],
-            load_format=FLATTENED_BUCKET,
-            weight_version=self._version if round == self._last else None,
-            timeout=self._timeout,
-        )
+
+        def payloads() -> list[bytes]:
+            workers = range(self._engine.workers)
+            return [ring.payload(slot.offset, slot.nbytes, metadata) for _ in workers]
+
+        try:
+            self._engine.update_weights(
+                payloads,
+                load_format=FLATTENED_BUCKET,
+                weight_version=self._version if round == self._last else None,
+                timeout=self._timeout,
+            )
+        except _core.PeerClosedError as error:
+            if is_refused(error) and isinstance(ring, GpuRing):
+                ring.take_back(slot.offset, slot.nbytes)
+            raise
 
 
 class _Left(NamedTuple):
@@ -181,9 +189,9 @@ def _close(engine: str, ring: SharedRing, sent: Sequence[Future[None]]) -> None:
         else:
             ring.close()
         mine = [each for each in _left if each.engine == engine]
-        over = mine if sent and not unanswered else mine[:-_MOST_LEFT]
+        over = mine if sent and not unanswered else mine[:-MOST_LEFT]
         for each in list(_left):
-            if each in over or each.since < now - _LEFT_SECONDS:
+            if each in over or each.since < now - LEFT_SECONDS:
                 _left.remove(each)
                 each.ring.remove()
 
