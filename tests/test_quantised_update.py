@@ -353,6 +353,23 @@ def test_one_process_with_every_dtype(method: str, dtype: torch.dtype) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_updates_may_run_in_torchs_inference_mode_or_not(first: bool) -> None:
+    """With a table of extremes."""
+    given = weights(1)
+    options = wsync.Options(quantise=METHODS["per tensor"][0], progress=False)
+    engine = ProcessEngine(shapes_of(quantised(given, "per tensor")))
+    try:
+        with wsync.connect(given, [engine], options=options) as sync:
+            for seed, inference in enumerate((first, not first, first)):
+                given |= weights(seed)
+                with torch.inference_mode(inference):
+                    sync.update()
+                assert differing(engine.weights(), quantised(given, "per tensor")) == []
+    finally:
+        engine.close()
+
+
 def test_a_report_says_what_was_quantised() -> None:
     given = weights(1)
     nbytes = sum(w.nbytes for name, w in given.items() if name.endswith("_proj.weight"))

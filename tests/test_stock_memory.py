@@ -57,6 +57,10 @@ def test_memory_of_the_gpu_can_be_asked_for(workers: int, trainer: Ranks) -> Non
     assert _updated(trainer, workers, "gpu", None) == ("", ["gpu"], False)
 
 
+def test_an_update_may_run_in_torchs_inference_mode(trainer: Ranks) -> None:
+    assert trainer.run(stock_memory_cases.inferring, timeout=120) == [("", ["gpu"], False)]
+
+
 @pytest.mark.parametrize("known", ["0", "1"], ids=["unknown", "the device's"])
 def test_a_tensor_whose_allocator_has_paused_is_named(known: str) -> None:
     with _trainer(WSYNC_FAKE_CUDA_RESERVED=known) as paused:

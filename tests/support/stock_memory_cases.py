@@ -76,6 +76,11 @@ def update(
     return "", sorted(engine.where), right
 
 
+def inferring() -> tuple[str, list[str], bool]:
+    with torch.inference_mode():
+        return update(1, "gpu", None)
+
+
 def paused() -> list[str]:
     """What an update says of a tensor whose memory is gone, at first and after one that went
     well; the last one goes well again."""

@@ -141,7 +141,8 @@ class GpuRing:
         self.nbytes = nbytes
         self._uuid = device.uuid.removeprefix("GPU-").lower()
         self._handle = self._memory.handle
-        self._counters = payload.shared_bytes(8 * COUNTERS).view(torch.int64)
+        with torch.inference_mode(False):  # other threads than this one write to them, too
+            self._counters = payload.shared_bytes(8 * COUNTERS).view(torch.int64)
         self._file: bytes = self._counters.untyped_storage()._share_filename_cpu_()[1]
         self._free = list(range(COUNTERS - 1, -1, -1))
         self._exports: dict[int, tuple[int, int]] = {}  # by counter, from where to where

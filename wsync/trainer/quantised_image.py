@@ -127,15 +127,19 @@ class Image:
             self.close()
             self._where = where
         if self._memory is None:
-            image = _bytes(self.nbytes, where)
-            if constants := self._quantiser.constants:
-                known = torch.frombuffer(bytearray(constants), dtype=torch.uint8)
-                image[: len(constants)] = known
-            table = _bytes(self._quantiser.extremes_count * _ENTRY_NBYTES, where)
-            self._memory = image, table.view(torch.float32).view(-1, 2)
+            with torch.inference_mode(False):  # it is also written to outside of this update's
+                self._memory = self._make(where)
         if self._stream is None:
             self._stream = _core.Stream(self._threads, find(of(weights)))
         return self._memory
+
+    def _make(self, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        image = _bytes(self.nbytes, where)
+        if constants := self._quantiser.constants:
+            known = torch.frombuffer(bytearray(constants), dtype=torch.uint8)
+            image[: len(constants)] = known
+        table = _bytes(self._quantiser.extremes_count * _ENTRY_NBYTES, where)
+        return image, table.view(torch.float32).view(-1, 2)
 
 
 def _merge(extremes: torch.Tensor, group: TrainerGroup) -> None:
