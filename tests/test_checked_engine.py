@@ -116,6 +116,43 @@ def test_an_engine_with_a_fixed_seed_that_was_started_again_says_so_by_its_versi
     assert engine.version == "7"
 
 
+def test_an_engine_with_a_fixed_seed_that_was_started_again_gets_no_version() -> None:
+    """Where it took a bucket that says one of its own, the times tell that it took to start."""
+
+    class Fixed(Engine):
+        started: float | None = 40.1
+
+        def server_info(self, timeout: float) -> dict[str, Any]:
+            return super().server_info(timeout) | {"startup_time": {"load_weight": self.started}}
+
+    engine = Fixed()
+    checked = CheckedEngine(engine)
+    checked.pause("abort", 10)
+    checked.update_weights([b""], load_format=None, weight_version=None, timeout=10)
+    engine.started = 40.2
+    with pytest.raises(wsync.RemoteError, match=r"startup_time was .*40\.1.* and is .*40\.2"):
+        checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
+
+
+def test_a_stock_engine_is_asked_what_its_scheduler_answers_before_it_loads(tmp_path: Path) -> None:
+    asked = []
+
+    class Slow(Engine):
+        def server_info(self, timeout: float) -> dict[str, Any]:
+            asked.append("server_info")
+            return super().server_info(timeout)
+
+        def _hear(self, what: str) -> None:
+            asked.append(what)
+            super()._hear(what)
+
+    with DiskSync({"a": torch.zeros(3)}, [Slow()], folder=tmp_path, options=QUICK) as sync:
+        for version in (1, 2):
+            asked.clear()
+            sync.update(version=version)
+            assert asked[asked.index("load") - 1] == "server_info"
+
+
 def test_an_engine_that_calls_itself_by_what_it_has_loaded_is_still_the_same(
     tmp_path: Path,
 ) -> None:

@@ -21,16 +21,17 @@ _IDENTITY: Final = (
     "dp_size",
     "nccl_port",
     "version",
+    "startup_time",  # how long each part of it took, from 0.5.17 on
 )
 
 
 def identity_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """What tells an engine from another one, or from itself before a restart, of all that it says
-    of itself: an `instance` of wsync's own, else how SGLang was started, with a random seed that
-    it draws unless told."""
+    of itself: an `instance` of wsync's own, else how and in what times SGLang was started, with a
+    random seed that it draws unless told."""
     if found.get("instance") is not None:
         return {"instance": found["instance"]}
-    return {name: found[name] for name in _IDENTITY if name in found}
+    return {name: found[name] for name in _IDENTITY if found.get(name) is not None}
 
 
 def drafts_itself(started: Mapping[str, Any]) -> bool:

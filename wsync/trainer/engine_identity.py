@@ -267,7 +267,9 @@ class CheckedEngine:
     def _ask(self, deadline: Deadline) -> tuple[dict[str, Any], dict[str, Any]]:
         """Which engine this is, as far as it says, and its model_info; in one request where that
         tells its instance.  Where it does not, model_info comes last: one that was started again
-        may be like before but for its version, as with a fixed seed."""
+        may be like before but for its version, as with a fixed seed.  SGLang answers server_info
+        when its scheduler has done what came before, so that a load from disk which was given up
+        has ended when the next one begins: SGLang itself would take the one for the other."""
         server = self._server_info(deadline) if self._asks_server else {}
         found = self._model_info(deadline)
         asks = "instance" not in found and hasattr(type(self._during), "server_info")
