@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,15 @@ def test_odd_versions_are_refused(version: Any) -> None:
     with wsync.connect({"a": torch.ones(1)}, [agreement_cases.Stock()], options=options) as sync:
         with pytest.raises(wsync.InvalidArgumentError, match="version="):
             sync.update(version=version)
+
+
+def test_a_version_may_be_a_number_of_any_kind() -> None:
+    class Step(int, Enum):
+        LAST = 7
+
+    options = agreement_cases.OPTIONS
+    with wsync.connect({"a": torch.ones(1)}, [agreement_cases.Stock()], options=options) as sync:
+        assert sync.update(version=Step.LAST).version == "7"
 
 
 def test_foreign_errors_are_named_ones_with_a_cause() -> None:

@@ -432,6 +432,37 @@ def test_a_buffer_that_serves_in_parts_is_refused(counted: bool) -> None:
     assert columns[0].tolist() == [0.0, 0.0, 2.0, 2.0]
 
 
+def test_a_buffer_that_is_filled_with_more_than_is_given_is_refused() -> None:
+    """As with blocks of a file, of which each tensor is a part."""
+
+    class Blocks(Staged):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            start = self.start[name]
+            self.buffer.numpy()[:] = range(start, start + len(self.buffer))  # nothing counts it
+            return self.buffer[start : start + 2]
+
+    with pytest.raises(LayoutError, match=r"a: the mapping has written to it since it gave it"):
+        from_tensors(Blocks({"a": 0, "b": 3}))
+    from_tensors(Blocks({"a": 0}))
+
+
+def test_what_is_only_registered_as_a_mapping_is_read() -> None:
+    class Virtual:
+        def __init__(self) -> None:
+            self.held = {"a": torch.ones(3)}
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(self.held)
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            return self.held[name]
+
+    Mapping.register(Virtual)
+    made: Any = Virtual()
+    assert from_tensors(made).bind()[0][2] == (3,)
+    assert from_tensors({"a": torch.zeros(3)}).bind(made)[0][0] == made.held["a"].data_ptr()
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_a_buffer_that_serves_for_transposed_tensors_is_refused(counted: bool) -> None:
     """They begin at other addresses, and have elements in common all the same."""
@@ -687,6 +718,14 @@ def test_a_function_that_returns_none_is_refused(way, tmp_path):
 
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         update(lambda: None)
+
+
+def test_a_module_in_the_place_of_weights_is_not_called() -> None:
+    module: Any = torch.nn.Linear(3, 4)
+    with wsync.connect(dict(module.named_parameters()), [Stock()], options=OPTIONS) as sync:
+        text = "weights: a Linear, where tensors by global name are wanted"
+        with pytest.raises(wsync.InvalidArgumentError, match=text):
+            sync.update(module)
 
 
 class Pairs(dict):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainerLayout", "from_tensors", "global_name", "position"]
 
+_SMALL_NBYTES: Final = 1 << 20
+
 _T = TypeVar("_T")
 _Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]  # of a TensorTable
 
@@ -41,10 +43,13 @@ def items_of(tensors: Mapping[str, _T]) -> list[tuple[str, _T]]:
     """All items at once: another thread may change the mapping.
 
     Raises LayoutError where a mapping that makes its tensors writes to one that it has given
-    before, and gives that memory, or a part of it, under another name, too.
+    before, and gives that memory, or a part of it, under another name, too; or to a small one.
     """
-    if type(tensors).items in _STORED:
+    items = getattr(type(tensors), "items", None)
+    if items in _STORED:
         return list(tensors.items())
+    if items is None:  # only registered as a Mapping
+        return kept(lambda: ((name, tensors[name]) for name in tensors))
     return kept(lambda: tensors.items())
 
 
@@ -55,12 +60,16 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
     another.  By .data, numpy, collectives or in inference mode nothing counts what is written.  So
     where tensors share memory, `make` is gone through a second time: a tensor that has been written
     over since differs from what it is when made anew.  If that takes collectives, memory has to be
-    shared alike on all ranks.
+    shared alike on all ranks.  Small tensors that share none are compared as well, in host memory:
+    they may have been read with all that lies around them, into the memory of those before.
     """
     given, places = list[tuple[str, _T]](), list[list[MemoryPlace]]()
+    small = dict[int, list[int]]()
     for name, tensor in make():
         given.append((name, tensor))
         places.append(places_of(tensor))
+        if _is_small(tensor, places[-1]):
+            small[len(given) - 1] = _sums(tensor)
     meeting = _meeting(places)
     for number, others in meeting.items():
         if places_of(given[number][1]) != places[number]:
@@ -82,6 +91,12 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
     for number in firsts.values():
         if _sums(given[number][1]) != sums[number]:
             raise _shared(given, number, meeting[number])
+    for number, before in small.items():
+        if _sums(given[number][1]) != before:
+            raise _core.LayoutError(
+                f"{given[number][0]}: the mapping has written to it since it gave it: tensors have "
+                "to stay as they are until the update is done"
+            )
     return given
 
 
@@ -97,6 +112,11 @@ def _shared(
         f"{name}: the mapping {what} gives the same memory as {other}: "
         "tensors have to stay as they are until the update is done"
     )
+
+
+def _is_small(tensor: object, places: Sequence[MemoryPlace]) -> bool:
+    nbytes = sum(place.end - place.start for place in places)
+    return 0 < nbytes <= _SMALL_NBYTES and not getattr(tensor, "is_cuda", False)
 
 
 def _sums(tensor: object) -> list[int]:
@@ -286,7 +306,8 @@ def from_tensors(
     and where several hold one under the same name they hold the same values.  Not collective.
 
     The mapping is read again at every update, so its tensors may be replaced by others of the
-    same names, dtypes, shapes and strides.  A dict is read at once, any other mapping by and by.
+    same names, dtypes, shapes and strides.  A dict is read at once, any other mapping by and by:
+    what it has given has to stay as it is until the update is done.
     """
     if not isinstance(tensors, Mapping):
         raise _core.InvalidArgumentError(

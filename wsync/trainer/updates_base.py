@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from tqdm import TqdmWarning
 
@@ -164,8 +164,10 @@ class Updates(abc.ABC):
 
     def _given(self, weights: Weights | Callable[[], Weights] | None) -> Weights | None:
         """What a caller of update() means by `weights`."""
-        if not callable(weights):
-            return weights
+        import torch
+
+        if not callable(weights) or isinstance(weights, torch.nn.Module):
+            return cast("Weights | None", weights)  # a module is refused as what is no mapping
         try:
             given: Weights | None = weights()
         except StopIteration as error:  # which a generator of contextlib's would let pass as it is
@@ -409,7 +411,7 @@ def agree(
 def version_text(version: object) -> str:
     """A weight version as engines record it."""
     if isinstance(version, int) and not isinstance(version, bool) and 0 <= version < 10**128:
-        return str(version)
+        return str(int(version))  # also of an enum's
     if isinstance(version, str) and _VERSION.fullmatch(version):
         return version
     long = isinstance(version, int) and abs(version) >= 10**128  # whose repr() may raise
