@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -106,6 +107,21 @@ def test_every_engine_gets_every_byte(engines: list[ProcessEngine], broadcast: s
     assert report.workers == 2
     assert report.delivered_nbytes == 2 * report.model_nbytes
     assert report.rounds > 1
+
+
+def test_a_connection_may_be_made_within_an_exportable_block(engines: list[ProcessEngine]) -> None:
+    """When that ends, what was made in it moves; the ring of broadcasts stays where it is."""
+    with contextlib.ExitStack() as stack:
+        with wsync.exportable():
+            weights = drawn(0)
+            sync = wsync.connect(weights, engines, options=wsync.Options(**OPTIONS))
+            stack.enter_context(sync)
+            sync.update()
+        for seed in (1, 2):
+            for name, tensor in drawn(seed).items():
+                weights[name].copy_(tensor)
+            sync.update()
+            assert [same(engine, weights) for engine in engines] == [True, True]
 
 
 def slime(weights: dict[str, torch.Tensor], **more: Any) -> wsync.UpdateWeightFromDistributed:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.utils._mode_utils import no_dispatch
 
 from wsync import _core
 from wsync.machine.deadline import Deadline
@@ -175,7 +176,8 @@ def release_cached(device: _core.Device) -> None:
 
 def on_gpu(nbytes: int, device: _core.Device) -> torch.Tensor:
     """Bytes on a GPU that torch's groups can send and fill."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device.ordinal))
+    with no_dispatch():
+        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device.ordinal))
 
 
 def has_nccl(device: _core.Device) -> bool:
@@ -184,5 +186,9 @@ def has_nccl(device: _core.Device) -> bool:
 
 
 def staging(nbytes: int, device: _core.Device) -> torch.Tensor:
-    """Bytes of host memory that streams of the device can write to."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_torch_uses(device), device="cpu")
+    """Bytes of host memory that streams of the device can write to, for as long as the tensor is
+    kept: no mode that the caller has set sees it made, as one of wsync.exportable would, which
+    moves what was made.
+    """
+    with no_dispatch():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_torch_uses(device), device="cpu")
