@@ -1,4 +1,5 @@
-"""torch.set_default_device, in trainers and engines: host memory stays host memory.
+"""torch.set_default_device, in trainers and engines: host memory stays host memory.  And
+torch.set_default_dtype: it is nobody else's matter.
 
 Most who set it mean "cuda"; "meta" has no memory either that the CPU can write to.
 """
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support import default_device_cases as cases
 from support.procs import Ranks
 
@@ -20,7 +22,7 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize(
+by_each_way = pytest.mark.parametrize(
     "options",
     [
         {},
@@ -31,8 +33,19 @@ def ranks() -> Iterator[Ranks]:
     ],
     ids=lambda options: "-".join(options.values()) or "wsync",
 )
+
+
+@by_each_way
 def test_every_byte_arrives(ranks: Ranks, options: dict[str, str]) -> None:
     assert ranks.run(cases.update_with, options) == [[], []]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@by_each_way
+def test_every_byte_arrives_by_any_default_dtype(
+    ranks: Ranks, options: dict[str, str], dtype: torch.dtype
+) -> None:
+    assert ranks.run(cases.update_in, dtype, options) == [[], []]
 
 
 def test_checkpoints_are_written(ranks: Ranks, tmp_path: Path) -> None:

@@ -49,6 +49,16 @@ class Worker(BareWorker):
             return super().answer(what, argument)
 
 
+def update_in(dtype: torch.dtype, options: dict[str, str]) -> list[str]:
+    """The same in trainers whose default dtype is another one than the engine's."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return update_with(options)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def update_with(options: dict[str, str]) -> list[str]:
     """The error of two updates, or the tensors that the engine has otherwise."""
     shapes = {f"{name}{rank}": form for rank in range(COUNT) for name, form in SHAPES.items()}

@@ -213,7 +213,7 @@ class UpdateGroup:
             lingers=backend == "nccl",
         )
         if greet is not None:
-            hello = torch.zeros(1, device=self._device)
+            hello = torch.zeros(1, dtype=torch.float32, device=self._device)
             greeting = self._group.start("allreduce", [hello], dist.AllreduceOptions())
             try:
                 self.finish(greeting, patience, greet)
