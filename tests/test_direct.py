@@ -220,6 +220,15 @@ def test_an_array_of_numpy_keeps_its_tensor_whatever_is_exportable(make: Any) ->
     assert (tensor.is_shared(), own.is_shared()) == (False, True)
 
 
+def test_an_array_of_numpy_keeps_its_storage_whatever_is_exportable() -> None:
+    array = numpy.zeros(8, numpy.float32)
+    storage = torch.from_numpy(array).untyped_storage()
+    with wsync.exportable():
+        tensor = torch.empty(0).set_(storage, 0, (8,), (1,))
+    array[:] = 5
+    assert (tensor.tolist(), tensor.is_shared()) == ([5.0] * 8, False)
+
+
 def test_a_descriptor_that_is_only_for_writing_is_passed_over(
     config: Any, engine: TensorParallelEngine
 ) -> None:

@@ -176,6 +176,7 @@ def test_options_that_are_none_are_named() -> None:
         wsync.UpdateWeightFromDistributed(
             SimpleNamespace(), source, None, model_name="any", options=wrong
         )
+    assert wsync.Options(directory="here").directory == os.path.abspath("here")
     with pytest.raises(wsync.InvalidArgumentError, match="directory=3 is no text"):
         wsync.Options(directory=3)  # type: ignore[arg-type]
 

@@ -132,8 +132,7 @@ def test_a_chunk_that_replaces_another_in_the_models_list_is_read(chunks):
         model[1] = chunk_of(1, value)
         assert [tensor[0].item() for tensor in layout.tensors()] == [1.0, value]
     model.reverse()
-    with pytest.raises(LayoutError, match="the order of tensors: differs"):
-        layout.bind()
+    assert [tensor[0].item() for tensor in layout.tensors()] == [1.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -359,7 +358,9 @@ def test_buffers_that_serve_in_turn_are_refused(count: int) -> None:
         def __len__(self) -> int:
             return count
 
-    with pytest.raises(LayoutError, match=r"a: the mapping has written .* same memory as c: "):
+    with pytest.raises(
+        LayoutError, match=r"(b|a): the mapping has written .* same memory as (a|c): "
+    ):
         from_tensors(InTurn())
 
 
@@ -444,6 +445,28 @@ def test_a_buffer_that_is_filled_with_more_than_is_given_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"a: the mapping has written to it since it gave it"):
         from_tensors(Blocks({"a": 0, "b": 3}))
     from_tensors(Blocks({"a": 0}))
+
+
+def test_buffers_that_serve_in_turn_are_not_gone_through_again() -> None:
+    """What comes in one of them the first time would be in the other one the second time."""
+
+    class InTurn(Staged):
+        turn = 0
+
+        def __init__(self) -> None:
+            super().__init__(dict.fromkeys("abc", 0))
+            self.weights = {"a": torch.ones(large), "b": torch.randn(large), "c": torch.ones(large)}
+            self.buffers = torch.zeros(2, large)
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            self.turn += 1
+            buffer = self.buffers[self.turn % 2]
+            buffer.numpy()[:] = self.weights[name].numpy()
+            return buffer
+
+    large = 1 << 19  # more than is compared anyway
+    with pytest.raises(LayoutError, match=r"b: the mapping .* gives the same memory as a: "):
+        from_tensors(InTurn())
 
 
 def test_what_is_only_registered_as_a_mapping_is_read() -> None:

@@ -82,6 +82,11 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
     again = iter(make() if early else ())
     for number in range(max(early, default=-1) + 1):
         pair = next(again, None)
+        written = [] if pair is None else places_of(pair[1])
+        if written != places[number]:  # another's memory, as that of buffers that serve in turn?
+            known = {number, *meeting.get(number, ())}
+            if others := _met(written, places) - known:
+                raise _shared(given, min(others), {number})
         if number not in early:
             continue
         if pair is None or pair[0] != given[number][0]:
@@ -116,11 +121,20 @@ def _shared(
 
 def _is_small(tensor: object, places: Sequence[MemoryPlace]) -> bool:
     nbytes = sum(place.end - place.start for place in places)
-    return 0 < nbytes <= _SMALL_NBYTES and not getattr(tensor, "is_cuda", False)
+    return 0 < nbytes <= _SMALL_NBYTES and not any(part.is_cuda for part in parts_of(tensor))
 
 
 def _sums(tensor: object) -> list[int]:
     return [checksum_of(part) for part in parts_of(tensor)]
+
+
+def _met(some: Sequence[MemoryPlace], places: Sequence[Sequence[MemoryPlace]]) -> set[int]:
+    """The numbers of those in whose memory some lie."""
+    return {
+        number
+        for number, several in enumerate(places)
+        if any(one.meets(place) for one in some for place in several)
+    }
 
 
 def _meeting(places: Sequence[Sequence[MemoryPlace]]) -> dict[int, set[int]]:

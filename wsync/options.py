@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
@@ -126,6 +127,8 @@ class Options:
                 raise _core.InvalidArgumentError(f"{name}={value!r} is no text")
             if value and "\0" in value:
                 raise _core.InvalidArgumentError(f"{name}={value!r:.200}: no path has a NUL in it")
+        if self.directory:  # engines have another working directory
+            object.__setattr__(self, "directory", os.path.abspath(self.directory))
         if isinstance(self.quantise, Mapping):
             try:  # a copy of its own: the caller's may change
                 object.__setattr__(self, "quantise", json.loads(json.dumps(self.quantise)))

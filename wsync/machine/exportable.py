@@ -35,7 +35,8 @@ def exportable() -> Iterator[None]:
     not.  A tensor that was made before the block, or that no operator has made (`torch.from_numpy`,
     a file that is mapped), can be moved by its own `share_memory_()`.  Each storage takes a
     descriptor of the process (`ulimit -n`) and room in /dev/shm; one that is shared cannot be
-    resized (`storage.resize_`), as some ways of offloading do.
+    resized (`storage.resize_`), as some ways of offloading do, and FSDP with what it has gathered:
+    torch ends the process then.  So no pass of a model under FSDP belongs into the block.
 
     On a GPU: what this thread allocates in the block on the device that is current when it begins
     (call torch.cuda.set_device before) is memory of the driver's that has a descriptor, by a
@@ -151,7 +152,9 @@ def _storages(values: Any) -> Iterator[Any]:
     """Those of the CPU tensors in some arguments, or a result; of a DTensor, and all else that
     wraps tensors, theirs."""
     for value in tree_leaves(values):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
+            yield value
+        elif isinstance(value, torch.Tensor):
             yield from _storages_of(value)
 
 
