@@ -1,5 +1,6 @@
 """wsync.layout: a rank's tensors, bound anew for every update."""
 
+import base64
 import ctypes
 import dataclasses
 import gc
@@ -24,6 +25,7 @@ from wsync.families import registry
 from wsync.families.blocks import eh_proj, mtp
 from wsync.families.registry import Family
 from wsync.layout import _meeting, from_tensors, global_name, kept
+from wsync.messages import payload
 from wsync.module_tensors.places import are_apart, places_of
 
 
@@ -42,6 +44,35 @@ def test_a_dict_is_a_layout_of_one_rank(tensors):
     assert layout.layout.names() == list(tensors)
     assert layout.layout.tensor(1) == ("model.proj.weight", "float32", (3, 4), 0)
     assert layout.layout.nbytes == 6 * 2 + 12 * 4
+
+
+@pytest.mark.parametrize("make", [from_tensors, wsync.fsdp.layout], ids=["tensors", "fsdp"])
+@pytest.mark.parametrize("modules", [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")])
+def test_projections_that_engines_join_come_in_one_bucket(make, modules):
+    """Some of SGLang's load_weights drop those whose others come in another call."""
+    weights = {
+        f"model.layers.{layer}.part.{module}.weight": torch.full((rows, 64), float(layer))
+        for layer in range(5)
+        for module, rows in {"o_proj": 256, **dict.fromkeys(modules, 64), modules[0]: 256}.items()
+    }
+    seen = []
+
+    class Seen(Stock):
+        def update_weights_from_tensor(self, **given):
+            bucket = payload.load(base64.b64decode(given["serialized_named_tensors"][0]))
+            seen.append([entry.name for entry in bucket["metadata"]])
+            return super().update_weights_from_tensor(**given)
+
+    options = wsync.Options(progress=False, deadline=60, bucket_nbytes=140_000)
+    with wsync.connect(make(weights), [Seen()], options=options) as sync:
+        sync.update()
+    assert len(seen) > 2
+    assert sorted(name for names in seen for name in names) == sorted(weights)
+    for names in seen:
+        for name in names:
+            prefix, module, _ = name.rsplit(".", 2)
+            others = modules if module in modules else ()
+            assert all(f"{prefix}.{other}.weight" in names for other in others)
 
 
 @pytest.mark.parametrize("make", [from_tensors, wsync.fsdp.layout], ids=["tensors", "fsdp"])
