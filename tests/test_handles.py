@@ -38,7 +38,7 @@ from wsync.inspection import inspect
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.trainer.engine_identity import CheckedEngine
-from wsync.trainer.roster import Delivery
+from wsync.trainer.roster import Delivery, RolloutEngine
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -191,6 +191,11 @@ DISK = "update_weights_from_disk"
     ("now", "kind", "text"),
     [
         ({"tp_size": 2, "pp_size": 2}, wsync.UnsupportedError, "pp_size 2"),
+        (
+            {"tp_size": 2, "tokenizer_worker_num": 2},
+            wsync.UnsupportedError,
+            "tokenizer_worker_num 2: each .* a weight version of its own",
+        ),
         ({"tp_size": 4}, wsync.RemoteError, r"started again with 4 workers .*, and had 2 "),
         (
             {"tp_size": 2, "custom_weight_loader": ["wsync.sglang.load_weights"]},
@@ -211,6 +216,27 @@ def test_a_server_that_was_started_again_with_other_arguments_is_refused(
         return
     with pytest.raises(kind, match=text):
         engine.look_anew(5)
+
+
+@pytest.mark.parametrize(
+    ("started", "options", "text"),
+    [
+        ({"dp_size": 2}, {}, "dp_size 2: SGLang updates no data-parallel replicas"),
+        ({"nnodes": 2}, {"delivery": "stock"}, "nnodes 2: workers on other hosts would end"),
+        ({"nnodes": 2}, {"delivery": "distributed"}, ""),
+        ({"dp_size": 2, "enable_dp_attention": True, "nnodes": 1}, {}, ""),
+    ],
+)
+def test_a_server_that_an_update_would_fail_at_is_refused(
+    server: FakeServer, started: dict[str, Any], options: dict[str, Any], text: str
+) -> None:
+    server.answers["/server_info"] = (200, {"tp_size": 2, **started})
+    engine = HttpHandle(server.url)
+    if not text:
+        assert RolloutEngine.of(engine, None, wsync.Options(**options), 1).workers == 2
+        return
+    with pytest.raises(UnsupportedError, match=text):
+        RolloutEngine.of(engine, None, wsync.Options(**options), 1)
 
 
 def test_a_users_password_is_in_no_name(server: FakeServer) -> None:

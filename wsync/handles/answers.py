@@ -46,9 +46,15 @@ def tensor_workers(name: str, started: Mapping[str, Any]) -> int:
     """The tensor-parallel workers of SGLang's server, by how it was started.
 
     Raises:
-        UnsupportedError: it has several pipeline stages.
+        UnsupportedError: it has several pipeline stages, or several HTTP processes.
         RemoteError: it does not say it.
     """
+    processes = started.get("tokenizer_worker_num", 1)
+    if processes not in (1, None):
+        raise UnsupportedError(
+            f"engine {name}: tokenizer_worker_num {processes}: each process answers with a "
+            "weight version of its own, and an update tells it to one of them: start it with 1"
+        )
     if started.get("pp_size", 1) not in (1, None):
         raise UnsupportedError(
             f"engine {name}: pp_size {started['pp_size']}: SGLang gives every pipeline stage the "

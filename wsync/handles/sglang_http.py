@@ -180,6 +180,11 @@ class HttpHandle(ApiHandle):
             line.renew()
 
     @property
+    def started(self) -> dict[str, Any]:
+        """How the server was started."""
+        return self._server_info()
+
+    @property
     def load_formats(self) -> tuple[str, ...]:
         """What the server was started with as --custom-weight-loader."""
         loaders = self._server_info().get("custom_weight_loader")

@@ -86,9 +86,11 @@ class RolloutEngine:
         """What a handle says; warns of layers that an engine drafts with and that stay.
 
         Raises:
-            UnsupportedError: buckets for an engine that is on another host by its name.
+            UnsupportedError: buckets for an engine that is on another host by its name, or on
+                several; an engine of several data-parallel replicas.
         """
         delivery = Delivery.of(engine, gpu, options, ranks)
+        _check_started(engine, delivery)
         if delivery is Delivery.STOCK and gpu is None and is_elsewhere(engine.name):
             raise _core.UnsupportedError(
                 f"engine {engine.name}: it is on another host, and would end where it looks for a "
@@ -105,6 +107,24 @@ class RolloutEngine:
                 else "it takes buckets, which update these, too, and not wsync's receiver",
             )
         return RolloutEngine(engine.name, engine.workers, delivery, gpu)
+
+
+def _check_started(engine: EngineHandle, delivery: Delivery) -> None:
+    """Refuses what SGLang says of how it was started, and would end or fail by at an update."""
+    started = getattr(engine, "started", None)
+    if not isinstance(started, dict):  # a user's handle may answer anything
+        return
+    replicas, hosts = (started.get(name) or 1 for name in ("dp_size", "nnodes"))
+    if replicas != 1 and not started.get("enable_dp_attention"):
+        raise _core.UnsupportedError(
+            f"engine {engine.name}: dp_size {replicas}: SGLang updates no data-parallel replicas "
+            "with tensors (but with enable_dp_attention); DiskSync updates them"
+        )
+    if hosts != 1 and delivery is Delivery.STOCK:
+        raise _core.UnsupportedError(
+            f"engine {engine.name}: nnodes {hosts}: workers on other hosts would end where they "
+            "look for a bucket in this one's shared memory: Options(delivery='distributed')"
+        )
 
 
 @dataclass(frozen=True)
