@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import ray
 from support import ray_cluster
 from support.ray_actors import AsyncEngine, AsyncTrainer, Engine, Llm, Trainer, drawn
 from support.ray_cluster import await_death, kill, start
-from support.ray_plain_actors import Asking, Lock, Raising, Served
+from support.ray_plain_actors import Asking, Lock, Raising, Served, Silent
 from support.tiny_qwen3 import draw, in_server, sums
 
 import wsync
@@ -20,6 +22,7 @@ from wsync._core import PeerClosedError, RemoteError
 from wsync.demo.engines.weights_only_engine import digest
 from wsync.handles.base import handle
 from wsync.handles.local import RayHandle
+from wsync.trainer.engine_identity import CheckedEngine
 
 PATIENCE = 120.0
 
@@ -148,6 +151,27 @@ def test_what_an_engine_raises_is_said_in_its_words() -> None:
     kill(raising)
     with pytest.raises(PeerClosedError, match="get_server_info: The actor died"):
         handle(raising)
+
+
+def test_an_actor_that_ray_starts_again_is_another_engine() -> None:
+    """It has the weights that it began with, and takes what comes."""
+    actor = ray.remote(num_cpus=0, max_restarts=1, max_task_retries=-1)(Silent).remote()
+    made = handle(actor, workers=1)
+    checked, first = CheckedEngine(made), made.model_info(PATIENCE)
+    checked.pause("abort", PATIENCE)
+    given = {"load_format": None, "timeout": PATIENCE}
+    checked.update_weights([b""], weight_version=None, **given)
+    ray.kill(actor, no_restart=False)
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:  # calls on their way when it ends fail
+        with contextlib.suppress(PeerClosedError):
+            if made.model_info(PATIENCE) != first:
+                break
+    with pytest.raises(RemoteError, match=r"is not the one that was paused .*: process was "):
+        checked.update_weights([b""], weight_version=7, **given)
+    with pytest.raises(RemoteError, match="process was "):
+        checked.verify(PATIENCE)
+    kill(actor)
 
 
 def test_an_engine_that_dies_is_named_and_others_go_on(trainer: Group, engines: list[Any]) -> None:

@@ -29,6 +29,19 @@ class Lock:
         return self.taken, self._held
 
 
+class Silent:
+    """slime's engine methods of one that says nothing of itself."""
+
+    def ping(self) -> None:
+        pass
+
+    def pause_generation(self) -> None:
+        pass
+
+    def update_weights_from_tensor(self, **given: Any) -> tuple[bool, str]:
+        return True, ""
+
+
 class Served:
     """slime's engine: an actor beside the server that it has started."""
 

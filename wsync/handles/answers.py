@@ -22,13 +22,14 @@ _IDENTITY: Final = (
     "nccl_port",
     "version",
     "startup_time",  # how long each part of it took, from 0.5.17 on
+    "process",  # of Ray's, that an actor is
 )
 
 
 def identity_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """What tells an engine from another one, or from itself before a restart, of all that it says
     of itself: an `instance` of wsync's own, else how and in what times SGLang was started, with a
-    random seed that it draws unless told."""
+    random seed that it draws unless told, or which process an actor is."""
     if found.get("instance") is not None:
         return {"instance": found["instance"]}
     return {name: found[name] for name in _IDENTITY if found.get(name) is not None}

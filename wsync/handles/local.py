@@ -21,6 +21,7 @@ from wsync.handles.answers import (
 from wsync.handles.sglang_base import ApiHandle
 from wsync.handles.unfinished_calls import Changes, Ended, changes_engine, check_wanted
 from wsync.machine.daemon_threads import start
+from wsync.machine.deadline import Deadline
 from wsync.machine.error_text import error_text
 
 Watched = Callable[[Ended], contextlib.AbstractContextManager[None]]
@@ -175,6 +176,23 @@ class RayHandle(LocalHandle):
                 "has neither get_url nor server_info; workers= says it"
             )
         self.workers = found
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        """What the actor says, and which process it is: Ray may start it again without a word
+        (max_restarts), with the weights that it began with."""
+        deadline = Deadline(timeout)
+        found = super().model_info(timeout)
+        if not hasattr(self._engine, "__ray_call__"):
+            return found
+
+        def worker(actor: object) -> str:  # pickled as it is: the actor needs no wsync for it
+            import ray
+
+            return str(ray.get_runtime_context().get_worker_id())
+
+        ask = {"fn": worker}
+        process = call_actor(self._engine, self.name, "__ray_call__", deadline.left, ask)
+        return {**found, "process": process}
 
     def _ask(
         self, method: str, arguments: Mapping[str, Any], timeout: float, watched: Watched

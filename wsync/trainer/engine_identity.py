@@ -277,7 +277,7 @@ class CheckedEngine:
             self._asks_server = True
             server = self._server_info(deadline)
             found = self._model_info(deadline)
-        known = "instance" in found or server
+        known = "instance" in found or "process" in found or server
         return identity_of({**found, **server}) if known else {}, found
 
     def _server_info(self, deadline: Deadline) -> dict[str, Any]:
