@@ -239,6 +239,16 @@ def test_a_server_that_an_update_would_fail_at_is_refused(
         RolloutEngine.of(engine, None, wsync.Options(**options), 1)
 
 
+@pytest.mark.parametrize(("started", "sent"), [("dummy", "auto"), ("auto", None)])
+def test_a_server_with_made_up_weights_is_told_to_load_files(
+    server: FakeServer, started: str, sent: str | None
+) -> None:
+    server.answers["/server_info"] = (200, {"tp_size": 1, "load_format": started})
+    server.answers["/update_weights_from_disk"] = (200, {"success": True, "message": "Success"})
+    HttpHandle(server.url).update_weights_from_disk("/v1", weight_version=1, timeout=60)
+    assert server.seen[-1][1].get("load_format") == sent
+
+
 def test_a_users_password_is_in_no_name(server: FakeServer) -> None:
     url = server.url.replace("://", "://user:p%40ss@")
     engine = handle(url)

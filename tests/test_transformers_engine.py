@@ -669,7 +669,8 @@ def test_a_frozen_request_goes_on_with_the_new_weights(
         running = pool.submit(server.generate, max_new_tokens=3000)
         wait_until(server.engine.gate.busy)
         assert server.post("/pause_generation", {"mode": mode}).status_code == 200
-        assert server.post("/flush_cache").status_code == 400
+        # a retracted one keeps nothing
+        assert server.post("/flush_cache").status_code == (200 if mode == "retract" else 400)
         answer = update(server, list(other.state_dict().items()), weight_version="2")
         assert answer.status_code == 200
         steps: list[Any] = []

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import os
 import re
 import socket
 import threading
@@ -35,6 +36,7 @@ from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
 from wsync.messages.tcp_channel import KEEPALIVE
 
+_CERTIFICATES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")  # where requests looks for them
 _SHORTEST_SECONDS: Final = 0.001  # none at all is refused
 _MAX_ANSWER_NBYTES: Final = 16 << 20
 # what SGLang answers with a status, and without flush_cache
@@ -56,7 +58,8 @@ class _Line:
 
         if self._session is None:
             session = requests.Session()
-            session.trust_env = False
+            session.trust_env = False  # which has proxies, too
+            session.verify = next(filter(None, map(os.environ.get, _CERTIFICATES)), True)
             self._watch(session.get_adapter(url))
             self._session = session
         return self._session
@@ -276,6 +279,8 @@ class HttpHandle(ApiHandle):
         if method not in _STEERING:
             body["flush_cache"] = False
             says = "success"
+        if method == "update_weights_from_disk" and self.started.get("load_format") == "dummy":
+            body["load_format"] = "auto"  # by its own it would load none, and refuses
         if body.get("load_format") == LOAD_FORMAT:  # not for draft models: until 0.5.17, and since
             body |= {"disable_draft_model": True, "selector": "target"}
         status, text = self.request("POST", path, body, timeout)

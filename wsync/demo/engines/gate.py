@@ -141,12 +141,11 @@ class Gate:
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """StateError unless no request runs."""
+        """StateError while a request keeps what it has computed, unlike one that was retracted."""
         with self._changed:
-            if self._running:
+            if keeping := [ticket for ticket in self._running if not ticket.retracted]:
                 raise StateError(
-                    f"Cache not flushed because there are pending requests: "
-                    f"{len(self._running)} running"
+                    f"Cache not flushed because there are pending requests: {len(keeping)} running"
                 )
 
     def _wait(self, ready: Callable[[], object], timeout: float, otherwise: str) -> None:
