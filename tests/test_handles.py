@@ -249,6 +249,16 @@ def test_a_server_with_made_up_weights_is_told_to_load_files(
     assert server.seen[-1][1].get("load_format") == sent
 
 
+def test_certificates_are_looked_for_where_requests_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the environment its sessions read nothing else, as proxies."""
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert _Line().session("https://e").verify is True
+    monkeypatch.setenv("CURL_CA_BUNDLE", "/ours.pem")
+    session = _Line().session("https://e")
+    assert (session.verify, session.trust_env) == ("/ours.pem", False)
+
+
 def test_a_users_password_is_in_no_name(server: FakeServer) -> None:
     url = server.url.replace("://", "://user:p%40ss@")
     engine = handle(url)
