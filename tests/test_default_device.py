@@ -48,6 +48,13 @@ def test_every_byte_arrives_by_any_default_dtype(
     assert ranks.run(cases.update_in, dtype, options) == [[], []]
 
 
+@by_each_way
+def test_every_byte_arrives_after_an_update_in_inference_mode(
+    ranks: Ranks, options: dict[str, str]
+) -> None:
+    assert ranks.run(cases.update_inferring, options) == [[], []]
+
+
 def test_checkpoints_are_written(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(cases.write, str(tmp_path)) == ["", ""]
 

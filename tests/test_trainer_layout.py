@@ -478,6 +478,13 @@ def test_a_buffer_that_is_filled_with_more_than_is_given_is_refused() -> None:
     from_tensors(Blocks({"a": 0}))
 
 
+def test_a_buffer_with_a_place_for_each_tensor_may_serve_tied_ones() -> None:
+    """torch counts each write as one to all of it."""
+    staged = Staged({"a": 0, "b": 4, "c": 0})
+    staged.weights["c"] = staged.weights["a"]
+    assert from_tensors(staged).bind()[1][0] == staged.buffer.data_ptr() + 16
+
+
 def test_buffers_that_serve_in_turn_are_not_gone_through_again() -> None:
     """What comes in one of them the first time would be in the other one the second time."""
 

@@ -72,7 +72,8 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
             small[len(given) - 1] = _sums(tensor)
     meeting = _meeting(places)
     for number, others in meeting.items():
-        if places_of(given[number][1]) != places[number]:
+        # torch counts what is written to all of a storage, and here only this tensor matters
+        if _without_counts(places_of(given[number][1])) != _without_counts(places[number]):
             raise _shared(given, number, others)
     # what is made last of those in one memory is not written over
     early = {number: others for number, others in meeting.items() if number < max(others)}
@@ -83,7 +84,8 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
     for number in range(max(early, default=-1) + 1):
         pair = next(again, None)
         written = [] if pair is None else places_of(pair[1])
-        if written != places[number]:  # another's memory, as that of buffers that serve in turn?
+        # another's memory, as that of buffers that serve in turn?
+        if _without_counts(written) != _without_counts(places[number]):
             known = {number, *meeting.get(number, ())}
             if others := _met(written, places) - known:
                 raise _shared(given, min(others), {number})
@@ -117,6 +119,10 @@ def _shared(
         f"{name}: the mapping {what} gives the same memory as {other}: "
         "tensors have to stay as they are until the update is done"
     )
+
+
+def _without_counts(places: Sequence[MemoryPlace]) -> list[MemoryPlace]:
+    return [place._replace(version=0) for place in places]
 
 
 def _is_small(tensor: object, places: Sequence[MemoryPlace]) -> bool:

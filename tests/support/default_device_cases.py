@@ -49,6 +49,30 @@ class Worker(BareWorker):
             return super().answer(what, argument)
 
 
+def update_inferring(options: dict[str, str]) -> list[str]:
+    """The same where the first update runs in torch's inference mode, and in messages to several
+    peers of a rank."""
+    shapes = {f"{name}{rank}": form for rank in range(COUNT) for name, form in SHAPES.items()}
+    with contextlib.ExitStack() as stack:
+        engines = []
+        if dist.get_rank() == 0:
+            engines = [stack.enter_context(ProcessEngine(shapes)) for _ in range(2)]
+
+        def act() -> None:
+            mine = held(dist.get_rank())
+            with wsync.connect(mine, engines, options=wsync.Options(**OPTIONS, **options)) as sync:
+                with torch.inference_mode():
+                    sync.update()
+                sync.update()
+
+        error = error_of(act)
+        if error or not engines:
+            return [error] if error else []
+        found = engines[1].weights()
+    expected = held(0) | held(1)
+    return [name for name in shapes if not torch.equal(found[name], expected[name])]
+
+
 def update_in(dtype: torch.dtype, options: dict[str, str]) -> list[str]:
     """The same in trainers whose default dtype is another one than the engine's."""
     before = torch.get_default_dtype()

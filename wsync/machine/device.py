@@ -176,7 +176,7 @@ def release_cached(device: _core.Device) -> None:
 
 def on_gpu(nbytes: int, device: _core.Device) -> torch.Tensor:
     """Bytes on a GPU that torch's groups can send and fill."""
-    with no_dispatch():
+    with no_dispatch(), torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device.ordinal))
 
 
@@ -188,7 +188,7 @@ def has_nccl(device: _core.Device) -> bool:
 def staging(nbytes: int, device: _core.Device) -> torch.Tensor:
     """Bytes of host memory that streams of the device can write to, for as long as the tensor is
     kept: no mode that the caller has set sees it made, as one of wsync.exportable would, which
-    moves what was made.
+    moves what was made, or makes it an inference tensor.
     """
-    with no_dispatch():
+    with no_dispatch(), torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_torch_uses(device), device="cpu")
