@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 import wsync
 from wsync.families.registry import TOGETHER
-from wsync.families.rules import group_of
 from wsync.layout import from_tensors
+from wsync.module_tensors.kept_together import group_of
 from wsync.quantise.config import Method, TensorFacts
 from wsync.quantise.selection import Row, Selection, select
 from wsync.trainer.compare_checkpoint import compare

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.families.registry import TOGETHER, Family, runtime_family
-from wsync.families.rules import Expansion, ShardPlacement, group_of, regions_of
+from wsync.families.rules import Expansion, ShardPlacement, regions_of
 from wsync.layout import (
     TrainerLayout,
     by_plain_name,
@@ -43,6 +43,7 @@ from wsync.layout import (
     position,
 )
 from wsync.module_tensors import Slot, Slots, homes_of, same_bytes, two_tensors
+from wsync.module_tensors.kept_together import group_of
 
 if TYPE_CHECKING:
     from torch import Tensor

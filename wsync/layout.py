@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from wsync import _core
 from wsync.families.registry import TOGETHER
-from wsync.families.rules import group_of
 from wsync.module_tensors import checksum_of, two_tensors
+from wsync.module_tensors.kept_together import group_of
 from wsync.module_tensors.places import MemoryPlace, are_apart, parts_of, places_of
 from wsync.module_tensors.quantised_names import group_of_parts
 

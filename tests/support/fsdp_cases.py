@@ -36,8 +36,8 @@ State = dict[str, torch.Tensor]
 OPTIONS: dict[str, Any] = {
     "deadline": 60.0,
     "progress": False,
-    "round_nbytes": 1 << 16,
-    "ring_nbytes": 1 << 17,
+    "round_nbytes": 1 << 15,
+    "ring_nbytes": 1 << 16,
 }
 # which dimension tensor-parallel ranks cut, by the module's name
 CUTS = {

@@ -45,14 +45,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
 
 from wsync import _core
+from wsync.module_tensors.kept_together import group_of
 
 __all__ = [
     "Cut",
@@ -63,7 +62,6 @@ __all__ = [
     "ShardPlacement",
     "Target",
     "Together",
-    "group_of",
     "may_step",
     "mtp_numbers",
 ]
@@ -318,23 +316,6 @@ class _View:
             for index in range(start, start + extent)
             for first, count in parts
         ]
-
-
-# Of any model: some of SGLang's (sarashina2_vision.py, minimax_vl_common.py) join these within one
-# call of load_weights, and drop what comes without the others.
-_JOINED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def group_of(name: str, together: Together) -> int:
-    """The keep-together group of a tensor, 0 for none: the same number on every rank.
-
-    The tensors of some modules in one parent, weights, scales and all, are one group.
-    """
-    for modules in (*together, *_JOINED):
-        parent, module, _ = ("", "", *name.rsplit(".", 2))[-3:]
-        if module in modules:
-            return zlib.crc32(f"{parent}.{modules[0]}".encode()) or 1
-    return 0
 
 
 @dataclass(frozen=True)

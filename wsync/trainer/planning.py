@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from wsync import _core
 from wsync.exchange.plan_blueprint import Blueprint, join_parts, split_parts
@@ -13,6 +14,7 @@ from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import dtype_of
+from wsync.module_tensors.kept_together import JOINED, group_of
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import is_note
 from wsync.options import Options
@@ -192,34 +194,36 @@ class Planning:
         self, layouts: list[bytes], device: _core.Device, ring_nbytes: int, large: bool
     ) -> Blueprint:
         wanted = [
-            (layout, worker.stage)
+            (layout, worker.stage, worker.takes_buckets)
             for layout, worker in zip(layouts, self.roster.workers, strict=True)
         ]
+        round_nbytes = _LARGE_ROUND_NBYTES if large else self._round_nbytes(device, ring_nbytes)
+        most = round_nbytes or ring_nbytes // 4  # of a group; 0: any
         kinds = list(dict.fromkeys(wanted))
         hosts = self.roster.hosts
         elsewhere = max(hosts) + 1
         remote = sum(engine.workers for engine in self.roster.taking(Delivery.REMOTE))
         return Blueprint(
             self.roster.model,
-            [self._destination(*kind) for kind in kinds],
+            [self._destination(*kind, most) for kind in kinds],
             [
                 (kinds.index(kind), worker.home)
                 for kind, worker in zip(wanted, self.roster.workers, strict=True)
             ],
             # no trainer rank is nearer to a remote worker than another
             [*hosts, *range(elsewhere, elsewhere + remote)],
-            round_nbytes=(
-                _LARGE_ROUND_NBYTES if large else self._round_nbytes(device, ring_nbytes)
-            ),
+            round_nbytes=round_nbytes,
             ring_nbytes=ring_nbytes,
         )
 
-    def _destination(self, layout: bytes, stage: int | None) -> tuple[_core.Layout, bool]:
+    def _destination(
+        self, layout: bytes, stage: int | None, in_buckets: bool, most: int
+    ) -> tuple[_core.Layout, bool]:
         if layout not in (WHOLE, PIECES):
             return _core.Layout.from_bytes(layout), False
         model = self.roster.model
         tensors = range(model.tensor_count) if stage is None else self.roster.holds(stage)
-        return whole(model, tensors), layout == WHOLE
+        return whole(model, tensors, joined(model, most) if in_buckets else {}), layout == WHOLE
 
     def _round_nbytes(self, device: _core.Device, ring_nbytes: int) -> int:
         """Small rounds overlap better; stock engines take one request each, so theirs are large,
@@ -263,14 +267,40 @@ class Planning:
         return next(filter(None, lacks), "")
 
 
-def whole(model: _core.Layout, tensors: Iterable[int]) -> _core.Layout:
-    """The layout of a worker that keeps these tensors of a model."""
+def whole(
+    model: _core.Layout, tensors: Iterable[int], groups: Mapping[int, int] = MappingProxyType({})
+) -> _core.Layout:
+    """The layout of a worker that keeps these tensors of a model.
+
+    groups: by tensor, where it is in another group than the model's.
+    """
     builder = _core.LayoutBuilder()
     for index in tensors:
         name, dtype, shape, group = model.tensor(index)
         zeros = [0] * len(shape)
+        group = groups.get(index, group)
         builder.add_shard(name, dtype, shape, zeros, shape, 0, 0, zeros, "", group)
     return builder.build()
+
+
+def joined(model: _core.Layout, most: int) -> dict[int, int]:
+    """By tensor: the group of what some engines join within one call of load_weights, where it
+    takes no more bytes than this, if any."""
+    found: dict[int, list[int]] = {}
+    for index in range(model.tensor_count):
+        if group := group_of(model.tensor(index).name, JOINED):
+            found.setdefault(group, []).append(index)
+    return {
+        index: group
+        for group, members in found.items()
+        if not most or sum(_padded_nbytes(model, member) for member in members) <= most
+        for index in members
+    }
+
+
+def _padded_nbytes(model: _core.Layout, index: int) -> int:
+    _, dtype, shape, _ = model.tensor(index)
+    return -(-math.prod(shape) * dtype_of(dtype).itemsize // 64) * 64  # as the planner has it
 
 
 def uncut_nbytes(model: _core.Layout) -> int:
@@ -278,9 +308,7 @@ def uncut_nbytes(model: _core.Layout) -> int:
     groups: dict[int, int] = {}
     largest = 0
     for index in range(model.tensor_count):
-        _, dtype, shape, group = model.tensor(index)
-        nbytes = math.prod(shape) * dtype_of(dtype).itemsize
-        padded = -(-nbytes // 64) * 64  # as the planner has it
+        group, padded = model.tensor(index).group, _padded_nbytes(model, index)
         largest = max(largest, padded)
         if group != 0:
             groups[group] = groups.get(group, 0) + padded
