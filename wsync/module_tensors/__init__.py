@@ -42,13 +42,6 @@ class _Found(NamedTuple):
     same: Callable[[], object]  # None when modules hold other parts or dicts, or other names
     beside: object  # what `beside` said
 
-    def in_order_of(self, names: tuple[str, ...]) -> _Found:
-        """The same with its slots in the order of their names elsewhere."""
-        places = {name: place for place, name in enumerate(names)}
-        slots = sorted(self.slots, key=lambda slot: places[slot.name])
-        others = [(slot, places[self.names[number]]) for slot, number in self.others]
-        return self._replace(names=names, slots=slots, others=others)
-
 
 class Slots:
     """The places of all tensors, which are read again at every update.
@@ -89,11 +82,12 @@ class Slots:
         same = tuple(self._roots) == known.roots and known.same() is not None
         if not same or self._beside() != known.beside:
             found = self._scan()
-            for odd in {*self.names} ^ {*found.names}:
+            if found.names != self.names:
+                odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
                 raise _core.LayoutError(
                     f"{odd}: differs since the layout was made: make the layout anew"
                 )
-            self._found = found.in_order_of(self.names)
+            self._found = found
         slots = self._found.slots
         tensors: list[Any] = [slot.home[slot.key] for slot in slots]
         for slot, number in self._found.others:
