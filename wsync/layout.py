@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from wsync import _core
@@ -80,14 +81,14 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
     # one number for each memory, to see whether the second time writes there, too
     firsts = {tuple(places[number]): number for number in reversed(meeting if early else {})}
     sums = {number: _sums(given[number][1]) for number in {*early, *firsts.values()}}
-    again = iter(make() if early else ())
+    again, by_address = iter(make() if early else ()), _ByAddress(places if early else ())
     for number in range(max(early, default=-1) + 1):
         pair = next(again, None)
         written = [] if pair is None else places_of(pair[1])
         # another's memory, as that of buffers that serve in turn?
         if _without_counts(written) != _without_counts(places[number]):
             known = {number, *meeting.get(number, ())}
-            if others := _met(written, places) - known:
+            if others := by_address.met(written) - known:
                 raise _shared(given, min(others), {number})
         if number not in early:
             continue
@@ -134,13 +135,25 @@ def _sums(tensor: object) -> list[int]:
     return [checksum_of(part) for part in parts_of(tensor)]
 
 
-def _met(some: Sequence[MemoryPlace], places: Sequence[Sequence[MemoryPlace]]) -> set[int]:
-    """The numbers of those in whose memory some lie."""
-    return {
-        number
-        for number, several in enumerate(places)
-        if any(one.meets(place) for one in some for place in several)
-    }
+class _ByAddress:
+    """Finds the tensors in whose memory others lie, by their numbers."""
+
+    def __init__(self, places: Sequence[Sequence[MemoryPlace]]) -> None:
+        flat = [(place, number) for number, several in enumerate(places) for place in several]
+        self._flat = sorted(flat, key=lambda each: each[0].start)
+        self._starts = [place.start for place, _ in self._flat]
+        self._ends = list(accumulate((place.end for place, _ in self._flat), max))  # so far
+
+    def met(self, some: Sequence[MemoryPlace]) -> set[int]:
+        found = set[int]()
+        for one in some:
+            at = bisect_left(self._starts, one.end) - 1
+            while at >= 0 and self._ends[at] > one.start:
+                place, number = self._flat[at]
+                if one.meets(place):
+                    found.add(number)
+                at -= 1
+        return found
 
 
 def _meeting(places: Sequence[Sequence[MemoryPlace]]) -> dict[int, set[int]]:

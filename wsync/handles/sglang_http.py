@@ -331,7 +331,9 @@ class HttpHandle(ApiHandle):
             check_wanted(where)
         kept = self._asking.line
         line = _Line() if kept is None or kept.ended else kept
-        call = start(where, lambda: self._exchange(method, path, body, deadline, line, kept))
+        call = start(
+            where, lambda: self._exchange(method, path, body, deadline, line, line is kept)
+        )
         try:
             if not wait([call], deadline.left).done:
                 raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
@@ -349,7 +351,7 @@ class HttpHandle(ApiHandle):
         body: Mapping[str, Any] | None,
         deadline: Deadline,
         line: _Line,
-        kept: _Line | None,
+        keep: bool,
     ) -> tuple[int, str]:
         import requests
 
@@ -371,7 +373,7 @@ class HttpHandle(ApiHandle):
                     data += piece
                     if len(data) > _MAX_ANSWER_NBYTES:
                         raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
-                stays = line is kept and _stays_open(response)
+                stays = keep and _stays_open(response)
                 return response.status_code, data.decode("utf-8", "replace")
         except requests.Timeout:
             raise DeadlineError(late) from None
