@@ -215,10 +215,10 @@ def test_a_network_that_carries_nothing_any_more(
             stalled.set()
         with monkeypatch.context() as patch:
             patch.setattr(RemoteSession, "post", posted)
-            with pytest.raises(wsync.WsyncError, match=r"worker 0.* within [34] s"):
+            with pytest.raises(wsync.WsyncError, match=r"worker 0.* within (3.6|4) s"):
                 sync.update()
         # the engine's end has given up by itself
-        assert re.search(r"did not send (MODEL or PLAN|COMMIT) within 4 s", answers[0])
+        assert re.search(r"did not send (MODEL or PLAN|COMMIT) within (3.6|4) s", answers[0])
         assert engine.model_info(5)["consistent"] == (since == "the start")
         assert engine.paused
         stalled.clear()
@@ -336,7 +336,7 @@ def test_frames_arrive_whole_and_in_order() -> None:
     assert worker.wait((Frame.BEGIN,), 5)[1] == b"1" * 16
     with pytest.raises(wsync.ProtocolError, match="sent COMMIT instead of BEGIN"):
         worker.wait((Frame.BEGIN,), 5)
-    with pytest.raises(wsync.DeadlineError, match=r"worker 0 did not send PREPARED within 0 s"):
+    with pytest.raises(wsync.DeadlineError, match=r"worker 0 did not send PREPARED within 0.1 s"):
         trainer.wait((Frame.PREPARED,), 0.1)
     worker.fail("no room\0")
     worker.close()
@@ -461,7 +461,7 @@ def test_connections_without_the_token_are_closed_and_keep_nobody_out() -> None:
     for number, stranger in enumerate(strangers):
         stranger.send(bytes([1] * (number % 4)))  # some say nothing
     strangers[0].send(bytes(100))
-    with pytest.raises(wsync.DeadlineError, match="worker 0 did not connect within 0 s"):
+    with pytest.raises(wsync.DeadlineError, match=r"worker 0 did not connect within 0.2 s"):
         listener.accept(0.2)
     wrong = Channel.connect("f" * 32 + listener.address[32:], 5)
     worker = Channel.connect(listener.address, 5)
@@ -596,7 +596,7 @@ def test_a_meeting_has_a_deadline_of_its_own() -> None:
     alone = place.join(0, 7.0, lambda: None, device=torch.device("cpu"), greet=True)
     assert alone.timeout == 7.0
     alone.close()
-    with pytest.raises(wsync.DeadlineError, match=r"2 members did not meet at .* within 0 s"):
+    with pytest.raises(wsync.DeadlineError, match=r"2 members did not meet at .* within 0\.1 s"):
         UpdateGroup(Rendezvous("127.0.0.1", store.port, 2), 0, timeout=60, meeting=0.0)
     store.close()
 

@@ -13,6 +13,7 @@ import torch
 
 from wsync._core import DeadlineError, StateError
 from wsync.engine.learn.module_memory import bound_tensors, seen, usable
+from wsync.machine.deadline import seconds
 
 # (path, where it is bound, under which name, tensor, what memory it was)
 _Bound = tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]
@@ -34,7 +35,7 @@ def wait_for_device(module: torch.nn.Module, timeout: float = 60.0) -> None:
     waiting.start()
     waiting.join(timeout)
     if waiting.is_alive():
-        raise DeadlineError(f"{device} is still at work after {timeout:.0f} s")
+        raise DeadlineError(f"{device} is still at work after {seconds(timeout)}")
 
 
 def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:

@@ -20,7 +20,7 @@ from wsync._core import (
 from wsync.bucket import FlattenedTensorBucket, metadata_at
 from wsync.engine.update_state import Ended, Repeated
 from wsync.exchange.update_group import Rendezvous, UpdateGroup, connection_of, device_of
-from wsync.machine.deadline import Deadline
+from wsync.machine.deadline import Deadline, seconds
 from wsync.messages.control import FLATTENED_BUCKET
 
 BROADCAST_SECONDS: Final = 120.0
@@ -187,7 +187,7 @@ class UpdateGroups:
         def check() -> None:
             self._check(name, member)
             if not deadline.left:
-                raise DeadlineError(f"group {name}: a broadcast took over {timeout:.0f} s")
+                raise DeadlineError(f"group {name}: a broadcast took over {seconds(timeout)}")
 
         try:
             member.group.broadcast(tensors, check)

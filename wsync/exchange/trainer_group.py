@@ -22,7 +22,7 @@ import torch.distributed as dist
 from wsync import _core
 from wsync.exchange.polled_collectives import Collectives, first_line
 from wsync.machine.daemon_threads import Lane, result
-from wsync.machine.deadline import VERDICT_SECONDS, Check, Deadline
+from wsync.machine.deadline import VERDICT_SECONDS, Check, Deadline, seconds
 from wsync.machine.error_text import error_text
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class TrainerGroup:
                     f"a trainer rank is gone: {first_line(error)}"
                 ) from error
             raise _core.DeadlineError(
-                f"{self.size} trainer ranks did not connect within {self.timeout:.0f} s: "
+                f"{self.size} trainer ranks did not connect within {seconds(self.timeout)}: "
                 f"{first_line(error)}"
             ) from error
 
@@ -299,7 +299,7 @@ def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
         store.wait(list(callers.values()), timedelta(seconds=timeout))
     except RuntimeError:  # if it is because the store is gone, so are the next calls
         absent = [other for other, key in callers.items() if not store.check([key])]
-    text = f"trainer ranks {absent} did not come within {timeout:.0f} s" if absent else ""
+    text = f"trainer ranks {absent} did not come within {seconds(timeout)}" if absent else ""
     keys = [key for other, key in callers.items() if other not in absent]
     for word in store.multi_get(keys) if store.has_extended_api() else map(store.get, keys):
         store.set(word.decode(), json.dumps([name, text]))
@@ -317,7 +317,7 @@ def _come(store: Any, rank: int, timeout: float) -> str:
         name, text = json.loads(store.get(word))
         store.delete_key(word)
     except RuntimeError as error:
-        late = f"trainer rank 0 did not come within {timeout:.0f} s"
+        late = f"trainer rank 0 did not come within {seconds(timeout)}"
         raise _core.DeadlineError(late) from error
     finally:
         # before this rank can be missed in what follows: rank 0 will answer who comes next; raises

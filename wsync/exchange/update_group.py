@@ -23,7 +23,7 @@ import torch.distributed as dist
 from wsync import _core
 from wsync.exchange.polled_collectives import Collectives, first_line
 from wsync.machine.daemon_threads import result, start
-from wsync.machine.deadline import LATER_SECONDS, Check, Deadline, look_around
+from wsync.machine.deadline import LATER_SECONDS, Check, Deadline, look_around, seconds
 from wsync.machine.device import has_nccl
 from wsync.machine.temporary_environment import variable
 from wsync.module_tensors import flat_bytes
@@ -203,7 +203,7 @@ class UpdateGroup:
         except RuntimeError as error:
             raise _core.DeadlineError(
                 f"group {name}: {size} members did not meet at {place.host}:{place.port} within "
-                f"{patience:.0f} s: {first_line(error)}"
+                f"{seconds(patience)}: {first_line(error)}"
             ) from error
         group._set_default_timeout(_delta(_AHEAD * timeout + LATER_SECONDS))
         self._group = Collectives(

@@ -190,11 +190,6 @@ def _innermost(error: BaseException) -> BaseException:
     return reason if isinstance(reason, BaseException) else error
 
 
-def seconds(timeout: float) -> str:
-    """A timeout for a person to read: what is left of one has more digits than anybody gave."""
-    return f"{round(timeout, 2):g} s"
-
-
 def cut(text: str, limit: int = _TEXT_LIMIT) -> str:
     """The beginning of a text, which may be a traceback of pages."""
     text = text.strip()

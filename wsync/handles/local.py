@@ -14,14 +14,13 @@ from wsync.handles.answers import (
     cut,
     drafts_itself,
     refusal,
-    seconds,
     tensor_workers,
     translate,
 )
 from wsync.handles.sglang_base import ApiHandle
 from wsync.handles.unfinished_calls import Changes, Ended, changes_engine, check_wanted
 from wsync.machine.daemon_threads import start
-from wsync.machine.deadline import Deadline
+from wsync.machine.deadline import Deadline, seconds
 from wsync.machine.error_text import error_text
 
 Watched = Callable[[Ended], contextlib.AbstractContextManager[None]]

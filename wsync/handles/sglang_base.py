@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import DeadlineError, InvalidArgumentError, UnsupportedError
-from wsync.handles.answers import check_answer, cut, refusal, seconds
-from wsync.machine.deadline import POLL_SECONDS, Deadline
+from wsync.handles.answers import check_answer, cut, refusal
+from wsync.machine.deadline import POLL_SECONDS, Deadline, seconds
 from wsync.messages.control import LOAD_FORMAT
 
 _LOOKS_SECONDS: Final = 1.0  # for a look at an engine by somebody else

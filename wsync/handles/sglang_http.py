@@ -26,13 +26,12 @@ from wsync.handles.answers import (
     drafts_itself,
     engine_text,
     json_or_text,
-    seconds,
     tensor_workers,
 )
 from wsync.handles.sglang_base import ApiHandle
 from wsync.handles.unfinished_calls import changes_engine, check_wanted
 from wsync.machine.daemon_threads import start
-from wsync.machine.deadline import Deadline
+from wsync.machine.deadline import Deadline, seconds
 from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
 from wsync.messages.tcp_channel import KEEPALIVE
 

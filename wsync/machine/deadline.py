@@ -34,8 +34,13 @@ def check_seconds(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise InvalidArgumentError(f"{name}={value!r} is no number of seconds")
     if not 0 < value <= MAX_DEADLINE:
-        text = f"over {MAX_DEADLINE:.0f} s" if value > 0 else "not positive"
+        text = f"over {seconds(MAX_DEADLINE)}" if value > 0 else "not positive"
         raise InvalidArgumentError(f"{name}={value!r} is {text}")
+
+
+def seconds(timeout: float) -> str:
+    """A timeout for a person to read: what is left of one has more digits than anybody gave."""
+    return f"{round(timeout, 2):g} s"
 
 
 class Deadline:
@@ -53,7 +58,7 @@ class Deadline:
     def check(self, late: str) -> None:
         """Raises DeadlineError once it has passed; `late` says what did not happen in time."""
         if self.left == 0.0:
-            raise DeadlineError(f"{late} within {self.seconds:.0f} s")
+            raise DeadlineError(f"{late} within {seconds(self.seconds)}")
 
 
 def look_around(check: Check) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from wsync import _core
-from wsync.machine.deadline import Check, Deadline
+from wsync.machine.deadline import Check, Deadline, seconds
 from wsync.messages import payload
 
 _log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class GpuRing:
             check()
             if not deadline.left:
                 raise _core.DeadlineError(
-                    f"{nbytes} bytes of GPU {self._uuid} were not let go of in {timeout:.0f} s; "
+                    f"{nbytes} bytes of GPU {self._uuid} were not let go of in {seconds(timeout)}; "
                     f"engines say so in /dev/shm{self._file.decode()}, if they see it"
                 )
             time.sleep(_POLL_SECONDS)

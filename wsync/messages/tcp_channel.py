@@ -22,7 +22,7 @@ from collections.abc import Collection
 from typing import Final
 
 from wsync import _core
-from wsync.machine.deadline import POLL_SECONDS, Check, Deadline
+from wsync.machine.deadline import POLL_SECONDS, Check, Deadline, seconds
 from wsync.machine.error_text import error_text
 
 # what BEGIN and PREPARED hold
@@ -122,7 +122,7 @@ class Channel:
         try:
             connection = socket.create_connection((host, int(port)), timeout)
         except TimeoutError as error:
-            raise _core.DeadlineError(f"no {where} within {timeout:.0f} s") from error
+            raise _core.DeadlineError(f"no {where} within {seconds(timeout)}") from error
         except (OSError, OverflowError) as error:
             raise _core.PeerClosedError(f"no {where}: {error}") from error
         channel = cls(connection, where, takes)

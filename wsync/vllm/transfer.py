@@ -50,6 +50,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import wsync
 from wsync.engine.receiver import Receiver
+from wsync.machine.deadline import seconds
 from wsync.vllm import VllmLoader, register
 
 _log = logging.getLogger(__name__)
@@ -285,7 +286,7 @@ def _within(timeout: float, name: str, call: Callable[[], object]) -> None:
     except FutureTimeoutError:
         if future.done():  # the call's own
             raise
-        late = f"vLLM's {name} has not returned within {timeout:.0f} s"
+        late = f"vLLM's {name} has not returned within {seconds(timeout)}"
         raise wsync.DeadlineError(late) from None
 
 

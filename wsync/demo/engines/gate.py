@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from wsync._core import DeadlineError, InvalidArgumentError, StateError
-from wsync.handles.answers import seconds
+from wsync.machine.deadline import seconds
 
 PAUSE_MODES: Final = ("abort", "retract", "in_place")
 REQUEST_SECONDS: Final = 600.0

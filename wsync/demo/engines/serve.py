@@ -23,8 +23,7 @@ from wsync._core import (
 )
 from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, Checkpoint, read_index
 from wsync.demo.engines.logged_process import Child
-from wsync.handles.answers import seconds
-from wsync.machine.deadline import MAX_DEADLINE, POLL_SECONDS, Deadline
+from wsync.machine.deadline import MAX_DEADLINE, POLL_SECONDS, Deadline, seconds
 
 _EXIT_USAGE = 2
 _STOP_SECONDS = 10.0

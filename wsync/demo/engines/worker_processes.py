@@ -29,10 +29,9 @@ from wsync._core import (
 from wsync.demo.engines.logged_process import Child
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.engine.update_groups import BROADCAST_SECONDS
-from wsync.handles.answers import seconds
 from wsync.handles.sglang_base import check_payloads
 from wsync.machine.daemon_threads import Lane
-from wsync.machine.deadline import Deadline
+from wsync.machine.deadline import Deadline, seconds
 from wsync.machine.fork_guard import Owner
 from wsync.messages import control, payload
 
