@@ -87,6 +87,12 @@ def test_a_rank_that_is_late_to_connect_says_why_the_others_have_left(ranks: Ran
     assert second == first
 
 
+def test_ranks_hear_of_one_that_is_interrupted_while_they_connect(ranks: Ranks) -> None:
+    first, second = ranks.run(agreement_cases.interrupted_to_connect)
+    assert first.startswith("RemoteError: trainer rank 1: KeyboardInterrupt")
+    assert second == "KeyboardInterrupt"
+
+
 def test_codes_that_another_rank_holds_are_the_models(ranks: Ranks, tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))

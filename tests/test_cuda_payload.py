@@ -253,7 +253,9 @@ def test_a_consumer_that_does_not_let_go_holds_nobody_up(owner: Peer, reader: Pe
         "opened = open_tensor(load(data)['flattened_tensor'])",
         data=owner(FIRST),
     )
-    with raises(f"DeadlineError: 64 bytes of GPU {UUID} were not let go of in 0.05 s; .*/dev/shm/t"):
+    with raises(
+        f"DeadlineError: 64 bytes of GPU {UUID} were not let go of in 0.05 s; .*/dev/shm/t"
+    ):
         owner("first.acquire(0, 64, 0.05, never)")
     with raises("ZeroDivisionError"):
         owner("first.acquire(0, 64, 60, lambda: 1 / 0)")

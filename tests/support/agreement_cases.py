@@ -184,6 +184,22 @@ def fail_at_the_very_end() -> dict[str, Any]:
     return {"error": error, "versions": engine.versions}
 
 
+class Interrupting(dict[str, torch.Tensor]):
+    """Weights that somebody waits for in vain."""
+
+    def items(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def interrupted_to_connect() -> str:
+    weights = {"a": torch.ones(4)}
+    given = Interrupting(weights) if dist.get_rank() == 1 else weights
+    try:
+        return error_of(lambda: wsync.connect(given, [Stock()], options=OPTIONS))
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+
+
 def codes_of_a_later_stage(folder: str) -> list[str]:
     """Rank 1 alone holds codes, and the engine says that it does; what connecting raises."""
     stage: dict[str, torch.Tensor] = {"embedding": torch.ones(2, dtype=torch.bfloat16)}

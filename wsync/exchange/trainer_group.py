@@ -206,15 +206,16 @@ class TrainerGroup:
 
 
 def together(make: Callable[[], _T], *, timeout: float) -> _T:
-    """What `make` returns; what it raises on any rank of the default group is raised on all."""
+    """What `make` returns; what it raises on any rank of the default group is raised on all.
+    A rank that Ctrl-C interrupts raises that."""
     group = TrainerGroup(timeout=timeout)
     try:
         made = make()
         group.barrier()
         return made
-    except Exception as error:
+    except BaseException as error:
         first = group.fail(error)
-        if first is error:
+        if first is error or not isinstance(error, Exception):
             raise
         raise first from error
     finally:
