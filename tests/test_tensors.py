@@ -603,6 +603,13 @@ def test_an_exchange_that_says_nonsense_is_refused(how: Any, text: str) -> None:
         describe([posed], ["w"])
 
 
+@pytest.mark.parametrize("ordinal", [-1, -(1 << 31)])
+def test_a_gpu_whose_number_is_none_is_refused(ordinal: int) -> None:
+    posed = type_with(change(device=Device(2, ordinal)))(torch.ones(2, 3))
+    with pytest.raises(UnsupportedError, match=r"w \(Posed\): lies on device"):
+        describe([posed], ["w"], gpu=True)
+
+
 @pytest.mark.parametrize("field", ["shape", "strides"])
 def test_an_exchange_that_ceases_to_say_where_a_tensor_lies_is_refused(field: str) -> None:
     """Formats before DLPack 1.2 let it leave out the strides of some tensors."""

@@ -337,7 +337,8 @@ static int fail_device(const describer_t *describer, PyObject *tensor)
 /* Whether elements on a CUDA device can be described: all such lie on the same one. */
 static bool take_gpu(describer_t *describer, int64_t ordinal)
 {
-    if (!describer->gpu_ok || (describer->gpu >= 0 && describer->gpu != ordinal)) {
+    if (!describer->gpu_ok || ordinal < 0 ||
+        (describer->gpu >= 0 && describer->gpu != ordinal)) {
         return false;
     }
     describer->gpu = ordinal;
