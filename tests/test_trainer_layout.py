@@ -75,6 +75,18 @@ def test_projections_that_engines_join_come_in_one_bucket(make, modules):
             assert all(f"{prefix}.{other}.weight" in names for other in others)
 
 
+@pytest.mark.parametrize("room", ["ring_nbytes", "round_nbytes", "bucket_nbytes"])
+@pytest.mark.parametrize(("nbytes", "together"), [(70_000, False), (100_000, True)])
+def test_projections_come_in_one_bucket_where_it_has_room_for_them(room, nbytes, together):
+    rows = {"q_proj": 256, "k_proj": 64, "v_proj": 64}  # 98,304 bytes
+    weights = {f"layers.0.{name}.weight": torch.ones(count, 64) for name, count in rows.items()}
+    engine = Stock()
+    options = wsync.Options(progress=False, deadline=60, delivery="stock", **{room: nbytes})
+    with wsync.connect(weights, [engine], options=options) as sync:
+        report = sync.update()
+    assert report.rounds == (1 if together else 2)
+
+
 @pytest.mark.parametrize("make", [from_tensors, wsync.fsdp.layout], ids=["tensors", "fsdp"])
 def test_tensors_that_engines_join_stay_together_with_their_scales(make):
     kinds = ("weight", "weight_scale_inv")

@@ -198,7 +198,7 @@ class Planning:
             for layout, worker in zip(layouts, self.roster.workers, strict=True)
         ]
         round_nbytes = _LARGE_ROUND_NBYTES if large else self._round_nbytes(device, ring_nbytes)
-        most = round_nbytes or ring_nbytes // 4  # of a group; 0: any
+        most = min(filter(None, (round_nbytes, ring_nbytes)), default=0)  # of a group; 0: any
         kinds = list(dict.fromkeys(wanted))
         hosts = self.roster.hosts
         elsewhere = max(hosts) + 1

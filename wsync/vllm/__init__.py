@@ -165,10 +165,10 @@ class VllmLoader(ChoosingLoader):
         self._once: list[BoundTensor] = []
 
     def blob(self) -> bytes:
-        self._chosen = self.recorded
-        return self.recorded.blob()
+        return self.recorded.blob()  # whatever a session that lives has chosen
 
     def learn(self, model: Layout, losing: Losing) -> bytes:
+        self._chosen = self.recorded
         if self._config.parallel_config.enable_eplb:
             raise UnsupportedError(
                 "vLLM balances experts (enable_eplb): its load_weights puts them where they were "
