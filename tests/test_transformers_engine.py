@@ -25,9 +25,10 @@ from wsync._core import DeadlineError, PeerClosedError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
 from wsync.demo.engines.serve import main as serve_main
-from wsync.demo.engines.transformers import create_app
+from wsync.demo.engines.transformers import Engine, create_app
 from wsync.engine.update_groups import UpdateGroups
 from wsync.handles.base import handle
+from wsync.machine.deadline import Deadline
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT
 
@@ -600,6 +601,37 @@ def test_an_engine_that_has_all_but_the_last_bucket_does_not_go_on(
     other = [("lm_head.weight", pairs[-1][1] + 1)]
     assert told(server, TENSOR, "a1", bucket(other, weight_version="7")) == 400
     assert refused(server)
+
+
+class Wrapped:
+    """slime's methods around an engine of this process, which says no ids of updates."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.model_info = engine.model_info
+
+    def pause_generation(self) -> None:
+        self.engine.pause("abort", 30)
+
+    def continue_generation(self) -> None:
+        self.engine.resume(30)
+
+    def flush_cache(self) -> bool:
+        self.engine.gate.flush()
+        return True
+
+    def update_weights_from_tensor(self, **given: Any) -> tuple[bool, str]:
+        return True, self.engine.update_weights_from_tensor(**given, end=Deadline(30))
+
+
+def test_an_engine_of_this_process_takes_buckets() -> None:
+    served, options = model_of(0), wsync.Options(progress=False, bucket_nbytes=4096, deadline=30)
+    for number in (1, 2):  # connections
+        weights = dict(model_of(number).named_parameters())
+        with wsync.connect(weights, [Wrapped(Engine(served))], options=options) as sync:
+            for _ in range(2):
+                assert sync.update().rounds > 1
+        assert all(torch.equal(served.get_parameter(name), weights[name]) for name in weights)
 
 
 def test_the_version_can_be_set_alone(serve: Callable[..., Server]) -> None:

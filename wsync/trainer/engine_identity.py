@@ -122,7 +122,8 @@ class CheckedEngine:
         self._buckets = itertools.count(1) if stock else None
         disturbed = stock and str(self._reported) != given
         self.restarted = disturbed or self._identity != identity
-        if self._identity != identity and not stock:
+        once = stock or getattr(self.handle, "pauses_once", False)
+        if self._identity != identity and not once:
             # it may have been started again between the pause and the answer that tells who it is
             self._during.pause(mode, deadline.left)
         if disturbed and given is not None:
