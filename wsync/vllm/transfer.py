@@ -50,7 +50,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import wsync
 from wsync.engine.receiver import Receiver
-from wsync.machine.deadline import seconds
+from wsync.module_tensors.mapping_items import kept
 from wsync.vllm import VllmLoader, register
 
 _log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         return self._sync
 
     def _from_source(self) -> dict[str, torch.Tensor]:
-        given = wsync.layout.kept(
+        given = kept(
             lambda: ((name, tensor.detach()) for name, tensor in self.source if tensor is not None)
         )
         weights = dict(given)
@@ -286,7 +286,7 @@ def _within(timeout: float, name: str, call: Callable[[], object]) -> None:
     except FutureTimeoutError:
         if future.done():  # the call's own
             raise
-        late = f"vLLM's {name} has not returned within {seconds(timeout)}"
+        late = f"vLLM's {name} has not returned within {timeout:g} s"
         raise wsync.DeadlineError(late) from None
 
 
