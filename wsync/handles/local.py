@@ -6,7 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError, RemoteError
 from wsync.handles.answers import (
@@ -41,7 +41,7 @@ class LocalHandle(ApiHandle):
     """
 
     _serves = False  # whether there is a server of SGLang behind it
-    pauses_once: Final = True  # in an update: it says no id, and another pause may be another's
+    pauses_once = True  # in an update: it says no id, and another pause may be another's
 
     def __init__(
         self, engine: object, *, workers: int | None = None, gpus: int | None = None

@@ -41,6 +41,8 @@ class VllmHandle(LocalHandle):
     has to drive; where there is neither, each in a loop of its own.
     """
 
+    pauses_once = False  # vLLM counts no pauses
+
     def __init__(
         self,
         engine: Any,
