@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -24,8 +25,10 @@ from wsync.disk import DiskSync, newest
 from wsync.families import registry
 from wsync.families.blocks import eh_proj, mtp
 from wsync.families.registry import Family
-from wsync.layout import _meeting, from_tensors, global_name, kept
+from wsync.layout import from_tensors, global_name
 from wsync.messages import payload
+from wsync.module_tensors import same_bytes
+from wsync.module_tensors.mapping_items import _meeting, kept
 from wsync.module_tensors.places import are_apart, places_of
 
 
@@ -489,6 +492,94 @@ def test_a_buffer_that_is_filled_with_more_than_is_given_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"a: the mapping has written to it since it gave it"):
         from_tensors(Blocks({"a": 0, "b": 3}))
     from_tensors(Blocks({"a": 0}))
+
+
+class Averaged(dict[str, torch.nn.Parameter]):
+    """Parameters that have other values while they are given."""
+
+    def __init__(self, parameters: Any, shadow: dict[str, torch.Tensor], how: str) -> None:
+        super().__init__(parameters)
+        self.shadow, self.how = shadow, how
+
+    def fill(self, values: dict[str, torch.Tensor]) -> None:
+        for name, parameter in super().items():
+            if self.how == "swapped":
+                parameter.data = values[name]
+            else:
+                parameter.data.copy_(values[name])
+
+    def items(self) -> Any:
+        own = {name: parameter.data for name, parameter in super().items()}
+        kept = {name: data if self.how == "swapped" else data.clone() for name, data in own.items()}
+        self.fill(self.shadow)
+        try:
+            yield from super().items()
+        finally:
+            self.fill(kept)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("swapped", "has moved or freed it since"),
+        ("filled", "has written to it since it gave it"),
+    ],
+)
+@pytest.mark.parametrize("width", [8, 600, 1025])
+def test_parameters_that_are_lent_other_values_are_refused(width: int, how: str, text: str) -> None:
+    """As by torch_ema's average_parameters(); from 600 on only some elements are compared."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(2)))
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shadow = {name: torch.randn_like(tensor) for name, tensor in own.items()}
+    with pytest.raises(LayoutError, match=rf"0\.weight: the mapping {text}"):
+        from_tensors(Averaged(model.named_parameters(), shadow, how))
+    assert all(torch.equal(own[name], tensor) for name, tensor in model.state_dict().items())
+    from_tensors(Averaged(model.named_parameters(), own, "filled"))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("left", [0, 100])
+def test_what_is_freed_when_all_was_given_is_not_read(turned: bool, left: int) -> None:
+    """As what FSDP has gathered is, by resize_(0)."""
+
+    class Gathered(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            self.made = torch.ones(32, 64).t() if turned else torch.ones(64, 32)
+            yield "a", self.made
+            self.made.untyped_storage().resize_(left)
+
+    weights = Gathered(a=torch.ones(1))
+    with pytest.raises(LayoutError, match=r"a: the mapping has moved or freed it"):
+        from_tensors(weights)
+    with pytest.raises(LayoutError, match=rf"needs 8192 bytes of a storage that has {left}: it"):
+        same_bytes(weights.made, torch.ones(64, 32))
+
+
+def test_what_cannot_be_sent_is_named_by_whom_it_is_given() -> None:
+    odd = torch.ones(3, dtype=torch.complex64).conj()
+    turned = torch.empty(2, 3, dtype=torch.uint7).t()
+    for tensor in (odd, turned):
+        made = UserDict(a=tensor)
+        with pytest.raises(wsync.UnsupportedError, match=r"^a \(Tensor\)"):
+            from_tensors(made)
+        made["b"] = torch.ones(3)
+        assert from_tensors({"b": torch.zeros(3)}).bind(made)[0][2] == (3,)
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize("turned", [False, True])
+def test_large_tensors_of_any_form_are_compared(kind: torch.dtype, turned: bool) -> None:
+    values = torch.zeros(2049, 1030, dtype=torch.uint8).view(torch.bool).to(kind)
+    tensor = values.t() if turned else values
+
+    def make() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", tensor
+        yield "b", torch.ones(3)
+        values.view(torch.uint8).fill_(1)
+
+    with pytest.raises(LayoutError, match=r"a: the mapping has written to it"):
+        kept(make)
+    assert kept(make)[0][1] is tensor
 
 
 def test_a_buffer_with_a_place_for_each_tensor_may_serve_tied_ones() -> None:

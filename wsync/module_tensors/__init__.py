@@ -182,9 +182,21 @@ def checksum_of(tensor: Tensor) -> int:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, element by element: itself if it is contiguous, else a copy."""
+    """A tensor's bytes, element by element: itself if it is contiguous, else a copy.
+
+    Raises LayoutError where its storage was freed or made smaller: torch would read what lies there
+    all the same.
+    """
     import torch
 
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((extent - 1) * step for extent, step in steps)
+    held, item = tensor.untyped_storage().nbytes(), tensor.element_size()
+    if tensor.numel() and held < (last + 1) * item:
+        raise _core.LayoutError(
+            f"a tensor of {tuple(tensor.shape)} needs {(last + 1) * item} bytes of a storage that "
+            f"has {held}: it was freed or made smaller"
+        )
     flat = tensor.detach().contiguous().reshape(-1)
     if len(flat) == 1:  # which may have any stride
         flat = flat.as_strided((1,), (1,))

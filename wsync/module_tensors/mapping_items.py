@@ -6,13 +6,16 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, combinations
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from wsync import _core
 from wsync.module_tensors import checksum_of
 from wsync.module_tensors.places import MemoryPlace, are_apart, parts_of, places_of
 
-_SMALL_NBYTES: Final = 1 << 20
+_STAY: Final = "tensors have to stay as they are until the update is done"
+_SMALL_NBYTES: Final = 1 << 20  # of a tensor in host memory that is compared as a whole
+_RUNS, _RUN = 32, 8  # of elements that are compared of others
+_INTEGERS: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by their bytes
 
 _T = TypeVar("_T")
 
@@ -24,7 +27,7 @@ def items_of(tensors: Mapping[str, _T]) -> list[tuple[str, _T]]:
     """All items at once: another thread may change the mapping.
 
     Raises LayoutError where a mapping that makes its tensors writes to one that it has given
-    before, and gives that memory, or a part of it, under another name, too; or to a small one.
+    before, or moves it.
     """
     items = getattr(type(tensors), "items", None)
     if items in _STORED:
@@ -37,36 +40,57 @@ def items_of(tensors: Mapping[str, _T]) -> list[tuple[str, _T]]:
 def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
     """Names and tensors, which may be made one after another.
 
-    Raises LayoutError where one was written to when it had been given, and lies in the memory of
-    another.  By .data, numpy, collectives or in inference mode nothing counts what is written.  So
-    where tensors share memory, `make` is gone through a second time: a tensor that has been written
-    over since differs from what it is when made anew.  If that takes collectives, memory has to be
-    shared alike on all ranks.  Small tensors that share none are compared as well, in host memory:
-    they may have been read with all that lies around them, into the memory of those before.
+    Raises LayoutError where one was moved or written to when it had been given.  torch does
+    not count all that is written, and not by tensor.  So where tensors share memory,
+    `make` is gone through a second time: a tensor that has been written over since differs from
+    what it is when made anew.  If that takes collectives, memory has to be shared alike on all
+    ranks.  All are compared in the end with what they were, large ones by some of their elements:
+    they may have been read into one buffer with all that lies around them, or parameters be lent
+    other values while they are given.
     """
     given, places = list[tuple[str, _T]](), list[list[MemoryPlace]]()
-    small = dict[int, list[int]]()
+    looks = list[list[int]]()
     for name, tensor in make():
         given.append((name, tensor))
         places.append(places_of(tensor))
-        if _is_small(tensor, places[-1]):
-            small[len(given) - 1] = _sums(tensor)
+        looks.append(_look(tensor, places[-1]))
     meeting = _meeting(places)
-    for number, others in meeting.items():
-        # torch counts what is written to all of a storage, and here only this tensor matters
-        if _without_counts(places_of(given[number][1])) != _without_counts(places[number]):
-            raise _shared(given, number, others)
+    for number, (name, tensor) in enumerate(given):
+        if places_of(tensor) != places[number]:
+            if number in meeting:
+                raise _shared(given, number, meeting[number])
+            raise _core.LayoutError(
+                f"{name}: the mapping has moved or freed it since it gave it: {_STAY}"
+            )
+    if meeting:
+        _compare_again(make, given, places, meeting)
+    for (name, tensor), place, look in zip(given, places, looks, strict=True):
+        if _look(tensor, place) != look:
+            raise _core.LayoutError(
+                f"{name}: the mapping has written to it since it gave it: {_STAY}"
+            )
+    return given
+
+
+def _compare_again(
+    make: Callable[[], Iterable[tuple[str, _T]]],
+    given: Sequence[tuple[str, _T]],
+    places: Sequence[Sequence[MemoryPlace]],
+    meeting: dict[int, set[int]],
+) -> None:
+    """Raises LayoutError where one of the tensors that share memory is another when it is made
+    anew."""
     # what is made last of those in one memory is not written over
     early = {number: others for number, others in meeting.items() if number < max(others)}
     # one number for each memory, to see whether the second time writes there, too
-    firsts = {tuple(places[number]): number for number in reversed(meeting if early else {})}
+    firsts = {tuple(places[number]): number for number in reversed(meeting)}
     sums = {number: _sums(given[number][1]) for number in {*early, *firsts.values()}}
-    again, by_address = iter(make() if early else ()), _ByAddress(places if early else ())
-    for number in range(max(early, default=-1) + 1):
+    again, by_address = iter(make()), _ByAddress(places)
+    for number in range(max(early) + 1):
         pair = next(again, None)
         written = [] if pair is None else places_of(pair[1])
         # another's memory, as that of buffers that serve in turn?
-        if _without_counts(written) != _without_counts(places[number]):
+        if written != places[number]:
             known = {number, *meeting.get(number, ())}
             if others := by_address.met(written) - known:
                 raise _shared(given, min(others), {number})
@@ -79,13 +103,6 @@ def kept(make: Callable[[], Iterable[tuple[str, _T]]]) -> list[tuple[str, _T]]:
     for number in firsts.values():
         if _sums(given[number][1]) != sums[number]:
             raise _shared(given, number, meeting[number])
-    for number, before in small.items():
-        if _sums(given[number][1]) != before:
-            raise _core.LayoutError(
-                f"{given[number][0]}: the mapping has written to it since it gave it: tensors have "
-                "to stay as they are until the update is done"
-            )
-    return given
 
 
 def _shared(
@@ -97,22 +114,41 @@ def _shared(
     name = given[number][0]
     other = next((o for n in sorted(others) if (o := given[n][0]) != name), name)
     return _core.LayoutError(
-        f"{name}: the mapping {what} gives the same memory as {other}: "
-        "tensors have to stay as they are until the update is done"
+        f"{name}: the mapping {what} gives the same memory as {other}: {_STAY}"
     )
 
 
-def _without_counts(places: Sequence[MemoryPlace]) -> list[MemoryPlace]:
-    return [place._replace(version=0) for place in places]
+def _look(tensor: object, places: Sequence[MemoryPlace]) -> list[int]:
+    """What is compared of a tensor in these places: a checksum of each part, or of a sample."""
+    return [checksum_of(_sample(part)) for part in _readable(tensor)] if places else []
 
 
-def _is_small(tensor: object, places: Sequence[MemoryPlace]) -> bool:
-    nbytes = sum(place.end - place.start for place in places)
-    return 0 < nbytes <= _SMALL_NBYTES and not any(part.is_cuda for part in parts_of(tensor))
+def _sample(tensor: Any) -> Any:
+    """Some elements of a tensor, all over it; in host memory a small tensor itself."""
+    import torch
+
+    whole = tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_NBYTES
+    integers = _INTEGERS.get(tensor.element_size())
+    if whole or integers is None:
+        return tensor
+    count, run = tensor.numel(), torch.arange(_RUN, device=tensor.device)
+    step = max(count // _RUNS, 1) | 1  # not always the first column
+    index = run[:, None] + torch.arange(0, count, step, device=tensor.device)
+    return torch.take(tensor.detach().view(getattr(torch, integers)), index.clamp(max=count - 1))
 
 
 def _sums(tensor: object) -> list[int]:
-    return [checksum_of(part) for part in parts_of(tensor)]
+    return [checksum_of(part) for part in _readable(tensor)]
+
+
+def _readable(tensor: object) -> list[Any]:
+    """Its parts; none of what cannot be sent, which is refused by name if it is to be."""
+    parts = list(parts_of(tensor))
+    try:
+        _core.describe(parts, gpu=True)
+    except _core.WsyncError:
+        return []
+    return parts
 
 
 class _ByAddress:

@@ -11,16 +11,13 @@ _MOST_UNITS: Final = 1 << 26  # that are marked one by one
 
 
 class MemoryPlace(NamedTuple):
-    """Runs of `nbytes` between two addresses, as far apart as `dims` says: (step in bytes, extent).
-
-    version: how often torch has written there, as far as it counts that.
-    """
+    """Runs of `nbytes` between two addresses, as far apart as `dims` says: (step, extent), the step
+    in bytes."""
 
     start: int
     end: int
     nbytes: int
     dims: tuple[tuple[int, int], ...]
-    version: int
 
     def meets(self, other: MemoryPlace) -> bool:
         """Whether a byte is of both."""
@@ -77,17 +74,14 @@ def _place(tensor: Any) -> MemoryPlace | None:
     try:
         start, item = tensor.data_ptr(), tensor.element_size()
         shape, strides = tuple(tensor.shape), tensor.stride()
-        version = 0 if tensor.is_inference() else tensor._version
     except (AttributeError, RuntimeError, ValueError):  # no tensor, a wrapper, or uninitialised
         return None
     if not start or not math.prod(shape):
         return None
-    return place_at(start, item, shape, [stride * item for stride in strides], version)
+    return place_at(start, item, shape, [stride * item for stride in strides])
 
 
-def place_at(
-    start: int, item: int, shape: Sequence[int], steps: Sequence[int], version: int = 0
-) -> MemoryPlace:
+def place_at(start: int, item: int, shape: Sequence[int], steps: Sequence[int]) -> MemoryPlace:
     """Of elements of `item` bytes, of which there are some, as far apart as steps say, in bytes."""
     run, reach, rest = item, item, list[tuple[int, int]]()
     for step, extent in sorted(zip(steps, shape, strict=True)):
@@ -101,4 +95,4 @@ def place_at(
         reach += step * (extent - 1)
         if solid:
             run, rest = reach, []
-    return MemoryPlace(start, start + reach, run, tuple(rest), version)
+    return MemoryPlace(start, start + reach, run, tuple(rest))
