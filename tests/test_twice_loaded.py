@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,46 @@ def test_what_is_computed_and_then_written_over_is_refused() -> None:
     ) as sync:
         with pytest.raises(WsyncError, match=r"embed and tail are both loaded there"):
             sync.update()
+
+
+class Checking(torch.nn.Module):
+    """A head that is tied to an embedding, and a load_weights that looks at values of some, or
+    computes with them."""
+
+    def __init__(self, looks: str, scale: float, part: int) -> None:
+        super().__init__()
+        flat = torch.zeros(32)
+        self.embed = torch.nn.Parameter(flat[:24].view(6, 4), requires_grad=False)
+        self.head = torch.nn.Parameter(flat[part : 24 + part].view(6, 4), requires_grad=False)
+        self.filler = torch.nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+        self.looks, self.scale = looks, scale
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            if name in self.looks and not torch.isfinite(tensor).all():
+                raise ValueError(name)
+            target = "head" if name == "tail" else name
+            value = tensor * self.scale if self.scale != 1 and name != "filler" else tensor
+            self.get_parameter(target).copy_(value)
+
+
+@pytest.mark.parametrize("names", [("embed", "head"), ("head", "embed"), ("embed", "tail")])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("part", [0, 4])
+@pytest.mark.parametrize("looks", ["embed", "head tail", "embed head tail"])
+def test_what_is_looked_at_and_loaded_twice_is_compared(
+    names: tuple[str, str], scale: float, part: int, looks: str
+) -> None:
+    module = Checking(looks, scale, part)
+    receivers = [RecordedLoader(module)]
+    same = draw(1)["embed"] if part == 0 else torch.ones(6, 4)
+    tensors = {**dict.fromkeys(names, same), "filler": draw(1)["filler"]}
+    with wsync.connect(tensors, engines=[ThreadEngine(receivers)], options=OPTIONS) as sync:
+        with contextlib.suppress(WsyncError):  # what cannot be compared may be refused
+            sync.update()
+            assert torch.equal(module.embed, same * scale)
+        with pytest.raises(WsyncError, match=r"are both loaded there|are one tensor of the module"):
+            sync.update({**tensors, names[1]: same + 1})
 
 
 def test_of_what_is_computed_from_two_tensors_one_of_them_may_replace_a_part() -> None:

@@ -183,11 +183,12 @@ class Recording:
     of computing, perhaps with what was there before.  facts: what the module held.
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
-    copies, into the memory of twins.  outside: what it read that is neither the module's nor the
-    model's, and checksums of that.  What `guard` sets: states: what the attributes that it read may
-    be, the first of them as they were when it had been recorded; names: all of the module; noted:
-    areas of which something notes where they start.  aside: what the loader writes
-    to when it loads fallbacks alone, from `verify` on.  refuted: what else it wrote to in an
+    copies, into the memory of twins.  rivals: two fallbacks of which the loader writes one over the
+    other, which have to be equal, and where.  outside: what it read that is neither the module's
+    nor the model's, and checksums of that.  What `guard` sets: states: what the attributes that it
+    read may be, the first of them as they were when it had been recorded; names: all of the module;
+    noted: areas of which something notes where they start.  aside: what the loader writes to when
+    it loads fallbacks alone, from `verify` on.  refuted: what else it wrote to in an
     update, or did with other attributes.
     """
 
@@ -206,6 +207,7 @@ class Recording:
     made: dict[int, list[Move]] = field(default_factory=dict)
     looked: dict[int, list[int]] = field(default_factory=dict)
     twins: list[Twin] = field(default_factory=list)
+    rivals: dict[tuple[str, str], str] = field(default_factory=dict)
     shadow_copies: list[Transfer] = field(default_factory=list)
     outside: list[tuple[Outside, int]] = field(default_factory=list)
     states: list[KnownState] = field(default_factory=list)
@@ -249,7 +251,16 @@ class Recording:
 
     def same(self, other: Recording) -> str:
         """How another recording differs; "" where it does not."""
-        for what in ("pieces", "kept", "fallback", "skipped", "unwritten", "looked", "twins"):
+        for what in (
+            "pieces",
+            "kept",
+            "fallback",
+            "skipped",
+            "unwritten",
+            "looked",
+            "twins",
+            "rivals",
+        ):
             if getattr(self, what) != getattr(other, what):
                 return what
         for what in ("fills", "copies"):
@@ -529,9 +540,11 @@ class _Analysis:
         self._model = model
         self._tracer = tracer
         self._facts = {fact[0]: fact for fact in model.tensors}
+        self._order = {name: place for place, name in enumerate(self._facts)}
         self.recording = Recording(held.facts, fallback=dict(fallback))
         self._copies: list[tuple[int, Transfer]] = []  # and when they read
-        self._lost: list[tuple[int, Write, str]] = []  # area, what is written over, by whom
+        # area, what is written over, by whom, and whether it is the other way round in an update
+        self._lost: list[tuple[int, Write, str, bool]] = []
         final = [self._last(area) for area in range(len(held.areas))]
         for area, writes in enumerate(final):
             for write in writes:
@@ -586,8 +599,8 @@ class _Analysis:
 
     def _note_lost(self, area: int, first: Write, parts: list[Move], second: Write) -> None:
         """Notes what one tensor of the model has brought where another is written over it."""
-        mine = self._tracer.names_of([first])
-        others = self._tracer.names_of([second])
+        mine = first.flow or self._tracer.names_of([first])
+        others = second.flow or self._tracer.names_of([second])
         if all(map(is_note, mine | others)):
             return  # the last one stays, as it does where they are loaded
         if not mine or not others or mine <= others or others <= mine:
@@ -595,9 +608,20 @@ class _Analysis:
         move = second.move
         dims = tuple((n, d, d) for n, _, d in move.dims)
         read = Move(move.destination, move.destination, dims, move.into, move.into)
-        for part in parts:
-            for found in compose(read, part)[0] if common_nbytes(part, move) else ():
-                self._lost.append((area, replace(first, move=found), min(others - mine)))
+        lost = [
+            found
+            for part in parts
+            for found in (compose(read, part)[0] if common_nbytes(part, move) else ())
+        ]
+        one, *more = sorted(mine - others)
+        other, *further = sorted(others - mine)
+        same = self._facts[one][1:3] == self._facts[other][1:3]
+        if lost and first.flow and second.flow and same and not (more or further):
+            self.recording.rivals[one, other] = self._place(area, first.move)
+            return
+        # what is set aside was seen, and is loaded, after all else
+        turned = bool(second.flow) and not first.flow and self._order[other] < self._order[one]
+        self._lost += [(area, replace(first, move=found), other, turned) for found in lost]
 
     def _add_twins(self) -> None:
         """Has what is written over delivered to memory of its own, to be compared.
@@ -606,12 +630,12 @@ class _Analysis:
             ClashError: that cannot be done.
         """
         count = len(self._held.areas)
-        for area, write, other in self._lost:
-            name = min(self._tracer.names_of([write]))
+        for area, write, other, turned in self._lost:
+            name = min(write.flow or self._tracer.names_of([write]))
             low, high = write.move.span()
             if write.kind == SOURCE:
                 self._add_source(count + len(self.recording.twins), write, low)
-            if write.kind != SOURCE or name in self.recording.fallback:
+            if write.kind != SOURCE or name in self.recording.fallback or turned:
                 text = f"{self._place(area, write.move)}: {name} and {other} are both loaded there"
                 if any({name, other} <= set(names) for names in self._held.tied()):
                     raise RecordingError(text)  # what is brought under these names is compared

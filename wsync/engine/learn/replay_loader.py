@@ -17,7 +17,7 @@ from wsync.engine.learn.watched_pools import watched_pools
 from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights, RoutedLoader
 from wsync.engine.sent_destinations import Made
-from wsync.module_tensors import dtype_of
+from wsync.module_tensors import dtype_of, same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import is_note
 
@@ -110,6 +110,7 @@ class ReplayLoader(RoutedLoader):
         """Has the loader load what is its own.  Shapes of packed tensors are the same each time:
         of a model of experts these are as many calls of its functions as there are tensors.  They
         are loaded again where the engine has others by now than the loader left."""
+        self._compare_rivals(dict(staged))
         notes = [tensor.reshape(-1) for name, tensor in staged if is_note(name)]
         found = torch.cat(notes).cpu() if notes else None
         known, self._notes = self._notes, None
@@ -120,6 +121,11 @@ class ReplayLoader(RoutedLoader):
             self._load_own(staged)
         if found is not None:
             self._notes = found, self._computed()
+
+    def _compare_rivals(self, staged: dict[str, torch.Tensor]) -> None:
+        for (name, other), where in self.recording.rivals.items():
+            if not same_bytes(staged[name], staged[other]):
+                raise _differ(where, name, other)
 
     def _load_own(self, staged: list[tuple[str, torch.Tensor]]) -> None:
         """Raises StateError where the loader, which may go by values, does something else than it
@@ -157,6 +163,12 @@ class ReplayLoader(RoutedLoader):
             zeros = [0] * len(shape)
             builder.add_shard(name, dtype, shape, zeros, shape, count + number, 0, strides)
         return builder.build()
+
+
+def _differ(where: str, name: str, other: str) -> _core.LayoutError:
+    return _core.LayoutError(
+        f"{where}: {name} and {other} are both loaded there, and bring different values"
+    )
 
 
 class _Filling:
@@ -207,10 +219,7 @@ class _Filling:
         for twin, shadow in zip(recording.twins, shadows, strict=True):
             if twin.differs(areas, shadow):
                 where = self._held.name(twin.area, twin.move.destination)
-                raise _core.LayoutError(
-                    f"{where}: {twin.name} and {twin.other} are both loaded there, and bring "
-                    "different values"
-                )
+                raise _differ(where, twin.name, twin.other)
         self._shadows = []
 
     def check_places(self) -> None:

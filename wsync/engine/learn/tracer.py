@@ -48,8 +48,10 @@ _PUTS = {
     *(_aten.index_copy_, _aten.index_fill_, _aten.masked_fill_, _aten.masked_scatter_),
     _aten._foreach_copy_,
 }
+# operators that write to all elements of a tensor and read none of it
+_FILLS = {_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_}
 # operators that read nothing of what they write to
-_COPIES = {*_PUTS, _aten.copy_, _aten.fill_, _aten.zero_}
+_COPIES = {*_PUTS, *_FILLS}
 # methods that are no operators, and let values out
 _LETS_OUT = {
     *("tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__repr__", "__format__"),
@@ -69,7 +71,8 @@ class Write:
 
     dtypes: as it was read at its origin, then what it was converted to on its way.
     clock: when it was read at its origin.  time: when it was written to the module.
-    names: tensors of the model that a computed value may depend on.
+    names: tensors of the model that a computed value may depend on.  flow: those whose values
+    operators have brought there, where a tracer that computes everything has seen any.
     keep: memory that a constant's address lies in.
     """
 
@@ -78,6 +81,7 @@ class Write:
     dtypes: tuple[torch.dtype, ...] = ()
     clock: int = 0
     names: frozenset[str] = frozenset()
+    flow: frozenset[str] = frozenset()
     reason: str = ""
     keep: torch.Tensor | None = None
     time: int = 0
@@ -89,6 +93,7 @@ class _Temporary:
 
     reference: StorageWeakRef
     writes: list[Write] = field(default_factory=list)
+    flow: frozenset[str] = frozenset()  # see Write; while everything is computed
 
 
 @dataclass(slots=True)
@@ -390,11 +395,32 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for m in moves
         ]
 
-    def taint(self, tensor: torch.Tensor, names: frozenset[str], reason: str) -> None:
+    def taint(
+        self,
+        tensor: torch.Tensor,
+        names: frozenset[str],
+        reason: str,
+        flow: frozenset[str] = frozenset(),
+    ) -> None:
         """Notes that all of a tensor was computed."""
         if tensor.numel():
             whole = _read(tensor, tensor.data_ptr(), _steps(tensor), tensor.dtype)
-            self._note(tensor, Write(whole, COMPUTED, names=names, reason=reason))
+            self._note(tensor, Write(whole, COMPUTED, names=names, flow=flow, reason=reason))
+
+    def _flow(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+        """Tensors of the model whose values operators have brought into others."""
+        found = set[str]()
+        for tensor in tensors:
+            if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
+                continue
+            if self._source(tensor.data_ptr()):
+                found.add(self.name_at(tensor.data_ptr()))
+            elif self.held(tensor):
+                writes = self.writes[self._held.find(tensor.data_ptr())]
+                found.update(*(write.flow for write in writes))
+            elif known := self._temporaries.get(tensor.untyped_storage()._cdata):
+                found |= known.flow
+        return frozenset(found)
 
     # -- everything else
 
@@ -417,14 +443,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counts = torch.Tag.dynamic_output_shape in func.tags and packet is not _aten.index
         if known and counts and not self._opaque:
             self.refuse(names, reason)
+        flow = frozenset[str]()
+        if self._opaque:
+            fresh = packet in _FILLS or "out" in kwargs
+            flow = self._flow(t for t in tensors if not (fresh and any(t is c for c in changed)))
         if held:
             for tensor in changed:
-                self.taint(tensor, names, reason)
+                self.taint(tensor, names, reason, flow)
             returned = len(func._schema.returns)
             if returned > len(changed):
                 self.refuse(names, reason)
             return changed[0] if returned == 1 else tuple(changed[:returned]) or None
         answer = func(*args, **kwargs)
+        if self._opaque:
+            for tensor in (changed or _tensors(answer)) if flow else ():
+                self._temporary(tensor).flow |= flow
         if self._opaque or not (known or any(self._written(t) for t in changed if t.numel())):
             return answer
         leaves = tree_leaves(answer)
