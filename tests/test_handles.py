@@ -300,6 +300,33 @@ def test_a_gateway_without_a_route_for_once_does_not_end_sessions(server: FakeSe
         assert "end" in sessions.calls and sessions.open is None
 
 
+def test_an_update_goes_by_what_has_been_started_again_in_the_servers_place(
+    server: FakeServer,
+) -> None:
+    def start(**arguments: Any) -> None:
+        server.answers["/server_info"] = (200, {"tp_size": 2, **arguments})
+
+    sessions = Sessions(server)
+    server.answers[f"/{DISK}"] = (200, {"success": True, "message": "Success"})
+    start(version="0.5.23")
+    engine = HttpHandle(server.url)
+    during = engine.during("a")
+    during.pause("abort", 60)
+    update(during, 60)
+    during.resume(60)
+    assert "begin" in sessions.calls
+    for method in ("begin", "end"):  # an older one, which knows none
+        server.answers[f"/{method}_weight_update"] = (404, "Not Found")
+    start(version="0.5.17", load_format="dummy")
+    during = engine.during("b")
+    during.pause("abort", 60)
+    engine.look_anew(60)
+    during.update_weights_from_disk("/v1", weight_version=1, timeout=60)
+    body = next(body for path, body, _ in server.seen if path == f"/{DISK}")
+    assert body["load_format"] == "auto"
+    during.resume(60)
+
+
 def test_an_update_waits_for_who_looks_at_the_engine(server: FakeServer) -> None:
     """A look has a session of its own for a moment."""
     sessions = Sessions(server)

@@ -396,8 +396,14 @@ def test_what_old_weights_computed_is_dropped_wherever_it_lies() -> None:
     VllmHandle(engine).flush(60)
     assert engine.seen[1:] == [("prefix", True), ("prefix", True), ("encoder", -1)]
     alone = Connected()
-    VllmHandle(alone).flush(60)
+    handle = VllmHandle(alone)
+    handle.flush(60)
     assert alone.seen[1:] == [("prefix", False), ("prefix", False)]
+    during = handle.during("1" * 16)
+    alone.facts["kv_connector"] = True  # it was started again
+    handle.look_anew(60)
+    during.flush(60)
+    assert alone.seen[-1] == ("prefix", True)
     llm = Calls(multimodal=True)
     llm.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: llm.seen.append(("encoder",)))
     VllmHandle(llm).flush(60)

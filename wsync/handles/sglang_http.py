@@ -146,7 +146,7 @@ class HttpHandle(ApiHandle):
                 f"engine {self.name}: a URL with a user, and an api_key: requests carry one"
             )
         self._headers = {"Authorization": f"Bearer {_checked_key(api_key)}"} if api_key else {}
-        self._server: dict[str, Any] | None = None
+        self._server: dict[str, Any] = {}  # as it was started; copies share it
         self._known: set[str] = set()  # what it has answered for, of what not all engines have
         self._timeout = timeout
         self._asking = _Asking()
@@ -213,10 +213,15 @@ class HttpHandle(ApiHandle):
             RemoteError: it has other workers or custom weight loaders than before.
             UnsupportedError: it has several pipeline stages now.
         """
-        if self._server is None:
+        if not self._server:
             return
-        before = self.load_formats
-        self._server = self.server_info(timeout)
+        before, former = self.load_formats, dict(self._server)
+        found = self.server_info(timeout)
+        self._server.clear()
+        self._server |= found
+        if found.get("version") != former.get("version"):  # it may know less
+            self._known.clear()
+            self._sessions["known"] = True
         workers = tensor_workers(self.name, self._server) if self._counted else self.workers
         check_same(self.name, (self.workers, before), (workers, self.load_formats))
 
@@ -233,8 +238,8 @@ class HttpHandle(ApiHandle):
         return None if status == 200 else engine_text(text)
 
     def _server_info(self) -> dict[str, Any]:
-        if self._server is None:
-            self._server = self.server_info(self._timeout)
+        if not self._server:
+            self._server |= self.server_info(self._timeout)
         return self._server
 
     def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:

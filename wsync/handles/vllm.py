@@ -65,7 +65,8 @@ class VllmHandle(LocalHandle):
             self.name = str(engine)
         if self._remote or isinstance(engine, VllmServer):
             self._changes = Changes(self.name)
-        self._keeps: dict[str, Any] = {}  # where old weights' work may lie, as the workers say
+        # where old weights' work may lie, as the workers say; copies share it
+        self._keeps: dict[str, Any] = {}
         self.workers = self._count(timeout)
 
     def look_anew(self, timeout: float) -> None:
@@ -161,7 +162,8 @@ class VllmHandle(LocalHandle):
                 f"engine {self.name}: {first['engines']} data-parallel engines behind one "
                 "collective_rpc, which answers only for the first of them"
             )
-        self._keeps = first
+        self._keeps.clear()
+        self._keeps |= first
         if first.get("drafts"):
             _log.warning(
                 "engine %s: updates leave the layers of its model that draft tokens as they are",
