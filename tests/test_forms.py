@@ -11,7 +11,7 @@ import random
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -354,6 +354,30 @@ def test_slots_are_found_anew_when_a_part_gets_another_class() -> None:
     slots.read()
     slots.read()
     assert asked == [Part, Made]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_slots_are_found_anew_after_they_were_found_in_vain(raises: bool) -> None:
+    """What was found with them is of the module as it was then."""
+    module, beside = torch.nn.Sequential(torch.nn.Linear(2, 2)), list[torch.nn.Module]()
+
+    def find() -> Iterator[Slot]:
+        beside[:] = module.children()
+        for _, home, key, path in homes_of(module):
+            if raises and path.startswith("more"):
+                raise LayoutError("more")
+            yield Slot(path, home, key, path)
+
+    slots, first = Slots([module], find), module[0]
+    for _ in range(2):
+        module[0] = torch.nn.Linear(2, 2)
+        module.add_module("more", torch.nn.Linear(2, 2))
+        with pytest.raises(LayoutError, match="more"):
+            slots.read()
+        module[0] = first
+        del module.more
+        assert slots.read()[0] is first.weight
+        assert beside == [first]
 
 
 def test_memory_of_another_size_at_the_same_place_is_other_memory() -> None:

@@ -49,7 +49,7 @@ class Slots:
     Args:
         roots: the modules in which `find` looks; a list of the caller's may change.
         find: the slots there are now; it is asked again when modules were replaced, or
-            have more tensors.
+            have more tensors, and after it was asked in vain.
         beside: what else the slots go by, asked at every reading; of what `find` has found.
 
     Raises:
@@ -81,6 +81,8 @@ class Slots:
         known = self._found
         same = tuple(self._roots) == known.roots and known.same() is not None
         if not same or self._beside() != known.beside:
+            # what `find` has of its own is found anew, too, until all of it fits together
+            self._found = known._replace(same=lambda: None)
             found = self._scan()
             if found.names != self.names:
                 odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
