@@ -174,7 +174,7 @@ def test_changes_that_fsdp2_would_undo_are_refused(two: Ranks, how: str, change:
         assert (UNSHARDED in changed) == (change != "nothing"), changed
 
 
-@pytest.mark.parametrize("how", ["rows", "tp", "smaller mesh"])
+@pytest.mark.parametrize("how", ["rows", "tp", "smaller mesh", "smaller mesh, dim1"])
 @pytest.mark.parametrize("change", ["nothing", "written"])
 def test_changes_on_several_meshes_are_refused(four: Ranks, how: str, change: str) -> None:
     """By a rank that has both what was changed and the shard of it, or none of the parameter."""

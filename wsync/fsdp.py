@@ -318,8 +318,8 @@ def _is_kept(parameter: Any, whole: bool) -> bool:
     info, dimension = parameter._module_info, parameter.fsdp_placement.dim
     held = info.module._parameters.get(info.param_name)
     shard = parameter.sharded_param._local_tensor
-    if held is None or hasattr(shard, "fsdp_pre_all_gather") or (not whole and dimension):
-        return True  # made of the shards, or it does not lie in their order
+    if held is None or hasattr(shard, "fsdp_pre_all_gather"):
+        return True  # made of the shards
     if held.shape != parameter.sharded_param.shape:
         return False
     mine, kept = shard.detach(), getattr(held, "_local_tensor", held).detach()
@@ -328,7 +328,10 @@ def _is_kept(parameter: Any, whole: bool) -> bool:
     start = 0  # of what is gathered
     if not whole:
         mesh, smaller = parameter.mesh_info, parameter.post_forward_mesh_info
-        start = each * mesh.shard_mesh_size // smaller.shard_mesh_size * smaller.shard_mesh_rank
+        if dimension:  # torch keeps rows of it
+            mine = mine.narrow(0, len(kept) * smaller.shard_mesh_rank, len(kept))
+        else:
+            start = each * mesh.shard_mesh_size // smaller.shard_mesh_size * smaller.shard_mesh_rank
     low = max(first, start)
     count = min(first + mine.shape[dimension], start + kept.shape[dimension]) - low
     if count <= 0:

@@ -333,20 +333,23 @@ def gathered_errors(strategy: str, how: str) -> list[str]:
 
 
 def left_whole(how: str) -> Any:
-    """A model of ones under FSDP2, of which an evaluation pass leaves the parameter gathered."""
+    """A model of ones, or of numbers, under FSDP2, of which an evaluation pass leaves the parameter
+    gathered."""
     count = dist.get_world_size()
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (count,))}
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8 if how == "tp" else 5, bias=False))
+    rows = 8 if how == "tp" or "mesh, dim1" in how else 5
+    model = torch.nn.Sequential(torch.nn.Linear(4, rows, bias=False))
     torch.nn.init.ones_(model[0].weight)
-    if how == "dim1":
+    if "dim1" in how:
         options["shard_placement_fn"] = lambda parameter: Shard(1)
-    elif how == "mixed":
+    if how == "mixed":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     elif how == "tp":
         both = init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("outer", "inner"))
         parallelize_module(model, both["inner"], {"0": ColwiseParallel()})
         options["mesh"] = both["outer"]
-    elif how == "smaller mesh":
+    elif "smaller mesh" in how:
+        model[0].weight.copy_(torch.arange(model[0].weight.numel()).view_as(model[0].weight))
         fully_shard(model[0], reshard_after_forward=2, **options)
     return fully_shard(model, **options)
 
