@@ -682,6 +682,14 @@ def test_units_that_change_places_are_read_by_their_names(two: Ranks) -> None:
         assert all(text.startswith("LayoutError: ") for text in found), found
 
 
+def test_modules_that_change_places_within_a_unit_are_refused(two: Ranks) -> None:
+    for found in two.run(cases.moved_modules):
+        for moved, anew, back, again, gone, lacking in (found[:6], found[6:]):
+            assert "0.weight: was made part of an FSDP1 unit" in moved and "module is 1" in moved
+            assert "1.weight: was made part" in gone and "no longer there" in gone
+            assert (anew, back, again, lacking) == (moved, "", "", gone)
+
+
 def test_a_buffer_that_becomes_a_weight_is_refused() -> None:
     model = _linears()
     model["b"].register_buffer("scale", torch.zeros(3), persistent=False)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -199,6 +200,7 @@ class _Reader:
             units[:] = [(path, part) for path, part in module.named_modules() if _is_fsdp2(part)]
             _reshard(units)
             for prefix, handle in flats:
+                _check_modules(prefix, handle)
                 _write_back(prefix, handle)
             return _slots(module, flats, tied)
 
@@ -544,6 +546,23 @@ def _flat_handles(module: Any) -> Iterator[tuple[str, Any]]:
         if handle is not None and hasattr(handle, "flat_param") and key not in seen:
             seen.add(key)
             yield key[0], handle
+
+
+def _check_modules(prefix: str, handle: Any) -> None:
+    """LayoutError where a module of a unit is not where it was when the unit was made: its
+    parameters go on being called what they were called then."""
+    paths = defaultdict[int, set[str]](set)
+    for path, part in handle._fully_sharded_module.named_modules(remove_duplicate=False):
+        paths[id(part)].add(plain_name(path))
+    flat = handle.flat_param
+    for info in (*flat._param_infos, *flat._shared_param_infos):
+        if plain_name(info.module_name) not in paths[id(info.module)]:
+            now = " or ".join(sorted(_joined(prefix, path) for path in paths[id(info.module)]))
+            raise _core.LayoutError(
+                f"{plain_name(_joined(prefix, info.module_name, info.param_name))}: was made part "
+                f"of an FSDP1 unit under this name, but its module is {now or 'no longer there'}: "
+                "wrap modules in FSDP where they are to stay"
+            )
 
 
 def _flat_names(prefix: str, handle: Any) -> Iterator[tuple[str, str, int]]:

@@ -117,6 +117,7 @@ class TrainerLayout:
         table = _core.describe(tensors, self.names, gpu=True, former=self._known[0])
         index = table.differs(self.made_from)
         if index is not None and weights is not None:
+            _core.BufferTable.of(table)  # StateError where torch would read what is not there
             tensors = [
                 self._fitted(place, tensor, table[place]) for place, tensor in enumerate(tensors)
             ]

@@ -32,6 +32,7 @@ from wsync import _core
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 
 State = dict[str, torch.Tensor]
+CPU = torch.device("cpu")
 
 OPTIONS: dict[str, Any] = {
     "deadline": 60.0,
@@ -141,7 +142,7 @@ def shard(model: Any, how: str) -> Any:
 def fsdp1(model: Any, how: str) -> Any:
     """FSDP1, a unit for each layer.  It takes the CPU only where it is named as the device."""
     options: dict[str, Any] = {
-        "device_id": torch.device("cpu"),
+        "device_id": CPU,
         "use_orig_params": "orig" in how,
     }
     if "mesh" in how:
@@ -269,7 +270,7 @@ def assigned_scale(strategy: str) -> list[float]:
         Scaled(),
         auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
         sharding_strategy=ShardingStrategy[strategy],
-        device_id=torch.device("cpu"),
+        device_id=CPU,
     )
 
     def run() -> None:
@@ -304,7 +305,7 @@ def gathered_errors(strategy: str, how: str) -> list[str]:
         auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}) if "SHARD_GRAD" in strategy else None,
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params="orig" in how,
-        device_id=torch.device("cpu"),
+        device_id=CPU,
     )
 
     def change() -> None:
@@ -528,7 +529,7 @@ def two_dimensional_error(how: str) -> str:
         distribute_tensor(model[0].weight.detach(), mesh["tp"], [Shard(0)])
     )
     unit = FullyShardedDataParallel(
-        model, device_mesh=mesh["dp"], device_id=torch.device("cpu"), use_orig_params="orig" in how
+        model, device_mesh=mesh["dp"], device_id=CPU, use_orig_params="orig" in how
     )
     try:
         wsync.fsdp.layout(unit)
@@ -567,9 +568,8 @@ def moved_units() -> list[str]:
         units = [torch.nn.Linear(4, 4, bias=False) for _ in range(2)]
         for value, unit in enumerate(units):
             unit.weight.data.fill_(float(value))
-        cpu = torch.device("cpu")
         wrapped = [
-            FullyShardedDataParallel(u, use_orig_params=original, device_id=cpu) for u in units
+            FullyShardedDataParallel(u, use_orig_params=original, device_id=CPU) for u in units
         ]
         model = torch.nn.Sequential(*wrapped)
         layout = wsync.fsdp.layout(model)
@@ -580,6 +580,21 @@ def moved_units() -> list[str]:
             found.append(f"{layout.names}: {held}")
         model[0] = torch.nn.Identity()
         found.append(error_of(layout.bind))
+    return found
+
+
+def moved_modules() -> list[str]:
+    """What is said of modules of one FSDP1 unit, and of its layout that is made anew, when they
+    have changed places, when they are back, and when one is taken out."""
+    found = []
+    for original in (True, False):
+        inner = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(2)))
+        first, second = inner
+        unit = FullyShardedDataParallel(inner, use_orig_params=original, device_id=CPU)
+        layout = wsync.fsdp.layout(unit)
+        for parts in ((second, first), (first, second), (first, torch.nn.Identity())):
+            inner[0], inner[1] = parts
+            found += [error_of(layout.bind), error_of(lambda unit=unit: wsync.fsdp.layout(unit))]
     return found
 
 
@@ -683,7 +698,7 @@ def shared_names(how: str) -> dict[str, bool]:
     model: Any = torch.nn.Sequential(OrderedDict(linears))
     unit = functools.partial(
         FullyShardedDataParallel,
-        device_id=torch.device("cpu"),
+        device_id=CPU,
         use_orig_params=how == "fsdp1-orig",
     )
     with torch.no_grad():
@@ -718,7 +733,7 @@ def tied_names(first: bool, use_orig: bool) -> list[str]:
     model.model = torch.nn.ModuleDict({"embed_tokens": embedding})
     if not first:
         model.lm_head = head
-    unit = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig)
+    unit = FullyShardedDataParallel(model, device_id=CPU, use_orig_params=use_orig)
     return gathered(wsync.fsdp.layout(unit, config("dense", tie_word_embeddings=True)))[0].names()
 
 
@@ -727,9 +742,7 @@ def shared_by_units() -> str:
     linears = {name: torch.nn.Linear(4, 4, bias=False) for name in "abc"}
     linears["b"].weight = linears["a"].weight
     model: Any = torch.nn.Sequential(OrderedDict(linears))
-    unit = functools.partial(
-        FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True
-    )
+    unit = functools.partial(FullyShardedDataParallel, device_id=CPU, use_orig_params=True)
     model.a = unit(model.a)
     model = unit(model)
     return error_of(lambda: wsync.fsdp.layout(model))

@@ -186,8 +186,8 @@ def checksum_of(tensor: Tensor) -> int:
 def flat_bytes(tensor: Tensor) -> Tensor:
     """A tensor's bytes, element by element: itself if it is contiguous, else a copy.
 
-    Raises LayoutError where its storage was freed or made smaller: torch would read what lies there
-    all the same.
+    Raises LayoutError where its storage was freed or made smaller, and StateError where a GPU has
+    no memory while an allocator has paused: torch would read there all the same.
     """
     import torch
 
@@ -199,6 +199,8 @@ def flat_bytes(tensor: Tensor) -> Tensor:
             f"a tensor of {tuple(tensor.shape)} needs {(last + 1) * item} bytes of a storage that "
             f"has {held}: it was freed or made smaller"
         )
+    if tensor.is_cuda:
+        _core.BufferTable.of(_core.describe([tensor], gpu=True))
     flat = tensor.detach().contiguous().reshape(-1)
     if len(flat) == 1:  # which may have any stride
         flat = flat.as_strided((1,), (1,))

@@ -142,10 +142,11 @@ def _sums(tensor: object) -> list[int]:
 
 
 def _readable(tensor: object) -> list[Any]:
-    """Its parts; none of what cannot be sent, which is refused by name if it is to be."""
+    """Its parts; none of what cannot be sent, as where a GPU has no memory while an allocator has
+    paused: it is refused by name if it is to be."""
     parts = list(parts_of(tensor))
     try:
-        _core.describe(parts, gpu=True)
+        _core.BufferTable.of(_core.describe(parts, gpu=True))
     except _core.WsyncError:
         return []
     return parts
