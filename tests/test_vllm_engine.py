@@ -23,6 +23,7 @@ from support.vllm_engine import VllmEngine
 import wsync
 from wsync import inspection
 from wsync.handles.vllm import VllmHandle, VllmServer
+from wsync.messages.control import Control
 from wsync.vllm import WorkerExtension, register
 
 OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
@@ -411,6 +412,36 @@ def test_what_old_weights_computed_is_dropped_wherever_it_lies() -> None:
     older = AsyncCalls(kv_connector=True)  # its reset_prefix_cache knows of no connectors
     VllmHandle(older).flush(60)
     assert older.held == -1
+
+
+def test_a_version_that_came_late_does_not_stay() -> None:
+    class Naming(Calls):
+        named: str | None = None
+
+        def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+            return [[True, ""]] if method == "wsync_update" else super().collective_rpc(method)
+
+        def update_weight_version(self, new_version: str) -> None:
+            self.named = new_version
+
+        def get_weight_version(self) -> str | None:
+            return self.named
+
+        def resume_generation(self) -> None:
+            self.seen.append(("resume", self.named))
+
+    engine = Naming()
+    during = VllmHandle(engine).during("1" * 16)
+    close = Control(op="close", session="a1", update=1, deadline=5.0)
+    during.send_control([close], weight_version=7, timeout=60)
+    assert engine.named == "7"
+    engine.update_weight_version("6")  # of an update that failed
+    during.resume(60)
+    assert engine.seen[-1] == ("resume", "7")
+    engine.get_weight_version = lambda: None  # type: ignore[method-assign]
+    engine.named = "6"
+    during.resume(60)
+    assert engine.seen[-1] == ("resume", "6")
 
 
 def test_a_prefix_cache_that_cannot_be_dropped_is_no_success() -> None:

@@ -67,6 +67,7 @@ class VllmHandle(LocalHandle):
             self._changes = Changes(self.name)
         # where old weights' work may lie, as the workers say; copies share it
         self._keeps: dict[str, Any] = {}
+        self._named: str | None = None  # by this update
         self.workers = self._count(timeout)
 
     def look_anew(self, timeout: float) -> None:
@@ -106,10 +107,14 @@ class VllmHandle(LocalHandle):
         return None
 
     def resume(self, timeout: float) -> None:
+        deadline = Deadline(timeout)
+        named = None if self._named is None else self._own("get_weight_version", deadline.left)
+        if named not in (None, self._named):  # a request of an update that has failed came late
+            self._call("update_weight_version", deadline.left, new_version=self._named)
         if self._has("resume_generation"):
-            self._call("resume_generation", timeout)
+            self._call("resume_generation", deadline.left)
         elif self._sleeps():
-            self._call("wake_up", timeout, tags=["scheduling"])
+            self._call("wake_up", deadline.left, tags=["scheduling"])
 
     def send_control(
         self, messages: Sequence[Control], *, weight_version: int | str | None, timeout: float
@@ -124,6 +129,7 @@ class VllmHandle(LocalHandle):
                 check_answer(self.name, "wsync_update", (False, answer[1] if good else answer))
         if version is not None and self._has("update_weight_version"):
             self._call("update_weight_version", deadline.left, new_version=version)
+            self._named = version
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise RemoteError(f"engine {self.name}: {method}: vLLM takes wsync's control messages only")
@@ -142,12 +148,15 @@ class VllmHandle(LocalHandle):
     def says(self, timeout: float) -> dict[str, Any]:
         """What the engine itself says of its version and of that of its weights, whoever has set
         it; None where it has no such method."""
-        deadline, methods = Deadline(timeout), ("version", "get_weight_version")
-        version, weights = (
-            self._call(name, deadline.left) if self._has(name) and not self._remote else None
-            for name in methods
-        )
-        return {"version": version, "weight_version": weights}
+        deadline = Deadline(timeout)
+        version = self._own("version", deadline.left)
+        return {
+            "version": version,
+            "weight_version": self._own("get_weight_version", deadline.left),
+        }
+
+    def _own(self, name: str, timeout: float) -> Any:
+        return self._call(name, timeout) if self._has(name) and not self._remote else None
 
     def _count(self, timeout: float) -> int:
         try:
