@@ -85,17 +85,19 @@ def _look(tensor: object, places: Sequence[MemoryPlace]) -> list[int]:
 
 
 def _sample(tensor: Any) -> Any:
-    """Some elements of a tensor, all over it; in host memory a small tensor itself."""
+    """Some elements of a tensor, all over it, and at its ends: another one may begin there.  In
+    host memory a small tensor itself."""
     import torch
 
-    whole = tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_NBYTES
-    integers = _INTEGERS.get(tensor.element_size())
-    if whole or integers is None:
+    integers, count = _INTEGERS.get(tensor.element_size()), tensor.numel()
+    if integers is None or (tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_NBYTES):
         return tensor
-    count, run = tensor.numel(), torch.arange(_RUN, device=tensor.device)
-    step = max(count // _RUNS, 1) | 1  # not always the first column
-    index = run[:, None] + torch.arange(0, count, step, device=tensor.device)
-    return torch.take(tensor.detach().view(getattr(torch, integers)), index.clamp(max=count - 1))
+    values, run = tensor.detach().view(getattr(torch, integers)), torch.arange(_RUN, device="cpu")
+    starts = (
+        torch.arange(_RUNS, device="cpu") * max(count - _RUN, 0) // (_RUNS - 1)
+    )  # both ends are there
+    index = (starts[:, None] + run).clamp(max=count - 1)
+    return torch.take(values, index.to(tensor.device))
 
 
 def _readable(tensor: object) -> list[Any]:
