@@ -682,6 +682,19 @@ def test_units_that_change_places_are_read_by_their_names(two: Ranks) -> None:
         assert all(text.startswith("LayoutError: ") for text in found), found
 
 
+@pytest.mark.parametrize("original", [True, False])
+def test_parameters_that_are_not_contiguous_are_read_as_fsdp1_has_flattened_them(
+    two: Ranks, four: Ranks, original: bool
+) -> None:
+    for ranks in (two, four):
+        assert min(ranks.run(cases.turned_matches, original)) >= 7
+
+
+def test_parameters_with_gaps_are_refused(two: Ranks) -> None:
+    for error in two.run(cases.gapped_error):
+        assert "0.weight: FSDP1 has flattened a parameter whose elements do not lie side" in error
+
+
 def test_modules_that_change_places_within_a_unit_are_refused(two: Ranks) -> None:
     for found in two.run(cases.moved_modules):
         for moved, anew, back, again, gone, lacking in (found[:6], found[6:]):

@@ -610,14 +610,43 @@ def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
             )
         info, size = flat._shard_param_infos[place], flat._shapes[place]
         shape = tuple(size)
+        axes = _flat_order(name, flat, place)
+        back = [axes.index(axis) for axis in range(len(shape))]
+
+        def turned(values: Sequence[int], back: Sequence[int] = back) -> Shape:
+            return tuple(values[axis] for axis in back)
+
+        flattened = [shape[axis] for axis in axes]
         regions: list[tuple[Shape, Shape, Shape]] = []
         if info.in_shard:
             first, last = info.intra_param_start_idx, info.intra_param_end_idx + 1
-            for start, extent, at in _boxes(shape, first, last):
+            for start, extent, at in _boxes(tuple(flattened), first, last):
                 # the boxes' strides end in 1, so the last axis counts from the buffer's start
                 local = (0,) * (len(shape) - 1) + (info.offset_in_shard + at - first,)
-                regions.append((start, extent, local))
-        yield _Part(name, tensor, shape, tuple(regions), contiguous_strides(shape))
+                regions.append((turned(start), turned(extent), turned(local)))
+        strides = turned(contiguous_strides(flattened))
+        yield _Part(name, tensor, shape, tuple(regions), strides)
+
+
+def _flat_order(name: str, flat: Any, place: int) -> list[int]:
+    """The axes of a parameter in the order in which torch has flattened it: that of its memory, as
+    of convolutions in channels_last (since torch 2.3, which notes the strides).
+
+    Raises UnsupportedError where its elements did not lie side by side: torch has lost some.
+    """
+    shape = flat._shapes[place]
+    axes = list(range(len(shape)))
+    if getattr(flat, "_contiguities", None) is None or flat._contiguities[place]:
+        return axes
+    steps = flat._strides[place]
+    axes.sort(key=lambda axis: -steps[axis])
+    dense = contiguous_strides([shape[axis] for axis in axes])
+    if any(shape[a] > 1 and steps[a] != d for a, d in zip(axes, dense, strict=True)):
+        raise _core.UnsupportedError(
+            f"{name}: FSDP1 has flattened a parameter whose elements do not lie side by side "
+            f"(strides {tuple(steps)} of {tuple(shape)}), and lost some: make it contiguous first"
+        )
+    return axes
 
 
 def _is_whole(handle: Any) -> bool:

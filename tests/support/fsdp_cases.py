@@ -598,6 +598,31 @@ def moved_modules() -> list[str]:
     return found
 
 
+@torch.no_grad()
+def turned_matches(original: bool) -> int:
+    """How many shards are right of parameters that are not contiguous."""
+    torch.manual_seed(1)
+    turned = torch.nn.Linear(7, 6, bias=False)
+    turned.weight = torch.nn.Parameter(torch.randn(7, 6).t())
+    convolutions = [
+        torch.nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last),
+        torch.nn.Conv3d(2, 4, (1, 3, 2)).to(memory_format=torch.channels_last_3d),
+    ]
+    model = torch.nn.Sequential(*convolutions, turned, torch.nn.Linear(4, 3))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert sum(not tensor.is_contiguous() for tensor in state.values()) == 3
+    model = FullyShardedDataParallel(model, use_orig_params=original, device_id=CPU)
+    merged, buffers = gathered(wsync.fsdp.layout(model))
+    return check_everything(merged, buffers, state)
+
+
+def gapped_error() -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 8))
+    model[0].weight = torch.nn.Parameter(torch.zeros(8, 3)[::2])
+    unit = FullyShardedDataParallel(model, use_orig_params=True, device_id=CPU)
+    return error_of(lambda: wsync.fsdp.layout(unit))
+
+
 def resharded_error() -> str:
     """What an update says of a tensor that is cut in another way than the layout's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -92,12 +92,10 @@ def _sample(tensor: Any) -> Any:
     integers, count = _INTEGERS.get(tensor.element_size()), tensor.numel()
     if integers is None or (tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_NBYTES):
         return tensor
-    values, run = tensor.detach().view(getattr(torch, integers)), torch.arange(_RUN, device="cpu")
-    starts = (
-        torch.arange(_RUNS, device="cpu") * max(count - _RUN, 0) // (_RUNS - 1)
-    )  # both ends are there
-    index = (starts[:, None] + run).clamp(max=count - 1)
-    return torch.take(values, index.to(tensor.device))
+    run = torch.arange(_RUN, device="cpu")
+    firsts = torch.arange(_RUNS, device="cpu") * max(count - _RUN, 0) // (_RUNS - 1)
+    index = (firsts[:, None] + run).clamp(max=count - 1).to(tensor.device)
+    return torch.take(tensor.detach().view(getattr(torch, integers)), index)
 
 
 def _readable(tensor: object) -> list[Any]:
