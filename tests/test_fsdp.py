@@ -703,6 +703,11 @@ def test_modules_that_change_places_within_a_unit_are_refused(two: Ranks) -> Non
             assert (anew, back, again, lacking) == (moved, "", "", gone)
 
 
+def test_a_parameter_without_a_shape_yet_is_named() -> None:
+    with pytest.raises(wsync.UnsupportedError, match=r"^1\.weight: not initialised yet"):
+        layout(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LazyLinear(3)))
+
+
 def test_a_buffer_that_becomes_a_weight_is_refused() -> None:
     model = _linears()
     model["b"].register_buffer("scale", torch.zeros(3), persistent=False)

@@ -235,6 +235,11 @@ class _Reader:
         )
 
     def _parts(self, name: str, tensor: Any) -> Iterator[_Part]:
+        if hasattr(tensor, "materialize"):  # torch's UninitializedTensorMixin
+            raise _core.UnsupportedError(
+                f"{name}: not initialised yet, as those of torch.nn's Lazy modules are until their "
+                "first forward pass"
+            )
         shape = tuple(tensor.shape)
         if hasattr(tensor, "placements"):
             yield _Part(name, tensor._local_tensor, shape, self._place(name, tensor, shape))
