@@ -27,9 +27,12 @@ from wsync.families.blocks import eh_proj, mtp
 from wsync.families.registry import Family
 from wsync.layout import from_tensors, global_name
 from wsync.messages import payload
+from wsync.messages.control import WHOLE
 from wsync.module_tensors import same_bytes
 from wsync.module_tensors.mapping_items import kept
 from wsync.module_tensors.places import are_apart, places_of
+from wsync.trainer.planning import Planning
+from wsync.trainer.roster import Delivery
 
 
 @pytest.fixture
@@ -50,7 +53,14 @@ def test_a_dict_is_a_layout_of_one_rank(tensors):
 
 
 @pytest.mark.parametrize("make", [from_tensors, wsync.fsdp.layout], ids=["tensors", "fsdp"])
-@pytest.mark.parametrize("modules", [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")])
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ("q_proj", "k_proj", "v_proj"),
+        ("gate_proj", "up_proj"),
+        ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
+    ],
+)
 def test_projections_that_engines_join_come_in_one_bucket(make, modules):
     """Some of SGLang's load_weights drop those whose others come in another call."""
     weights = {
@@ -88,6 +98,31 @@ def test_projections_come_in_one_bucket_where_it_has_room_for_them(room, nbytes,
     with wsync.connect(weights, [engine], options=options) as sync:
         report = sync.update()
     assert report.rounds == (1 if together else 2)
+
+
+@pytest.mark.parametrize("delivery", [Delivery.BROADCAST, Delivery.STOCK])
+@pytest.mark.parametrize("gpu", [-1, 0])
+@pytest.mark.parametrize(
+    ("options", "together"),
+    [({}, True), ({"round_nbytes": 1 << 28}, False), ({"bucket_nbytes": 1 << 28}, False)],
+)
+def test_default_rounds_have_room_for_what_engines_join(delivery, gpu, options, together):
+    """Gate and up of Sarashina2-Vision-14B have more bytes than a usual round on a GPU."""
+    builder = _core.LayoutBuilder(0)
+    for number, name in enumerate(("gate_proj", "up_proj", "down_proj")):
+        shape = (13824, 5120)
+        facts = ([0, 0], shape, number, 0, (10240, 2))
+        builder.add_shard(f"layers.0.{name}.weight", "bfloat16", shape, *facts)
+    worker = SimpleNamespace(takes_buckets=True, stage=None, home=0)
+    taking = {delivery: [SimpleNamespace(workers=1)]}
+    roster = SimpleNamespace(
+        model=builder.build(), workers=[worker], hosts=[0], taking=lambda d: taking.get(d, [])
+    )
+    planning = Planning(None, roster, [], wsync.Options(**options))
+    manifest = planning._draw([WHOLE], SimpleNamespace(ordinal=gpu), 0, False).plan(0).manifest(0)
+    gate, up = (manifest.find(f"layers.0.{name}_proj.weight") for name in ("gate", "up"))
+    rounds = [{shard.buffer for shard in manifest.shards(index)} for index in (gate, up)]
+    assert (rounds[0] == rounds[1]) == together
 
 
 @pytest.mark.parametrize("make", [from_tensors, wsync.fsdp.layout], ids=["tensors", "fsdp"])

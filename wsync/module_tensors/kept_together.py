@@ -6,9 +6,13 @@ import zlib
 from collections.abc import Sequence
 from typing import Final
 
-# Some of SGLang's classes (sarashina2_vision.py, minimax_vl_common.py) join these within one call
-# of load_weights, and drop what comes without the others.
-JOINED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Some of SGLang's classes (sarashina2_vision.py, minimax_vl_common.py, dots3_common) join these
+# within one call of load_weights, and drop what comes without the others, or raise.
+JOINED: Final = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
+)
 
 
 def group_of(name: str, together: Sequence[Sequence[str]]) -> int:

@@ -198,14 +198,18 @@ class Planning:
             for layout, worker in zip(layouts, self.roster.workers, strict=True)
         ]
         round_nbytes = _LARGE_ROUND_NBYTES if large else self._round_nbytes(device, ring_nbytes)
-        most = min(filter(None, (round_nbytes, ring_nbytes)), default=0)  # of a group; 0: any
+        groups = dict[int, int]()
+        if any(worker.takes_buckets for worker in self.roster.workers):
+            asked = self.options.round_nbytes or self.options.bucket_nbytes
+            groups, largest = joined(self.roster.model, min(asked, ring_nbytes or asked))
+            round_nbytes = round_nbytes and max(round_nbytes, largest)
         kinds = list(dict.fromkeys(wanted))
         hosts = self.roster.hosts
         elsewhere = max(hosts) + 1
         remote = sum(engine.workers for engine in self.roster.taking(Delivery.REMOTE))
         return Blueprint(
             self.roster.model,
-            [self._destination(*kind, most) for kind in kinds],
+            [self._destination(*kind, groups) for kind in kinds],
             [
                 (kinds.index(kind), worker.home)
                 for kind, worker in zip(wanted, self.roster.workers, strict=True)
@@ -217,13 +221,13 @@ class Planning:
         )
 
     def _destination(
-        self, layout: bytes, stage: int | None, in_buckets: bool, most: int
+        self, layout: bytes, stage: int | None, in_buckets: bool, groups: Mapping[int, int]
     ) -> tuple[_core.Layout, bool]:
         if layout not in (WHOLE, PIECES):
             return _core.Layout.from_bytes(layout), False
         model = self.roster.model
         tensors = range(model.tensor_count) if stage is None else self.roster.holds(stage)
-        return whole(model, tensors, joined(model, most) if in_buckets else {}), layout == WHOLE
+        return whole(model, tensors, groups if in_buckets else {}), layout == WHOLE
 
     def _round_nbytes(self, device: _core.Device, ring_nbytes: int) -> int:
         """Small rounds overlap better; stock engines take one request each, so theirs are large,
@@ -283,19 +287,20 @@ def whole(
     return builder.build()
 
 
-def joined(model: _core.Layout, most: int) -> dict[int, int]:
+def joined(model: _core.Layout, most: int) -> tuple[dict[int, int], int]:
     """By tensor: the group of what some engines join within one call of load_weights, where it
-    takes no more bytes than this, if any."""
+    takes no more bytes than this; and the bytes of the largest one."""
     found: dict[int, list[int]] = {}
     for index in range(model.tensor_count):
         if group := group_of(model.tensor(index).name, JOINED):
             found.setdefault(group, []).append(index)
-    return {
-        index: group
+    sizes = {
+        group: nbytes
         for group, members in found.items()
-        if not most or sum(_padded_nbytes(model, member) for member in members) <= most
-        for index in members
+        if (nbytes := sum(_padded_nbytes(model, member) for member in members)) <= most
     }
+    groups = {index: group for group in sizes for index in found[group]}
+    return groups, max(sizes.values(), default=0)
 
 
 def _padded_nbytes(model: _core.Layout, index: int) -> int:
