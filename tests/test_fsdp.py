@@ -690,6 +690,14 @@ def test_parameters_that_are_not_contiguous_are_read_as_fsdp1_has_flattened_them
         assert min(ranks.run(cases.turned_matches, original)) >= 7
 
 
+@pytest.mark.parametrize("original", [True, False])
+def test_buffers_that_fsdp1_casts_are_sent_as_its_state_dicts_have_them(
+    two: Ranks, original: bool
+) -> None:
+    for found in two.run(cases.cast_buffers, original):
+        assert found == [["torch.float32", "torch.float32", "torch.int64"]] * 3
+
+
 def test_parameters_with_gaps_are_refused(two: Ranks) -> None:
     for error in two.run(cases.gapped_error):
         assert "0.weight: FSDP1 has flattened a parameter whose elements do not lie side" in error

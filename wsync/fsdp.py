@@ -194,9 +194,12 @@ class _Reader:
         """Reads what a module's state dict would hold, and FSDP1's flat parameters."""
         flats: list[tuple[str, Any]] = []
         units: list[tuple[str, Any]] = []
+        saved: dict[str, Any] = {}
 
         def find() -> Iterator[Slot]:
             flats[:] = _flat_handles(module)
+            saved.clear()
+            saved.update(_saved_dtypes(module))
             units[:] = [(path, part) for path, part in module.named_modules() if _is_fsdp2(part)]
             _reshard(units)
             for prefix, handle in flats:
@@ -210,7 +213,8 @@ class _Reader:
         def read() -> list[_Part]:
             _reshard(units)
             held = zip(slots.names, slots.read(), strict=True)
-            parts = [part for name, tensor in held for part in self._parts(name, tensor)]
+            given = ((n, t.to(saved[n]) if n in saved else t) for n, t in held)
+            parts = [part for name, tensor in given for part in self._parts(name, tensor)]
             for prefix, handle in flats:
                 parts += _flat_parts(prefix, handle, tied)
             return parts
@@ -551,6 +555,16 @@ def _flat_handles(module: Any) -> Iterator[tuple[str, Any]]:
         if handle is not None and hasattr(handle, "flat_param") and key not in seen:
             seen.add(key)
             yield key[0], handle
+
+
+def _saved_dtypes(module: Any) -> Iterator[tuple[str, Any]]:
+    """(name, dtype) of the buffers that FSDP1 casts when its root first runs, with
+    MixedPrecision(buffer_dtype=): those that its state dicts have."""
+    for path, part in module.named_modules():
+        policy = getattr(part, "mixed_precision", None)
+        if getattr(policy, "buffer_dtype", None) is not None:
+            for name, dtype in getattr(part, "_buffer_name_to_orig_dtype", {}).items():
+                yield plain_name(_joined(path, name)), dtype
 
 
 def _check_modules(prefix: str, handle: Any) -> None:

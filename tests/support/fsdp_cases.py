@@ -18,6 +18,7 @@ from support.megatron_cases import check_everything, host_bytes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
@@ -614,6 +615,31 @@ def turned_matches(original: bool) -> int:
     model = FullyShardedDataParallel(model, use_orig_params=original, device_id=CPU)
     merged, buffers = gathered(wsync.fsdp.layout(model))
     return check_everything(merged, buffers, state)
+
+
+def cast_buffers(original: bool) -> list[list[str]]:
+    """Dtypes and values of what is sent before and after FSDP1 has cast buffers, and by a layout
+    that is made then."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5))
+    policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    inner = FullyShardedDataParallel(
+        model, use_orig_params=original, device_id=CPU, mixed_precision=policy
+    )
+    outer = torch.nn.Sequential(inner)
+    layout = wsync.fsdp.layout(outer)
+
+    def sent(layout: Any) -> list[str]:
+        layout.bind()
+        index = layout.names.index("0.1.running_mean")
+        return [str(tensor.dtype) for tensor in layout.tensors()[index : index + 3]]
+
+    found = [sent(layout)]
+    inner(torch.randn(3, 4)).sum().backward()
+    assert model[1].running_mean.dtype == torch.bfloat16
+    found += [sent(layout), sent(wsync.fsdp.layout(outer))]
+    mean = layout.tensors()[layout.names.index("0.1.running_mean")]
+    assert torch.equal(mean, model[1].running_mean.float())
+    return found
 
 
 def gapped_error() -> str:
