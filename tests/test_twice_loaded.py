@@ -121,20 +121,23 @@ class Checking(torch.nn.Module):
     """A head that is tied to an embedding, and a load_weights that looks at values of some, or
     computes with them."""
 
-    def __init__(self, looks: str, scale: float, part: int) -> None:
+    def __init__(self, looks: str, scale: float, part: int, by_buffer: bool) -> None:
         super().__init__()
         flat = torch.zeros(32)
         self.embed = torch.nn.Parameter(flat[:24].view(6, 4), requires_grad=False)
         self.head = torch.nn.Parameter(flat[part : 24 + part].view(6, 4), requires_grad=False)
         self.filler = torch.nn.Parameter(torch.zeros(64, 64), requires_grad=False)
-        self.looks, self.scale = looks, scale
+        self.looks, self.scale, self.by_buffer = looks, scale, by_buffer
 
     def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        buffer = torch.zeros(6, 4)
         for name, tensor in pairs:
             if name in self.looks and not torch.isfinite(tensor).all():
                 raise ValueError(name)
             target = "head" if name == "tail" else name
             value = tensor * self.scale if self.scale != 1 and name != "filler" else tensor
+            if self.by_buffer and name != "filler":
+                value = buffer.copy_(value)
             self.get_parameter(target).copy_(value)
 
 
@@ -142,10 +145,11 @@ class Checking(torch.nn.Module):
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("part", [0, 4])
 @pytest.mark.parametrize("looks", ["embed", "head tail", "embed head tail"])
+@pytest.mark.parametrize("by_buffer", [False, True])
 def test_what_is_looked_at_and_loaded_twice_is_compared(
-    names: tuple[str, str], scale: float, part: int, looks: str
+    names: tuple[str, str], scale: float, part: int, looks: str, by_buffer: bool
 ) -> None:
-    module = Checking(looks, scale, part)
+    module = Checking(looks, scale, part, by_buffer)
     receivers = [RecordedLoader(module)]
     same = draw(1)["embed"] if part == 0 else torch.ones(6, 4)
     tensors = {**dict.fromkeys(names, same), "filler": draw(1)["filler"]}

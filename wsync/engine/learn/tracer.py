@@ -422,6 +422,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found |= known.flow
         return frozenset(found)
 
+    def _carry(self, tensor: torch.Tensor, flow: frozenset[str], fresh: bool) -> None:
+        """Notes whose values a temporary has now; fresh: and those alone."""
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return
+        whole = fresh and tensor.nbytes == tensor.untyped_storage().nbytes()
+        if flow or whole:
+            known = self._temporary(tensor)
+            known.flow = flow if whole else known.flow | flow
+
     # -- everything else
 
     def _other(
@@ -443,9 +452,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counts = torch.Tag.dynamic_output_shape in func.tags and packet is not _aten.index
         if known and counts and not self._opaque:
             self.refuse(names, reason)
-        flow = frozenset[str]()
+        flow, fresh = frozenset[str](), packet in _FILLS or "out" in kwargs
         if self._opaque:
-            fresh = packet in _FILLS or "out" in kwargs
             flow = self._flow(t for t in tensors if not (fresh and any(t is c for c in changed)))
         if held:
             for tensor in changed:
@@ -456,8 +464,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return changed[0] if returned == 1 else tuple(changed[:returned]) or None
         answer = func(*args, **kwargs)
         if self._opaque:
-            for tensor in (changed or _tensors(answer)) if flow else ():
-                self._temporary(tensor).flow |= flow
+            for tensor in changed or _tensors(answer):
+                self._carry(tensor, flow, fresh)
         if self._opaque or not (known or any(self._written(t) for t in changed if t.numel())):
             return answer
         leaves = tree_leaves(answer)
