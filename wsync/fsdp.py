@@ -627,24 +627,26 @@ def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
                 f"{name}: a parameter of its own in its FSDP unit, but the configuration says "
                 "tied embeddings: wrap both in one unit"
             )
-        info, size = flat._shard_param_infos[place], flat._shapes[place]
-        shape = tuple(size)
-        axes = _flat_order(name, flat, place)
-        back = [axes.index(axis) for axis in range(len(shape))]
+        yield _flat_part(name, tensor, flat, place)
 
-        def turned(values: Sequence[int], back: Sequence[int] = back) -> Shape:
-            return tuple(values[axis] for axis in back)
 
-        flattened = [shape[axis] for axis in axes]
-        regions: list[tuple[Shape, Shape, Shape]] = []
-        if info.in_shard:
-            first, last = info.intra_param_start_idx, info.intra_param_end_idx + 1
-            for start, extent, at in _boxes(tuple(flattened), first, last):
-                # the boxes' strides end in 1, so the last axis counts from the buffer's start
-                local = (0,) * (len(shape) - 1) + (info.offset_in_shard + at - first,)
-                regions.append((turned(start), turned(extent), turned(local)))
-        strides = turned(contiguous_strides(flattened))
-        yield _Part(name, tensor, shape, tuple(regions), strides)
+def _flat_part(name: str, tensor: Tensor, flat: Any, place: int) -> _Part:
+    """The interval of one parameter, in boxes."""
+    info, shape = flat._shard_param_infos[place], tuple(flat._shapes[place])
+    axes = _flat_order(name, flat, place)
+    flattened = tuple(shape[axis] for axis in axes)
+
+    def turned(values: Sequence[int]) -> Shape:
+        return tuple(values[axes.index(axis)] for axis in range(len(shape)))
+
+    regions: list[tuple[Shape, Shape, Shape]] = []
+    if info.in_shard:
+        first, last = info.intra_param_start_idx, info.intra_param_end_idx + 1
+        for start, extent, at in _boxes(flattened, first, last):
+            # the boxes' strides end in 1, so the last axis counts from the buffer's start
+            local = (0,) * (len(shape) - 1) + (info.offset_in_shard + at - first,)
+            regions.append((turned(start), turned(extent), turned(local)))
+    return _Part(name, tensor, shape, tuple(regions), turned(contiguous_strides(flattened)))
 
 
 def _flat_order(name: str, flat: Any, place: int) -> list[int]:
