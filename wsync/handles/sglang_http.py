@@ -215,11 +215,11 @@ class HttpHandle(ApiHandle):
         """
         if not self._server:
             return
-        before, former = self.load_formats, dict(self._server)
+        before, version = self.load_formats, self._server.get("version")
         found = self.server_info(timeout)
         self._server.clear()
         self._server |= found
-        if found.get("version") != former.get("version"):  # it may know less
+        if found.get("version") != version:  # it may know less
             self._known.clear()
             self._sessions["known"] = True
         workers = tensor_workers(self.name, self._server) if self._counted else self.workers
