@@ -22,6 +22,8 @@ from support.vllm_engine import VllmEngine
 
 import wsync
 from wsync import inspection
+from wsync.engine.receiver import Receiver
+from wsync.engine.ring_loaders import ModuleLoader
 from wsync.handles.vllm import VllmHandle, VllmServer
 from wsync.messages.control import Control
 from wsync.vllm import WorkerExtension, register
@@ -687,3 +689,52 @@ def test_a_lost_request_of_a_weight_transfer_is_made_up_for(transfer: Any, lost:
         update(version)
     assert client.done[-2:] == ["2", "3"]
     assert not client.active
+
+
+class TransferWorkers:
+    """vLLM's client, and the workers behind it, which are threads."""
+
+    def __init__(self, workers: list[Any]) -> None:
+        self.workers = workers
+
+    def start_weight_update(self) -> None: ...
+
+    def finish_weight_update(self, version: str | None) -> None: ...
+
+    def update_weights(self, info: Any) -> None:
+        told = SimpleNamespace(**info)
+        threads = [threading.Thread(target=w.receive_weights, args=(told,)) for w in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def transfer_worker(transfer: Any, rank: int, count: int) -> Any:
+    """One of `count`, which keeps whole tensors."""
+    worker = transfer.WorkerEngine.__new__(transfer.WorkerEngine)
+    worker.parallel_config = SimpleNamespace(world_size=count, data_parallel_size=1)
+    worker.model = torch.nn.Linear(3, 5)
+    worker._rank = rank
+    worker._receiver = Receiver(ModuleLoader(worker.model), worker=rank)
+    return worker
+
+
+@pytest.mark.parametrize(("told", "count"), [(1, 2), (2, 1), (2, 4)])
+def test_a_server_started_again_with_other_workers_takes_nothing(
+    transfer: Any, told: int, count: int
+) -> None:
+    """vLLM's client hands no answers on: the trainer goes on believing what it was told."""
+    client = TransferWorkers([transfer_worker(transfer, rank, told) for rank in range(told)])
+    weights = dict(torch.nn.Linear(3, 5).named_parameters())
+    with wsync.connect(weights, [transfer._Engine(client, told)], options=OPTIONS) as sync:
+        sync.update()
+        assert all(torch.equal(worker.model.weight, weights["weight"]) for worker in client.workers)
+        client.workers = [transfer_worker(transfer, rank, count) for rank in range(count)]
+        before = [worker.model.weight.clone() for worker in client.workers]
+        for _ in range(2):
+            with pytest.raises(wsync.WsyncError) as raised:
+                sync.update()
+        assert f"workers {told}: the engine has {count}" in str(raised.value)
+        after = [worker.model.weight for worker in client.workers]
+        assert all(map(torch.equal, before, after))

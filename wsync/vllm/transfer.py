@@ -49,7 +49,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import wsync
-from wsync.engine.receiver import Receiver
+from wsync.engine.receiver import Receiver, refuse
 from wsync.module_tensors.mapping_items import kept
 from wsync.vllm import VllmLoader, register
 
@@ -107,26 +107,33 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Raises ValueError where the trainer takes the engine for one of other workers."""
+        last = self.parallel_config.world_size - 1  # the executor has read the others' answers
+        if (wrong := self._mistaken(init_info.workers)) and self._rank == last:
+            raise ValueError(wrong)
+
+    def _mistaken(self, workers: int) -> str:
+        """What is wrong with a trainer's number of workers, or ""."""
         parallel = self.parallel_config
-        if parallel.data_parallel_size == 1 and init_info.workers == parallel.world_size:
-            return
-        if self._rank == parallel.world_size - 1:  # the executor has read the others' answers
-            raise ValueError(
-                f"workers {init_info.workers}: the engine has {parallel.world_size} of "
-                f"{parallel.data_parallel_size} data-parallel ones (1 is supported)"
-            )
+        if parallel.data_parallel_size == 1 and workers == parallel.world_size:
+            return ""
+        return (
+            f"workers {workers}: the engine has {parallel.world_size} of "
+            f"{parallel.data_parallel_size} data-parallel ones (1 is supported)"
+        )
 
     def start_weight_update(self) -> None:
         """Nothing: the opening message has all that an update begins with."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        messages = update_info.messages
-        if self._rank >= len(messages):
-            _log.error("worker %d: %d control messages", self._rank, len(messages))
+        """No worker takes part where there is not a message for each: the engine was started again
+        with others since the trainer was told."""
+        messages, mine = update_info.messages, self._rank
+        if wrong := self._mistaken(len(messages)):
+            _log.error("worker %d: %s", mine, wrong)
+            if mine < len(messages):
+                refuse(messages[mine].encode(), wsync.LayoutError(wrong), self._receiver)
             return
-        good, text = self._receiver.handle(
-            messages[self._rank].encode(), version=update_info.version
-        )
+        good, text = self._receiver.handle(messages[mine].encode(), version=update_info.version)
         if not good:
             _log.error("%s", text)
 
