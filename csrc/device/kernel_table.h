@@ -171,6 +171,9 @@ DEVICE unsigned wsync_convert(unsigned kind, unsigned bits, float scale, float o
         /* -0 + 0 would lose its sign */
         number.value = offset != 0.0F ? WSYNC_ADD(number.value, offset) : number.value;
     }
+    if (scale != 0.0F && kind == WSYNC_SEGMENT_BF16_TO_F32) {
+        return wsync_bf16_from_f32(number.bits) << 16;
+    }
     if (kind == WSYNC_SEGMENT_F32_TO_BF16 || kind == WSYNC_SEGMENT_BF16) {
         return wsync_bf16_from_f32(number.bits);
     }

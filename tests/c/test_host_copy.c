@@ -125,7 +125,10 @@ static void reference_element(const wsync_copy_t *copy, unsigned char *to,
         break;
     case WSYNC_TRANSFORM_BF16_TO_F32:
         memcpy(&narrow, from, sizeof(narrow));
-        wide = reference_affine(copy, (uint32_t)narrow << 16);
+        if (copy->affine.scale != 0) { /* computed as a bfloat16 */
+            narrow = reference_bf16(reference_affine(copy, (uint32_t)narrow << 16));
+        }
+        wide = (uint32_t)narrow << 16;
         memcpy(to, &wide, sizeof(wide));
         break;
     case WSYNC_TRANSFORM_F32:
