@@ -200,7 +200,7 @@ DISK = "update_weights_from_disk"
         (
             {"tp_size": 2, "custom_weight_loader": ["wsync.sglang.load_weights"]},
             wsync.RemoteError,
-            r"loaders \['wsync\.sglang\.load_weights'\], and had 2 and \[\]: connect anew",
+            r"loaders \['wsync\.sglang\.load_weights'\], and had 2 .* \[\]: connect anew",
         ),
         ({"tp_size": 2, "pp_size": 1, "random_seed": 7}, None, ""),
     ],
@@ -214,8 +214,43 @@ def test_a_server_that_was_started_again_with_other_arguments_is_refused(
     if kind is None:
         engine.look_anew(5)
         return
+    for _ in range(2):  # also when it is asked once more
+        with pytest.raises(kind, match=text):
+            engine.look_anew(5)
+
+
+def test_a_server_that_drafts_when_it_is_started_again_is_refused(server: FakeServer) -> None:
+    """wsync's loader would leave the layers that it drafts with as they are."""
+    loader: dict[str, Any] = {"custom_weight_loader": ["wsync.sglang.load_weights"]}
+    server.answers["/server_info"] = (200, {"tp_size": 2, **loader})
+    engine, told = HttpHandle(server.url), HttpHandle(server.url, workers=2)
+    assert told.load_formats == engine.load_formats
+    started = {"tp_size": 2, "speculative_algorithm": "EAGLE", "model_path": "/m"}
+    server.answers["/server_info"] = (200, started | loader)
+    for made in (engine, told):
+        with pytest.raises(wsync.RemoteError, match="drafting with layers of its model, and had 2"):
+            made.look_anew(5)
+    server.answers["/server_info"] = (200, {"tp_size": 2})
+    stock = HttpHandle(server.url)
+    assert stock.load_formats == ()
+    server.answers["/server_info"] = (200, started)  # buckets update all layers
+    stock.look_anew(5)
+
+
+@pytest.mark.parametrize(
+    ("started", "kind", "text"),
+    [
+        ({"tp_size": 2, "pp_size": 2}, wsync.UnsupportedError, "pp_size 2"),
+        ({"tp_size": 2, "tokenizer_worker_num": 4}, wsync.UnsupportedError, "tokenizer_worker_num"),
+        ({"tp_size": 4}, wsync.InvalidArgumentError, "has 4 workers, not 2"),
+    ],
+)
+def test_a_number_of_workers_that_is_given_hides_nothing(
+    server: FakeServer, started: Any, kind: Any, text: str
+) -> None:
+    server.answers["/server_info"] = (200, started)
     with pytest.raises(kind, match=text):
-        engine.look_anew(5)
+        wsync.connect({"w": torch.ones(2)}, [wsync.handle(server.url, workers=2)])
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,15 @@ errors for a person to read."""
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from wsync._core import DeadlineError, PeerClosedError, RemoteError, UnsupportedError
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    PeerClosedError,
+    RemoteError,
+    UnsupportedError,
+)
 from wsync.machine.error_text import error_text
 
 _TEXT_LIMIT: Final = 2000
@@ -43,12 +49,42 @@ def drafts_itself(started: Mapping[str, Any]) -> bool:
     return started.get("speculative_draft_model_path") in (None, "", started.get("model_path"))
 
 
-def tensor_workers(name: str, started: Mapping[str, Any]) -> int:
+class Setup(NamedTuple):
+    """What a connection goes by of how an engine was started.
+
+    loaders: custom ones of weights.  drafts: whether layers of its model are drafted with, which
+    these loaders leave as they are, and buckets do not.
+    """
+
+    workers: int
+    loaders: tuple[str, ...] = ()
+    drafts: bool = False
+
+    @staticmethod
+    def of(name: str, started: Mapping[str, Any], workers: int | None = None) -> "Setup":
+        """Of SGLang's server. workers: how many its user says that it has, if at all.
+
+        Raises UnsupportedError, InvalidArgumentError and RemoteError as `tensor_workers` does.
+        """
+        found = started.get("custom_weight_loader")
+        loaders = tuple(map(str, found)) if isinstance(found, list) else ()
+        drafts = bool(loaders) and drafts_itself(started)
+        return Setup(tensor_workers(name, started, workers), loaders, drafts)
+
+    def __str__(self) -> str:
+        text = f"{self.workers} workers and custom weight loaders {list(self.loaders)}"
+        return f"{text}, drafting with layers of its model" if self.drafts else text
+
+
+def tensor_workers(name: str, started: Mapping[str, Any], said: int | None = None) -> int:
     """The tensor-parallel workers of SGLang's server, by how it was started.
+
+    said: how many its user says that it has; the server need not say it then.
 
     Raises:
         UnsupportedError: it has several pipeline stages, or several HTTP processes.
-        RemoteError: it does not say it.
+        InvalidArgumentError: its user is wrong.
+        RemoteError: nobody says it.
     """
     processes = started.get("tokenizer_worker_num", 1)
     if processes not in (1, None):
@@ -61,7 +97,9 @@ def tensor_workers(name: str, started: Mapping[str, Any]) -> int:
             f"engine {name}: pp_size {started['pp_size']}: SGLang gives every pipeline stage the "
             "payload of its tensor-parallel rank, so stages cannot be told apart"
         )
-    workers = started.get("tp_size")
+    workers = started.get("tp_size", said)
+    if said is not None and workers != said:
+        raise InvalidArgumentError(f"engine {name}: has {workers} workers, not {said}")
     if type(workers) is not int or workers < 1:
         hint = (
             f"; a server of vLLM is given as {'vllm+' + name!r}" if name.startswith("http") else ""
@@ -70,15 +108,12 @@ def tensor_workers(name: str, started: Mapping[str, Any]) -> int:
     return workers
 
 
-def check_same(
-    name: str, before: tuple[int, tuple[str, ...]], now: tuple[int, tuple[str, ...]]
-) -> None:
-    """Raises RemoteError if an engine that may have been started again has other workers or custom
-    weight loaders than those that a connection was made for."""
+def check_same(name: str, before: Setup, now: Setup) -> None:
+    """Raises RemoteError if an engine that may have been started again is not any more what a
+    connection was made for."""
     if now != before:
         raise RemoteError(
-            f"engine {name}: was started again with {now[0]} workers and custom weight loaders "
-            f"{list(now[1])}, and had {before[0]} and {list(before[1])}: connect anew"
+            f"engine {name}: was started again with {now}, and had {before}: connect anew"
         )
 
 

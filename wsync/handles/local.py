@@ -10,11 +10,11 @@ from typing import Any, Self
 
 from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError, RemoteError
 from wsync.handles.answers import (
+    Setup,
     check_answer,
     cut,
     drafts_itself,
     refusal,
-    tensor_workers,
     translate,
 )
 from wsync.handles.sglang_base import ApiHandle
@@ -166,16 +166,14 @@ class RayHandle(LocalHandle):
         self.name = str(engine)  # with the actor's id
         self._changes = Changes(self.name)
         started = self.server_info(timeout)
-        loaders = started.get("custom_weight_loader")
-        self.load_formats = tuple(map(str, loaders)) if isinstance(loaders, list) else ()
-        self.drafts = drafts_itself(started)
-        found = tensor_workers(self.name, started) if "tp_size" in started else workers or gpus
-        if found is None:
+        if "tp_size" not in started and (workers or gpus) is None:
             raise InvalidArgumentError(
                 f"engine {self.name}: the actor does not say how many workers its engine has: it "
                 "has neither get_url nor server_info; workers= says it"
             )
-        self.workers = found
+        setup = Setup.of(self.name, {"tp_size": workers or gpus} | started)
+        self.workers, self.load_formats = setup.workers, setup.loaders
+        self.drafts = drafts_itself(started)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         """What the actor says, and which process it is: Ray may start it again without a word

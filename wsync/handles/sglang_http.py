@@ -19,6 +19,7 @@ from wsync._core import (
     RemoteError,
 )
 from wsync.handles.answers import (
+    Setup,
     cause,
     check_answer,
     check_same,
@@ -26,7 +27,6 @@ from wsync.handles.answers import (
     drafts_itself,
     engine_text,
     json_or_text,
-    tensor_workers,
 )
 from wsync.handles.sglang_base import ApiHandle
 from wsync.handles.unfinished_calls import changes_engine, check_wanted
@@ -128,7 +128,7 @@ class HttpHandle(ApiHandle):
         api_key: str | None = None,
         timeout: float = 30.0,
     ) -> None:
-        """Asks the server for tp_size unless `workers` is given.
+        """Asks the server for tp_size unless `workers` is given, which is compared with it later.
 
         A URL may have a user and a password, for a proxy in front of the engine; its name has not.
 
@@ -150,10 +150,8 @@ class HttpHandle(ApiHandle):
         self._known: set[str] = set()  # what it has answered for, of what not all engines have
         self._timeout = timeout
         self._asking = _Asking()
-        self._counted = workers is None
-        if workers is None:
-            workers = tensor_workers(self.name, self._server_info())
-        self.workers = workers
+        self._said = workers
+        self.workers = self._setup.workers if workers is None else workers
 
     def __repr__(self) -> str:
         return f"HttpHandle({self.name!r})"
@@ -189,8 +187,7 @@ class HttpHandle(ApiHandle):
     @property
     def load_formats(self) -> tuple[str, ...]:
         """What the server was started with as --custom-weight-loader."""
-        loaders = self._server_info().get("custom_weight_loader")
-        return tuple(map(str, loaders)) if isinstance(loaders, list) else ()
+        return self._setup.loaders
 
     @property
     def drafts(self) -> bool:
@@ -210,20 +207,18 @@ class HttpHandle(ApiHandle):
         """Asks what the server is, which may have been started again with other arguments.
 
         Raises:
-            RemoteError: it has other workers or custom weight loaders than before.
+            RemoteError: it has other workers or custom weight loaders than before, or drafts now.
             UnsupportedError: it has several pipeline stages now.
         """
         if not self._server:
             return
-        before, version = self.load_formats, self._server.get("version")
         found = self.server_info(timeout)
-        self._server.clear()
-        self._server |= found
-        if found.get("version") != version:  # it may know less
+        check_same(self.name, self._setup, Setup.of(self.name, found, self._said))
+        if found.get("version") != self._server.get("version"):  # it may know less
             self._known.clear()
             self._sessions["known"] = True
-        workers = tensor_workers(self.name, self._server) if self._counted else self.workers
-        check_same(self.name, (self.workers, before), (workers, self.load_formats))
+        self._server.clear()
+        self._server |= found
 
     def pause(self, mode: str, timeout: float) -> None:
         self._begun = None
@@ -241,6 +236,10 @@ class HttpHandle(ApiHandle):
         if not self._server:
             self._server |= self.server_info(self._timeout)
         return self._server
+
+    @property
+    def _setup(self) -> Setup:
+        return Setup.of(self.name, self._server_info(), self._said)
 
     def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
         deadline = Deadline(timeout)

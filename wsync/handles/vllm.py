@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import RemoteError, UnsupportedError
-from wsync.handles.answers import check_answer, check_same, cut, engine_text, json_or_text
+from wsync.handles.answers import Setup, check_answer, check_same, cut, engine_text, json_or_text
 from wsync.handles.local import LocalHandle, Watched, call_actor
 from wsync.handles.sglang_http import HttpHandle
 from wsync.handles.unfinished_calls import Changes
@@ -77,8 +77,8 @@ class VllmHandle(LocalHandle):
             RemoteError: it has other workers than before.
             UnsupportedError: calls do not reach all of them any more.
         """
-        workers = self._count(timeout)
-        check_same(self.name, (self.workers, self.load_formats), (workers, self.load_formats))
+        now = Setup(self._count(timeout), self.load_formats)
+        check_same(self.name, Setup(self.workers, self.load_formats), now)
 
     def pause(self, mode: str, timeout: float) -> None:
         self._mode = mode
