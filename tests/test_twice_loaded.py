@@ -121,35 +121,42 @@ class Checking(torch.nn.Module):
     """A head that is tied to an embedding, and a load_weights that looks at values of some, or
     computes with them."""
 
-    def __init__(self, looks: str, scale: float, part: int, by_buffer: bool) -> None:
+    def __init__(self, looks: str, scale: float, part: int, way: str) -> None:
         super().__init__()
         flat = torch.zeros(32)
         self.embed = torch.nn.Parameter(flat[:24].view(6, 4), requires_grad=False)
         self.head = torch.nn.Parameter(flat[part : 24 + part].view(6, 4), requires_grad=False)
         self.filler = torch.nn.Parameter(torch.zeros(64, 64), requires_grad=False)
-        self.looks, self.scale, self.by_buffer = looks, scale, by_buffer
+        self.looks, self.scale, self.way = looks, scale, way
 
     def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        buffer = torch.zeros(6, 4)
+        buffer = torch.zeros(999 if self.way == "a larger buffer" else 24)[:24].view(6, 4)
         for name, tensor in pairs:
             if name in self.looks and not torch.isfinite(tensor).all():
                 raise ValueError(name)
             target = "head" if name == "tail" else name
             value = tensor * self.scale if self.scale != 1 and name != "filler" else tensor
-            if self.by_buffer and name != "filler":
+            if "buffer" in self.way and name != "filler":
                 value = buffer.copy_(value)
-            self.get_parameter(target).copy_(value)
+            elif self.way == "by rows" and name != "filler":
+                for place, row in enumerate(value):
+                    buffer[place] = row
+                value = buffer
+            if self.way == "several at once":
+                torch._foreach_copy_([self.get_parameter(target)], [value])
+            else:
+                self.get_parameter(target).copy_(value)
 
 
 @pytest.mark.parametrize("names", [("embed", "head"), ("head", "embed"), ("embed", "tail")])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("part", [0, 4])
-@pytest.mark.parametrize("looks", ["embed", "head tail", "embed head tail"])
-@pytest.mark.parametrize("by_buffer", [False, True])
+@pytest.mark.parametrize("looks", ["embed", "head tail", "embed head tail", "embed filler tail"])
+@pytest.mark.parametrize("way", ["", "a buffer", "a larger buffer", "by rows", "several at once"])
 def test_what_is_looked_at_and_loaded_twice_is_compared(
-    names: tuple[str, str], scale: float, part: int, looks: str, by_buffer: bool
+    names: tuple[str, str], scale: float, part: int, looks: str, way: str
 ) -> None:
-    module = Checking(looks, scale, part, by_buffer)
+    module = Checking(looks, scale, part, way)
     receivers = [RecordedLoader(module)]
     same = draw(1)["embed"] if part == 0 else torch.ones(6, 4)
     tensors = {**dict.fromkeys(names, same), "filler": draw(1)["filler"]}
@@ -157,7 +164,8 @@ def test_what_is_looked_at_and_loaded_twice_is_compared(
         with contextlib.suppress(WsyncError):  # what cannot be compared may be refused
             sync.update()
             assert torch.equal(module.embed, same * scale)
-        with pytest.raises(WsyncError, match=r"are both loaded there|are one tensor of the module"):
+        refused = "are both loaded there|are one tensor of the module|are kept in the same memory"
+        with pytest.raises(WsyncError, match=refused):
             sync.update({**tensors, names[1]: same + 1})
 
 

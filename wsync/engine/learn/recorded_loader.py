@@ -31,6 +31,7 @@ from wsync.engine.learn.quantisation_mismatch import OtherFormError
 from wsync.engine.learn.recorder import (
     NOT_RECORDED,
     ClashError,
+    ComputesError,
     RebindsError,
     Recording,
     RecordingError,
@@ -205,7 +206,8 @@ class RecordedLoader(ChoosingLoader):
             raise
         except NOT_RECORDED as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
-            self._chosen = UnlearntLoader(self._module, self._load, model)
+            rivals = error.rivals if isinstance(error, ComputesError) else ()
+            self._chosen = UnlearntLoader(self._module, self._load, model, rivals)
             how = ", all in one call" if self._chosen.at_once else ""
             _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
             return WHOLE
@@ -438,7 +440,8 @@ class RecordedLoader(ChoosingLoader):
         aside = sum(n for name, _, _, _, n in model.tensors if name in recording.fallback)
         if 2 * aside > model.nbytes:
             name, reason = next(iter(recording.fallback.items()))
-            raise RecordingError(f"most of it is no copy; {name}: {reason}")
+            text = f"most of it is no copy; {name}: {reason}"
+            raise ComputesError(text, recording.rivals)
         # what the first load has set may stay as it is from then on
         parts = dict(self._module.named_modules())
         forms = Forms(parts)

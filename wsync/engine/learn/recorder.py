@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -107,6 +107,17 @@ class KnownState:
 
 class ClashError(LayoutError):
     """Two tensors of the model are loaded to one place, and cannot be compared there."""
+
+
+class ComputesError(RecordingError):
+    """Most of what the loader does is no copy.
+
+    rivals: tensors that it writes over each other, as Recording has them.
+    """
+
+    def __init__(self, text: str, rivals: Iterable[tuple[str, str]]) -> None:
+        super().__init__(text)
+        self.rivals = tuple(rivals)
 
 
 class RebindsError(RecordingError):

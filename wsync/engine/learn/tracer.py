@@ -28,6 +28,7 @@ from wsync.engine.learn.module_memory import ModuleMemory, bytes_of, whole
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, in_one_run, without
 from wsync.engine.learn.thread_state import pushed
 from wsync.engine.learn.time_limit import check
+from wsync.engine.learn.value_origins import ValueOrigins
 from wsync.engine.learn.watched_pools import watched_pools
 from wsync.module_tensors import checksum_of
 
@@ -46,10 +47,9 @@ _SHAPES = {
 # operators that write to some elements of a tensor and read none of it
 _PUTS = {
     *(_aten.index_copy_, _aten.index_fill_, _aten.masked_fill_, _aten.masked_scatter_),
-    _aten._foreach_copy_,
 }
 # operators that write to all elements of a tensor and read none of it
-_FILLS = {_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_}
+_FILLS = {_aten.copy_, _aten.fill_, _aten.zero_}
 # operators that read nothing of what they write to
 _COPIES = {*_PUTS, *_FILLS}
 # methods that are no operators, and let values out
@@ -93,7 +93,7 @@ class _Temporary:
 
     reference: StorageWeakRef
     writes: list[Write] = field(default_factory=list)
-    flow: frozenset[str] = frozenset()  # see Write; while everything is computed
+    origins: ValueOrigins = field(default_factory=ValueOrigins)  # while everything is computed
 
 
 @dataclass(slots=True)
@@ -149,6 +149,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ended = False  # threads that go on are not traced any more
         self._turn = threading.RLock()  # of the threads that are traced then
         self._held = held
+        self._origins = [ValueOrigins() for _ in held.areas]
         self._model = model
         self._opaque = opaque
         self._offsets = [offset for _, _, _, offset, _ in model.tensors]
@@ -183,6 +184,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func.overloadpacket
         if func.is_view or packet in _VIEWS or packet in _SHAPES:
             return func(*args, **kwargs)
+        if packet is _aten._foreach_copy_:
+            targets, sources, *rest = args
+            for pair in zip(targets, sources, strict=True):
+                self._dispatch(_aten.copy_.default, (*pair, *rest), kwargs)
+            return None
         tensors = _tensors((args, kwargs))
         changed = changed_arguments(func, args, kwargs)
         copies = packet in _COPIES
@@ -415,21 +421,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if self._source(tensor.data_ptr()):
                 found.add(self.name_at(tensor.data_ptr()))
-            elif self.held(tensor):
-                writes = self.writes[self._held.find(tensor.data_ptr())]
-                found.update(*(write.flow for write in writes))
-            elif known := self._temporaries.get(tensor.untyped_storage()._cdata):
-                found |= known.flow
+            else:
+                found |= self._origins_at(tensor).of(*_span(tensor))
         return frozenset(found)
 
-    def _carry(self, tensor: torch.Tensor, flow: frozenset[str], fresh: bool) -> None:
-        """Notes whose values a temporary has now; fresh: and those alone."""
-        if tensor.layout != torch.strided or tensor.is_meta:
-            return
-        whole = fresh and tensor.nbytes == tensor.untyped_storage().nbytes()
-        if flow or whole:
-            known = self._temporary(tensor)
-            known.flow = flow if whole else known.flow | flow
+    def _origins_at(self, tensor: torch.Tensor) -> ValueOrigins:
+        area = self._held.find(tensor.data_ptr())
+        return self._origins[area] if area >= 0 else self._temporary(tensor).origins
+
+    def _carry(self, tensor: torch.Tensor, flow: frozenset[str]) -> None:
+        """Notes whose values a tensor has now; what is written over in part has counted as read."""
+        if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta:
+            low, high = _span(tensor)
+            wholly = tensor.nbytes == high - low
+            self._origins_at(tensor).write(low, high, flow, wholly=wholly)
 
     # -- everything else
 
@@ -458,6 +463,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if held:
             for tensor in changed:
                 self.taint(tensor, names, reason, flow)
+                self._carry(tensor, flow)
             returned = len(func._schema.returns)
             if returned > len(changed):
                 self.refuse(names, reason)
@@ -465,7 +471,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         answer = func(*args, **kwargs)
         if self._opaque:
             for tensor in changed or _tensors(answer):
-                self._carry(tensor, flow, fresh)
+                self._carry(tensor, flow)
         if self._opaque or not (known or any(self._written(t) for t in changed if t.numel())):
             return answer
         leaves = tree_leaves(answer)
@@ -536,6 +542,13 @@ def _continued(write: Write, move: Move, seen: torch.dtype, into: torch.dtype) -
 
 def _steps(tensor: torch.Tensor) -> list[int]:
     return [stride * tensor.element_size() for stride in tensor.stride()]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor that has elements, and of the end of the last one."""
+    place, item = tensor.data_ptr(), tensor.element_size()
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, _steps(tensor), strict=True))
+    return place, place + reach + item
 
 
 def _read(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,8 +20,8 @@ from wsync.engine.learn.recorder import NOT_RECORDED
 from wsync.engine.learn.verify import elements, first_that_makes_same, parameters, unloaded
 from wsync.engine.learn.watched_writes import BeforeWrites
 from wsync.engine.post_load import in_place
-from wsync.engine.ring_loaders import LoadWeights, ModuleLoader
-from wsync.module_tensors import checksum_of
+from wsync.engine.ring_loaders import LoadWeights, ModuleLoader, Twins
+from wsync.module_tensors import checksum_of, dtype_of
 from wsync.module_tensors.places import MemoryPlace, places_of
 
 _log = logging.getLogger(__name__)
@@ -35,9 +36,17 @@ class UnlearntLoader(ModuleLoader):
 
     It is tried when this is made; and when an update begins, if an attribute that it read has a
     value that it had neither when it was tried nor when it had loaded last.
+
+    rivals: tensors that it is known to write over each other, which have to be equal.
     """
 
-    def __init__(self, module: torch.nn.Module, load: LoadWeights, model: Layout) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        load: LoadWeights,
+        model: Layout,
+        rivals: Iterable[tuple[str, str]] = (),
+    ) -> None:
         def load_in_place(pairs: list[tuple[str, torch.Tensor]]) -> Any:
             with in_place(module):
                 return load(pairs)
@@ -55,6 +64,11 @@ class UnlearntLoader(ModuleLoader):
         names = [model.tensor(index).name for index in range(model.tensor_count)]
         called = _watched(self._load, self._written) if self._unknown() else self._load
         super().__init__(module, called, at_once=names if self.at_once else ())
+        dtypes = {name: dtype_of(dtype) for name, dtype, *_ in map(model.tensor, range(len(names)))}
+        twins: Twins = {}
+        for one, other in rivals:
+            twins[one] = twins[other] = twins.get(one) or twins.get(other) or (one, dtypes[one])
+        self.compare(twins)
 
     def begin(self, rounds: int, trying: Trying = nullcontext) -> None:
         """trying: around a trial.  StateError where it does something else now than when it was
