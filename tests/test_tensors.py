@@ -31,6 +31,7 @@ from wsync._core import (
     UnsupportedError,
     ViewPool,
     checksum,
+    checksums,
     describe,
     dict_values,
     pack,
@@ -931,3 +932,37 @@ def test_checksums_are_of_one_contiguous_tensor_that_is_there() -> None:
     ):
         with pytest.raises(InvalidArgumentError):
             checksum(table)
+
+
+def test_checksums_of_tensors_are_of_their_elements_in_order() -> None:
+    base = torch.arange(6 * 10.0).view(6, 10)
+    tensors = [base, base.t(), base[:, 2:7], base[::2], base[0, 0], base[:0], base.expand(2, 6, 10)]
+    sums = checksums(describe(tensors))
+    plain = [tensor.contiguous() for tensor in tensors]
+    assert sums[2:] == checksums(describe(plain))[2:]
+    assert sums[0] == checksum(describe([base])) == sums[1]  # the same memory
+    assert len(set(sums)) == len(sums) - 1
+    for tensor, place in zip(tensors[2:5], [(5, 4), (2, 9), ()], strict=True):
+        before = checksums(describe([tensor]))
+        tensor[place] += 0.5
+        assert checksums(describe([tensor])) != before
+    with pytest.raises(InvalidArgumentError, match="does not keep what it describes"):
+        checksums(describe([base]).form())
+    with pytest.raises(TypeError, match="a TensorTable is wanted"):
+        checksums([base])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_large_tensors_are_summed_by_runs_at_both_ends_and_in_between(step: int) -> None:
+    tensor = torch.zeros(3, step * (1 << 18))[:, ::step]
+    table = describe([tensor])
+    (before,) = checksums(table)
+    flat, count = tensor.reshape(-1), tensor.numel()
+    seen = []
+    for place in (0, 7, 8, (count - 8) // 127, count // 2, count - 9, count - 8, count - 1):
+        row, column = divmod(place, tensor.shape[1])
+        tensor[row, column] = 1
+        seen.append(checksums(table) != [before])
+        tensor[row, column] = 0
+    assert seen == [True, True, False, True, False, False, True, True]
+    assert checksums(table) == [before] == checksums(describe([flat]))

@@ -20,7 +20,7 @@ from support.agreement_cases import OPTIONS, Stock
 
 import wsync
 from wsync import LayoutError, _core
-from wsync._core import BufferTable
+from wsync._core import BufferTable, checksum, checksums, describe
 from wsync.disk import DiskSync, newest
 from wsync.families import registry
 from wsync.families.blocks import eh_proj, mtp
@@ -28,7 +28,7 @@ from wsync.families.registry import Family
 from wsync.layout import from_tensors, global_name
 from wsync.messages import payload
 from wsync.messages.control import WHOLE
-from wsync.module_tensors import same_bytes
+from wsync.module_tensors import mapping_items, same_bytes
 from wsync.module_tensors.mapping_items import kept
 from wsync.module_tensors.places import are_apart, places_of
 from wsync.trainer.planning import Planning
@@ -479,6 +479,24 @@ def test_what_shares_memory_is_made_once() -> None:
     pairs = [("a", tied), ("b", tied), ("c", torch.ones(4))]
     once = iter(pairs)
     assert kept(lambda: once) == pairs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.complex64])
+def test_samples_on_a_gpu_are_of_the_elements_that_are_summed_in_host_memory(dtype: Any) -> None:
+    """By torch alone, which needs no GPU for it."""
+    looks = mapping_items._Looks()
+    for tensor in (torch.randn(700, 1024).to(dtype), torch.randn(1024, 700).to(dtype).t()):
+        (sum,) = checksums(describe([tensor]))
+        sample = looks._sample(tensor)
+        assert checksum(describe([sample])) == sum
+        for place in ((0, 0), (-1, -1)):
+            before = [mapping_items._Look(samples=[looks._sample(tensor)])]
+            assert mapping_items._same_samples(before, before)
+            tensor[place] += 1
+            after = [mapping_items._Look(samples=[looks._sample(tensor)])]
+            assert not mapping_items._same_samples(before, after)
+    assert checksum(describe([looks._sample(torch.ones(3).to(dtype))])) != sum
+    assert looks._sample(torch.zeros(2, dtype=torch.complex128)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("counted", [True, False])

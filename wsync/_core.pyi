@@ -574,6 +574,10 @@ def checksum(data: Any, /) -> int:
     """64-bit checksum (FNV-style over 8-byte words) of a contiguous buffer, or of the one contiguous tensor of a
     TensorTable, which lies in host memory; 0 is never returned."""
 
+def checksums(table: TensorTable, /) -> list[int]:
+    """Of each tensor of a TensorTable: of all its elements, or, where it takes more than 1 MiB, of 1024, in runs of 8
+    all over it and at both ends.  0 for one on a GPU."""
+
 def count_down(counter: Any, least: int, /) -> bool:
     """Takes 1 from an integer of 4 or 8 bytes that other processes change too, unless it is `least` or less; whether
     it did."""
