@@ -421,7 +421,10 @@ def test_a_version_that_came_late_does_not_stay() -> None:
         named: str | None = None
 
         def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
-            return [[True, ""]] if method == "wsync_update" else super().collective_rpc(method)
+            if method != "wsync_update":
+                return super().collective_rpc(method)
+            self.facts["weight_version"] = args[1]
+            return [[True, ""]]
 
         def update_weight_version(self, new_version: str) -> None:
             self.named = new_version
@@ -440,6 +443,10 @@ def test_a_version_that_came_late_does_not_stay() -> None:
     engine.update_weight_version("6")  # of an update that failed
     during.resume(60)
     assert engine.seen[-1] == ("resume", "7")
+    other = VllmHandle(engine).during("2" * 16)  # another trainer's, between two requests of this
+    other.send_control([close], weight_version=8, timeout=60)
+    during.resume(60)
+    assert engine.seen[-1] == ("resume", "8")
     engine.get_weight_version = lambda: None  # type: ignore[method-assign]
     engine.named = "6"
     during.resume(60)

@@ -109,8 +109,11 @@ class VllmHandle(LocalHandle):
     def resume(self, timeout: float) -> None:
         deadline = Deadline(timeout)
         named = None if self._named is None else self._own("get_weight_version", deadline.left)
-        if named not in (None, self._named):  # a request of an update that has failed came late
-            self._call("update_weight_version", deadline.left, new_version=self._named)
+        if named not in (None, self._named):
+            # a request of an update that has failed came late, or another trainer has updated it
+            held = self.model_info(deadline.left)["weight_version"]
+            if held not in (None, named):
+                self._call("update_weight_version", deadline.left, new_version=held)
         if self._has("resume_generation"):
             self._call("resume_generation", deadline.left)
         elif self._sleeps():
