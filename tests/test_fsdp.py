@@ -186,6 +186,15 @@ def test_changes_on_several_meshes_are_refused(four: Ranks, how: str, change: st
         assert len(set(said)) == 1
 
 
+@pytest.mark.parametrize("how", ["smaller mesh", "smaller mesh, dim1"])
+def test_a_change_whose_shard_is_not_on_a_rank_that_has_it_is_refused(
+    four: Ranks, how: str
+) -> None:
+    for (before, changed, after), _ in four.run(cases.unsharded_errors, how, "row"):
+        assert (before, after) == ("", "")
+        assert UNSHARDED in changed
+
+
 def test_parameters_of_fsdp1_that_it_does_not_have_yet_or_cannot_take_are_refused(
     two: Ranks,
 ) -> None:

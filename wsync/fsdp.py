@@ -325,13 +325,14 @@ def _changed_part(path: str, unit: Any) -> str:
 def _is_kept(parameter: Any, whole: bool) -> bool:
     """Whether a module has of a parameter what this rank's shard says, where they meet.  What is
     gathered is the whole one, or the part of a smaller mesh (fully_shard's reshard_after_forward).
+    Of that most has its shards on other ranks: there, torch's own count of writes has to do.
     """
     info, dimension = parameter._module_info, parameter.fsdp_placement.dim
     held = info.module._parameters.get(info.param_name)
     shard = parameter.sharded_param._local_tensor
     if held is None or hasattr(shard, "fsdp_pre_all_gather"):
         return True  # made of the shards
-    if held.shape != parameter.sharded_param.shape:
+    if held.shape != parameter.sharded_param.shape or (not whole and held._version):
         return False
     mine, kept = shard.detach(), getattr(held, "_local_tensor", held).detach()
     each = parameter.padded_sharded_param_size[dimension]

@@ -368,6 +368,9 @@ def unsharded_errors(how: str, change: str) -> tuple[list[str], list[float]]:
     weight = model[0].weight
     if change == "written":
         weight.fill_(5)
+    elif change == "row":
+        added = torch.zeros(weight.shape).index_fill(0, torch.tensor([2]), 50)
+        weight.add_(distribute_tensor(added, weight.device_mesh, weight.placements))
     elif change == "data":
         weight.data.fill_(5)
     elif change == "assigned":
