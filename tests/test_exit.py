@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +103,27 @@ def test_an_engine_s_interpreter_ends(phase: str, how: str, tmp_path: Path) -> N
             with pytest.raises(wsync.WsyncError, match=r"engine matrix: |worker \(pid \d+\) "):
                 sync.update(fault_engine.weights(2), version="2")
         _ended(process, how)
+
+
+REFUSED = """
+import time
+import torch
+from wsync.exchange.update_group import Rendezvous, Store
+
+def check():
+    time.sleep(0.5)  # until the other thread is within torch
+    raise RuntimeError("an engine refuses to join")
+
+store = Store(60.0)
+try:
+    Rendezvous("localhost", store.port, 2).join(0, 60.0, check, device=torch.device("cpu"))
+except RuntimeError:
+    store.close()
+"""
+
+
+def test_a_script_ends_after_an_engine_has_refused_to_join_a_group() -> None:
+    """The thread that joins comes back from torch as its store is closed."""
+    with ExitStack() as stack:
+        for process in [stack.enter_context(_started("-c", REFUSED)) for _ in range(4)]:
+            _ended(process, "wait")

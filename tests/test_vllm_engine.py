@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from support.vllm_engine import VllmEngine
 
 import wsync
 from wsync import inspection
+from wsync.disk import DiskSync
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.handles.vllm import VllmHandle, VllmServer
@@ -451,6 +453,23 @@ def test_a_version_that_came_late_does_not_stay() -> None:
     engine.named = "6"
     during.resume(60)
     assert engine.seen[-1] == ("resume", "6")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"delivery": "stock"}, {"delivery": "distributed", "broadcast": "bucket"}],
+    ids=["buckets", "broadcasts"],
+)
+def test_what_takes_control_messages_alone_is_refused_before_it_is_paused(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    engine, weights = Calls(), {"w": torch.ones(2)}
+    text = r"takes updates by wsync's receiver alone, as vLLM's do, and no (flattened|broadcasts)"
+    with pytest.raises(wsync.UnsupportedError, match=text):
+        wsync.connect(weights, [engine], options=dataclasses.replace(OPTIONS, **options))
+    with pytest.raises(wsync.UnsupportedError, match="has no update_weights_from_disk"):
+        DiskSync(weights, [engine], folder=tmp_path / "weights")
+    assert {method for method, *_ in engine.seen} == {"wsync_describe"}
 
 
 def test_a_prefix_cache_that_cannot_be_dropped_is_no_success() -> None:

@@ -31,7 +31,7 @@ from wsync.checkpoints.safetensors_layout import (
     system_calls,
 )
 from wsync.checkpoints.versions import Versions, newest
-from wsync.handles.base import handles_of
+from wsync.handles.base import control_only, handles_of
 from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
@@ -145,9 +145,10 @@ class DiskSync(Updates):
                     calls.run([(folder, self._versions.check)])
                 handles = handles_of(engines, timeout=self.options.deadline)
                 for engine in handles:
-                    if not hasattr(engine, "update_weights_from_disk"):
+                    method = "update_weights_from_disk"
+                    if control_only(engine) or not hasattr(engine, method):
                         raise _core.UnsupportedError(
-                            f"engine {engine.name}: its handle has no update_weights_from_disk"
+                            f"engine {engine.name}: its handle has no {method}"
                         )
                 self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()

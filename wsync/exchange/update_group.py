@@ -7,12 +7,13 @@ sides of wsync use this module; a stock engine makes the same group with SGLang'
 
 from __future__ import annotations
 
+import atexit
 import functools
 import re
 import secrets
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
@@ -32,6 +33,7 @@ _c10d: Any = dist  # exports more than it lists
 
 _AHEAD: Final = 2.0  # a collective is started while the one before it may take its whole time
 _LEAST_SECONDS: Final = 0.1
+_EXIT_SECONDS: Final = 1.0
 _DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 _NAME: Final = re.compile("wsync-([0-9a-f]+)-pp_[0-9]+")
 
@@ -148,6 +150,7 @@ class Rendezvous:
             return result(joining, Deadline(timeout), check, late)
         except BaseException:
             given_up.set()
+            _given_up.add(joining)
             joining.add_done_callback(_leave)
             raise
 
@@ -272,6 +275,18 @@ def _delta(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
+# joins that nobody waits for, until they have ended
+_given_up: Final = set[Future[UpdateGroup]]()
+
+
 def _leave(joining: Future[UpdateGroup]) -> None:
+    _given_up.discard(joining)
     if joining.exception() is None:
         joining.result().close()
+
+
+@atexit.register
+def _await_given_up() -> None:
+    """An interpreter that ends aborts the process (up to Python 3.13) where a thread comes back to
+    it from torch, as one does whose store has just been closed."""
+    wait(_given_up, _EXIT_SECONDS)

@@ -60,6 +60,13 @@ class EngineHandle(Protocol):
         """What the engine says of its model; has "weight_version" where the engine knows it."""
 
 
+def control_only(engine: EngineHandle) -> bool:
+    """Whether a handle says that its engine takes wsync's control messages alone: no buckets, no
+    broadcasts and no files.  A user's handle may answer anything to a question that it does not
+    know."""
+    return getattr(engine, "control_only", False) is True
+
+
 def send_control(
     engine: EngineHandle,
     messages: Sequence[Control],

@@ -41,6 +41,7 @@ class VllmHandle(LocalHandle):
     has to drive; where there is neither, each in a loop of its own.
     """
 
+    control_only = True
     pauses_once = False  # vLLM counts no pauses
 
     def __init__(

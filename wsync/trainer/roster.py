@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wsync import _core
-from wsync.handles.base import EngineHandle
+from wsync.handles.base import EngineHandle, control_only
 from wsync.machine.host import is_elsewhere
 from wsync.messages.control import LOAD_FORMAT
 from wsync.options import Options
@@ -87,9 +87,14 @@ class RolloutEngine:
 
         Raises:
             UnsupportedError: buckets for an engine that is on another host by its name, or on
-                several; an engine of several data-parallel replicas.
+                several, or that takes none; an engine of several data-parallel replicas.
         """
         delivery = Delivery.of(engine, gpu, options, ranks)
+        if control_only(engine) and delivery in (Delivery.STOCK, Delivery.BROADCAST):
+            raise _core.UnsupportedError(
+                f"engine {engine.name}: takes updates by wsync's receiver alone, as vLLM's do, and "
+                f"no {delivery.words}: delivery='auto', or with 'distributed' broadcast='auto'"
+            )
         _check_started(engine, delivery)
         if delivery is Delivery.STOCK and gpu is None and is_elsewhere(engine.name):
             raise _core.UnsupportedError(
