@@ -13,8 +13,11 @@ import pytest
 import torch
 
 import wsync
+from wsync import _core
 from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.disk import DiskSync
+from wsync.machine.daemon_threads import start
+from wsync.messages.tcp_channel import Channel, Frame, Listener
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 WEIGHTS = {"w": torch.arange(8.0)}
@@ -66,6 +69,33 @@ def test_a_fork_leaves_its_parents_connection_alone(
         WEIGHTS["w"] += 1
         sync.update()
         assert torch.equal(running.weights()["w"], WEIGHTS["w"])
+
+
+def test_an_end_is_heard_of_while_a_fork_goes_on() -> None:
+    """Whichever way the sessions of a trainer that is gone went."""
+    listener = Listener("127.0.0.1", "worker")
+    worker = Channel.connect(listener.address, SECONDS)
+    trainer = listener.accept(SECONDS)
+    exporter = _core.Exporter()
+    importer = start("join", lambda: _core.Importer(exporter.address, b"", SECONDS))
+    exporter.accept(SECONDS)
+    child = os.fork()
+    if child == 0:
+        time.sleep(SECONDS)
+        os._exit(0)
+    try:
+        trainer._socket.close()  # as the kernel does it for a process that is killed
+        with pytest.raises(wsync.PeerClosedError):
+            worker.wait([Frame.BEGIN], SECONDS)
+        exporter.close()
+        with pytest.raises(wsync.PeerClosedError):
+            importer.result(SECONDS).begin(SECONDS)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        listener.close()
+        worker.close()
 
 
 def test_a_fork_leaves_its_parents_folder_alone(tmp_path: Path) -> None:

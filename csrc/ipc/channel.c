@@ -46,7 +46,7 @@ wsync_status_t wsync_channel_adopt(int fd, wsync_channel_t **channel, wsync_erro
             wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "channel", "no memory for a channel");
         goto fail;
     }
-    self->fd = fd;
+    wsync_private_fd_take(&self->socket, fd);
     self->peer_pid = (int)credentials.pid;
     self->owner = getpid();
     *channel = self;
@@ -134,7 +134,7 @@ wsync_status_t wsync_channel_connect(const char *path,
 void wsync_channel_destroy(wsync_channel_t *channel)
 {
     if (channel != NULL) {
-        (void)close(channel->fd);
+        wsync_private_fd_close(&channel->socket);
         free(channel);
     }
 }
@@ -144,7 +144,7 @@ static wsync_status_t wait_socket(const wsync_channel_t *channel, short events,
                                   int64_t deadline, wsync_error_t *err)
 {
     for (;;) {
-        struct pollfd entry = {.fd = channel->fd, .events = events};
+        struct pollfd entry = {.fd = channel->socket.fd, .events = events};
         const int left = wsync_left_ms(deadline, INT_MAX);
         const int count = left == 0 ? 0 : poll(&entry, 1, left);
 
@@ -217,7 +217,7 @@ wsync_status_t wsync_channel_send(wsync_channel_t *channel, const wsync_frame_t 
     }
     for (;;) {
         /* NOLINTNEXTLINE(clang-analyzer-core.NullDereference) */
-        if (sendmsg(channel->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) {
+        if (sendmsg(channel->socket.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) {
             return WSYNC_OK;
         }
         if (errno == EINTR) {
@@ -286,7 +286,7 @@ static wsync_status_t receive_once(wsync_channel_t *channel, wsync_frame_t *fram
     /* A peer that closed with unread frames in its queue makes one recvmsg report
      * ECONNRESET before what it had sent, which may say why it left, can be read. */
     do {
-        nbytes = recvmsg(channel->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        nbytes = recvmsg(channel->socket.fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     } while (nbytes < 0 && (errno == EINTR || (errno == ECONNRESET && resets++ == 0)));
     if (nbytes < 0 && errno == EAGAIN) {
         return WSYNC_ERR_TIMEOUT;
@@ -348,5 +348,5 @@ int wsync_channel_peer_pid(const wsync_channel_t *channel)
 
 int wsync_channel_fd(const wsync_channel_t *channel)
 {
-    return channel->fd;
+    return channel->socket.fd;
 }

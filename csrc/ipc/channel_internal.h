@@ -8,12 +8,13 @@
 #include <sys/un.h>
 
 #include "ipc/channel.h"
+#include "ipc/private_fd.h"
 
 _Static_assert(sizeof(((struct sockaddr_un *)0)->sun_path) == WSYNC_PATH_NBYTES,
                "sun_path has another size");
 
 struct wsync_channel {
-    int fd;
+    wsync_private_fd_t socket;
     int peer_pid;
     pid_t owner; /* of this end */
 };

@@ -10,6 +10,7 @@
 
 #include "device/deadline.h"
 #include "ipc/channel_internal.h"
+#include "ipc/private_fd.h"
 
 enum {
     LISTEN_BACKLOG = 128,
@@ -28,7 +29,7 @@ typedef struct pending {
 } pending_t;
 
 struct wsync_listener {
-    int fd;
+    wsync_private_fd_t socket;
     pid_t owner; /* forks must not remove the files */
     bool bound;
     char directory[WSYNC_PATH_NBYTES]; /* empty until it exists */
@@ -77,31 +78,33 @@ wsync_status_t wsync_listener_create(const char *parent, wsync_listener_t **list
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     wsync_listener_t *self = calloc(1, sizeof(*self));
     wsync_status_t status;
+    int fd;
 
     if (self == NULL) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "listener",
                           "no memory for a listener");
     }
-    self->fd = -1;
+    self->socket.fd = -1;
     self->owner = getpid();
     status = make_directory(self, parent, err);
     if (status != WSYNC_OK) {
         goto cleanup;
     }
-    self->fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (self->fd < 0) {
+    fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd < 0) {
         status =
             wsync_fail(err, WSYNC_ERR_OS, errno, "socket", "socket: %s", strerror(errno));
         goto cleanup;
     }
     memcpy(address.sun_path, self->path, sizeof(self->path));
-    if (bind(self->fd, (const struct sockaddr *)&address, sizeof(address)) < 0) {
+    wsync_private_fd_take(&self->socket, fd);
+    if (bind(fd, (const struct sockaddr *)&address, sizeof(address)) < 0) {
         status = wsync_fail(err, WSYNC_ERR_OS, errno, "bind", "bind: %s: %s", self->path,
                             strerror(errno));
         goto cleanup;
     }
     self->bound = true;
-    if (listen(self->fd, LISTEN_BACKLOG) < 0) {
+    if (listen(fd, LISTEN_BACKLOG) < 0) {
         status = wsync_fail(err, WSYNC_ERR_OS, errno, "listen", "listen: %s: %s",
                             self->path, strerror(errno));
         goto cleanup;
@@ -122,9 +125,7 @@ void wsync_listener_destroy(wsync_listener_t *listener)
     for (int i = 0; i < PENDING_COUNT; i++) {
         wsync_channel_destroy(listener->pending[i].channel);
     }
-    if (listener->fd >= 0) {
-        (void)close(listener->fd);
-    }
+    wsync_private_fd_close(&listener->socket);
     if (listener->owner == getpid()) {
         if (listener->bound) {
             (void)unlink(listener->path);
@@ -168,7 +169,7 @@ static wsync_status_t take_connections(wsync_listener_t *self, unsigned *refused
         pending_t *slot = &self->pending[0];
         wsync_channel_t *channel = NULL;
         wsync_status_t status;
-        const int fd = accept4(self->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        const int fd = accept4(self->socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
 
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) {
             continue;
@@ -252,7 +253,7 @@ static wsync_status_t wait_activity(const wsync_listener_t *self, int64_t deadli
                           "deadline passed: nobody with the right token connected to %s",
                           self->path);
     }
-    entries[count++] = (struct pollfd){.fd = self->fd, .events = POLLIN};
+    entries[count++] = (struct pollfd){.fd = self->socket.fd, .events = POLLIN};
     for (int i = 0; i < PENDING_COUNT; i++) {
         if (self->pending[i].channel != NULL) {
             left = wsync_left_ms(self->pending[i].deadline_ms, left);

@@ -192,6 +192,26 @@ TEST(a_fork_neither_sends_nor_receives)
     free_pair(&pair);
 }
 
+TEST(an_end_is_heard_of_while_a_fork_goes_on)
+{
+    pair_t pair = make_pair();
+    wsync_frame_t got = {0};
+    wsync_error_t err = {0};
+    const pid_t child = fork();
+
+    if (child == 0) {
+        for (;;) {
+            (void)pause();
+        }
+    }
+    wsync_channel_destroy(pair.there);
+    pair.there = NULL;
+    CHECK_EQ(wsync_channel_receive(pair.here, &got, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    CHECK_EQ(kill(child, SIGKILL), 0);
+    CHECK_EQ(waitpid(child, NULL, 0), child);
+    free_pair(&pair);
+}
+
 TEST(long_parent_is_refused_with_both_numbers)
 {
     char parent[150] = "/tmp/";

@@ -24,6 +24,7 @@ from typing import Final
 from wsync import _core
 from wsync.machine.deadline import POLL_SECONDS, Check, Deadline, seconds
 from wsync.machine.error_text import error_text
+from wsync.machine.fork_guard import private
 
 # what BEGIN and PREPARED hold
 UPDATE: Final = struct.Struct("<QQ")
@@ -86,7 +87,7 @@ class Channel:
     def __init__(self, connection: socket.socket, peer: str, takes: Collection[Frame]) -> None:
         self.peer = peer
         self._takes = takes
-        self._socket = connection
+        self._socket = private(connection)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for level, option, value in KEEPALIVE:
@@ -281,7 +282,7 @@ class Listener:
 
     def __init__(self, host: str, peer: str, *, takes: Collection[Frame] = FROM_WORKERS) -> None:
         self._peer, self._takes = peer, takes
-        self._listener = _listen(host)
+        self._listener = private(_listen(host))
         self._listener.setblocking(False)
         self._token = secrets.token_hex(16)
         self.address = f"{self._token}@{host}:{self._listener.getsockname()[1]}"
