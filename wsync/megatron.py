@@ -68,6 +68,8 @@ _LIMITS = (  # of the numbers in names: the number, the size that bounds it, wha
 )
 # sizes that shapes show only the product of, and Megatron's names of them
 _SAME_SHAPE = {"g": "num_query_groups", "d": "kv_channels"}
+# the same of delta nets, of which a configuration has some where a model has none
+_NET_SIZES = {"gk": "num_key_heads", "gdk": "key_head_dim"}
 # fields of Ranks, and the groups of a pg_collection that they are of
 _GROUPS = {"tensor": "tp", "expert_tensor": "expt_tp", "expert": "ep"}
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook."
@@ -273,25 +275,33 @@ class _Layers:
 
     def __init__(self, spec: Model) -> None:
         self._needed: dict[str, tuple[object, str]] = {}
+        self._net: dict[str, tuple[object, str]] = {}
         self._spec = spec
+        self._nets: list[tuple[str, weakref.ref[Module]]] = []
         self._found: list[tuple[str, weakref.ref[Module]]] = []
         if not spec.family.rules:
             return
         family = f"the family {spec.family.name!r} needs"
         for field, value in spec.family.settings.items():
             self._needed[field] = value, f"{family} {value}"
-        for size, field in _SAME_SHAPE.items():
-            if size in spec.family.sizes and size in spec.sizes and size not in spec.family.fields:
+        for sizes, needed in ((_SAME_SHAPE, self._needed), (_NET_SIZES, self._net)):
+            known = spec.family.sizes & spec.sizes.keys() - spec.family.fields.keys()
+            for size in known & sizes.keys():
                 value, fields = spec.sizes[size], " or ".join(FIELDS[size])
-                self._needed[field] = value, f"the configuration says {value} ({fields})"
+                needed[sizes[size]] = value, f"the configuration says {value} ({fields})"
 
     def find(self, chunks: Sequence[Module]) -> None:
         """Finds the layers there are now, and checks them."""
+        modules = [each for chunk in chunks for each in chunk.named_modules()]
         self._found = [
             (path, weakref.ref(module))
-            for chunk in chunks
-            for path, module in chunk.named_modules()
+            for path, module in modules
             if _LAYER.fullmatch(global_name(path)) is not None
+        ]
+        self._nets = [
+            (path, weakref.ref(module))
+            for path, module in modules
+            if self._net and all(hasattr(module, field) for field in self._net)
         ]
         self.check()
 
@@ -311,9 +321,17 @@ class _Layers:
                 # Fields of wsync's own families are of several versions of Megatron.
                 if family.added and field in family.settings:
                     _check_field(config, path, field, family.name)
-                found = getattr(config, field, value)
-                if found != value:
-                    raise _core.LayoutError(f"{path}: the trainer's {field} is {found}, but {text}")
+                _check_size(config, path, field, value, text)
+        for path, net in self._nets:
+            for field, (value, text) in self._net.items():
+                _check_size(net(), path, field, value, text)
+
+
+def _check_size(holder: object, path: str, field: str, value: object, text: str) -> None:
+    """Raises LayoutError where a trainer's field has another value."""
+    found = getattr(holder, field, value)
+    if found != value:
+        raise _core.LayoutError(f"{path}: the trainer's {field} is {found}, but {text}")
 
 
 def _check_field(config: object, path: str, field: str, family: str) -> None:
