@@ -95,45 +95,54 @@ def test_a_tensor_of_the_name_of_the_files_own_facts_is_refused() -> None:
 
 
 @st.composite
-def held(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, Any, Any]]]:
-    """A tensor's shape, and (rank, start, extent) of boxes that cover it, some more than once."""
+def held(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, Any, Any, Any]]]:
+    """A tensor's shape, and (rank, start, extent, steps) of boxes that cover it, some more than
+    once."""
     shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple))
     cuts = [
         sorted(draw(st.sets(st.integers(1, n - 1), max_size=2)) if n > 1 else ()) for n in shape
     ]
     edges = [list(itertools.pairwise([0, *cut, n])) for cut, n in zip(cuts, shape, strict=True)]
     boxes = [
-        (draw(st.integers(0, 3)), tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        (draw(st.integers(0, 3)), *zip(*((a, b - a, 1) for a, b in cell), strict=True))
+        if cell
+        else (draw(st.integers(0, 3)), (), (), ())
         for cell in itertools.product(*edges)
     ]
     for _ in range(draw(st.integers(0, 4))):
         start = tuple(draw(st.integers(0, n - 1)) for n in shape)
-        extent = tuple(draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True))
-        boxes.append((draw(st.integers(0, 3)), start, extent))
+        steps = tuple(draw(st.integers(1, 3)) for _ in shape)
+        extent = tuple(
+            draw(st.integers(1, -(-(n - a) // step)))
+            for a, n, step in zip(start, shape, steps, strict=True)
+        )
+        boxes.append((draw(st.integers(0, 3)), start, extent, steps))
     return shape, draw(st.permutations(boxes))
 
 
-def layouts(shape: tuple[int, ...], boxes: list[tuple[int, Any, Any]]) -> _core.Layout:
+def layouts(shape: tuple[int, ...], boxes: list[tuple[int, Any, Any, Any]]) -> _core.Layout:
     parts = []
     for rank in range(4):
         builder = _core.LayoutBuilder(rank)
         builder.add_tensor("t", "uint8", shape)
         mine = [box for box in boxes if box[0] == rank]
-        for buffer, (_, start, extent) in enumerate(mine):
+        for buffer, (_, start, extent, steps) in enumerate(mine):
             strides = [math.prod(extent[i + 1 :]) for i in range(len(extent))]
-            builder.add_shard("t", "uint8", shape, start, extent, buffer, 0, strides, f"o{buffer}")
+            place = ("t", "uint8", shape, start, extent, buffer, 0, strides, f"o{buffer}")
+            builder.add_shard(*place, steps=steps)
         parts.append(builder.build())
     return _core.Layout.merge(parts)
 
 
 @given(held())
 def test_every_element_has_one_owner_who_holds_it(
-    case: tuple[tuple[int, ...], list[tuple[int, Any, Any]]],
+    case: tuple[tuple[int, ...], list[tuple[int, Any, Any, Any]]],
 ) -> None:
     shape, boxes = case
     holders = np.zeros((4, *shape), bool)
-    for rank, start, extent in boxes:
-        holders[(rank, *(slice(a, a + n) for a, n in zip(start, extent, strict=True)))] = True
+    for rank, start, extent, steps in boxes:
+        ends = zip(start, extent, steps, strict=True)
+        holders[(rank, *(slice(a, a + n * step, step) for a, n, step in ends))] = True
     count = np.zeros(shape, int)
     for rank, dealt in enumerate(owners(layouts(shape, boxes), 4)):
         for name, (start, extent), steps in dealt:
@@ -182,7 +191,11 @@ def test_rows_that_alternate_are_written_where_they_belong(tmp_path: Path) -> No
 
 def test_elements_on_no_rank_are_counted_by_name() -> None:
     with pytest.raises(wsync.LayoutError, match="t: 3 of 5 elements are on no rank"):
-        owners(layouts((5,), [(0, (0,), (2,))]), 4)
+        owners(layouts((5,), [(0, (0,), (2,), (1,))]), 4)
+    with pytest.raises(wsync.LayoutError, match="t: 1 of 4 elements are on no rank"):
+        # the first of those at odd places, alone, and as a replica of both at even ones
+        boxes = [(0, (0,), (2,), (2,)), (1, (1,), (1,), (1,)), (2, (0,), (1,), (2,))]
+        owners(layouts((4,), boxes), 4)
 
 
 # --- reading ----------------------------------------------------------------------------------

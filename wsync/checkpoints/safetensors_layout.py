@@ -8,6 +8,7 @@ holds which tensor.  Format: https://huggingface.co/docs/safetensors, transforme
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -209,16 +210,16 @@ def owners(model: _core.Layout, ranks: int) -> list[list[Owned]]:
     dealt: list[list[Owned]] = [[] for _ in range(ranks)]
     for index in range(model.tensor_count):
         name, _, shape, _ = model.tensor(index)
-        # by the steps of boxes and where in a step they start: boxes of two such kinds share
-        # nothing, and those of one are dense in their own coordinates
-        kinds: dict[tuple[tuple[int, ...], ...], dict[Box, list[int]]] = {}
-        for shard in model.shards(index):
-            pairs = [divmod(a, n) for a, n in zip(shard.start, shard.steps, strict=True)]
-            kind = shard.steps, tuple(rest for _, rest in pairs)
-            box = tuple(start for start, _ in pairs), shard.extent
-            kinds.setdefault(kind, {}).setdefault(box, []).append(shard.rank)
+        shards = model.shards(index)
+        steps = tuple(map(math.lcm, *(shard.steps for shard in shards))) if shards else ()
+        # by where in a step boxes start: those of two places share nothing, and those of one are
+        # dense in their own coordinates
+        places: dict[tuple[int, ...], dict[Box, list[int]]] = {}
+        for shard in shards:
+            for rest, box in _with_steps(shard, steps):
+                places.setdefault(rest, {}).setdefault(box, []).append(shard.rank)
         count = 0
-        for (steps, rest), holders in kinds.items():
+        for rest, holders in places.items():
             for (start, extent), candidates in _disjoint(sorted(holders)):
                 able = holders[candidates]
                 rank = min(able, key=lambda rank: (loads[rank], rank))
@@ -232,6 +233,23 @@ def owners(model: _core.Layout, ranks: int) -> list[list[Owned]]:
                 f"{name}: {math.prod(shape) - count} of {math.prod(shape)} elements are on no rank"
             )
     return dealt
+
+
+def _with_steps(shard: _core.Shard, steps: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """The boxes that a shard consists of when it goes through the tensor in other steps, multiples
+    of its own: where in a step each one starts, and its start and extent, in steps."""
+    axes = map(_cut, shard.start, shard.extent, shard.steps, steps)
+    for parts in itertools.product(*axes):
+        box = tuple(start for start, _, _ in parts), tuple(extent for _, _, extent in parts)
+        yield tuple(rest for _, rest, _ in parts), box
+
+
+def _cut(start: int, extent: int, own: int, step: int) -> Iterator[tuple[int, int, int]]:
+    """The same along one axis: (start, where in a step, extent)."""
+    count = step // own
+    for k in range(min(count, extent)):
+        place, rest = divmod(start + k * own, step)
+        yield place, rest, -(-(extent - k) // count)
 
 
 def _disjoint(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
