@@ -449,6 +449,14 @@ def test_a_version_that_came_late_does_not_stay() -> None:
     other.send_control([close], weight_version=8, timeout=60)
     during.resume(60)
     assert engine.seen[-1] == ("resume", "8")
+    other_engine = Naming(weight_version=None)  # to which a gateway has turned within the update
+    turned = VllmHandle(engine).during("3" * 16)
+    turned._engine = other_engine
+    other_engine.collective_rpc = lambda method, args=(): (  # type: ignore[method-assign]
+        [[True, ""]] if method == "wsync_update" else Calls.collective_rpc(other_engine, method)
+    )
+    turned.send_control([close], weight_version=9, timeout=60)
+    assert other_engine.named is None
     engine.get_weight_version = lambda: None  # type: ignore[method-assign]
     engine.named = "6"
     during.resume(60)
@@ -658,10 +666,12 @@ class WeightSync:
     def __init__(self) -> None:
         self.active = False
         self.loses = ""
+        self.refused = 0
         self.done: list[str] = []
 
     def start_weight_update(self) -> None:
         if self.active:
+            self.refused += 1
             raise RuntimeError("start_weight_update called while a weight update is active")
         self.active = True
         if self.loses == "start":
@@ -675,8 +685,11 @@ class WeightSync:
         if self.loses == "finish":
             raise ConnectionError("refused")
         if not self.active:
+            self.refused += 1
             raise RuntimeError("finish_weight_update called without a matching start")
         self.active = False
+        if self.loses == "finish, answer":
+            raise ConnectionError("reset by peer")
 
 
 @pytest.fixture
@@ -696,7 +709,7 @@ def transfer(monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("wsync.vllm.transfer")
 
 
-@pytest.mark.parametrize("lost", ["start", "finish"])
+@pytest.mark.parametrize("lost", ["start", "finish", "finish, answer"])
 def test_a_lost_request_of_a_weight_transfer_is_made_up_for(transfer: Any, lost: str) -> None:
     client = WeightSync()
     engine = transfer._Engine(client, 1)
@@ -708,13 +721,14 @@ def test_a_lost_request_of_a_weight_transfer_is_made_up_for(transfer: Any, lost:
             engine.finish(version, 5)
 
     client.loses = lost
-    with pytest.raises(wsync.RemoteError if lost == "finish" else ConnectionError):
+    with pytest.raises(ConnectionError if lost == "start" else wsync.RemoteError):
         update("1")
     client.loses = ""
     for version in "23":
         update(version)
     assert client.done[-2:] == ["2", "3"]
     assert not client.active
+    assert client.refused == (1 if lost == "finish" else 0)  # what several workers do not survive
 
 
 class TransferWorkers:

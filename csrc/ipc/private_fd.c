@@ -9,7 +9,8 @@ static struct {
     pthread_mutex_t mutex;
     pthread_once_t watched;
     wsync_private_fd_t *first;
-} open_fds = {.mutex = PTHREAD_MUTEX_INITIALIZER, .watched = PTHREAD_ONCE_INIT};
+} open_fds = {.mutex = PTHREAD_MUTEX_INITIALIZER,  // NOLINT(cppcoreguidelines-*)
+              .watched = PTHREAD_ONCE_INIT};
 
 static void lock(void)
 {

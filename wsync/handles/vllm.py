@@ -112,9 +112,7 @@ class VllmHandle(LocalHandle):
         named = None if self._named is None else self._own("get_weight_version", deadline.left)
         if named not in (None, self._named):
             # a request of an update that has failed came late, or another trainer has updated it
-            held = self.model_info(deadline.left)["weight_version"]
-            if held not in (None, named):
-                self._call("update_weight_version", deadline.left, new_version=held)
+            self._name_as_held(named, deadline)
         if self._has("resume_generation"):
             self._call("resume_generation", deadline.left)
         elif self._sleeps():
@@ -132,8 +130,15 @@ class VllmHandle(LocalHandle):
             if not good or answer[0] is not True:
                 check_answer(self.name, "wsync_update", (False, answer[1] if good else answer))
         if version is not None and self._has("update_weight_version"):
-            self._call("update_weight_version", deadline.left, new_version=version)
+            self._name_as_held(None, deadline)
             self._named = version
+
+    def _name_as_held(self, named: str | None, deadline: Deadline) -> None:
+        """Has vLLM call its weights, which it calls `named`, what its workers do.  Behind a gateway
+        these may be another one's by now."""
+        held = self.model_info(deadline.left)["weight_version"]
+        if held not in (None, named):
+            self._call("update_weight_version", deadline.left, new_version=held)
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise RemoteError(f"engine {self.name}: {method}: vLLM takes wsync's control messages only")

@@ -14,11 +14,12 @@ installed beside vLLM.  A trainer gives vLLM's factory a TrainerInitInfo:
 
 The source's whole tensors go through wsync's ring to each worker, which has them loaded as
 WorkerExtension does.  A source that makes its tensors gives each one memory of its own: one that
-fills the same memory again is refused; where tensors share memory it is gone through twice, which
-has to be so on all ranks or none if it makes collectives.  As with vLLM's other backends the caller
-pauses generation, empties caches and has the engine resume.  Where a trainer has died within an
-update, the engine's finish_weight_update is to be called before another one's.  Not supported:
-data-parallel engines, and draft models.
+fills the same memory again is refused.  As with vLLM's other backends the caller pauses generation,
+empties caches and has the engine resume.  Where a trainer has died within an update, the engine's
+finish_weight_update is to be called before another one's.  Where an answer to start_weight_update
+or finish_weight_update is lost, an engine of several workers may have to be started again: what all
+of them refuse leaves vLLM's executor one answer behind.  Not supported: data-parallel engines, and
+draft models.
 
 Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py): run with an LLM, and with the
 HTTP server and vLLM's client for it, from one trainer rank and from two; vLLM's client for Ray was
@@ -238,7 +239,8 @@ class _Engine:
     def __init__(self, client: Any, workers: int) -> None:
         self.name = f"vLLM behind {type(client).__name__}"
         self._client, self._workers = client, workers
-        self._started = self._unsure = False  # unsure: vLLM may have an update that is not ended
+        self._started = False
+        self._lost = ""  # "start" or "finish": what has not been answered
         self._facts = {
             "workers": workers,
             "engines": 1,
@@ -252,21 +254,33 @@ class _Engine:
             return [json.dumps({"rank": rank, **self._facts}) for rank in ranks]
         messages, version = args
         if not self._started:
-            if self._unsure:
-                with contextlib.suppress(Exception):  # it may have ended
-                    self._client.finish_weight_update(None)
-            self._started = self._unsure = True  # also where the answer is lost
-            self._client.start_weight_update()
-            self._unsure = False
+            self._start()
         self._client.update_weights({"messages": messages, "version": version})
         if version is not None:
             self._facts["weight_version"] = version
         return [[True, ""] for _ in ranks]
 
+    def _start(self) -> None:
+        """Begins an update.  Where an answer was lost vLLM may have one that has not ended.  It is
+        asked first for what it probably can do: what it cannot, all workers refuse, and of several
+        vLLM's executor reads one answer, and takes the others for those of its next call."""
+        lost, self._lost, self._started = self._lost, "start", True
+        if lost == "start":
+            with contextlib.suppress(Exception):
+                self._client.finish_weight_update(None)
+        try:
+            self._client.start_weight_update()
+        except Exception:
+            if lost != "finish":
+                raise
+            self._client.finish_weight_update(None)
+            self._client.start_weight_update()
+        self._lost = ""
+
     def finish(self, version: str | None, timeout: float) -> None:
         """Ends what has been started, if anything has; vLLM's clients may wait without an end."""
         if self._started:
-            self._started, self._unsure = False, True
+            self._started, self._lost = False, "finish"
             name = "finish_weight_update"
             try:
                 _within(timeout, name, lambda: self._client.finish_weight_update(version))
@@ -274,7 +288,7 @@ class _Engine:
                 raise
             except Exception as error:
                 raise wsync.RemoteError(f"engine {self.name}: {name}: {error!r}") from error
-            self._unsure = False
+            self._lost = ""
 
 
 def _within(timeout: float, name: str, call: Callable[[], object]) -> None:
