@@ -117,6 +117,9 @@ def test_what_is_computed_and_then_written_over_is_refused() -> None:
             sync.update()
 
 
+BUFFERS = ("a buffer", "a larger buffer", "by rows", "computed into one")
+
+
 class Checking(torch.nn.Module):
     """A head that is tied to an embedding, and a load_weights that looks at values of some, or
     computes with them."""
@@ -127,6 +130,7 @@ class Checking(torch.nn.Module):
         self.embed = torch.nn.Parameter(flat[:24].view(6, 4), requires_grad=False)
         self.head = torch.nn.Parameter(flat[part : 24 + part].view(6, 4), requires_grad=False)
         self.filler = torch.nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+        self.register_buffer("spare", torch.zeros(6, 4), persistent=False)
         self.looks, self.scale, self.way = looks, scale, way
 
     def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
@@ -142,6 +146,10 @@ class Checking(torch.nn.Module):
                 for place, row in enumerate(value):
                     buffer[place] = row
                 value = buffer
+            elif self.way == "computed into one" and name != "filler":
+                value = torch.mul(value, 1, out=buffer)
+            elif self.way == "by the module" and name != "filler":
+                value = self.spare.copy_(value)
             if self.way == "several at once":
                 torch._foreach_copy_([self.get_parameter(target)], [value])
             else:
@@ -152,7 +160,7 @@ class Checking(torch.nn.Module):
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("part", [0, 4])
 @pytest.mark.parametrize("looks", ["embed", "head tail", "embed head tail", "embed filler tail"])
-@pytest.mark.parametrize("way", ["", "a buffer", "a larger buffer", "by rows", "several at once"])
+@pytest.mark.parametrize("way", ["", *BUFFERS, "several at once"])
 def test_what_is_looked_at_and_loaded_twice_is_compared(
     names: tuple[str, str], scale: float, part: int, looks: str, way: str
 ) -> None:
@@ -167,6 +175,13 @@ def test_what_is_looked_at_and_loaded_twice_is_compared(
         refused = "are both loaded there|are one tensor of the module|are kept in the same memory"
         with pytest.raises(WsyncError, match=refused):
             sync.update({**tensors, names[1]: same + 1})
+
+
+@pytest.mark.parametrize("part", [0, 4])
+def test_what_comes_by_another_part_of_the_module_is_compared(part: int) -> None:
+    test_what_is_looked_at_and_loaded_twice_is_compared(
+        ("embed", "tail"), 1.0, part, "embed tail", "by the module"
+    )
 
 
 def test_of_what_is_computed_from_two_tensors_one_of_them_may_replace_a_part() -> None:
