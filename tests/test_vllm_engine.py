@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -743,11 +744,9 @@ class TransferWorkers:
 
     def update_weights(self, info: Any) -> None:
         told = SimpleNamespace(**info)
-        threads = [threading.Thread(target=w.receive_weights, args=(told,)) for w in self.workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            for call in [pool.submit(w.receive_weights, told) for w in self.workers]:
+                call.result()
 
 
 def transfer_worker(transfer: Any, rank: int, count: int) -> Any:
@@ -778,3 +777,18 @@ def test_a_server_started_again_with_other_workers_takes_nothing(
         assert f"workers {told}: the engine has {count}" in str(raised.value)
         after = [worker.model.weight for worker in client.workers]
         assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_client_of_several_engines_updates_none_of_them_as_one(transfer: Any, count: int) -> None:
+    """vLLM's client for Ray tells all of its engines the same; workers of one alone can join."""
+    engines = [[transfer_worker(transfer, rank, count) for rank in range(count)] for _ in range(2)]
+    weights = dict(torch.nn.Linear(3, 5).named_parameters())
+    client = TransferWorkers([worker for engine in engines for worker in engine])
+    with wsync.connect(weights, [transfer._Engine(client, count)], options=OPTIONS) as sync:
+        with pytest.raises(wsync.WsyncError, match=r"nobody listens|closed the connection"):
+            sync.update()
+    told = SimpleNamespace(handles=[1, 2])
+    info = SimpleNamespace(is_sender=True, workers=count, options=None)
+    with pytest.raises(wsync.UnsupportedError, match="stands for 2 engines"):
+        transfer.TrainerEngine.trainer_init(info, client=told, source={})

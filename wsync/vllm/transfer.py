@@ -18,8 +18,8 @@ fills the same memory again is refused.  As with vLLM's other backends the calle
 empties caches and has the engine resume.  Where a trainer has died within an update, the engine's
 finish_weight_update is to be called before another one's.  Where an answer to start_weight_update
 or finish_weight_update is lost, an engine of several workers may have to be started again: what all
-of them refuse leaves vLLM's executor one answer behind.  Not supported: data-parallel engines, and
-draft models.
+of them refuse leaves vLLM's executor one answer behind.  Not supported: several engines behind one
+client, data-parallel engines, and draft models.
 
 Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py): run with an LLM, and with the
 HTTP server and vLLM's client for it, from one trainer rank and from two; vLLM's client for Ray was
@@ -89,9 +89,9 @@ class TrainerInitInfo(VllmTrainerInitInfo):  # type: ignore[misc]
 class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """A worker's part.
 
-    An update that fails is an error of the trainer's, which hears of it from the worker itself.
-    Here it is only logged: where one of several workers raises, vLLM's executor takes the others'
-    answers for those of its next call.
+    Of an update that fails the trainer hears from the worker itself, if that has come to it.  Here
+    the last worker alone raises, and the others log what is wrong: where another one of several
+    raises, vLLM's executor takes the rest of the answers for those of its next call.
     """
 
     init_info_cls = InitInfo
@@ -108,9 +108,13 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Raises ValueError where the trainer takes the engine for one of other workers."""
-        last = self.parallel_config.world_size - 1  # the executor has read the others' answers
-        if (wrong := self._mistaken(init_info.workers)) and self._rank == last:
-            raise ValueError(wrong)
+        if wrong := self._mistaken(init_info.workers):
+            self._tell(ValueError(wrong))
+
+    def _tell(self, error: Exception) -> None:
+        if self._rank == self.parallel_config.world_size - 1:
+            raise error
+        _log.error("worker %d: %s", self._rank, error)
 
     def _mistaken(self, workers: int) -> str:
         """What is wrong with a trainer's number of workers, or ""."""
@@ -127,16 +131,20 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """No worker takes part where there is not a message for each: the engine was started again
-        with others since the trainer was told."""
+        with others since the trainer was told.
+
+        Raises LayoutError of that, and RemoteError where an update has failed, as where its trainer
+        updates another engine by the same client.
+        """
         messages, mine = update_info.messages, self._rank
         if wrong := self._mistaken(len(messages)):
-            _log.error("worker %d: %s", mine, wrong)
             if mine < len(messages):
                 refuse(messages[mine].encode(), wsync.LayoutError(wrong), self._receiver)
+            self._tell(wsync.LayoutError(wrong))
             return
         good, text = self._receiver.handle(messages[mine].encode(), version=update_info.version)
         if not good:
-            _log.error("%s", text)
+            self._tell(wsync.RemoteError(text))
 
     def finish_weight_update(self) -> None:
         if trouble := self._receiver.trouble:
@@ -171,6 +179,11 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         """Tells the workers how many the trainer knows; bytes move in send_weights."""
         if source is None:
             raise ValueError("wsync's weight transfer needs a WeightSource")
+        if len(handles := getattr(client, "handles", ())) > 1:
+            raise wsync.UnsupportedError(
+                f"{type(client).__name__} stands for {len(handles)} engines: wsync's weight "
+                "transfer updates one by each client"
+            )
         if init_info.is_sender:
             timeout = (init_info.options or wsync.Options()).deadline
             name, told = "init_weight_transfer_engine", {"workers": init_info.workers}
