@@ -9,12 +9,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.engines import SGLANG_VERSIONS, engine_tree, results_of
 
+import wsync
 from wsync import UnsupportedError
+from wsync._core import InvalidArgumentError, LayoutBuilder
 from wsync.handles.base import handle
 from wsync.handles.sglang_engine import SglangHandle
 from wsync.messages import payload
+from wsync.sglang import SglangLoader
+from wsync.trainer.roster import RolloutEngine
 
 SCRIPT = Path(__file__).parent / "support" / "sglang_engine.py"
 
@@ -68,6 +73,37 @@ def test_stock_buckets_are_one_payload_per_worker(monkeypatch: pytest.MonkeyPatc
         "load_format": "flattened_bucket",
         "flush_cache": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers", "text"),
+    [
+        ({"tp_size": 1, "pp_size": 2}, None, "pp_size 2: SGLang gives every pipeline stage"),
+        ({"tp_size": 2, "tokenizer_worker_num": 4}, 2, "tokenizer_worker_num 4"),
+        ({"tp_size": 4}, 2, "has 4 workers, not 2"),
+        ({"tp_size": 2, "dp_size": 2}, None, "dp_size 2: SGLang updates no data-parallel replicas"),
+    ],
+)
+def test_what_sglang_does_not_update_wholly_is_refused(
+    arguments: dict[str, Any], workers: int | None, text: str
+) -> None:
+    engine: Any = Engine()
+    engine.server_args = SimpleNamespace(**arguments)
+    with pytest.raises((UnsupportedError, InvalidArgumentError), match=text):
+        RolloutEngine.of(handle(engine, workers=workers), None, wsync.Options(), 1)
+    engine.server_args = SimpleNamespace(tp_size=2, pp_size=1, custom_weight_loader=["a.b"])
+    found = handle(engine)
+    assert (found.workers, found.load_formats) == (2, ("a.b",))
+
+
+def test_a_worker_of_several_pipeline_stages_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: Any = ModuleType("sglang.srt.distributed.parallel_state")
+    state._PP = SimpleNamespace(world_size=2)
+    monkeypatch.setitem(sys.modules, state.__name__, state)
+    module = torch.nn.Linear(2, 2)
+    module.load_weights = lambda pairs: None  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="pp_size 2: SGLang gives every pipeline stage"):
+        SglangLoader(module).learn(LayoutBuilder().build())
 
 
 def test_an_sglang_without_the_form_is_named() -> None:

@@ -68,7 +68,7 @@ class Sglang(Engine):
 
 class Vllm(Engine):
     def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
-        facts = {"rank": 0, "workers": 1, "engines": 1, "weight_version": None}
+        facts = {"rank": 0, "workers": 1, "engines": 1, "weight_version": "1"}
         return [json.dumps(facts) if method == "wsync_describe" else [True, "good"]]
 
     def pause_generation(self, mode: str, clear_cache: bool) -> None:

@@ -125,6 +125,11 @@ class SglangLoader(RecordedLoader):
     """
 
     def learn(self, model: Layout, losing: Losing = keeps) -> bytes:
+        if (stages := _pipeline_stages()) > 1:
+            raise UnsupportedError(
+                f"pp_size {stages}: SGLang gives every pipeline stage the messages of its "
+                "tensor-parallel rank, and one stage alone can follow them"
+            )
         reason = rewritten(self._module)
         if reason:
             raise UnsupportedError(f"{reason}; SGLang cannot load it a second time")
@@ -157,6 +162,12 @@ class SglangLoader(RecordedLoader):
         if metadata is None:
             return None
         return metadata.physical_to_logical_map.cpu().numpy().tobytes()
+
+
+def _pipeline_stages() -> int:
+    """How many this SGLang has; whoever made the trainer's handle may not have asked."""
+    module = sys.modules.get("sglang.srt.distributed.parallel_state")
+    return int(getattr(getattr(module, "_PP", None), "world_size", 1))
 
 
 def undone(model: Any, path: str) -> bool:

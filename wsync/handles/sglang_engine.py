@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import UnsupportedError
-from wsync.handles.answers import check_answer, drafts_itself
+from wsync.handles.answers import Setup, check_answer, drafts_itself
 from wsync.handles.local import LocalHandle
 
-_DRAFTING: Final = ("speculative_algorithm", "speculative_draft_model_path", "model_path")
+# of its arguments, what updates go by
+_ARGUMENTS: Final = (
+    *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "nnodes", "tokenizer_worker_num"),
+    *("speculative_algorithm", "speculative_draft_model_path", "model_path"),
+)
 
 
 class SglangHandle(LocalHandle):
@@ -26,14 +30,18 @@ class SglangHandle(LocalHandle):
     _serves = True
 
     def __init__(self, engine: Any, *, workers: int | None = None) -> None:
+        """Raises UnsupportedError and InvalidArgumentError as Setup.of does."""
+        super().__init__(engine, workers=1)
         arguments = getattr(engine, "server_args", None)
-        if workers is None:
-            workers = getattr(arguments, "tp_size", 1)
-        super().__init__(engine, workers=workers)
+        given = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
+        self.started = {name: value for name, value in given.items() if value is not None}
+        self.started["custom_weight_loader"] = list(
+            getattr(arguments, "custom_weight_loader", None) or ()
+        )
+        setup = Setup.of(self.name, {"tp_size": workers or 1} | self.started, workers)
+        self.workers, self.load_formats = setup.workers, setup.loaders
+        self.drafts = drafts_itself(self.started)
         self._sessions["known"] = hasattr(engine, "begin_weight_update")
-        loaders = getattr(arguments, "custom_weight_loader", None) or ()
-        self.load_formats = tuple(map(str, loaders))
-        self.drafts = drafts_itself({name: getattr(arguments, name, None) for name in _DRAFTING})
 
     def pause(self, mode: str, timeout: float) -> None:
         self._begun = None
