@@ -235,7 +235,7 @@ class Sync(Updates):
             if self._delivery == "auto" and not connection.reads_in_place:
                 self._let_go()
         connection.describe(report)
-        if any(worker.takes_buckets for worker in self._roster.workers):
+        if self._roster.takes_buckets:
             self._use_up_version()  # the last bucket says it
         with self._progress(report, report.rounds, unit="round") as bar:
             messages = connection.start(self._updates, sources, check, report)

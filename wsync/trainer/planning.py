@@ -171,18 +171,13 @@ class Planning:
         mine = gpus[self.group.rank]
         return (default() if others else "") if mine is None else mine
 
-    @property
-    def _in_buckets(self) -> bool:
-        """Whether some worker takes buckets or broadcasts."""
-        return any(worker.takes_buckets for worker in self.roster.workers)
-
     def _may_be_large(self, device: _core.Device) -> bool:
         """Whether rounds can be larger than usual, where GPUs have room.  Not with Options.park,
         which needs the memory for something else, and not with remote engines, whose free memory is
         not known here."""
         asked = self.options.round_nbytes or self.options.ring_nbytes or self.options.park
         remote = bool(self.roster.taking(Delivery.REMOTE))
-        return device.ordinal >= 0 and not (asked or self._in_buckets or remote)
+        return device.ordinal >= 0 and not (asked or self.roster.takes_buckets or remote)
 
     def _tight(self, plan: _core.Plan, device: _core.Device) -> str:
         """Why rounds of this plan would be too large for this rank's GPU; "" where it has room."""
@@ -203,7 +198,7 @@ class Planning:
         ]
         round_nbytes = _LARGE_ROUND_NBYTES if large else self._round_nbytes(device, ring_nbytes)
         groups = dict[int, int]()
-        if self._in_buckets:
+        if self.roster.takes_buckets:
             asked = self.options.round_nbytes or self.options.bucket_nbytes
             groups, largest = joined(self.roster.model, min(asked, ring_nbytes or asked))
             round_nbytes = round_nbytes and max(round_nbytes, largest)
@@ -241,7 +236,7 @@ class Planning:
         most = self.options.bucket_nbytes
         if (
             self.options.round_nbytes
-            or not self._in_buckets
+            or not self.roster.takes_buckets
             or (broadcast and most >= _DEFAULT_ROUND_NBYTES)
         ):
             chosen = self.options.round_nbytes

@@ -214,6 +214,11 @@ class Roster:
             ]
         return found
 
+    @property
+    def takes_buckets(self) -> bool:
+        """Whether some worker takes buckets or broadcasts."""
+        return any(worker.takes_buckets for worker in self.workers)
+
     def taking(self, delivery: Delivery) -> list[RolloutEngine]:
         """The engines with this delivery."""
         return [engine for engine in self.engines if engine.delivery is delivery]
