@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = ["Ranks", "layout"]
 
 _Box = tuple[str, Sequence[int]]  # a target, and where in it
+_Needed = dict[str, tuple[object, str]]  # values of fields, and why they have to be these
 OUTPUT = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"((?:language_model\.)?(?:decoder|mtp)\.layers\.)(\d+)(?=\.|$)")
@@ -68,8 +69,11 @@ _LIMITS = (  # of the numbers in names: the number, the size that bounds it, wha
 )
 # sizes that shapes show only the product of, and Megatron's names of them
 _SAME_SHAPE = {"g": "num_query_groups", "d": "kv_channels"}
-# the same of delta nets, of which a configuration has some where a model has none
+# the same of delta nets, of which a configuration has some where a model has none, and of the
+# layers of a vision tower
 _NET_SIZES = {"gk": "num_key_heads", "gdk": "key_head_dim"}
+_TOWER_SIZES = {"vision_heads": "num_attention_heads"}
+_TOWER_LAYER = re.compile(r"vision_model\.decoder\.layers\.\d+")
 # fields of Ranks, and the groups of a pg_collection that they are of
 _GROUPS = {"tensor": "tp", "expert_tensor": "expt_tp", "expert": "ep"}
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook."
@@ -274,21 +278,27 @@ class _Layers:
     place."""
 
     def __init__(self, spec: Model) -> None:
-        self._needed: dict[str, tuple[object, str]] = {}
-        self._net: dict[str, tuple[object, str]] = {}
         self._spec = spec
-        self._nets: list[tuple[str, weakref.ref[Module]]] = []
         self._found: list[tuple[str, weakref.ref[Module]]] = []
-        if not spec.family.rules:
-            return
-        family = f"the family {spec.family.name!r} needs"
-        for field, value in spec.family.settings.items():
-            self._needed[field] = value, f"{family} {value}"
-        for sizes, needed in ((_SAME_SHAPE, self._needed), (_NET_SIZES, self._net)):
-            known = spec.family.sizes & spec.sizes.keys() - spec.family.fields.keys()
-            for size in known & sizes.keys():
-                value, fields = spec.sizes[size], " or ".join(FIELDS[size])
-                needed[sizes[size]] = value, f"the configuration says {value} ({fields})"
+        self._beside: list[tuple[str, weakref.ref[Module], _Needed]] = []
+        self._needed: _Needed = {}
+        if spec.family.rules:
+            family = f"the family {spec.family.name!r} needs"
+            for field, value in spec.family.settings.items():
+                self._needed[field] = value, f"{family} {value}"
+        self._needed |= self._sizes(_SAME_SHAPE)
+        self._net, self._tower = self._sizes(_NET_SIZES), self._sizes(_TOWER_SIZES)
+
+    def _sizes(self, names: Mapping[str, str]) -> _Needed:
+        """What fields have to be by the configuration, but for sizes that a family reads from
+        others of its fields than are usual."""
+        family, sizes, needed = self._spec.family, self._spec.sizes, _Needed()
+        for size, field in names.items():
+            usual = FIELDS.get(size) or family.fields.get(size, ())
+            if size in family.sizes and size in sizes and family.fields.get(size, usual) == usual:
+                text = f"the configuration says {sizes[size]} ({' or '.join(usual)})"
+                needed[field] = sizes[size], text
+        return needed
 
     def find(self, chunks: Sequence[Module]) -> None:
         """Finds the layers there are now, and checks them."""
@@ -298,12 +308,18 @@ class _Layers:
             for path, module in modules
             if _LAYER.fullmatch(global_name(path)) is not None
         ]
-        self._nets = [
-            (path, weakref.ref(module))
+        self._beside = [
+            (path, weakref.ref(module), needed)
             for path, module in modules
-            if self._net and all(hasattr(module, field) for field in self._net)
+            if (needed := self._needed_beside(path, module))
         ]
         self.check()
+
+    def _needed_beside(self, path: str, module: Module) -> _Needed:
+        """What is needed of a delta net, or of a layer of a vision tower."""
+        if _TOWER_LAYER.fullmatch(global_name(path)) is not None:
+            return self._tower
+        return self._net if all(hasattr(module, field) for field in self._net) else {}
 
     def numbers(self) -> list[object]:
         """The numbers that the layers have now."""
@@ -322,9 +338,10 @@ class _Layers:
                 if family.added and field in family.settings:
                     _check_field(config, path, field, family.name)
                 _check_size(config, path, field, value, text)
-        for path, net in self._nets:
-            for field, (value, text) in self._net.items():
-                _check_size(net(), path, field, value, text)
+        for path, part, needed in self._beside:
+            holder = getattr(part(), "config", None) if needed is self._tower else part()
+            for field, (value, text) in needed.items():
+                _check_size(holder, path, field, value, text)
 
 
 def _check_size(holder: object, path: str, field: str, value: object, text: str) -> None:
