@@ -64,10 +64,10 @@ class UnlearntLoader(ModuleLoader):
         names = [model.tensor(index).name for index in range(model.tensor_count)]
         called = _watched(self._load, self._written) if self._unknown() else self._load
         super().__init__(module, called, at_once=names if self.at_once else ())
-        dtypes = {name: dtype_of(dtype) for name, dtype, *_ in map(model.tensor, range(len(names)))}
         twins: Twins = {}
         for one, other in rivals:
-            twins[one] = twins[other] = twins.get(one) or twins.get(other) or (one, dtypes[one])
+            first = one, dtype_of(model.tensor(names.index(one)).dtype)
+            twins[one] = twins[other] = twins.get(one) or twins.get(other) or first
         self.compare(twins)
 
     def begin(self, rounds: int, trying: Trying = nullcontext) -> None:
