@@ -54,8 +54,8 @@ typedef enum wsync_transform {
 
 /* What a copy computes of an element x: x * scale + offset in float32, each step rounded,
  * and the result rounded to the source's dtype, which is that of the tensor, and then to
- * the destination's (to nearest, ties to even).  With scale 1 or offset 0 that is what torch
- * computes.  Scale 0: nothing, x stays as it is.  A NaN stays one.
+ * the destination's (to nearest, ties to even).  With scale 1 or offset 0 that is what
+ * torch computes.  Scale 0: nothing, x stays as it is.  A NaN stays one.
  */
 typedef struct wsync_affine {
     float scale;
