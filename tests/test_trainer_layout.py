@@ -116,7 +116,11 @@ def test_default_rounds_have_room_for_what_engines_join(delivery, gpu, options, 
     worker = SimpleNamespace(takes_buckets=True, stage=None, home=0)
     taking = {delivery: [SimpleNamespace(workers=1)]}
     roster = SimpleNamespace(
-        model=builder.build(), workers=[worker], hosts=[0], taking=lambda d: taking.get(d, [])
+        takes_buckets=True,
+        model=builder.build(),
+        workers=[worker],
+        hosts=[0],
+        taking=lambda d: taking.get(d, []),
     )
     planning = Planning(None, roster, [], wsync.Options(**options))
     manifest = planning._draw([WHOLE], SimpleNamespace(ordinal=gpu), 0, False).plan(0).manifest(0)

@@ -407,10 +407,11 @@ def test_who_drops_an_interrupts_traceback_does_not_end_the_group() -> None:
 
 
 def test_an_error_of_a_backends_own_is_not_a_group_that_is_closed() -> None:
-    def fail() -> None:
-        raise IndexError("of the backend")
+    class Backend:
+        def allreduce(self) -> None:
+            raise IndexError("of the backend")
 
-    group = Collectives(SimpleNamespace(allreduce=fail), whole="2 ranks", member="a rank")
+    group = Collectives(Backend(), whole="2 ranks", member="a rank")
     with pytest.raises(IndexError, match="of the backend"):
         group.start("allreduce")
     group.close()
