@@ -101,13 +101,21 @@ def test_an_end_is_heard_of_while_a_fork_goes_on() -> None:
 
 
 FORKS = """
-import os, sys, torch
+import os, sys, threading, torch
 from wsync.exchange.update_group import Rendezvous, Store
 
 store = Store(60.0)
 group = Rendezvous("localhost", store.port, 1).join(0, 60.0, bool, device=torch.device("cpu"))
+idle = threading.Event()
+threads = [threading.Thread(target=idle.wait, daemon=True) for _ in range(12)]
+for thread in threads:
+    thread.start()
 child = os.fork()
-if child == 0:
+if child == 0:  # whose own threads take the place of those that it does not have
+    for _ in range(20):
+        own = threading.Thread(target=bool)
+        own.start()
+        own.join()
     sys.exit(3)
 _, status = os.waitpid(child, 0)
 group.close()

@@ -243,6 +243,7 @@ def test_a_server_that_drafts_when_it_is_started_again_is_refused(server: FakeSe
         ({"tp_size": 2, "pp_size": 2}, wsync.UnsupportedError, "pp_size 2"),
         ({"tp_size": 2, "tokenizer_worker_num": 4}, wsync.UnsupportedError, "tokenizer_worker_num"),
         ({"tp_size": 4}, wsync.InvalidArgumentError, "has 4 workers, not 2"),
+        ({"tp_size": None, "dp_size": 2}, wsync.UnsupportedError, "dp_size 2"),
     ],
 )
 def test_a_number_of_workers_that_is_given_hides_nothing(

@@ -97,7 +97,7 @@ def tensor_workers(name: str, started: Mapping[str, Any], said: int | None = Non
             f"engine {name}: pp_size {started['pp_size']}: SGLang gives every pipeline stage the "
             "payload of its tensor-parallel rank, so stages cannot be told apart"
         )
-    workers = started.get("tp_size", said)
+    workers = said if started.get("tp_size") is None else started["tp_size"]
     if said is not None and workers != said:
         raise InvalidArgumentError(f"engine {name}: has {workers} workers, not {said}")
     if type(workers) is not int or workers < 1:
@@ -113,7 +113,8 @@ def check_same(name: str, before: Setup, now: Setup) -> None:
     connection was made for."""
     if now != before:
         raise RemoteError(
-            f"engine {name}: was started again with {now}, and had {before}: connect anew"
+            f"engine {name}: was started again with {now}, and had {before}: connect anew, by a "
+            "new handle where you hold one"
         )
 
 
