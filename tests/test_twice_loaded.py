@@ -130,7 +130,8 @@ class Checking(torch.nn.Module):
         self.embed = torch.nn.Parameter(flat[:24].view(6, 4), requires_grad=False)
         self.head = torch.nn.Parameter(flat[part : 24 + part].view(6, 4), requires_grad=False)
         self.filler = torch.nn.Parameter(torch.zeros(64, 64), requires_grad=False)
-        self.register_buffer("spare", torch.zeros(6, 4), persistent=False)
+        for each in ("spare", "spare_embed", "spare_tail"):
+            self.register_buffer(each, torch.zeros(6, 4), persistent=False)
         self.looks, self.scale, self.way = looks, scale, way
 
     def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
@@ -150,6 +151,8 @@ class Checking(torch.nn.Module):
                 value = torch.mul(value, 1, out=buffer)
             elif self.way == "by the module" and name != "filler":
                 value = self.spare.copy_(value)
+            elif self.way == "by parts of the module" and name != "filler":
+                value = self.get_buffer(f"spare_{name}").copy_(value)
             if self.way == "several at once":
                 torch._foreach_copy_([self.get_parameter(target)], [value])
             else:
@@ -178,9 +181,10 @@ def test_what_is_looked_at_and_loaded_twice_is_compared(
 
 
 @pytest.mark.parametrize("part", [0, 4])
-def test_what_comes_by_another_part_of_the_module_is_compared(part: int) -> None:
+@pytest.mark.parametrize("way", ["by the module", "by parts of the module"])
+def test_what_comes_by_another_part_of_the_module_is_compared(part: int, way: str) -> None:
     test_what_is_looked_at_and_loaded_twice_is_compared(
-        ("embed", "tail"), 1.0, part, "embed tail", "by the module"
+        ("embed", "tail"), 1.0, part, "embed tail", way
     )
 
 
