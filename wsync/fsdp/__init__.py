@@ -1,4 +1,27 @@
-"""FSDP trainers: the layouts of their models and of sharded state dicts."""
+"""Layouts of FSDP trainers: DTensors of any mesh, FSDP1's flat parameters and sharded state dicts.
+
+What a rank holds of a parameter is a set of boxes, known from the placements of its DTensor, the
+metadata of its ShardedTensor, or the interval of the flat parameter that it keeps; the local
+tensor must agree.  Shards are read where they lie: nothing is communicated and nothing copied.
+
+Names are those of the module tree without wrappers, which are Hugging Face's own; what transformers
+fuses at run time goes through the rules of `wsync.families.registry.RUNTIME`.
+
+Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several ranks.  `Partial`
+placements are sums that are not added up, and are refused.
+
+Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.6 to 2.13, and the
+DTensors that Megatron-FSDP makes.
+
+On all ranks:
+
+>>> for part in (*model.model.layers, model):
+...     _ = fully_shard(part)
+>>> layout = wsync.fsdp.layout(model)
+>>> with wsync.connect(layout, engines=["http://127.0.0.1:30000"]) as sync:
+...     train_step(model)
+...     report = sync.update(version=1)
+"""
 
 from wsync.fsdp.model_layout import layout as layout
-from wsync.fsdp.model_layout import plain_name as plain_name
+from wsync.fsdp.parts import plain_name as plain_name

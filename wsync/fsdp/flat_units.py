@@ -1,0 +1,238 @@
+"""FSDP1's units, whose parameters are flattened one after another into one, the flat parameter."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from wsync import _core
+from wsync.fsdp.parts import TIED, Part, Shape, joined, plain_name
+from wsync.layout import contiguous_strides
+from wsync.module_tensors import same_bytes, two_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """One unit that has parameters.
+
+    prefix: the name of its module.  handle: torch's FlatParamHandle.
+    """
+
+    prefix: str
+    handle: Any
+
+    @property
+    def flat(self) -> Any:
+        """The flat parameter."""
+        return self.handle.flat_param
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The flat parameter, and those that torch has in its place, in modules and outside."""
+        yield self.flat
+        yield from getattr(self.flat, "_params", None) or ()
+        yield from getattr(self.flat, "_shared_params", None) or ()
+
+    def check_modules(self) -> None:
+        """LayoutError where a module of it is not where it was when the unit was made: its
+        parameters go on being called what they were called then."""
+        paths = defaultdict[int, set[str]](set)
+        for path, part in self.handle._fully_sharded_module.named_modules(remove_duplicate=False):
+            paths[id(part)].add(plain_name(path))
+        flat = self.flat
+        for info in (*flat._param_infos, *flat._shared_param_infos):
+            if plain_name(info.module_name) not in paths[id(info.module)]:
+                now = " or ".join(
+                    sorted(joined(self.prefix, path) for path in paths[id(info.module)])
+                )
+                raise _core.LayoutError(
+                    f"{plain_name(joined(self.prefix, info.module_name, info.param_name))}: was "
+                    "made part of an FSDP1 unit under this name, but its module is "
+                    f"{now or 'no longer there'}: wrap modules in FSDP where they are to stay"
+                )
+
+    def names(self) -> Iterator[tuple[str, str, int]]:
+        """(name, path, place in the flat parameter) of its parameters: of the distinct ones, then
+        of what else they are called."""
+        flat = self.flat
+        places = {key: place for place, key in enumerate(flat._fqns)}
+        paths = list(places.items())
+        for info in flat._shared_param_infos:
+            first = joined(info.prim_module_name, info.prim_param_name)
+            paths.append((joined(info.module_name, info.param_name), places[first]))
+        found: dict[tuple[str, int], str] = {}
+        for key, place in paths:
+            path = joined(self.prefix, key)
+            found.setdefault((plain_name(path), place), path)
+        for (name, place), path in found.items():
+            yield name, path, place
+
+    def parts(self, tied: bool) -> Iterator[Part]:
+        """The intervals that this rank keeps of its parameters, flattened one after another."""
+        flat = self.flat
+        self.write_back()
+        # The parameter itself is the local shard, assigned or not, unless it is whole for a pass.
+        tensor = getattr(flat, "_local_shard", flat) if self._is_whole() else flat
+        self._check_gathered(tensor)
+        known = list(self.names())
+        others = {place for name, _, place in known if name != TIED}
+        for name, _, place in known:
+            if flat._param_extensions[place] is not None:  # its shape is that of the local tensor
+                raise _core.UnsupportedError(
+                    f"{name}: FSDP1 has flattened a DTensor, of which it knows this rank's part "
+                    "alone: tensor parallelism goes with FSDP2 (fully_shard)"
+                )
+            if tied and name == TIED:
+                if place in others:
+                    continue
+                raise _core.LayoutError(
+                    f"{name}: a parameter of its own in its FSDP unit, but the configuration says "
+                    "tied embeddings: wrap both in one unit"
+                )
+            yield _part(name, tensor, flat, place)
+
+    def write_back(self) -> None:
+        """Has it take on parameters that were assigned, as its next forward pass would."""
+        where = f"FSDP unit {self.prefix!r}"
+        if self.handle._training_state.name == "SUMMON_FULL_PARAMS":
+            raise _core.StateError(
+                f"{where}: within summon_full_params, whose changes are written back at its end: "
+                "update after it"
+            )
+        try:
+            if self.handle._use_orig_params:
+                self.handle._writeback_orig_params()
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            raise _core.LayoutError(f"{where}: {error}") from error
+
+    def _is_whole(self) -> bool:
+        """Whether the flat parameter has the elements of all ranks now."""
+        flat = self.flat
+        if not self.handle.uses_sharded_strategy or flat.size() != flat._unpadded_unsharded_size:
+            return False
+        if flat.numel() > 1:
+            return True
+        # A shard of one element is as large: what is whole lies where elements are gathered.
+        place = flat.untyped_storage().data_ptr()
+        return any(tensor.untyped_storage().data_ptr() == place for tensor in _gathered(flat))
+
+    def _check_gathered(self, shard: Tensor) -> None:
+        """StateError where it keeps other elements than this rank's for its next forward pass."""
+        if not self.handle.uses_sharded_strategy:
+            return
+        start = self.handle.rank * shard.numel()
+        count = min(shard.numel(), self.flat._unpadded_unsharded_size.numel() - start)
+        for tensor in _gathered(self.flat):
+            kept = tensor.detach().reshape(-1)[start : start + max(count, 0)]
+            mine = shard.detach().reshape(-1)[: max(count, 0)]
+            if not same_bytes(kept, mine.to(kept.device, kept.dtype)):
+                raise _core.StateError(
+                    f"FSDP unit {self.prefix!r}: its parameters have changed since a forward pass "
+                    "gathered them, or before that pass by assignment, and torch keeps both "
+                    "values: update before the pass, or after the next backward pass"
+                )
+
+
+def flat_units(module: Any) -> Iterator[FlatUnit]:
+    """Every unit of a model that has parameters; of one that is at several paths, each."""
+    seen: set[tuple[str, int]] = set()  # a wrapper has the attributes of what it wraps
+    for path, owner in module.named_modules(remove_duplicate=False):
+        handle = getattr(owner, "_handle", None)
+        key = plain_name(path), id(handle)
+        if handle is not None and hasattr(handle, "flat_param") and key not in seen:
+            seen.add(key)
+            yield FlatUnit(key[0], handle)
+
+
+def saved_dtypes(module: Any) -> Iterator[tuple[str, Any]]:
+    """(name, dtype) of the buffers that FSDP1 casts when its root first runs, with
+    MixedPrecision(buffer_dtype=): those that its state dicts have."""
+    for path, part in module.named_modules():
+        policy = getattr(part, "mixed_precision", None)
+        if getattr(policy, "buffer_dtype", None) is not None:
+            for name, dtype in getattr(part, "_buffer_name_to_orig_dtype", {}).items():
+                yield plain_name(joined(path, name)), dtype
+
+
+def check_names(names: Iterable[str], units: Iterable[FlatUnit]) -> None:
+    """Refuses names that a flat parameter shares with another one or with a tensor of its own."""
+    seen = set(names)
+    for unit in units:
+        for name, path, _ in unit.names():
+            if name in seen:
+                raise two_tensors(path, "another parameter", name)
+            seen.add(name)
+
+
+def _part(name: str, tensor: Tensor, flat: Any, place: int) -> Part:
+    """The interval of one parameter, in boxes."""
+    info, shape = flat._shard_param_infos[place], tuple(flat._shapes[place])
+    axes = _order(name, flat, place)
+    flattened = tuple(shape[axis] for axis in axes)
+
+    def turned(values: Sequence[int]) -> Shape:
+        return tuple(values[axes.index(axis)] for axis in range(len(shape)))
+
+    regions: list[tuple[Shape, Shape, Shape]] = []
+    if info.in_shard:
+        first, last = info.intra_param_start_idx, info.intra_param_end_idx + 1
+        for start, extent, at in _boxes(flattened, first, last):
+            # the boxes' strides end in 1, so the last axis counts from the buffer's start
+            local = (0,) * (len(shape) - 1) + (info.offset_in_shard + at - first,)
+            regions.append((turned(start), turned(extent), turned(local)))
+    return Part(name, tensor, shape, tuple(regions), turned(contiguous_strides(flattened)))
+
+
+def _order(name: str, flat: Any, place: int) -> list[int]:
+    """The axes of a parameter in the order in which torch has flattened it: that of its memory, as
+    of convolutions in channels_last (since torch 2.3, which notes the strides).
+
+    Raises UnsupportedError where its elements did not lie side by side: torch has lost some.
+    """
+    shape = flat._shapes[place]
+    axes = list(range(len(shape)))
+    if getattr(flat, "_contiguities", None) is None or flat._contiguities[place]:
+        return axes
+    steps = flat._strides[place]
+    axes.sort(key=lambda axis: -steps[axis])
+    dense = contiguous_strides([shape[axis] for axis in axes])
+    if any(shape[a] > 1 and steps[a] != d for a, d in zip(axes, dense, strict=True)):
+        raise _core.UnsupportedError(
+            f"{name}: FSDP1 has flattened a parameter whose elements do not lie side by side "
+            f"(strides {tuple(steps)} of {tuple(shape)}), and lost some: make it contiguous first"
+        )
+    return axes
+
+
+def _gathered(flat: Any) -> Iterator[Tensor]:
+    """What a forward pass has gathered of a flat parameter, and torch keeps."""
+    for name in ("_full_param_padded", "_full_prec_full_param_padded"):
+        tensor = getattr(flat, name, None)
+        if tensor is not None and tensor.untyped_storage().size():
+            yield tensor
+
+
+def _boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape, int]]:
+    """(start, extent, flat index) of the boxes that elements [first, last) consist of."""
+    if len(shape) == 1:
+        yield (first,), (last - first,), first
+        return
+    inner = math.prod(shape[1:])
+    row = first // inner
+    while first < last:
+        base = row * inner
+        if first == base and last - base >= inner:
+            rows = (last - base) // inner
+            yield (row,) + (0,) * (len(shape) - 1), (rows, *shape[1:]), first
+            row += rows
+        else:
+            end = min(last, base + inner)
+            for start, extent, at in _boxes(shape[1:], first - base, end - base):
+                yield (row, *start), (1, *extent), base + at
+            row += 1
+        first = row * inner

@@ -1,0 +1,55 @@
+"""Parts of parameters: what one rank holds of them, as boxes in local tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from wsync import _core
+from wsync.layout import global_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"))
+TIED = "lm_head.weight"
+
+Shape = tuple[int, ...]
+Regions = tuple[tuple[Shape, Shape, Shape], ...]  # of _core.Region
+Form = tuple[str, Shape, Regions, Shape | None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Boxes of a parameter that lie in one local tensor.
+
+    `strides`: element strides of the boxes where they are not the local tensor's own.
+    """
+
+    name: str
+    tensor: Tensor
+    shape: Shape
+    regions: Regions
+    strides: Shape | None = None
+
+    @property
+    def form(self) -> Form:
+        """All but the tensor."""
+        return self.name, self.shape, self.regions, self.strides
+
+
+def plain_name(name: str) -> str:
+    """A name without the path components of FSDP, activation checkpointing and torch.compile."""
+    return global_name(".".join(part for part in name.split(".") if part not in WRAPPERS))
+
+
+def joined(*names: str) -> str:
+    """A path of its components, of which some may be empty."""
+    return ".".join(filter(None, names))
+
+
+def check_local(name: str, tensor: Any, extents: Shape) -> None:
+    if tuple(tensor.shape) != extents:
+        raise _core.LayoutError(
+            f"{name}: local shape {tuple(tensor.shape)} != {extents}, the share of this rank"
+        )

@@ -1,0 +1,125 @@
+"""Reads the parts of a model's parameters, or of a state dict's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from wsync import _core
+from wsync.fsdp.flat_units import FlatUnit, check_names, flat_units, saved_dtypes
+from wsync.fsdp.fsdp2_modules import is_fsdp2, reshard
+from wsync.fsdp.parts import TIED, Form, Part, plain_name
+from wsync.fsdp.sharded_tensors import ShardedTensors
+from wsync.layout import by_plain_name, chosen
+from wsync.module_tensors import Slot, Slots, homes_of, same_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Reader:
+    """Finds the parts of parameters; what repeats from tensor to tensor is kept."""
+
+    def __init__(self) -> None:
+        self._tensors = ShardedTensors()
+
+    def of_mapping(
+        self, tensors: Mapping[str, Tensor], tied: bool, wanted: Sequence[Form] | None = None
+    ) -> Callable[[], list[Part]]:
+        """Reads tensors by name; `wanted` leaves out what has none of these names."""
+
+        def read() -> list[Part]:
+            some = None if wanted is None else dict.fromkeys(form[0] for form in wanted)
+            known = by_plain_name(tensors, plain_name, some)
+            if tied and TIED in known:
+                self._check_tied(known)
+                del known[TIED]
+            names = list(known if some is None else some)
+            given = zip(names, chosen(known, names), strict=True)
+            return [part for name, tensor in given for part in self._tensors.parts(name, tensor)]
+
+        return read
+
+    def of_module(self, module: Any, tied: bool) -> Callable[[], list[Part]]:
+        """Reads what a module's state dict would hold, and FSDP1's flat parameters."""
+        flats: list[FlatUnit] = []
+        units: list[tuple[str, Any]] = []
+        saved: dict[str, Any] = {}
+
+        def find() -> Iterator[Slot]:
+            flats[:] = flat_units(module)
+            saved.clear()
+            saved.update(saved_dtypes(module))
+            units[:] = [(path, part) for path, part in module.named_modules() if is_fsdp2(part)]
+            reshard(units)
+            for unit in flats:
+                unit.check_modules()
+                unit.write_back()
+            return _slots(module, flats, tied)
+
+        slots = Slots([module], find)
+        check_names(slots.names, flats)
+
+        def read() -> list[Part]:
+            reshard(units)
+            held = zip(slots.names, slots.read(), strict=True)
+            given = ((n, t.to(saved[n]) if n in saved else t) for n, t in held)
+            parts = [part for name, tensor in given for part in self._tensors.parts(name, tensor)]
+            for unit in flats:
+                parts += unit.parts(tied)
+            return parts
+
+        return read
+
+    def _check_tied(self, known: Mapping[str, Any]) -> None:
+        """LayoutError where a tied head has other values than every tensor it may be tied to: it
+        is not delivered under its own name."""
+        head = known[TIED]
+        same_shape = [n for n, t in known.items() if n != TIED and t.shape == head.shape]
+        if not any(known[name] is head or self._same(known[name], head) for name in same_shape):
+            raise _core.LayoutError(
+                f"{TIED}: values of its own, but the configuration says tied embeddings"
+            )
+
+    def _same(self, one: Any, other: Any) -> bool:
+        """Whether what this rank has of two tensors is equal to the bit."""
+        first, second = list(self._tensors.parts(TIED, one)), list(self._tensors.parts(TIED, other))
+        return [part.form for part in first] == [part.form for part in second] and all(
+            same_bytes(a.tensor, b.tensor) for a, b in zip(first, second, strict=True)
+        )
+
+
+def _slots(module: Any, flats: Sequence[FlatUnit], tied: bool) -> Iterator[Slot]:
+    """Every parameter and persistent buffer that is not in a flat parameter."""
+    buffers = {id(unit.flat) for unit in flats}
+    delivered = {name for unit in flats for name, *_ in unit.names()}
+    flat = {id(tensor) for unit in flats for tensor in unit.tensors()}
+    parts: dict[str, int] = {}  # every name is one of its own, whatever tensor has it
+    firsts: dict[int, int] = {}
+    heads: list[Slot] = []
+    for owner, home, key, full in homes_of(module, once=False):
+        tensor, name = home[key], plain_name(full)
+        if id(tensor) in flat:
+            whole = id(tensor) in buffers or (tied and name == TIED)
+            if not whole and name not in delivered:
+                raise _core.LayoutError(
+                    f"{name}: is a parameter of two FSDP1 units, of which one has it: wrap both "
+                    "modules in one unit"
+                )
+            continue
+        if home is owner._buffers and key in owner._non_persistent_buffers_set:
+            continue
+        if tied and name == TIED:
+            heads.append(Slot(name, home, key, full))
+            continue
+        part = parts.setdefault(name, len(parts))
+        firsts.setdefault(id(tensor), part)
+        yield Slot(name, home, key, full, part)
+    for head in heads:  # registered before the embedding or behind it
+        first = firsts.get(id(head.home[head.key]))
+        if first is None:
+            raise _core.LayoutError(
+                f"{TIED}: a parameter of its own, but the configuration says tied "
+                "embeddings: wrap both in one FSDP unit"
+            )
+        yield head._replace(part=first)
