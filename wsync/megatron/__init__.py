@@ -24,5 +24,5 @@ In a training loop of your own, on all ranks (`chunks`: what Megatron's get_mode
 ...         log(report.metrics(), step)
 """
 
-from wsync.megatron.model_layout import Ranks as Ranks
 from wsync.megatron.model_layout import layout as layout
+from wsync.megatron.ranks import Ranks as Ranks

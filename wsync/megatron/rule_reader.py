@@ -1,0 +1,189 @@
+"""Turns parameters into regions and maps by the rules of a family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from wsync import _core
+from wsync.families.registry import FIELDS, Model
+from wsync.families.rules import Cut, Expansion, Rule, ShardPlacement, mtp_numbers
+from wsync.layout import contiguous_strides
+from wsync.megatron.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    # of a parameter: regions, maps, element strides in the order of the rule's view
+    Read = tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...]]
+
+_LIMITS = (  # of the numbers in names: the number, the size that bounds it, what it counts
+    ("layer", "layers", "layer"),
+    ("expert", "experts", "expert"),
+    ("mtp", "mtp", "MTP layer"),
+    ("inner", "block", "layer of an MTP block"),
+)
+
+
+class RuleReader:
+    """Turns parameters into regions and maps; what repeats from layer to layer is kept."""
+
+    def __init__(self, spec: Model, ranks: Ranks) -> None:
+        self.spec = spec
+        self.ranks = ranks
+        self._plans: dict[tuple[int, tuple[int, ...], bool], _Plan] = {}
+
+    def read(
+        self, name: str, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Read:
+        """What the layout's builder takes of one parameter."""
+        target = self.spec.family.copy_of(name)
+        if target is not None and not self._has_sizes(name):
+            return *self._whole(name, target, tensor, shape), strides
+        rule, numbers = self.spec.family.find(name)
+        for kind, size, what in _LIMITS:
+            limit = self.spec.sizes.get(size)
+            if kind in numbers and limit is not None and numbers[kind] >= limit:
+                raise _core.LayoutError(
+                    f"{name}: {what} {numbers[kind]}, but the configuration has {limit} {what}s"
+                )
+        if "mtp" in numbers:
+            sizes = self.spec.sizes
+            for size in {"layers", "block"} & {"layers", *rule.sizes}:
+                if size not in sizes:
+                    raise self.spec.family.lacks(name, size)
+            numbers = mtp_numbers(numbers, sizes["layers"], sizes.get("block", 0))
+        duplicated = getattr(tensor, "tensor_model_parallel", None) is False
+        duplicated |= getattr(tensor, "parallel_mode", None) == "duplicated"
+        key = (id(rule), shape, duplicated)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(rule, name, shape, duplicated)
+        if rule.shaped_dimension < 0:
+            _check_attributes(name, tensor, plan)
+        if rule.stored is not None:
+            if strides != contiguous_strides(shape):
+                raise _core.LayoutError(
+                    f"{name}: strides {strides} of shape {shape} are not contiguous"
+                )
+            strides = contiguous_strides(plan.placement.shape)
+        together = self.spec.family.together
+        maps = [piece.map(numbers, together) for piece in plan.pieces]
+        return plan.placement.regions, maps, strides
+
+    def _has_sizes(self, name: str) -> bool:
+        """Whether there is a rule for a name, and everything that the rule needs."""
+        found = self.spec.family.match(name)
+        return found is not None and found[0].sizes <= self.spec.sizes.keys()
+
+    def _whole(
+        self, name: str, target: str, tensor: Tensor, shape: tuple[int, ...]
+    ) -> tuple[Sequence[_core.Region], list[_core.Map]]:
+        """Of a parameter that is a tensor of the checkpoint, on every tensor-parallel rank."""
+        if self.ranks.tensor.ranks > 1 and getattr(tensor, "tensor_model_parallel", False):
+            raise _core.LayoutError(
+                f"{name}: tensor_model_parallel is True, but the family "
+                f"{self.spec.family.name!r} takes it as whole on every rank"
+            )
+        start = (0,) * len(shape)
+        axes = tuple(range(len(shape)))
+        return [(start, shape, start)], [(target, "", shape, start, start, shape, axes, 0)]
+
+    def _cut(self, rule: Rule, name: str, shape: tuple[int, ...]) -> Cut:
+        cut = self.ranks.expert_tensor if ".mlp.experts." in rule.name else self.ranks.tensor
+        axis = rule.shaped_dimension
+        if axis < 0 or len(shape) <= axis or not shape[axis]:
+            return cut
+        whole = self._expand(rule, name, shape, 1).shape[axis]
+        parts, rest = divmod(whole, shape[axis])
+        if rest or not parts or cut.ranks % parts:
+            return cut
+        return Cut(cut.rank * parts // cut.ranks, parts)
+
+    def _plan(self, rule: Rule, name: str, shape: tuple[int, ...], duplicated: bool) -> _Plan:
+        cut = self._cut(rule, name, shape)
+        expansion = self._expand(rule, name, shape, cut.ranks)
+        try:
+            whole = expansion.place(ALONE, self.ranks.expert)
+            if duplicated and shape == _stored(rule, whole.shape):
+                return _Plan(expansion, whole, cut, duplicated=True)
+            share = expansion.place(cut, self.ranks.expert)
+            if shape == _stored(rule, share.shape):
+                return _Plan(expansion, share, cut, duplicated=False)
+        except _core.LayoutError as error:
+            raise _core.LayoutError(f"{name}: shape {expansion.shape}: {error}") from None
+        kind = "expert-tensor" if ".mlp.experts." in rule.name else "tensor"
+        raise _core.LayoutError(
+            f"{name}: local shape {shape} != {_stored(rule, share.shape)}, the share of the whole "
+            f"{_stored(rule, expansion.shape)} over {cut.ranks} {kind}-parallel ranks"
+            f"{self._groups(rule)}"
+        )
+
+    def _groups(self, rule: Rule) -> str:
+        """What the shape of a rule's parameters goes by that is not in them."""
+        if "g" not in rule.parsed.names:
+            return ""
+        sizes, fields = self.spec.sizes, " or ".join(FIELDS["g"])
+        return f", with {sizes['heads']} attention heads in {sizes['g']} query groups ({fields})"
+
+    def _expand(self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int) -> Expansion:
+        """The rule with this model's sizes; an inferred axis takes what the known ones leave."""
+        found = self.spec.family.expand(rule, name, self.spec.sizes)
+        dimension = rule.inferred_dimension
+        if dimension < 0 or len(shape) <= dimension:
+            return found
+        ranks = ranks if rule.inferred_cut else 1
+        inferred = rule.inferred(self.spec.sizes, shape[dimension] * ranks)
+        if inferred is None:
+            raise _core.LayoutError(
+                f"{name}: local shape {shape} over {ranks} tensor-parallel ranks has "
+                f"{shape[dimension] * ranks} rows, which are fewer than the "
+                f"{found.shape[dimension]} of the configuration, or not a multiple"
+            )
+        return rule.expand(self.spec.sizes, inferred)
+
+
+class _Plan:
+    """What all parameters of one rule and shape have in common on this rank."""
+
+    def __init__(
+        self, expansion: Expansion, placement: ShardPlacement, cut: Cut, duplicated: bool
+    ) -> None:
+        self.rule = expansion.rule
+        self.placement = placement
+        self.ranks = cut.ranks
+        self.duplicated = duplicated
+        self.pieces = [piece for piece in expansion.pieces if placement.meets(piece)]
+        whole = _stored(self.rule, expansion.place(ALONE, ALONE).shape)
+        extents = zip(_stored(self.rule, placement.shape), whole, strict=True)
+        self.cut_dimensions = [axis for axis, (a, b) in enumerate(extents) if a != b]
+
+
+def _stored(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that Megatron gives a parameter whose view has `shape`."""
+    if rule.stored is None:
+        return shape
+    return tuple(math.prod(shape[axis] for axis in axes) for axes in rule.stored)
+
+
+def _check_attributes(name: str, tensor: Tensor, plan: _Plan) -> None:
+    """Compares what Megatron says of a parameter with what its shape says."""
+    parallel = getattr(tensor, "tensor_model_parallel", None)
+    dimension = getattr(tensor, "partition_dim", None)
+    if plan.ranks == 1 or not plan.cut_dimensions or plan.duplicated:
+        return
+    if parallel is False and dimension == -1:
+        return  # what Megatron gives to all that nobody has described
+    # Grouped experts' biases have no mark where experts are cut.
+    if parallel is False and not (".experts." in name and ".bias" in name):
+        raise _core.LayoutError(
+            f"{name}: its shape is cut over {plan.ranks} ranks, but tensor_model_parallel is False"
+        )
+    # Experts' second layer: under TransformerEngine it reports 0 on Megatron-Core 0.16.
+    known = ".experts." in name and ".linear_fc2." in name
+    if parallel and dimension not in (None, -1, *plan.cut_dimensions) and not known:
+        raise _core.LayoutError(
+            f"{name}: partition_dim is {dimension}, but its shape is cut along dimension "
+            f"{plan.cut_dimensions[0]} over {plan.ranks} ranks"
+        )
