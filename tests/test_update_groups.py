@@ -283,20 +283,17 @@ def test_a_collective_that_does_not_start_names_who_is_gone() -> None:
 
 
 def test_a_group_may_be_closed_while_a_collective_starts() -> None:
-    class Closing(Collectives):
-        """Is closed by another thread whenever the group has been looked at."""
+    class Closing(list[Any]):
+        """Is emptied by the thread that closes a group, when it has been looked at."""
 
-        @property
-        def _group(self) -> Any:
-            held, self.held = self.held, None
-            return held
+        def __getitem__(self, place: Any) -> Any:
+            self.clear()
+            return super().__getitem__(place)
 
-        @_group.setter
-        def _group(self, group: Any) -> None:
-            self.held = group
-
-    with pytest.raises(wsync.PeerClosedError):
-        Closing(Broken(), whole="group g", member="a member of group g").start("broadcast")
+    group = Collectives(Broken(), whole="group g", member="a member of group g")
+    group._held = Closing(group._held)
+    with pytest.raises(wsync.StateError, match="the group of group g is closed"):
+        group.start("broadcast")
 
 
 def test_torch_does_not_end_a_process_whose_nccl_group_has_lost_a_member(
@@ -374,6 +371,25 @@ def test_a_group_whose_end_takes_long_keeps_nobody(monkeypatch: pytest.MonkeyPat
     assert not ended.is_set()
     let_go.set()
     assert ended.wait(PATIENCE)
+
+
+def test_an_error_that_is_kept_keeps_no_member_waiting() -> None:
+    """A member is gone; the others learn that when the one who sends has left, too."""
+    store = Store(PATIENCE)
+    place = Rendezvous("localhost", store.port, 3)
+    with ThreadPoolExecutor(3) as pool:
+        make = lambda rank: UpdateGroup(place, rank, timeout=PATIENCE)  # noqa: E731
+        trainer, gone, waits = pool.map(make, range(3))
+        gone.close()
+        waiting = pool.submit(waits.broadcast, [torch.zeros(1 << 20)] * 4)
+        with pytest.raises(wsync.PeerClosedError) as kept:
+            trainer.broadcast([torch.zeros(1 << 20)] * 4)
+        trainer.close()
+        with pytest.raises(wsync.PeerClosedError):
+            waiting.result(PATIENCE / 2)
+        waits.close()
+    store.close()
+    assert kept.value.__traceback__ is not None
 
 
 class Interrupted:

@@ -12,6 +12,14 @@ from wsync.machine.deadline import LEAVE_SECONDS, POLL_SECONDS, Check, Deadline
 from wsync.machine.fork_guard import lasting
 
 
+class Collective:
+    """One that was started.  `work`: torch's, which keeps the group's connections; nobody else has
+    it, because an error keeps the frames that it has passed, and all that these hold."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+
 class Collectives:
     """The collectives that one member starts in a process group.
 
@@ -29,10 +37,10 @@ class Collectives:
         lasting(group)
         self._lingers = lingers
         self._whole, self._member = whole, member
-        self._underway: set[Any] = set()  # what was started, and not seen to end
+        self._underway: set[Collective] = set()  # what was started, and not seen to end
         self._broken = False
 
-    def start(self, name: str, *arguments: Any) -> Any:
+    def start(self, name: str, *arguments: Any) -> Collective:
         """Starts the backend's collective of that name; `finish` waits for it.
 
         Raises:
@@ -43,8 +51,8 @@ class Collectives:
         if not held:
             raise self._closed()
         try:
-            work = getattr(held[0], name)(*arguments)
-            self._underway.add(work)
+            started = Collective(getattr(held[0], name)(*arguments))
+            self._underway.add(started)
         except RuntimeError as error:
             self._broken = True  # who knows what that leaves behind
             raise self._gone(error) from error
@@ -53,14 +61,14 @@ class Collectives:
                 raise self._closed() from None
             self._broken = True
             raise
-        return work
+        return started
 
     def _closed(self) -> _core.StateError:
         return _core.StateError(f"the group of {self._whole} is closed")
 
     def finish(
         self,
-        work: Any,
+        started: Collective,
         timeout: float,
         check: Check | None = None,
         verdict: Check | None = None,
@@ -71,9 +79,10 @@ class Collectives:
         Raises:
             DeadlineError: it is not complete after `timeout` seconds.
             PeerClosedError: a member is gone.
+            StateError: after close.
         """
         deadline, look, pause = Deadline(timeout), Deadline(POLL_SECONDS), 2e-5
-        while not work.is_completed():
+        while not _is_over(started.work):
             if not look.left:
                 look = Deadline(POLL_SECONDS)
                 if check is not None:
@@ -82,7 +91,10 @@ class Collectives:
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
         # a failed one has ended as well, and keeps no thread of a backend that does not linger
-        self._underway.discard(work)
+        self._underway.discard(started)
+        work, started.work = started.work, None
+        if work is None:
+            raise self._closed()
         try:
             work.wait()
         except RuntimeError as error:
@@ -90,6 +102,8 @@ class Collectives:
             if verdict is not None:
                 verdict()
             raise self._gone(error) from error
+        finally:
+            del work
 
     def _gone(self, error: RuntimeError) -> _core.PeerClosedError:
         return _core.PeerClosedError(f"{self._member} is gone: {first_line(error)}")
@@ -98,9 +112,12 @@ class Collectives:
         """Leaves the group.  Its end, which is waited for for a moment, or not at all where it
         waits for a collective that is stuck, keeps nobody but a thread."""
         held, self._held = self._held, []
+        underway = list(self._underway)
         # only its end gives up what is stuck in a group that lingers
-        before = set() if self._lingers else set(self._underway)
-        ending = threading.Thread(target=_end, args=(held, before), daemon=True, name="wsync-group")
+        before = [] if self._lingers else underway
+        ending = threading.Thread(
+            target=_end, args=(held, before, underway), daemon=True, name="wsync-group"
+        )
         ending.start()
         if not (self._underway or self._broken):
             ending.join(LEAVE_SECONDS)
@@ -110,14 +127,20 @@ _turn: Final = threading.Lock()
 _ending: Final = set[threading.Thread]()
 
 
-def _end(held: list[Any], before: set[Any]) -> None:
-    """Lets a group go, after these collectives of it."""
-    while not all(work.is_completed() for work in before):
+def _end(held: list[Any], before: list[Collective], underway: list[Collective]) -> None:
+    """Lets a group go, after some of the collectives that are under way, and all of these."""
+    while not all(_is_over(each.work) for each in before):
         time.sleep(POLL_SECONDS)
     with _turn:
         _ending.add(threading.current_thread())
+    for each in underway:
+        each.work = None
     held.clear()
     _ending.discard(threading.current_thread())
+
+
+def _is_over(work: Any) -> bool:
+    return work is None or bool(work.is_completed())
 
 
 @atexit.register
