@@ -187,12 +187,29 @@ def test_changes_on_several_meshes_are_refused(four: Ranks, how: str, change: st
 
 
 @pytest.mark.parametrize("how", ["smaller mesh", "smaller mesh, dim1"])
+@pytest.mark.parametrize("change", ["row", "local row"])
 def test_a_change_whose_shard_is_not_on_a_rank_that_has_it_is_refused(
-    four: Ranks, how: str
+    four: Ranks, how: str, change: str
 ) -> None:
-    for (before, changed, after), _ in four.run(cases.unsharded_errors, how, "row"):
+    for (before, changed, after), _ in four.run(cases.unsharded_errors, how, change):
         assert (before, after) == ("", "")
         assert UNSHARDED in changed
+
+
+@pytest.mark.parametrize("passed", [True, False])
+@pytest.mark.parametrize("how", ["assigned", "swapped", "set", "loaded", "converted", "copied"])
+def test_what_was_replaced_is_sent_where_fsdp2_goes_on_with_it(
+    two: Ranks, how: str, passed: bool
+) -> None:
+    for said, goes_on in two.run(cases.replaced_errors, how, passed):
+        assert ("0.weight: was replaced, and FSDP2 goes on with the one" in said) != goes_on, said
+
+
+def test_what_an_inference_pass_has_gathered_is_given_back(four: Ranks) -> None:
+    """Torch counts no writes to it."""
+    how = "smaller mesh, inference"
+    for errors, _ in four.run(cases.unsharded_errors, how, "nothing"):
+        assert errors == ["", "", ""]
 
 
 def test_parameters_of_fsdp1_that_it_does_not_have_yet_or_cannot_take_are_refused(

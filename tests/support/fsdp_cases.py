@@ -357,26 +357,65 @@ def left_whole(how: str) -> Any:
 
 
 @torch.no_grad()
+def replaced_errors(how: str, passed: bool) -> tuple[str, bool]:
+    """What is said of a parameter that was replaced while its module is sharded, perhaps before the
+    first pass; and whether the next pass goes on with it."""
+    count = dist.get_world_size()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4 * count, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (count,)))
+    layout = wsync.fsdp.layout(model)
+    if passed:
+        model(torch.ones(2, 4))
+    layout.bind()
+    weight = model[0].weight
+    fives = torch.full(weight.shape, 5.0)
+    new = distribute_tensor(fives, weight.device_mesh, weight.placements)
+    if how == "assigned":
+        model[0].weight = torch.nn.Parameter(new)
+    elif how == "swapped":
+        torch.utils.swap_tensors(weight, torch.nn.Parameter(new))
+    elif how == "set":
+        weight._local_tensor.set_(new._local_tensor)
+    elif how == "loaded":
+        model.load_state_dict({"0.weight": new}, assign=True)
+    elif how == "converted":
+        weight.copy_(new)
+        model.double().float()
+    elif how == "copied":
+        weight.copy_(new)
+    said = error_of(layout.bind)
+    return said, bool((model(torch.ones(2, 4)) == 20).all())
+
+
+@torch.no_grad()
 def unsharded_errors(how: str, change: str) -> tuple[list[str], list[float]]:
     """What is said after an evaluation pass, after one and a change, and once more; and the values
     that are sent after a pass that follows."""
     model = left_whole(how)
     layout = wsync.fsdp.layout(model)
-    model(torch.ones(2, 4))
+    without_gradients = torch.inference_mode if "inference" in how else torch.no_grad
+    with without_gradients():
+        model(torch.ones(2, 4))
     said = [error_of(layout.bind)]
-    model(torch.ones(2, 4))
+    with without_gradients():
+        model(torch.ones(2, 4))
     weight = model[0].weight
     if change == "written":
         weight.fill_(5)
-    elif change == "row":
+    elif "row" in change:
         added = torch.zeros(weight.shape).index_fill(0, torch.tensor([2]), 50)
-        weight.add_(distribute_tensor(added, weight.device_mesh, weight.placements))
+        added = distribute_tensor(added, weight.device_mesh, weight.placements)
+        if "local" in change:
+            weight.to_local().add_(added.to_local())
+        else:
+            weight.add_(added)
     elif change == "data":
         weight.data.fill_(5)
     elif change == "assigned":
         model[0].weight = torch.nn.Parameter(torch.full_like(weight, 5))
     said += [error_of(layout.bind), error_of(layout.bind)]
-    model(torch.ones(2, 4))  # on all ranks, or it would wait
+    with without_gradients():
+        model(torch.ones(2, 4))  # on all ranks, or it would wait
     return said, layout.tensors()[0].unique().tolist()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from wsync import _core
@@ -17,36 +17,60 @@ def is_fsdp2(module: Any) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def reshard(units: Iterable[tuple[str, Any]]) -> None:
+def reshard(units: Sequence[tuple[str, Any]]) -> None:
     """Has FSDP2 modules hold their shards.
 
-    Raises StateError where what a pass has left gathered differs from them.  All are resharded
-    nevertheless: not every rank sees a difference, and modules that are sharded on some ranks only
-    wait for each other in the next pass.
+    Raises StateError where what a pass has left gathered differs from them, or what a module holds
+    is not what passes gather.  All are resharded nevertheless: not every rank sees a difference,
+    and modules that are sharded on some ranks only wait for each other in the next pass.
     """
-    changed = ""
-    for path, unit in units:
-        changed = changed or _changed_part(path, unit)
-        unit.reshard()
-    if changed:
-        raise _core.StateError(
-            f"{changed}: differs from its shard, though FSDP2 had it gathered since a pass: it was "
-            "changed while it was gathered, which resharding undoes (it has now been done), or its "
-            "shard was. Call reshard() of FSDP2's modules before parameters are changed"
-        )
+    try:
+        wrong = next((text for path, unit in units if (text := _difference(path, unit))), "")
+    finally:
+        for _, unit in units:
+            unit.reshard()
+    if wrong:
+        raise _core.StateError(wrong)
 
 
-def _changed_part(path: str, unit: Any) -> str:
-    """The name of a parameter of a module that is not what its shard says, or ""."""
+def _difference(path: str, unit: Any) -> str:
+    """Which parameter of a module is another one than FSDP2 goes on with, or ""."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # several, in newer versions
     for group in [state._fsdp_param_group] if groups is None else groups:
-        for parameter in () if group is None or group.is_sharded else group.fsdp_params:
-            if not _is_kept(parameter, group.is_unsharded):
-                info = parameter._module_info
-                inside = next((n for n, part in unit.named_modules() if part is info.module), "")
-                return plain_name(joined(path, inside, info.param_name))
+        for parameter in () if group is None else group.fsdp_params:
+            if group.is_sharded:
+                # before its first pass it takes on what was replaced
+                if getattr(group, "_reset_sharded_params", True) and not _is_its_own(parameter):
+                    return (
+                        f"{_name(path, unit, parameter)}: was replaced, and FSDP2 goes on with the "
+                        "one that it knows: write to that one (copy_), or use load_state_dict()"
+                    )
+            elif not _is_kept(parameter, group.is_unsharded):
+                return (
+                    f"{_name(path, unit, parameter)}: differs from its shard, though FSDP2 had it "
+                    "gathered since a pass: it was changed while it was gathered, which resharding "
+                    "undoes (it has now been done), or its shard was. Call reshard() of FSDP2's "
+                    "modules before parameters are changed"
+                )
     return ""
+
+
+def _name(path: str, unit: Any, parameter: Any) -> str:
+    info = parameter._module_info
+    inside = next((name for name, part in unit.named_modules() if part is info.module), "")
+    return plain_name(joined(path, inside, info.param_name))
+
+
+def _is_its_own(parameter: Any) -> bool:
+    """Whether a module holds the shard that passes gather."""
+    info, known = parameter._module_info, parameter.sharded_param
+    if info.module._parameters.get(info.param_name) is not known:
+        return False
+    gathered, shard = parameter._sharded_param_data, known._local_tensor
+    if hasattr(shard, "fsdp_pre_all_gather") or not shard.numel():
+        return True
+    return bool(gathered.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr())
 
 
 def _is_kept(parameter: Any, whole: bool) -> bool:
@@ -59,9 +83,9 @@ def _is_kept(parameter: Any, whole: bool) -> bool:
     shard = parameter.sharded_param._local_tensor
     if held is None or hasattr(shard, "fsdp_pre_all_gather"):
         return True  # made of the shards
-    if held.shape != parameter.sharded_param.shape or (not whole and held._version):
+    if held.shape != parameter.sharded_param.shape or (not whole and _writes(held)):
         return False
-    mine, kept = shard.detach(), getattr(held, "_local_tensor", held).detach()
+    mine, kept = shard.detach(), _local(held).detach()
     each = parameter.padded_sharded_param_size[dimension]
     first = each * getattr(parameter.mesh_info, "shard_mesh_rank", 0)
     start = 0  # of what is gathered
@@ -78,3 +102,13 @@ def _is_kept(parameter: Any, whole: bool) -> bool:
     mine = mine.narrow(dimension, low - first, count)
     kept = kept.narrow(dimension, low - start, count)
     return same_bytes(kept, mine.to(kept.device, kept.dtype))
+
+
+def _writes(tensor: Any) -> int:
+    """How many writes torch has counted; of what an inference pass has made, it counts none, and
+    refuses most."""
+    return sum(each._version for each in (tensor, _local(tensor)) if not each.is_inference())
+
+
+def _local(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)
