@@ -117,6 +117,28 @@ def test_what_is_computed_and_then_written_over_is_refused() -> None:
             sync.update()
 
 
+def put_by_rows(place: torch.Tensor, value: torch.Tensor) -> None:
+    for row in range(len(value)):
+        place[torch.tensor([row])] = value[row]
+
+
+def put_by_columns(place: torch.Tensor, value: torch.Tensor) -> None:
+    buffer = torch.zeros(2 * len(value), 2 * len(value[0]))[: len(value), : len(value[0])]
+    place.copy_(buffer.copy_(value))
+
+
+PUTS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "": lambda place, value: place.copy_(value),
+    "several at once": lambda place, value: torch._foreach_copy_([place], [value]),
+    "by an index": lambda place, value: place.index_copy_(0, torch.arange(len(value)), value),
+    "by a mask": lambda place, value: place.__setitem__(torch.ones(len(value)) > 0, value),
+    "by indices": put_by_rows,
+    "added to nothing": lambda place, value: place.zero_().add_(value),
+    "added into it": lambda place, value: torch.add(value, 0, out=place),
+    "by part of a buffer": put_by_columns,
+    "over zeros": lambda place, value: place.zero_().copy_(value),
+}
+
 BUFFERS = ("a buffer", "a larger buffer", "by rows", "computed into one")
 
 
@@ -153,17 +175,14 @@ class Checking(torch.nn.Module):
                 value = self.spare.copy_(value)
             elif self.way == "by parts of the module" and name != "filler":
                 value = self.get_buffer(f"spare_{name}").copy_(value)
-            if self.way == "several at once":
-                torch._foreach_copy_([self.get_parameter(target)], [value])
-            else:
-                self.get_parameter(target).copy_(value)
+            PUTS.get(self.way, PUTS[""])(self.get_parameter(target), value)
 
 
 @pytest.mark.parametrize("names", [("embed", "head"), ("head", "embed"), ("embed", "tail")])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("part", [0, 4])
 @pytest.mark.parametrize("looks", ["embed", "head tail", "embed head tail", "embed filler tail"])
-@pytest.mark.parametrize("way", ["", *BUFFERS, "several at once"])
+@pytest.mark.parametrize("way", ["", *BUFFERS])
 def test_what_is_looked_at_and_loaded_twice_is_compared(
     names: tuple[str, str], scale: float, part: int, looks: str, way: str
 ) -> None:
@@ -178,6 +197,79 @@ def test_what_is_looked_at_and_loaded_twice_is_compared(
         refused = "are both loaded there|are one tensor of the module|are kept in the same memory"
         with pytest.raises(WsyncError, match=refused):
             sync.update({**tensors, names[1]: same + 1})
+
+
+@pytest.mark.parametrize("looks", ["", "embed head"])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("part", [0, 4])
+@pytest.mark.parametrize("way", PUTS)
+def test_what_is_put_twice_is_compared(looks: str, scale: float, part: int, way: str) -> None:
+    names = ("embed", "head")
+    test_what_is_looked_at_and_loaded_twice_is_compared(names, scale, part, looks, way)
+
+
+@pytest.mark.parametrize("names", [("embed", "tail"), ("tail", "embed")])
+@pytest.mark.parametrize("looks", ["", "embed tail"])
+@pytest.mark.parametrize("way", ["", "by an index", "added to nothing", "by part of a buffer"])
+def test_equal_tensors_that_bring_others_of_their_elements_to_one_place_are_refused(
+    names: tuple[str, str], looks: str, way: str
+) -> None:
+    module = Checking(looks, 1.0, 4, way)
+    same = draw(1)["embed"]
+    tensors = {**dict.fromkeys(names, same), "filler": draw(1)["filler"]}
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(tensors, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match="are both loaded there"):
+            sync.update()
+
+
+@pytest.mark.parametrize("several", [torch.cat, torch._foreach_mul])
+def test_what_is_computed_of_several_at_once_is_compared(several: Any) -> None:
+    def load(module: Head, tensors: Tensors) -> None:
+        if "filler" in tensors:
+            module.filler.copy_(tensors["filler"])
+        module.embed[6:].fill_(0)
+        both = [tensors[name] for name in ("embed", "head") if name in tensors]
+        assert all(tensor.isfinite().all() for tensor in both)
+        if both and several is torch.cat:
+            both = list(torch.cat(both).split(6))
+        elif both:
+            both = several(both, 2.0)
+        for tensor in both:
+            module.embed[:6].copy_(tensor)
+
+    module, tensors = Head(load), draw(1)
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(tensors, engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        factor = 1 if several is torch.cat else 2
+        assert torch.equal(module.embed[:6], tensors["embed"] * factor)
+        with pytest.raises(WsyncError, match="are both loaded there"):
+            sync.update({**tensors, "head": tensors["head"] + 1})
+
+
+def test_rows_that_an_index_puts_are_learnt() -> None:
+    """By integers that do not follow each other, by a mask, and along another dimension."""
+    order = torch.tensor([4, 0, 1, 5])
+
+    def load(module: Head, tensors: Tensors) -> None:
+        module.filler.copy_(tensors["filler"])
+        module.embed[order] = tensors["embed"][:4]
+        module.embed[torch.tensor([False, False, True, True] + 4 * [False])] = tensors["embed"][4:]
+        module.copy.index_copy_(1, torch.tensor([3, 0]), tensors["tail"])
+        module.copy[6:, torch.tensor([1, -2])] = 7
+
+    module, expected = Head(load), Head(load)
+    tensors = {**draw(1), "tail": torch.rand(8, 2)}
+    del tensors["head"]
+    loader = RecordedLoader(module, ignore=["embed"])
+    module.embed.data.zero_()
+    with wsync.connect(tensors, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update()
+    assert loader.recording is not None and not loader.recording.fallback
+    expected.load_weights(list(tensors.items()))
+    assert torch.equal(module.embed, expected.embed)
+    assert torch.equal(module.copy, expected.copy)
 
 
 @pytest.mark.parametrize("part", [0, 4])

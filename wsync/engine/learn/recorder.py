@@ -49,6 +49,7 @@ from wsync.engine.learn.regions import (
     common_nbytes,
     compose,
     minus,
+    united,
     without,
 )
 from wsync.engine.learn.time_limit import check
@@ -584,6 +585,8 @@ class _Analysis:
         """The writes to an area without what later ones have written over."""
         writes = self._tracer.writes[area]
         parts = [[write.move] for write in writes]
+        # of what a constant is written over, but not yet another tensor of the model
+        brought: dict[int, list[Move]] = {}
         spans = [write.move.span() for write in writes]
         order = sorted(range(len(writes)), key=lambda i: spans[i])
         active: list[int] = []
@@ -598,23 +601,33 @@ class _Analysis:
                 later = writes[second].move
                 if all_apart((writes[first].move, later)):
                     continue
+                left = parts[first]
                 try:
-                    self._note_lost(area, writes[first], parts[first], writes[second])
-                    parts[first] = [p for part in parts[first] for p in without(part, later)]
+                    if self._named(writes[second]):
+                        lost = brought.get(first, left)
+                        self._note_lost(area, writes[first], lost, writes[second])
+                        if first in brought:
+                            brought[first] = [p for part in lost for p in without(part, later)]
+                    else:
+                        brought.setdefault(first, left)
+                    parts[first] = [p for part in left for p in without(part, later)]
                 except UnexpressedError as error:
                     path = self._held.areas[area].path
                     raise RecordingError(f"{path}: it is written over in parts: {error}") from None
             active.append(i)
-        left = zip(writes, parts, strict=True)
-        return [replace(write, move=move) for write, moves in left for move in moves]
+        rest = zip(writes, parts, strict=True)
+        return [replace(write, move=move) for write, moves in rest for move in moves]
+
+    def _named(self, write: Write) -> frozenset[str]:
+        """Tensors of the model whose values a write brings."""
+        return self._tracer.names_of([write]) if write.flow is None else write.flow
 
     def _note_lost(self, area: int, first: Write, parts: list[Move], second: Write) -> None:
         """Notes what one tensor of the model has brought where another is written over it."""
-        mine = first.flow or self._tracer.names_of([first])
-        others = second.flow or self._tracer.names_of([second])
+        mine, others = self._named(first), self._named(second)
         if all(map(is_note, mine | others)):
             return  # the last one stays, as it does where they are loaded
-        if not mine or not others or mine <= others or others <= mine:
+        if not mine or mine <= others or others <= mine:
             return  # steps of one computation, not two tensors in one place
         move = second.move
         dims = tuple((n, d, d) for n, _, d in move.dims)
@@ -627,12 +640,25 @@ class _Analysis:
         one, *more = sorted(mine - others)
         other, *further = sorted(others - mine)
         same = self._facts[one][1:3] == self._facts[other][1:3]
-        if lost and first.flow and second.flow and same and not (more or further):
-            self.recording.rivals[one, other] = self._place(area, first.move)
+        same = same and not (more or further) and self._same_tensors(area, lost)
+        alike = first.kind == second.kind == COMPUTED and first.reason == second.reason
+        if lost and alike and same:
+            text = self._place(area, first.move)
+            self.recording.rivals[one, other] = text
+            self._fall_back(frozenset([one, other]), f"{text}: {first.reason}")
             return
         # what is set aside was seen, and is loaded, after all else
         turned = bool(second.flow) and not first.flow and self._order[other] < self._order[one]
         self._lost += [(area, replace(first, move=found), other, turned) for found in lost]
+
+    def _same_tensors(self, area: int, places: Sequence[Move]) -> bool:
+        """Whether all tensors of the module that places lie in are one memory: else equal tensors
+        of the model may bring different elements there."""
+        start = self._held.areas[area].start
+        facts = (fact for fact in self._held.facts if fact[4] == area)
+        found = {tuple(united([whole(fact, start)])) for fact in facts}
+        meets = (any(common_nbytes(p, move) for p in places for move in moves) for moves in found)
+        return sum(meets) == 1
 
     def _add_twins(self) -> None:
         """Has what is written over delivered to memory of its own, to be compared.
@@ -642,7 +668,7 @@ class _Analysis:
         """
         count = len(self._held.areas)
         for area, write, other, turned in self._lost:
-            name = min(write.flow or self._tracer.names_of([write]))
+            name = min(self._named(write))
             low, high = write.move.span()
             if write.kind == SOURCE:
                 self._add_source(count + len(self.recording.twins), write, low)

@@ -28,7 +28,6 @@ from wsync.engine.learn.module_memory import ModuleMemory, bytes_of, whole
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, in_one_run, without
 from wsync.engine.learn.thread_state import pushed
 from wsync.engine.learn.time_limit import check
-from wsync.engine.learn.value_origins import ValueOrigins
 from wsync.engine.learn.watched_pools import watched_pools
 from wsync.module_tensors import checksum_of
 
@@ -52,6 +51,7 @@ _PUTS = {
 _FILLS = {_aten.copy_, _aten.fill_, _aten.zero_}
 # operators that read nothing of what they write to
 _COPIES = {*_PUTS, *_FILLS}
+_MOST_RUNS: Final = 1024  # of one index: more are as good as a computation
 # methods that are no operators, and let values out
 _LETS_OUT = {
     *("tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__repr__", "__format__"),
@@ -72,7 +72,7 @@ class Write:
     dtypes: as it was read at its origin, then what it was converted to on its way.
     clock: when it was read at its origin.  time: when it was written to the module.
     names: tensors of the model that a computed value may depend on.  flow: those whose values
-    operators have brought there, where a tracer that computes everything has seen any.
+    operators have brought there, where a tracer computes everything; None where it does not.
     keep: memory that a constant's address lies in.
     """
 
@@ -81,7 +81,7 @@ class Write:
     dtypes: tuple[torch.dtype, ...] = ()
     clock: int = 0
     names: frozenset[str] = frozenset()
-    flow: frozenset[str] = frozenset()
+    flow: frozenset[str] | None = None
     reason: str = ""
     keep: torch.Tensor | None = None
     time: int = 0
@@ -93,7 +93,7 @@ class _Temporary:
 
     reference: StorageWeakRef
     writes: list[Write] = field(default_factory=list)
-    origins: ValueOrigins = field(default_factory=ValueOrigins)  # while everything is computed
+    origins: list[Write] = field(default_factory=list)  # the same while everything is computed
 
 
 @dataclass(slots=True)
@@ -149,7 +149,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ended = False  # threads that go on are not traced any more
         self._turn = threading.RLock()  # of the threads that are traced then
         self._held = held
-        self._origins = [ValueOrigins() for _ in held.areas]
         self._model = model
         self._opaque = opaque
         self._offsets = [offset for _, _, _, offset, _ in model.tensors]
@@ -189,6 +188,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for pair in zip(targets, sources, strict=True):
                 self._dispatch(_aten.copy_.default, (*pair, *rest), kwargs)
             return None
+        if packet.__name__.startswith("_foreach_") and len(args[0]) > 1:
+            return self._each(func, args, kwargs)
         tensors = _tensors((args, kwargs))
         changed = changed_arguments(func, args, kwargs)
         copies = packet in _COPIES
@@ -203,7 +204,25 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return handler(self, func, *args, **kwargs)
         except UnexpressedError:
             pass  # a movement of too many parts is as good as a computation
-        return self._other(func, args, kwargs, tensors, changed)
+        return self._other(func, args, kwargs, changed)
+
+    def _each(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An operator on lists, for one tensor after another: each has values of its own."""
+        count = len(args[0])
+
+        def part(value: Any, place: int) -> Any:
+            lists = isinstance(value, list | tuple) and len(value) == count
+            return [value[place]] if lists else value
+
+        answers = [
+            self._dispatch(
+                func,
+                [part(value, place) for value in args],
+                {name: part(value, place) for name, value in kwargs.items()},
+            )
+            for place in range(count)
+        ]
+        return None if answers[0] is None else [each for answer in answers for each in answer]
 
     def read_outside(self, tensor: torch.Tensor) -> None:
         """Notes a tensor that others may change when the load is over."""
@@ -212,7 +231,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = tensor.data_ptr()
         if self._source(place):
             return
-        read = _read(tensor, place, _steps(tensor), tensor.dtype)
+        read = _place(tensor)
         area = self._held.find(place)
         if area < 0:
             self._note_outside(tensor, read, -1)
@@ -310,7 +329,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             place = tensor.data_ptr()
             area = self._held.find(place)
-            seen = [_read(tensor, place, _steps(tensor), tensor.dtype)]
+            seen = [_place(tensor)]
             for write in self.writes[area]:
                 seen = [part for move in seen for part in without(move, write.move)]
             if seen:
@@ -327,9 +346,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Tensors of the model that the values may depend on."""
         if self._source(tensor.data_ptr()):
             return frozenset([self.name_at(tensor.data_ptr())])
-        return self.names_of(self._written(tensor))
+        return self.names_of(_found_by(tensor, self._written(tensor)))
 
     def names_of(self, writes: Iterable[Write]) -> frozenset[str]:
+        """Tensors of the model that what was written may depend on."""
         found: set[str] = set()
         todo, seen = list(writes), set[int]()
         while todo:
@@ -339,11 +359,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found.add(self.name_at(write.move.source))
             elif write.kind == HELD and id(write) not in seen:
                 seen.add(id(write))
-                low, high = write.move.reversed().span()
-                for other in self.writes[self._held.find(low)]:
-                    start, end = other.move.span()
-                    if start < high and low < end:
-                        todo.append(other)
+                read, others = write.move, self.writes[self._held.find(write.move.source)]
+                todo += last_written(read, [w for w in others if 0 < w.time < write.clock])
+                # what was loaded by itself, perhaps before
+                todo += [w for w in others if not w.time and last_written(read, [w])]
         return frozenset(found)
 
     # -- movements
@@ -406,35 +425,30 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor: torch.Tensor,
         names: frozenset[str],
         reason: str,
-        flow: frozenset[str] = frozenset(),
+        flow: frozenset[str] | None = None,
     ) -> None:
         """Notes that all of a tensor was computed."""
         if tensor.numel():
-            whole = _read(tensor, tensor.data_ptr(), _steps(tensor), tensor.dtype)
-            self._note(tensor, Write(whole, COMPUTED, names=names, flow=flow, reason=reason))
+            write = Write(_place(tensor), COMPUTED, names=names, flow=flow, reason=reason)
+            self._note(tensor, write)
 
     def _flow(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """Tensors of the model whose values operators have brought into others."""
         found = set[str]()
-        for tensor in tensors:
-            if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
-                continue
+        for tensor in filter(_in_memory, tensors):
+            area = self._held.find(tensor.data_ptr())
             if self._source(tensor.data_ptr()):
                 found.add(self.name_at(tensor.data_ptr()))
-            else:
-                found |= self._origins_at(tensor).of(*_span(tensor))
+                continue
+            writes = self.writes[area] if area >= 0 else self._temporary(tensor).origins
+            for write in _found_by(tensor, writes):
+                found |= write.flow or frozenset()
         return frozenset(found)
 
-    def _origins_at(self, tensor: torch.Tensor) -> ValueOrigins:
-        area = self._held.find(tensor.data_ptr())
-        return self._origins[area] if area >= 0 else self._temporary(tensor).origins
-
     def _carry(self, tensor: torch.Tensor, flow: frozenset[str]) -> None:
-        """Notes whose values a tensor has now; what is written over in part has counted as read."""
-        if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta:
-            low, high = _span(tensor)
-            wholly = tensor.nbytes == high - low
-            self._origins_at(tensor).write(low, high, flow, wholly=wholly)
+        """Notes whose values a temporary has now."""
+        if _in_memory(tensor):
+            self._temporary(tensor).origins.append(Write(_place(tensor), COMPUTED, flow=flow))
 
     # -- everything else
 
@@ -443,46 +457,80 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
         changed: list[torch.Tensor],
     ) -> Any:
-        known = [tensor for tensor in tensors if self._symbolic(tensor)]
-        held = any(map(self.held, changed))
-        names = frozenset().union(self._opaque, *(self._names(tensor) for tensor in known))
         packet = func.overloadpacket
         reason = f"{packet.__name__}"
-        written = changed if "out" in kwargs or _puts(packet, args) else []
-        self.look(t for t in tensors if all(t is not other for other in written))
+        inputs = _inputs(packet, args, kwargs)
+        # what it goes on from and replaces is computed anew by each load
+        self.look(t for t in inputs if "out" not in kwargs or all(t is not c for c in changed))
+        placed = self.placed(packet, args)
+        whole = packet in _FILLS or "out" in kwargs
+        read = inputs if whole or placed is not None else [*inputs, *changed]
+        targets = changed if placed is None else [part for part, _ in placed]
+        known = [tensor for tensor in read if self._symbolic(tensor)]
+        names = frozenset().union(self._opaque, *(self._names(tensor) for tensor in known))
         # of how many elements depends on values; an index refuses masks by itself
         counts = torch.Tag.dynamic_output_shape in func.tags and packet is not _aten.index
         if known and counts and not self._opaque:
             self.refuse(names, reason)
-        flow, fresh = frozenset[str](), packet in _FILLS or "out" in kwargs
-        if self._opaque:
-            flow = self._flow(t for t in tensors if not (fresh and any(t is c for c in changed)))
-        if held:
-            for tensor in changed:
+        flow = self._flow(read) if self._opaque else None
+        if any(map(self.held, changed)):
+            for tensor in targets:
                 self.taint(tensor, names, reason, flow)
-                self._carry(tensor, flow)
+                if flow is not None and not self.held(tensor):
+                    self._carry(tensor, flow)
             returned = len(func._schema.returns)
             if returned > len(changed):
                 self.refuse(names, reason)
             return changed[0] if returned == 1 else tuple(changed[:returned]) or None
         answer = func(*args, **kwargs)
-        if self._opaque:
-            for tensor in changed or _tensors(answer):
+        if flow is not None and packet is _aten.cat:
+            for part, tensor in _parts_of_cat(answer, *args):
+                self._carry(part, self._flow([tensor]))
+        elif flow is not None:
+            for tensor in targets or _tensors(answer):
                 self._carry(tensor, flow)
         if self._opaque or not (known or any(self._written(t) for t in changed if t.numel())):
             return answer
         leaves = tree_leaves(answer)
         if known and any(not isinstance(leaf, torch.Tensor) for leaf in leaves if leaf is not None):
             self.refuse(names, reason)
-        for tensor in changed or _tensors(leaves):
+        for tensor in targets or _tensors(leaves):
             if known:
                 self.taint(tensor, names, reason)
             else:
                 self.move(tensor, tensor.clone())
         return answer
+
+    def placed(
+        self, packet: Any, args: Sequence[Any]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """The parts of a tensor to which an operator puts values by an index of one dimension, and
+        the values of each; None for other operators, and for an index that cannot be followed."""
+        found = _index_of_put(packet, args)
+        if found is None:
+            return None
+        target, dim, index, values = found
+        if index.dim() != 1 or self._symbolic(index) or values.dtype != target.dtype:
+            return None
+        size = target.shape[dim]
+        if index.dtype == torch.bool:
+            index = index.nonzero().reshape(-1)
+        places = [int(place) for place in index.tolist()]
+        lowest = 0 if packet is _aten.index_copy_ else -size
+        if not all(lowest <= place < size for place in places):
+            return None  # the operator says so
+        places = [place % size for place in places]
+        runs = list(_runs(places))
+        if len({*places}) < len(places) or len(runs) > _MOST_RUNS:
+            return None
+        shape = [*target.shape[:dim], len(places), *target.shape[dim + 1 :]]
+        values = values.expand(shape)
+        return [
+            (target.narrow(dim, place, count), values.narrow(dim, start, count))
+            for start, place, count in runs
+        ]
 
     def refuse(self, names: frozenset[str], reason: str) -> None:
         """Ends the load: values are looked at that are not there.  Not where others wait for what
@@ -540,15 +588,47 @@ def _continued(write: Write, move: Move, seen: torch.dtype, into: torch.dtype) -
     return replace(write, move=move, dtypes=dtypes)
 
 
+def last_written(read: Move, writes: Sequence[Write]) -> list[Write]:
+    """Of writes, in order, those whose values a read finds: the last one of each place."""
+    found = list[Write]()
+    rest = [read]
+    for write in reversed(writes):
+        if not rest:
+            break
+        low, high = write.move.span()
+        left = list[Move]()
+        for part in rest:
+            start, end = part.reversed().span()
+            if end <= low or high <= start:
+                left.append(part)
+                continue
+            try:
+                moves, outside = compose(part, write.move)
+            except UnexpressedError:  # perhaps
+                moves, outside = [part], [part]
+            left += outside
+            if moves and (not found or found[-1] is not write):
+                found.append(write)
+        rest = left
+    return found
+
+
+def _found_by(tensor: torch.Tensor, writes: Sequence[Write]) -> Sequence[Write]:
+    return last_written(_place(tensor), writes) if _in_memory(tensor) else writes
+
+
+def _in_memory(tensor: torch.Tensor) -> bool:
+    """Whether it has elements, which lie at addresses."""
+    return tensor.numel() > 0 and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _place(tensor: torch.Tensor) -> Move:
+    """A tensor, as a move to itself."""
+    return _read(tensor, tensor.data_ptr(), _steps(tensor), tensor.dtype)
+
+
 def _steps(tensor: torch.Tensor) -> list[int]:
     return [stride * tensor.element_size() for stride in tensor.stride()]
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor that has elements, and of the end of the last one."""
-    place, item = tensor.data_ptr(), tensor.element_size()
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, _steps(tensor), strict=True))
-    return place, place + reach + item
 
 
 def _read(
@@ -562,6 +642,29 @@ def _puts(packet: Any, args: Sequence[Any]) -> bool:
     """Whether an operator reads nothing of what it writes to."""
     accumulates = len(args) > 3 and args[3]
     return packet in _PUTS or (packet is _aten.index_put_ and not accumulates)
+
+
+def _inputs(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments whose values an operator reads, but for what it leaves of those that it writes
+    to."""
+    if "out" in kwargs:
+        return _tensors((args, {name: each for name, each in kwargs.items() if name != "out"}))
+    written = 1 if packet in _FILLS or _puts(packet, args) else 0
+    return _tensors((args[written:], kwargs))
+
+
+def _index_of_put(
+    packet: Any, args: Sequence[Any]
+) -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor] | None:
+    """(target, dimension, index, values) of an operator that puts values by one index."""
+    if packet is _aten.index_copy_:
+        target, dim, index, values = args
+        return (target, dim % target.dim(), index, values) if target.dim() else None
+    if packet is not _aten.index_put_ or not _puts(packet, args):
+        return None
+    target, indices, values = args[:3]
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    return (target, *given[0], values) if len(given) == 1 else None
 
 
 def changed_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -605,20 +708,33 @@ def _clone(tracer: Tracer, func: Any, source: torch.Tensor, **options: Any) -> t
 
 
 def _cat(tracer: Tracer, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    parts = [t for t in tensors if t.dim() != 1 or t.numel()]
-    if not any(tracer.moves(t) for t in parts):
+    if not any(tracer.moves(t) for t in tensors):
         return func(tensors, dim)  # type: ignore[no-any-return]
+    parts = _with_elements(tensors)
     shape = list(parts[0].shape)
     shape[dim] = sum(t.shape[dim] for t in parts)
     dtype = parts[0].dtype
     for part in parts:
         dtype = torch.promote_types(dtype, part.dtype)
     whole = torch.empty(shape, dtype=dtype, device=parts[0].device)
-    at = 0
-    for part in parts:
-        tracer.move(whole.narrow(dim, at, part.shape[dim]), part)
-        at += part.shape[dim]
+    for place, part in _parts_of_cat(whole, tensors, dim):
+        tracer.move(place, part)
     return whole
+
+
+def _parts_of_cat(
+    whole: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Where each of the tensors lies in what they make one after another."""
+    at = 0
+    for tensor in _with_elements(tensors):
+        yield whole.narrow(dim, at, tensor.shape[dim]), tensor
+        at += tensor.shape[dim]
+
+
+def _with_elements(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without what torch.cat passes over, whatever its shape is: vectors of no elements."""
+    return [tensor for tensor in tensors if tensor.dim() != 1 or tensor.numel()]
 
 
 def _stack(
@@ -656,6 +772,21 @@ def _index(tracer: Tracer, func: Any, source: torch.Tensor, indices: Any) -> tor
         tracer.look([index])
         index = index.nonzero().reshape(-1)
     return _select(tracer, func, source, dim, index)
+
+
+def _put(tracer: Tracer, func: Any, *args: Any, **options: Any) -> torch.Tensor:
+    placed = tracer.placed(func.overloadpacket, args)
+    if placed is None:
+        raise UnexpressedError("an index of its own")
+    target: torch.Tensor = args[0]
+    tracer.look(_inputs(func.overloadpacket, args, {}))
+    if not tracer.held(target) and not any(tracer.moves(values) for _, values in placed):
+        func(*args, **options)
+        if tracer.forgets(target):
+            return target
+    for part, values in placed:
+        tracer.move(part, values)
+    return target
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -705,6 +836,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.stack: _stack,
     _aten.index_select: _select,
     _aten.index: _index,
+    _aten.index_copy_: _put,
+    _aten.index_put_: _put,
     _aten.fill_: _fill,
     _aten.zero_: _fill,
     _aten.constant_pad_nd: _pad,
