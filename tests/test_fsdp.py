@@ -205,6 +205,15 @@ def test_what_was_replaced_is_sent_where_fsdp2_goes_on_with_it(
         assert ("0.weight: was replaced, and FSDP2 goes on with the one" in said) != goes_on, said
 
 
+@pytest.mark.parametrize("layer", ["a", "b"])
+@pytest.mark.parametrize("gathered", [True, False])
+def test_a_weight_of_two_layers_is_looked_at_in_both(
+    two: Ranks, layer: str, gathered: bool
+) -> None:
+    for said in two.run(cases.untied_errors, layer, gathered):
+        assert ("differs from its shard" if gathered else "FSDP2 goes on with the one") in said
+
+
 def test_what_an_inference_pass_has_gathered_is_given_back(four: Ranks) -> None:
     """Torch counts no writes to it."""
     how = "smaller mesh, inference"

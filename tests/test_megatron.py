@@ -144,6 +144,14 @@ def test_parameters_that_are_gathered_by_the_next_forward_pass_are_refused(local
         assert "overlap_param_gather" in text and "disable_forward_pre_hook" in text
 
 
+def test_parameters_that_nobody_has_gathered_since_a_step_are_refused(local):
+    case = ("qwen3", TIED, {"tp": 2, "pp": 2}, {})
+    for said, unknown in local.run(cases.gathered_by_nobody, *case):
+        late = ["nobody has gathered them since" in text for text in said]
+        assert late == [False, True, True, False, True, False], said
+        assert unknown == []
+
+
 @pytest.mark.parametrize("what", ["module", "parameter"])
 def test_what_layers_share_is_delivered_under_each_name(local, what):
     for lacking in local.run(cases.shared_names, what):

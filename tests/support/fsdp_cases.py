@@ -387,6 +387,33 @@ def replaced_errors(how: str, passed: bool) -> tuple[str, bool]:
     return said, bool((model(torch.ones(2, 4)) == 20).all())
 
 
+class Tied(torch.nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.b.weight = self.a.weight
+
+    def forward(self, data: torch.Tensor) -> Any:
+        return self.b(self.a(data))
+
+
+@torch.no_grad()
+def untied_errors(layer: str, gathered: bool) -> str:
+    """What is said when one layer gets a weight of its own, while the weight is gathered or not."""
+    model = Tied()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    layout = wsync.fsdp.layout(model)
+    model(torch.ones(2, 4))
+    if not gathered:
+        layout.bind()
+    changed = getattr(model, layer)
+    changed.weight = torch.nn.Parameter(torch.full_like(changed.weight, 5.0))
+    return error_of(layout.bind)
+
+
 @torch.no_grad()
 def unsharded_errors(how: str, change: str) -> tuple[list[str], list[float]]:
     """What is said after an evaluation pass, after one and a change, and once more; and the values

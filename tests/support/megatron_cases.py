@@ -5,12 +5,14 @@ import functools
 import math
 import sys
 import types
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from support import megatron_reference as reference
+from support.errors import error_of
 
 import wsync.megatron
 from wsync import _core
@@ -258,6 +260,41 @@ def gathered_late(family, changes, parallel, options):
             hook.remove()
         mine.bind()
         return text
+
+
+def gathered_by_nobody(family, changes, parallel, options):
+    """What is said of a model in Megatron's wrapper when a step leaves parameters to be gathered:
+    before the first one, after it, while they are being gathered, and then; without
+    overlap_param_gather; and what Megatron's own groups set."""
+    with trained(family, changes, parallel, options) as (trainer, _):
+        from megatron.core.distributed import param_and_grad_buffer
+
+        class Wrapper(torch.nn.Module):
+            def __init__(self, module):
+                super().__init__()
+                self.module = module
+                self.ddp_config = SimpleNamespace(overlap_param_gather=True)
+                self.bucket_groups, self.expert_parallel_bucket_groups = [], [group]
+
+        group = SimpleNamespace(is_first_batch=True, per_param_grad_ready_counts={})
+        group.param_gather_handle, group.param_gather_dispatched = None, False
+        chunks = [Wrapper(chunk) for chunk in trainer.chunks]
+        mine = wsync.megatron.layout(chunks, trainer.hf)
+        said = [error_of(mine.bind)]
+        group.per_param_grad_ready_counts = {0: 1}
+        said.append(error_of(mine.bind))
+        group.param_gather_handle, group.param_gather_dispatched = object(), True
+        said.append(error_of(mine.bind))
+        group.param_gather_handle = None
+        said.append(error_of(mine.bind))
+        group.is_first_batch = group.param_gather_dispatched = False
+        said.append(error_of(mine.bind))
+        for chunk in chunks:
+            chunk.ddp_config.overlap_param_gather = False
+        said.append(error_of(mine.bind))
+        own = param_and_grad_buffer._ParamAndGradBucketGroup
+        names = {*own.finish_grad_sync.__code__.co_names, *own.reset.__code__.co_names}
+        return said, sorted(vars(group).keys() - names - {*own.start_param_sync.__code__.co_names})
 
 
 def logits_match(family, changes, parallel, options):

@@ -65,12 +65,19 @@ def _name(path: str, unit: Any, parameter: Any) -> str:
 def _is_its_own(parameter: Any) -> bool:
     """Whether a module holds the shard that passes gather."""
     info, known = parameter._module_info, parameter.sharded_param
-    if info.module._parameters.get(info.param_name) is not known:
+    held = info.module._parameters.get(info.param_name), *_also_held(info)
+    if any(each is not known for each in held):
         return False
     gathered, shard = parameter._sharded_param_data, known._local_tensor
     if hasattr(shard, "fsdp_pre_all_gather") or not shard.numel():
         return True
     return bool(gathered.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr())
+
+
+def _also_held(info: Any) -> list[Any]:
+    """What other modules hold that share a parameter."""
+    others = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [module._parameters.get(name) for module, name in others]
 
 
 def _is_kept(parameter: Any, whole: bool) -> bool:
@@ -80,6 +87,8 @@ def _is_kept(parameter: Any, whole: bool) -> bool:
     """
     info, dimension = parameter._module_info, parameter.fsdp_placement.dim
     held = info.module._parameters.get(info.param_name)
+    if any(each is not held for each in _also_held(info)):
+        return False
     shard = parameter.sharded_param._local_tensor
     if held is None or hasattr(shard, "fsdp_pre_all_gather"):
         return True  # made of the shards

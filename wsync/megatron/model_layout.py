@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.families.registry import LOADERS, Family, read_model
 from wsync.layout import TrainerLayout, position
+from wsync.megatron.gathering import check_gathered
 from wsync.megatron.global_names import find_slots, local_experts
 from wsync.megatron.layer_settings import LayerSettings
 from wsync.megatron.learnt_reader import LearntReader, learnt_reader
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 _Box = tuple[str, Sequence[int]]  # a target, and where in it
-_GATHERING = "DistributedDataParallel._make_forward_pre_hook."
 
 
 def layout(
@@ -80,7 +80,7 @@ def layout(
     built = _build(reader, rank, names, current, table)
 
     def read() -> list[Tensor]:
-        _check_gathered(chunks)
+        check_gathered(chunks)
         tensors = slots.read()
         layers.check()
         return tensors
@@ -127,20 +127,3 @@ def _keep_biases_wide(chunks: Sequence[Module]) -> None:
             keep = getattr(module, "_maintain_float32_expert_bias", None)
             if callable(keep):
                 keep()
-
-
-def _check_gathered(chunks: Sequence[Module]) -> None:
-    """Raises StateError where a forward pass gathers what optimizer steps have changed: until then
-    a parameter has old values outside of this data-parallel rank's share, and nothing says so."""
-    for number, chunk in enumerate(chunks):
-        module: Any = chunk
-        while module is not None:  # the wrapped model and all of its parts have the hook
-            for hook in module._forward_pre_hooks.values():
-                if getattr(hook, "__qualname__", "").startswith(_GATHERING):
-                    raise _core.StateError(
-                        f"model chunk {number}: its parameters may be old until the next forward "
-                        "pass gathers them (overlap_param_gather): call disable_forward_pre_hook() "
-                        "of Megatron's DistributedDataParallel before an update, and "
-                        "enable_forward_pre_hook() after it"
-                    )
-            module = module._modules.get("module")
