@@ -781,6 +781,35 @@ def megatron_fsdp_rows() -> list[float]:
     return rows
 
 
+def megatron_fsdp_uneven_rows(counts: Sequence[int], said: bool) -> tuple[list[float], str]:
+    """The rows that all ranks' layouts have of two tensors that are cut unevenly, as by
+    Megatron-FSDP, with its metadata or without; and what is said of them."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+
+    rank, rows, mesh = dist.get_rank(), sum(counts), init_device_mesh("cpu", (len(counts),))
+    tensors = {}
+    for name, order in (("a", counts), ("b", counts[::-1])):
+        start = sum(order[:rank])
+        local = torch.arange(start, start + order[rank]).float().view(-1, 1).repeat(1, 3)
+        tensors[name] = DTensor.from_local(
+            local, mesh, [Shard(0)], shape=torch.Size([rows, 3]), stride=(3, 1)
+        )
+        if said:
+            uneven_dtensor.update_uneven_dtensor_chunk_metadata(tensors[name])
+    text = error_of(lambda: wsync.fsdp.layout(tensors))
+    if text:
+        return [], text
+    model, held = gathered(wsync.fsdp.layout(tensors))
+    found = [-1.0] * 2 * rows
+    for index in range(model.tensor_count):
+        for rank, buffer, offset, start, extent, _, _ in model.shards(index):
+            data = torch.frombuffer(bytearray(held[rank][buffer]), dtype=torch.float32)
+            part = data[offset // 4 :].view(-1, 3)[: extent[0], 0]
+            at = index * rows + start[0]
+            found[at : at + extent[0]] = part.tolist()
+    return found, ""
+
+
 def _eight_rows() -> tuple[Any, torch.Tensor]:
     """A mesh, and this rank's part of 16 rows that it cuts twice."""
     mesh = init_device_mesh("cpu", (2, 2))

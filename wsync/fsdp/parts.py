@@ -51,5 +51,6 @@ def joined(*names: str) -> str:
 def check_local(name: str, tensor: Any, extents: Shape) -> None:
     if tuple(tensor.shape) != extents:
         raise _core.LayoutError(
-            f"{name}: local shape {tuple(tensor.shape)} != {extents}, the share of this rank"
+            f"{name}: local shape {tuple(tensor.shape)} != {extents}, the share of this rank "
+            "(Megatron-FSDP's state_dict() has metadata that says what it has cut unevenly)"
         )

@@ -45,7 +45,8 @@ class ShardedTensors:
             yield Part(name, tensor, shape, ((zeros, shape, zeros),))
 
     def _regions(self, name: str, tensor: Any, shape: Shape) -> Regions:
-        """The boxes of a DTensor's local tensor."""
+        """The boxes of a DTensor's local tensor: those of its placements, or, where Megatron-FSDP
+        has cut it unevenly, those that the local tensor's own metadata says."""
         mesh = tensor.device_mesh
         local = tuple(tensor._local_tensor.shape)
         order = _cut_order(name, tensor)
@@ -63,10 +64,15 @@ class ShardedTensors:
                     extents = tuple(sum(extent for _, extent in part) for part in runs)
                     if extents == local:
                         break
+                said = _said_boxes(tensor._local_tensor)
+                if said is not None and extents != local:
+                    extents = said[0][1] if said else (0, *shape[1:])
+                    check_local(name, tensor._local_tensor, extents)
+                    return tuple((start, extent, (0,) * len(extent)) for start, extent in said)
                 check_local(name, tensor._local_tensor, extents)
                 regions = regions_of(runs)
             self._known[key] = regions
-        _check_chunks(name, tensor._local_tensor, regions)
+        _check_boxes(name, tensor._local_tensor, regions)
         return regions
 
 
@@ -106,16 +112,21 @@ def _check_ascending(name: str, tensor: Any, coordinate: Sequence[int]) -> None:
             )
 
 
-def _check_chunks(name: str, local: Any, regions: Regions) -> None:
-    """LayoutError where a local tensor's own metadata, as Megatron-FSDP has checkpoints written by
-    it, says other boxes than its placements do."""
+def _said_boxes(local: Any) -> list[tuple[Shape, Shape]] | None:
+    """(offsets, sizes) in a local tensor's own metadata, as Megatron-FSDP has checkpoints written
+    by it; None where it has none."""
     make = getattr(local, "__create_chunk_list__", None)
     if make is None:
-        return
-    said = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in make()}
-    said = {box for box in said if math.prod(box[1])}
+        return None
+    found = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in make()]
+    return [box for box in found if math.prod(box[1])]
+
+
+def _check_boxes(name: str, local: Any, regions: Regions) -> None:
+    """LayoutError where a local tensor's own metadata says other boxes than its placements do."""
+    said = _said_boxes(local)
     placed = {(start, extent) for start, extent, _ in regions}
-    if said != placed:
+    if said is not None and set(said) != placed:
         raise _core.LayoutError(
             f"{name}: its own metadata has (offsets, sizes) {sorted(said)}, its placements "
             f"{sorted(placed)}"

@@ -469,7 +469,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = inputs if whole or placed is not None else [*inputs, *changed]
         targets = changed if placed is None else [part for part, _ in placed]
         known = [tensor for tensor in read if self._symbolic(tensor)]
-        names = frozenset().union(self._opaque, *(self._names(tensor) for tensor in known))
+        names = self._opaque or frozenset().union(*map(self._names, known))
         # of how many elements depends on values; an index refuses masks by itself
         counts = torch.Tag.dynamic_output_shape in func.tags and packet is not _aten.index
         if known and counts and not self._opaque:
