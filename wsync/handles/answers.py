@@ -207,7 +207,8 @@ def engine_text(text: str) -> str:
 
 def cause(error: BaseException) -> str:
     """The innermost text of a requests error: what the system said."""
-    return cut(str(_innermost(error)))
+    text = cut(str(_innermost(error)))
+    return f"{text}; is it http:// there?" if "WRONG_VERSION_NUMBER" in text else text
 
 
 def is_refused(error: BaseException) -> bool:
