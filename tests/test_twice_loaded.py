@@ -272,6 +272,80 @@ def test_rows_that_an_index_puts_are_learnt() -> None:
     assert torch.equal(module.copy, expected.copy)
 
 
+def by_bytes(module: Head, tensors: Tensors) -> None:
+    """A mask in the form of torch before 1.2: of bytes, which are no numbers of rows."""
+    module.embed[torch.tensor([0, 1, 1, 0, 0, 0, 0, 0], dtype=torch.uint8)] = tensors["embed"][:2]
+
+
+def by_a_short_mask(module: Head, tensors: Tensors) -> None:
+    module.embed[torch.tensor([True, False])] = tensors["embed"][:1]
+
+
+def by_broadcast(module: Head, tensors: Tensors) -> None:
+    module.embed.index_copy_(0, torch.arange(6), tensors["embed"][:1])
+
+
+def by_a_negative(module: Head, tensors: Tensors) -> None:
+    module.embed.index_copy_(0, torch.tensor([-1]), tensors["embed"][:1])
+
+
+def by_values(module: Head, tensors: Tensors) -> None:
+    """Rows that one tensor says; then others, of which it may have said some."""
+    if "embed" in tensors:
+        module.embed[tensors["embed"].abs().sum(1).argsort()[:3]] = tensors["embed"][:3]
+    if "tail" in tensors:
+        module.embed[3:].copy_(tensors["tail"])
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("load", [by_bytes, by_a_short_mask, by_broadcast, by_a_negative])
+def test_an_index_that_torch_refuses_or_takes_for_another_is_no_row(load: Load) -> None:
+    def all_of_it(module: Head, tensors: Tensors) -> None:
+        common(module, tensors)
+        load(module, tensors)
+
+    module, expected = Head(all_of_it), Head(all_of_it)
+    tensors = {name: draw(1)[name] for name in ("embed", "filler")}
+    try:
+        expected.load_weights(list(tensors.items()))
+    except (IndexError, RuntimeError) as error:
+        text = str(error).split(" (")[0][:40]
+    else:
+        text = ""
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(tensors, engines=[engine], options=OPTIONS) as sync:
+        if text:
+            with pytest.raises(WsyncError) as caught:
+                sync.update()
+            assert text in str(caught.value)
+        else:
+            sync.update()
+            assert torch.equal(module.embed, expected.embed)
+
+
+def test_rows_that_a_tensor_says_are_not_taken_for_those_of_made_up_values() -> None:
+    def load(module: Head, tensors: Tensors) -> None:
+        if "filler" in tensors:
+            module.filler.copy_(tensors["filler"])
+        by_values(module, tensors)
+
+    tensors = {**draw(1), "tail": torch.rand(5, 4)}
+    del tensors["head"]
+    module, expected = Head(load), Head(load)
+    engine = ThreadEngine([RecordedLoader(module, ignore=["embed"])])
+    with wsync.connect(tensors, engines=[engine], options=OPTIONS) as sync:
+        for seed in range(1, 6):
+            tensors["embed"] = draw(seed)["embed"]
+            try:
+                sync.update(tensors)
+            except WsyncError as error:
+                assert "are both loaded there" in str(error)
+                continue
+            expected.embed.zero_()
+            expected.load_weights(list(tensors.items()))
+            assert torch.equal(module.embed[3:], expected.embed[3:])
+
+
 @pytest.mark.parametrize("part", [0, 4])
 @pytest.mark.parametrize("way", ["by the module", "by parts of the module"])
 def test_what_comes_by_another_part_of_the_module_is_compared(part: int, way: str) -> None:

@@ -639,10 +639,9 @@ class _Analysis:
         ]
         one, *more = sorted(mine - others)
         other, *further = sorted(others - mine)
-        same = self._facts[one][1:3] == self._facts[other][1:3]
-        same = same and not (more or further) and self._same_tensors(area, lost)
         alike = first.kind == second.kind == COMPUTED and first.reason == second.reason
-        if lost and alike and same:
+        alike &= self._facts[one][1:3] == self._facts[other][1:3] and not (more or further)
+        if lost and alike and self._same_tensors(area, lost):
             text = self._place(area, first.move)
             self.recording.rivals[one, other] = text
             self._fall_back(frozenset([one, other]), f"{text}: {first.reason}")

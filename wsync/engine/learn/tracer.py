@@ -188,7 +188,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for pair in zip(targets, sources, strict=True):
                 self._dispatch(_aten.copy_.default, (*pair, *rest), kwargs)
             return None
-        if packet.__name__.startswith("_foreach_") and len(args[0]) > 1:
+        if packet.__name__.startswith("_foreach_") and _are_lists(args):
             return self._each(func, args, kwargs)
         tensors = _tensors((args, kwargs))
         changed = changed_arguments(func, args, kwargs)
@@ -512,21 +512,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is None:
             return None
         target, dim, index, values = found
-        if index.dim() != 1 or self._symbolic(index) or values.dtype != target.dtype:
+        if values.dtype != target.dtype or self._symbolic(index) or self._flow([index]):
             return None
-        size = target.shape[dim]
-        if index.dtype == torch.bool:
-            index = index.nonzero().reshape(-1)
-        places = [int(place) for place in index.tolist()]
-        lowest = 0 if packet is _aten.index_copy_ else -size
-        if not all(lowest <= place < size for place in places):
-            return None  # the operator says so
-        places = [place % size for place in places]
+        places = _places(index, target.shape[dim])
+        if not places or (packet is _aten.index_copy_ and int(index.min()) < 0):
+            return None  # perhaps the operator says what is wrong
         runs = list(_runs(places))
         if len({*places}) < len(places) or len(runs) > _MOST_RUNS:
             return None
-        shape = [*target.shape[:dim], len(places), *target.shape[dim + 1 :]]
-        values = values.expand(shape)
+        shape = torch.Size([*target.shape[:dim], len(places), *target.shape[dim + 1 :]])
+        if packet is not _aten.index_copy_:
+            values = values.expand(shape)
+        elif values.shape != shape:
+            return None
         return [
             (target.narrow(dim, place, count), values.narrow(dim, start, count))
             for start, place, count in runs
@@ -651,6 +649,25 @@ def _inputs(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[to
         return _tensors((args, {name: each for name, each in kwargs.items() if name != "out"}))
     written = 1 if packet in _FILLS or _puts(packet, args) else 0
     return _tensors((args[written:], kwargs))
+
+
+def _are_lists(args: Sequence[Any]) -> bool:
+    """Whether an operator is given lists of several tensors, and no tensor for all of them."""
+    lists = isinstance(args[0], list | tuple) and len(args[0]) > 1
+    return lists and not any(isinstance(value, torch.Tensor) for value in args)
+
+
+def _places(index: torch.Tensor, size: int) -> list[int]:
+    """Where an index of one dimension of that size points to; none where it is no such index."""
+    if index.dim() != 1:
+        return []
+    if index.dtype == torch.bool:
+        return index.nonzero().reshape(-1).tolist() if len(index) == size else []
+    if index.dtype not in (torch.int64, torch.int32):
+        return []
+    places = [int(place) for place in index.tolist()]
+    inside = all(-size <= place < size for place in places)
+    return [place % size for place in places] if inside else []
 
 
 def _index_of_put(
