@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families.registry import LOADERS, Family, read_model
+from wsync.families.registry import LOADERS, Family, Model, read_model
 from wsync.layout import TrainerLayout, position
 from wsync.megatron.gathering import check_gathered
 from wsync.megatron.global_names import find_slots, local_experts
@@ -64,14 +64,7 @@ def layout(
     ranks = Ranks.of(chunks)
     rank, count = position(group)
     layers = LayerSettings(spec)
-
-    def find() -> Iterator[Slot]:
-        _keep_biases_wide(chunks)
-        layers.find(chunks)
-        ranks.check(chunks)
-        return find_slots(chunks, spec, ranks)
-
-    slots = Slots(chunks, find, layers.numbers)
+    slots = Slots(chunks, lambda: _slots(chunks, spec, ranks, layers), layers.numbers)
     names, current = slots.names, slots.read()
     table = _core.describe(current, names, gpu=True)
     reader: RuleReader | LearntReader = RuleReader(spec, ranks)
@@ -117,6 +110,16 @@ def _claim(claimed: dict[_Box, str], name: str, maps: Sequence[_core.Map]) -> No
         other = claimed.setdefault((target, start), name)
         if other != name:
             raise _core.LayoutError(f"{other} and {name}: both are {target}")
+
+
+def _slots(
+    chunks: Sequence[Module], spec: Model, ranks: Ranks, layers: LayerSettings
+) -> Iterator[Slot]:
+    """Where parameters are, of modules that are found to agree with the configuration."""
+    _keep_biases_wide(chunks)
+    layers.find(chunks)
+    ranks.check(chunks)
+    return find_slots(chunks, spec, ranks)
 
 
 def _keep_biases_wide(chunks: Sequence[Module]) -> None:

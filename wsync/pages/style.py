@@ -121,3 +121,12 @@ color:var(--ink)}}
 .wsync text.inside{{fill:#000}}
 {_fills(True)}}}
 """
+
+
+def of_files() -> str:
+    """The same for a drawing in a file of its own, which is on light ground everywhere: programs
+    that draw such files, but for browsers, know no variables and no @media."""
+    rules = STYLE.partition("@media")[0]
+    for name, value in (each.split(":") for each in _LIGHT.split(";")):
+        rules = rules.replace(f"var({name})", value)
+    return rules.replace(f"{_LIGHT};", "")

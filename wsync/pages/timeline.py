@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from wsync.pages.bars import AXIS, axis, block, svg, swatch
 from wsync.pages.html import Html, joined, seconds_text, tag
-from wsync.pages.style import COPIES, KINDS, PHASES, POST, STYLE, WORKER
+from wsync.pages.style import COPIES, KINDS, PHASES, POST, WORKER, of_files
 
 Record = Mapping[str, Any]
 Window = tuple[int, int]
@@ -74,7 +74,7 @@ def file(records: Sequence[Record], title: str) -> str:
     ground = tag("rect", width="100%", height="100%", class_="paper")
     inside = tag("svg", *parts, x="1%", width="98%", height="100%", overflow="visible")
     size = {"width": _FILE_WIDTH, "height": f"{y + 10:g}", "class_": "wsync"}
-    style = tag("style", Html(STYLE))
+    style = tag("style", Html(of_files()))
     return tag("svg", style, ground, inside, xmlns="http://www.w3.org/2000/svg", **size) + "\n"
 
 
