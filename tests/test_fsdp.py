@@ -206,12 +206,11 @@ def test_what_was_replaced_is_sent_where_fsdp2_goes_on_with_it(
 
 
 @pytest.mark.parametrize("layer", ["a", "b"])
-@pytest.mark.parametrize("gathered", [True, False])
-def test_a_weight_of_two_layers_is_looked_at_in_both(
-    two: Ranks, layer: str, gathered: bool
-) -> None:
-    for said in two.run(cases.untied_errors, layer, gathered):
-        assert ("differs from its shard" if gathered else "FSDP2 goes on with the one") in said
+@pytest.mark.parametrize("when", ["before", "gathered", "sharded"])
+def test_a_weight_of_two_layers_is_looked_at_in_both(two: Ranks, layer: str, when: str) -> None:
+    for loaded, said in two.run(cases.untied_errors, layer, when):
+        assert loaded == ""
+        assert "a.weight and b.weight: were one parameter when FSDP2 was applied" in said
 
 
 def test_what_an_inference_pass_has_gathered_is_given_back(four: Ranks) -> None:

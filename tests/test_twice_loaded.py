@@ -346,6 +346,34 @@ def test_rows_that_a_tensor_says_are_not_taken_for_those_of_made_up_values() -> 
             assert torch.equal(module.embed[3:], expected.embed[3:])
 
 
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [4, 5, 2, 3]])
+def test_rows_that_the_module_says_may_change_places_only(looks: bool, order: list[int]) -> None:
+    def load(module: Head, tensors: Tensors) -> None:
+        if "filler" in tensors:
+            module.filler.copy_(tensors["filler"])
+        if "four" in tensors:
+            assert not looks or tensors["four"].isfinite().all()
+            module.embed[module.order + 1 - 1] = tensors["four"]
+        if "rest" in tensors:
+            module.embed[4:].copy_(tensors["rest"])
+
+    module, expected = Head(load), Head(load)
+    module.order = expected.order = torch.arange(4)
+    tensors = {"filler": torch.rand(64, 64), "four": torch.rand(4, 4), "rest": torch.rand(4, 4)}
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(tensors, engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        module.order.copy_(torch.tensor(order))
+        try:
+            sync.update()
+        except WsyncError:
+            assert order != [3, 2, 1, 0] or not looks
+        else:
+            expected.load_weights(list(tensors.items()))
+            assert torch.equal(module.embed, expected.embed)
+
+
 @pytest.mark.parametrize("part", [0, 4])
 @pytest.mark.parametrize("way", ["by the module", "by parts of the module"])
 def test_what_comes_by_another_part_of_the_module_is_compared(part: int, way: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import struct
@@ -400,18 +401,24 @@ class Tied(torch.nn.Module):
 
 
 @torch.no_grad()
-def untied_errors(layer: str, gathered: bool) -> str:
-    """What is said when one layer gets a weight of its own, while the weight is gathered or not."""
+def untied_errors(layer: str, when: str) -> tuple[str, str]:
+    """What is said when one layer gets a weight of its own: before the first pass, while the weight
+    is gathered after one, or when it is sharded again; and, before, when it was loaded in place of
+    the other."""
     model = Tied()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     layout = wsync.fsdp.layout(model)
-    model(torch.ones(2, 4))
-    if not gathered:
+    if when != "before":
+        model(torch.ones(2, 4))
+    loaded = ""
+    if when != "gathered":
         layout.bind()
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        loaded = error_of(layout.bind)
     changed = getattr(model, layer)
     changed.weight = torch.nn.Parameter(torch.full_like(changed.weight, 5.0))
-    return error_of(layout.bind)
+    return loaded, error_of(layout.bind)
 
 
 @torch.no_grad()

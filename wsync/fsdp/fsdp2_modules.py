@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -39,45 +40,55 @@ def _difference(path: str, unit: Any) -> str:
     groups = getattr(state, "_fsdp_param_groups", None)  # several, in newer versions
     for group in [state._fsdp_param_group] if groups is None else groups:
         for parameter in () if group is None else group.fsdp_params:
+            info = parameter._module_info
+            name = functools.partial(_name, path, unit)
+            first = info.module._parameters.get(info.param_name)
+            for module, key in zip(info.shared_modules, info.shared_param_names, strict=True):
+                if not _are_equal(module._parameters.get(key), first):
+                    return (
+                        f"{name(info.module, info.param_name)} and {name(module, key)}: were one "
+                        "parameter when FSDP2 was applied, and are two now, of which it goes on "
+                        "with one: write to the one that both have been"
+                    )
             if group.is_sharded:
                 # before its first pass it takes on what was replaced
                 if getattr(group, "_reset_sharded_params", True) and not _is_its_own(parameter):
                     return (
-                        f"{_name(path, unit, parameter)}: was replaced, and FSDP2 goes on with the "
-                        "one that it knows: write to that one (copy_), or use load_state_dict()"
+                        f"{name(info.module, info.param_name)}: was replaced, and FSDP2 goes on "
+                        "with the one that it knows: write to that one (copy_), or use "
+                        "load_state_dict()"
                     )
             elif not _is_kept(parameter, group.is_unsharded):
                 return (
-                    f"{_name(path, unit, parameter)}: differs from its shard, though FSDP2 had it "
-                    "gathered since a pass: it was changed while it was gathered, which resharding "
-                    "undoes (it has now been done), or its shard was. Call reshard() of FSDP2's "
-                    "modules before parameters are changed"
+                    f"{name(info.module, info.param_name)}: differs from its shard, though FSDP2 "
+                    "had it gathered since a pass: it was changed while it was gathered, which "
+                    "resharding undoes (it has now been done), or its shard was. Call reshard() of "
+                    "FSDP2's modules before parameters are changed"
                 )
     return ""
 
 
-def _name(path: str, unit: Any, parameter: Any) -> str:
-    info = parameter._module_info
-    inside = next((name for name, part in unit.named_modules() if part is info.module), "")
-    return plain_name(joined(path, inside, info.param_name))
+def _name(path: str, unit: Any, module: Any, key: str) -> str:
+    inside = next((name for name, part in unit.named_modules() if part is module), "")
+    return plain_name(joined(path, inside, key))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether what two modules hold is one tensor, or two that this rank has the same of."""
+    if one is other or one is None or other is None:
+        return one is other
+    return one.shape == other.shape and same_bytes(_local(one).detach(), _local(other).detach())
 
 
 def _is_its_own(parameter: Any) -> bool:
     """Whether a module holds the shard that passes gather."""
     info, known = parameter._module_info, parameter.sharded_param
-    held = info.module._parameters.get(info.param_name), *_also_held(info)
-    if any(each is not known for each in held):
+    if info.module._parameters.get(info.param_name) is not known:
         return False
     gathered, shard = parameter._sharded_param_data, known._local_tensor
     if hasattr(shard, "fsdp_pre_all_gather") or not shard.numel():
         return True
     return bool(gathered.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr())
-
-
-def _also_held(info: Any) -> list[Any]:
-    """What other modules hold that share a parameter."""
-    others = zip(info.shared_modules, info.shared_param_names, strict=True)
-    return [module._parameters.get(name) for module, name in others]
 
 
 def _is_kept(parameter: Any, whole: bool) -> bool:
@@ -87,8 +98,6 @@ def _is_kept(parameter: Any, whole: bool) -> bool:
     """
     info, dimension = parameter._module_info, parameter.fsdp_placement.dim
     held = info.module._parameters.get(info.param_name)
-    if any(each is not held for each in _also_held(info)):
-        return False
     shard = parameter.sharded_param._local_tensor
     if held is None or hasattr(shard, "fsdp_pre_all_gather"):
         return True  # made of the shards

@@ -517,13 +517,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places = _places(index, target.shape[dim])
         if not places or (packet is _aten.index_copy_ and int(index.min()) < 0):
             return None  # perhaps the operator says what is wrong
-        runs = list(_runs(places))
-        if len({*places}) < len(places) or len(runs) > _MOST_RUNS:
-            return None
         shape = torch.Size([*target.shape[:dim], len(places), *target.shape[dim + 1 :]])
         if packet is not _aten.index_copy_:
             values = values.expand(shape)
         elif values.shape != shape:
+            return None
+        runs = list(_runs(places))
+        if len({*places}) < len(places) or len(runs) > _MOST_RUNS:
             return None
         return [
             (target.narrow(dim, place, count), values.narrow(dim, start, count))
@@ -682,6 +682,17 @@ def _index_of_put(
     target, indices, values = args[:3]
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     return (target, *given[0], values) if len(given) == 1 else None
+
+
+def parts_written(packet: Any, args: Sequence[Any], target: torch.Tensor) -> list[torch.Tensor]:
+    """The parts of a tensor, in order, that an operator writes to."""
+    found = _index_of_put(packet, args)
+    if found is None or found[0] is not target:
+        return [target]
+    _, dim, index, _ = found
+    runs = list(_runs(sorted({*_places(index, target.shape[dim])})))
+    few = 0 < len(runs) <= _MOST_RUNS
+    return [target.narrow(dim, place, count) for _, place, count in runs] if few else [target]
 
 
 def changed_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -9,13 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wsync.engine.learn.module_memory import ModuleMemory
-from wsync.engine.learn.tracer import changed_arguments
+from wsync.engine.learn.tracer import changed_arguments, parts_written
 
 Part = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # area, offset in bytes, shape, strides
 
 
 class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls `tell` with each tensor that an operator of this thread is about to write to."""
+    """Calls `tell` with each tensor that an operator of this thread is about to write to, or with
+    the parts of it that an index says."""
 
     def __init__(self, tell: Callable[[torch.Tensor], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,7 +36,8 @@ class BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         for tensor in () if self._ended else changed_arguments(func, args, kwargs):
-            self._tell(tensor)
+            for part in parts_written(func.overloadpacket, args, tensor):
+                self._tell(part)
         return func(*args, **kwargs)
 
 
