@@ -803,9 +803,10 @@ def megatron_fsdp_uneven_rows(counts: Sequence[int], said: bool) -> tuple[list[f
         )
         if said:
             uneven_dtensor.update_uneven_dtensor_chunk_metadata(tensors[name])
-    text = error_of(lambda: wsync.fsdp.layout(tensors))
-    if text:
-        return [], text
+    texts: list[Any] = [""] * len(counts)
+    dist.all_gather_object(texts, error_of(lambda: wsync.fsdp.layout(tensors)))
+    if any(texts):
+        return [], texts[rank]
     model, held = gathered(wsync.fsdp.layout(tensors))
     found = [-1.0] * 2 * rows
     for index in range(model.tensor_count):

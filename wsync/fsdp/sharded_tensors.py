@@ -45,8 +45,10 @@ class ShardedTensors:
             yield Part(name, tensor, shape, ((zeros, shape, zeros),))
 
     def _regions(self, name: str, tensor: Any, shape: Shape) -> Regions:
-        """The boxes of a DTensor's local tensor: those of its placements, or, where Megatron-FSDP
-        has cut it unevenly, those that the local tensor's own metadata says."""
+        """The boxes of a DTensor's local tensor."""
+        own = _own_boxes(name, tensor, shape)
+        if own is not None:
+            return own
         mesh = tensor.device_mesh
         local = tuple(tensor._local_tensor.shape)
         order = _cut_order(name, tensor)
@@ -64,11 +66,6 @@ class ShardedTensors:
                     extents = tuple(sum(extent for _, extent in part) for part in runs)
                     if extents == local:
                         break
-                said = _said_boxes(tensor._local_tensor)
-                if said is not None and extents != local:
-                    extents = said[0][1] if said else (0, *shape[1:])
-                    check_local(name, tensor._local_tensor, extents)
-                    return tuple((start, extent, (0,) * len(extent)) for start, extent in said)
                 check_local(name, tensor._local_tensor, extents)
                 regions = regions_of(runs)
             self._known[key] = regions
@@ -120,6 +117,19 @@ def _said_boxes(local: Any) -> list[tuple[Shape, Shape]] | None:
         return None
     found = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in make()]
     return [box for box in found if math.prod(box[1])]
+
+
+def _own_boxes(name: str, tensor: Any, shape: Shape) -> Regions | None:
+    """The boxes that a local tensor's own metadata says, where one dimension of the mesh has cut
+    it, as Megatron-FSDP does it unevenly; None where there is none, or where placements tell more:
+    in which order several dimensions have cut it."""
+    said = _said_boxes(tensor._local_tensor)
+    cuts = [placement for placement in tensor.placements if not placement.is_replicate()]
+    if said is None or len(said) > 1 or len(cuts) != 1 or not cuts[0].is_shard():
+        return None
+    start, extent = said[0] if said else ((0,) * len(shape), (0, *shape[1:]))
+    check_local(name, tensor._local_tensor, extent)
+    return ((start, extent, (0,) * len(shape)),) if said else ()
 
 
 def _check_boxes(name: str, local: Any, regions: Regions) -> None:
