@@ -223,7 +223,10 @@ def test_equal_tensors_that_bring_others_of_their_elements_to_one_place_are_refu
             sync.update()
 
 
-@pytest.mark.parametrize("several", [torch.cat, torch._foreach_mul])
+SEVERAL = [torch.cat, torch.stack, torch._foreach_mul, torch._foreach_add]
+
+
+@pytest.mark.parametrize("several", SEVERAL)
 def test_what_is_computed_of_several_at_once_is_compared(several: Any) -> None:
     def load(module: Head, tensors: Tensors) -> None:
         if "filler" in tensors:
@@ -233,8 +236,10 @@ def test_what_is_computed_of_several_at_once_is_compared(several: Any) -> None:
         assert all(tensor.isfinite().all() for tensor in both)
         if both and several is torch.cat:
             both = list(torch.cat(both).split(6))
+        elif both and several is torch.stack:
+            both = list(torch.stack(both, 1).unbind(1))
         elif both:
-            both = several(both, 2.0)
+            both = several(both, 2.0 if several is torch._foreach_mul else torch.tensor(1.0))
         for tensor in both:
             module.embed[:6].copy_(tensor)
 
@@ -242,10 +247,50 @@ def test_what_is_computed_of_several_at_once_is_compared(several: Any) -> None:
     engine = ThreadEngine([RecordedLoader(module)])
     with wsync.connect(tensors, engines=[engine], options=OPTIONS) as sync:
         sync.update()
-        factor = 1 if several is torch.cat else 2
-        assert torch.equal(module.embed[:6], tensors["embed"] * factor)
+        expected = {
+            torch._foreach_mul: 2 * tensors["embed"],
+            torch._foreach_add: 1 + tensors["embed"],
+        }
+        assert torch.equal(module.embed[:6], expected.get(several, tensors["embed"]))
         with pytest.raises(WsyncError, match="are both loaded there"):
             sync.update({**tensors, "head": tensors["head"] + 1})
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_equal_tensors_that_lie_shifted_in_one_parameter_are_refused(looks: bool) -> None:
+    def load(module: Head, tensors: Tensors) -> None:
+        if "filler" in tensors:
+            module.filler.copy_(tensors["filler"])
+        for name in tensors.keys() - {"filler"}:
+            assert not looks or tensors[name].isfinite().all()
+        for name, rows in (("embed", slice(0, 6)), ("tail", slice(2, 8))):
+            if name in tensors:
+                module.embed[rows].copy_(tensors[name])
+
+    tensors = draw(1)
+    tensors["tail"] = tensors.pop("head")
+    engine = ThreadEngine([RecordedLoader(Head(load))])
+    with wsync.connect(tensors, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match="embed and tail are both loaded there"):
+            sync.update()
+
+
+def test_equal_tensors_may_come_by_one_part_of_the_module() -> None:
+    def load(module: Head, tensors: Tensors) -> None:
+        module.filler.copy_(tensors["filler"])
+        for name in ("embed", "head"):
+            module.copy[:6].copy_(tensors[name])
+            module.embed[:6].copy_(module.copy[:6])
+
+    module = Head(load)
+    engine = ThreadEngine([RecordedLoader(module, ignore=["embed", "head"])])
+    with wsync.connect(draw(1), engines=[engine], options=OPTIONS) as sync:
+        module.embed[6:].fill_(0)
+        sync.update()
+        assert torch.equal(module.embed[:6], draw(1)["embed"])
+        other = draw(2)
+        with pytest.raises(WsyncError, match="are both loaded there"):
+            sync.update({**other, "head": other["head"] + 1})
 
 
 def test_rows_that_an_index_puts_are_learnt() -> None:

@@ -629,6 +629,9 @@ class _Analysis:
             return  # the last one stays, as it does where they are loaded
         if not mine or mine <= others or others <= mine:
             return  # steps of one computation, not two tensors in one place
+        alike = first.kind == second.kind and first.move == second.move
+        if alike and first.kind == HELD:
+            return  # both are copies of one place, where what they bring is compared
         move = second.move
         dims = tuple((n, d, d) for n, _, d in move.dims)
         read = Move(move.destination, move.destination, dims, move.into, move.into)
@@ -639,7 +642,7 @@ class _Analysis:
         ]
         one, *more = sorted(mine - others)
         other, *further = sorted(others - mine)
-        alike = first.kind == second.kind == COMPUTED and first.reason == second.reason
+        alike &= first.kind == COMPUTED and first.reason == second.reason
         alike &= self._facts[one][1:3] == self._facts[other][1:3] and not (more or further)
         if lost and alike and self._same_tensors(area, lost):
             text = self._place(area, first.move)

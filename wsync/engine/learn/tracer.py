@@ -485,8 +485,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.refuse(names, reason)
             return changed[0] if returned == 1 else tuple(changed[:returned]) or None
         answer = func(*args, **kwargs)
-        if flow is not None and packet is _aten.cat:
-            for part, tensor in _parts_of_cat(answer, *args):
+        if flow is not None and packet in (_aten.cat, _aten.stack):
+            for part, tensor in _parts_of_cat(answer, *_as_cat(packet, *args)):
                 self._carry(part, self._flow([tensor]))
         elif flow is not None:
             for tensor in targets or _tensors(answer):
@@ -652,9 +652,10 @@ def _inputs(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[to
 
 
 def _are_lists(args: Sequence[Any]) -> bool:
-    """Whether an operator is given lists of several tensors, and no tensor for all of them."""
-    lists = isinstance(args[0], list | tuple) and len(args[0]) > 1
-    return lists and not any(isinstance(value, torch.Tensor) for value in args)
+    """Whether an operator is given lists of several tensors, and no tensor of a number for each."""
+    count = len(args[0]) if isinstance(args[0], list | tuple) else 0
+    numbers = (value for value in args if isinstance(value, torch.Tensor))
+    return count > 1 and all(value.numel() == 1 for value in numbers)
 
 
 def _places(index: torch.Tensor, size: int) -> list[int]:
@@ -770,8 +771,17 @@ def _stack(
 ) -> torch.Tensor:
     if not any(tracer.moves(t) for t in tensors):
         return func(tensors, dim)  # type: ignore[no-any-return]
+    return _cat(tracer, _aten.cat, *_as_cat(_aten.stack, tensors, dim))
+
+
+def _as_cat(
+    packet: Any, tensors: Sequence[torch.Tensor], dim: int = 0
+) -> tuple[Sequence[torch.Tensor], int]:
+    """What torch.cat is to be given to make what torch.cat or torch.stack makes of these."""
+    if packet is _aten.cat:
+        return tensors, dim
     dim = dim % (tensors[0].dim() + 1)
-    return _cat(tracer, _aten.cat, [t.unsqueeze(dim) for t in tensors], dim)
+    return [tensor.unsqueeze(dim) for tensor in tensors], dim
 
 
 def _select(tracer: Tracer, func: Any, source: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
