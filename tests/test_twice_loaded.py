@@ -317,6 +317,27 @@ def test_rows_that_an_index_puts_are_learnt() -> None:
     assert torch.equal(module.copy, expected.copy)
 
 
+def test_an_index_of_many_columns_is_as_good_as_computed() -> None:
+    """Over what is filled before, it would be more parts than are worth a plan."""
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+
+    def load(module: Head, tensors: Tensors) -> None:
+        if "large" in tensors:
+            module.large.copy_(tensors["large"])
+        if "filler" in tensors:
+            module.filler.zero_()
+            module.filler[:, order] = tensors["filler"]
+
+    module = Head(load)
+    module.large = torch.nn.Parameter(torch.zeros(128, 128), requires_grad=False)
+    loader = RecordedLoader(module, ignore=["embed", "head"])
+    tensors = {"filler": draw(1)["filler"], "large": torch.ones(128, 128)}
+    with wsync.connect(tensors, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update()
+    assert loader.recording is not None and loader.recording.fallback.keys() == {"filler"}
+    assert torch.equal(module.filler[:, order], tensors["filler"])
+
+
 def by_bytes(module: Head, tensors: Tensors) -> None:
     """A mask in the form of torch before 1.2: of bytes, which are no numbers of rows."""
     module.embed[torch.tensor([0, 1, 1, 0, 0, 0, 0, 0], dtype=torch.uint8)] = tensors["embed"][:2]

@@ -9,6 +9,7 @@ the model's tensors are not there to be looked at; which of the module's were lo
 from __future__ import annotations
 
 import bisect
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -523,7 +524,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif values.shape != shape:
             return None
         runs = list(_runs(places))
-        if len({*places}) < len(places) or len(runs) > _MOST_RUNS:
+        count = len(runs) * math.prod(target.shape[:dim])
+        if len({*places}) < len(places) or count > _MOST_RUNS:
             return None
         return [
             (target.narrow(dim, place, count), values.narrow(dim, start, count))
