@@ -122,6 +122,12 @@ def put_by_rows(place: torch.Tensor, value: torch.Tensor) -> None:
         place[torch.tensor([row])] = value[row]
 
 
+def put_by_an_order(place: torch.Tensor, value: torch.Tensor) -> None:
+    """Of which one row is there twice, which no movement does."""
+    rows = torch.arange(len(value)).flip(0)
+    place[torch.cat([rows, rows[-1:]])] = torch.cat([value.flip(0), value[:1]])
+
+
 def put_by_columns(place: torch.Tensor, value: torch.Tensor) -> None:
     buffer = torch.zeros(2 * len(value), 2 * len(value[0]))[: len(value), : len(value[0])]
     place.copy_(buffer.copy_(value))
@@ -133,6 +139,7 @@ PUTS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "by an index": lambda place, value: place.index_copy_(0, torch.arange(len(value)), value),
     "by a mask": lambda place, value: place.__setitem__(torch.ones(len(value)) > 0, value),
     "by indices": put_by_rows,
+    "by an order": put_by_an_order,
     "added to nothing": lambda place, value: place.zero_().add_(value),
     "added into it": lambda place, value: torch.add(value, 0, out=place),
     "by part of a buffer": put_by_columns,
@@ -199,12 +206,12 @@ def test_what_is_looked_at_and_loaded_twice_is_compared(
             sync.update({**tensors, names[1]: same + 1})
 
 
-@pytest.mark.parametrize("looks", ["", "embed head"])
+@pytest.mark.parametrize("looks", ["", "embed tail"])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("part", [0, 4])
 @pytest.mark.parametrize("way", PUTS)
 def test_what_is_put_twice_is_compared(looks: str, scale: float, part: int, way: str) -> None:
-    names = ("embed", "head")
+    names = ("embed", "tail")
     test_what_is_looked_at_and_loaded_twice_is_compared(names, scale, part, looks, way)
 
 

@@ -465,10 +465,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = _inputs(packet, args, kwargs)
         # what it goes on from and replaces is computed anew by each load
         self.look(t for t in inputs if "out" not in kwargs or all(t is not c for c in changed))
-        placed = self.placed(packet, args)
+        rows = self._rows_put(packet, args)
         whole = packet in _FILLS or "out" in kwargs
-        read = inputs if whole or placed is not None else [*inputs, *changed]
-        targets = changed if placed is None else [part for part, _ in placed]
+        read = inputs if whole or rows is not None else [*inputs, *changed]
+        targets = changed if rows is None else rows
         known = [tensor for tensor in read if self._symbolic(tensor)]
         names = self._opaque or frozenset().union(*map(self._names, known))
         # of how many elements depends on values; an index refuses masks by itself
@@ -531,6 +531,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (target.narrow(dim, place, count), values.narrow(dim, start, count))
             for start, place, count in runs
         ]
+
+    def _rows_put(self, packet: Any, args: Sequence[Any]) -> list[torch.Tensor] | None:
+        """The parts of a tensor that an operator writes to by an index of one dimension, whatever
+        their order; None for other operators, and for an index that the model's values say."""
+        found = _index_of_put(packet, args)
+        if found is None or self._symbolic(found[2]) or self._flow([found[2]]):
+            return None
+        parts = parts_written(packet, args, found[0])
+        return None if parts[0] is found[0] else parts
 
     def refuse(self, names: frozenset[str], reason: str) -> None:
         """Ends the load: values are looked at that are not there.  Not where others wait for what
