@@ -49,6 +49,7 @@ def joined(*names: str) -> str:
 
 
 def check_local(name: str, tensor: Any, extents: Shape) -> None:
+    """LayoutError where a local tensor has another shape than its box."""
     if tuple(tensor.shape) != extents:
         raise _core.LayoutError(
             f"{name}: local shape {tuple(tensor.shape)} != {extents}, the share of this rank "

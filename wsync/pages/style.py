@@ -124,8 +124,8 @@ color:var(--ink)}}
 
 
 def of_files() -> str:
-    """The same for a drawing in a file of its own, which is on light ground everywhere: programs
-    that draw such files, but for browsers, know no variables and no @media."""
+    """STYLE for a drawing in a file of its own, on light ground: of the programs that show such
+    files, only browsers know variables and @media."""
     rules = STYLE.partition("@media")[0]
     for name, value in (each.split(":") for each in _LIGHT.split(";")):
         rules = rules.replace(f"var({name})", value)

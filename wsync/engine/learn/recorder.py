@@ -585,7 +585,7 @@ class _Analysis:
         """The writes to an area without what later ones have written over."""
         writes = self._tracer.writes[area]
         parts = [[write.move] for write in writes]
-        # of what a constant is written over, but not yet another tensor of the model
+        # by write: what tensors of the model have brought that only constants have replaced
         brought: dict[int, list[Move]] = {}
         spans = [write.move.span() for write in writes]
         order = sorted(range(len(writes)), key=lambda i: spans[i])

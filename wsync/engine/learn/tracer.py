@@ -513,7 +513,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is None:
             return None
         target, dim, index, values = found
-        if values.dtype != target.dtype or self._symbolic(index) or self._flow([index]):
+        if values.dtype != target.dtype or self._symbolic(index):
             return None
         places = _places(index, target.shape[dim])
         if not places or (packet is _aten.index_copy_ and int(index.min()) < 0):
@@ -524,8 +524,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif values.shape != shape:
             return None
         runs = list(_runs(places))
-        count = len(runs) * math.prod(target.shape[:dim])
-        if len({*places}) < len(places) or count > _MOST_RUNS:
+        pieces = len(runs) * math.prod(target.shape[:dim])
+        if len({*places}) < len(places) or pieces > _MOST_RUNS:
             return None
         return [
             (target.narrow(dim, place, count), values.narrow(dim, start, count))
@@ -697,7 +697,8 @@ def _index_of_put(
 
 
 def parts_written(packet: Any, args: Sequence[Any], target: torch.Tensor) -> list[torch.Tensor]:
-    """The parts of a tensor, in order, that an operator writes to."""
+    """The parts of a tensor that an operator writes to, in the order in which they lie; the tensor
+    itself where no index says parts, or very many."""
     found = _index_of_put(packet, args)
     if found is None or found[0] is not target:
         return [target]
