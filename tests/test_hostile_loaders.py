@@ -30,7 +30,8 @@ from wsync.engine.learn import recorded_loader, verify
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.recorded_loader import RecordedLoader
-from wsync.engine.learn.recorder import RecordingError, record
+from wsync.engine.learn.recorder import record
+from wsync.engine.learn.recording import RecordingError
 from wsync.engine.post_load import run_in_place
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.sglang import SglangLoader

@@ -23,7 +23,7 @@ from wsync._core import Layout, LayoutError, UnsupportedError
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.quantisation_mismatch import Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
-from wsync.engine.learn.recorder import Recording
+from wsync.engine.learn.recording import Recording
 from wsync.engine.post_load import wait_for_device
 from wsync.engine.receiver import Receiver, refused
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt

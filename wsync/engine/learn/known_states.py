@@ -21,7 +21,8 @@ from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.forms_of_values import AttributePlace
 from wsync.engine.learn.module_memory import ModuleMemory, bound_tensors
 from wsync.engine.learn.module_state import KeptRegions, ModuleState
-from wsync.engine.learn.recorder import KnownState, Recording, RecordingError, looks_anew
+from wsync.engine.learn.recorder import looks_anew
+from wsync.engine.learn.recording import KnownState, Recording, RecordingError
 from wsync.engine.learn.verify import check_gaps, load_made_up, sums_of_gaps, verify
 from wsync.engine.ring_loaders import LoadWeights
 

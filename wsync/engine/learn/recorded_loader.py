@@ -28,15 +28,8 @@ from wsync.engine.learn.module_memory import (
 )
 from wsync.engine.learn.module_state import KeptRegions, ModuleState, NotPutBackError
 from wsync.engine.learn.quantisation_mismatch import OtherFormError
-from wsync.engine.learn.recorder import (
-    NOT_RECORDED,
-    ClashError,
-    ComputesError,
-    RebindsError,
-    Recording,
-    RecordingError,
-    record,
-)
+from wsync.engine.learn.recorder import RebindsError, record
+from wsync.engine.learn.recording import NOT_RECORDED, ClashError, Recording, RecordingError
 from wsync.engine.learn.replay_loader import ReplayLoader
 from wsync.engine.learn.rows_of_weights import made_of_rows
 from wsync.engine.learn.unlearnt_loader import UnlearntLoader
@@ -67,6 +60,17 @@ _Model = list[_core.TensorInfo]
 _NOT_ASKED: Final = (
     "no trainer has asked for it yet; updates by buckets, broadcasts or files go without"
 )
+
+
+class ComputesError(RecordingError):
+    """Most of what the loader does is no copy.
+
+    rivals: tensors that it writes over each other, as Recording has them.
+    """
+
+    def __init__(self, text: str, rivals: Iterable[tuple[str, str]]) -> None:
+        super().__init__(text)
+        self.rivals = tuple(rivals)
 
 
 class RecordedLoader(ChoosingLoader):

@@ -11,7 +11,7 @@ import torch
 from wsync import _core
 from wsync.engine.learn.known_states import Found, Trying, has_changed, tell_of_trial, try_state
 from wsync.engine.learn.module_memory import Area, AreaNames, ModuleMemory
-from wsync.engine.learn.recorder import NOT_RECORDED, KnownState, Recording
+from wsync.engine.learn.recording import NOT_RECORDED, KnownState, Recording
 from wsync.engine.learn.verify import add_boxes
 from wsync.engine.learn.watched_pools import watched_pools
 from wsync.engine.learn.watched_writes import WatchedWrites

@@ -16,7 +16,7 @@ from wsync.engine.learn.attributes_read import Attribute, AttributeGuards, attri
 from wsync.engine.learn.forms_of_values import AttributePlace
 from wsync.engine.learn.known_states import MOST_STATES, Trying, has_changed, tell_of_trial
 from wsync.engine.learn.module_memory import wrapped_tensors
-from wsync.engine.learn.recorder import NOT_RECORDED
+from wsync.engine.learn.recording import NOT_RECORDED
 from wsync.engine.learn.verify import elements, first_that_makes_same, parameters, unloaded
 from wsync.engine.learn.watched_writes import BeforeWrites
 from wsync.engine.post_load import in_place

@@ -17,7 +17,7 @@ from wsync.engine.learn.bounded_call import NotEndedError, bounded
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory, region, wrapped_tensors
 from wsync.engine.learn.module_state import ModuleState
-from wsync.engine.learn.recorder import Recording, RecordingError
+from wsync.engine.learn.recording import Recording, RecordingError
 from wsync.engine.learn.regions import Box, Move
 from wsync.engine.learn.time_limit import check
 from wsync.engine.learn.watched_pools import watched_pools
