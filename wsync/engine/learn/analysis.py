@@ -38,7 +38,8 @@ from wsync.engine.learn.regions import (
     without,
 )
 from wsync.engine.learn.time_limit import check
-from wsync.engine.learn.tracer import COMPUTED, CONSTANT, HELD, SOURCE, Tracer, Write
+from wsync.engine.learn.tracer import Tracer
+from wsync.engine.learn.writes import COMPUTED, CONSTANT, HELD, SOURCE, Write
 from wsync.module_tensors import dtype_of
 from wsync.module_tensors.quantised_names import is_note
 

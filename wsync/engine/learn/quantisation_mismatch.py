@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wsync._core import Layout, LayoutError
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory
-from wsync.engine.learn.tracer import SOURCE, Tracer
+from wsync.engine.learn.tracer import Tracer
+from wsync.engine.learn.writes import SOURCE
 from wsync.machine.error_text import error_text
 from wsync.module_tensors import dtype_of
 from wsync.module_tensors.names_in_messages import listed

@@ -25,7 +25,8 @@ from wsync.engine.learn.quantisation_mismatch import refuse_other_forms, refuse_
 from wsync.engine.learn.recording import Recording, RecordingError
 from wsync.engine.learn.regions import UnexpressedError, common_nbytes
 from wsync.engine.learn.time_limit import check
-from wsync.engine.learn.tracer import COMPUTED, ReadsValuesError, Tracer, Write, tracing
+from wsync.engine.learn.tracer import ReadsValuesError, Tracer, tracing
+from wsync.engine.learn.writes import COMPUTED, Write
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.machine.error_text import error_text
 

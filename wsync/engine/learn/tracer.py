@@ -9,13 +9,12 @@ the model's tensors are not there to be looked at; which of the module's were lo
 from __future__ import annotations
 
 import bisect
-import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,33 +25,42 @@ from torch.utils._pytree import tree_leaves
 from wsync.engine.learn.attribute_watch import watching
 from wsync.engine.learn.dummy_weights import MadeUpModel, there, weak
 from wsync.engine.learn.module_memory import ModuleMemory, bytes_of, whole
+from wsync.engine.learn.movements import HANDLERS
+from wsync.engine.learn.operators import (
+    COPIES,
+    FILLS,
+    SHAPES,
+    VIEWS,
+    are_lists,
+    arguments_read,
+    as_cat,
+    changed_arguments,
+    index_of_put,
+    parts_of_cat,
+    parts_written,
+    tensors_in,
+)
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, in_one_run, without
 from wsync.engine.learn.thread_state import pushed
 from wsync.engine.learn.time_limit import check
 from wsync.engine.learn.watched_pools import watched_pools
+from wsync.engine.learn.writes import (
+    COMPUTED,
+    CONSTANT,
+    HELD,
+    SOURCE,
+    Write,
+    byte_strides,
+    continued,
+    found_by,
+    in_memory,
+    last_written,
+    move_to,
+    place_of,
+)
 from wsync.module_tensors import checksum_of
 
-SOURCE: Final = "source"  # a tensor of the model
-HELD: Final = "held"  # a tensor of the module, read when the recording's clock was `clock`
-CONSTANT: Final = "constant"  # values that do not depend on the model's
-COMPUTED: Final = "computed"  # anything else
-
 _aten = torch.ops.aten
-_VIEWS = {_aten._unsafe_view, _aten._reshape_alias, _aten.lift_fresh, _aten.detach, _aten.alias}
-_SHAPES = {
-    *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like),
-    *(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full),
-    _aten.new_empty_strided,
-}
-# operators that write to some elements of a tensor and read none of it
-_PUTS = {
-    *(_aten.index_copy_, _aten.index_fill_, _aten.masked_fill_, _aten.masked_scatter_),
-}
-# operators that write to all elements of a tensor and read none of it
-_FILLS = {_aten.copy_, _aten.fill_, _aten.zero_}
-# operators that read nothing of what they write to
-_COPIES = {*_PUTS, *_FILLS}
-_MOST_RUNS: Final = 1024  # of one index: more are as good as a computation
 # methods that are no operators, and let values out
 _LETS_OUT = {
     *("tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__repr__", "__format__"),
@@ -64,28 +72,6 @@ _HANDS_OUT = {"data_ptr", "const_data_ptr", "untyped_storage", "storage", "share
 
 class ReadsValuesError(BaseException):
     """The loader looked at values of the weights.  No loader's `except Exception` catches it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Where part of a tensor's content comes from.
-
-    dtypes: as it was read at its origin, then what it was converted to on its way.
-    clock: when it was read at its origin.  time: when it was written to the module.
-    names: tensors of the model that a computed value may depend on.  flow: those whose values
-    operators have brought there, where a tracer computes everything; None where it does not.
-    keep: memory that a constant's address lies in.
-    """
-
-    move: Move
-    kind: str
-    dtypes: tuple[torch.dtype, ...] = ()
-    clock: int = 0
-    names: frozenset[str] = frozenset()
-    flow: frozenset[str] | None = None
-    reason: str = ""
-    keep: torch.Tensor | None = None
-    time: int = 0
 
 
 @dataclass(slots=True)
@@ -182,24 +168,24 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._clock += 1
         packet = func.overloadpacket
-        if func.is_view or packet in _VIEWS or packet in _SHAPES:
+        if func.is_view or packet in VIEWS or packet in SHAPES:
             return func(*args, **kwargs)
         if packet is _aten._foreach_copy_:
             targets, sources, *rest = args
             for pair in zip(targets, sources, strict=True):
                 self._dispatch(_aten.copy_.default, (*pair, *rest), kwargs)
             return None
-        if packet.__name__.startswith("_foreach_") and _are_lists(args):
+        if packet.__name__.startswith("_foreach_") and are_lists(args):
             return self._each(func, args, kwargs)
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         changed = changed_arguments(func, args, kwargs)
-        copies = packet in _COPIES
+        copies = packet in COPIES
         for tensor in changed:
             self._note_changed(tensor)
         for tensor in tensors:
             if not copies or all(tensor is not other for other in changed):
                 self.read_outside(tensor)
-        handler = None if self._opaque or "out" in kwargs else _HANDLERS.get(packet)
+        handler = None if self._opaque or "out" in kwargs else HANDLERS.get(packet)
         try:
             if handler is not None:
                 return handler(self, func, *args, **kwargs)
@@ -232,7 +218,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = tensor.data_ptr()
         if self._source(place):
             return
-        read = _place(tensor)
+        read = place_of(tensor)
         area = self._held.find(place)
         if area < 0:
             self._note_outside(tensor, read, -1)
@@ -289,7 +275,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._temporaries.get(tensor.untyped_storage()._cdata)
         return [] if found is None else found.writes
 
-    def _symbolic(self, tensor: torch.Tensor) -> bool:
+    def symbolic(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor are not in its memory while recording."""
         if tensor.numel() == 0:
             return False
@@ -302,7 +288,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """Whether its content is followed, not looked at."""
-        return self._symbolic(tensor) or self.held(tensor)
+        return self.symbolic(tensor) or self.held(tensor)
 
     def forgets(self, tensor: torch.Tensor) -> bool:
         """Whether it need not be noted that its content is known now."""
@@ -330,7 +316,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             place = tensor.data_ptr()
             area = self._held.find(place)
-            seen = [_place(tensor)]
+            seen = [place_of(tensor)]
             for write in self.writes[area]:
                 seen = [part for move in seen for part in without(move, write.move)]
             if seen:
@@ -339,15 +325,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def let_out(self, tensor: torch.Tensor, reason: str) -> None:
         """Notes that a tensor's memory is handed to others than torch."""
         self.read_outside(tensor)
-        if not self._opaque and self._symbolic(tensor):
-            self.refuse(self._names(tensor), reason)
+        if not self._opaque and self.symbolic(tensor):
+            self.refuse(self.names(tensor), reason)
         self.look([tensor])
 
-    def _names(self, tensor: torch.Tensor) -> frozenset[str]:
+    def names(self, tensor: torch.Tensor) -> frozenset[str]:
         """Tensors of the model that the values may depend on."""
         if self._source(tensor.data_ptr()):
             return frozenset([self.name_at(tensor.data_ptr())])
-        return self.names_of(_found_by(tensor, self._written(tensor)))
+        return self.names_of(found_by(tensor, self._written(tensor)))
 
     def names_of(self, writes: Iterable[Write]) -> frozenset[str]:
         """Tensors of the model that what was written may depend on."""
@@ -380,7 +366,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if destination.numel() == 0:
             return
         source = source.expand(destination.shape)
-        read = _read(source, destination.data_ptr(), _steps(destination), destination.dtype)
+        read = move_to(source, destination.data_ptr(), byte_strides(destination), destination.dtype)
         if source.dtype == destination.dtype and read.is_noop():
             return
         for write in self._resolve(read, source, destination.dtype):
@@ -399,7 +385,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part in rest:
                 moves, outside = compose(part, write.move)
                 left += outside
-                found += [_continued(write, move, tensor.dtype, into) for move in moves]
+                found += [continued(write, move, tensor.dtype, into) for move in moves]
             rest = left
         if self._source(read.source):
             found += [Write(part, SOURCE, here, self._clock) for part in rest]
@@ -430,26 +416,26 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Notes that all of a tensor was computed."""
         if tensor.numel():
-            write = Write(_place(tensor), COMPUTED, names=names, flow=flow, reason=reason)
+            write = Write(place_of(tensor), COMPUTED, names=names, flow=flow, reason=reason)
             self._note(tensor, write)
 
     def _flow(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         """Tensors of the model whose values operators have brought into others."""
         found = set[str]()
-        for tensor in filter(_in_memory, tensors):
+        for tensor in filter(in_memory, tensors):
             area = self._held.find(tensor.data_ptr())
             if self._source(tensor.data_ptr()):
                 found.add(self.name_at(tensor.data_ptr()))
                 continue
             writes = self.writes[area] if area >= 0 else self._temporary(tensor).origins
-            for write in _found_by(tensor, writes):
+            for write in found_by(tensor, writes):
                 found |= write.flow or frozenset()
         return frozenset(found)
 
     def _carry(self, tensor: torch.Tensor, flow: frozenset[str]) -> None:
         """Notes whose values a temporary has now."""
-        if _in_memory(tensor):
-            self._temporary(tensor).origins.append(Write(_place(tensor), COMPUTED, flow=flow))
+        if in_memory(tensor):
+            self._temporary(tensor).origins.append(Write(place_of(tensor), COMPUTED, flow=flow))
 
     # -- everything else
 
@@ -462,15 +448,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         packet = func.overloadpacket
         reason = f"{packet.__name__}"
-        inputs = _inputs(packet, args, kwargs)
+        inputs = arguments_read(packet, args, kwargs)
         # what it goes on from and replaces is computed anew by each load
         self.look(t for t in inputs if "out" not in kwargs or all(t is not c for c in changed))
         rows = self._rows_put(packet, args)
-        whole = packet in _FILLS or "out" in kwargs
+        whole = packet in FILLS or "out" in kwargs
         read = inputs if whole or rows is not None else [*inputs, *changed]
         targets = changed if rows is None else rows
-        known = [tensor for tensor in read if self._symbolic(tensor)]
-        names = self._opaque or frozenset().union(*map(self._names, known))
+        known = [tensor for tensor in read if self.symbolic(tensor)]
+        names = self._opaque or frozenset().union(*map(self.names, known))
         # of how many elements depends on values; an index refuses masks by itself
         counts = torch.Tag.dynamic_output_shape in func.tags and packet is not _aten.index
         if known and counts and not self._opaque:
@@ -487,56 +473,28 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return changed[0] if returned == 1 else tuple(changed[:returned]) or None
         answer = func(*args, **kwargs)
         if flow is not None and packet in (_aten.cat, _aten.stack):
-            for part, tensor in _parts_of_cat(answer, *_as_cat(packet, *args)):
+            for part, tensor in parts_of_cat(answer, *as_cat(packet, *args)):
                 self._carry(part, self._flow([tensor]))
         elif flow is not None:
-            for tensor in targets or _tensors(answer):
+            for tensor in targets or tensors_in(answer):
                 self._carry(tensor, flow)
         if self._opaque or not (known or any(self._written(t) for t in changed if t.numel())):
             return answer
         leaves = tree_leaves(answer)
         if known and any(not isinstance(leaf, torch.Tensor) for leaf in leaves if leaf is not None):
             self.refuse(names, reason)
-        for tensor in targets or _tensors(leaves):
+        for tensor in targets or tensors_in(leaves):
             if known:
                 self.taint(tensor, names, reason)
             else:
                 self.move(tensor, tensor.clone())
         return answer
 
-    def placed(
-        self, packet: Any, args: Sequence[Any]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """The parts of a tensor to which an operator puts values by an index of one dimension, and
-        the values of each; None for other operators, and for an index that cannot be followed."""
-        found = _index_of_put(packet, args)
-        if found is None:
-            return None
-        target, dim, index, values = found
-        if values.dtype != target.dtype or self._symbolic(index):
-            return None
-        places = _places(index, target.shape[dim])
-        if not places or (packet is _aten.index_copy_ and int(index.min()) < 0):
-            return None  # perhaps the operator says what is wrong
-        shape = torch.Size([*target.shape[:dim], len(places), *target.shape[dim + 1 :]])
-        if packet is not _aten.index_copy_:
-            values = values.expand(shape)
-        elif values.shape != shape:
-            return None
-        runs = list(_runs(places))
-        pieces = len(runs) * math.prod(target.shape[:dim])
-        if len({*places}) < len(places) or pieces > _MOST_RUNS:
-            return None
-        return [
-            (target.narrow(dim, place, count), values.narrow(dim, start, count))
-            for start, place, count in runs
-        ]
-
     def _rows_put(self, packet: Any, args: Sequence[Any]) -> list[torch.Tensor] | None:
         """The parts of a tensor that an operator writes to by an index of one dimension, whatever
         their order; None for other operators, and for an index that the model's values say."""
-        found = _index_of_put(packet, args)
-        if found is None or self._symbolic(found[2]) or self._flow([found[2]]):
+        found = index_of_put(packet, args)
+        if found is None or self.symbolic(found[2]) or self._flow([found[2]]):
             return None
         parts = parts_written(packet, args, found[0])
         return None if parts[0] is found[0] else parts
@@ -562,7 +520,7 @@ class _Elsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tracer = self._tracer()
         if tracer is not None:
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 if tensor.layout == torch.strided:
                     tracer.elsewhere = tracer.elsewhere or tracer.moves(tensor)
         return func(*args, **kwargs)
@@ -582,316 +540,6 @@ class _Glances(TorchFunctionMode):
         if name in _LETS_OUT or (name in _HANDS_OUT and not self._tracer.held(args[0])):
             self._tracer.let_out(args[0], name)
         return func(*args, **(kwargs or {}))
-
-
-def _continued(write: Write, move: Move, seen: torch.dtype, into: torch.dtype) -> Write:
-    """A write that goes on from a temporary to where it was read."""
-    dtypes = write.dtypes
-    if write.kind != COMPUTED:
-        if dtypes[-1] != seen and len(dtypes) == 1:
-            dtypes = (seen,)  # the same bytes by another name
-        elif dtypes[-1] != seen:
-            raise UnexpressedError(f"{dtypes[-1]} read as {seen}")
-        if seen != into:
-            dtypes = (*dtypes, into)
-    return replace(write, move=move, dtypes=dtypes)
-
-
-def last_written(read: Move, writes: Sequence[Write]) -> list[Write]:
-    """Of writes, in order, those whose values a read finds: the last one of each place."""
-    found = list[Write]()
-    rest = [read]
-    for write in reversed(writes):
-        if not rest:
-            break
-        low, high = write.move.span()
-        left = list[Move]()
-        for part in rest:
-            start, end = part.reversed().span()
-            if end <= low or high <= start:
-                left.append(part)
-                continue
-            try:
-                moves, outside = compose(part, write.move)
-            except UnexpressedError:  # perhaps
-                moves, outside = [part], [part]
-            left += outside
-            if moves and (not found or found[-1] is not write):
-                found.append(write)
-        rest = left
-    return found
-
-
-def _found_by(tensor: torch.Tensor, writes: Sequence[Write]) -> Sequence[Write]:
-    return last_written(_place(tensor), writes) if _in_memory(tensor) else writes
-
-
-def _in_memory(tensor: torch.Tensor) -> bool:
-    """Whether it has elements, which lie at addresses."""
-    return tensor.numel() > 0 and tensor.layout == torch.strided and not tensor.is_meta
-
-
-def _place(tensor: torch.Tensor) -> Move:
-    """A tensor, as a move to itself."""
-    return _read(tensor, tensor.data_ptr(), _steps(tensor), tensor.dtype)
-
-
-def _steps(tensor: torch.Tensor) -> list[int]:
-    return [stride * tensor.element_size() for stride in tensor.stride()]
-
-
-def _read(
-    tensor: torch.Tensor, destination: int, strides: Sequence[int], into: torch.dtype
-) -> Move:
-    dims = tuple(zip(tensor.shape, _steps(tensor), strides, strict=True))
-    return Move(tensor.data_ptr(), destination, dims, tensor.element_size(), into.itemsize)
-
-
-def _puts(packet: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator reads nothing of what it writes to."""
-    accumulates = len(args) > 3 and args[3]
-    return packet in _PUTS or (packet is _aten.index_put_ and not accumulates)
-
-
-def _inputs(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments whose values an operator reads, but for what it leaves of those that it writes
-    to."""
-    if "out" in kwargs:
-        return _tensors((args, {name: each for name, each in kwargs.items() if name != "out"}))
-    written = 1 if packet in _FILLS or _puts(packet, args) else 0
-    return _tensors((args[written:], kwargs))
-
-
-def _are_lists(args: Sequence[Any]) -> bool:
-    """Whether an operator is given lists of several tensors, and no tensor of a number for each."""
-    count = len(args[0]) if isinstance(args[0], list | tuple) else 0
-    numbers = (value for value in args if isinstance(value, torch.Tensor))
-    return count > 1 and all(value.numel() == 1 for value in numbers)
-
-
-def _places(index: torch.Tensor, size: int) -> list[int]:
-    """Where an index of one dimension of that size points to; none where it is no such index."""
-    if index.dim() != 1:
-        return []
-    if index.dtype == torch.bool:
-        return index.nonzero().reshape(-1).tolist() if len(index) == size else []
-    if index.dtype not in (torch.int64, torch.int32):
-        return []
-    places = [int(place) for place in index.tolist()]
-    inside = all(-size <= place < size for place in places)
-    return [place % size for place in places] if inside else []
-
-
-def _index_of_put(
-    packet: Any, args: Sequence[Any]
-) -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor] | None:
-    """(target, dimension, index, values) of an operator that puts values by one index."""
-    if packet is _aten.index_copy_:
-        target, dim, index, values = args
-        return (target, dim % target.dim(), index, values) if target.dim() else None
-    if packet is not _aten.index_put_ or not _puts(packet, args):
-        return None
-    target, indices, values = args[:3]
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    return (target, *given[0], values) if len(given) == 1 else None
-
-
-def parts_written(packet: Any, args: Sequence[Any], target: torch.Tensor) -> list[torch.Tensor]:
-    """The parts of a tensor that an operator writes to, in the order in which they lie; the tensor
-    itself where no index says parts, or very many."""
-    found = _index_of_put(packet, args)
-    if found is None or found[0] is not target:
-        return [target]
-    _, dim, index, _ = found
-    runs = list(_runs(sorted({*_places(index, target.shape[dim])})))
-    few = 0 < len(runs) <= _MOST_RUNS
-    return [target.narrow(dim, place, count) for _, place, count in runs] if few else [target]
-
-
-def changed_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operator writes to."""
-    found: list[torch.Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += _tensors(value)
-    return found
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-# -- operators that move data: (tracer, operator, its arguments) -> its result
-
-
-def _copy(
-    tracer: Tracer, func: Any, target: torch.Tensor, source: torch.Tensor, *rest: Any
-) -> torch.Tensor:
-    if not tracer.held(target) and not tracer.moves(source):
-        func(target, source, *rest)
-        if tracer.forgets(target):
-            return target
-    tracer.move(target, source)
-    return target
-
-
-def _clone(tracer: Tracer, func: Any, source: torch.Tensor, **options: Any) -> torch.Tensor:
-    if not tracer.moves(source):
-        return func(source, **options)  # type: ignore[no-any-return]
-    if tracer._symbolic(source):
-        options.pop("non_blocking", None)
-        fresh = torch.empty_like(source, **options)
-    else:
-        fresh = func(source, **options)
-    tracer.move(fresh, source)
-    return fresh
-
-
-def _cat(tracer: Tracer, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    if not any(tracer.moves(t) for t in tensors):
-        return func(tensors, dim)  # type: ignore[no-any-return]
-    parts = _with_elements(tensors)
-    shape = list(parts[0].shape)
-    shape[dim] = sum(t.shape[dim] for t in parts)
-    dtype = parts[0].dtype
-    for part in parts:
-        dtype = torch.promote_types(dtype, part.dtype)
-    whole = torch.empty(shape, dtype=dtype, device=parts[0].device)
-    for place, part in _parts_of_cat(whole, tensors, dim):
-        tracer.move(place, part)
-    return whole
-
-
-def _parts_of_cat(
-    whole: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Where each of the tensors lies in what they make one after another."""
-    at = 0
-    for tensor in _with_elements(tensors):
-        yield whole.narrow(dim, at, tensor.shape[dim]), tensor
-        at += tensor.shape[dim]
-
-
-def _with_elements(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Without what torch.cat passes over, whatever its shape is: vectors of no elements."""
-    return [tensor for tensor in tensors if tensor.dim() != 1 or tensor.numel()]
-
-
-def _stack(
-    tracer: Tracer, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0
-) -> torch.Tensor:
-    if not any(tracer.moves(t) for t in tensors):
-        return func(tensors, dim)  # type: ignore[no-any-return]
-    return _cat(tracer, _aten.cat, *_as_cat(_aten.stack, tensors, dim))
-
-
-def _as_cat(
-    packet: Any, tensors: Sequence[torch.Tensor], dim: int = 0
-) -> tuple[Sequence[torch.Tensor], int]:
-    """What torch.cat is to be given to make what torch.cat or torch.stack makes of these."""
-    if packet is _aten.cat:
-        return tensors, dim
-    dim = dim % (tensors[0].dim() + 1)
-    return [tensor.unsqueeze(dim) for tensor in tensors], dim
-
-
-def _select(tracer: Tracer, func: Any, source: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
-    if not tracer._symbolic(source) or tracer._symbolic(index) or index.dim() > 1:
-        raise UnexpressedError("an index of its own")
-    tracer.look([index])
-    dim = dim % source.dim()
-    shape = list(source.shape)
-    places = [int(i) % shape[dim] for i in index.reshape(-1).tolist()]
-    shape[dim] = len(places)
-    fresh = torch.empty(shape, dtype=source.dtype, device=source.device)
-    for start, place, count in _runs(places):
-        tracer.move(fresh.narrow(dim, start, count), source.narrow(dim, place, count))
-    return fresh
-
-
-def _index(tracer: Tracer, func: Any, source: torch.Tensor, indices: Any) -> torch.Tensor:
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    for _, index in given:
-        if index.dtype == torch.bool and tracer._symbolic(index):
-            tracer.refuse(tracer._names(index), "index")
-    if len(given) != 1 or given[0][1].dim() != 1:
-        raise UnexpressedError("an index of more than one axis")
-    dim, index = given[0]
-    if index.dtype == torch.bool:
-        tracer.look([index])
-        index = index.nonzero().reshape(-1)
-    return _select(tracer, func, source, dim, index)
-
-
-def _put(tracer: Tracer, func: Any, *args: Any, **options: Any) -> torch.Tensor:
-    placed = tracer.placed(func.overloadpacket, args)
-    if placed is None:
-        raise UnexpressedError("an index of its own")
-    target: torch.Tensor = args[0]
-    tracer.look(_inputs(func.overloadpacket, args, {}))
-    if not tracer.held(target) and not any(tracer.moves(values) for _, values in placed):
-        func(*args, **options)
-        if tracer.forgets(target):
-            return target
-    for part, values in placed:
-        tracer.move(part, values)
-    return target
-
-
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(position, first place, count) of places that follow each other."""
-    start = 0
-    for position in range(1, len(places) + 1):
-        if position == len(places) or places[position] != places[position - 1] + 1:
-            yield start, places[start], position - start
-            start = position
-
-
-def _fill(tracer: Tracer, func: Any, target: torch.Tensor, value: Any = 0) -> torch.Tensor:
-    if isinstance(value, torch.Tensor) and tracer.moves(value):
-        tracer.move(target, value)
-        return target
-    if not tracer.held(target):
-        func(target, value) if func.overloadpacket is _aten.fill_ else func(target)
-        if tracer.forgets(target):
-            return target
-    tracer.move(target, torch.as_tensor(value, dtype=target.dtype, device=target.device))
-    return target
-
-
-def _pad(
-    tracer: Tracer, func: Any, source: torch.Tensor, pad: Sequence[int], value: Any = 0
-) -> torch.Tensor:
-    if not tracer._symbolic(source) or any(count < 0 for count in pad):
-        raise UnexpressedError("padding of its own")
-    ends = [(0, 0)] * source.dim()
-    for i in range(len(pad) // 2):
-        ends[source.dim() - 1 - i] = (pad[2 * i], pad[2 * i + 1])
-    shape = [n + low + high for n, (low, high) in zip(source.shape, ends, strict=True)]
-    fresh = torch.full(shape, value, dtype=source.dtype, device=source.device)
-    inner = fresh
-    for dim, (low, _) in enumerate(ends):
-        inner = inner.narrow(dim, low, source.shape[dim])
-    tracer.move(inner, source)
-    return fresh
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    _aten.copy_: _copy,
-    _aten.clone: _clone,
-    _aten._to_copy: _clone,
-    _aten.contiguous: _clone,
-    _aten.cat: _cat,
-    _aten.stack: _stack,
-    _aten.index_select: _select,
-    _aten.index: _index,
-    _aten.index_copy_: _put,
-    _aten.index_put_: _put,
-    _aten.fill_: _fill,
-    _aten.zero_: _fill,
-    _aten.constant_pad_nd: _pad,
-}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wsync.engine.learn.module_memory import ModuleMemory
-from wsync.engine.learn.tracer import changed_arguments, parts_written
+from wsync.engine.learn.operators import changed_arguments, parts_written
 
 Part = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # area, offset in bytes, shape, strides
 
