@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -163,6 +164,30 @@ def test_a_checkpoint_says_what_another_folder_of_the_same_path_does_not(
     caplog.clear()
     connect([Engine()], "checkpoint", checkpoint=named)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "started",
+    [
+        {"enable_lora": True},
+        {"enable_lora": True, "lora_target_modules": ["q_proj", "down_proj"]},
+        {"lora_paths": ["adapter"], "lora_target_modules": {"all"}},
+    ],
+)
+def test_experts_are_not_sent_where_adapters_rename_them(
+    started: dict[str, Any], tmp_path: Path
+) -> None:
+    """SGLang wraps them, and its own load_weights passes over names that it does not find."""
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    weights = {name: torch.zeros(16, 64, dtype=torch.bfloat16)}
+    with pytest.raises(wsync.UnsupportedError, match=rf"engine e: .* LoRA .*{re.escape(name)}"):
+        wsync.connect(weights, [Engine(**started)])
+    with pytest.raises(wsync.UnsupportedError, match="LoRA"):
+        wsync.DiskSync(weights, [Engine(**started)], folder=tmp_path)
+    connect([Engine(**started)], None)  # dense layers keep their names
+    attention = started | {"lora_target_modules": ["q_proj"]}
+    wsync.connect(weights, [Engine(**attention)]).close()
+    wsync.connect(weights, [Engine(**started | {"enable_lora": False})]).close()
 
 
 @pytest.mark.parametrize("said", [True, False])

@@ -31,6 +31,8 @@ _PLAIN: Final = "not quantised"
 _OWN: Final = "codes and scales that the trainer holds"
 _PATH: Final = (str, os.PathLike)
 _NONE: Final = (None, "", "unquant")  # of SGLang's --quantization
+# targets of LoRA for which SGLang wraps layers of experts
+_OF_EXPERTS: Final = {"all", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "experts"}
 # loaders of SGLang that take weights as they are, and quantise them each time
 _QUANTISING: Final = ("flash_rl",)
 
@@ -52,10 +54,12 @@ class SentForm:
     folder is there under the same path here.
 
     text: it, in words.  found: what folders say that engines may have been started from.
+    expert: the name of a tensor of an expert; "" where there is none.
     """
 
     text: str
     found: Sequence[_Form]
+    expert: str
 
     @staticmethod
     def of(options: Options, model: _core.Layout, *, base: object = None) -> SentForm:
@@ -73,7 +77,8 @@ class SentForm:
         own = config is None and has_codes(model)
         sent = _OWN if own else _PLAIN if config is None else _text(Method.of(config))
         named = [os.fspath(f) for f in (options.checkpoint, base) if f and isinstance(f, _PATH)]
-        return SentForm(sent, [form for folder in named if (form := _in_folder(folder))])
+        expert = next((each.name for each in facts_of(model) if ".experts." in each.name), "")
+        return SentForm(sent, [form for folder in named if (form := _in_folder(folder))], expert)
 
     @property
     def _quantised(self) -> bool:
@@ -85,9 +90,17 @@ class SentForm:
         Raises:
             InvalidArgumentError: it holds another form, and no checkpoint says otherwise; the text
                 has both.
+            UnsupportedError: it passes over experts.
             WsyncError: it does not answer.
         """
-        held = _held(_started(engine, timeout))
+        started = _started(engine, timeout)
+        if self.expert and _wraps_experts(started):
+            raise _core.UnsupportedError(
+                f"engine {engine.name}: was started with LoRA for layers of experts, which gives "
+                f"their weights other names: SGLang's own loaders pass over {self.expert} without "
+                "a word (--lora-target-modules without those of its experts, or no --enable-lora)"
+            )
+        held = _held(started)
         if held is None or (held.vague and self._quantised):
             return False
         if not _takes(held, self.text):
@@ -205,6 +218,16 @@ def _started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
             raise
         return {}  # not all servers know the path
     return found if isinstance(found, Mapping) else {}
+
+
+def _wraps_experts(started: Mapping[str, Any]) -> bool:
+    """Whether a server of SGLang has put layers of LoRA around those of experts."""
+    enabled, targets = started.get("enable_lora"), started.get("lora_target_modules")
+    if not enabled and (enabled is not None or not started.get("lora_paths")):
+        return False
+    if not isinstance(targets, list | set | tuple) or not targets:
+        return True  # the adapters that are loaded say it
+    return not _OF_EXPERTS.isdisjoint(targets)
 
 
 def _held(started: Mapping[str, Any]) -> _Form | None:
