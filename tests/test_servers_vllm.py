@@ -6,6 +6,7 @@ Its packages are not among the test extra's: `.ci/run servers` installs them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,21 @@ def test_every_tensor_is_that_of_vllms_own_load(
     assert not report.unused
     units = [name for name in differing(*wanted) if name.endswith("of unit vectors")]
     assert len(units) >= server.workers * 2 * 2  # kernels have weights of their own
+
+
+@pytest.mark.parametrize("served", ["qwen3-tp1"], indirect=True)
+def test_requests_wait_while_memory_sleeps(served: tuple[Server, Pair, list[Any]]) -> None:
+    """As vLLM's recipe for a GPU that a trainer shares: its KV cache is woken after an update."""
+    server, models, _ = served
+    with ThreadPoolExecutor() as pool, connect(server, models[1].weights) as sync:
+        server.post("/sleep?level=1")
+        server.post("/wake_up?tags=weights")
+        sync.update(version="woken")
+        answer = pool.submit(check, server, models[1], "woken")
+        with pytest.raises(TimeoutError):
+            answer.result(timeout=2)
+        server.post("/wake_up?tags=kv_cache")
+        answer.result(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("served", ["qwen3-bfloat16-tp2"], indirect=True)

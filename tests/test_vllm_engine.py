@@ -390,6 +390,24 @@ def test_coroutines_run_in_the_engines_loop(driven: bool) -> None:
         loop.close()
 
 
+def test_an_engine_whose_memory_sleeps_goes_on_when_it_is_woken() -> None:
+    """vLLM's scheduler must not run on a KV cache that is not there."""
+
+    class Sleeping(AsyncCalls):
+        answer: bool | None = False
+
+        async def wake_up(self, tags: list[str] | None = None) -> bool | None:
+            self.seen.append(("wake_up", *(tags or ())))
+            return self.answer
+
+    engine = Sleeping()
+    VllmHandle(engine).resume(5)
+    assert engine.seen[1:] == [("wake_up", "scheduling")]
+    engine.answer = None  # earlier versions do not know the tag
+    VllmHandle(engine).resume(5)
+    assert engine.seen[-2:] == [("wake_up", "scheduling"), ("resume",)]
+
+
 def test_what_old_weights_computed_is_dropped_wherever_it_lies() -> None:
     class Connected(AsyncCalls):
         async def reset_prefix_cache(
@@ -516,6 +534,7 @@ class Front(BaseHTTPRequestHandler):
     engine: ClassVar[VllmEngine | Calls]
     seen: ClassVar[list[str]] = []
     unknown: ClassVar[set[str]] = set()
+    woken: ClassVar[dict[str, str]] = {"status": "awake"}
     pages: ClassVar[set[str]] = set()  # answered by a gateway's own page
 
     def do_POST(self) -> None:
@@ -524,6 +543,7 @@ class Front(BaseHTTPRequestHandler):
         answers = {
             "/pause": {"status": "paused"},
             "/resume": {"status": "resumed"},
+            "/wake_up": self.woken,
             "/reset_prefix_cache": {"success": True},
             "/reset_encoder_cache": {},
             "/update_weight_version": {"success": True},
@@ -572,7 +592,7 @@ def test_vllms_own_server_is_driven_by_its_routes(engine: VllmEngine, front: str
         *(pause, pause),  # the second when it has said who it is
         "/reset_prefix_cache?reset_running_requests=false&reset_external=false",
         "/update_weight_version {'new_version': '6'}",  # what its answers carry
-        "/resume",
+        "/wake_up?tags=scheduling",
     ]
 
 
@@ -609,7 +629,22 @@ def test_a_path_that_vllm_has_answered_is_not_taken_for_unknown(
         ask()
 
 
-@pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache", "/resume"])
+@pytest.mark.parametrize(
+    ("woken", "resumed"),
+    [({"status": "awake"}, False), ({"status": "sleeping"}, False), ({}, True)],
+)
+def test_a_server_is_resumed_where_waking_it_up_does_not(
+    woken: dict[str, str], resumed: bool, front: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Front.engine = Calls()
+    monkeypatch.setattr(Front, "woken", woken)
+    for unknown in (set(), {"/wake_up"}):
+        monkeypatch.setattr(Front, "unknown", unknown)
+        wsync.handle(front).resume(60)
+        assert (Front.seen[-1] == "/resume") == (resumed or bool(unknown))
+
+
+@pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache", "/wake_up"])
 def test_a_gateways_page_is_no_answer_of_vllms(
     path: str, front: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,10 +113,10 @@ class VllmHandle(LocalHandle):
         if named not in (None, self._named):
             # a request of an update that has failed came late, or another trainer has updated it
             self._name_as_held(named, deadline)
+        if self._may_wake() and isinstance(self._wake(deadline), bool):
+            return  # vLLM goes on unless some of its memory sleeps, and says whether it does
         if self._has("resume_generation"):
             self._call("resume_generation", deadline.left)
-        elif self._sleeps():
-            self._call("wake_up", deadline.left, tags=["scheduling"])
 
     def send_control(
         self, messages: Sequence[Control], *, weight_version: int | str | None, timeout: float
@@ -228,6 +228,15 @@ class VllmHandle(LocalHandle):
         """Whether sleeping is pausing: earlier versions and actors may give up the weights."""
         return not self._remote and self._takes("sleep", "mode")
 
+    def _may_wake(self) -> bool:
+        """Whether waking up can be going on.  An actor's wake_up may be another thing."""
+        resumes = self._has("resume_generation") or self._sleeps()
+        return resumes and not self._remote and self._takes("wake_up", "tags")
+
+    def _wake(self, deadline: Deadline) -> object:
+        """Ends a pause.  Versions that do not know the tag change nothing, and answer None."""
+        return self._call("wake_up", deadline.left, tags=["scheduling"])
+
     def _ask(
         self, method: str, arguments: Mapping[str, Any], timeout: float, watched: Watched
     ) -> Any:
@@ -268,6 +277,12 @@ class VllmServer:
 
     def resume_generation(self) -> None:
         self._post("/resume")
+
+    def wake_up(self, tags: Sequence[str]) -> bool | None:
+        """Whether all of it is awake; None where this version of vLLM does not say it."""
+        query = "&".join(f"tags={tag}" for tag in tags)
+        status = self._post(f"/wake_up?{query}", known=False).get("status")
+        return status == "awake" if status in ("awake", "sleeping") else None
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
