@@ -37,19 +37,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "remote": {"delivery": "distributed"},
 }
 TRANSFER = ("--weight-transfer-config", '{"backend": "wsync"}')
-# what a server has: experts or not, dtype, workers
-KINDS = {
-    "qwen3-tp1": (False, torch.float32, 1),
-    "qwen3-bfloat16-tp2": (False, torch.bfloat16, 2),
-    "qwen3_moe-tp2": (True, torch.float32, 2),
+# what a server has, and how many workers
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen3-tied-tp1": ({"tied": True}, 1),
+    "qwen3-bfloat16-tp2": ({"dtype": torch.bfloat16}, 2),
+    "qwen3_moe-tp2": ({"experts": True}, 2),
 }
 
 
-def pair(folder: Path, *, experts: bool, dtype: torch.dtype = torch.float32) -> Pair:
+def pair(folder: Path, **kind: Any) -> Pair:
     """Two checkpoints of one model, which say different things."""
-    first, second = (
-        checkpoint(folder / str(seed), seed, experts=experts, dtype=dtype) for seed in (1, 2)
-    )
+    given = {"experts": False, "dtype": torch.float32, **kind}
+    first, second = (checkpoint(folder / str(seed), seed, **given) for seed in (1, 2))
     assert first.tokens(TOKENS) != second.tokens(TOKENS)
     return first, second
 
@@ -75,9 +74,9 @@ def served(
 ) -> Iterator[tuple[Server, Pair, list[Any]]]:
     """A server of one kind after another, what it is to hold, and what its workers hold after
     vLLM's own load of that."""
-    experts, dtype, tp = KINDS[request.param]
+    kind, tp = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    models = pair(folder, experts=experts, dtype=dtype)
+    models = pair(folder, **kind)
     with Server(vllm, models[1], folder / "log", tp=tp, extension=PROBE) as server:
         second = held(server)
     settings = {"tp": tp, "extension": PROBE, "arguments": TRANSFER}
@@ -129,7 +128,7 @@ def test_every_tensor_is_that_of_vllms_own_load(
     assert len(units) >= server.workers * 2 * 2  # kernels have weights of their own
 
 
-@pytest.mark.parametrize("served", ["qwen3-tp1"], indirect=True)
+@pytest.mark.parametrize("served", ["qwen3-tied-tp1"], indirect=True)
 def test_requests_wait_while_memory_sleeps(served: tuple[Server, Pair, list[Any]]) -> None:
     """As vLLM's recipe for a GPU that a trainer shares: its KV cache is woken after an update."""
     server, models, _ = served

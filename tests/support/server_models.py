@@ -73,12 +73,16 @@ def recomputed(tokens: list[int], changed: int, old: Checkpoint, new: Checkpoint
     return all(old.says(tokens[:changed])) and all(new.says(tokens)[changed:])
 
 
-def checkpoint(folder: Path, seed: int, *, experts: bool, dtype: torch.dtype) -> Checkpoint:
-    """Weights so large that rounding does not change the tokens."""
+def checkpoint(
+    folder: Path, seed: int, *, experts: bool, dtype: torch.dtype, tied: bool = False
+) -> Checkpoint:
+    """Weights so large that rounding does not change the tokens.  tied: the head is the embedding,
+    and has no name of its own."""
+    sizes = {**_SIZES, "tie_word_embeddings": tied}
     if experts:
-        config: Any = transformers.Qwen3MoeConfig(**_SIZES, **_EXPERTS)
+        config: Any = transformers.Qwen3MoeConfig(**sizes, **_EXPERTS)
     else:
-        config = transformers.Qwen3Config(**_SIZES)
+        config = transformers.Qwen3Config(**sizes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -10,6 +10,11 @@ from support.digests import digest, digests
 from wsync.vllm import WorkerExtension
 
 
+def _inputs(layer: Any) -> int:
+    width: int = getattr(layer, "input_size_per_partition", layer.input_size)
+    return width
+
+
 class Probe(WorkerExtension):
     """wsync's extension, and what a worker holds."""
 
@@ -19,8 +24,8 @@ class Probe(WorkerExtension):
         model: Any = self.model_runner.get_model()
         found = {name: value for name, value in digests(model).items() if ".kv_cache" not in name}
         for path, layer in model.named_modules():
-            if hasattr(layer, "cpu_linear") and not layer.weight.numel():
-                width = getattr(layer, "input_size_per_partition", layer.input_size)
+            if hasattr(layer, "cpu_linear"):
+                width = layer.weight.shape[1] if layer.weight.dim() > 1 else _inputs(layer)
                 units = torch.eye(width, dtype=layer.weight.dtype)
                 made = layer.cpu_linear(units, layer.weight, None)
                 found[f"{path} of unit vectors"] = digest(made)

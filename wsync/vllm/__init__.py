@@ -528,13 +528,32 @@ class _Reloader(ModuleLoader):
                 info.reset()
 
     def _finalize(self) -> None:
-        """vLLM's own reload ends without the model's hook, which its first load ends with."""
+        """vLLM's own reload ends without the model's hook, which its first load ends with, and
+        processes no layer that nothing is loaded to."""
         hook = getattr(self._model, "process_weights_after_loading", None)
         with self._configured():
+            tied = self._tied()
             self._layerwise.finalize_layerwise_reload(self._model, self._model_config)
+            for layer in tied:
+                layer.quant_method.process_weights_after_loading(layer)
             refill_unpacked(self._model)
             if hook is not None:
                 run_anew(self._model, self._once, hook)
+
+    def _tied(self) -> list[Any]:
+        """Layers that nothing was loaded to, and whose parameters others have, to which it was: a
+        tied head, of which vLLM's kernels for CPUs keep what they have made."""
+        idle, loaded = list[tuple[Any, set[int]]](), set[int]()
+        for layer in self._model.modules():
+            info = self._layerwise.get_layerwise_info(layer)
+            waits = info.kernel_tensors is not None
+            own = info.kernel_tensors[0] if waits else layer._parameters
+            places = {id(parameter) for parameter in own.values()}
+            if not waits or info.load_numel > 0:
+                loaded |= places
+            elif hasattr(getattr(layer, "quant_method", None), "process_weights_after_loading"):
+                idle.append((layer, places))
+        return [layer for layer, places in idle if not places.isdisjoint(loaded)]
 
     @contextlib.contextmanager
     def _configured(self) -> Iterator[None]:
