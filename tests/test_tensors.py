@@ -354,6 +354,16 @@ def test_pack_refuses_what_does_not_fit() -> None:
 # --- views -------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[True, False], ids=["exchange", "capsules"])
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether torch has DLPack's C exchange API, as it does from 2.10 on."""
+    if not request.param:
+        monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__", raising=False)
+    elif not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip(f"torch {torch.__version__} has no C exchange API")
+
+
+@pytest.mark.usefixtures("exchange")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_view_shows_the_bytes_of_the_memory(dtype: str) -> None:
     memory = Memory(4096)
@@ -368,6 +378,7 @@ def test_a_view_shows_the_bytes_of_the_memory(dtype: str) -> None:
     assert bytes(memoryview(memory)[63 : 65 + nbytes]) == b"\0" + b"\x07" * nbytes + b"\0"
 
 
+@pytest.mark.usefixtures("exchange")
 def test_views_are_counted_until_they_are_released() -> None:
     pool = ViewPool(Memory(4096))
     views = [pool.view(torch.ones(1), "float32", shape, 0) for shape in ((4,), (), (0, 3))]
@@ -377,10 +388,12 @@ def test_views_are_counted_until_they_are_released() -> None:
     assert pool.live == 3, "a slice still shows the bytes"
     del part
     assert pool.live == 2
+    assert [tuple(view.shape) for view in views] == [(), (0, 3)]
     views.clear()
     assert pool.live == 0
 
 
+@pytest.mark.usefixtures("exchange")
 def test_a_view_keeps_the_memory_alive_and_may_die_in_another_thread() -> None:
     memory = Memory(1 << 20)
     pool = ViewPool(memory)
@@ -399,6 +412,7 @@ def test_a_view_keeps_the_memory_alive_and_may_die_in_another_thread() -> None:
     assert last.tolist() == [3] * 8
 
 
+@pytest.mark.usefixtures("exchange")
 def test_autograd_may_release_views_without_the_interpreter_lock() -> None:
     pool = ViewPool(Memory(4096))
     weight = torch.ones(8, requires_grad=True)
@@ -469,12 +483,13 @@ def test_sizes_that_do_not_fit_are_no_other_sizes(tmp_path: Path) -> None:
 
 def test_views_need_a_type_that_can_be_made() -> None:
     pool = ViewPool(Memory(4096))
-    with pytest.raises(UnsupportedError, match=r"torch 2\.10 or newer"):
+    with pytest.raises(UnsupportedError, match="views need a tensor of torch, or of a type with"):
         pool.view(object(), "float32", (1,), 0)
     with pytest.raises(UnsupportedError, match="7 dimensions, at most 6"):
         pool.view(torch.Tensor, "float32", (1,) * 7, 0)
 
 
+@pytest.mark.usefixtures("exchange")
 def test_views_of_a_manifest_are_its_whole_tensors_in_order() -> None:
     builder = LayoutBuilder()
     builder.add_shard("b", "float32", (2, 2), (0, 0), (2, 2), 0, 64, (8, 4))
@@ -644,7 +659,7 @@ def test_an_exchange_whose_versions_go_in_a_circle_is_not_used() -> None:
 
 def test_an_exchange_that_makes_no_tensors_makes_no_views() -> None:
     pool = ViewPool(Memory(4096))
-    with pytest.raises(UnsupportedError, match="views need a tensor type with"):
+    with pytest.raises(UnsupportedError, match="views need a tensor of torch"):
         pool.view(type_with(lambda _: 0)(torch.ones(1)), "float32", (1,), 0)
     callback = Make(lambda managed, _: delete(managed))
     address = ctypes.cast(callback, ctypes.c_void_p).value

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
- * ViewPool: torch tensors that are views of a Memory, handed out through DLPack's C
- * exchange API, and the count of those that are still alive. */
+ * ViewPool: torch tensors that are views of a Memory, handed out through DLPack, and the
+ * count of those that are still alive. */
 #include <stdatomic.h>
 #include <stdlib.h>
 
 #include "python/convert.h"
 #include "python/device_types.h"
 #include "python/layout.h"
+#include "python/tensor_import.h"
 #include "python/tensor_table.h"
 
 static const DLDataType dlpack_dtypes[WSYNC_DTYPE_COUNT] = {
@@ -127,7 +128,7 @@ typedef struct ViewPoolObject {
     view_pool_t *pool; /* counted */
 } ViewPoolObject;
 
-static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
+static PyObject *make_view(ModuleState *state, const wsync_py_importer_t *importer,
                            view_pool_t *pool, const wsync_tensor_t *tensor, uint64_t offset)
 {
     const uint64_t size = pool->memory->nbytes;
@@ -135,7 +136,6 @@ static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
     wsync_error_t err = {0};
     uint64_t nbytes = 0;
     view_t *view = NULL;
-    void *object = NULL;
 
     if (wsync_tensor_check(tensor, &nbytes, &err) != WSYNC_OK) {
         return wsync_py_raise(state, &err);
@@ -160,31 +160,7 @@ static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
         wsync_memory_unpin(pool->memory);
         return PyErr_NoMemory();
     }
-    /* the importer owns the view from here on, also when it fails */
-    if (api->managed_tensor_to_py_object_no_sync(&view->managed, &object) != 0 ||
-        object == NULL) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_RuntimeError, "torch made no tensor of a view");
-        }
-        return NULL;
-    }
-    return object;
-}
-
-static const DLPackExchangeAPI *find_importer(ModuleState *state, PyObject *like)
-{
-    const DLPackExchangeAPI *api = wsync_py_exchange_api(state, like);
-
-    if (api != NULL && api->managed_tensor_to_py_object_no_sync == NULL) {
-        api = NULL;
-    }
-    if (api == NULL && !PyErr_Occurred()) {
-        (void)wsync_py_fail(
-            state, WSYNC_ERR_UNSUPPORTED, "view",
-            "views need a tensor type with DLPack's C exchange API: torch 2.10 "
-            "or newer");
-    }
-    return api;
+    return wsync_py_import(importer, &view->managed, tensor, nbytes);
 }
 
 /* Reads the dtype and shape arguments of view(). */
@@ -220,9 +196,10 @@ static PyObject *pool_view(PyObject *self, PyTypeObject *cls, PyObject *const *a
 {
     ModuleState *state = wsync_py_type_state(cls);
     wsync_tensor_t tensor = {.name = "view"};
-    const DLPackExchangeAPI *api = NULL;
+    wsync_py_importer_t importer = {0};
     const char *dtype = NULL;
     uint64_t offset = 0;
+    PyObject *view = NULL;
 
     if (count != 4 || kwnames != NULL) {
         return refuse_keywords("view");
@@ -235,11 +212,12 @@ static PyObject *pool_view(PyObject *self, PyTypeObject *cls, PyObject *const *a
     if (PyErr_Occurred()) {
         return NULL;
     }
-    api = find_importer(state, args[0]);
-    if (api == NULL) {
+    if (wsync_py_importer_init(&importer, state, args[0]) < 0) {
         return NULL;
     }
-    return make_view(state, api, ((ViewPoolObject *)self)->pool, &tensor, offset);
+    view = make_view(state, &importer, ((ViewPoolObject *)self)->pool, &tensor, offset);
+    wsync_py_importer_fini(&importer);
+    return view;
 }
 
 /* A shard that is its whole tensor, in row-major order without gaps. */
@@ -269,8 +247,9 @@ static int append_view(PyObject *list, const char *name, PyObject *tensor)
     return result;
 }
 
-static int append_views(ModuleState *state, const DLPackExchangeAPI *api, view_pool_t *pool,
-                        LayoutObject *manifest, uint32_t buffer, PyObject *list)
+static int append_views(ModuleState *state, const wsync_py_importer_t *importer,
+                        view_pool_t *pool, LayoutObject *manifest, uint32_t buffer,
+                        PyObject *list)
 {
     size_t count = 0;
     const wsync_shard_t *const *shards =
@@ -285,7 +264,7 @@ static int append_views(ModuleState *state, const DLPackExchangeAPI *api, view_p
 
         if (is_whole(tensor, shards[i]) &&
             append_view(list, tensor->name,
-                        make_view(state, api, pool, tensor, shards[i]->offset)) < 0) {
+                        make_view(state, importer, pool, tensor, shards[i]->offset)) < 0) {
             return -1;
         }
     }
@@ -296,7 +275,7 @@ static PyObject *pool_views(PyObject *self, PyTypeObject *cls, PyObject *const *
                             Py_ssize_t count, PyObject *kwnames)
 {
     ModuleState *state = wsync_py_type_state(cls);
-    const DLPackExchangeAPI *api = NULL;
+    wsync_py_importer_t importer = {0};
     long long number = 0;
     uint32_t buffer = 0;
     PyObject *list = NULL;
@@ -312,12 +291,15 @@ static PyObject *pool_views(PyObject *self, PyTypeObject *cls, PyObject *const *
     if (PyErr_Occurred() || wsync_py_read_u32(number, "buffer", &buffer) < 0) {
         return NULL;
     }
-    api = find_importer(state, args[0]);
-    list = api != NULL ? PyList_New(0) : NULL;
-    if (list != NULL && append_views(state, api, ((ViewPoolObject *)self)->pool,
+    if (wsync_py_importer_init(&importer, state, args[0]) < 0) {
+        return NULL;
+    }
+    list = PyList_New(0);
+    if (list != NULL && append_views(state, &importer, ((ViewPoolObject *)self)->pool,
                                      (LayoutObject *)args[1], buffer, list) < 0) {
         Py_CLEAR(list);
     }
+    wsync_py_importer_fini(&importer);
     return list;
 }
 
