@@ -771,6 +771,23 @@ def test_a_buffer_that_becomes_a_weight_is_refused() -> None:
         found.bind()
 
 
+def test_extra_state_of_modules_is_no_tensor() -> None:
+    class Scaled(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"scale": 1.0}
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    layers = {name: Scaled(2, 3, False) for name in ("embed_tokens", "lm_head")}
+    model = torch.nn.ModuleDict(layers)
+    model["lm_head"].weight = model["embed_tokens"].weight
+    config = types.SimpleNamespace(tie_word_embeddings=True)
+    layout(model, config).bind(model.state_dict())  # which wants none of it
+    text = r"embed_tokens\._extra_state \(dict\): not a torch tensor"
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        layout(model.state_dict(), config)
+
+
 def test_a_tied_head_in_a_state_dict_has_the_values_of_the_embedding() -> None:
     config = types.SimpleNamespace(tie_word_embeddings=True)
     embedding = torch.randn(8, 4)

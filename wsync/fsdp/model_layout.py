@@ -35,7 +35,8 @@ def layout(
 
     Raises UnsupportedError for a placement that is no weight (`Partial`) and for fused experts of a
     family without rules, LayoutError for a tensor that does not fit its placement, StateError where
-    resharding has undone changes of what a pass had left gathered.
+    resharding has undone changes of what a pass had left gathered, InvalidArgumentError for what
+    is no tensor in a state dict, as an `_extra_state` may be.
     """
     reader = Reader()
     config = getattr(model, "config", None) if config is None else config

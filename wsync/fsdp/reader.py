@@ -75,7 +75,8 @@ class Reader:
         """LayoutError where a tied head has other values than every tensor it may be tied to: it
         is not delivered under its own name."""
         head = known[TIED]
-        same_shape = [n for n, t in known.items() if n != TIED and t.shape == head.shape]
+        shapes = {name: getattr(tensor, "shape", None) for name, tensor in known.items()}
+        same_shape = [n for n, shape in shapes.items() if n != TIED and shape == head.shape]
         if not any(known[name] is head or self._same(known[name], head) for name in same_shape):
             raise _core.LayoutError(
                 f"{TIED}: values of its own, but the configuration says tied embeddings"

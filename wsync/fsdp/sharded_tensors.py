@@ -23,12 +23,16 @@ class ShardedTensors:
     def parts(self, name: str, tensor: Any) -> Iterator[Part]:
         """What this rank holds of a tensor.
 
-        Raises UnsupportedError and LayoutError as `layout` does.
+        Raises UnsupportedError, LayoutError and InvalidArgumentError as `layout` does.
         """
         if hasattr(tensor, "materialize"):  # torch's UninitializedTensorMixin
             raise _core.UnsupportedError(
                 f"{name}: not initialised yet, as those of torch.nn's Lazy modules are until their "
                 "first forward pass"
+            )
+        if not hasattr(tensor, "shape"):
+            raise _core.InvalidArgumentError(
+                f"{name} ({type(tensor).__name__}): not a torch tensor"
             )
         shape = tuple(tensor.shape)
         if hasattr(tensor, "placements"):
