@@ -212,6 +212,19 @@ def test_a_reload_needs_one_of_the_names_of_a_tied_head(engine: VllmEngine) -> N
             sync.update()
 
 
+def test_a_bias_that_a_reload_leaves_is_needed(engine: VllmEngine) -> None:
+    """vLLM notes nothing of biases: they are loaded where they are."""
+    engine.prepare("glm4_moe", packs=True)
+    weights, bias = engine.weights(1), "mlp.gate.e_score_correction_bias"
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+    assert not any(engine.differing(1))
+    assert weights.pop(f"model.layers.1.{bias}").numel()
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.RemoteError, match=rf"no tensor .* is loaded to .*{bias} \(32 of"):
+            sync.update()
+
+
 def test_what_a_reload_would_leave_as_it_is_is_refused_by_name(engine: VllmEngine) -> None:
     """vLLM counts what is loaded by parameters' weight_loaders."""
     engine.prepare("qwen3", shuffled="model.layers.0.self_attn.o_proj", past="model.norm.weight")

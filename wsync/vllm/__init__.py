@@ -459,6 +459,8 @@ class _Reloader(ModuleLoader):
             for name, own in kept[0].items() if kept is not None else ():
                 if (made := layer._parameters.get(name)) is not None:
                     yield id(own), made
+        for _, parameter in self._left():
+            yield id(parameter), parameter
 
     def _lacking(self, rehearsal: Rehearsal) -> dict[str, int]:
         """The bytes of parameters that nothing was loaded to.  A layer that is loaded in part is
@@ -479,6 +481,9 @@ class _Reloader(ModuleLoader):
                     idle[path] = places[id(tensor)]
             elif id(tensor) in places:
                 loaded.add(places[id(tensor)])
+        for path, parameter in self._left():
+            if (rest := parameter.numel() - rehearsal.written(parameter)) > 0:
+                lacking[path] = rest * parameter.element_size()
         return {path: size for path, size in lacking.items() if idle.get(path) not in loaded}
 
     def _check_counted(self, rehearsal: Rehearsal) -> None:
@@ -501,6 +506,15 @@ class _Reloader(ModuleLoader):
                 info = self._layerwise.get_layerwise_info(layer)
                 for name, made in info.restore_metadata[0].items():
                     yield layer, info, f"{prefix}.{name}", name, made
+
+    def _left(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters that a reload does not make anew: it loads biases where they are."""
+        restored = {path for _, _, path, _, _ in self._restored()}
+        for prefix, layer in self._model.named_modules():
+            for name, parameter in layer._parameters.items():
+                path = f"{prefix}.{name}"
+                if parameter is not None and path not in restored and not is_attention(layer):
+                    yield path, parameter
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
