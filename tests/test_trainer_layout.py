@@ -52,6 +52,19 @@ def test_a_dict_is_a_layout_of_one_rank(tensors):
     assert layout.layout.nbytes == 6 * 2 + 12 * 4
 
 
+class Seen(Stock):
+    """Notes the names that each bucket brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[str]] = []
+
+    def update_weights_from_tensor(self, **given: Any) -> tuple[bool, str]:
+        bucket = payload.load(base64.b64decode(given["serialized_named_tensors"][0]))
+        self.seen.append([entry.name for entry in bucket["metadata"]])
+        return super().update_weights_from_tensor(**given)
+
+
 @pytest.mark.parametrize("make", [from_tensors, wsync.fsdp.layout], ids=["tensors", "fsdp"])
 @pytest.mark.parametrize(
     "modules",
@@ -68,24 +81,28 @@ def test_projections_that_engines_join_come_in_one_bucket(make, modules):
         for layer in range(5)
         for module, rows in {"o_proj": 256, **dict.fromkeys(modules, 64), modules[0]: 256}.items()
     }
-    seen = []
-
-    class Seen(Stock):
-        def update_weights_from_tensor(self, **given):
-            bucket = payload.load(base64.b64decode(given["serialized_named_tensors"][0]))
-            seen.append([entry.name for entry in bucket["metadata"]])
-            return super().update_weights_from_tensor(**given)
-
+    engine = Seen()
     options = wsync.Options(progress=False, deadline=60, bucket_nbytes=140_000)
-    with wsync.connect(make(weights), [Seen()], options=options) as sync:
+    with wsync.connect(make(weights), [engine], options=options) as sync:
         sync.update()
-    assert len(seen) > 2
-    assert sorted(name for names in seen for name in names) == sorted(weights)
-    for names in seen:
+    assert len(engine.seen) > 2
+    assert sorted(name for names in engine.seen for name in names) == sorted(weights)
+    for names in engine.seen:
         for name in names:
             prefix, module, _ = name.rsplit(".", 2)
             others = modules if module in modules else ()
             assert all(f"{prefix}.{other}.weight" in names for other in others)
+
+
+def test_a_stock_engine_is_told_of_tensors_without_elements() -> None:
+    """Its load_weights says whether their shapes are right."""
+    weights = {"a": torch.empty(0, 4), "b": torch.ones(300), "c": torch.ones(5)}
+    engine = Seen()
+    options = wsync.Options(progress=False, deadline=60, bucket_nbytes=1024)
+    with wsync.connect(weights, [engine], options=options) as sync:
+        sync.update()
+    assert len(engine.seen) == 2
+    assert sorted(name for names in engine.seen for name in names) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("room", ["ring_nbytes", "round_nbytes", "bucket_nbytes"])
@@ -969,6 +986,35 @@ class Pairs(dict):
 def test_names_that_are_none_are_refused(mapping, kind, text):
     with pytest.raises(kind, match=text):
         from_tensors(mapping)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("_orig_mod.a", "_orig_mod.b"),
+        ("a", "b._checkpoint_wrapped_module.c"),
+        ("module.a", "module.b"),
+        ("base_model.model.a",),
+    ],
+)
+def test_names_of_wrapped_models_are_refused(names: tuple[str, ...]) -> None:
+    """A stock engine may pass over names that it does not know, and say success."""
+    weights = {name: torch.ones(1) for name in names}
+    with pytest.raises(wsync.InvalidArgumentError, match=": a name that a wrapper"):
+        from_tensors(weights)
+    from_tensors({"module.a": torch.ones(1), "b": torch.ones(1)})
+
+
+def test_what_deepspeed_has_partitioned_is_refused() -> None:
+    """ZeRO-3 leaves large parameters without elements between passes, and small ones whole."""
+    partitioned: Any = torch.nn.Parameter(torch.empty(0))
+    partitioned.ds_shape = torch.Size((8, 4))
+    gathered: Any = torch.nn.Parameter(torch.ones(3))
+    gathered.ds_shape = torch.Size((3,))
+    from_tensors({"norm.weight": gathered})
+    for make in (from_tensors, wsync.fsdp.layout):
+        with pytest.raises(wsync.InvalidArgumentError, match=r"q\.weight: DeepSpeed's ZeRO-3 has"):
+            make({"norm.weight": gathered, "q.weight": partitioned})
 
 
 def test_keys_of_given_weights_that_are_no_texts_are_refused() -> None:

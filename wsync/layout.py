@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from wsync import _core
 from wsync.families.registry import TOGETHER
@@ -24,6 +24,12 @@ _T = TypeVar("_T")
 _Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]  # of a TensorTable
 
 
+# parts of names that FSDP1, activation checkpointing and torch.compile put in
+WRAPPERS: Final = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"))
+# what DistributedDataParallel and peft put before all names
+_PREFIXES: Final = ("module.", "base_model.model.")
+
+
 def global_name(name: str) -> str:
     """A parameter name without the wrappers (`module.`) that Megatron and slime put in front."""
     while name.startswith("module."):
@@ -34,6 +40,19 @@ def global_name(name: str) -> str:
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise _core.InvalidArgumentError(f"{name!r}: names are texts, not {type(name).__name__}")
+
+
+def _check_unwrapped(names: Sequence[str]) -> None:
+    """InvalidArgumentError for names of a wrapped model: engines do not know them, and some pass
+    over what they do not know without a word."""
+    wrapped = [name for name in names if not WRAPPERS.isdisjoint(name.split("."))]
+    if names and any(all(n.startswith(prefix) for n in names) for prefix in _PREFIXES):
+        wrapped = wrapped or list(names)
+    if wrapped:
+        raise _core.InvalidArgumentError(
+            f"{wrapped[0]}: a name that a wrapper of the model has made: give the names of the "
+            "model in it, as wsync.fsdp.layout(model) does for wrappers of torch"
+        )
 
 
 def by_plain_name(
@@ -212,6 +231,8 @@ def from_tensors(
                 f"{name}: a {type(tensor).__name__} holds its elements on several ranks: "
                 "make the layout with wsync.fsdp.layout"
             )
+        check_unpartitioned(name, tensor)
+    _check_unwrapped(names)
     table = _core.describe([tensor for _, tensor in given], names, gpu=True)
     rank, count = position(group)
     builder = _core.LayoutBuilder(rank)
@@ -242,6 +263,17 @@ def from_tensors(
 def is_sharded(tensor: object) -> bool:
     """Whether a tensor holds its elements on several ranks: a DTensor or a ShardedTensor."""
     return hasattr(tensor, "placements") or hasattr(tensor, "local_shards")
+
+
+def check_unpartitioned(name: str, tensor: object) -> None:
+    """InvalidArgumentError for a parameter that DeepSpeed's ZeRO-3 has partitioned: between passes
+    it has no elements, and its shape in `ds_shape` (deepspeed.zero.Init)."""
+    whole = getattr(tensor, "ds_shape", None)
+    if whole is not None and tuple(getattr(tensor, "shape", ())) != tuple(whole):
+        raise _core.InvalidArgumentError(
+            f"{name}: DeepSpeed's ZeRO-3 has partitioned it: call within "
+            "deepspeed.zero.GatheredParameters, which has all of it"
+        )
 
 
 def position(group: ProcessGroup | None) -> tuple[int, int]:

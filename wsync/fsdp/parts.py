@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.layout import global_name
+from wsync.layout import WRAPPERS, global_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"))
 TIED = "lm_head.weight"
 
 Shape = tuple[int, ...]

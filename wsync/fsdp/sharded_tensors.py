@@ -9,6 +9,7 @@ from typing import Any
 from wsync import _core
 from wsync.families.rules import regions_of
 from wsync.fsdp.parts import Part, Regions, Shape, check_local
+from wsync.layout import check_unpartitioned
 
 # (start, extent) of what a rank holds of one dimension, in the order in which it lies
 Runs = tuple[tuple[int, int], ...]
@@ -45,6 +46,7 @@ class ShardedTensors:
                 regions = ((start, extent, (0,) * len(shape)),) if math.prod(extent) else ()
                 yield Part(name, shard.tensor, shape, regions)
         else:
+            check_unpartitioned(name, tensor)
             zeros = (0,) * len(shape)
             yield Part(name, tensor, shape, ((zeros, shape, zeros),))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorMetadata, metadata_at
@@ -26,13 +27,19 @@ class WorkerRounds:
 
     @functools.cached_property
     def buckets(self) -> list[Bucket]:
-        """The whole tensors of every round, in SGLang's terms: they start in the round's slot."""
+        """The whole tensors of every round, in SGLang's terms: they start in the round's slot.
+        What has no elements comes with the last of them: engines say whether they take it."""
         buckets: list[Bucket] = [[] for _ in self.slots]
+        empty: Bucket = []
         for index in range(self.manifest.tensor_count):
             name, dtype, shape, _ = self.manifest.tensor(index)
+            if math.prod(shape) == 0:
+                empty.append(metadata_at(0, name, dtype, shape))
             for shard in self.manifest.shards(index):
                 start = shard.offset - self.slots[shard.buffer].offset
                 buckets[shard.buffer].append(metadata_at(start, name, dtype, shape))
+        if empty and (filled := [bucket for bucket in buckets if bucket]):
+            filled[-1] += empty
         return buckets
 
     @functools.cached_property
