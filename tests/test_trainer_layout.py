@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import gc
 import itertools
+import time
 import weakref
 from collections import UserDict
 from collections.abc import Iterator, Mapping
@@ -92,6 +93,34 @@ def test_projections_that_engines_join_come_in_one_bucket(make, modules):
             prefix, module, _ = name.rsplit(".", 2)
             others = modules if module in modules else ()
             assert all(f"{prefix}.{other}.weight" in names for other in others)
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_a_bucket_that_comes_twice_brings_the_same_bytes(slots: int) -> None:
+    """A gateway may have a copy of a request served after its answer, before the next bucket."""
+
+    class Twice(Stock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.former: Any = None
+            self.same: list[bool] = []
+
+        def update_weights_from_tensor(self, **given: Any) -> tuple[bool, str]:
+            if self.former is not None:
+                data, first = self.former
+                time.sleep(0.05)  # in which the trainer goes on
+                self.same.append(torch.equal(payload.load(data)["flattened_tensor"], first))
+            data = base64.b64decode(given["serialized_named_tensors"][0])
+            self.former = data, payload.load(data)["flattened_tensor"].clone()
+            return super().update_weights_from_tensor(**given)
+
+    weights = {str(number): torch.full((256,), float(number)) for number in range(12)}
+    rooms = {"bucket_nbytes": 1024, "ring_nbytes": slots * 1024}
+    options = wsync.Options(progress=False, deadline=60, **rooms)
+    engine = Twice()
+    with wsync.connect(weights, [engine], options=options) as sync:
+        sync.update()
+    assert engine.same == [True] * 11
 
 
 def test_a_stock_engine_is_told_of_tensors_without_elements() -> None:
