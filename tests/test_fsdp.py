@@ -771,6 +771,20 @@ def test_a_buffer_that_becomes_a_weight_is_refused() -> None:
         found.bind()
 
 
+@pytest.mark.parametrize("how", ["fsdp1", "fsdp1-orig"])
+def test_what_lies_inside_of_a_flat_unit_has_no_layout(how: str, two: Ranks) -> None:
+    for texts in two.run(cases.parts_of_a_flat_unit, how):
+        assert all(
+            "is flattened into an FSDP unit around what the layout" in text for text in texts
+        )
+
+
+def test_a_module_inside_of_a_unit_of_fsdp2_is_read_from_its_shards(two: Ranks) -> None:
+    for found in two.run(cases.part_of_a_unit):
+        assert found["shards"] > 20
+        assert "embed_tokens.weight: differs from its shard" in found["changed"]
+
+
 def test_extra_state_of_modules_is_no_tensor() -> None:
     class Scaled(torch.nn.Linear):
         def get_extra_state(self) -> Any:

@@ -253,6 +253,47 @@ def assigned_matches(how: str) -> list[int]:
     return [*shards, check_everything(*gathered(layout), state)]
 
 
+class Valued(torch.nn.Module):
+    """A language model with a head for values, as RL trainers have it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.pretrained_model = model
+        self.value = torch.nn.Linear(model.config.vocab_size, 1)
+
+    def forward(self) -> torch.Tensor:
+        ids = torch.zeros(1, 4, dtype=torch.int64)
+        found: torch.Tensor = self.value(self.pretrained_model(input_ids=ids).logits)
+        return found
+
+
+def parts_of_a_flat_unit(how: str) -> list[str]:
+    """What layouts say of what lies in the unit that has flattened it."""
+    unit = FullyShardedDataParallel(
+        Valued(build("dense")[0]), device_id=CPU, use_orig_params="orig" in how
+    )
+    model = unit.module.pretrained_model
+    parts = (unit.module, model, model.model)
+    return [error_of(lambda part=part: wsync.fsdp.layout(part)) for part in parts]
+
+
+@torch.no_grad()
+def part_of_a_unit() -> dict[str, Any]:
+    """The layout of a module of which FSDP2 has embedding, norm and head in a unit around it."""
+    model, state = build("dense")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    whole = fully_shard(Valued(model))
+    shards = list(whole.parameters())
+    layout = wsync.fsdp.layout(model)
+    whole()  # which leaves them gathered
+    found = {"shards": check_everything(*gathered(layout), state)}
+    whole()
+    for shard in shards:
+        shard.mul_(2)
+    return {**found, "changed": error_of(layout.bind)}
+
+
 class Scaled(torch.nn.Module):
     """Its root unit has one parameter, of one element."""
 

@@ -159,6 +159,23 @@ def saved_dtypes(module: Any) -> Iterator[tuple[str, Any]]:
                 yield plain_name(joined(path, name)), dtype
 
 
+def check_inside(module: Any, units: Sequence[FlatUnit]) -> None:
+    """LayoutError where a parameter of a module is part of a unit around the module, which alone
+    leads to what is flattened."""
+    import torch
+
+    known = {id(tensor) for unit in units for tensor in unit.tensors()}
+    for path, part in module.named_modules():
+        own = {key: value for key, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        views = {key: value._base for key, value in own.items()}
+        for key, tensor in (part._parameters | views).items():
+            if getattr(tensor, "_fsdp_flattened", False) and id(tensor) not in known:
+                raise _core.LayoutError(
+                    f"{plain_name(joined(path, key))}: is flattened into an FSDP unit around what "
+                    "the layout is made of: give the FSDP module itself, not its .module or a part"
+                )
+
+
 def check_names(names: Iterable[str], units: Iterable[FlatUnit]) -> None:
     """Refuses names that a flat parameter shares with another one or with a tensor of its own."""
     seen = set(names)

@@ -18,6 +18,29 @@ def is_fsdp2(module: Any) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def fsdp2_modules(module: Any) -> list[tuple[str, Any]]:
+    """(path, FSDP2 module) of those in a module, and of those around it that have parameters of
+    it, without a path."""
+    found = [(path, part) for path, part in module.named_modules() if is_fsdp2(part)]
+    inside = {id(part) for part in module.modules()}
+    states = sys.modules.get("torch.distributed._composable_state")
+    for other in list(getattr(states, "_module_state_mapping", ())):
+        if is_fsdp2(other) and id(other) not in inside:
+            parts = (part for group in _groups(other) for part in group.fsdp_params)
+            owners = (id(part._module_info.module) for part in parts)
+            if not inside.isdisjoint(owners):
+                found.append(("", other))
+    return found
+
+
+def _groups(unit: Any) -> list[Any]:
+    """The groups of parameters (FSDPParamGroup) that an FSDP2 module gathers."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # several, in newer versions
+    found = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
 def reshard(units: Sequence[tuple[str, Any]]) -> None:
     """Has FSDP2 modules hold their shards.
 
@@ -36,10 +59,8 @@ def reshard(units: Sequence[tuple[str, Any]]) -> None:
 
 def _difference(path: str, unit: Any) -> str:
     """Which parameter of a module is another one than FSDP2 goes on with, or ""."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # several, in newer versions
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        for parameter in () if group is None else group.fsdp_params:
+    for group in _groups(unit):
+        for parameter in group.fsdp_params:
             info = parameter._module_info
             name = functools.partial(_name, path, unit)
             first = info.module._parameters.get(info.param_name)

@@ -33,10 +33,9 @@ def layout(
     head that is tied.  `group`: the ranks that take part in updates (default: all).  Not
     collective.  FSDP2 modules are resharded, as `state_dict()` does it, now and at each update.
 
-    Raises UnsupportedError for a placement that is no weight (`Partial`) and for fused experts of a
-    family without rules, LayoutError for a tensor that does not fit its placement, StateError where
-    resharding has undone changes of what a pass had left gathered, InvalidArgumentError for what
-    is no tensor in a state dict, as an `_extra_state` may be.
+    Raises UnsupportedError for a placement that is no weight (`Partial`) or fused experts without
+    rules, LayoutError for a tensor that does not fit its placement or is flattened around the model,
+    StateError where resharding has undone changes, InvalidArgumentError for what is no tensor.
     """
     reader = Reader()
     config = getattr(model, "config", None) if config is None else config

@@ -6,8 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.fsdp.flat_units import FlatUnit, check_names, flat_units, saved_dtypes
-from wsync.fsdp.fsdp2_modules import is_fsdp2, reshard
+from wsync.fsdp.flat_units import (
+    FlatUnit,
+    check_inside,
+    check_names,
+    flat_units,
+    saved_dtypes,
+)
+from wsync.fsdp.fsdp2_modules import fsdp2_modules, reshard
 from wsync.fsdp.parts import TIED, Form, Part, plain_name
 from wsync.fsdp.sharded_tensors import ShardedTensors
 from wsync.layout import by_plain_name, chosen
@@ -50,7 +56,8 @@ class Reader:
             flats[:] = flat_units(module)
             saved.clear()
             saved.update(saved_dtypes(module))
-            units[:] = [(path, part) for path, part in module.named_modules() if is_fsdp2(part)]
+            units[:] = fsdp2_modules(module)
+            check_inside(module, flats)
             reshard(units)
             for unit in flats:
                 unit.check_modules()
