@@ -34,7 +34,7 @@ def layout(
     collective.  FSDP2 modules are resharded, as `state_dict()` does it, now and at each update.
 
     Raises UnsupportedError for a placement that is no weight (`Partial`) or fused experts without
-    rules, LayoutError for a tensor that does not fit its placement or is flattened around the model,
+    rules, LayoutError for a tensor that does not fit its placement or is flattened around `model`,
     StateError where resharding has undone changes, InvalidArgumentError for what is no tensor.
     """
     reader = Reader()
