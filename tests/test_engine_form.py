@@ -170,7 +170,7 @@ def test_a_checkpoint_says_what_another_folder_of_the_same_path_does_not(
     "started",
     [
         {"enable_lora": True},
-        {"enable_lora": True, "lora_target_modules": ["q_proj", "down_proj"]},
+        {"enable_lora": True, "lora_target_modules": ["mlp.up_proj", "mlp.down_proj"]},
         {"lora_paths": ["adapter"], "lora_target_modules": {"all"}},
     ],
 )
@@ -185,9 +185,30 @@ def test_experts_are_not_sent_where_adapters_rename_them(
     with pytest.raises(wsync.UnsupportedError, match="LoRA"):
         wsync.DiskSync(weights, [Engine(**started)], folder=tmp_path)
     connect([Engine(**started)], None)  # dense layers keep their names
-    attention = started | {"lora_target_modules": ["q_proj"]}
+    attention = started | {"lora_target_modules": ["q_proj", "down_proj"]}
     wsync.connect(weights, [Engine(**attention)]).close()
     wsync.connect(weights, [Engine(**started | {"enable_lora": False})]).close()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("_orig_mod.a", "_orig_mod.b"),
+        ("a", "b._checkpoint_wrapped_module.c"),
+        ("a.base_layer.weight", "a.lora_A.default.weight"),
+        ("module.a", "module.b"),
+        ("base_model.model.a",),
+    ],
+)
+def test_names_of_wrapped_models_are_refused(names: tuple[str, ...], tmp_path: Path) -> None:
+    """A stock engine may pass over names that it does not know, and say success."""
+    weights = {name: torch.ones(1) for name in names}
+    text = f"{names[0] if names[0] != 'a' else names[1]}.*: names that a wrapper"
+    with pytest.raises(wsync.LayoutError, match=text):
+        wsync.connect(weights, [Engine()])
+    with pytest.raises(wsync.LayoutError, match=text):
+        wsync.DiskSync(weights, folder=tmp_path)
+    wsync.connect({"module.a": torch.ones(1), "b": torch.ones(1)}, [Engine()]).close()
 
 
 @pytest.mark.parametrize("said", [True, False])

@@ -785,6 +785,12 @@ def test_a_module_inside_of_a_unit_of_fsdp2_is_read_from_its_shards(two: Ranks) 
         assert "embed_tokens.weight: differs from its shard" in found["changed"]
 
 
+def test_a_scripted_part_of_a_model_is_read() -> None:
+    scripted = torch.jit.script(torch.nn.Linear(2, 3, False))
+    found = layout(torch.nn.ModuleDict({"a": scripted, "b": torch.nn.Linear(2, 3, False)}))
+    assert found.layout.names() == ["a.weight", "b.weight"]
+
+
 def test_extra_state_of_modules_is_no_tensor() -> None:
     class Scaled(torch.nn.Linear):
         def get_extra_state(self) -> Any:

@@ -1017,23 +1017,6 @@ def test_names_that_are_none_are_refused(mapping, kind, text):
         from_tensors(mapping)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("_orig_mod.a", "_orig_mod.b"),
-        ("a", "b._checkpoint_wrapped_module.c"),
-        ("module.a", "module.b"),
-        ("base_model.model.a",),
-    ],
-)
-def test_names_of_wrapped_models_are_refused(names: tuple[str, ...]) -> None:
-    """A stock engine may pass over names that it does not know, and say success."""
-    weights = {name: torch.ones(1) for name in names}
-    with pytest.raises(wsync.InvalidArgumentError, match=": a name that a wrapper"):
-        from_tensors(weights)
-    from_tensors({"module.a": torch.ones(1), "b": torch.ones(1)})
-
-
 def test_what_deepspeed_has_partitioned_is_refused() -> None:
     """ZeRO-3 leaves large parameters without elements between passes, and small ones whole."""
     partitioned: Any = torch.nn.Parameter(torch.empty(0))

@@ -26,8 +26,6 @@ _Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]  # of a TensorTabl
 
 # parts of names that FSDP1, activation checkpointing and torch.compile put in
 WRAPPERS: Final = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"))
-# what DistributedDataParallel and peft put before all names
-_PREFIXES: Final = ("module.", "base_model.model.")
 
 
 def global_name(name: str) -> str:
@@ -40,19 +38,6 @@ def global_name(name: str) -> str:
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise _core.InvalidArgumentError(f"{name!r}: names are texts, not {type(name).__name__}")
-
-
-def _check_unwrapped(names: Sequence[str]) -> None:
-    """InvalidArgumentError for names of a wrapped model: engines do not know them, and some pass
-    over what they do not know without a word."""
-    wrapped = [name for name in names if not WRAPPERS.isdisjoint(name.split("."))]
-    if names and any(all(n.startswith(prefix) for n in names) for prefix in _PREFIXES):
-        wrapped = wrapped or list(names)
-    if wrapped:
-        raise _core.InvalidArgumentError(
-            f"{wrapped[0]}: a name that a wrapper of the model has made: give the names of the "
-            "model in it, as wsync.fsdp.layout(model) does for wrappers of torch"
-        )
 
 
 def by_plain_name(
@@ -232,7 +217,6 @@ def from_tensors(
                 "make the layout with wsync.fsdp.layout"
             )
         check_unpartitioned(name, tensor)
-    _check_unwrapped(names)
     table = _core.describe([tensor for _, tensor in given], names, gpu=True)
     rank, count = position(group)
     builder = _core.LayoutBuilder(rank)

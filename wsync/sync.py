@@ -16,7 +16,7 @@ from wsync.machine.trace import Trace
 from wsync.options import Options, numbers
 from wsync.report import Report
 from wsync.trainer.connection import Connection
-from wsync.trainer.engine_form import SentForm, check_scales, tell_rearranged
+from wsync.trainer.engine_form import SentForm, check_names, check_scales, tell_rearranged
 from wsync.trainer.lending import Lender, Lending
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
@@ -196,7 +196,8 @@ class Sync(Updates):
         )
         roster.check(self.options)
         if roster.taking(Delivery.STOCK) or roster.taking(Delivery.BROADCAST):
-            check_scales(roster.model)  # wsync's receiver says more
+            check_names(roster.model)  # wsync's receiver says more
+            check_scales(roster.model)
         return roster
 
     def _update(self, weights: Weights | None, report: Report) -> None:

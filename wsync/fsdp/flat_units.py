@@ -168,7 +168,7 @@ def check_inside(module: Any, units: Sequence[FlatUnit]) -> None:
     for path, part in module.named_modules():
         own = {key: value for key, value in vars(part).items() if isinstance(value, torch.Tensor)}
         views = {key: value._base for key, value in own.items()}
-        for key, tensor in (part._parameters | views).items():
+        for key, tensor in (*part._parameters.items(), *views.items()):
             if getattr(tensor, "_fsdp_flattened", False) and id(tensor) not in known:
                 raise _core.LayoutError(
                     f"{plain_name(joined(path, key))}: is flattened into an FSDP unit around what "

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
+from wsync.layout import WRAPPERS
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
@@ -31,8 +32,13 @@ _PLAIN: Final = "not quantised"
 _OWN: Final = "codes and scales that the trainer holds"
 _PATH: Final = (str, os.PathLike)
 _NONE: Final = (None, "", "unquant")  # of SGLang's --quantization
-# targets of LoRA for which SGLang wraps layers of experts
-_OF_EXPERTS: Final = {"all", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "experts"}
+# targets of LoRA, of which SGLang wraps layers of experts where it is given one of both kinds
+_UP: Final = {"gate_up_proj", "gate_proj", "up_proj"}
+_DOWN: Final = {"down_proj"}
+_ALL: Final = {"all", "all-linear"}
+# parts of names that peft puts in, and what it and DistributedDataParallel put before all names
+_ADAPTERS: Final = {"base_layer", "lora_A", "lora_B", "modules_to_save"}
+_PREFIXES: Final = ("module.", "base_model.model.")
 # loaders of SGLang that take weights as they are, and quantise them each time
 _QUANTISING: Final = ("flash_rl",)
 
@@ -98,7 +104,7 @@ class SentForm:
             raise _core.UnsupportedError(
                 f"engine {engine.name}: was started with LoRA for layers of experts, which gives "
                 f"their weights other names: SGLang's own loaders pass over {self.expert} without "
-                "a word (--lora-target-modules without those of its experts, or no --enable-lora)"
+                "a word (say its --lora-target-modules, without gate_up_proj or down_proj)"
             )
         held = _held(started)
         if held is None or (held.vague and self._quantised):
@@ -172,6 +178,21 @@ def check_scales(model: _core.Layout) -> None:
         raise _core.LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
 
 
+def check_names(model: _core.Layout) -> None:
+    """Raises LayoutError, by name, for tensors under the names of a wrapped model: engines do not
+    know these, and some of SGLang's pass over what they do not know without a word."""
+    names = [each.name for each in facts_of(model)]
+    found = [name for name in names if not (WRAPPERS | _ADAPTERS).isdisjoint(name.split("."))]
+    if any(all(name.startswith(prefix) for name in names) for prefix in _PREFIXES):
+        found = found or names
+    if found:
+        raise _core.LayoutError(
+            f"{listed(found)}: names that a wrapper of the model or an adapter has made: "
+            "wsync.fsdp.layout(model) takes those of torch's wrappers off, and peft's "
+            "merge_and_unload() gives a model without its own"
+        )
+
+
 def tell_rearranged(engines: Sequence[EngineHandle], options: Options, model: _core.Layout) -> None:
     """Tells the handles whether their engines are sent weights that engines rearrange after
     loading.  Raises as config_of, and Method.of."""
@@ -227,7 +248,8 @@ def _wraps_experts(started: Mapping[str, Any]) -> bool:
         return False
     if not isinstance(targets, list | set | tuple) or not targets:
         return True  # the adapters that are loaded say it
-    return not _OF_EXPERTS.isdisjoint(targets)
+    last = {str(target).rpartition(".")[2] for target in targets}
+    return not last.isdisjoint(_ALL) or not (last.isdisjoint(_UP) or last.isdisjoint(_DOWN))
 
 
 def _held(started: Mapping[str, Any]) -> _Form | None:
