@@ -133,3 +133,19 @@ def test_a_fork_leaves_its_parents_folder_alone(tmp_path: Path) -> None:
         assert in_a_child(sync.update).startswith("StateError: update: this belongs to process ")
         assert in_a_child(sync.close) == "None"
         sync.update()
+
+
+ENDS = """
+import pathlib, sys, time
+from wsync.machine.daemon_threads import Lane
+lane = Lane("last")
+lane.submit(lambda: (time.sleep(0.2), pathlib.Path(sys.argv[1]).touch()))
+lane.close()
+"""
+
+
+def test_what_a_closed_lane_does_last_is_waited_for(tmp_path: Path) -> None:
+    """Python would stop its thread midway, and the process with it where it drops a tensor."""
+    file = tmp_path / "done"
+    subprocess.run([sys.executable, "-P", "-c", ENDS, str(file)], timeout=SECONDS, check=True)
+    assert file.exists()

@@ -7,7 +7,7 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -151,6 +151,9 @@ def test_vllms_own_server_is_one_engine_whoever_has_its_url(vllm: Vllm) -> None:
             super().__init__("http://127.0.0.1:1")
             for method in ("collective_rpc", "pause_generation", "resume_generation"):
                 setattr(self, method, getattr(engine, method))
+
+        def wake_up(self, tags: Sequence[str]) -> None:
+            """As versions that do not say whether they are awake."""
 
     check(vllm, lambda: VllmHandle(Server(vllm)), lambda h, t: h.pause("abort", t))
 

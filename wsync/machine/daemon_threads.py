@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from wsync.machine.deadline import POLL_SECONDS, Check, Deadline
 
 _T = TypeVar("_T")
+_LAST_SECONDS: Final = 1.0
+_closed: Final = weakref.WeakSet[threading.Thread]()  # of lanes that were closed
 
 
 def result(future: Future[_T], deadline: Deadline, check: Check, late: str) -> _T:
@@ -27,7 +30,8 @@ class Lane:
     """One daemon thread that makes calls in order.
 
     A call that never returns costs its thread and what is queued behind it, and keeps neither
-    its caller nor the interpreter from ending, as a ThreadPoolExecutor's would.
+    its caller nor, for more than a second, the interpreter from ending, as a ThreadPoolExecutor's
+    would.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,7 +39,8 @@ class Lane:
         self._calls = queue.SimpleQueue()
         # ends the thread where nobody closes this, as where Ctrl-C comes before it is kept
         weakref.finalize(self, self._calls.put, None)
-        threading.Thread(target=_drive, args=(self._calls,), daemon=True, name=name).start()
+        self._thread = threading.Thread(target=_drive, args=(self._calls,), daemon=True, name=name)
+        self._thread.start()
 
     def submit(self, call: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()
@@ -44,7 +49,17 @@ class Lane:
 
     def close(self) -> None:
         """Ends the thread after what was submitted; returns at once."""
+        _closed.add(self._thread)
         self._calls.put(None)
+
+
+@atexit.register
+def _await_closed() -> None:
+    """Lets closed lanes come to their ends.  A daemon thread that Python stops while it drops a
+    tensor ends the process by SIGABRT: torch's destructors do not bear it."""
+    deadline = Deadline(_LAST_SECONDS)
+    for thread in list(_closed):
+        thread.join(deadline.left)
 
 
 def start(name: str, call: Callable[[], _T]) -> Future[_T]:
