@@ -102,8 +102,7 @@ static int is_torch(PyObject *torch, PyObject *like)
     return result;
 }
 
-/* --- either ----------------------------------------------------------------------------
- */
+/* --- either --------------------------------------------------------------------------- */
 
 int wsync_py_importer_init(wsync_py_importer_t *importer, ModuleState *state,
                            PyObject *like)

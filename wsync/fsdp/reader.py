@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.fsdp.flat_units import (
-    FlatUnit,
-    check_inside,
-    check_names,
-    flat_units,
-    saved_dtypes,
-)
+from wsync.fsdp.flat_units import FlatUnit, check_inside, check_names, flat_units, saved_dtypes
 from wsync.fsdp.fsdp2_modules import fsdp2_modules, reshard
 from wsync.fsdp.parts import TIED, Form, Part, plain_name
 from wsync.fsdp.sharded_tensors import ShardedTensors
