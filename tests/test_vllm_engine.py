@@ -225,6 +225,21 @@ def test_a_bias_that_a_reload_leaves_is_needed(engine: VllmEngine) -> None:
             sync.update()
 
 
+def test_a_reload_refuses_names_that_the_model_has_not_before_it_loses_weights(
+    engine: VllmEngine,
+) -> None:
+    engine.prepare("glm4_moe", packs=True)
+    weights = engine.weights(1)
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        sync.update(version=1)
+    more = weights | {"model.layers.0.mlp.router.weight": torch.zeros(2, 2)}
+    with wsync.connect(more, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.RemoteError, match=r"does not take .*layers\.0\.mlp\.router"):
+            sync.update(version=2)
+    assert not any(engine.differing(1))
+    assert wsync.handle(engine).model_info(5)["weight_version"] == "1"
+
+
 def test_what_a_reload_would_leave_as_it_is_is_refused_by_name(engine: VllmEngine) -> None:
     """vLLM counts what is loaded by parameters' weight_loaders."""
     engine.prepare("qwen3", shuffled="model.layers.0.self_attn.o_proj", past="model.norm.weight")

@@ -435,7 +435,7 @@ class _Reloader(ModuleLoader):
     def rehearse(self, model: Layout) -> dict[str, int]:
         """Parameters that lack bytes, and how many.  Nothing is loaded: no layer is ever complete.
 
-        Raises OtherFormError, by name, where the layers do not take tensors of these dtypes and
+        Raises NotTakenError, by name, where the layers do not take tensors of these dtypes and
         shapes, and UnsupportedError where the reload would not load a parameter.
         """
         size = self._layerwise.get_layer_size

@@ -33,26 +33,27 @@ _REMEDY: Final = "Options(quantise=) of the trainer says how weights are deliver
 _View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
 
 
-class OtherFormError(LayoutError):
-    """The model's tensors are quantised in another way than those that the engine keeps."""
+class NotTakenError(LayoutError):
+    """load_weights does not take what the trainer delivers: it is quantised in another way than
+    what the engine keeps, or has names that the module has not."""
 
 
-def _converting(module: torch.nn.Module, what: Iterable[str]) -> OtherFormError:
-    return OtherFormError(
+def _converting(module: torch.nn.Module, what: Iterable[str]) -> NotTakenError:
+    return NotTakenError(
         f"{type(module).__name__} and the trainer do not quantise alike: its load_weights converts "
         f"{listed(what)} ({_REMEDY})"
     )
 
 
-def _refusing(module: torch.nn.Module, what: str, error: Exception) -> OtherFormError:
-    return OtherFormError(
+def _refusing(module: torch.nn.Module, what: str, error: Exception) -> NotTakenError:
+    return NotTakenError(
         f"{type(module).__name__} does not take what the trainer delivers: loading {what}: "
         f"{error_text(error)}"
     )
 
 
 def refuse_other_forms(held: ModuleMemory, model: MadeUpModel, tracer: Tracer) -> None:
-    """Raises OtherFormError where a loader was seen to convert codes, or to codes."""
+    """Raises NotTakenError where a loader was seen to convert codes, or to codes."""
     found: dict[str, str] = {}
     sources, targets = _source_texts(model), _target_texts(held)
     for number, writes in enumerate(tracer.writes):
@@ -69,8 +70,8 @@ def refuse_other_forms(held: ModuleMemory, model: MadeUpModel, tracer: Tracer) -
 def refuse_unloadable(
     error: Exception, held: ModuleMemory, model: MadeUpModel, tracer: Tracer
 ) -> None:
-    """Raises OtherFormError where a loader raised over a quantised tensor.  Values that it could
-    have gone by were not there to be looked at."""
+    """Raises NotTakenError where a loader raised over a quantised tensor, or over names.  Values
+    that it could have gone by were not there to be looked at."""
     places = model.address, model.address + model.nbytes
 
     def source(tensor: torch.Tensor) -> str:
@@ -82,6 +83,8 @@ def refuse_unloadable(
         return "" if area < 0 else held.name(area, tensor.data_ptr() - held.areas[area].start)
 
     name, path = _at_work(error.__traceback__, source, target)
+    if not name:
+        _refuse_names(held.parts[""], error)
     unknown = isinstance(error, KeyError | AttributeError)  # the module has no such parameter
     involved = {name, *held.parameters} if unknown else {name, path}
     codes = any(fact[0] == name and dtype_of(fact[1]).itemsize == 1 for fact in model.tensors)
@@ -89,6 +92,15 @@ def refuse_unloadable(
         return
     into = f" to {_target_texts(held)[path]}" if path and not unknown else ""
     raise _refusing(held.parts[""], f"{_source_texts(model)[name]}{into}", error) from error
+
+
+def _refuse_names(module: torch.nn.Module, error: Exception) -> None:
+    """Raises NotTakenError for a ValueError of a loader that had no tensor at work: vLLM's
+    AutoWeightsLoader looks for a name among the module's before it takes the tensor."""
+    if isinstance(error, ValueError):
+        raise NotTakenError(
+            f"{type(module).__name__} does not take what the trainer delivers: {error_text(error)}"
+        ) from error
 
 
 def meaningless(first: torch.dtype, last: torch.dtype) -> bool:
@@ -153,8 +165,8 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Loads tensors that have no values, of a model's shapes, to parameters that have none, and
     writes to no others.
 
-    Raises OtherFormError where codes are converted, or where the loader raises over a quantised
-    tensor; errors that come of the want of values are no errors.
+    Raises NotTakenError where codes are converted, or where the loader raises over a tensor or over
+    names; errors that come of the want of values are no errors.
     """
 
     def __init__(self, model: Layout) -> None:
@@ -197,6 +209,8 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 unknown = isinstance(error, KeyError | AttributeError)
                 into = f" to {target}" if target and not unknown else ""
                 raise _refusing(module, f"{self._texts[name]}{into}", error) from error
+            if not name and not _wants_values(error):
+                _refuse_names(module, error)
         if self._converted:
             raise _converting(module, self._converted.values())
         return ended

@@ -27,7 +27,7 @@ from wsync.engine.learn.module_memory import (
     wrapped_tensors,
 )
 from wsync.engine.learn.module_state import KeptRegions, ModuleState, NotPutBackError
-from wsync.engine.learn.quantisation_mismatch import OtherFormError
+from wsync.engine.learn.quantisation_mismatch import NotTakenError
 from wsync.engine.learn.recorder import RebindsError, record
 from wsync.engine.learn.recording import NOT_RECORDED, ClashError, Recording, RecordingError
 from wsync.engine.learn.replay_loader import ReplayLoader
@@ -205,7 +205,7 @@ class RecordedLoader(ChoosingLoader):
             # the loader goes by what it keeps of made-up tensors
             with before.unless_done(), contextlib.ExitStack() as kept:
                 recording = self._record(model, before, kept)
-        except (ClashError, OtherFormError, SharedError) as error:
+        except (ClashError, NotTakenError, SharedError) as error:
             self.reason = str(error)
             raise
         except NOT_RECORDED as error:
