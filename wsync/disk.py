@@ -36,7 +36,7 @@ from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
 from wsync.report import Report
-from wsync.trainer.engine_form import SentForm, check_names, check_scales
+from wsync.trainer.engine_form import SentForm, check_names, check_scales, folders
 from wsync.trainer.quantise_option import config_to_write, exact_config, for_files
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.updates_base import Updates
@@ -152,7 +152,6 @@ class DiskSync(Updates):
                         )
                 self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()
-            check_names(self._model)
             check_scales(self._model)
             self._versions.facts = self._facts()
             self._arrangement = arrange(self._model, dtype=dtype, shard_nbytes=shard_nbytes)
@@ -215,6 +214,7 @@ class DiskSync(Updates):
             self._config, self._config_source = calls.run([(self._versions.root, find)])[0]
         sent = SentForm.of(options, model, base=base)
         self._silent = sent.silent(self._requests.handles, options.deadline)
+        check_names(model, folders(options, base))
         self._requests.compare = sent.check
 
     def _facts(self) -> dict[str, Any]:

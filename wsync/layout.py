@@ -26,6 +26,10 @@ _Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]  # of a TensorTabl
 
 # parts of names that FSDP1, activation checkpointing and torch.compile put in
 WRAPPERS: Final = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"))
+# and those that peft's adapters do
+ADAPTERS: Final = frozenset(
+    {"base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save"}
+)
 
 
 def global_name(name: str) -> str:

@@ -16,7 +16,13 @@ from wsync.machine.trace import Trace
 from wsync.options import Options, numbers
 from wsync.report import Report
 from wsync.trainer.connection import Connection
-from wsync.trainer.engine_form import SentForm, check_names, check_scales, tell_rearranged
+from wsync.trainer.engine_form import (
+    SentForm,
+    check_names,
+    check_scales,
+    folders,
+    tell_rearranged,
+)
 from wsync.trainer.lending import Lender, Lending
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
@@ -174,6 +180,8 @@ class Sync(Updates):
     def _check_engines(self, model: _core.Layout) -> None:
         sent = SentForm.of(self.options, model)
         self._silent = sent.silent(self._stock, self.options.deadline)
+        if self._stock:
+            check_names(model, folders(self.options))  # wsync's receiver says more
 
         def compare(engine: EngineHandle, timeout: float) -> None:
             if any(engine is stock for stock in self._stock):
@@ -196,7 +204,6 @@ class Sync(Updates):
         )
         roster.check(self.options)
         if roster.taking(Delivery.STOCK) or roster.taking(Delivery.BROADCAST):
-            check_names(roster.model)  # wsync's receiver says more
             check_scales(roster.model)
         return roster
 

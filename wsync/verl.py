@@ -45,6 +45,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 import wsync
 from wsync.handles.sglang_http import HttpHandle
 from wsync.handles.vllm import VllmHandle, VllmServer
+from wsync.layout import ADAPTERS
 from wsync.messages.tcp_channel import (
     FROM_TRAINERS,
     FROM_WORKERS,
@@ -59,8 +60,6 @@ _log = logging.getLogger(__name__)
 _OTHERS: Final = "servers or tensors are others than those of the last step"
 _WHERE: Final = "checkpoint_engine.engine_kwargs.wsync"
 _MEETING_SECONDS: Final = 60.0
-# of adapters that are not merged, as verl and PEFT name their tensors
-_ADAPTERS: Final = (".base_layer.", ".lora_A.", ".lora_B.", ".lora_embedding_")
 
 
 @dataclass(frozen=True)
@@ -321,7 +320,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         for name, tensor in weights:
             if name in forms:
                 raise wsync.LayoutError(f"{name}: verl gives two tensors of this name")
-            if any(part in name for part in _ADAPTERS):
+            if not ADAPTERS.isdisjoint(name.split(".")):
                 raise wsync.UnsupportedError(
                     f"{name}: adapters are sent merged only: model.lora.merge=True"
                 )

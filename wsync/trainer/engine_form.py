@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
-from wsync.layout import WRAPPERS
+from wsync.layout import ADAPTERS, WRAPPERS
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
@@ -36,8 +36,9 @@ _NONE: Final = (None, "", "unquant")  # of SGLang's --quantization
 _UP: Final = {"gate_up_proj", "gate_proj", "up_proj"}
 _DOWN: Final = {"down_proj"}
 _ALL: Final = {"all", "all-linear"}
-# parts of names that peft puts in, and what it and DistributedDataParallel put before all names
-_ADAPTERS: Final = {"base_layer", "lora_A", "lora_B", "modules_to_save"}
+# parts of names that no engine knows: wrappers', adapters' and torch.nn.utils.parametrize's
+_NOT_A_MODELS: Final = WRAPPERS | ADAPTERS | {"parametrizations"}
+# what peft and DistributedDataParallel put before all names
 _PREFIXES: Final = ("module.", "base_model.model.")
 # loaders of SGLang that take weights as they are, and quantise them each time
 _QUANTISING: Final = ("flash_rl",)
@@ -50,6 +51,14 @@ class _Form(NamedTuple):
     text: str
     source: str
     vague: bool = False
+
+
+def folders(options: Options, base: object = None) -> list[str]:
+    """Those that engines may have been started from.  base: one beside Options.checkpoint, or
+    anything else."""
+    return [
+        os.fspath(each) for each in (options.checkpoint, base) if each and isinstance(each, _PATH)
+    ]
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class SentForm:
         config = config_of(options)
         own = config is None and has_codes(model)
         sent = _OWN if own else _PLAIN if config is None else _text(Method.of(config))
-        named = [os.fspath(f) for f in (options.checkpoint, base) if f and isinstance(f, _PATH)]
+        named = folders(options, base)
         expert = next((each.name for each in facts_of(model) if ".experts." in each.name), "")
         return SentForm(sent, [form for folder in named if (form := _in_folder(folder))], expert)
 
@@ -178,19 +187,33 @@ def check_scales(model: _core.Layout) -> None:
         raise _core.LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
 
 
-def check_names(model: _core.Layout) -> None:
+def check_names(model: _core.Layout, folders: Iterable[str]) -> None:
     """Raises LayoutError, by name, for tensors under the names of a wrapped model: engines do not
-    know these, and some of SGLang's pass over what they do not know without a word."""
+    know these, and some of SGLang's pass over what they do not know without a word.
+
+    folders: of checkpoints, whose own names may be such: Phi-4-multimodal's has adapters.
+    """
     names = [each.name for each in facts_of(model)]
-    found = [name for name in names if not (WRAPPERS | _ADAPTERS).isdisjoint(name.split("."))]
+    found = [name for name in names if not _NOT_A_MODELS.isdisjoint(name.split("."))]
     if any(all(name.startswith(prefix) for name in names) for prefix in _PREFIXES):
         found = found or names
+    for folder in folders if found else ():
+        known = _names_in(folder)
+        found = [name for name in found if name not in known]
     if found:
         raise _core.LayoutError(
             f"{listed(found)}: names that a wrapper of the model or an adapter has made: "
             "wsync.fsdp.layout(model) takes those of torch's wrappers off, and peft's "
-            "merge_and_unload() gives a model without its own"
+            "merge_and_unload() gives a model without its own (Options(checkpoint=) names a folder "
+            "whose tensors have these names, if they are the model's)"
         )
+
+
+def _names_in(folder: str) -> Collection[str]:
+    try:
+        return places_of(folder) or ()
+    except _core.WsyncError:  # compare() says so
+        return ()
 
 
 def tell_rearranged(engines: Sequence[EngineHandle], options: Options, model: _core.Layout) -> None:
