@@ -190,35 +190,6 @@ def test_experts_are_not_sent_where_adapters_rename_them(
     wsync.connect(weights, [Engine(**started | {"enable_lora": False})]).close()
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("_orig_mod.a", "_orig_mod.b"),
-        ("a", "b._checkpoint_wrapped_module.c"),
-        ("a.base_layer.weight", "a.lora_A.default.weight"),
-        ("a.parametrizations.weight.original",),
-        ("module.a", "module.b"),
-        ("base_model.model.a",),
-    ],
-)
-def test_names_of_wrapped_models_are_refused(names: tuple[str, ...], tmp_path: Path) -> None:
-    """A stock engine may pass over names that it does not know, and say success."""
-    weights = {name: torch.ones(1) for name in names}
-    text = f"{names[0] if names[0] != 'a' else names[1]}.*: names that a wrapper"
-    with pytest.raises(wsync.LayoutError, match=text):
-        wsync.connect(weights, [Engine()])
-    with pytest.raises(wsync.LayoutError, match=text):
-        wsync.DiskSync(weights, folder=tmp_path)
-    wsync.connect({"module.a": torch.ones(1), "b": torch.ones(1)}, [Engine()]).close()
-    save_file(weights, tmp_path / "model.safetensors")  # a checkpoint that has them itself
-    options = wsync.Options(checkpoint=str(tmp_path), progress=False)
-    wsync.connect(weights, [Engine()], options=options).close()
-    wsync.DiskSync(weights, folder=tmp_path / "versions", base=tmp_path).close()
-    with pytest.raises(wsync.LayoutError, match=r"^c\._orig_mod\.d: names that a wrapper"):
-        more = weights | {"c._orig_mod.d": torch.ones(1)}
-        wsync.connect(more, [Engine()], options=options)
-
-
 @pytest.mark.parametrize("said", [True, False])
 def test_plain_weights_for_a_quantised_checkpoint_are_refused(said: bool, tmp_path: Path) -> None:
     """A stock engine that was started from it would keep the scales of other codes.  said: by the

@@ -36,7 +36,8 @@ from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
 from wsync.report import Report
-from wsync.trainer.engine_form import SentForm, check_names, check_scales, folders
+from wsync.trainer.engine_form import SentForm, check_scales, folders
+from wsync.trainer.engine_names import check_names
 from wsync.trainer.quantise_option import config_to_write, exact_config, for_files
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.updates_base import Updates

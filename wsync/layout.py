@@ -24,8 +24,10 @@ _T = TypeVar("_T")
 _Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]  # of a TensorTable
 
 
-# parts of names that FSDP1, activation checkpointing and torch.compile put in
-WRAPPERS: Final = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"))
+# parts of names that FSDP1, activation checkpointing, torch.compile and Lightning Fabric put in
+WRAPPERS: Final = frozenset(
+    {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module"}
+)
 # and those that peft's adapters do
 ADAPTERS: Final = frozenset(
     {"base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save"}

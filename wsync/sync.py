@@ -16,13 +16,8 @@ from wsync.machine.trace import Trace
 from wsync.options import Options, numbers
 from wsync.report import Report
 from wsync.trainer.connection import Connection
-from wsync.trainer.engine_form import (
-    SentForm,
-    check_names,
-    check_scales,
-    folders,
-    tell_rearranged,
-)
+from wsync.trainer.engine_form import SentForm, check_scales, folders, tell_rearranged
+from wsync.trainer.engine_names import check_names
 from wsync.trainer.lending import Lender, Lending
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster

@@ -38,7 +38,7 @@ class Part:
 
 
 def plain_name(name: str) -> str:
-    """A name without the path components of FSDP, activation checkpointing and torch.compile."""
+    """A name without the path components of wrappers."""
     return global_name(".".join(part for part in name.split(".") if part not in WRAPPERS))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,13 +17,13 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
-from wsync.layout import ADAPTERS, WRAPPERS
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
 from wsync.options import Options
 from wsync.quantise.config import Method, TensorFacts, facts_of, quantization_config
 from wsync.trainer.compare_checkpoint import is_part, places_of
+from wsync.trainer.engine_names import compare_names
 from wsync.trainer.quantise_option import config_in, config_of, has_codes
 
 _log = logging.getLogger(__name__)
@@ -36,10 +36,6 @@ _NONE: Final = (None, "", "unquant")  # of SGLang's --quantization
 _UP: Final = {"gate_up_proj", "gate_proj", "up_proj"}
 _DOWN: Final = {"down_proj"}
 _ALL: Final = {"all", "all-linear"}
-# parts of names that no engine knows: wrappers', adapters' and torch.nn.utils.parametrize's
-_NOT_A_MODELS: Final = WRAPPERS | ADAPTERS | {"parametrizations"}
-# what peft and DistributedDataParallel put before all names
-_PREFIXES: Final = ("module.", "base_model.model.")
 # loaders of SGLang that take weights as they are, and quantise them each time
 _QUANTISING: Final = ("flash_rl",)
 
@@ -69,12 +65,14 @@ class SentForm:
     folder is there under the same path here.
 
     text: it, in words.  found: what folders say that engines may have been started from.
-    expert: the name of a tensor of an expert; "" where there is none.
+    tensors: what is sent.  named: whether their names are compared with what engines were
+    started from.
     """
 
     text: str
     found: Sequence[_Form]
-    expert: str
+    tensors: Sequence[TensorFacts]
+    named: bool
 
     @staticmethod
     def of(options: Options, model: _core.Layout, *, base: object = None) -> SentForm:
@@ -91,9 +89,8 @@ class SentForm:
         config = config_of(options)
         own = config is None and has_codes(model)
         sent = _OWN if own else _PLAIN if config is None else _text(Method.of(config))
-        named = folders(options, base)
-        expert = next((each.name for each in facts_of(model) if ".experts." in each.name), "")
-        return SentForm(sent, [form for folder in named if (form := _in_folder(folder))], expert)
+        forms = [form for folder in folders(options, base) if (form := _in_folder(folder))]
+        return SentForm(sent, forms, facts_of(model), options.checkpoint != "")
 
     @property
     def _quantised(self) -> bool:
@@ -105,16 +102,21 @@ class SentForm:
         Raises:
             InvalidArgumentError: it holds another form, and no checkpoint says otherwise; the text
                 has both.
+            LayoutError: as compare_names, of what it was started from.
             UnsupportedError: it passes over experts.
             WsyncError: it does not answer.
         """
         started = _started(engine, timeout)
-        if self.expert and _wraps_experts(started):
+        expert = next((each.name for each in self.tensors if ".experts." in each.name), "")
+        if expert and _wraps_experts(started):
             raise _core.UnsupportedError(
                 f"engine {engine.name}: was started with LoRA for layers of experts, which gives "
-                f"their weights other names: SGLang's own loaders pass over {self.expert} without "
+                f"their weights other names: SGLang's own loaders pass over {expert} without "
                 "a word (say its --lora-target-modules, without gate_up_proj or down_proj)"
             )
+        path = started.get("model_path")
+        if self.named and isinstance(path, str) and os.path.isabs(path):
+            compare_names(engine.name, self.tensors, path)
         held = _held(started)
         if held is None or (held.vague and self._quantised):
             return False
@@ -185,35 +187,6 @@ def check_scales(model: _core.Layout) -> None:
     missing = without_scales((each.name, each.dtype) for each in facts_of(model))
     if missing:
         raise _core.LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
-
-
-def check_names(model: _core.Layout, folders: Iterable[str]) -> None:
-    """Raises LayoutError, by name, for tensors under the names of a wrapped model: engines do not
-    know these, and some of SGLang's pass over what they do not know without a word.
-
-    folders: of checkpoints, whose own names may be such: Phi-4-multimodal's has adapters.
-    """
-    names = [each.name for each in facts_of(model)]
-    found = [name for name in names if not _NOT_A_MODELS.isdisjoint(name.split("."))]
-    if any(all(name.startswith(prefix) for name in names) for prefix in _PREFIXES):
-        found = found or names
-    for folder in folders if found else ():
-        known = _names_in(folder)
-        found = [name for name in found if name not in known]
-    if found:
-        raise _core.LayoutError(
-            f"{listed(found)}: names that a wrapper of the model or an adapter has made: "
-            "wsync.fsdp.layout(model) takes those of torch's wrappers off, and peft's "
-            "merge_and_unload() gives a model without its own (Options(checkpoint=) names a folder "
-            "whose tensors have these names, if they are the model's)"
-        )
-
-
-def _names_in(folder: str) -> Collection[str]:
-    try:
-        return places_of(folder) or ()
-    except _core.WsyncError:  # compare() says so
-        return ()
 
 
 def tell_rearranged(engines: Sequence[EngineHandle], options: Options, model: _core.Layout) -> None:

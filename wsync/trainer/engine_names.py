@@ -1,0 +1,103 @@
+"""Compares the names of tensors with those that engines know, as far as that can be told.
+
+wsync's receiver says what it has no place for.  Many loaders of SGLang and vLLM pass over names
+that they do not know without a word, and the engine's weights stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
+
+from wsync import _core
+from wsync.layout import ADAPTERS, WRAPPERS
+from wsync.module_tensors.names_in_messages import listed
+from wsync.quantise.config import TensorFacts, facts_of
+from wsync.trainer.compare_checkpoint import places_of
+
+# parts of names that no engine knows: wrappers', adapters' and torch.nn.utils.parametrize's
+_NOT_A_MODELS: Final = WRAPPERS | ADAPTERS | {"parametrizations"}
+# what DistributedDataParallel, peft and TRL's value heads put before all names of a model
+_PREFIXES: Final = ("module.", "base_model.model.", "pretrained_model.")
+_VALUE_HEAD: Final = "v_head."
+# what engines put themselves before names of a checkpoint that has none of its model's head
+_BASES: Final = ("model.", "transformer.")
+_DEPTH: Final = 3  # components of a prefix, at most
+
+
+def check_names(model: _core.Layout, folders: Iterable[str]) -> None:
+    """Raises LayoutError, by name, for tensors under the names of a wrapped model, and for
+    parameters without elements, which end a server of SGLang.
+
+    folders: of checkpoints, whose own names may be such: Phi-4-multimodal's has adapters.
+    """
+    facts = facts_of(model)
+    names = [each.name for each in facts if not each.name.startswith(_VALUE_HEAD)]
+    found = [name for name in names if not _NOT_A_MODELS.isdisjoint(name.split("."))]
+    if any(all(name.startswith(prefix) for name in names) for prefix in _PREFIXES):
+        found = found or names
+    for folder in folders if found else ():
+        known = _names_in(folder)
+        found = [name for name in found if name not in known]
+    if found:
+        raise _core.LayoutError(
+            f"{listed(found)}: names that a wrapper of the model or an adapter has made: "
+            "wsync.fsdp.layout(model) takes those of torch's wrappers off, and peft's "
+            "merge_and_unload() gives a model without its own (Options(checkpoint=) names a folder "
+            "whose tensors have these names, if they are the model's)"
+        )
+    if hollow := [each.name for each in facts if each.shape == (0,) and "float" in each.dtype]:
+        raise _core.LayoutError(
+            f"{listed(hollow)}: no elements, as DeepSpeed's ZeRO-3 leaves parameters between "
+            "passes: call within deepspeed.zero.GatheredParameters, which has all of them"
+        )
+
+
+def compare_names(engine: str, tensors: Sequence[TensorFacts], folder: str) -> None:
+    """Raises LayoutError where the checkpoint that an engine was started from has the tensors
+    without the first components of their names, or with elements where these have none.
+
+    engine: its name.  folder: the checkpoint's; one that is not here, or without safetensors
+    files, says nothing.
+    """
+    try:
+        places = places_of(folder) or {}
+    except _core.WsyncError:
+        return
+    started = f"engine {engine} was started from {folder}, which has"
+    hollow = [
+        name
+        for name, _, shape, _ in tensors
+        if 0 in shape and name in places and 0 not in places[name].shape
+    ]
+    if hollow:
+        raise _core.LayoutError(f"{listed(hollow)}: no elements, but {started} them whole")
+    if prefix := _prefix([each.name for each in tensors], places):
+        names = [each.name for each in tensors if each.name.startswith(prefix)]
+        raise _core.LayoutError(
+            f"{listed(names)}: {started} these without {prefix!r}, and its own loading may pass "
+            "over names that it does not know (Options(checkpoint='') compares none)"
+        )
+
+
+def _prefix(names: Iterable[str], known: Collection[str]) -> str:
+    """What stands before names of which none is known, and all would be without it; or ""."""
+    whole = any(name.startswith(_BASES) for name in known)
+    found, others = dict[str, None](), set[str]()
+    for name in names:
+        parts = name.split(".")
+        for depth in range(1, min(len(parts), _DEPTH + 1)):
+            prefix = ".".join(parts[:depth]) + "."
+            inside = name not in known and name.removeprefix(prefix) in known
+            if inside and (whole or prefix not in _BASES):
+                found[prefix] = None
+            else:
+                others.add(prefix)
+    return next((prefix for prefix in found if prefix not in others), "")
+
+
+def _names_in(folder: str) -> Collection[str]:
+    try:
+        return places_of(folder) or ()
+    except _core.WsyncError:  # compare() says so
+        return ()
