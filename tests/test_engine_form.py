@@ -180,7 +180,7 @@ def test_experts_are_not_sent_where_adapters_rename_them(
     """SGLang wraps them, and its own load_weights passes over names that it does not find."""
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     weights = {name: torch.zeros(16, 64, dtype=torch.bfloat16)}
-    with pytest.raises(wsync.UnsupportedError, match=rf"engine e: .* LoRA .*{re.escape(name)}"):
+    with pytest.raises(wsync.UnsupportedError, match=rf"engine e: .* LoRA.*{re.escape(name)}"):
         wsync.connect(weights, [Engine(**started)])
     with pytest.raises(wsync.UnsupportedError, match="LoRA"):
         wsync.DiskSync(weights, [Engine(**started)], folder=tmp_path)
@@ -188,6 +188,26 @@ def test_experts_are_not_sent_where_adapters_rename_them(
     attention = started | {"lora_target_modules": ["q_proj", "down_proj"]}
     wsync.connect(weights, [Engine(**attention)]).close()
     wsync.connect(weights, [Engine(**started | {"enable_lora": False})]).close()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_scales_are_not_sent_where_adapters_rename_them(own: bool, tmp_path: Path) -> None:
+    """SGLang's wrapper of a dense layer has its weight and bias, and no scales."""
+    config, quantise = METHODS["one block"][0], None if own else METHODS["one block"][0]
+    weights = {
+        "model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 64, dtype=torch.bfloat16),
+        "model.layers.0.self_attn.k_proj.bias": torch.zeros(16, dtype=torch.bfloat16),
+    }
+    given = quantised(weights, "one block") if own else weights
+    options = wsync.Options(quantise=quantise, progress=False)
+    started = {"model_path": model(tmp_path, config), "enable_lora": True}
+    text = rf"LoRA.* pass over model\.layers\.0\.self_attn\.k_proj\.weight{'_scale_inv' * own} "
+    for targets in (["q_proj"], ["all"], None):
+        engine = Engine(**started, lora_target_modules=targets)
+        with pytest.raises(wsync.UnsupportedError, match=text):
+            wsync.connect(given, [engine], options=options)
+    other = Engine(**started, lora_target_modules=["o_proj", "gate_up_proj", "down_proj"])
+    wsync.connect(given, [other], options=options).close()
 
 
 @pytest.mark.parametrize("said", [True, False])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -32,9 +32,17 @@ _PLAIN: Final = "not quantised"
 _OWN: Final = "codes and scales that the trainer holds"
 _PATH: Final = (str, os.PathLike)
 _NONE: Final = (None, "", "unquant")  # of SGLang's --quantization
-# targets of LoRA, of which SGLang wraps layers of experts where it is given one of both kinds
-_UP: Final = {"gate_up_proj", "gate_proj", "up_proj"}
-_DOWN: Final = {"down_proj"}
+# targets of LoRA: SGLang's names of layers that are several in checkpoints, and those of all
+_FUSED: Final = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "q_a_proj": "fused_qkv_a_proj_with_mqa",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj_with_mqa",
+}
+_EXPERTS: Final = {"gate_up_proj", "down_proj"}  # it wraps experts where both are targets
 _ALL: Final = {"all", "all-linear"}
 # loaders of SGLang that take weights as they are, and quantise them each time
 _QUANTISING: Final = ("flash_rl",)
@@ -107,12 +115,12 @@ class SentForm:
             WsyncError: it does not answer.
         """
         started = _started(engine, timeout)
-        expert = next((each.name for each in self.tensors if ".experts." in each.name), "")
-        if expert and _wraps_experts(started):
+        if passed_over := self._passed_over(_lora_targets(started)):
             raise _core.UnsupportedError(
-                f"engine {engine.name}: was started with LoRA for layers of experts, which gives "
-                f"their weights other names: SGLang's own loaders pass over {expert} without "
-                "a word (say its --lora-target-modules, without gate_up_proj or down_proj)"
+                f"engine {engine.name}: was started with LoRA, which gives weights of experts and "
+                "scales of the layers that it targets other names: SGLang's own loaders pass over "
+                f"{passed_over} without a word (say its --lora-target-modules: experts are "
+                "targets where both gate_up_proj and down_proj are)"
             )
         path = started.get("model_path")
         if self.named and isinstance(path, str) and os.path.isabs(path):
@@ -124,6 +132,22 @@ class SentForm:
             known = [form for form in self.found if _takes(form, self.text)]
             _differ(engine.name, held, self.text, known)
         return True
+
+    def _passed_over(self, targets: Collection[str]) -> str:
+        """The name of a tensor whose layer adapters wrap in such a way that SGLang does not know
+        the name any more (0.5.23: they have `weight` and `bias` of dense layers); or ""."""
+        every = not _ALL.isdisjoint(targets)
+        for name, _, shape, _ in self.tensors:
+            layer, _, leaf = name.rpartition(".")
+            last = layer.rpartition(".")[2]
+            if ".experts." in name:
+                if every or _EXPERTS.issubset(targets):
+                    return name
+            elif every or _FUSED.get(last, last) in targets:
+                scale = self.text == _OWN and leaf not in ("weight", "bias")
+                if scale or (self._quantised and leaf == "weight" and len(shape) == 2):
+                    return name
+        return ""
 
     def silent(self, engines: Sequence[EngineHandle], timeout: float) -> list[str]:
         """The names of engines that do not say what they hold, for check_plain.  The log says so,
@@ -237,15 +261,15 @@ def _started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _wraps_experts(started: Mapping[str, Any]) -> bool:
-    """Whether a server of SGLang has put layers of LoRA around those of experts."""
+def _lora_targets(started: Mapping[str, Any]) -> Collection[str]:
+    """Layers that a server of SGLang puts adapters' around; empty without LoRA."""
     enabled, targets = started.get("enable_lora"), started.get("lora_target_modules")
     if not enabled and (enabled is not None or not started.get("lora_paths")):
-        return False
+        return ()
     if not isinstance(targets, list | set | tuple) or not targets:
-        return True  # the adapters that are loaded say it
-    last = {str(target).rpartition(".")[2] for target in targets}
-    return not last.isdisjoint(_ALL) or not (last.isdisjoint(_UP) or last.isdisjoint(_DOWN))
+        return _ALL  # the adapters that are loaded say it
+    last = [str(target).rpartition(".")[2] for target in targets]
+    return {_FUSED.get(name, name) for name in last}
 
 
 def _held(started: Mapping[str, Any]) -> _Form | None:
