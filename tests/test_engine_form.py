@@ -190,6 +190,21 @@ def test_experts_are_not_sent_where_adapters_rename_them(
     wsync.connect(weights, [Engine(**started | {"enable_lora": False})]).close()
 
 
+def test_a_name_of_the_hub_is_looked_up_in_this_hosts_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    made = tmp_path / "models--Qwen--Any" / "snapshots"
+    made.mkdir(parents=True)
+    model(made, METHODS["one block"][0], "main")
+    model(made, None, "plain")
+    with pytest.raises(REFUSAL, match=rf"fp8_block .* the configuration in {made / 'main'}, but"):
+        connect([Engine(model_path="Qwen/Any")], None)
+    connect([Engine(model_path="Qwen/Any", revision="plain")], None)
+    for path in ("Qwen/Other", "Qwen/Any/Thing", "./any", "", 3):
+        connect([Engine(model_path=path)], None)
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_scales_are_not_sent_where_adapters_rename_them(own: bool, tmp_path: Path) -> None:
     """SGLang's wrapper of a dense layer has its weight and bias, and no scales."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from wsync import _core
+from wsync.checkpoints.hub_cache import folder_of
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
@@ -70,7 +71,7 @@ class SentForm:
     """In which form weights are sent, to be compared with what engines hold.
 
     Engines of SGLang say how they were started.  The configuration of the model is read if its
-    folder is there under the same path here.
+    folder is there under the same path here, or in the cache of the Hugging Face hub.
 
     text: it, in words.  found: what folders say that engines may have been started from.
     tensors: what is sent.  named: whether their names are compared with what engines were
@@ -122,9 +123,8 @@ class SentForm:
                 f"{passed_over} without a word (say its --lora-target-modules: experts are "
                 "targets where both gate_up_proj and down_proj are)"
             )
-        path = started.get("model_path")
-        if self.named and isinstance(path, str) and os.path.isabs(path):
-            compare_names(engine.name, self.tensors, path)
+        if self.named and (folder := _folder(started)):
+            compare_names(engine.name, self.tensors, folder)
         held = _held(started)
         if held is None or (held.vague and self._quantised):
             return False
@@ -274,17 +274,24 @@ def _lora_targets(started: Mapping[str, Any]) -> Collection[str]:
 
 def _held(started: Mapping[str, Any]) -> _Form | None:
     """What a server of SGLang holds, None where that cannot be told."""
-    path, own = started.get("model_path"), started.get("quantization")
-    if not isinstance(path, str):
+    own = started.get("quantization")
+    if not isinstance(started.get("model_path"), str):
         return None
     if started.get("load_format") in _QUANTISING:
         return _Form(_PLAIN, f"load_format={started['load_format']!r}")
     form = _overridden(started.get("json_model_override_args"))
-    if form is None and os.path.isabs(path):
-        form = _in_folder(path)
+    if form is None and (folder := _folder(started)):
+        form = _in_folder(folder)
     if own not in _NONE and (form is None or form.text == _PLAIN):  # else it is the same method
         return _Form("quantised", f"quantization={own!r}", vague=form is None)
     return form
+
+
+def _folder(started: Mapping[str, Any]) -> str:
+    """That of the model which a server of SGLang was started from; "" where it says none, or a name
+    of the hub that is not in this host's cache."""
+    path, revision = started.get("model_path"), started.get("revision")
+    return folder_of(path, revision) if isinstance(path, str) else ""
 
 
 def _overridden(text: object) -> _Form | None:
