@@ -74,21 +74,26 @@ def test_names_of_an_engines_checkpoint_behind_a_prefix(
 
 
 @pytest.mark.parametrize(
-    ("there", "given"),
+    ("there", "given", "warns"),
     [
-        (NAMES, NAMES),
-        (NAMES, ("model.layers.0.qkv.weight", "model.norm.weight")),  # fused
-        (NAMES, ("model.language_model.norm.weight", "model.visual.a.weight")),
-        (("layers.0.a.weight", "norm.weight"), ("model.layers.0.a.weight", "model.norm.weight")),
-        ((), NAMES),
+        (NAMES, NAMES, False),
+        (NAMES, ("model.layers.0.qkv.weight", "model.norm.weight"), False),  # fused
+        (NAMES, ("model.language_model.norm.weight", "model.visual.a.weight"), True),
+        (("layers.0.a.weight", "norm.weight"), tuple(NAMES[:2]), True),
+        ((), NAMES, False),
     ],
 )
 def test_names_that_engines_may_know(
-    there: tuple[str, ...], given: tuple[str, ...], tmp_path: Path
+    there: tuple[str, ...],
+    given: tuple[str, ...],
+    warns: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Engines put `model.` before the names of a base model's checkpoint."""
     engine = started_from(tmp_path, *there)
     wsync.connect({name: torch.ones(2) for name in given}, [engine], options=OPTIONS).close()
+    assert ["has none of these names" in text for text in caplog.messages] == [True] * warns
 
 
 def test_parameters_without_elements_end_a_server_of_sglang(tmp_path: Path) -> None:

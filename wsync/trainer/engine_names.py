@@ -6,6 +6,7 @@ that they do not know without a word, and the engine's weights stay what they we
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
@@ -14,6 +15,8 @@ from wsync.layout import ADAPTERS, WRAPPERS
 from wsync.module_tensors.names_in_messages import listed
 from wsync.quantise.config import TensorFacts, facts_of
 from wsync.trainer.compare_checkpoint import places_of
+
+_log = logging.getLogger(__name__)
 
 # parts of names that no engine knows: wrappers', adapters' and torch.nn.utils.parametrize's
 _NOT_A_MODELS: Final = WRAPPERS | ADAPTERS | {"parametrizations"}
@@ -55,7 +58,8 @@ def check_names(model: _core.Layout, folders: Iterable[str]) -> None:
 
 def compare_names(engine: str, tensors: Sequence[TensorFacts], folder: str) -> None:
     """Raises LayoutError where the checkpoint that an engine was started from has the tensors
-    without the first components of their names, or with elements where these have none.
+    without the first components of their names, or with elements where these have none.  Warns
+    where it has none of the names.
 
     engine: its name.  folder: the checkpoint's; one that is not here, or without safetensors
     files, says nothing.
@@ -72,12 +76,15 @@ def compare_names(engine: str, tensors: Sequence[TensorFacts], folder: str) -> N
     ]
     if hollow:
         raise _core.LayoutError(f"{listed(hollow)}: no elements, but {started} them whole")
-    if prefix := _prefix([each.name for each in tensors], places):
-        names = [each.name for each in tensors if each.name.startswith(prefix)]
+    names = [each.name for each in tensors]
+    if prefix := _prefix(names, places):
+        behind = [name for name in names if name.startswith(prefix)]
         raise _core.LayoutError(
-            f"{listed(names)}: {started} these without {prefix!r}, and its own loading may pass "
+            f"{listed(behind)}: {started} these without {prefix!r}, and its own loading may pass "
             "over names that it does not know (Options(checkpoint='') compares none)"
         )
+    if places and not any(name in places for name in names):
+        _log.warning("%s: %s none of these names", listed(names), started)
 
 
 def _prefix(names: Iterable[str], known: Collection[str]) -> str:
