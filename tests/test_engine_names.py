@@ -96,9 +96,26 @@ def test_names_that_engines_may_know(
     assert ["has none of these names" in text for text in caplog.messages] == [True] * warns
 
 
+def test_shapes_of_an_engines_checkpoint(tmp_path: Path) -> None:
+    """SGLang's loaders take the part that a parameter has room for."""
+    engine, weights = started_from(tmp_path, *NAMES), {name: torch.ones(2) for name in NAMES}
+    wider = weights | {"model.norm.weight": torch.ones(3)}
+    text = r"which has other shapes: model\.norm\.weight \(3,\) where it has \(2,\)"
+    with pytest.raises(wsync.LayoutError, match=text):
+        wsync.connect(wider, [engine], options=OPTIONS)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    options = wsync.Options(checkpoint="")
+    with pytest.raises(wsync.InvalidArgumentError, match="not quantised"):
+        wsync.connect(wider, [engine], options=OPTIONS)
+    (tmp_path / "config.json").unlink()
+    wsync.connect(wider, [engine], options=options).close()
+
+
 def test_parameters_without_elements_end_a_server_of_sglang(tmp_path: Path) -> None:
     engine, whole = started_from(tmp_path, *NAMES), {NAMES[1]: torch.ones(2)}
-    text = rf"^lm_head\.weight: no elements, but engine e was started from {tmp_path}, .* whole"
+    text = (
+        rf"^engine e was started from {tmp_path}, which has other shapes: lm_head\.weight \(0, 4\)"
+    )
     with pytest.raises(wsync.LayoutError, match=text):
         wsync.connect(whole | {"lm_head.weight": torch.ones(0, 4)}, [engine], options=OPTIONS)
     partitioned = whole | {"model.other": torch.ones(0)}

@@ -372,6 +372,41 @@ static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
     return list;
 }
 
+/* (index, axis, first, end) of a tensor that shards do not reach both ends of, along the
+ * first such axis; None for others. */
+static PyObject *short_of(const wsync_layout_t *layout, size_t index)
+{
+    const wsync_tensor_t *tensor = wsync_layout_tensor(layout, index);
+
+    for (unsigned axis = 0; axis < tensor->ndim; axis++) {
+        int64_t first;
+        int64_t end;
+
+        if (wsync_layout_reach(layout, index, axis, &first, &end) &&
+            (first > 0 || end < tensor->shape[axis])) {
+            return Py_BuildValue("nILL", (Py_ssize_t)index, axis, (long long)first,
+                                 (long long)end);
+        }
+    }
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *layout_short(PyObject *self, PyObject *Py_UNUSED(args))
+{
+    const wsync_layout_t *layout = layout_of(self);
+    PyObject *list = PyList_New(0);
+
+    for (size_t i = 0; list != NULL && i < wsync_layout_tensor_count(layout); i++) {
+        PyObject *item = short_of(layout, i);
+
+        if (item == NULL || (item != Py_None && PyList_Append(list, item) < 0)) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
 static PyObject *layout_buffer_count(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"rank", NULL};
@@ -438,6 +473,12 @@ static PyMethodDef layout_methods[] = {
     {"beside", WSYNC_PY_KEYWORDS(layout_beside),
      "beside($self, other, first)\n--\n\n"
      "Both layouts in one, where buffer b of other has become first + b."},
+    {"short", layout_short, METH_NOARGS,
+     "short($self)\n--\n\n"
+     "Tensors of which the shards, between them, do not reach both ends: [(index, axis,\n"
+     "first, end)], where all shards lie within first <= i < end along that axis, the "
+     "first\n"
+     "such one.  Tensors without shards are not among them."},
     {"buffer_count", WSYNC_PY_KEYWORDS(layout_buffer_count),
      "buffer_count($self, rank=0)\n--\n\n"
      "One more than the largest buffer index that a rank uses."},

@@ -85,14 +85,14 @@ def compare(
         "other shapes": [
             f"{name} {tuple(shape)} where it has {places[name].shape}"
             for name, _, shape, _ in facts
-            if name in places and not _same_shape(shape, places[name].shape)
+            if name in places and not same_shape(shape, places[name].shape)
         ],
     }
     quantised = quantised or any(is_part(each.name, each.dtype) for each in facts)
     if quantised:
         wrong |= _other_parts(facts, places, odd, lacking)
     texts = [f"{text}: {listed(names)}" for text, names in wrong.items() if names]
-    if texts and (quantised or not _is_quantised(Path(folder))):
+    if texts and (quantised or not is_quantised(Path(folder))):
         raise _core.LayoutError(
             f"the trainer's tensors are not those of {folder}: {'; '.join(texts)} (Options"
             "(checkpoint=) names another folder, or none by '')"
@@ -141,7 +141,7 @@ def is_part(name: str, dtype: str) -> bool:
     return group_of_parts(name, dtype) != 0 and not is_note(name)
 
 
-def _same_shape(one: Sequence[int], other: Sequence[int]) -> bool:
+def same_shape(one: Sequence[int], other: Sequence[int]) -> bool:
     """Scales of whole tensors are () in some checkpoints and (1,) in others."""
     return tuple(one) == tuple(other) or (
         max(len(one), len(other)) == 1 and math.prod((*one, *other)) == 1
@@ -153,7 +153,7 @@ def _warn(text: str, names: Sequence[str]) -> None:
         _log.warning("%s %s", text, listed(names))
 
 
-def _is_quantised(folder: Path) -> bool:
+def is_quantised(folder: Path) -> bool:
     """By the model's configuration, if there is one; one that cannot be read may say so."""
     try:
         return quantization_config(read_config(folder / "config.json")) is not None

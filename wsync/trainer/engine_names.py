@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Final
 
 from wsync import _core
 from wsync.layout import ADAPTERS, WRAPPERS
 from wsync.module_tensors.names_in_messages import listed
 from wsync.quantise.config import TensorFacts, facts_of
-from wsync.trainer.compare_checkpoint import places_of
+from wsync.trainer.compare_checkpoint import is_quantised, places_of, same_shape
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def check_names(model: _core.Layout, folders: Iterable[str]) -> None:
 
 def compare_names(engine: str, tensors: Sequence[TensorFacts], folder: str) -> None:
     """Raises LayoutError where the checkpoint that an engine was started from has the tensors
-    without the first components of their names, or with elements where these have none.  Warns
+    without the first components of their names, or in other shapes, unless it is quantised.  Warns
     where it has none of the names.
 
     engine: its name.  folder: the checkpoint's; one that is not here, or without safetensors
@@ -69,19 +70,20 @@ def compare_names(engine: str, tensors: Sequence[TensorFacts], folder: str) -> N
     except _core.WsyncError:
         return
     started = f"engine {engine} was started from {folder}, which has"
-    hollow = [
-        name
+    anyway = "(Options(checkpoint='') compares none)"
+    others = [
+        f"{name} {shape} where it has {places[name].shape}"
         for name, _, shape, _ in tensors
-        if 0 in shape and name in places and 0 not in places[name].shape
+        if name in places and not same_shape(shape, places[name].shape)
     ]
-    if hollow:
-        raise _core.LayoutError(f"{listed(hollow)}: no elements, but {started} them whole")
+    if others and not is_quantised(Path(folder)):
+        raise _core.LayoutError(f"{started} other shapes: {listed(others)} {anyway}")
     names = [each.name for each in tensors]
     if prefix := _prefix(names, places):
         behind = [name for name in names if name.startswith(prefix)]
         raise _core.LayoutError(
             f"{listed(behind)}: {started} these without {prefix!r}, and its own loading may pass "
-            "over names that it does not know (Options(checkpoint='') compares none)"
+            f"over names that it does not know {anyway}"
         )
     if places and not any(name in places for name in names):
         _log.warning("%s: %s none of these names", listed(names), started)

@@ -140,6 +140,37 @@ class Planning:
                 listed(names),
             )
 
+    def check_kept(self, layouts: list[bytes]) -> None:
+        """Compares what the workers of each engine keep of a tensor with all of it.  Loaders of
+        SGLang and vLLM cut off what their parameters have no room for.
+
+        layouts: by worker; those that take whole tensors do not say what they keep.
+
+        Raises:
+            LayoutError: by name, where an engine keeps a part alone.  Not where engines are parts
+                of one model, and keep the tensor between them.
+        """
+        kept: dict[int, list[bytes]] = {}
+        for layout, worker in zip(layouts, self.roster.workers, strict=True):
+            kept.setdefault(worker.engine, []).append(layout)
+        found = dict[frozenset[bytes], int]()  # the first engine of each kind
+        for engine, parts in kept.items():
+            if WHOLE not in parts and PIECES not in parts:
+                found.setdefault(frozenset(parts), engine)
+        merged = {engine: _merged(parts) for parts, engine in found.items()}
+        cut = {engine: _short(layout) for engine, layout in merged.items()}
+        if not any(cut.values()):
+            return
+        together = _short(_merged({part for parts in found for part in parts}))
+        for engine, short in cut.items():
+            for name, text in short.items():
+                others = [other for other in merged if name not in cut[other]]
+                if name in together or any(merged[other].find(name) >= 0 for other in others):
+                    raise _core.LayoutError(
+                        f"{text} is all that engine {self.roster.engines[engine].name} keeps of "
+                        "it: an engine of a smaller model has no room for the rest"
+                    )
+
     def _choose(self, source: str) -> str | None:
         """The UUID of the GPU of this rank's workers, "" for the host; without workers that of
         its weights, None where these lie in host memory."""
@@ -267,6 +298,19 @@ class Planning:
                 f"trainer ranks made different plans: fingerprints {list(prints)}"
             )
         return next(filter(None, lacks), "")
+
+
+def _merged(parts: Iterable[bytes]) -> _core.Layout:
+    return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
+
+
+def _short(layout: _core.Layout) -> dict[str, str]:
+    """By name: what there is of tensors of which a part is missing at an end."""
+    found = {}
+    for index, axis, first, end in layout.short():
+        name, _, shape, _ = layout.tensor(index)
+        found[name] = f"{name} {shape}: dim {axis}: {first}:{end} of {shape[axis]}"
+    return found
 
 
 def whole(
