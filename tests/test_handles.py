@@ -903,7 +903,41 @@ def test_a_bucket_goes_by_the_connection_by_which_the_engine_was_checked(
     checks = [path for path in paths if path != bucket]
     assert checks[0] in ("/server_info", "/model_info")
     assert (bucket in paths) == (ends != ("/model_info", False))
-    assert (len(set(ports)) > 1) == (ends == ("/model_info", True))
+    if ends != ("/model_info", False):  # it is asked once more, unless it was seen late
+        assert (len(set(ports)) > 1) == (ends is not None)
+
+
+def test_an_engine_is_checked_once_more_where_the_connection_has_ended_before_a_bucket(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As uvicorn ends one that nobody has used for five seconds."""
+    handler: Any = type("Handler", (KeepingHandler,), {"came": []})
+    monkeypatch.setattr(server, "RequestHandlerClass", handler)
+    server.answers["/pause_generation"] = (200, {"message": "ok", "status": "ok"})
+    server.answers["/model_info"] = (200, {"weight_version": "6"})
+    server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": "Success"})
+    engine = CheckedEngine(HttpHandle(server.url, workers=2))
+    engine.pause("retract", 5)
+
+    def later() -> list[bytes]:
+        handler.ends = None
+        time.sleep(0.1)
+        return [b"\x80one", b"\x80two"]
+
+    def send(**request: Any) -> None:
+        handler.came.clear()
+        handler.ends = ("/model_info", False)
+        engine.update_weights(later, load_format="x.y", timeout=5, **request)
+
+    send(weight_version=None)
+    paths, ports = zip(*handler.came, strict=True)
+    assert paths.count("/update_weights_from_tensor") == 1
+    assert ports[paths.index("/model_info")] == ports[0]
+    assert ports[-paths[::-1].index("/model_info") - 1] == ports[-1] != ports[0]
+    # another one, or another trainer's, shows
+    server.answers["/model_info"] = (200, {"weight_version": "8"})
+    with pytest.raises(RemoteError, match="reports weight version 8, not "):
+        send(weight_version=7)
 
 
 def test_a_wrong_number_of_payloads_never_reaches_the_engine(server: FakeServer) -> None:

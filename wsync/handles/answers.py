@@ -219,6 +219,17 @@ def is_refused(error: BaseException) -> bool:
     return made is not None and isinstance(_innermost(made), NewConnectionError)
 
 
+class NotSentError(ConnectionAbortedError):
+    """A connection that was to be kept has ended before a request was sent by it."""
+
+
+def is_unsent(error: BaseException) -> bool:
+    """Whether a PeerClosedError was raised for a NotSentError."""
+    made = error.__cause__
+    found = made and _innermost(made)  # urllib3's ("Connection aborted.", error)
+    return any(isinstance(each, NotSentError) for each in getattr(found, "args", ()))
+
+
 def _innermost(error: BaseException) -> BaseException:
     """Of requests' error, which has urllib3's in it."""
     while error.args and isinstance(error.args[0], BaseException):

@@ -19,6 +19,7 @@ from wsync._core import (
     RemoteError,
 )
 from wsync.handles.answers import (
+    NotSentError,
     Setup,
     cause,
     check_answer,
@@ -106,7 +107,7 @@ class _Line:
 
 def _refuse_again() -> None:
     """For a connection that has been made: another process may answer at the same address."""
-    raise ConnectionAbortedError("it has ended the connection between two requests of one update")
+    raise NotSentError("it has ended the connection between two requests of one update")
 
 
 class _Asking(threading.local):

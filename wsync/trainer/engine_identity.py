@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar, cast
 
-from wsync._core import RemoteError
-from wsync.handles.answers import identity_of
+from wsync._core import PeerClosedError, RemoteError
+from wsync.handles.answers import identity_of, is_unsent
 from wsync.handles.base import EngineHandle, send_control
 from wsync.handles.unfinished_calls import asking_for, check_wanted
 from wsync.machine.deadline import Deadline
@@ -30,12 +30,23 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 def _in_an_update(method: _Method) -> _Method:
     """A method that asks for something in the update that is under way when it is called.  The
     engine is checked by the connection that the request itself goes by: a process that has been
-    started at this address in between would take it, and may be like the one that was checked."""
+    started at this address in between would take it, and may be like the one that was checked.
+    Where that has ended before the request was sent, as servers end what nobody has used for some
+    seconds, the engine is checked once more, by another one."""
 
     @functools.wraps(method)
     def asked(self: CheckedEngine, *arguments: Any, **named: Any) -> None:
-        with asking_for(self._given_up), _one_connection(self._during):
-            method(self, *arguments, **named)
+        before = self._reported, self._version
+        with asking_for(self._given_up):
+            try:
+                with _one_connection(self._during):
+                    method(self, *arguments, **named)
+            except PeerClosedError as error:
+                if not is_unsent(error):
+                    raise
+                self._reported, self._version = before
+                with _one_connection(self._during):
+                    method(self, *arguments, **named)
 
     return cast(_Method, asked)
 
@@ -159,7 +170,7 @@ class CheckedEngine:
     def update_weights(
         self, payloads: Sequence[bytes] | Callable[[], Sequence[bytes]], **request: Any
     ) -> None:
-        """payloads: a function makes them when the engine has been checked."""
+        """payloads: a function makes them when the engine has been checked, perhaps twice."""
         checked = self._bucket(**request)
         self._during.update_weights(payloads() if callable(payloads) else payloads, **checked)
 
