@@ -62,7 +62,11 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # a family that a user registers: wsync has no table for it
-    "mixtral": ("MixtralConfig", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    # engines compute its heads' size, and never read head_dim
+    "mixtral": (
+        "MixtralConfig",
+        {**_GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     # transformers has no class for it: its code comes with its checkpoints
     "bailing_moe_v2": (
         "PretrainedConfig",
