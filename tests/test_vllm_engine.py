@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import tiny_models
 from support.trainer import Trainer
 from support.vllm_engine import VllmEngine
@@ -235,6 +236,23 @@ def test_a_reload_refuses_names_that_the_model_has_not_before_it_loses_weights(
     more = weights | {"model.layers.0.mlp.router.weight": torch.zeros(2, 2)}
     with wsync.connect(more, engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(wsync.RemoteError, match=r"does not take .*layers\.0\.mlp\.router"):
+            sync.update(version=2)
+    assert not any(engine.differing(1))
+    assert wsync.handle(engine).model_info(5)["weight_version"] == "1"
+
+
+def test_a_reload_refuses_shapes_that_its_checkpoint_does_not_have(engine: VllmEngine) -> None:
+    """vLLM's weight_loaders take the part of a tensor that there is room for."""
+    engine.prepare("glm4_moe", packs=True)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights = engine.weights(1)
+    wider = weights | {name: torch.cat([weights[name], weights[name]])}
+    for folder in engine.collective_rpc("folder"):
+        save_file(weights, Path(folder, "model.safetensors"))
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        sync.update(version=1)
+    with wsync.connect(wider, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.RemoteError, match=rf"{name} \(256, 64\) where it has \(128, 64"):
             sync.update(version=2)
     assert not any(engine.differing(1))
     assert wsync.handle(engine).model_info(5)["weight_version"] == "1"

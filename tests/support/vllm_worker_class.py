@@ -183,6 +183,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Has what turns a layer over raise."""
         Worker.broken = broken
 
+    def folder(self) -> str:
+        return str(self.model_config.model)
+
     def reasons(self) -> list[str]:
         loader = self.__dict__["_wsync"].loader
         return [loader.reason, loader.recorded.reason]

@@ -82,11 +82,7 @@ def compare(
     }
     wrong = {
         "it has no": [each.name for each in facts if each.name not in places],
-        "other shapes": [
-            f"{name} {tuple(shape)} where it has {places[name].shape}"
-            for name, _, shape, _ in facts
-            if name in places and not same_shape(shape, places[name].shape)
-        ],
+        "other shapes": other_shapes(facts, places),
     }
     quantised = quantised or any(is_part(each.name, each.dtype) for each in facts)
     if quantised:
@@ -141,8 +137,17 @@ def is_part(name: str, dtype: str) -> bool:
     return group_of_parts(name, dtype) != 0 and not is_note(name)
 
 
-def same_shape(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Scales of whole tensors are () in some checkpoints and (1,) in others."""
+def other_shapes(facts: Iterable[TensorFacts], places: Mapping[str, Place]) -> list[str]:
+    """The tensors of which a checkpoint has others, in words.  Scales of whole tensors are () in
+    some and (1,) in others."""
+    return [
+        f"{name} {tuple(shape)} where it has {places[name].shape}"
+        for name, _, shape, _ in facts
+        if name in places and not _same_shape(shape, places[name].shape)
+    ]
+
+
+def _same_shape(one: Sequence[int], other: Sequence[int]) -> bool:
     return tuple(one) == tuple(other) or (
         max(len(one), len(other)) == 1 and math.prod((*one, *other)) == 1
     )

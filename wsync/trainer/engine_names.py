@@ -7,15 +7,17 @@ that they do not know without a word, and the engine's weights stay what they we
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from wsync import _core
+from wsync.checkpoints.safetensors_layout import Place
 from wsync.layout import ADAPTERS, WRAPPERS
 from wsync.module_tensors.names_in_messages import listed
 from wsync.quantise.config import TensorFacts, facts_of
-from wsync.trainer.compare_checkpoint import is_quantised, places_of, same_shape
+from wsync.trainer.compare_checkpoint import is_quantised, other_shapes, places_of
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ def check_names(model: _core.Layout, folders: Iterable[str]) -> None:
     if any(all(name.startswith(prefix) for name in names) for prefix in _PREFIXES):
         found = found or names
     for folder in folders if found else ():
-        known = _names_in(folder)
+        known = _places_in(folder)
         found = [name for name in found if name not in known]
     if found:
         raise _core.LayoutError(
@@ -62,20 +64,13 @@ def compare_names(engine: str, tensors: Sequence[TensorFacts], folder: str) -> N
     without the first components of their names, or in other shapes, unless it is quantised.  Warns
     where it has none of the names.
 
-    engine: its name.  folder: the checkpoint's; one that is not here, or without safetensors
+    engine: its name.  folder: the checkpoint's; one that is not here (""), or without safetensors
     files, says nothing.
     """
-    try:
-        places = places_of(folder) or {}
-    except _core.WsyncError:
-        return
+    places = _places_in(folder)
     started = f"engine {engine} was started from {folder}, which has"
     anyway = "(Options(checkpoint='') compares none)"
-    others = [
-        f"{name} {shape} where it has {places[name].shape}"
-        for name, _, shape, _ in tensors
-        if name in places and not same_shape(shape, places[name].shape)
-    ]
+    others = other_shapes(tensors, places)
     if others and not is_quantised(Path(folder)):
         raise _core.LayoutError(f"{started} other shapes: {listed(others)} {anyway}")
     names = [each.name for each in tensors]
@@ -87,6 +82,23 @@ def compare_names(engine: str, tensors: Sequence[TensorFacts], folder: str) -> N
         )
     if places and not any(name in places for name in names):
         _log.warning("%s: %s none of these names", listed(names), started)
+
+
+def check_room(tensors: Sequence[TensorFacts], folder: str) -> None:
+    """Raises LayoutError for tensors that are larger than those of the checkpoint that an engine
+    was started from: its loaders may take the part of them that there is room for.  folder: as in
+    compare_names."""
+    places = _places_in(folder)
+    larger = [
+        each
+        for each in tensors
+        if each.name in places and any(map(operator.gt, each.shape, places[each.name].shape))
+    ]
+    if texts := other_shapes(larger, places):
+        raise _core.LayoutError(
+            f"{listed(texts)}: {folder}, which the engine was started from, has less, and its own "
+            "loading may cut off the rest"
+        )
 
 
 def _prefix(names: Iterable[str], known: Collection[str]) -> str:
@@ -105,8 +117,8 @@ def _prefix(names: Iterable[str], known: Collection[str]) -> str:
     return next((prefix for prefix in found if prefix not in others), "")
 
 
-def _names_in(folder: str) -> Collection[str]:
+def _places_in(folder: str) -> Mapping[str, Place]:
     try:
-        return places_of(folder) or ()
+        return (places_of(folder) if folder else None) or {}
     except _core.WsyncError:  # compare() says so
-        return ()
+        return {}

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wsync._core import Layout, LayoutError, UnsupportedError
+from wsync.checkpoints.hub_cache import folder_of
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.quantisation_mismatch import Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
@@ -31,6 +32,8 @@ from wsync.messages.control import WHOLE
 from wsync.module_tensors import same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
+from wsync.quantise.config import facts_of
+from wsync.trainer.engine_names import check_room
 from wsync.vllm.made_once import BoundTensor, made_once, run_anew
 
 
@@ -198,6 +201,8 @@ class VllmLoader(ChoosingLoader):
         if missing := without_scales(names):
             # a layer that is made anew is processed with whatever memory it has for them
             raise LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
+        chosen = self._model_config
+        check_room(facts_of(model), folder_of(chosen.model, chosen.revision))
         reloader = _Reloader(self._model, self._config, self._model_config, self.reason, self._once)
         self.recorded.check_delivered(reloader.rehearse(model))
         if half := sorted(filter(self.recorded.is_named, reloader.half_loaded)):
