@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import re
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -1217,3 +1218,18 @@ def test_memory_of_another_size_at_the_same_place_is_learnt_anew() -> None:
             sync.update(draw(seed))
             assert torch.equal(module.a, draw(seed)["a"])
     assert loader.reason == ""
+
+
+def test_of_tensors_that_share_memory_no_more_the_first_is_named() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = parameter(torch.zeros(4))
+            self.head = self.embedding
+            self.later = parameter(torch.zeros(4))
+
+    module = Tied()
+    before = ModuleMemory(module)
+    module.head = parameter(torch.zeros(4))
+    text = ModuleMemory(module).difference(before.facts, before.names)
+    assert re.match(r"head was .* embedding's storage and is .* head's storage$", text)

@@ -395,9 +395,11 @@ def _shared(one: str, other: str) -> LayoutError:
 
 
 def _texts(facts: list[Fact], names: list[Name]) -> dict[str, str]:
-    """What is said of each tensor, and of each name."""
+    """What is said of each tensor, and of each name; of a storage, which tensor is the first of
+    it."""
+    firsts = {area: path for path, *_, area, _ in reversed(facts)}
     tensors = {
-        path: f"{dtype} {shape} with strides {strides} at byte {offset} of storage {area}"
+        path: f"{dtype} {shape} with strides {strides} at byte {offset} of {firsts[area]}'s storage"
         for path, dtype, shape, strides, area, offset in facts
     }
     return tensors | {f"the name {path}": f"that of {first}" for path, first in names}
