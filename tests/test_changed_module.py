@@ -617,7 +617,7 @@ class Flagged(Loading):
         for name, tensor in pairs:
             found = tensor[torch.arange(31, -1, -1)] if self.turned else tensor
             getattr(self, name).data.copy_(found)
-            getattr(self, name).data[: self.part.rows].fill_(1)
+            getattr(self, name).data[8 : 8 + self.part.rows].fill_(1)
 
 
 @pytest.mark.parametrize("which", ["turned", "rows"])

@@ -50,7 +50,7 @@ WEIGHTS = {"up": torch.arange(32.0).reshape(8, 4), "norm": torch.ones(4)}
     [
         ([engine(0, rows=6)], "0:6 of 8"),
         ([engine(0, 1, rows=3)], "0:6 of 8"),
-        ([engine(1, rows=4)], "4:8 of 8"),
+        ([engine(0, rows=4)], "0:4 of 8"),
         ([engine(0, rows=8, name="whole"), engine(0, rows=6)], "0:6 of 8"),
         ([engine(0, rows=4, name="e"), engine(0, rows=6, name="other")], "0:4 of 8"),
     ],
@@ -68,6 +68,7 @@ def test_an_engine_that_keeps_a_part_alone_is_refused(
     [
         [engine(0, rows=8)],
         [engine(0, 1, rows=4), engine(0, rows=8)],
+        [engine(1, rows=4)],  # what it fills itself, as a row of padding, is not cut off
         [engine(0, rows=4), engine(1, rows=4)],  # each rank of one model an engine of its own
     ],
 )
@@ -87,7 +88,8 @@ def test_which_tensors_a_layout_has_in_part() -> None:
     add("whole", [4, 2], [0, 0], [2, 2])
     add("whole", [4, 2], [2, 0], [2, 2])
     add("first", [4, 2], [0, 0], [3, 2])
-    add("last", [4, 2], [0, 1], [4, 1])
+    add("last", [4, 2], [1, 0], [3, 2])
+    add("column", [4, 2], [0, 0], [4, 1])
     add("even", [6], [0], [3], steps=[2])
     add("odd", [6], [1], [3], steps=[2])
     add("both", [6], [0], [3], steps=[2])
@@ -96,4 +98,10 @@ def test_which_tensors_a_layout_has_in_part() -> None:
     builder.add_tensor("none", "float32", [3])
     layout = builder.build()
     found = [(layout.tensor(index).name, *part) for index, *part in layout.short()]
-    assert found == [("first", 0, 0, 3), ("last", 1, 1, 2), ("even", 0, 0, 5), ("odd", 0, 1, 6)]
+    assert found == [
+        ("first", 0, 0, 3),
+        ("last", 0, 1, 4),
+        ("column", 1, 0, 1),
+        ("even", 0, 0, 5),
+        ("odd", 0, 1, 6),
+    ]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from wsync import _core
 from wsync.exchange.plan_blueprint import Blueprint, join_parts, split_parts
@@ -141,8 +142,8 @@ class Planning:
             )
 
     def check_kept(self, layouts: list[bytes]) -> None:
-        """Compares what the workers of each engine keep of a tensor with all of it.  Loaders of
-        SGLang and vLLM cut off what their parameters have no room for.
+        """Compares where what the workers of each engine keep of a tensor ends with where it ends.
+        Loaders of SGLang and vLLM cut off what their parameters have no room for.
 
         layouts: by worker; those that take whole tensors do not say what they keep.
 
@@ -158,17 +159,19 @@ class Planning:
             if WHOLE not in parts and PIECES not in parts:
                 found.setdefault(frozenset(parts), engine)
         merged = {engine: _merged(parts) for parts, engine in found.items()}
-        cut = {engine: _short(layout) for engine, layout in merged.items()}
-        if not any(cut.values()):
+        reached = {engine: _ends(layout) for engine, layout in merged.items()}
+        if not any(end.cut for ends in reached.values() for end in ends.values()):
             return
-        together = _short(_merged({part for parts in found for part in parts}))
-        for engine, short in cut.items():
-            for name, text in short.items():
-                others = [other for other in merged if name not in cut[other]]
-                if name in together or any(merged[other].find(name) >= 0 for other in others):
+        together = _ends(_merged({part for parts in found for part in parts}))
+        for engine, ends in reached.items():
+            for name, end in ends.items():
+                whole = any(
+                    name not in reached[other] and merged[other].find(name) >= 0 for other in merged
+                )
+                if end.cut and (whole or name in together):
                     raise _core.LayoutError(
-                        f"{text} is all that engine {self.roster.engines[engine].name} keeps of "
-                        "it: an engine of a smaller model has no room for the rest"
+                        f"{end.text} is all that engine {self.roster.engines[engine].name} keeps "
+                        "of it: an engine of a smaller model has no room for the rest"
                     )
 
     def _choose(self, source: str) -> str | None:
@@ -304,12 +307,21 @@ def _merged(parts: Iterable[bytes]) -> _core.Layout:
     return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
 
 
-def _short(layout: _core.Layout) -> dict[str, str]:
-    """By name: what there is of tensors of which a part is missing at an end."""
+class _Ends(NamedTuple):
+    """Where what there is of a tensor begins and ends.  cut: before the tensor ends; a beginning
+    may be filled, as rows of padding are."""
+
+    text: str
+    cut: bool
+
+
+def _ends(layout: _core.Layout) -> dict[str, _Ends]:
+    """By name, of the tensors that are not there from their beginning to their end."""
     found = {}
     for index, axis, first, end in layout.short():
         name, _, shape, _ = layout.tensor(index)
-        found[name] = f"{name} {shape}: dim {axis}: {first}:{end} of {shape[axis]}"
+        text = f"{name} {shape}: dim {axis}: {first}:{end} of {shape[axis]}"
+        found[name] = _Ends(text, end < shape[axis])
     return found
 
 
