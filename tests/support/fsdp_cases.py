@@ -289,6 +289,9 @@ def part_of_a_unit() -> dict[str, Any]:
     whole()  # which leaves them gathered
     found = {"shards": check_everything(*gathered(layout), state)}
     whole()
+    shards[-1].mul_(2)  # the head for values, which the layout has not
+    found["other"] = error_of(layout.bind)
+    whole()
     for shard in shards:
         shard.mul_(2)
     return {**found, "changed": error_of(layout.bind)}

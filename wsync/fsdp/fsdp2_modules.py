@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from wsync import _core
 from wsync.fsdp.parts import joined, plain_name
@@ -18,18 +18,26 @@ def is_fsdp2(module: Any) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def fsdp2_modules(module: Any) -> list[tuple[str, Any]]:
-    """(path, FSDP2 module) of those in a module, and of those around it that have parameters of
-    it, without a path."""
-    found = [(path, part) for path, part in module.named_modules() if is_fsdp2(part)]
-    inside = {id(part) for part in module.modules()}
+class Fsdp2Module(NamedTuple):
+    """One that has parameters of a model.  path: "" also where it is around that.  inside: the ids
+    of the model's modules: of others nothing is read."""
+
+    path: str
+    module: Any
+    inside: frozenset[int]
+
+
+def fsdp2_modules(module: Any) -> list[Fsdp2Module]:
+    """Those in a module, and those around it that have parameters of it."""
+    inside = frozenset(id(part) for part in module.modules())
+    parts = module.named_modules()
+    found = [Fsdp2Module(path, part, inside) for path, part in parts if is_fsdp2(part)]
     states = sys.modules.get("torch.distributed._composable_state")
     for other in list(getattr(states, "_module_state_mapping", ())):
         if is_fsdp2(other) and id(other) not in inside:
-            parts = (part for group in _groups(other) for part in group.fsdp_params)
-            owners = (id(part._module_info.module) for part in parts)
-            if not inside.isdisjoint(owners):
-                found.append(("", other))
+            unit = Fsdp2Module("", other, inside)
+            if any(_parameters(group, unit) for group in _groups(other)):
+                found.append(unit)
     return found
 
 
@@ -41,7 +49,12 @@ def _groups(unit: Any) -> list[Any]:
     return [group for group in found if group is not None]
 
 
-def reshard(units: Sequence[tuple[str, Any]]) -> None:
+def _parameters(group: Any, unit: Fsdp2Module) -> list[Any]:
+    """A group's parameters (FSDPParam) that the model has."""
+    return [each for each in group.fsdp_params if id(each._module_info.module) in unit.inside]
+
+
+def reshard(units: Sequence[Fsdp2Module]) -> None:
     """Has FSDP2 modules hold their shards.
 
     Raises StateError where what a pass has left gathered differs from them, or what a module holds
@@ -49,20 +62,20 @@ def reshard(units: Sequence[tuple[str, Any]]) -> None:
     and modules that are sharded on some ranks only wait for each other in the next pass.
     """
     try:
-        wrong = next((text for path, unit in units if (text := _difference(path, unit))), "")
+        wrong = next((text for unit in units if (text := _difference(unit))), "")
     finally:
-        for _, unit in units:
-            unit.reshard()
+        for unit in units:
+            unit.module.reshard()
     if wrong:
         raise _core.StateError(wrong)
 
 
-def _difference(path: str, unit: Any) -> str:
+def _difference(unit: Fsdp2Module) -> str:
     """Which parameter of a module is another one than FSDP2 goes on with, or ""."""
-    for group in _groups(unit):
-        for parameter in group.fsdp_params:
+    for group in _groups(unit.module):
+        for parameter in _parameters(group, unit):
             info = parameter._module_info
-            name = functools.partial(_name, path, unit)
+            name = functools.partial(_name, unit.path, unit.module)
             first = info.module._parameters.get(info.param_name)
             for module, key in zip(info.shared_modules, info.shared_param_names, strict=True):
                 if not _are_equal(module._parameters.get(key), first):

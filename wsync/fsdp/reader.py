@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.fsdp.flat_units import FlatUnit, check_inside, check_names, flat_units, saved_dtypes
-from wsync.fsdp.fsdp2_modules import fsdp2_modules, reshard
+from wsync.fsdp.fsdp2_modules import Fsdp2Module, fsdp2_modules, reshard
 from wsync.fsdp.parts import TIED, Form, Part, plain_name
 from wsync.fsdp.sharded_tensors import ShardedTensors
 from wsync.layout import by_plain_name, chosen
@@ -43,7 +43,7 @@ class Reader:
     def of_module(self, module: Any, tied: bool) -> Callable[[], list[Part]]:
         """Reads what a module's state dict would hold, and FSDP1's flat parameters."""
         flats: list[FlatUnit] = []
-        units: list[tuple[str, Any]] = []
+        units: list[Fsdp2Module] = []
         saved: dict[str, Any] = {}
 
         def find() -> Iterator[Slot]:
