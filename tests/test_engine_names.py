@@ -103,6 +103,13 @@ def test_shapes_of_an_engines_checkpoint(tmp_path: Path) -> None:
     text = r"which has other shapes: model\.norm\.weight \(3,\) where it has \(2,\)"
     with pytest.raises(wsync.LayoutError, match=text):
         wsync.connect(wider, [engine], options=OPTIONS)
+    folder, versions = tmp_path, tmp_path / "versions"
+    with pytest.raises(wsync.LayoutError, match=rf"{folder}, whose configuration .* {text[10:]}"):
+        wsync.DiskSync(wider, folder=versions, base=folder)
+    wsync.DiskSync(
+        wider, folder=versions, base=folder, options=wsync.Options(checkpoint="")
+    ).close()
+    wsync.DiskSync(weights, folder=versions, base=folder).close()
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     options = wsync.Options(checkpoint="")
     with pytest.raises(wsync.InvalidArgumentError, match="not quantised"):

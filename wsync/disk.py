@@ -35,9 +35,10 @@ from wsync.handles.base import control_only, handles_of
 from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
+from wsync.quantise.config import facts_of
 from wsync.report import Report
 from wsync.trainer.engine_form import SentForm, check_scales, folders
-from wsync.trainer.engine_names import check_names
+from wsync.trainer.engine_names import check_base, check_names
 from wsync.trainer.quantise_option import config_to_write, exact_config, for_files
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.updates_base import Updates
@@ -213,6 +214,8 @@ class DiskSync(Updates):
         with self._file_calls() as calls:
             find = functools.partial(config_to_write, options, base, model)
             self._config, self._config_source = calls.run([(self._versions.root, find)])[0]
+            if isinstance(base, Path) and options.checkpoint != "":
+                calls.run([(base, functools.partial(check_base, facts_of(model), str(base)))])
         sent = SentForm.of(options, model, base=base)
         self._silent = sent.silent(self._requests.handles, options.deadline)
         check_names(model, folders(options, base))

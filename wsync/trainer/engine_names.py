@@ -28,6 +28,7 @@ _PREFIXES: Final = ("module.", "base_model.model.", "pretrained_model.")
 _VALUE_HEAD: Final = "v_head."
 # what engines put themselves before names of a checkpoint that has none of its model's head
 _BASES: Final = ("model.", "transformer.")
+_ANYWAY: Final = "(Options(checkpoint='') compares none)"
 _DEPTH: Final = 3  # components of a prefix, at most
 
 
@@ -69,19 +70,31 @@ def compare_names(engine: str, tensors: Sequence[TensorFacts], folder: str) -> N
     """
     places = _places_in(folder)
     started = f"engine {engine} was started from {folder}, which has"
-    anyway = "(Options(checkpoint='') compares none)"
-    others = other_shapes(tensors, places)
-    if others and not is_quantised(Path(folder)):
-        raise _core.LayoutError(f"{started} other shapes: {listed(others)} {anyway}")
+    _check_shapes(tensors, folder, places, started)
     names = [each.name for each in tensors]
     if prefix := _prefix(names, places):
         behind = [name for name in names if name.startswith(prefix)]
         raise _core.LayoutError(
             f"{listed(behind)}: {started} these without {prefix!r}, and its own loading may pass "
-            f"over names that it does not know {anyway}"
+            f"over names that it does not know {_ANYWAY}"
         )
     if places and not any(name in places for name in names):
         _log.warning("%s: %s none of these names", listed(names), started)
+
+
+def check_base(tensors: Sequence[TensorFacts], folder: str) -> None:
+    """Raises LayoutError where a checkpoint whose configuration versions on a disk get has tensors
+    in other shapes, unless it is quantised.  folder: as in compare_names."""
+    text = f"{folder}, whose configuration every version gets, has"
+    _check_shapes(tensors, folder, _places_in(folder), text)
+
+
+def _check_shapes(
+    tensors: Sequence[TensorFacts], folder: str, places: Mapping[str, Place], text: str
+) -> None:
+    others = other_shapes(tensors, places)
+    if others and not is_quantised(Path(folder)):
+        raise _core.LayoutError(f"{text} other shapes: {listed(others)} {_ANYWAY}")
 
 
 def check_room(tensors: Sequence[TensorFacts], folder: str) -> None:
