@@ -4,6 +4,7 @@ the part of a tensor that their parameter has room for, and never look at the re
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -31,8 +32,11 @@ class Narrowing(torch.nn.Module):
             own.data.copy_(tensor.narrow(0, self._first, len(own)) if name == "up" else tensor)
 
 
-def engine(*ranks: int, rows: int, name: str = "e") -> ThreadEngine:
-    made = ThreadEngine([RecordedLoader(Narrowing(rank, rows)) for rank in ranks])
+def engine(*ranks: int, rows: int, name: str = "e", dtype: Any = None) -> ThreadEngine:
+    """dtype: of the last rank, where it is another one."""
+    modules = [Narrowing(rank, rows) for rank in ranks]
+    modules[-1].to(dtype)
+    made = ThreadEngine([RecordedLoader(module) for module in modules])
     made.name = name
     return made
 
@@ -69,39 +73,49 @@ def test_an_engine_that_keeps_a_part_alone_is_refused(
         [engine(0, rows=8)],
         [engine(0, 1, rows=4), engine(0, rows=8)],
         [engine(1, rows=4)],  # what it fills itself, as a row of padding, is not cut off
-        [engine(0, rows=4), engine(1, rows=4)],  # each rank of one model an engine of its own
+        # each rank of one model an engine of its own, beside one that has all of it
+        [engine(0, rows=4), engine(1, rows=4)],
+        [engine(0, 1, rows=4), engine(0, rows=4), engine(1, rows=4)],
+        [engine(0, 1, rows=4, dtype=torch.bfloat16)],
     ],
 )
 def test_engines_that_keep_all_of_it_between_their_workers(engines: list[ThreadEngine]) -> None:
     updated(WEIGHTS, engines)
 
 
-def test_which_tensors_a_layout_has_in_part() -> None:
-    builder = _core.LayoutBuilder()
+def test_which_tensors_layouts_have_in_part() -> None:
+    def layout(dtype: str, *shards: tuple[str, list[int], list[int], list[int]]) -> _core.Layout:
+        builder = _core.LayoutBuilder()
+        builder.add_tensor("none", dtype, [3])
+        for name, shape, start, extent in shards:
+            steps = [2] if name in ("even", "odd", "both") else None
+            strides = [4] * len(shape)
+            builder.add_shard(name, dtype, shape, start, extent, 0, 0, strides, steps=steps)
+        return builder.build()
 
-    def add(
-        name: str, shape: list[int], start: list[int], extent: list[int], **more: object
-    ) -> None:
-        strides = [4] * len(shape)
-        builder.add_shard(name, "float32", shape, start, extent, 0, 0, strides, **more)
-
-    add("whole", [4, 2], [0, 0], [2, 2])
-    add("whole", [4, 2], [2, 0], [2, 2])
-    add("first", [4, 2], [0, 0], [3, 2])
-    add("last", [4, 2], [1, 0], [3, 2])
-    add("column", [4, 2], [0, 0], [4, 1])
-    add("even", [6], [0], [3], steps=[2])
-    add("odd", [6], [1], [3], steps=[2])
-    add("both", [6], [0], [3], steps=[2])
-    add("both", [6], [1], [3], steps=[2])
-    add("scalar", [], [], [])
-    builder.add_tensor("none", "float32", [3])
-    layout = builder.build()
-    found = [(layout.tensor(index).name, *part) for index, *part in layout.short()]
-    assert found == [
-        ("first", 0, 0, 3),
-        ("last", 0, 1, 4),
-        ("column", 1, 0, 1),
-        ("even", 0, 0, 5),
-        ("odd", 0, 1, 6),
+    first = layout(
+        "float32",
+        ("whole", [4, 2], [0, 0], [2, 2]),
+        ("first", [4, 2], [0, 0], [3, 2]),
+        ("last", [4, 2], [1, 0], [3, 2]),
+        ("corner", [4, 2], [1, 0], [3, 1]),
+        ("even", [6], [0], [3]),
+        ("odd", [6], [1], [3]),
+        ("both", [6], [0], [3]),
+        ("scalar", [], [], []),
+    )
+    second = layout(
+        "bfloat16", ("whole", [4, 2], [2, 0], [2, 2]), ("both", [6], [1], [3]), ("o", [2], [1], [1])
+    )
+    assert _core.Layout.short([first, second]) == [
+        ("first", (4, 2), 0, 0, 3),
+        ("last", (4, 2), 0, 1, 4),
+        ("corner", (4, 2), 0, 1, 4),
+        ("corner", (4, 2), 1, 0, 1),
+        ("even", (6,), 0, 0, 5),
+        ("odd", (6,), 0, 1, 6),
+        ("o", (2,), 0, 1, 2),
     ]
+    assert _core.Layout.short([]) == []
+    with pytest.raises(TypeError, match="item 1 is no Layout: 3"):
+        _core.Layout.short([first, 3])  # type: ignore[list-item]

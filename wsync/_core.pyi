@@ -104,6 +104,10 @@ class Layout:
     def from_bytes(data: bytes) -> Layout: ...
     @staticmethod
     def merge(layouts: Sequence[Layout]) -> Layout: ...
+    @staticmethod
+    def short(layouts: Sequence[Layout]) -> list[tuple[str, tuple[int, ...], int, int, int]]:
+        """Tensors that the shards of all layouts, between them, do not reach both ends of: (name, shape, axis, first,
+        end), where all lie within first <= i < end, for each such axis.  Tensors without shards are not among them."""
     def to_bytes(self) -> bytes: ...
     def names(self) -> list[str]: ...
     def find(self, name: str) -> int:
@@ -130,9 +134,6 @@ class Layout:
         """The tensors that `other` lacks."""
     def beside(self, other: Layout, first: int) -> Layout:
         """Both layouts in one, where buffer b of `other` has become first + b."""
-    def short(self) -> list[tuple[int, int, int, int]]:
-        """Tensors of which the shards, between them, do not reach both ends: (index, axis, first, end), where all lie
-        within first <= i < end along the first such axis.  Tensors without shards are not among them."""
     def check_apart(self, buffers: BufferTable) -> None:
         """LayoutError, by name, where a byte belongs to shards of two buffers when buffer i lies at buffers[i]."""
 

@@ -131,7 +131,7 @@ static int read_layout(const void *context, PyObject *object, size_t index, void
     const ModuleState *state = context;
 
     if (Py_TYPE(object) != state->type_Layout) {
-        PyErr_Format(PyExc_TypeError, "merge: item %zu is no Layout: %R", index, object);
+        PyErr_Format(PyExc_TypeError, "item %zu is no Layout: %R", index, object);
         return -1;
     }
     *(const wsync_layout_t **)item = ((LayoutObject *)object)->layout;
@@ -160,6 +160,82 @@ static PyObject *layout_merge(PyObject *module, PyObject *args, PyObject *kwargs
     wsync_py_items_fini(&layouts);
     return status == WSYNC_OK ? wsync_py_layout_new(state, merged)
                               : wsync_py_raise(state, &err);
+}
+
+/* Whether one of the first layouts knows a tensor. */
+static bool is_known(const wsync_layout_t *const *layouts, size_t count, const char *name)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (wsync_layout_find(layouts[i], name) != SIZE_MAX) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Appends (name, shape, axis, first, end) for each axis along which the shards of all these
+ * layouts do not reach both ends of a tensor. */
+static int append_short(PyObject *list, const wsync_layout_t *const *layouts, size_t count,
+                        const wsync_tensor_t *tensor)
+{
+    for (unsigned axis = 0; axis < tensor->ndim; axis++) {
+        int64_t first = INT64_MAX;
+        int64_t end = 0;
+
+        for (size_t i = 0; i < count; i++) {
+            const size_t index = wsync_layout_find(layouts[i], tensor->name);
+
+            if (index != SIZE_MAX) {
+                wsync_layout_widen(layouts[i], index, axis, &first, &end);
+            }
+        }
+        if (end > 0 && (first > 0 || end < tensor->shape[axis])) {
+            PyObject *item = Py_BuildValue(
+                "sNILL", tensor->name, wsync_py_int64_tuple(tensor->shape, tensor->ndim),
+                axis, (long long)first, (long long)end);
+            const int status = item != NULL ? PyList_Append(list, item) : -1;
+
+            Py_XDECREF(item);
+            if (status < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+static PyObject *short_list(const wsync_layout_t *const *layouts, size_t count)
+{
+    PyObject *list = PyList_New(0);
+
+    for (size_t i = 0; i < count; i++) {
+        for (size_t j = 0; list != NULL && j < wsync_layout_tensor_count(layouts[i]); j++) {
+            const wsync_tensor_t *tensor = wsync_layout_tensor(layouts[i], j);
+
+            if (!is_known(layouts, i, tensor->name) &&
+                append_short(list, layouts + i, count - i, tensor) < 0) {
+                Py_CLEAR(list);
+            }
+        }
+    }
+    return list;
+}
+
+static PyObject *layout_short(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"layouts", NULL};
+    wsync_py_items_t layouts;
+    PyObject *sequence;
+    PyObject *list;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:short", keywords, &sequence) ||
+        wsync_py_items_init(&layouts, sequence, sizeof(const wsync_layout_t *), read_layout,
+                            wsync_py_state(module)) < 0) {
+        return NULL;
+    }
+    list = short_list((const wsync_layout_t *const *)layouts.items, layouts.count);
+    wsync_py_items_fini(&layouts);
+    return list;
 }
 
 static int check_lent(ModuleState *state, const wsync_layout_t *layout, Py_ssize_t given)
@@ -372,41 +448,6 @@ static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
     return list;
 }
 
-/* (index, axis, first, end) of a tensor that shards do not reach both ends of, along the
- * first such axis; None for others. */
-static PyObject *short_of(const wsync_layout_t *layout, size_t index)
-{
-    const wsync_tensor_t *tensor = wsync_layout_tensor(layout, index);
-
-    for (unsigned axis = 0; axis < tensor->ndim; axis++) {
-        int64_t first;
-        int64_t end;
-
-        if (wsync_layout_reach(layout, index, axis, &first, &end) &&
-            (first > 0 || end < tensor->shape[axis])) {
-            return Py_BuildValue("nILL", (Py_ssize_t)index, axis, (long long)first,
-                                 (long long)end);
-        }
-    }
-    return Py_NewRef(Py_None);
-}
-
-static PyObject *layout_short(PyObject *self, PyObject *Py_UNUSED(args))
-{
-    const wsync_layout_t *layout = layout_of(self);
-    PyObject *list = PyList_New(0);
-
-    for (size_t i = 0; list != NULL && i < wsync_layout_tensor_count(layout); i++) {
-        PyObject *item = short_of(layout, i);
-
-        if (item == NULL || (item != Py_None && PyList_Append(list, item) < 0)) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(item);
-    }
-    return list;
-}
-
 static PyObject *layout_buffer_count(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"rank", NULL};
@@ -473,12 +514,6 @@ static PyMethodDef layout_methods[] = {
     {"beside", WSYNC_PY_KEYWORDS(layout_beside),
      "beside($self, other, first)\n--\n\n"
      "Both layouts in one, where buffer b of other has become first + b."},
-    {"short", layout_short, METH_NOARGS,
-     "short($self)\n--\n\n"
-     "Tensors of which the shards, between them, do not reach both ends: [(index, axis,\n"
-     "first, end)], where all shards lie within first <= i < end along that axis, the "
-     "first\n"
-     "such one.  Tensors without shards are not among them."},
     {"buffer_count", WSYNC_PY_KEYWORDS(layout_buffer_count),
      "buffer_count($self, rank=0)\n--\n\n"
      "One more than the largest buffer index that a rank uses."},
@@ -519,6 +554,11 @@ static PyMethodDef layout_static_methods[] = {
      "merge(layouts)\n--\n\n"
      "The union of layouts.  LayoutError names the tensor and the two ranks that "
      "disagree."},
+    {"short", WSYNC_PY_KEYWORDS(layout_short),
+     "short(layouts)\n--\n\n"
+     "Tensors that the shards of all layouts, between them, do not reach both ends of:\n"
+     "[(name, shape, axis, first, end)], where all lie within first <= i < end, for each\n"
+     "such axis.  Tensors without shards are not among them."},
     {NULL, NULL, 0, NULL},
 };
 

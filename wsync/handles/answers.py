@@ -211,14 +211,6 @@ def cause(error: BaseException) -> str:
     return f"{text}; is it http:// there?" if "WRONG_VERSION_NUMBER" in text else text
 
 
-def is_refused(error: BaseException) -> bool:
-    """Whether nobody was there to take the request that a PeerClosedError was raised for."""
-    from urllib3.exceptions import NewConnectionError
-
-    made = error.__cause__
-    return made is not None and isinstance(_innermost(made), NewConnectionError)
-
-
 class NotSentError(ConnectionAbortedError):
     """A connection that was to be kept has ended before a request was sent by it."""
 
@@ -228,6 +220,16 @@ def is_unsent(error: BaseException) -> bool:
     made = error.__cause__
     found = made and _innermost(made)  # urllib3's ("Connection aborted.", error)
     return any(isinstance(each, NotSentError) for each in getattr(found, "args", ()))
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether nobody has got the request that a PeerClosedError was raised for: nobody was there to
+    take it, or it was not sent."""
+    from urllib3.exceptions import NewConnectionError
+
+    made = error.__cause__
+    refused = made is not None and isinstance(_innermost(made), NewConnectionError)
+    return refused or is_unsent(error)
 
 
 def _innermost(error: BaseException) -> BaseException:

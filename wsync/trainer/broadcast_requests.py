@@ -76,7 +76,7 @@ class BroadcastRequests:
                     "group_name": place.name,
                     "backend": place.backend,
                 }
-                engine.call("init_weights_update_group", arguments, deadline.left)
+                engine.call("init_weights_update_group", arguments, timeout=deadline.left)
 
         self._joining = Calls(self._engines, join)
 
@@ -148,7 +148,7 @@ class BroadcastRequests:
             for place in self._places.values():
                 arguments = {"group_name": place.name}
                 with contextlib.suppress(_core.RemoteError):  # it had not come so far
-                    engine.call("destroy_weights_update_group", arguments, LEAVE_SECONDS)
+                    engine.call("destroy_weights_update_group", arguments, timeout=LEAVE_SECONDS)
 
         # an engine's handle may lack the call, and this is no place to say so
         with contextlib.suppress(Exception):
@@ -159,7 +159,7 @@ class BroadcastRequests:
             return
         try:
             timeout = self._options.request_deadline
-            engine.call("update_weights_from_distributed", arguments, timeout)
+            engine.call("update_weights_from_distributed", arguments, timeout=timeout)
         except BaseException:
             self._given_up.set()
             raise

@@ -30,23 +30,35 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 def _in_an_update(method: _Method) -> _Method:
     """A method that asks for something in the update that is under way when it is called.  The
     engine is checked by the connection that the request itself goes by: a process that has been
-    started at this address in between would take it, and may be like the one that was checked.
-    Where that has ended before the request was sent, as servers end what nobody has used for some
-    seconds, the engine is checked once more, by another one."""
+    started at this address in between would take it, and may be like the one that was checked."""
 
     @functools.wraps(method)
     def asked(self: CheckedEngine, *arguments: Any, **named: Any) -> None:
-        before = self._reported, self._version
+        with asking_for(self._given_up), _one_connection(self._during):
+            method(self, *arguments, **named)
+
+    return cast(_Method, asked)
+
+
+def _in_an_update_once(method: _Method) -> _Method:
+    """The same for a method that sends one request.  Where the connection has ended before that was
+    sent, as servers end what nobody has used for some seconds, the engine is checked once more, by
+    another one."""
+
+    @functools.wraps(method)
+    def asked(self: CheckedEngine, *arguments: Any, timeout: float, **named: Any) -> None:
+        deadline, before = Deadline(timeout), (self._reported, self._version)
         with asking_for(self._given_up):
             try:
                 with _one_connection(self._during):
-                    method(self, *arguments, **named)
+                    return method(self, *arguments, timeout=deadline.left, **named)
             except PeerClosedError as error:
                 if not is_unsent(error):
                     raise
-                self._reported, self._version = before
-                with _one_connection(self._during):
-                    method(self, *arguments, **named)
+            check_wanted(f"engine {self.name}")  # the next update may note here what it does
+            self._reported, self._version = before
+            with _one_connection(self._during):
+                return method(self, *arguments, timeout=deadline.left, **named)
 
     return cast(_Method, asked)
 
@@ -166,7 +178,7 @@ class CheckedEngine:
             if flush:
                 self.flush(deadline.left)
 
-    @_in_an_update
+    @_in_an_update_once
     def update_weights(
         self, payloads: Sequence[bytes] | Callable[[], Sequence[bytes]], **request: Any
     ) -> None:
@@ -174,15 +186,15 @@ class CheckedEngine:
         checked = self._bucket(**request)
         self._during.update_weights(payloads() if callable(payloads) else payloads, **checked)
 
-    @_in_an_update
+    @_in_an_update_once
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:
         send_control(self._during, messages, **self._message(**request))
 
-    @_in_an_update
+    @_in_an_update_once
     def update_weights_from_disk(self, path: str, **request: Any) -> None:
         self._during.update_weights_from_disk(path, **self._checked(**request))
 
-    @_in_an_update
+    @_in_an_update_once
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         checked = self._bucket if method == "update_weights_from_distributed" else self._checked
         request = checked(arguments.get("weight_version"), timeout)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 from wsync import _core
 from wsync.exchange.plan_blueprint import Blueprint, join_parts, split_parts
@@ -154,25 +153,26 @@ class Planning:
         kept: dict[int, list[bytes]] = {}
         for layout, worker in zip(layouts, self.roster.workers, strict=True):
             kept.setdefault(worker.engine, []).append(layout)
-        found = dict[frozenset[bytes], int]()  # the first engine of each kind
-        for engine, parts in kept.items():
-            if WHOLE not in parts and PIECES not in parts:
-                found.setdefault(frozenset(parts), engine)
-        merged = {engine: _merged(parts) for parts, engine in found.items()}
-        reached = {engine: _ends(layout) for engine, layout in merged.items()}
-        if not any(end.cut for ends in reached.values() for end in ends.values()):
-            return
-        together = _ends(_merged({part for parts in found for part in parts}))
-        for engine, ends in reached.items():
-            for name, end in ends.items():
-                whole = any(
-                    name not in reached[other] and merged[other].find(name) >= 0 for other in merged
+        kinds = dict[frozenset[bytes], int]()  # the first engine of each
+        for engine, blobs in kept.items():
+            if WHOLE not in blobs and PIECES not in blobs:
+                kinds.setdefault(frozenset(blobs), engine)
+        partial = dict[str, set[int]]()  # the engines that have not all of a tensor, by its name
+        found = dict[tuple[str, int], dict[int, str]]()  # of those, the ones that lack the end
+        for engine in kinds.values():
+            parts = [_core.Layout.from_bytes(blob) for blob in dict.fromkeys(kept[engine])]
+            for name, shape, axis, first, end in _core.Layout.short(parts):
+                partial.setdefault(name, set()).add(engine)
+                if end < shape[axis]:
+                    text = f"{name} {shape}: dim {axis}: {first}:{end} of {shape[axis]}"
+                    found.setdefault((name, axis), {})[engine] = text
+        for (name, _), texts in found.items():
+            if texts.keys() == partial[name]:
+                engine, text = next(iter(texts.items()))
+                raise _core.LayoutError(
+                    f"{text} is all that engine {self.roster.engines[engine].name} keeps of it: an "
+                    "engine of a smaller model has no room for the rest"
                 )
-                if end.cut and (whole or name in together):
-                    raise _core.LayoutError(
-                        f"{end.text} is all that engine {self.roster.engines[engine].name} keeps "
-                        "of it: an engine of a smaller model has no room for the rest"
-                    )
 
     def _choose(self, source: str) -> str | None:
         """The UUID of the GPU of this rank's workers, "" for the host; without workers that of
@@ -301,28 +301,6 @@ class Planning:
                 f"trainer ranks made different plans: fingerprints {list(prints)}"
             )
         return next(filter(None, lacks), "")
-
-
-def _merged(parts: Iterable[bytes]) -> _core.Layout:
-    return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
-
-
-class _Ends(NamedTuple):
-    """Where what there is of a tensor begins and ends.  cut: before the tensor ends; a beginning
-    may be filled, as rows of padding are."""
-
-    text: str
-    cut: bool
-
-
-def _ends(layout: _core.Layout) -> dict[str, _Ends]:
-    """By name, of the tensors that are not there from their beginning to their end."""
-    found = {}
-    for index, axis, first, end in layout.short():
-        name, _, shape, _ = layout.tensor(index)
-        text = f"{name} {shape}: dim {axis}: {first}:{end} of {shape[axis]}"
-        found[name] = _Ends(text, end < shape[axis])
-    return found
 
 
 def whole(

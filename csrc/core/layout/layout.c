@@ -211,14 +211,12 @@ wsync_place_t wsync_layout_place(const wsync_layout_t *layout, const wsync_shard
     return place;
 }
 
-bool wsync_layout_reach(const wsync_layout_t *layout, size_t tensor, unsigned axis,
+void wsync_layout_widen(const wsync_layout_t *layout, size_t tensor, unsigned axis,
                         int64_t *first, int64_t *end)
 {
     size_t count;
     const wsync_shard_t *shards = wsync_layout_shards(layout, tensor, &count);
 
-    *first = INT64_MAX;
-    *end = 0;
     for (size_t i = 0; i < count; i++) {
         const int64_t start = shards[i].box.start[axis];
         const int64_t last =
@@ -227,7 +225,6 @@ bool wsync_layout_reach(const wsync_layout_t *layout, size_t tensor, unsigned ax
         *first = start < *first ? start : *first;
         *end = last >= *end ? last + 1 : *end;
     }
-    return count > 0;
 }
 
 size_t wsync_layout_shard_count(const wsync_layout_t *layout)
