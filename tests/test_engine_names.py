@@ -80,6 +80,7 @@ def test_names_of_an_engines_checkpoint_behind_a_prefix(
         (NAMES, ("model.layers.0.qkv.weight", "model.norm.weight"), False),  # fused
         (NAMES, ("model.language_model.norm.weight", "model.visual.a.weight"), True),
         (("layers.0.a.weight", "norm.weight"), tuple(NAMES[:2]), True),
+        ((*NAMES, "visual.a.weight"), ("model.visual.a.weight",), True),  # a vision tower alone
         ((), NAMES, False),
     ],
 )

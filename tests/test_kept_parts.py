@@ -59,12 +59,12 @@ WEIGHTS = {"up": torch.arange(32.0).reshape(8, 4), "norm": torch.ones(4)}
         ([engine(0, rows=4, name="e"), engine(0, rows=6, name="other")], "0:4 of 8"),
     ],
 )
-def test_an_engine_that_keeps_a_part_alone_is_refused(
-    engines: list[ThreadEngine], kept: str
+def test_an_engine_that_keeps_a_part_alone_is_named(
+    engines: list[ThreadEngine], kept: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = rf"up \(8, 4\): dim 0: {kept} is all that engine e keeps of it"
-    with pytest.raises(wsync.LayoutError, match=text):
-        updated(WEIGHTS, engines)
+    updated(WEIGHTS, engines)
+    text = f"engine e keeps only the first part of up (8, 4): dim 0: {kept}: it fills the rest"
+    assert any(text in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,11 @@ def test_an_engine_that_keeps_a_part_alone_is_refused(
         [engine(0, 1, rows=4, dtype=torch.bfloat16)],
     ],
 )
-def test_engines_that_keep_all_of_it_between_their_workers(engines: list[ThreadEngine]) -> None:
+def test_engines_that_keep_all_of_it_between_their_workers(
+    engines: list[ThreadEngine], caplog: pytest.LogCaptureFixture
+) -> None:
     updated(WEIGHTS, engines)
+    assert not any("first part" in message for message in caplog.messages)
 
 
 def test_which_tensors_layouts_have_in_part() -> None:

@@ -13,7 +13,6 @@ Prints a JSON list of what was found.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
@@ -35,7 +34,6 @@ import wsync
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.sglang import SglangLoader
-from wsync.trainer.planning import Planning
 
 HOST: Any = importlib.import_module(
     {"sglang": "support.sglang_host", "vllm": "support.vllm_host"}[sys.argv[1]]
@@ -146,14 +144,6 @@ def run(case: dict[str, Any], rank: int, config: Any, shapes: tiny_models.Shapes
     return result
 
 
-def all_of(case: dict[str, Any]) -> contextlib.AbstractContextManager[object]:
-    """Around a case: one worker of several is all that there is of its engine, which would be
-    refused for what the others keep."""
-    if case["tp"] == 1:
-        return contextlib.nullcontext()
-    return unittest.mock.patch.object(Planning, "check_kept")
-
-
 def main() -> None:
     tree, cases = Path(sys.argv[2]), json.loads(sys.argv[4])
     models = [
@@ -162,11 +152,11 @@ def main() -> None:
     ]
     HOST.load(tree)
     gc.freeze()  # learning collects garbage, for which all that is imported would be looked at
-    results = []
-    for case, (config, shapes) in zip(cases, models, strict=True):
-        with all_of(case):
-            for rank in case.get("ranks", range(case["tp"])):
-                results.append(run(case, rank, copy.deepcopy(config), shapes))
+    results = [
+        run(case, rank, copy.deepcopy(config), shapes)
+        for case, (config, shapes) in zip(cases, models, strict=True)
+        for rank in case.get("ranks", range(case["tp"]))
+    ]
     print(json.dumps(results))
 
 

@@ -202,7 +202,7 @@ class Connection:
 
         layouts: by the worker's number in the plan.
         """
-        planning.check_kept(layouts)
+        planning.name_cut(layouts)
         blueprint, rounds = planning.fit(self._split(layouts), device)
         self._rounds_plan = rounds
         by_rounds = len(self._reading) < len(layouts) or rounds.round_count > 0

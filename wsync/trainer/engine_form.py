@@ -10,12 +10,13 @@ import json
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from wsync import _core
 from wsync.checkpoints.hub_cache import folder_of
+from wsync.checkpoints.safetensors_layout import Place
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
@@ -24,7 +25,7 @@ from wsync.module_tensors.quantised_names import without_scales
 from wsync.options import Options
 from wsync.quantise.config import Method, TensorFacts, facts_of, quantization_config
 from wsync.trainer.compare_checkpoint import is_part, places_of
-from wsync.trainer.engine_names import compare_names
+from wsync.trainer.engine_names import compare_names, places_in
 from wsync.trainer.quantise_option import config_in, config_of, has_codes
 
 _log = logging.getLogger(__name__)
@@ -75,13 +76,14 @@ class SentForm:
 
     text: it, in words.  found: what folders say that engines may have been started from.
     tensors: what is sent.  named: whether their names are compared with what engines were
-    started from.
+    started from.  places: the tensors of folders that have been read.
     """
 
     text: str
     found: Sequence[_Form]
     tensors: Sequence[TensorFacts]
     named: bool
+    places: dict[str, Mapping[str, Place]] = field(default_factory=dict)
 
     @staticmethod
     def of(options: Options, model: _core.Layout, *, base: object = None) -> SentForm:
@@ -123,15 +125,16 @@ class SentForm:
                 f"{passed_over} without a word (say its --lora-target-modules: experts are "
                 "targets where both gate_up_proj and down_proj are)"
             )
-        if self.named and (folder := _folder(started)):
-            compare_names(engine.name, self.tensors, folder)
         held = _held(started)
-        if held is None or (held.vague and self._quantised):
-            return False
-        if not _takes(held, self.text):
+        said = held is not None and not (held.vague and self._quantised)
+        if said and held is not None and not _takes(held, self.text):
             known = [form for form in self.found if _takes(form, self.text)]
             _differ(engine.name, held, self.text, known)
-        return True
+        if self.named and (folder := _folder(started)):
+            if folder not in self.places:  # a large one has a hundred files
+                self.places[folder] = places_in(folder)
+            compare_names(engine.name, self.tensors, folder, self.places[folder])
+        return said
 
     def _passed_over(self, targets: Collection[str]) -> str:
         """The name of a tensor whose layer adapters wrap in such a way that SGLang does not know
@@ -145,7 +148,8 @@ class SentForm:
                     return name
             elif every or _FUSED.get(last, last) in targets:
                 scale = self.text == _OWN and leaf not in ("weight", "bias")
-                if scale or (self._quantised and leaf == "weight" and len(shape) == 2):
+                weight = ".layers." in name and leaf == "weight" and len(shape) == 2
+                if scale or (self._quantised and weight):
                     return name
         return ""
 

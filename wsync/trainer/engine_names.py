@@ -26,8 +26,9 @@ _NOT_A_MODELS: Final = WRAPPERS | ADAPTERS | {"parametrizations"}
 # what DistributedDataParallel, peft and TRL's value heads put before all names of a model
 _PREFIXES: Final = ("module.", "base_model.model.", "pretrained_model.")
 _VALUE_HEAD: Final = "v_head."
-# what engines put themselves before names of a checkpoint that has none of its model's head
+# what engines put themselves before names of a base model or a part, but not before these
 _BASES: Final = ("model.", "transformer.")
+_WHOLE: Final = (*_BASES, "lm_head.")
 _ANYWAY: Final = "(Options(checkpoint='') compares none)"
 _DEPTH: Final = 3  # components of a prefix, at most
 
@@ -44,7 +45,7 @@ def check_names(model: _core.Layout, folders: Iterable[str]) -> None:
     if any(all(name.startswith(prefix) for name in names) for prefix in _PREFIXES):
         found = found or names
     for folder in folders if found else ():
-        known = _places_in(folder)
+        known = places_in(folder)
         found = [name for name in found if name not in known]
     if found:
         raise _core.LayoutError(
@@ -60,15 +61,15 @@ def check_names(model: _core.Layout, folders: Iterable[str]) -> None:
         )
 
 
-def compare_names(engine: str, tensors: Sequence[TensorFacts], folder: str) -> None:
+def compare_names(
+    engine: str, tensors: Sequence[TensorFacts], folder: str, places: Mapping[str, Place]
+) -> None:
     """Raises LayoutError where the checkpoint that an engine was started from has the tensors
     without the first components of their names, or in other shapes, unless it is quantised.  Warns
     where it has none of the names.
 
-    engine: its name.  folder: the checkpoint's; one that is not here (""), or without safetensors
-    files, says nothing.
+    engine: its name.  folder: the checkpoint's.  places: its tensors, as places_in has them.
     """
-    places = _places_in(folder)
     started = f"engine {engine} was started from {folder}, which has"
     _check_shapes(tensors, folder, places, started)
     names = [each.name for each in tensors]
@@ -84,9 +85,9 @@ def compare_names(engine: str, tensors: Sequence[TensorFacts], folder: str) -> N
 
 def check_base(tensors: Sequence[TensorFacts], folder: str) -> None:
     """Raises LayoutError where a checkpoint whose configuration versions on a disk get has tensors
-    in other shapes, unless it is quantised.  folder: as in compare_names."""
+    in other shapes, unless it is quantised.  folder: as in places_in."""
     text = f"{folder}, whose configuration every version gets, has"
-    _check_shapes(tensors, folder, _places_in(folder), text)
+    _check_shapes(tensors, folder, places_in(folder), text)
 
 
 def _check_shapes(
@@ -100,8 +101,8 @@ def _check_shapes(
 def check_room(tensors: Sequence[TensorFacts], folder: str) -> None:
     """Raises LayoutError for tensors that are larger than those of the checkpoint that an engine
     was started from: its loaders may take the part of them that there is room for.  folder: as in
-    compare_names."""
-    places = _places_in(folder)
+    places_in."""
+    places = places_in(folder)
     larger = [
         each
         for each in tensors
@@ -116,21 +117,22 @@ def check_room(tensors: Sequence[TensorFacts], folder: str) -> None:
 
 def _prefix(names: Iterable[str], known: Collection[str]) -> str:
     """What stands before names of which none is known, and all would be without it; or ""."""
-    whole = any(name.startswith(_BASES) for name in known)
     found, others = dict[str, None](), set[str]()
     for name in names:
         parts = name.split(".")
         for depth in range(1, min(len(parts), _DEPTH + 1)):
             prefix = ".".join(parts[:depth]) + "."
-            inside = name not in known and name.removeprefix(prefix) in known
-            if inside and (whole or prefix not in _BASES):
+            rest = name.removeprefix(prefix)
+            own = prefix in _BASES and not rest.startswith(_WHOLE)
+            if name not in known and rest in known and not own:
                 found[prefix] = None
             else:
                 others.add(prefix)
     return next((prefix for prefix in found if prefix not in others), "")
 
 
-def _places_in(folder: str) -> Mapping[str, Place]:
+def places_in(folder: str) -> Mapping[str, Place]:
+    """The tensors of a checkpoint; none where it is not here (""), or has no safetensors files."""
     try:
         return (places_of(folder) if folder else None) or {}
     except _core.WsyncError:  # compare() says so

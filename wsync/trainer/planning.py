@@ -140,16 +140,16 @@ class Planning:
                 listed(names),
             )
 
-    def check_kept(self, layouts: list[bytes]) -> None:
-        """Compares where what the workers of each engine keep of a tensor ends with where it ends.
-        Loaders of SGLang and vLLM cut off what their parameters have no room for.
+    def name_cut(self, layouts: list[bytes]) -> None:
+        """Warns, on rank 0, of tensors of which an engine keeps only the first part.  Loaders of
+        SGLang and vLLM cut off what their parameters have no room for; others fill the rest
+        themselves, as the row of a padding token, which looks the same from here.
 
-        layouts: by worker; those that take whole tensors do not say what they keep.
-
-        Raises:
-            LayoutError: by name, where an engine keeps a part alone.  Not where engines are parts
-                of one model, and keep the tensor between them.
+        layouts: by worker; those that take whole tensors do not say what they keep.  Engines that
+        are parts of one model may keep a tensor between them.
         """
+        if self.group.rank != 0:
+            return
         kept: dict[int, list[bytes]] = {}
         for layout, worker in zip(layouts, self.roster.workers, strict=True):
             kept.setdefault(worker.engine, []).append(layout)
@@ -166,13 +166,18 @@ class Planning:
                 if end < shape[axis]:
                     text = f"{name} {shape}: dim {axis}: {first}:{end} of {shape[axis]}"
                     found.setdefault((name, axis), {})[engine] = text
+        cut = dict[int, list[str]]()
         for (name, _), texts in found.items():
             if texts.keys() == partial[name]:
-                engine, text = next(iter(texts.items()))
-                raise _core.LayoutError(
-                    f"{text} is all that engine {self.roster.engines[engine].name} keeps of it: an "
-                    "engine of a smaller model has no room for the rest"
-                )
+                for engine, text in texts.items():
+                    cut.setdefault(engine, []).append(text)
+        for engine, lines in cut.items():
+            _log.warning(
+                "wsync: engine %s keeps only the first part of %s: it fills the rest itself, or it "
+                "was started from a smaller model, and has no room for that",
+                self.roster.engines[engine].name,
+                listed(lines),
+            )
 
     def _choose(self, source: str) -> str | None:
         """The UUID of the GPU of this rank's workers, "" for the host; without workers that of

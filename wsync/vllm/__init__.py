@@ -177,6 +177,8 @@ class VllmLoader(ChoosingLoader):
                 "vLLM balances experts (enable_eplb): its load_weights puts them where they were "
                 "when it started"
             )
+        chosen = self._model_config
+        check_room(facts_of(model), folder_of(chosen.model, chosen.revision))
         self.recorded.check_private()  # processing writes there, too
         self.reason = rewritten(self._model) or processed_once(self._model)
         for path, method in packed_when_made(self._model):
@@ -201,8 +203,6 @@ class VllmLoader(ChoosingLoader):
         if missing := without_scales(names):
             # a layer that is made anew is processed with whatever memory it has for them
             raise LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
-        chosen = self._model_config
-        check_room(facts_of(model), folder_of(chosen.model, chosen.revision))
         reloader = _Reloader(self._model, self._config, self._model_config, self.reason, self._once)
         self.recorded.check_delivered(reloader.rehearse(model))
         if half := sorted(filter(self.recorded.is_named, reloader.half_loaded)):

@@ -70,8 +70,8 @@ def refuse_other_forms(held: ModuleMemory, model: MadeUpModel, tracer: Tracer) -
 def refuse_unloadable(
     error: Exception, held: ModuleMemory, model: MadeUpModel, tracer: Tracer
 ) -> None:
-    """Raises NotTakenError where a loader raised over a quantised tensor, or over names.  Values
-    that it could have gone by were not there to be looked at."""
+    """Raises NotTakenError where a loader raised over a quantised tensor.  Values that it could
+    have gone by were not there to be looked at."""
     places = model.address, model.address + model.nbytes
 
     def source(tensor: torch.Tensor) -> str:
@@ -83,8 +83,6 @@ def refuse_unloadable(
         return "" if area < 0 else held.name(area, tensor.data_ptr() - held.areas[area].start)
 
     name, path = _at_work(error.__traceback__, source, target)
-    if not name:
-        _refuse_names(held.parts[""], error)
     unknown = isinstance(error, KeyError | AttributeError)  # the module has no such parameter
     involved = {name, *held.parameters} if unknown else {name, path}
     codes = any(fact[0] == name and dtype_of(fact[1]).itemsize == 1 for fact in model.tensors)
