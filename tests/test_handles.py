@@ -881,6 +881,15 @@ class KeepingHandler(Handler):
         super().end_headers()
 
 
+def paused(server: FakeServer) -> CheckedEngine:
+    server.answers["/pause_generation"] = (200, {"message": "ok", "status": "ok"})
+    server.answers["/model_info"] = (200, {"weight_version": "6"})
+    server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": "Success"})
+    engine = CheckedEngine(HttpHandle(server.url, workers=2))
+    engine.pause("retract", 5)
+    return engine
+
+
 @pytest.mark.parametrize("ends", [None, ("/model_info", True), ("/model_info", False)])
 def test_a_bucket_goes_by_the_connection_by_which_the_engine_was_checked(
     server: FakeServer, ends: tuple[str, bool] | None, monkeypatch: pytest.MonkeyPatch
@@ -888,11 +897,7 @@ def test_a_bucket_goes_by_the_connection_by_which_the_engine_was_checked(
     """Another process at the address, with the same seed and weights, would take it."""
     handler = type("Handler", (KeepingHandler,), {"ends": ends, "came": []})
     monkeypatch.setattr(server, "RequestHandlerClass", handler)
-    server.answers["/pause_generation"] = (200, {"message": "ok", "status": "ok"})
-    server.answers["/model_info"] = (200, {"weight_version": "6"})
-    server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": "Success"})
-    engine = CheckedEngine(HttpHandle(server.url, workers=2))
-    engine.pause("retract", 5)
+    engine = paused(server)
     handler.came.clear()
     with contextlib.ExitStack() as refused:
         if ends == ("/model_info", False):
@@ -913,11 +918,7 @@ def test_an_engine_is_checked_once_more_where_the_connection_has_ended_before_a_
     """As uvicorn ends one that nobody has used for five seconds."""
     handler: Any = type("Handler", (KeepingHandler,), {"came": []})
     monkeypatch.setattr(server, "RequestHandlerClass", handler)
-    server.answers["/pause_generation"] = (200, {"message": "ok", "status": "ok"})
-    server.answers["/model_info"] = (200, {"weight_version": "6"})
-    server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": "Success"})
-    engine = CheckedEngine(HttpHandle(server.url, workers=2))
-    engine.pause("retract", 5)
+    engine = paused(server)
 
     def later() -> list[bytes]:
         handler.ends = None

@@ -24,7 +24,7 @@ from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
 from wsync.options import Options
 from wsync.quantise.config import Method, TensorFacts, facts_of, quantization_config
-from wsync.trainer.compare_checkpoint import is_part, places_of
+from wsync.trainer.compare_checkpoint import is_part
 from wsync.trainer.engine_names import compare_names, places_in
 from wsync.trainer.quantise_option import config_in, config_of, has_codes
 
@@ -201,11 +201,7 @@ def check_plain(model: _core.Layout, folder: str, silent: Sequence[str]) -> None
 def _by_tensors(folder: str) -> _Form | None:
     """How a folder's weights are quantised by the tensors in it; None where none is codes or
     scales."""
-    try:
-        places = places_of(folder) or {}
-    except _core.WsyncError:  # compare() says so
-        return None
-    parts = [name for name, place in places.items() if is_part(name, place.dtype)]
+    parts = [name for name, place in places_in(folder).items() if is_part(name, place.dtype)]
     return _Form("quantised", listed(parts)) if parts else None
 
 

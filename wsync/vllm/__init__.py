@@ -32,7 +32,7 @@ from wsync.messages.control import WHOLE
 from wsync.module_tensors import same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
-from wsync.quantise.config import facts_of
+from wsync.quantise.config import TensorFacts, facts_of
 from wsync.trainer.engine_names import check_room
 from wsync.vllm.made_once import BoundTensor, made_once, run_anew
 
@@ -166,6 +166,7 @@ class VllmLoader(ChoosingLoader):
         self._chosen = self.recorded
         self._tried: tuple[Recording | None, str] = (None, "")
         self._once: list[BoundTensor] = []
+        self._roomy: list[TensorFacts] = []  # what there is room for
 
     def blob(self) -> bytes:
         return self.recorded.blob()  # whatever a session that lives has chosen
@@ -177,8 +178,7 @@ class VllmLoader(ChoosingLoader):
                 "vLLM balances experts (enable_eplb): its load_weights puts them where they were "
                 "when it started"
             )
-        chosen = self._model_config
-        check_room(facts_of(model), folder_of(chosen.model, chosen.revision))
+        self._check_room(facts_of(model))
         self.recorded.check_private()  # processing writes there, too
         self.reason = rewritten(self._model) or processed_once(self._model)
         for path, method in packed_when_made(self._model):
@@ -212,6 +212,14 @@ class VllmLoader(ChoosingLoader):
             )
         self._chosen = reloader
         return WHOLE
+
+    def _check_room(self, facts: list[TensorFacts]) -> None:
+        """As check_room; a large checkpoint is not read anew for the model of the connection
+        before."""
+        if facts != self._roomy:
+            chosen = self._model_config
+            check_room(facts, folder_of(chosen.model, chosen.revision))
+            self._roomy = facts
 
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)

@@ -4,7 +4,6 @@
 #ifndef WSYNC_CORE_LAYOUT_LAYOUT_H
 #define WSYNC_CORE_LAYOUT_LAYOUT_H
 
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
