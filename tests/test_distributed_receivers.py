@@ -316,9 +316,9 @@ def test_an_address_where_nobody_can_listen_is_named() -> None:
         Listener("no.such.host.invalid", "worker 0")
 
 
-def test_a_silent_connection_gives_signs_of_life() -> None:
-    ends = pair()
-    for end in ends:
+def test_a_connection_sends_at_once_and_gives_signs_of_life_in_silence() -> None:
+    for end in pair():
+        assert end._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert end._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert end._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
         end.close()

@@ -864,6 +864,7 @@ class KeepingHandler(Handler):
     the client is told."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     ends: tuple[str, bool] | None = None
     came: ClassVar[list[tuple[str, int]]] = []  # path, and the client's port
 

@@ -1,5 +1,6 @@
 """The transformers engine over HTTP: SGLang's shapes and codes, generation, stock payloads."""
 
+import asyncio
 import base64
 import pickle
 import re
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import wsync
 from wsync._core import DeadlineError, PeerClosedError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
-from wsync.demo.engines.serve import ServerProcess, serve_in_process
+from wsync.demo.engines.serve import ServerProcess, _bind, serve_in_process
 from wsync.demo.engines.serve import main as serve_main
 from wsync.demo.engines.transformers import Engine, create_app
 from wsync.engine.update_groups import UpdateGroups
@@ -104,6 +105,25 @@ def serve() -> Iterator[Callable[..., Server]]:
     yield start
     for server in servers:
         server.close()
+
+
+def test_the_rest_of_an_answer_does_not_wait_for_an_acknowledgement_of_its_head() -> None:
+    """Which takes 40 ms.  asyncio, and uvicorn with it, sets TCP_NODELAY if it knows a socket for
+    one of TCP."""
+
+    async def accepted() -> int:
+        found = asyncio.get_running_loop().create_future()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(connected, sock=_bind("127.0.0.1", 0)) as server:
+            with socket.create_connection(server.sockets[0].getsockname(), 20):
+                return await asyncio.wait_for(found, 20)
+
+    assert asyncio.run(accepted())
 
 
 def pickled(content: Any) -> str:

@@ -39,6 +39,8 @@ class Relay:
             while True:
                 near = self._listener.accept()[0]
                 far = socket.create_connection(self._target, 10)
+                for end in (near, far):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._ends += [near, far]
                 self._start(self._pump, near, far)
                 self._start(self._pump, far, near)

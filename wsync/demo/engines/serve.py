@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _bind(host: str, port: int) -> socket.socket:
     """A socket that has a port before a model is loaded, and does not listen yet."""
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # or asyncio sets no TCP_NODELAY
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
