@@ -1,9 +1,14 @@
 """Which families there are, how one is chosen and added, and what a table is checked for."""
 
+import json
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
+from support import published_models
+from support.published_models import Model
 
 import wsync.families
 from wsync import _core, cli
@@ -158,3 +163,73 @@ def test_the_command_lists_every_family():
 def test_every_family_names_its_oracle(capsys):
     assert cli.main(["families"]) == 0
     assert "added by the user" not in capsys.readouterr().out
+
+
+PUBLISHED = published_models.models()
+
+
+def as_slime_builds(model: Model, rank: int = 0, ranks: int = 1) -> torch.nn.Module:
+    """What a tensor-parallel rank holds of each kind of layer; its shapes take no memory."""
+    groups = {key: types.SimpleNamespace(rank=lambda: 0, size=lambda: 1) for key in ("pp", "ep")}
+    groups["expt_tp"] = groups["ep"]
+    groups["tp"] = types.SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
+    root = torch.nn.Module()
+    root.share_embeddings_and_output_weights = model.tied
+    root.pg_collection = types.SimpleNamespace(**groups)
+    for name, shape, axis, _ in published_models.parts(model):
+        cut = axis if ".experts." not in name else -1
+        local = [n // ranks if i == cut else n for i, n in enumerate(shape)]
+        home, (*path, last) = root, name.split(".")
+        for part in path:
+            if part not in home._modules:
+                home.add_module(part, torch.nn.Module())
+            home = home._modules[part]
+            if part.isdigit():
+                home.layer_number = int(part) + 1
+        tensor = torch.ones(1, dtype=torch.bfloat16).expand(local)
+        home.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
+    return root
+
+
+def slimes_updater(model: Model, folder, rank: int = 0, ranks: int = 1, **changes):
+    (folder / "config.json").write_text(json.dumps(model.json()))
+    args = model.arguments(str(folder))
+    vars(args).update(changes)
+    name = model.family.replace("_", "") + "config"
+    return wsync.UpdateWeightFromTensor(
+        args, [as_slime_builds(model, rank, ranks)], None, model_name=name
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_size_has_a_layout_by_slimes_arguments(name, ranks, tmp_path):
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    model = PUBLISHED[name]
+    wanted = {n: s for part in published_models.parts(model) for n, s in part.tensors.items()}
+    found = [slimes_updater(model, tmp_path, r, ranks)._source.layout for r in range(ranks)]
+    for layout in found:
+        assert {
+            layout.tensor(i).name: layout.tensor(i).shape for i in range(layout.tensor_count)
+        } == wanted
+    assert _core.Layout.short(found) == []
+
+
+def test_an_error_of_a_shape_names_fields_and_what_both_sides_say(tmp_path):
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    model = PUBLISHED["Qwen3.5-27B"]
+    (tmp_path / "other").mkdir()
+    other = model._replace(config={**model.config, "linear_num_value_heads": 64})
+    (tmp_path / "other" / "config.json").write_text(json.dumps(other.json()))
+    for folder, text in (
+        (
+            "other",
+            "linear_num_value_heads 64 (of the checkpoint's config.json; the trainer's "
+            "linear_num_value_heads is 32)",
+        ),
+        ("nowhere", "linear_num_value_heads 32"),
+    ):
+        with pytest.raises(_core.LayoutError) as error:
+            slimes_updater(model, tmp_path, hf_checkpoint=str(tmp_path / folder))
+        assert "linear_attn.A_log: local shape (48,) != " in str(error.value)
+        assert text in str(error.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,6 +271,15 @@ class Model:
     family: Family
     sizes: Mapping[str, int]
     tied: bool
+    fields: Mapping[str, str]  # by size: where it is from, in words
+
+    def words(self, sizes: Iterable[str]) -> str:
+        """Where these sizes are from, in words."""
+        found = dict[str, None]()
+        for size in sorted(sizes):
+            made = (size,) if size in self.fields else _MADE_OF.get(size, ())
+            found |= dict.fromkeys(self.fields[each] for each in made if each in self.fields)
+        return ", ".join(found)
 
 
 # What slime's choice of a converter looks for in a model's name, in its order, and the family.
@@ -372,8 +381,18 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+_Field = tuple[str, int]  # of a configuration: its name and value
+
 # sizes that `read_model` makes of others
 DERIVED = ("n", "gn")
+_MADE_OF = {
+    "n": ("heads", "g"),
+    "gn": ("gv", "gk"),
+    "g": ("heads",),
+    "d": ("h", "heads"),
+    "moe_ffn": ("ffn",),
+    "shared_ffn": ("shared", "moe_ffn"),
+}
 
 
 def read_model(
@@ -382,12 +401,15 @@ def read_model(
     loaded_by: str = LOADERS[0],
     *,
     family: Family | None = None,
+    checkpoint: Any = None,
 ) -> Model:
     """Family and sizes from a Hugging Face config or from Megatron's (slime's) arguments.
 
     `model_name` goes before the config's own `model_type`, and may be one in which slime finds the
     family's name.  Sizes that the config does not have are left out; a rule that needs one then
     fails by name.  `loaded_by`: one of LOADERS.  `family`: which it is, whatever names say.
+    `checkpoint`: what config.json of the checkpoint says, if that is not `config`.  It goes before
+    arguments, which have Megatron's defaults where a model is built from config.json.
     """
     if loaded_by not in LOADERS:
         raise _core.InvalidArgumentError(
@@ -395,9 +417,13 @@ def read_model(
         )
     if family is None:
         family = _named_family(config, model_name).loaded_by(loaded_by)
-    parts = (config, getattr(config, "text_config", None) or config)  # of vision and text models
-    config = parts[1]
-    sizes = _read_sizes(config, {**FIELDS, **family.fields}, parts[0])
+    wanted = {**FIELDS, **family.fields}
+    parts = _parts(config)
+    read = _read_fields(parts, wanted)
+    if getattr(parts[1], "group_query_attention", None) is False:
+        read.pop("g", None)  # Megatron's arguments have num_query_groups=1 then, which it ignores
+    said = {} if checkpoint is None else _read_fields(_parts(checkpoint), wanted)
+    sizes = {size: value for size, (_, value) in {**read, **said}.items()}
     if "ffn" in sizes:
         sizes.setdefault("moe_ffn", sizes["ffn"])  # as Megatron does
     heads = sizes.get("heads", 0)
@@ -407,13 +433,34 @@ def read_model(
             f"{sizes.get('heads')} must be positive"
         )
     if "g" in family.sizes:
-        _count_groups(config, sizes)
+        _count_groups(parts[1], sizes)
     if "shared" in sizes and "moe_ffn" in sizes:
         sizes.setdefault("shared_ffn", sizes["shared"] * sizes["moe_ffn"])
-    ties = [getattr(part, "tie_word_embeddings", None) for part in parts]
-    if ties == [None, None]:
-        ties = [not getattr(config, "untie_embeddings_and_output_weights", True)]
-    return Model(family, sizes, any(ties))
+    ties = _ties(_parts(checkpoint))
+    if len(ties) != 1:
+        ties = _ties(parts) or {not getattr(parts[1], "untie_embeddings_and_output_weights", True)}
+    return Model(family, sizes, any(ties), _words(read, said))
+
+
+def _parts(config: Any) -> tuple[Any, Any]:
+    """A configuration, and its part that is of the text model."""
+    return config, getattr(config, "text_config", None) or config
+
+
+def _ties(parts: Iterable[Any]) -> set[bool]:
+    """What they say of tied embeddings."""
+    found = [getattr(part, "tie_word_embeddings", None) for part in parts]
+    return {bool(each) for each in found if each is not None}
+
+
+def _words(read: Mapping[str, _Field], said: Mapping[str, _Field]) -> dict[str, str]:
+    """By size: the field that it is from and its value, and the other one where two differ."""
+    found = {size: f"{field} {value}" for size, (field, value) in {**read, **said}.items()}
+    for size in read.keys() & said.keys():
+        (field, value), other = read[size], said[size][1]
+        if value != other:
+            found[size] += f" (of the checkpoint's config.json; the trainer's {field} is {value})"
+    return found
 
 
 def _named_family(config: Any, model_name: str | None) -> Family:
@@ -428,8 +475,6 @@ def _named_family(config: Any, model_name: str | None) -> Family:
 def _count_groups(config: Any, sizes: dict[str, int]) -> None:
     """Query groups and heads of each; latent attention has neither, whatever its config says."""
     heads = sizes["heads"]
-    if getattr(config, "group_query_attention", None) is False:
-        sizes["g"] = heads  # Megatron's arguments have num_query_groups=1 then, which it ignores
     sizes.setdefault("g", heads)
     sizes.setdefault("d", sizes["h"] // heads)
     if sizes["g"] <= 0 or heads % sizes["g"]:
@@ -453,21 +498,22 @@ def runtime_family(config: Any) -> tuple[Family | None, dict[str, int], str]:
     The family is None where RUNTIME has none of that model_type, or without a configuration.
     """
     kind = getattr(config, "model_type", None) or ""
-    return RUNTIME.get(kind), _read_sizes(config, FIELDS), kind
+    sizes = {size: value for size, (_, value) in _read_fields((config, config), FIELDS).items()}
+    return RUNTIME.get(kind), sizes, kind
 
 
-def _read_sizes(
-    config: Any, fields: Mapping[str, Sequence[str]], whole: Any = None
-) -> dict[str, int]:
-    """whole: where names like "vision_config.hidden_size" begin."""
-    sizes: dict[str, int] = {}
+def _read_fields(parts: tuple[Any, Any], fields: Mapping[str, Sequence[str]]) -> dict[str, _Field]:
+    """By size: the field that says it.  parts: names like "vision_config.hidden_size" begin in the
+    first, others are in the second."""
+    found: dict[str, _Field] = {}
     for size, names in fields.items():
         for name in names:
-            *parts, last = name.split(".")
-            home = whole if parts else config
-            for part in parts:
+            *path, last = name.split(".")
+            home = parts[0] if path else parts[1]
+            for part in path:
                 home = getattr(home, part, None)
-            if (value := getattr(home, last, None)) is not None:
-                sizes[size] = len(value) if isinstance(value, str) else int(value)
+            value = getattr(home, last, None)
+            if value is not None and not isinstance(value, list):  # one for each layer
+                found[size] = name, len(value) if isinstance(value, str) else int(value)
                 break
-    return sizes
+    return found

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
+from wsync.checkpoints.hub_cache import folder_of
+from wsync.checkpoints.safetensors_layout import read_config
 from wsync.families.registry import LOADERS, Family, Model, read_model
 from wsync.layout import TrainerLayout, position
 from wsync.megatron.gathering import check_gathered
@@ -39,20 +44,19 @@ def layout(
     `model`: one module, or one per virtual pipeline stage, in a list that is read again at every
     update: others of the same parameters may take their places.  `config`: the Hugging Face
     configuration, or Megatron's (slime's) arguments together with `model_name`: the sizes are read
-    (hidden_size, vocab_size, num_layers, num_attention_heads, num_query_groups, kv_channels, the
-    ffn_hidden_sizes, num_experts) and untie_embeddings_and_output_weights.  `loaded_by`: whose
-    loader filled the model.  "megatron": one that has Megatron-Core compute with the weights as
-    they are meant, as Megatron-Bridge and mbridge do; "slime": slime's own, which exchanges the
-    halves of Qwen3-Next's eh_proj.  `converter`: a function that makes the Hugging Face tensors of
-    one whole parameter, in the place of a family: convert(name, tensor), or slime's convert(args,
-    name, tensor), which is called with `config`, gives (name, tensor) pairs.  A whole one is what a
-    trainer of one tensor-parallel rank would hold; slime's gets delta nets' as the ranks' rows one
-    after another, if `config` says tensor_model_parallel_size, as slime gathers them.  It is called
-    with made-up CPU tensors while the layout is made, and never again; rows that pad the vocabulary
-    are left out.  `bridge`: an AutoBridge of Megatron-Bridge, whose mappings are the converter.
-    `group`: the ranks that take part in updates (default: all).  Not collective.  With
-    overlap_param_gather, an update of the model's own tensors needs disable_forward_pre_hook()
-    before it, or it raises StateError: until the next forward pass they may be old.
+    (hidden_size, vocab_size, num_layers, ...) and untie_embeddings_and_output_weights; config.json
+    of their `hf_checkpoint` goes before them.  `loaded_by`: whose loader filled the model.
+    "megatron": one that has Megatron-Core compute with the weights as they are meant, as
+    Megatron-Bridge and mbridge do; "slime": slime's own, which exchanges the halves of Qwen3-Next's
+    eh_proj.  `converter`: a function that makes the Hugging Face tensors of one whole parameter, in
+    the place of a family: convert(name, tensor), or slime's convert(args, name, tensor), which is
+    called with `config`, gives (name, tensor) pairs.  A whole one is what one tensor-parallel rank
+    would hold; slime's gets delta nets' as the ranks' rows one after another, if `config` says
+    tensor_model_parallel_size, as slime gathers them.  It is called with made-up CPU tensors, only
+    while the layout is made; rows that pad the vocabulary are left out.  `bridge`: an AutoBridge of
+    Megatron-Bridge, whose mappings are the converter.  `group`: the ranks that take part in updates
+    (default: all).  Not collective.  With overlap_param_gather, an update of the model's own
+    tensors needs disable_forward_pre_hook() before it, or it raises StateError.
 
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
     matches, that goes where another one does, that has another shape than the configuration says,
@@ -60,7 +64,8 @@ def layout(
     """
     chunks = model if isinstance(model, Sequence) else [model]
     learnt = None if converter is None and bridge is None else Family("of a converter")
-    spec = read_model(config, model_name, loaded_by, family=learnt)
+    said = _checkpoint_config(config)
+    spec = read_model(config, model_name, loaded_by, family=learnt, checkpoint=said)
     ranks = Ranks.of(chunks)
     rank, count = position(group)
     layers = LayerSettings(spec)
@@ -84,6 +89,24 @@ def layout(
         other_names=local_experts(names, spec, ranks),
         widened={name for name in names if name.endswith(".expert_bias")},
     )
+
+
+def _checkpoint_config(args: Any) -> Any:
+    """config.json of the folder, or of the model of the Hugging Face hub, that slime's arguments
+    name; None where it is not here."""
+    name = getattr(args, "hf_checkpoint", None)
+    if not name:
+        return None
+    folder = name if os.path.isdir(name) else folder_of(str(name))
+    try:
+        return _attributes(read_config(Path(folder) / "config.json")) if folder else None
+    except (_core.SystemCallError, _core.LayoutError):
+        return None
+
+
+def _attributes(config: Mapping[str, Any]) -> SimpleNamespace:
+    made = {key: _attributes(v) if isinstance(v, dict) else v for key, v in config.items()}
+    return SimpleNamespace(**made)
 
 
 def _build(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wsync import _core
-from wsync.families.registry import FIELDS, Model
+from wsync.families.registry import Model
 from wsync.families.rules import Cut, Expansion, Rule, ShardPlacement, mtp_numbers
 from wsync.layout import contiguous_strides
 from wsync.megatron.ranks import ALONE, Ranks
@@ -117,15 +117,8 @@ class RuleReader:
         raise _core.LayoutError(
             f"{name}: local shape {shape} != {_stored(rule, share.shape)}, the share of the whole "
             f"{_stored(rule, expansion.shape)} over {cut.ranks} {kind}-parallel ranks"
-            f"{self._groups(rule)}"
+            f", by {self.spec.words(rule.sizes)}"
         )
-
-    def _groups(self, rule: Rule) -> str:
-        """What the shape of a rule's parameters goes by that is not in them."""
-        if "g" not in rule.parsed.names:
-            return ""
-        sizes, fields = self.spec.sizes, " or ".join(FIELDS["g"])
-        return f", with {sizes['heads']} attention heads in {sizes['g']} query groups ({fields})"
 
     def _expand(self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int) -> Expansion:
         """The rule with this model's sizes; an inferred axis takes what the known ones leave."""
@@ -139,7 +132,8 @@ class RuleReader:
             raise _core.LayoutError(
                 f"{name}: local shape {shape} over {ranks} tensor-parallel ranks has "
                 f"{shape[dimension] * ranks} rows, which are fewer than the "
-                f"{found.shape[dimension]} of the configuration, or not a multiple"
+                f"{found.shape[dimension]} of the configuration, or not a multiple: it has "
+                f"{self.spec.words(rule.sizes)}"
             )
         return rule.expand(self.spec.sizes, inferred)
 
