@@ -65,9 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.fakecuda import coherent
 
         os.environ.update(coherent())
-    nursery = Nursery()
-    nursery.install()
-    config.add_cleanup(nursery.close)
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses"):
+        nursery = Nursery()
+        nursery.install()
+        config.add_cleanup(nursery.close)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -155,6 +156,23 @@ def server(config: Any) -> Iterator[str]:
 
     with serve_in_process(config) as running:
         yield running.url
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    """torch.distributed in this process.
+
+    Nothing of it is left.  DTensor's caches, and meshes in cycles, keep a group.  In a process that
+    is forked later, the end of that group joins threads which only this process has, and crashes.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

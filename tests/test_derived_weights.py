@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.two_weights import Pairs, TwoWeights, draw
 from support.workers import ThreadEngine
 from torch.distributed.fsdp import fully_shard
@@ -326,18 +324,15 @@ class Sharded(Module):
             getattr(self, name).to_local().copy_(tensor)
 
 
-def test_nothing_is_learnt_in_a_trainers_dtensors(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        trainer: Any = fully_shard(Sharded(), mesh=init_device_mesh("cpu", (1,)))
-        trainer.load_weights(list(draw(1).items()))
-        engine = ThreadEngine([RecordedLoader(trainer)])
-        with wsync.connect(wsync.fsdp.layout(trainer), engines=[engine], options=OPTIONS) as sync:
-            with pytest.raises(wsync.WsyncError, match=r"a.*, is memory that a trainer"):
-                sync.update()
-        assert torch.equal(trainer.a.to_local(), draw(1)["a"])
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("group_of_one")
+def test_nothing_is_learnt_in_a_trainers_dtensors() -> None:
+    trainer: Any = fully_shard(Sharded(), mesh=init_device_mesh("cpu", (1,)))
+    trainer.load_weights(list(draw(1).items()))
+    engine = ThreadEngine([RecordedLoader(trainer)])
+    with wsync.connect(wsync.fsdp.layout(trainer), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.WsyncError, match=r"a.*, is memory that a trainer"):
+            sync.update()
+    assert torch.equal(trainer.a.to_local(), draw(1)["a"])
 
 
 @pytest.mark.parametrize("make", [assigned, one_parameter, view_of_one, lambda trainer: trainer])

@@ -124,27 +124,23 @@ def test_a_table_counts_its_tensors_and_bytes() -> None:
     assert len(describe([])) == 0
 
 
-def test_a_dtensor_is_described_by_its_local_tensor(tmp_path: object) -> None:
-    import torch.distributed as dist
+@pytest.mark.usefixtures("group_of_one")
+def test_a_dtensor_is_described_by_its_local_tensor() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        local = torch.ones(3, 4)
-        sharded = DTensor.from_local(local, mesh, [Shard(0)])
-        assert describe([sharded, nn.Parameter(sharded)])[0][0] == local.data_ptr()
-        for rows in (0, 1, 3):
-            part = DTensor.from_local(
-                torch.ones(rows, 4), mesh, [Shard(0)], shape=torch.Size((6, 4)), stride=(4, 1)
-            )
-            with pytest.raises(UnsupportedError, match=r"w \(DTensor\): .* on several ranks"):
-                describe([part], ["w"])
-        with pytest.raises(UnsupportedError, match=r"w \(DTensor\): mesh dim 0 holds partial sums"):
-            describe([DTensor.from_local(local, mesh, [Partial()])], ["w"])
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    local = torch.ones(3, 4)
+    sharded = DTensor.from_local(local, mesh, [Shard(0)])
+    assert describe([sharded, nn.Parameter(sharded)])[0][0] == local.data_ptr()
+    for rows in (0, 1, 3):
+        part = DTensor.from_local(
+            torch.ones(rows, 4), mesh, [Shard(0)], shape=torch.Size((6, 4)), stride=(4, 1)
+        )
+        with pytest.raises(UnsupportedError, match=r"w \(DTensor\): .* on several ranks"):
+            describe([part], ["w"])
+    with pytest.raises(UnsupportedError, match=r"w \(DTensor\): mesh dim 0 holds partial sums"):
+        describe([DTensor.from_local(local, mesh, [Partial()])], ["w"])
 
 
 class Wrapper:

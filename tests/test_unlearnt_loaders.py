@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.workers import ThreadEngine
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 from torch.nn.utils import parametrize
@@ -367,19 +365,12 @@ class Sharded(torch.nn.Module):
             getattr(target, "_local_tensor", target).copy_(tensor)
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def of_dtensors(seed: int, names: Sequence[str] = ("plain", "a", "b")) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(64, 64, generator=generator) for name in names}
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("together", [False, True])
 def test_dtensors_are_loaded_by_rounds_or_together(together: bool) -> None:
     module = Sharded("a", "b", together=together)
@@ -393,7 +384,7 @@ def test_dtensors_are_loaded_by_rounds_or_together(together: bool) -> None:
                 assert torch.equal(getattr(module, name).to_local(), weights[name])
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("group_of_one")
 def test_a_dtensor_that_is_not_delivered_is_refused_by_name() -> None:
     engine = ThreadEngine([RecordedLoader(Sharded("plain", "a", "b", "c"))])
     with wsync.connect(of_dtensors(0), engines=[engine], options=OPTIONS) as sync:
@@ -401,7 +392,7 @@ def test_a_dtensor_that_is_not_delivered_is_refused_by_name() -> None:
             sync.update()
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("group_of_one")
 def test_a_dtensor_stays_where_that_is_asked_for() -> None:
     module = Sharded("plain", "a", "b", "c")
     engine = ThreadEngine([RecordedLoader(module, ignore=["c"])])
