@@ -689,6 +689,58 @@ def test_a_control_message_is_for_the_model_and_not_for_its_draft(server: FakeSe
 
 
 OWN_LAYERS = {"speculative_algorithm": "EAGLE", "model_path": "/model"}
+OTHER = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}
+
+
+@pytest.mark.parametrize(
+    ("started", "load_format", "selector"),
+    [
+        (OTHER, None, "target"),
+        (OTHER, LOAD_FORMAT, "target"),
+        (OTHER | {"speculative_algorithm": "EAGLE"}, None, "target"),
+        (OWN_LAYERS, LOAD_FORMAT, "target"),
+        (OWN_LAYERS, None, None),
+        (OWN_LAYERS | {"speculative_draft_model_path": "/model"}, None, None),
+        # SGLang 0.5.11 and 0.5.17, after a load from disk
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/m"}
+            | {"model_path": "/v1", "tokenizer_path": "/m"},
+            *(None, None),
+        ),
+        ({"speculative_algorithm": "NGRAM"}, None, None),
+        ({"speculative_algorithm": None}, None, None),
+    ],
+)
+def test_requests_name_the_model_where_its_draft_is_another_one(
+    server: FakeServer, started: Any, load_format: str | None, selector: str | None
+) -> None:
+    server.answers["/server_info"] = (200, {"tp_size": 1, "model_path": "/model"} | started)
+    Sessions(server)
+    engine = HttpHandle(server.url)
+    engine.pause("abort", 60)
+    engine.update_weights([b"x"], load_format=load_format, weight_version=None, timeout=60)
+    engine.call("update_weights_from_distributed", {"load_format": load_format}, 60)
+    engine.resume(60)
+    bodies = [body for path, body, _ in server.seen if "weight" in path]
+    assert [body.get("selector") for body in bodies] == [selector] * 3 + [None]
+    assert bodies[1].get("disable_draft_model") == (selector and True)
+
+
+def test_a_draft_is_not_processed_for_a_question(server: FakeServer) -> None:
+    known = {"tp_size": 1, "custom_weight_loader": [LOAD_FORMAT], "model_path": "/model"}
+    server.answers["/server_info"] = (200, known | OTHER)
+    sessions = Sessions(server)
+    with pytest.raises(UnsupportedError, match="drafts tokens, and SGLang would process"):
+        inspect(server.url, timeout=60)
+    assert sessions.calls == []
+
+
+def test_a_trainer_is_told_of_a_draft_that_stays(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.answers["/server_info"] = (200, {"tp_size": 1, "model_path": "/model"} | OTHER)
+    wsync.connect({"w": torch.zeros(2)}, engines=[server.url]).close()
+    assert f"engine {server.url} drafts tokens with another model, /head: updates" in caplog.text
 
 
 @pytest.mark.parametrize(

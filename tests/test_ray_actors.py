@@ -109,6 +109,9 @@ def test_an_actor_says_how_many_workers_its_engine_has() -> None:
         handle(Actor(Engine(started)), workers=2)
     with pytest.raises(UnsupportedError, match="pp_size 2"):
         handle(Actor(Engine({"tp_size": 2, "pp_size": 2})), gpus=4)
+    drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}
+    with pytest.raises(UnsupportedError, match="another model, /head, and an actor takes no"):
+        handle(Actor(Engine(started | drafting)))
 
 
 def test_gpus_stand_for_the_workers_that_nobody_says() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -56,23 +58,59 @@ class Engine:
         raise AssertionError("one list of tensors for all workers")
 
 
-def test_stock_buckets_are_one_payload_per_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = SimpleNamespace(UpdateWeightsFromTensorReqInput=SimpleNamespace)
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    made.loop = asyncio.new_event_loop()
+    yield made
+    made.loop.close()
+
+
+def with_forms(monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
+    """Gives this process an SGLang with this request for tensors."""
+    requests = SimpleNamespace(UpdateWeightsFromTensorReqInput=form)
     for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", requests)
-    engine = Engine()
-    engine.loop = asyncio.new_event_loop()
+
+
+def test_stock_buckets_are_one_payload_per_worker(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_forms(monkeypatch, SimpleNamespace)
     found = handle(engine, workers=2)
     assert isinstance(found, SglangHandle)
     payloads = [b"\x80one", b"\x80two"]
     found.update_weights(payloads, load_format="flattened_bucket", weight_version=None, timeout=5)
-    engine.loop.close()
     assert engine.tokenizer_manager.seen == {
         "serialized_named_tensors": payloads,
         "load_format": "flattened_bucket",
         "flush_cache": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("disable_draft_model", True), ("selector", "target")]
+)
+def test_buckets_are_for_the_model_where_its_draft_is_another_one(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, field: str, value: object
+) -> None:
+    """SGLang 0.5.20 and older, and newer ones, which begin a session for it, too."""
+    names = ("serialized_named_tensors", "load_format", "flush_cache", field)
+    with_forms(monkeypatch, make_dataclass("Form", [(name, Any) for name in names]))
+    engine.server_args = SimpleNamespace(
+        tp_size=1,
+        model_path="/model",
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path="/head",
+    )
+    begun: list[str] = []
+    if field == "selector":
+        engine.begin_weight_update = lambda selector="all": begun.append(selector)
+    found = handle(engine)
+    found.update_weights([b"x"], load_format="flattened_bucket", weight_version=None, timeout=5)
+    assert engine.tokenizer_manager.seen[field] == value
+    assert begun == ["target"] * (field == "selector")
 
 
 @pytest.mark.parametrize(

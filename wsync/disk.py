@@ -31,7 +31,8 @@ from wsync.checkpoints.safetensors_layout import (
     system_calls,
 )
 from wsync.checkpoints.versions import Versions, newest
-from wsync.handles.base import control_only, handles_of
+from wsync.handles.answers import other_draft
+from wsync.handles.base import EngineHandle, control_only, handles_of, how_started
 from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
@@ -147,11 +148,7 @@ class DiskSync(Updates):
                     calls.run([(folder, self._versions.check)])
                 handles = handles_of(engines, timeout=self.options.deadline)
                 for engine in handles:
-                    method = "update_weights_from_disk"
-                    if control_only(engine) or not hasattr(engine, method):
-                        raise _core.UnsupportedError(
-                            f"engine {engine.name}: its handle has no {method}"
-                        )
+                    _check_engine(engine)
                 self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()
             check_scales(self._model)
@@ -311,6 +308,19 @@ class DiskSync(Updates):
         report.workers = sum(engine.workers for engine in self._requests.engines)
         report.exchange = "disk"
         report.paths = {engine.name: "disk" for engine in self._requests.engines}
+
+
+def _check_engine(engine: EngineHandle) -> None:
+    """UnsupportedError for an engine that cannot load a version, or would load it into a draft."""
+    if control_only(engine) or not hasattr(engine, "update_weights_from_disk"):
+        raise _core.UnsupportedError(
+            f"engine {engine.name}: its handle has no update_weights_from_disk"
+        )
+    if draft := other_draft(how_started(engine)):
+        raise _core.UnsupportedError(
+            f"engine {engine.name}: drafts tokens with another model, {draft}, and SGLang loads "
+            "files into both: wsync.connect updates the model only"
+        )
 
 
 class _Writer:

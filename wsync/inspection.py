@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from wsync import _core
-from wsync.handles.base import EngineHandle, handle, send_control
+from wsync.handles.base import EngineHandle, handle, how_started, send_control
 from wsync.handles.sglang_base import ApiHandle
 from wsync.handles.vllm import VllmHandle, VllmServer
 from wsync.machine.deadline import Deadline, check_seconds
@@ -163,6 +163,8 @@ def look(
 def _without(engine: EngineHandle) -> str:
     """Why the workers of an engine cannot be asked, or ""."""
     if LOAD_FORMAT in engine.load_formats:
+        if how_started(engine).get("speculative_algorithm") not in (None, "", "NGRAM"):
+            return "drafts tokens, and SGLang would process the draft's weights for each question"
         return ""
     return f"does not run wsync's loader, it takes {engine.load_formats}"
 

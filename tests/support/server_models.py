@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from wsync.demo import cpu_server
 
@@ -90,3 +92,42 @@ def checkpoint(
         torch.nn.init.normal_(tensor, std=0.3 if tensor.dim() > 1 else 1.0)
     model.save_pretrained(folder)
     return Checkpoint(folder, model, weights)
+
+
+def eagle3(folder: Path) -> Path:
+    """A checkpoint of a model that drafts tokens for one of `checkpoint`, with EAGLE3."""
+    vocabulary, hidden, inner = (
+        int(_SIZES[name]) for name in ("vocab_size", "hidden_size", "intermediate_size")
+    )
+    queries, keys = (
+        int(_SIZES[name] * _SIZES["head_dim"])
+        for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    matrices = {
+        "fc": (hidden, 3 * hidden),
+        "lm_head": (vocabulary, hidden),
+        "embed_tokens": (vocabulary, hidden),
+        "midlayer.self_attn.q_proj": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, queries),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+    }
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    shapes = matrices | dict.fromkeys(("norm", *(f"midlayer.{name}" for name in norms)), (hidden,))
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1], "use_aux_hidden_state": True}
+    config = _SIZES | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": vocabulary,
+        "eagle_config": layers,
+        "num_hidden_layers": 1,
+        "torch_dtype": "float32",
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder

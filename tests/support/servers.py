@@ -79,10 +79,13 @@ class Server:
         def healthy() -> bool:
             assert self._session in self.processes(), f"the server has ended: {self.tail()}"
             with contextlib.suppress(requests.RequestException):
-                return requests.get(self.url + "/health", timeout=PATIENCE).ok
+                return self._healthy()
             return False
 
         await_that(healthy, f"{self.url} is healthy")
+
+    def _healthy(self) -> bool:
+        return requests.get(self.url + "/health", timeout=PATIENCE).ok
 
     def post(self, path: str, **body: Any) -> Any:
         """The answer to one request, which must be a good one."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import requests
 from support import servers
+from support.server_models import PATIENCE
 
 NEWEST = "sglang0523"
 _SITE = Path(__file__).with_name("sglang_site")
-_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_MODELS = ("llama", "llama_eagle3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
 class Server(servers.Server):
@@ -40,6 +42,22 @@ class Server(servers.Server):
             *("--custom-weight-loader", "wsync.sglang.load_weights", *further),
         ]
         return list(map(str, words))
+
+
+class Drafting(Server):
+    """One that drafts tokens with another model, in a folder that the setting `draft` names.  It
+    generates nothing: on a CPU drafts need kernels."""
+
+    def _arguments(self, meeting: int) -> list[str]:
+        words = super()._arguments(meeting)
+        words += ["--speculative-algorithm", "EAGLE3"]
+        words += ["--speculative-draft-model-path", str(self._settings["draft"])]
+        words += ["--speculative-num-steps", "1", "--speculative-eagle-topk", "1"]
+        words += ["--speculative-num-draft-tokens", "2"]
+        return [*words, "--speculative-draft-attention-backend", "intel_amx"]
+
+    def _healthy(self) -> bool:
+        return requests.get(self.url + "/model_info", timeout=PATIENCE).ok
 
 
 class Served(Server):

@@ -44,9 +44,19 @@ def identity_of(found: Mapping[str, Any]) -> dict[str, Any]:
 def drafts_itself(started: Mapping[str, Any]) -> bool:
     """Whether a server of SGLang, by how it was started, drafts tokens with layers of its model's
     own checkpoint: layers of multi-token prediction, which trainers have, too."""
-    if str(started.get("speculative_algorithm")).upper() not in ("EAGLE", "NEXTN"):
-        return False
-    return started.get("speculative_draft_model_path") in (None, "", started.get("model_path"))
+    algorithm = str(started.get("speculative_algorithm")).upper()
+    return algorithm in ("EAGLE", "NEXTN") and not other_draft(started)
+
+
+def other_draft(started: Mapping[str, Any]) -> str:
+    """The folder of another model that a server of SGLang drafts tokens with (EAGLE3, DFLASH), by
+    how it was started; "" if it drafts with its own model or not at all.
+
+    Until SGLang 0.5.20 a load from disk changes model_path.  tokenizer_path still has the first.
+    """
+    draft = started.get("speculative_draft_model_path") or ""
+    own = (started.get("model_path"), started.get("tokenizer_path"))
+    return str(draft) if started.get("speculative_algorithm") and draft not in own else ""
 
 
 class Setup(NamedTuple):

@@ -60,6 +60,12 @@ class EngineHandle(Protocol):
         """What the engine says of its model; has "weight_version" where the engine knows it."""
 
 
+def how_started(engine: EngineHandle) -> dict[str, Any]:
+    """How an engine was started, if its handle says so.  A user's handle may answer anything."""
+    said = getattr(engine, "started", None)
+    return said if isinstance(said, dict) else {}
+
+
 def control_only(engine: EngineHandle) -> bool:
     """Whether a handle says that its engine takes wsync's control messages alone: no buckets, no
     broadcasts and no files.  A user's handle may answer anything to a question that it does not

@@ -8,12 +8,19 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from typing import Any, Self
 
-from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError, RemoteError
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    PeerClosedError,
+    RemoteError,
+    UnsupportedError,
+)
 from wsync.handles.answers import (
     Setup,
     check_answer,
     cut,
     drafts_itself,
+    other_draft,
     refusal,
     translate,
 )
@@ -174,6 +181,11 @@ class RayHandle(LocalHandle):
         setup = Setup.of(self.name, {"tp_size": workers or gpus} | started)
         self.workers, self.load_formats = setup.workers, setup.loaders
         self.drafts = drafts_itself(started)
+        if draft := other_draft(started):
+            raise UnsupportedError(
+                f"engine {self.name}: drafts tokens with another model, {draft}, and an actor "
+                "takes no request for its own model only: give the URL of its server"
+            )
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         """What the actor says, and which process it is: Ray may start it again without a word

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import DeadlineError, InvalidArgumentError, UnsupportedError
-from wsync.handles.answers import check_answer, cut, refusal
+from wsync.handles.answers import check_answer, cut, other_draft, refusal
 from wsync.machine.deadline import POLL_SECONDS, Deadline, seconds
 from wsync.messages.control import LOAD_FORMAT
 
@@ -40,6 +40,11 @@ class ApiHandle(ABC):
         # an update that failed; resumed: the last update has had it go on
         self._sessions = {"known": sessions, "left": False, "rearranges": False, "resumed": True}
 
+    @property
+    def started(self) -> dict[str, Any]:
+        """How the engine was started, if it says so."""
+        return {}
+
     @abstractmethod
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> object:
         """Calls a method; raises where the engine refuses or does not answer."""
@@ -62,31 +67,39 @@ class ApiHandle(ABC):
         """Begins or ends a session; what the engine answers, None where it knows none."""
         return None
 
+    def _for_model(self, load_format: object) -> dict[str, Any]:
+        """What has a request leave a draft as it is, if wsync's loader takes it or if the draft is
+        another model.  The first is for SGLang 0.5.20 and older, the second for newer ones."""
+        if load_format == LOAD_FORMAT or other_draft(self.started):
+            return {"disable_draft_model": True, "selector": "target"}
+        return {}
+
     def _reprocess(self, timeout: float, **steps: bool) -> bool:
         """Calls post_process_weights; False where the engine does not know it."""
         return False
 
-    def _begin(self, timeout: float, *, learnt: bool = False) -> float:
+    def _begin(self, timeout: float, load_format: object = None) -> float:
         """Begins a session unless this update has one; what is left of the timeout.  One that an
         update of this handle has left goes on: its end would process the weights once more.
-        learnt: the engine's worker says itself what it cannot take."""
+        A worker with wsync's loader says itself what it cannot take."""
         sessions = self._sessions
         if self._begun or not (sessions["known"] or sessions["rearranges"]):
             return timeout
         deadline, method = Deadline(timeout), "begin_weight_update"
         self._restored = False
-        answer = self._session(method, deadline.left)
+        wanted = {k: v for k, v in self._for_model(load_format).items() if k == "selector"}
+        answer = self._session(method, deadline.left, **wanted)
         others = Deadline(_LOOKS_SECONDS)
         while refusal(answer) is not None and not sessions["left"] and others.left:
             time.sleep(POLL_SECONDS)  # who looks at the engine ends its session soon
-            answer = self._session(method, deadline.left)
+            answer = self._session(method, deadline.left, **wanted)
         if refusal(answer) is not None and not sessions["left"]:
             self._session("end_weight_update", deadline.left)
-            check_answer(self.name, method, self._session(method, deadline.left))
+            check_answer(self.name, method, self._session(method, deadline.left, **wanted))
         if not sessions["known"] and sessions["rearranges"]:
             steps = {"restore_weights_before_load": True, "post_process_quantization": False}
             self._restored = self._reprocess(deadline.left, **steps)
-            if not self._restored and not learnt:
+            if not self._restored and load_format != LOAD_FORMAT:
                 raise UnsupportedError(
                     f"engine {self.name}: rearranges weights of this form when it has loaded them, "
                     "and has no way to do so again: it knows neither weight-update sessions "
@@ -150,7 +163,7 @@ class ApiHandle(ABC):
         timeout: float,
     ) -> None:
         check_payloads(self.name, self.workers, payloads)
-        timeout = self._begin(timeout, learnt=load_format == LOAD_FORMAT)
+        timeout = self._begin(timeout, load_format)
         # SGLang's own flush inside an update asserts that the engine is idle, and the assertion
         # ends the server
         settings = {"load_format": load_format, "flush_cache": False, **_version(weight_version)}

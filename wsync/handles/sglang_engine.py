@@ -13,7 +13,7 @@ from wsync.handles.local import LocalHandle
 # of its arguments, what updates go by
 _ARGUMENTS: Final = (
     *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "nnodes", "tokenizer_worker_num"),
-    *("speculative_algorithm", "speculative_draft_model_path", "model_path"),
+    *("speculative_algorithm", "speculative_draft_model_path", "model_path", "tokenizer_path"),
     *("enable_lora", "lora_paths", "lora_target_modules"),
 )
 
@@ -35,14 +35,18 @@ class SglangHandle(LocalHandle):
         super().__init__(engine, workers=1)
         arguments = getattr(engine, "server_args", None)
         given = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
-        self.started = {name: value for name, value in given.items() if value is not None}
-        self.started["custom_weight_loader"] = list(
+        self._started = {name: value for name, value in given.items() if value is not None}
+        self._started["custom_weight_loader"] = list(
             getattr(arguments, "custom_weight_loader", None) or ()
         )
-        setup = Setup.of(self.name, {"tp_size": workers or 1} | self.started, workers)
+        setup = Setup.of(self.name, {"tp_size": workers or 1} | self._started, workers)
         self.workers, self.load_formats = setup.workers, setup.loaders
-        self.drafts = drafts_itself(self.started)
+        self.drafts = drafts_itself(self._started)
         self._sessions["known"] = hasattr(engine, "begin_weight_update")
+
+    @property
+    def started(self) -> dict[str, Any]:
+        return self._started
 
     def pause(self, mode: str, timeout: float) -> None:
         self._begun = None
@@ -51,9 +55,12 @@ class SglangHandle(LocalHandle):
         return self._call(method, timeout, **selector) if self._sessions["known"] else None
 
     def _update(self, payloads: Sequence[bytes], settings: dict[str, Any], timeout: float) -> None:
-        request = _form("UpdateWeightsFromTensorReqInput")(
-            serialized_named_tensors=list(payloads), **settings
-        )
+        form = _form("UpdateWeightsFromTensorReqInput")
+        told = dict(settings)
+        if wanted := self._for_model(settings["load_format"]):
+            known = inspect.signature(form).parameters
+            told |= {name: value for name, value in wanted.items() if name in known}
+        request = form(serialized_named_tensors=list(payloads), **told)
         self._request("update_weights_from_tensor", settings, request, timeout)
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:

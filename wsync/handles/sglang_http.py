@@ -33,7 +33,7 @@ from wsync.handles.sglang_base import ApiHandle
 from wsync.handles.unfinished_calls import changes_engine, check_wanted
 from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import Deadline, seconds
-from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
+from wsync.messages.control import UPDATE_HEADER
 from wsync.messages.tcp_channel import KEEPALIVE
 
 _CERTIFICATES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")  # where requests looks for them
@@ -285,8 +285,8 @@ class HttpHandle(ApiHandle):
             says = "success"
         if method == "update_weights_from_disk" and self.started.get("load_format") == "dummy":
             body["load_format"] = "auto"  # by its own it would load none, and refuses
-        if body.get("load_format") == LOAD_FORMAT:  # not for draft models: until 0.5.17, and since
-            body |= {"disable_draft_model": True, "selector": "target"}
+        if method in ("update_weights_from_tensor", "update_weights_from_distributed"):
+            body |= self._for_model(body.get("load_format"))
         status, text = self.request("POST", path, body, timeout)
         if status != 200:
             raise self._failed(path, status, text)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wsync import _core
-from wsync.handles.base import EngineHandle, control_only
+from wsync.handles.answers import other_draft
+from wsync.handles.base import EngineHandle, control_only, how_started
 from wsync.machine.host import is_elsewhere
 from wsync.messages.control import LOAD_FORMAT
 from wsync.options import Options
@@ -83,7 +84,7 @@ class RolloutEngine:
 
     @staticmethod
     def of(engine: EngineHandle, gpu: int | None, options: Options, ranks: int) -> RolloutEngine:
-        """What a handle says; warns of layers that an engine drafts with and that stay.
+        """What a handle says; warns of weights that an engine drafts with and that stay.
 
         Raises:
             UnsupportedError: buckets for an engine that is on another host by its name, or on
@@ -111,16 +112,20 @@ class RolloutEngine:
                 if receives
                 else "it takes buckets, which update these, too, and not wsync's receiver",
             )
+        if draft := other_draft(how_started(engine)):
+            _log.warning(
+                "engine %s drafts tokens with another model, %s: updates leave that as it is",
+                engine.name,
+                draft,
+            )
         return RolloutEngine(engine.name, engine.workers, delivery, gpu)
 
 
 def _check_started(engine: EngineHandle, delivery: Delivery) -> None:
     """Refuses what SGLang says of how it was started, and would end or fail by at an update."""
-    started = getattr(engine, "started", None)
-    if not isinstance(started, dict):  # a user's handle may answer anything
-        return
-    replicas, hosts = (started.get(name) or 1 for name in ("dp_size", "nnodes"))
-    if replicas != 1 and not started.get("enable_dp_attention"):
+    said = how_started(engine)
+    replicas, hosts = (said.get(name) or 1 for name in ("dp_size", "nnodes"))
+    if replicas != 1 and not said.get("enable_dp_attention"):
         raise _core.UnsupportedError(
             f"engine {engine.name}: dp_size {replicas}: SGLang updates no data-parallel replicas "
             "with tensors (but with enable_dp_attention); DiskSync updates them"
