@@ -879,6 +879,78 @@ def test_fused_experts_of_another_shape_are_refused() -> None:
         layout({FUSED: torch.ones(5, 64, 72)}, cases.config("moe"))
 
 
+_LAYER = "model.layers.0."
+_SEEN = "model.language_model.layers.0.mlp.experts."
+_ATTENTION = {f"{_LAYER}self_attn.{name}_proj.weight": (16, 8) for name in "qkvo"}
+_NORMS = {f"{_LAYER}self_attn.{name}_norm.weight": (4,) for name in "qk"}
+_EXPERTS = {
+    f"{_LAYER}mlp.gate.weight": (2, 8),
+    f"{_LAYER}mlp.experts.gate_up_proj": (2, 6, 8),
+    f"{_LAYER}mlp.experts.down_proj": (2, 8, 3),
+}
+_MIXTRAL = {
+    "model.embed_tokens.weight": (32, 8),
+    **{f"{_LAYER}{name}_layernorm.weight": (8,) for name in ("input", "post_attention")},
+    **_ATTENTION,
+    **_EXPERTS,
+}
+_WIDE = {f"{_LAYER}self_attn.q_norm.weight": (16,)}
+_VISION = {"model.language_model.embed_tokens.weight": (32, 8)}
+_DEEPSTACK = {**_VISION, "model.visual.deepstack_merger_list.0.norm.weight": (8,)}
+_TURNED = {f"{_SEEN}gate_up_proj": (2, 8, 6), f"{_SEEN}down_proj": (2, 3, 8)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        (
+            _MIXTRAL | _NORMS,
+            {f"{_LAYER}mlp.experts.1.up_proj.weight": (3, 8), f"{_LAYER}mlp.gate.weight": (2, 8)},
+        ),
+        (
+            _MIXTRAL,
+            {
+                f"{_LAYER}block_sparse_moe.experts.1.w2.weight": (8, 3),
+                f"{_LAYER}block_sparse_moe.gate.weight": (2, 8),
+            },
+        ),
+        (_MIXTRAL | _WIDE, _MIXTRAL | _WIDE),  # OLMoE or MiniMax-M2
+        (_EXPERTS, _EXPERTS),  # a part of a model
+        (_MIXTRAL | {f"{_LAYER}self_attn.sinks": (4,)}, _MIXTRAL),
+        (
+            {**_VISION, "model.visual.merger.ln_q.weight": (8,), "lm_head.weight": (32, 8)},
+            {
+                "model.embed_tokens.weight": (32, 8),
+                "visual.merger.ln_q.weight": (8,),
+                "lm_head.weight": (32, 8),
+            },
+        ),
+        # transformers 5 has other axes than the checkpoint, and 4.57 has the same
+        (
+            {**_DEEPSTACK, f"{_SEEN}gate_up_proj": (2, 6, 8), f"{_SEEN}down_proj": (2, 8, 3)},
+            _DEEPSTACK | _TURNED,
+        ),
+        (_DEEPSTACK | _TURNED, _DEEPSTACK | _TURNED),
+    ],
+)
+def test_a_dict_tells_what_transformers_has_made(
+    shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
+) -> None:
+    found = from_tensors({name: torch.ones(shape) for name, shape in shapes.items()}).layout
+    facts = [found.tensor(index) for index in range(found.tensor_count)]
+    delivered = {name: shape for name, _, shape, _ in facts}
+    assert expected.items() <= delivered.items()
+    assert sum(map(math.prod, delivered.values())) == sum(map(math.prod, shapes.values()))
+
+
+def test_a_dict_is_laid_out_as_its_model() -> None:
+    model, state = cases.build("fused")
+    found = from_tensors(dict(model.named_parameters()))
+    assert found.layout.to_bytes() == layout(model).layout.to_bytes()
+    names = {found.layout.tensor(index).name for index in range(found.layout.tensor_count)}
+    assert names == state.keys()
+
+
 # --- refusals -----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,10 @@ Its packages are not among the test extra's: `.ci/run servers` installs them.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -217,6 +221,36 @@ def test_files_are_refused_where_they_would_overwrite_a_draft(
     with pytest.raises(wsync.UnsupportedError, match=r"drafts tokens with another model, .*/draft"):
         wsync.DiskSync(second.weights, [server.url], folder=tmp_path)
     assert checksums(server) == before
+
+
+@pytest.mark.parametrize("source", ["dict", "state", "layout"])
+def test_a_notebook_of_transformers_5_delivers_every_expert(
+    served: tuple[Server, Pair], source: str
+) -> None:
+    """It fuses them at run time, and a stock server passes over names that it does not know."""
+    server, models = served
+    if models[0].dtype != torch.float32:
+        pytest.skip("rounding changes tokens")
+    script = Path(__file__).parent / "support/server_notebook.py"
+    site, tests = Path(wsync.__file__).parents[1], Path(__file__).parent
+    path = os.pathsep.join(map(str, (site, packages(NEWEST), tests)))
+    for way, model in zip(("stock", "wsync"), models[::-1], strict=True):
+        wanted = reloaded(server, model)
+        reloaded(server, models[model is models[0]])
+        done = subprocess.run(
+            [sys.executable, "-P", script, server.url, model.folder, way, source],
+            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        version, experts, said = json.loads(done.stdout.splitlines()[-1])
+        assert version.startswith("5.")
+        assert experts in ([], ["down_proj", "gate_up_proj"])
+        assert checksums(server) == wanted
+        assert generate(server) == (said, f"{way}-{source}")
 
 
 OLDER = ("sglang0511", "sglang0517")

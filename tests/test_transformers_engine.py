@@ -18,6 +18,7 @@ import pytest
 import requests
 import torch
 import uvicorn
+from support import fsdp_cases
 from support.trainer import Trainer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -124,6 +125,23 @@ def test_the_rest_of_an_answer_does_not_wait_for_an_acknowledgement_of_its_head(
                 return await asyncio.wait_for(found, 20)
 
     assert asyncio.run(accepted())
+
+
+@pytest.mark.parametrize("delivery", ["wsync", "stock"])
+def test_experts_that_transformers_5_fuses(serve: Callable[..., Server], delivery: str) -> None:
+    """In a trainer's dict, in an engine's model, or in both: names are those of checkpoints."""
+    models = {kind: fsdp_cases.build(kind)[0] for kind in ("moe", "fused")}
+    options = wsync.Options(progress=False, deadline=30, delivery=delivery)
+    for kind, model in models.items():
+        trained, state = fsdp_cases.build("fused", initializer_range=0.5)
+        wanted = state if kind == "moe" else trained.state_dict()
+        server = serve(model)
+        with wsync.connect(dict(trained.named_parameters()), [server.url], options=options) as sync:
+            for version in (1, 2):
+                sync.update(version=version)
+        held = model.state_dict()
+        assert held.keys() == wanted.keys()
+        assert all(torch.equal(held[name], wanted[name]) for name in wanted)
 
 
 def pickled(content: Any) -> str:

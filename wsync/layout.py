@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from wsync import _core
 from wsync.families.registry import TOGETHER
+from wsync.families.runtime_names import RuntimeNames
 from wsync.module_tensors import two_tensors
 from wsync.module_tensors.kept_together import group_of
 from wsync.module_tensors.mapping_items import items_of
@@ -195,7 +196,8 @@ def _refuse(name: str, expected: tuple[object, ...], found: tuple[object, ...]) 
 def from_tensors(
     tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None
 ) -> TrainerLayout:
-    """The layout of this rank, which holds whole tensors under their Hugging Face names.
+    """The layout of this rank, which holds whole tensors under their Hugging Face names, or under
+    those of a transformers model's parameters, where names and shapes tell what its checkpoint has.
 
     `group`: the ranks that take part in updates (default: all); each speaks for its own tensors,
     and where several hold one under the same name they hold the same values.  Not collective.
@@ -225,12 +227,6 @@ def from_tensors(
         check_unpartitioned(name, tensor)
     table = _core.describe([tensor for _, tensor in given], names, gpu=True)
     rank, count = position(group)
-    builder = _core.LayoutBuilder(rank)
-    groups = [
-        group_of(name, TOGETHER) or group_of_parts(name, table[place][1])
-        for place, name in enumerate(names)
-    ]
-    builder.add_tensors(names, table, groups)
 
     def current() -> Sequence[Tensor]:
         if type(tensors) is dict and (values := _core.dict_values(tensors, names)) is not None:
@@ -247,7 +243,28 @@ def from_tensors(
             raise _core.LayoutError(f"{new[0]}: not among the layout's tensors: make it anew")
         return found
 
-    return TrainerLayout(builder.build(), names, current, table, rank, count, group)
+    return TrainerLayout(_layout(names, table, rank), names, current, table, rank, count, group)
+
+
+def _layout(names: Sequence[str], table: _core.TensorTable, rank: int) -> _core.Layout:
+    """Each tensor is one buffer, which holds tensors of the model's checkpoint: another one, or
+    several, where names and shapes tell that transformers has made it of these."""
+    forms = [table[place][1:4] for place in range(len(names))]
+    shapes = {name: shape for name, (_, shape, _) in zip(names, forms, strict=True)}
+    known = RuntimeNames.of_shapes(shapes)
+    builder = _core.LayoutBuilder(rank)
+    if known.family is None:
+        groups = [
+            group_of(name, TOGETHER) or group_of_parts(name, dtype)
+            for name, (dtype, _, _) in zip(names, forms, strict=True)
+        ]
+        builder.add_tensors(names, table, groups)
+        return builder.build()
+    for place, (name, (dtype, shape, strides)) in enumerate(zip(names, forms, strict=True)):
+        whole = [((0,) * len(shape), shape, (0,) * len(shape))]
+        maps = known.maps(name, dtype, shape, whole)
+        builder.add_parameter(name, place, dtype, strides, whole, maps)
+    return builder.build()
 
 
 def is_sharded(tensor: object) -> bool:

@@ -31,6 +31,7 @@ from wsync.engine.learn.module_memory import (
     seen,
     usable,
 )
+from wsync.families.runtime_names import RuntimeNames
 from wsync.module_tensors import dtype_of, same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.value_forms import (
@@ -379,9 +380,16 @@ def check_owned(
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers themselves: their storage may be swapped under them."""
+    """Parameters and persistent buffers themselves: their storage may be swapped under them.  What
+    transformers has fused is views of it, by the names of the model's checkpoint."""
     state: Mapping[str, Any] = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    known = RuntimeNames.of_config(getattr(module, "config", None))
+    return {
+        plain: view
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        for plain, view in known.views(name, value)
+    }
 
 
 def aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:

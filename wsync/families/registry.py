@@ -15,11 +15,8 @@ from wsync.families.blocks import (
     DENSE_MLP,
     EMBEDDING,
     EXPERTS,
-    HF_LAYER,
     SHARED_EXPERT,
     UNGATED_SHARED_EXPERTS,
-    fused_experts,
-    renamed,
 )
 from wsync.families.deepseek import (
     DEEPSEEK,
@@ -46,13 +43,12 @@ __all__ = [
     "INTERLEAVED",
     "LOADERS",
     "PLAIN",
-    "RUNTIME",
     "TOGETHER",
     "Family",
     "Model",
     "family_of",
     "read_model",
-    "runtime_family",
+    "read_sizes",
 ]
 
 # Who puts the weights of a checkpoint into a model.  Megatron-Bridge and mbridge, as most, do it so
@@ -232,36 +228,6 @@ BRIDGED: Mapping[str, str] = {
 
 # What any family says of that, for tensors of which only the names are known.
 TOGETHER: Together = tuple(dict.fromkeys(s for f in FAMILIES.values() for s in f.together))
-
-
-# Names of transformers modules at run time to those of checkpoints, where the two differ; by
-# model_type, after transformers 5.23 (`conversion_mapping.py`).  What no rule matches keeps its
-# name.  4.57 has checkpoints' names for all but the families that save fused experts.
-RUNTIME: Mapping[str, Family] = {
-    family.name: family
-    for family in (
-        *(
-            Family(name, fused_experts())
-            for name in (
-                *("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
-                *("dots1", "glm4_moe", "glm4_moe_lite", "qwen3_next"),
-            )
-        ),
-        Family("olmoe", fused_experts(size="ffn")),
-        Family(
-            "mixtral",
-            fused_experts(f"{HF_LAYER}block_sparse_moe.experts.", ("w1", "w3", "w2"), size="ffn"),
-            (
-                renamed(
-                    f"{HF_LAYER}mlp.gate.weight",
-                    "experts h",
-                    f"{HF_LAYER}block_sparse_moe.gate.weight",
-                ),
-            ),
-        ),
-        Family("gpt_oss"),  # saved fused
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -492,14 +458,9 @@ def _count_groups(config: Any, sizes: dict[str, int]) -> None:
             )
 
 
-def runtime_family(config: Any) -> tuple[Family | None, dict[str, int], str]:
-    """(family, sizes, model_type) for the run-time names of a Hugging Face model.
-
-    The family is None where RUNTIME has none of that model_type, or without a configuration.
-    """
-    kind = getattr(config, "model_type", None) or ""
-    sizes = {size: value for size, (_, value) in _read_fields((config, config), FIELDS).items()}
-    return RUNTIME.get(kind), sizes, kind
+def read_sizes(config: Any) -> dict[str, int]:
+    """Sizes of a Hugging Face configuration, without those of a family's own."""
+    return {size: value for size, (_, value) in _read_fields(_parts(config), FIELDS).items()}
 
 
 def _read_fields(parts: tuple[Any, Any], fields: Mapping[str, Sequence[str]]) -> dict[str, _Field]:

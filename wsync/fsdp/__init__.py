@@ -5,7 +5,7 @@ metadata of its ShardedTensor, or the interval of the flat parameter that it kee
 tensor must agree.  Shards are read where they lie: nothing is communicated and nothing copied.
 
 Names are those of the module tree without wrappers, which are Hugging Face's own; what transformers
-fuses at run time goes through the rules of `wsync.families.registry.RUNTIME`.
+fuses at run time goes through the rules of `wsync.families.RUNTIME`.
 
 Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several ranks.  `Partial`
 placements are sums that are not added up, and are refused.

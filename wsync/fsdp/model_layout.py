@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.fsdp.checkpoint_names import CheckpointNames
+from wsync.families.runtime_names import RuntimeNames
 from wsync.fsdp.parts import Form, Part
 from wsync.fsdp.reader import Reader
 from wsync.layout import TrainerLayout, position
@@ -55,10 +55,10 @@ def layout(
     table = _core.describe([parts[first].tensor for first in firsts], names, gpu=True)
     rank, count = position(group)
     builder = _core.LayoutBuilder(rank)
-    names_of = CheckpointNames(config)
+    names_of = RuntimeNames.of_config(config, (part.name for part in parts))
     for part, number in zip(parts, numbers, strict=True):
         _, dtype, _, strides, _ = table[number]
-        maps = names_of.maps(part)
+        maps = names_of.maps(part.name, dtype, part.shape, part.regions)
         if math.prod(part.shape) == 0:
             for each in maps:
                 builder.add_tensor(each[0], dtype, each[2], each[7])

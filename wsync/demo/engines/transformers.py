@@ -8,8 +8,7 @@ updates the way SGLang does.  One worker, CPU.
 
 Without a tokenizer, text is token ids in decimal with spaces between them.
 
-Weights go by the names of the model's runtime parameters.  transformers 4.57 keeps experts one
-by one, as checkpoints do; 5 fuses them, so MoE updates need 4.57 here.
+Weights go by the names of the model's checkpoint, also where transformers 5 has fused experts.
 """
 
 import base64

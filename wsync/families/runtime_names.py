@@ -1,0 +1,218 @@
+"""Names that engines know run-time parameters by: those of checkpoints.
+
+transformers gives some parameters other names and forms than their checkpoints have: since 4.52 it
+puts `model.language_model.` before those of a text beside a vision tower, and since 5 it fuses the
+experts of a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from wsync import _core
+from wsync.families.blocks import HF_LAYER, fused_experts, renamed
+from wsync.families.registry import TOGETHER, Family, read_sizes
+from wsync.families.rules import Expansion, Rule, ShardPlacement, Target
+from wsync.module_tensors.kept_together import group_of
+from wsync.module_tensors.quantised_names import group_of_parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RUNTIME", "RuntimeNames"]
+
+Shape = tuple[int, ...]
+
+_SEEN_LAYER: Final = "model.language_model.layers.{layer}."
+_SPARSE: Final = f"{HF_LAYER}block_sparse_moe."
+
+
+def _mixtral(name: str, *rules: Rule, size: str = "ffn") -> Family:
+    experts = fused_experts(f"{_SPARSE}experts.", ("w1", "w3", "w2"), size=size)
+    router = renamed(f"{HF_LAYER}mlp.gate.weight", "experts h", f"{_SPARSE}gate.weight")
+    return Family(name, experts, (router, *rules))
+
+
+def _turned(name: str, view: str, target: str) -> Rule:
+    """A parameter of the same name as its tensor, which has its axes in another order."""
+    whole = f"{_SEEN_LAYER}mlp.experts.{name}"
+    return Rule(whole, view, Target(whole, target))
+
+
+_LLAVA: Final = {
+    r"model\.language_model\.": "language_model.model.",
+    r"lm_head\.": "language_model.lm_head.",
+    r"model\.(?=vision_tower\.|multi_modal_projector\.)": "",
+}
+
+# Names of transformers modules at run time to those of checkpoints, where the two differ; by
+# model_type, after transformers 5.23 (`conversion_mapping.py`).  What no rule matches keeps its
+# name, and so does what has the form of its tensor already, as 4.57 has it.
+RUNTIME: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        *(
+            Family(name, fused_experts())
+            for name in (
+                *("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
+                *("dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next"),
+            )
+        ),
+        Family("olmoe", fused_experts(size="ffn")),
+        _mixtral("mixtral"),
+        _mixtral(
+            "minimax_m2",
+            renamed(
+                f"{HF_LAYER}mlp.e_score_correction_bias",
+                "experts",
+                f"{_SPARSE}e_score_correction_bias",
+            ),
+        ),
+        *(Family(name) for name in ("gpt_oss", "qwen3_5_moe")),  # fused in checkpoints, too
+        Family(
+            "qwen3_vl_moe",
+            (
+                _turned(
+                    "gate_up_proj", "experts (gate:moe_ffn | up:moe_ffn) h", "experts h (gate | up)"
+                ),
+                _turned("down_proj", "experts h moe_ffn", "experts moe_ffn h"),
+            ),
+        ),
+        *(
+            Family(name, copied={r"model\.language_model\.": "model.", r"model\.(?=visual\.)": ""})
+            for name in ("qwen2_vl", "qwen2_5_vl")
+        ),
+        *(
+            Family(name, copied=_LLAVA)
+            for name in ("llava", "gemma3", "internvl", "mistral3", "paligemma", "aya_vision")
+        ),
+    )
+}
+
+_FUSED: Final = (".experts.gate_up_proj", ".experts.down_proj")
+# What the layers of a model consist of, by kind: what they must have, and all that they may have.
+# Models whose checkpoints have other names or forms have other parts.
+_LAYER: Final = re.compile(r"model\.layers\.\d+\.(.+)")
+_COMMON: Final = (
+    r"(input|post_attention)_layernorm\.weight|mlp\.gate\.(weight|e_score_correction_bias)|"
+    r"mlp\.experts\.(gate_up|down)_proj|self_attn\.[qkvo]_proj\.(weight|bias)"
+)
+_NORMED: Final = rf"{_COMMON}|self_attn\.[qk]_norm\.weight|mlp\.(gate|up|down)_proj\.weight"
+_SHARED: Final = rf"{_NORMED}|mlp\.shared_experts\.\w+\.weight"
+_LATENT: Final = (
+    rf"{_SHARED}|self_attn\.(indexer\..+|(q|kv)_(a|b)_\w+\.weight|indexers_proj\.weight)"
+)
+_TOLD: Final = (
+    ("qwen2_moe", {"mlp.shared_expert_gate.weight"}, r".+"),
+    ("deepseek_v3", {"self_attn.kv_a_proj_with_mqa.weight", "mlp.gate_proj.weight"}, _LATENT),
+    ("glm4_moe", {"mlp.shared_experts.gate_proj.weight"}, _SHARED),
+    ("qwen3_moe", {"self_attn.q_norm.weight"}, _NORMED),
+    ("mixtral", {"input_layernorm.weight", "post_attention_layernorm.weight"}, _COMMON),
+)
+
+
+class RuntimeNames:
+    """Maps from run-time parameters to the tensors of checkpoints, which engines know.
+
+    kind: the model_type, or what comes to the same.
+    """
+
+    def __init__(self, kind: str, sizes: Mapping[str, int]) -> None:
+        self.family = RUNTIME.get(kind)
+        self._sizes = sizes
+        self._expansions: dict[int, Expansion] = {}
+
+    @classmethod
+    def of_config(cls, config: Any, names: Iterable[str] = ()) -> RuntimeNames:
+        """By a Hugging Face configuration; None has no rules.
+
+        Raises UnsupportedError for names of fused experts without rules.
+        """
+        kind = str(getattr(config, "model_type", None) or "")
+        found = cls(kind, read_sizes(config) if kind in RUNTIME else {})
+        fused = next((name for name in names if name.endswith(_FUSED)), "")
+        if found.family is None and fused:
+            known = f"the family {kind!r}" if kind else "a model without config"
+            raise _core.UnsupportedError(
+                f"{fused}: experts are fused, and {known} has no rule for engines' names"
+            )
+        return found
+
+    @classmethod
+    def of_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> RuntimeNames:
+        """By the names and shapes of all tensors of a model, where these tell it."""
+        hidden = next((s[-1] for n, s in shapes.items() if n.endswith("embed_tokens.weight")), 0)
+        sizes = {"h": hidden}
+        for name, shape in shapes.items():
+            if name.endswith(_FUSED[0]) and len(shape) == 3:
+                width = shape[1] if shape[2] == hidden else shape[2]
+                sizes |= {"experts": shape[0], "moe_ffn": width // 2, "ffn": width // 2}
+                break
+        return cls(_kind_of(shapes), sizes)
+
+    def maps(
+        self, name: str, dtype: str, shape: Shape, regions: Sequence[_core.Region]
+    ) -> list[_core.Map]:
+        """Where a parameter's elements go; only those maps that its regions meet."""
+        found = self._expansion(name, shape)
+        if found is None:
+            zeros, axes = (0,) * len(shape), tuple(range(len(shape)))
+            name = self._plain(name)
+            group = group_of(name, TOGETHER) or group_of_parts(name, dtype)
+            return [(name, "", shape, zeros, zeros, shape, axes, group)]
+        expansion, numbers = found
+        return expansion.maps(ShardPlacement(shape, tuple(regions)), numbers, TOGETHER)
+
+    def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the checkpoint that lie in a whole parameter."""
+        found = self._expansion(name, tuple(tensor.shape))
+        pieces = found[0].pieces if found is not None else ()
+        if found is None or any(piece.extent != piece.shape for piece in pieces):
+            yield self._plain(name), tensor
+            return
+        for piece in pieces:
+            view = tensor.detach()
+            for axis, (start, extent) in enumerate(zip(*piece.source_box(), strict=True)):
+                view = view.narrow(axis, start, extent)
+            yield piece.name.format(**found[1]), view.view(piece.shape)
+
+    def _plain(self, name: str) -> str:
+        return (self.family and self.family.copy_of(name)) or name
+
+    def _expansion(self, name: str, shape: Shape) -> tuple[Expansion, dict[str, int]] | None:
+        """The rule of a parameter; None where it has the form of its tensor."""
+        found = None if self.family is None else self.family.match(name)
+        if self.family is None or found is None:
+            return None
+        rule, numbers = found
+        if id(rule) not in self._expansions:
+            self._expansions[id(rule)] = self.family.expand(rule, name, self._sizes)
+        expansion = self._expansions[id(rule)]
+        if expansion.shape == shape:
+            return expansion, numbers
+        if any((p.name.format(**numbers), p.shape) == (name, shape) for p in expansion.pieces):
+            return None
+        raise _core.LayoutError(f"{name}: shape {shape} != {expansion.shape} of the configuration")
+
+
+def _kind_of(shapes: Mapping[str, Sequence[int]]) -> str:
+    """A model_type of RUNTIME, or ""."""
+    if "model.visual.merger.ln_q.weight" in shapes:
+        return "qwen2_vl"
+    if any(name.startswith("model.visual.deepstack_merger_list.") for name in shapes):
+        return "qwen3_vl_moe"
+    if any(name.startswith("model.multi_modal_projector.mm_") for name in shapes):
+        return "gemma3"
+    parts = {found[1] for name in shapes if (found := _LAYER.fullmatch(name))}
+    fused = {"mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"} <= parts
+    norms = (shapes[n] for n in shapes if n.endswith(".self_attn.q_norm.weight"))
+    rows = (shapes[n] for n in shapes if n.endswith(".self_attn.q_proj.weight"))
+    if not fused or any(norm[0] == row[0] for norm, row in zip(norms, rows, strict=False)):
+        return ""  # norms of all heads together are OLMoE's as well as MiniMax-M2's
+    for kind, having, all_of in _TOLD:
+        if having <= parts:
+            known = all(re.fullmatch(all_of, part) for part in parts)
+            return kind if known else ""
+    return ""
