@@ -16,10 +16,14 @@ from typing import Any
 
 import pytest
 from support import exiting, fault_engine
+from test_handles import FakeServer, server
 
 import wsync
 
+__all__ = ["server"]
+
 HERE = Path(__file__).parent
+PATH = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
 SECONDS = 180.0  # of an interpreter that imports torch beside many others
 PHASES = ("round", "done", "prepared", "commit")
 QUICK = {("round", "wait"), ("done", "raise"), ("prepared", "exit")}
@@ -37,7 +41,7 @@ def _cells(*hows: str) -> list[Any]:
 def _started(*arguments: str, **named: Any) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-P", *arguments],
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *PATH])},
         text=True,
         **{"stderr": subprocess.PIPE, **named},
     ) as process:
@@ -127,3 +131,57 @@ def test_a_script_ends_after_an_engine_has_refused_to_join_a_group() -> None:
     with ExitStack() as stack:
         for process in [stack.enter_context(_started("-c", REFUSED)) for _ in range(4)]:
             _ended(process, "wait")
+
+
+STUCK = """
+import sys
+import torch
+import wsync
+
+options = wsync.Options(deadline=120.0, progress=False)
+sync = wsync.connect({"w": torch.ones(4)}, [sys.argv[1]], options=options)
+if sys.argv[2] == "with":
+    with sync:
+        sync.update()
+else:
+    sync.update()
+"""
+LEFT = "wsync: the update has failed and leaves unanswered"
+GOOD = {"success": True, "status": "ok", "message": "Cache flushed."}
+ASKED = ("pause_generation", "flush_cache", "update_weights_from_tensor", "continue_generation")
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "closing"),
+    [
+        ("server_info", "stall", "with"),
+        ("pause_generation", "stall", "never"),
+        ("flush_cache", "half", "with"),
+        ("update_weights_from_tensor", "stall", "with"),
+        ("update_weights_from_tensor", "half", "never"),
+        ("continue_generation", "stall", "with"),
+    ],
+)
+def test_ctrl_c_ends_a_script_that_waits_for_an_engine(
+    path: str, answer: str, closing: str, server: FakeServer
+) -> None:
+    """Long before any deadline; one line says what the engine was asked."""
+    server.answers |= {f"/{name}": (200, GOOD) for name in ASKED}
+    server.answers["/server_info"] = (200, {"tp_size": 1})
+    server.answers["/model_info"] = (200, {"weight_version": "default"})
+    server.answers["/update_weights_from_tensor"] = lambda: (
+        server.answers.__setitem__(
+            "/model_info", (200, {"weight_version": server.seen[-1][1]["weight_version"]})
+        ),
+        (200, GOOD),
+    )[1]
+    server.answers[f"/{path}"] = answer
+    with _started("-c", STUCK, server.url, closing) as script:
+        _until(lambda: any(seen[0] == f"/{path}" for seen in server.seen))
+        script.send_signal(signal.SIGINT)
+        _, errors = script.communicate(timeout=15)
+    assert script.returncode == -signal.SIGINT, errors
+    assert errors.endswith("KeyboardInterrupt\n"), errors
+    left = [line for line in errors.splitlines() if "leaves unanswered" in line]
+    where = f"engine {server.url}: /{path}"
+    assert left == ([] if path == "server_info" else [f"{LEFT}: {where}"])

@@ -26,7 +26,7 @@ import wsync
 from wsync import _core
 from wsync.handles.base import handles_of
 from wsync.trainer.connection import Connection
-from wsync.trainer.requests import Calls, EngineRequests
+from wsync.trainer.requests import Calls
 from wsync.trainer.sessions.stock import StockSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
@@ -73,24 +73,26 @@ def test_the_error_of_an_engine_keeps_its_cause() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_close_waits_for_what_a_failed_update_has_left_under_way(
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_update_waits_for_what_one_that_failed_has_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """An engine could load the older weights after the newer; closing waits for nothing."""
     monkeypatch.setattr("wsync.trainer.requests.LEAVE_SECONDS", 0.05)
     release = threading.Event()
     engines = [call_cases.Engine(pause=RuntimeError("no")), call_cases.Engine(pause=release)]
-    sync = wsync.connect({"a": torch.zeros(1)}, engines, options=OPTIONS)
-    closing = threading.Thread(target=sync.close, daemon=True)
+    made = handles_of(engines, timeout=60)
     try:
-        with pytest.raises(wsync.RemoteError, match="no"):
-            sync.update()
-        closing.start()
-        closing.join(0.5)
-        assert closing.is_alive()
+        with wsync.connect({"a": torch.zeros(1)}, made, options=OPTIONS) as sync:
+            with pytest.raises(wsync.RemoteError, match="no"):
+                sync.update()
+        (said,) = [text for text in caplog.messages if "unanswered" in text]
+        assert said.endswith(f"leaves unanswered: engine {made[1].name}: pause_generation")
+        late = "pause_generation: not answered since an update that failed asked for it"
+        with pytest.raises(wsync.DeadlineError, match=late):
+            made[1].pause("abort", 0.1)
     finally:
         release.set()
-    closing.join(60)
-    assert not closing.is_alive()
+    made[1].pause("abort", 60)
 
 
 def test_a_close_that_was_interrupted_can_be_called_again() -> None:
@@ -182,23 +184,6 @@ def test_an_iterator_that_ends_ends_no_generator_of_the_caller(where: str) -> No
     with wsync.connect({"a": torch.zeros(1)}, [engine], options=OPTIONS) as sync:
         with pytest.raises(wsync.RemoteError, match="StopIteration"):
             sync.update(given)
-
-
-def test_close_names_the_engines_that_do_not_end_what_they_were_asked(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("LEAVE_SECONDS", "LATER_SECONDS"):
-        monkeypatch.setattr(f"wsync.trainer.requests.{name}", 0.05)
-    release = threading.Event()
-    stuck: Any = SimpleNamespace(name="stuck", workers=1, pause=lambda *_: release.wait(60))
-    requests = EngineRequests([stuck], wsync.Options(deadline=0.05))
-    requests.pause(anew=False)
-    requests.abandon([])
-    try:
-        requests.settle()
-    finally:
-        release.set()
-    assert "engines did not end what they were asked in an update that failed: stuck" in caplog.text
 
 
 def test_any_text_of_an_engine_can_be_passed_on() -> None:

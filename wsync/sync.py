@@ -222,7 +222,7 @@ class Sync(Updates):
             self._lend(sources, of(table))  # before engines are asked for anything
         check = self._group.check
         self._paused = True
-        self._requests.pause(anew=self._connection is None)
+        self._requests.pause()
         connection = self._connect(of(table))
         # A plan is made of what the workers say when they have joined, so that a first update opens
         # before it can pack; a later one packs its first round while the engines pause.

@@ -221,25 +221,12 @@ def cause(error: BaseException) -> str:
     return f"{text}; is it http:// there?" if "WRONG_VERSION_NUMBER" in text else text
 
 
-class NotSentError(ConnectionAbortedError):
-    """A connection that was to be kept has ended before a request was sent by it."""
-
-
-def is_unsent(error: BaseException) -> bool:
-    """Whether a PeerClosedError was raised for a NotSentError."""
-    made = error.__cause__
-    found = made and _innermost(made)  # urllib3's ("Connection aborted.", error)
-    return any(isinstance(each, NotSentError) for each in getattr(found, "args", ()))
-
-
 def is_refused(error: BaseException) -> bool:
-    """Whether nobody has got the request that a PeerClosedError was raised for: nobody was there to
-    take it, or it was not sent."""
+    """Whether nobody was there to take the request that a PeerClosedError was raised for."""
     from urllib3.exceptions import NewConnectionError
 
     made = error.__cause__
-    refused = made is not None and isinstance(_innermost(made), NewConnectionError)
-    return refused or is_unsent(error)
+    return made is not None and isinstance(_innermost(made), NewConnectionError)
 
 
 def _innermost(error: BaseException) -> BaseException:

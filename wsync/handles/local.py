@@ -1,12 +1,9 @@
 """Engines reached by method calls: objects of this process, or Ray actors."""
 
-import contextlib
-import copy
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import wait
-from typing import Any, Self
+from typing import Any
 
 from wsync._core import (
     DeadlineError,
@@ -25,26 +22,14 @@ from wsync.handles.answers import (
     translate,
 )
 from wsync.handles.sglang_base import ApiHandle
-from wsync.handles.unfinished_calls import Changes, Ended, changes_engine, check_wanted
-from wsync.machine.daemon_threads import start
-from wsync.machine.deadline import Deadline, seconds
+from wsync.machine.deadline import LATER_SECONDS, Deadline, seconds
 from wsync.machine.error_text import error_text
-
-Watched = Callable[[Ended], contextlib.AbstractContextManager[None]]
-"""Around the time that a call is waited for."""
-
-
-def _unwatched(ended: Ended) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 class LocalHandle(ApiHandle):
     """An object in this process with slime's engine methods (pause_generation, flush_cache,
     continue_generation, update_weights_from_tensor).  Its attributes `name`, `workers` and
     `load_formats` are read where it has them.
-
-    Each call runs in a thread of its own, so that a stalled engine costs its deadline only; the
-    abandoned thread ends when the engine returns.
     """
 
     _serves = False  # whether there is a server of SGLang behind it
@@ -55,26 +40,13 @@ class LocalHandle(ApiHandle):
     ) -> None:
         super().__init__()
         self._engine: Any = engine
-        self._changes = Changes(id(engine))  # a call that goes on keeps the engine
         self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
         if workers is None:
             workers = getattr(engine, "workers", gpus)
         self.workers = int(workers or 1)
         self.load_formats: tuple[str, ...] = tuple(getattr(engine, "load_formats", ()))
 
-    def during(self, update_id: str) -> Self:
-        """The same handle, for the requests of one update, which may have weights restored."""
-        found = copy.copy(self)
-        found._changes = Changes(self._changes.engine)
-        return found
-
-    def unfinished(self, timeout: float) -> bool:
-        """Whether the engine goes on, after that time, with what an update that failed has asked of
-        it."""
-        return self._changes.left(timeout)
-
-    def pause(self, mode: str, timeout: float) -> None:
-        self._begun = None
+    def _pause(self, mode: str, timeout: float) -> None:
         # slime's actors of 0.2.2 take no mode; abort is what they do
         arguments = {} if mode == "abort" else {"mode": mode}
         self._do("pause_generation", arguments, timeout)
@@ -108,47 +80,22 @@ class LocalHandle(ApiHandle):
         check_answer(self.name, method, self._call(method, timeout, **arguments))
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        ask = functools.partial(self._ask, method, arguments)
-        return self._in_turn(method, arguments, timeout, ask)
-
-    def _in_turn(
-        self,
-        method: str,
-        arguments: Mapping[str, Any],
-        timeout: float,
-        ask: Callable[[float, Watched], Any],
-    ) -> Any:
-        """What `ask` gets, of a call that comes after those of an update that failed where the
-        order matters."""
-        if not changes_engine(method, arguments):
-            return ask(timeout, _unwatched)
-        where = f"engine {self.name}: {method}"
-        left = self._changes.wait(where, timeout)
-        check_wanted(where)
-        return ask(left, self._changes.one)
-
-    def _ask(
-        self, method: str, arguments: Mapping[str, Any], timeout: float, watched: Watched
-    ) -> Any:
         function: Callable[..., Any] = getattr(self._engine, method)
-        return self._run(lambda: function(**arguments), method, timeout, watched)
+        return self._result(lambda: function(**arguments), method, timeout)
 
-    def _run(
-        self,
-        function: Callable[[], Any],
-        what: str,
-        timeout: float,
-        watched: Watched,
-    ) -> Any:
+    def _result(self, function: Callable[[], Any], what: str, timeout: float) -> Any:
+        """What a call of the engine's returns; its errors as wsync's."""
         where = f"engine {self.name}: {what}"
-        call = start(where, function)
-        with watched(lambda timeout: bool(wait([call], timeout).done)):
-            if not wait([call], max(timeout, 0.0)).done:
-                raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
+        call = self._run(where, function, timeout)
         error = call.exception()
         if error is not None:
             raise translate(where, error) from error
         return call.result()
+
+    def _call_actor(self, method: str, timeout: float, arguments: Mapping[str, Any]) -> Any:
+        """`_call` of an engine that is a Ray actor."""
+        ask = functools.partial(call_actor, self._engine, self.name, method, timeout, arguments)
+        return self._run(f"engine {self.name}: {method}", ask, timeout + LATER_SECONDS).result()
 
 
 class RayHandle(LocalHandle):
@@ -171,7 +118,6 @@ class RayHandle(LocalHandle):
     ) -> None:
         super().__init__(engine, workers=1)
         self.name = str(engine)  # with the actor's id
-        self._changes = Changes(self.name)
         started = self.server_info(timeout)
         if "tp_size" not in started and (workers or gpus) is None:
             raise InvalidArgumentError(
@@ -200,14 +146,10 @@ class RayHandle(LocalHandle):
 
             return str(ray.get_runtime_context().get_worker_id())
 
-        ask = {"fn": worker}
-        process = call_actor(self._engine, self.name, "__ray_call__", deadline.left, ask)
-        return {**found, "process": process}
+        return {**found, "process": self._call("__ray_call__", deadline.left, fn=worker)}
 
-    def _ask(
-        self, method: str, arguments: Mapping[str, Any], timeout: float, watched: Watched
-    ) -> Any:
-        return call_actor(self._engine, self.name, method, timeout, arguments, watched)
+    def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
+        return self._call_actor(method, timeout, arguments)
 
 
 def url_of(actor: Any, timeout: float) -> str | None:
@@ -219,12 +161,7 @@ def url_of(actor: Any, timeout: float) -> str | None:
 
 
 def call_actor(
-    actor: Any,
-    name: str,
-    method: str,
-    timeout: float,
-    arguments: Mapping[str, Any],
-    watched: Watched = _unwatched,
+    actor: Any, name: str, method: str, timeout: float, arguments: Mapping[str, Any]
 ) -> Any:
     """What a method of an engine answers that is a Ray actor; errors have the engine's name.  Ray
     does not repeat it where it starts the actor again: that has none of the weights before."""
@@ -233,8 +170,7 @@ def call_actor(
     try:
         call = getattr(actor, method).options(max_task_retries=0)
         reference = call.remote(**arguments)
-        with watched(functools.partial(_has_ended, ray, reference)):
-            return ray.get(reference, timeout=max(timeout, 0.0))
+        return ray.get(reference, timeout=max(timeout, 0.0))
     except ray.exceptions.RayTaskError as error:  # also an instance of what the engine has raised
         raise RemoteError(f"{where}: {_raised(error, ray.exceptions.RayTaskError)}") from error
     except ray.exceptions.GetTimeoutError:
@@ -243,15 +179,6 @@ def call_actor(
         raise PeerClosedError(f"{where}: {cut(str(error))}") from error
     except Exception as error:
         raise translate(where, error) from error
-
-
-def _has_ended(ray: Any, reference: Any, timeout: float) -> bool:
-    try:
-        ray.get(reference, timeout=max(timeout, 0.0))
-    except Exception as error:
-        late = isinstance(error, ray.exceptions.GetTimeoutError)
-        return not late or isinstance(error, ray.exceptions.RayTaskError)
-    return True
 
 
 def _raised(error: BaseException, wrapped: type[Any]) -> str:

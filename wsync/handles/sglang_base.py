@@ -2,19 +2,25 @@
 
 import base64
 import contextlib
+import copy
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Final, Self, TypeVar
 
-from wsync._core import DeadlineError, InvalidArgumentError, UnsupportedError
+from wsync._core import DeadlineError, InvalidArgumentError, StateError, UnsupportedError
 from wsync.handles.answers import check_answer, cut, other_draft, refusal
+from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import POLL_SECONDS, Deadline, seconds
 from wsync.messages.control import LOAD_FORMAT
 
 _LOOKS_SECONDS: Final = 1.0  # for a look at an engine by somebody else
 
 _FLUSH_RETRY_SECONDS = 0.05
+
+_T = TypeVar("_T")
 
 
 class ApiHandle(ABC):
@@ -27,6 +33,9 @@ class ApiHandle(ABC):
 
     slime's SGLang has post_process_weights for that instead.  It is called for weights alone that
     the engine rearranges when it has loaded them (see `rearranges`), as slime does for INT4.
+
+    Each call runs in a daemon thread of its own.  A call that does not return costs its deadline,
+    and its thread ends when the engine answers.  The next update waits for it before it begins.
     """
 
     name: str
@@ -36,6 +45,9 @@ class ApiHandle(ABC):
         # whether the session of this update is open; None: not known, another's may be
         self._begun: bool | None = None
         self._restored = False  # the weights, by this update, for them to be loaded
+        self._given_up = threading.Event()  # of this update; of a handle without one it stays unset
+        # calls that have not returned, and the update of each; of the engine, as the next one is
+        self._open: dict[Future[Any], tuple[str, threading.Event]] = {}
         # of the engine, whichever update asks; known: unless it says otherwise; left: a session, by
         # an update that failed; resumed: the last update has had it go on
         self._sessions = {"known": sessions, "left": False, "rearranges": False, "resumed": True}
@@ -44,6 +56,49 @@ class ApiHandle(ABC):
     def started(self) -> dict[str, Any]:
         """How the engine was started, if it says so."""
         return {}
+
+    def during(self, update_id: str) -> Self:
+        """The same handle, for the requests of one update."""
+        told = copy.copy(self)
+        told._given_up = threading.Event()
+        return told
+
+    def give_up(self) -> None:
+        """Makes no further call for this update: the next one may begin."""
+        self._given_up.set()
+
+    @property
+    def unanswered(self) -> list[str]:
+        """What this update has asked and got no answer to: the engine and the method of each."""
+        return [where for where, update in list(self._open.values()) if update is self._given_up]
+
+    def pause(self, mode: str, timeout: float) -> None:
+        """Begins an update, once what earlier ones have asked has been answered: an engine could
+        load their weights after those of this one.  DeadlineError where it is not."""
+        deadline = Deadline(timeout)
+        for call, (where, update) in list(self._open.items()):
+            if update is not self._given_up and not wait([call], deadline.left).done:
+                raise DeadlineError(
+                    f"{where}: not answered since an update that failed asked for it"
+                )
+        self._begun = None
+        self._pause(mode, deadline.left)
+
+    def _run(self, where: str, call: Callable[[], _T], timeout: float) -> Future[_T]:
+        """A call that has returned; DeadlineError if it does not in time.  where: what errors call
+        it."""
+        if self._given_up.is_set():
+            raise StateError(f"{where}: not asked, as its update has been given up")
+        made = start(where, call)
+        self._open[made] = where, self._given_up
+        made.add_done_callback(self._open.pop)
+        if not wait([made], max(timeout, 0.0)).done:
+            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
+        return made
+
+    @abstractmethod
+    def _pause(self, mode: str, timeout: float) -> None:
+        """Stops generation."""
 
     @abstractmethod
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> object:

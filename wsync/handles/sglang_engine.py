@@ -1,6 +1,5 @@
 """SGLang's Engine in this process."""
 
-import functools
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
@@ -48,8 +47,8 @@ class SglangHandle(LocalHandle):
     def started(self) -> dict[str, Any]:
         return self._started
 
-    def pause(self, mode: str, timeout: float) -> None:
-        self._begun = None
+    def _pause(self, mode: str, timeout: float) -> None:
+        """Nothing runs."""
 
     def _session(self, method: str, timeout: float, **selector: str) -> object:
         return self._call(method, timeout, **selector) if self._sessions["known"] else None
@@ -61,7 +60,7 @@ class SglangHandle(LocalHandle):
             known = inspect.signature(form).parameters
             told |= {name: value for name, value in wanted.items() if name in known}
         request = form(serialized_named_tensors=list(payloads), **told)
-        self._request("update_weights_from_tensor", settings, request, timeout)
+        self._request("update_weights_from_tensor", request, timeout)
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         if method != "update_weights_from_disk":
@@ -70,7 +69,7 @@ class SglangHandle(LocalHandle):
         told = dict(arguments)
         if "flush_cache" in inspect.signature(form).parameters:
             told["flush_cache"] = False
-        self._request(method, told, form(**told), timeout)
+        self._request(method, form(**told), timeout)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise UnsupportedError(
@@ -83,9 +82,7 @@ class SglangHandle(LocalHandle):
     def model_info(self, timeout: float) -> dict[str, Any]:
         return super().model_info(timeout) or self.server_info(timeout)
 
-    def _request(
-        self, method: str, settings: Mapping[str, Any], request: Any, timeout: float
-    ) -> None:
+    def _request(self, method: str, request: Any, timeout: float) -> None:
         engine: Any = self._engine
 
         def send() -> Any:
@@ -93,8 +90,7 @@ class SglangHandle(LocalHandle):
                 getattr(engine.tokenizer_manager, method)(request, None)
             )
 
-        ask = functools.partial(self._run, send, method)
-        check_answer(self.name, method, self._in_turn(method, settings, timeout, ask))
+        check_answer(self.name, method, self._result(send, method, timeout))
 
 
 def _form(name: str) -> Any:

@@ -1,16 +1,17 @@
 """SGLang's HTTP endpoints."""
 
 import contextlib
-import copy
 import functools
 import os
 import re
-import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, Self
 from urllib.parse import urlsplit
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection
 
 from wsync._core import (
     DeadlineError,
@@ -19,7 +20,6 @@ from wsync._core import (
     RemoteError,
 )
 from wsync.handles.answers import (
-    NotSentError,
     Setup,
     cause,
     check_answer,
@@ -30,8 +30,6 @@ from wsync.handles.answers import (
     json_or_text,
 )
 from wsync.handles.sglang_base import ApiHandle
-from wsync.handles.unfinished_calls import changes_engine, check_wanted
-from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import Deadline, seconds
 from wsync.messages.control import UPDATE_HEADER
 from wsync.messages.tcp_channel import KEEPALIVE
@@ -43,82 +41,19 @@ _MAX_ANSWER_NBYTES: Final = 16 << 20
 _STEERING: Final = ("pause_generation", "continue_generation")
 
 
-class _Line:
-    """The connection of one exchange, or of several, one after another, for as long as the server
-    keeps it."""
+class _Adapter(HTTPAdapter):
+    """Connections that notice where the other end is gone for good."""
 
-    def __init__(self) -> None:
-        self.ended = False
-        self._made: list[socket.socket] = []
-        self._session: Any = None
-
-    def session(self, url: str) -> Any:
-        """What makes the next exchange."""
-        import requests
-
-        if self._session is None:
-            session = requests.Session()
-            session.trust_env = False  # which has proxies, too
-            session.verify = next(filter(None, map(os.environ.get, _CERTIFICATES)), True)
-            self._watch(session.get_adapter(url))
-            self._session = session
-        return self._session
-
-    def renew(self) -> None:
-        """The next exchange makes a connection of its own."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
-
-    def end(self) -> None:
-        """Cuts the connection off, and has no more made."""
-        self.ended = True
-        for made in self._made:
-            with contextlib.suppress(OSError):  # it has ended
-                socket.socket.shutdown(made, socket.SHUT_RDWR)
-
-    def _watch(self, adapter: Any) -> None:
-        """Has a requests adapter make its connections here."""
-        manager = adapter.poolmanager
-        kinds = manager.pool_classes_by_scheme.items()
-        manager.pool_classes_by_scheme = {
-            scheme: functools.partial(self._pool, kind) for scheme, kind in kinds
-        }
-
-    def _pool(self, kind: Any, *arguments: Any, **keywords: Any) -> Any:
-        pool = kind(*arguments, **keywords)
-        pool.ConnectionCls = functools.partial(self._connection, pool.ConnectionCls)
-        return pool
-
-    def _connection(self, kind: Any, *arguments: Any, **keywords: Any) -> Any:
-        made = kind(*arguments, **keywords)
-        made.connect = functools.partial(self._connect, made, made.connect)
-        return made
-
-    def _connect(self, made: Any, connect: Callable[[], object]) -> None:
-        made.connect = _refuse_again  # before, it refers to itself
-        connect()
-        for level, option, value in KEEPALIVE:
-            made.sock.setsockopt(level, option, value)
-        self._made.append(made.sock)
-        if self.ended:
-            raise TimeoutError("connected too late")
-
-
-def _refuse_again() -> None:
-    """For a connection that has been made: another process may answer at the same address."""
-    raise NotSentError("it has ended the connection between two requests of one update")
-
-
-class _Asking(threading.local):
-    line: _Line | None = None  # of all that this thread asks now
+    def init_poolmanager(self, *arguments: Any, **named: Any) -> None:
+        options = [*HTTPConnection.default_socket_options, *KEEPALIVE]
+        super().init_poolmanager(*arguments, socket_options=options, **named)
 
 
 class HttpHandle(ApiHandle):
     """An engine behind SGLang's HTTP endpoints.
 
     Environment proxies are not used: the engine is reached directly.  Each call opens its own
-    connection, but for those in `one_connection`, so calls may run in several threads.
+    connection, so calls may run in several threads.
     """
 
     def __init__(
@@ -150,35 +85,22 @@ class HttpHandle(ApiHandle):
         self._server: dict[str, Any] = {}  # as it was started; copies share it
         self._known: set[str] = set()  # what it has answered for, of what not all engines have
         self._timeout = timeout
-        self._asking = _Asking()
+        self._http = _new_session()
         self._said = workers
         self.workers = self._setup.workers if workers is None else workers
 
     def __repr__(self) -> str:
         return f"HttpHandle({self.name!r})"
 
-    def during(self, update_id: str) -> "HttpHandle":
+    def during(self, update_id: str) -> Self:
         """The same handle, for the requests of one update; engines without wsync do not read its
         id.  Where the update before has failed, what the engine seemed not to know is asked for
         anew."""
         self._sessions["known"] |= not self._sessions["resumed"]
         self._sessions["resumed"] = False
-        told = copy.copy(self)
+        told = super().during(update_id)
         told._headers = {**self._headers, UPDATE_HEADER: update_id}
         return told
-
-    @contextlib.contextmanager
-    def one_connection(self) -> Iterator[None]:
-        """What this thread asks meanwhile it asks of one process, as far as a connection tells:
-        PeerClosedError where that has ended, and the server had not said that it would."""
-        former, line = self._asking.line, _Line()
-        self._asking.line = line
-        try:
-            yield
-        finally:
-            self._asking.line = former
-            line.end()
-            line.renew()
 
     @property
     def started(self) -> dict[str, Any]:
@@ -221,8 +143,7 @@ class HttpHandle(ApiHandle):
         self._server.clear()
         self._server |= found
 
-    def pause(self, mode: str, timeout: float) -> None:
-        self._begun = None
+    def _pause(self, mode: str, timeout: float) -> None:
         self._do("pause_generation", {"mode": mode}, timeout)
 
     def _flush_once(self, timeout: float) -> str | None:
@@ -323,47 +244,22 @@ class HttpHandle(ApiHandle):
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
     ) -> tuple[int, str]:
-        """(status, text) of one exchange.  It is made in a thread, because requests' timeout
-        restarts with every byte: at the deadline its connection is cut off, which ends it."""
+        """(status, text) of one exchange."""
         where = f"engine {self.name}: {path}"
         if not timeout < threading.TIMEOUT_MAX:
             raise InvalidArgumentError(f"{where}: no system can wait for timeout={timeout!r}")
-        deadline = Deadline(timeout)
-        if not deadline.left:
+        if not timeout > 0:
             raise DeadlineError(f"{where}: no time left to ask")
-        if method != "GET" and changes_engine(path.removeprefix("/"), {}):
-            check_wanted(where)
-        kept = self._asking.line
-        line = _Line() if kept is None or kept.ended else kept
-        call = start(
-            where, lambda: self._exchange(method, path, body, deadline, line, line is kept)
-        )
-        try:
-            if not wait([call], deadline.left).done:
-                raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
-            return call.result()
-        except BaseException:
-            line.end()
-            raise
-        finally:
-            del call  # which an error would keep, and be kept by
+        exchange = functools.partial(self._exchange, where, method, path, body, Deadline(timeout))
+        return self._run(where, exchange, timeout).result()
 
     def _exchange(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        deadline: Deadline,
-        line: _Line,
-        keep: bool,
+        self, where: str, method: str, path: str, body: Any, deadline: Deadline
     ) -> tuple[int, str]:
-        import requests
-
-        where = f"engine {self.name}: {path}"
+        """requests' timeout is that of each read; who waits for the whole has its own."""
         late = f"{where}: no answer within {seconds(deadline.seconds)}"
-        stays = False
         try:
-            with line.session(self.name).request(
+            with self._http.request(
                 method,
                 self._url + path,
                 json=body,
@@ -377,7 +273,6 @@ class HttpHandle(ApiHandle):
                     data += piece
                     if len(data) > _MAX_ANSWER_NBYTES:
                         raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
-                stays = keep and _stays_open(response)
                 return response.status_code, data.decode("utf-8", "replace")
         except requests.Timeout:
             raise DeadlineError(late) from None
@@ -388,15 +283,18 @@ class HttpHandle(ApiHandle):
             raise PeerClosedError(f"{where}: {cause(error)}") from error
         except (requests.RequestException, ValueError) as error:
             raise RemoteError(f"{where}: {cut(str(error))}") from error
-        finally:
-            if not stays:
-                line.renew()
 
 
-def _stays_open(response: Any) -> bool:
-    """Whether the server keeps the connection of this answer, as far as it says (RFC 9112, 9.3)."""
-    closes = "close" in response.headers.get("Connection", "").lower()
-    return bool(response.raw.version == 11) and not closes
+def _new_session() -> requests.Session:
+    """One for all requests to an engine.  Each has a connection of its own: a server may end one
+    that is kept just when the next request is sent by it."""
+    session = requests.Session()
+    session.trust_env = False  # which has proxies, too
+    session.verify = next(filter(None, map(os.environ.get, _CERTIFICATES)), True)
+    session.headers["Connection"] = "close"
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, _Adapter())
+    return session
 
 
 def _without_user(url: str) -> str:

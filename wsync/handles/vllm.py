@@ -17,9 +17,8 @@ from typing import Any, Final
 
 from wsync._core import RemoteError, UnsupportedError
 from wsync.handles.answers import Setup, check_answer, check_same, cut, engine_text, json_or_text
-from wsync.handles.local import LocalHandle, Watched, call_actor
+from wsync.handles.local import LocalHandle
 from wsync.handles.sglang_http import HttpHandle
-from wsync.handles.unfinished_calls import Changes
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
 
@@ -64,8 +63,6 @@ class VllmHandle(LocalHandle):
         self._remote = callable(getattr(engine.collective_rpc, "remote", None))
         if self._remote:
             self.name = str(engine)
-        if self._remote or isinstance(engine, VllmServer):
-            self._changes = Changes(self.name)
         # where old weights' work may lie, as the workers say; copies share it
         self._keeps: dict[str, Any] = {}
         self._named: str | None = None  # by this update
@@ -81,7 +78,7 @@ class VllmHandle(LocalHandle):
         now = Setup(self._count(timeout), self.load_formats)
         check_same(self.name, Setup(self.workers, self.load_formats), now)
 
-    def pause(self, mode: str, timeout: float) -> None:
+    def _pause(self, mode: str, timeout: float) -> None:
         self._mode = mode
         word = _MODES.get(mode, mode)
         if self._has("pause_generation"):
@@ -237,12 +234,10 @@ class VllmHandle(LocalHandle):
         """Ends a pause.  Versions that do not know the tag change nothing, and answer None."""
         return self._call("wake_up", deadline.left, tags=["scheduling"])
 
-    def _ask(
-        self, method: str, arguments: Mapping[str, Any], timeout: float, watched: Watched
-    ) -> Any:
+    def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
         if self._remote:
-            return call_actor(self._engine, self.name, method, timeout, arguments, watched)
-        return self._run(lambda: self._wait_for(method, arguments), method, timeout, watched)
+            return self._call_actor(method, timeout, arguments)
+        return self._result(lambda: self._wait_for(method, arguments), method, timeout)
 
     def _wait_for(self, name: str, arguments: Mapping[str, Any]) -> Any:
         answer = self._method(name)(**arguments)

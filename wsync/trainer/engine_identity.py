@@ -2,72 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
-from wsync._core import PeerClosedError, RemoteError
-from wsync.handles.answers import identity_of, is_unsent
+from wsync._core import RemoteError, StateError
+from wsync.handles.answers import identity_of
 from wsync.handles.base import EngineHandle, send_control
-from wsync.handles.unfinished_calls import asking_for, check_wanted
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import UPDATING, Control
 
 _log = logging.getLogger(__name__)
 
 _RESTART_SECONDS: Final = 0.1  # no engine is started again in less
-
-
-_Method = TypeVar("_Method", bound=Callable[..., None])
-
-
-def _in_an_update(method: _Method) -> _Method:
-    """A method that asks for something in the update that is under way when it is called.  The
-    engine is checked by the connection that the request itself goes by: a process that has been
-    started at this address in between would take it, and may be like the one that was checked."""
-
-    @functools.wraps(method)
-    def asked(self: CheckedEngine, *arguments: Any, **named: Any) -> None:
-        with asking_for(self._given_up), _one_connection(self._during):
-            method(self, *arguments, **named)
-
-    return cast(_Method, asked)
-
-
-def _in_an_update_once(method: _Method) -> _Method:
-    """The same for a method that sends one request.  Where the connection has ended before that was
-    sent, as servers end what nobody has used for some seconds, the engine is checked once more, by
-    another one."""
-
-    @functools.wraps(method)
-    def asked(self: CheckedEngine, *arguments: Any, timeout: float, **named: Any) -> None:
-        deadline, before = Deadline(timeout), (self._reported, self._version)
-        with asking_for(self._given_up):
-            try:
-                with _one_connection(self._during):
-                    return method(self, *arguments, timeout=deadline.left, **named)
-            except PeerClosedError as error:
-                if not is_unsent(error):
-                    raise
-            check_wanted(f"engine {self.name}")  # the next update may note here what it does
-            self._reported, self._version = before
-            with _one_connection(self._during):
-                return method(self, *arguments, timeout=deadline.left, **named)
-
-    return cast(_Method, asked)
-
-
-def _one_connection(handle: Any) -> contextlib.AbstractContextManager[None]:
-    """Around requests of this thread that are of one process; handles without connections have
-    none to keep."""
-    kept = getattr(type(handle), "one_connection", None)
-    return contextlib.nullcontext() if kept is None else kept(handle)
 
 
 class CheckedEngine:
@@ -107,7 +57,7 @@ class CheckedEngine:
         self._series: str = secrets.token_hex(8) if before is None else before._series
         self._ids: Iterator[int] = itertools.count(1) if before is None else before._ids
         self._update_id = ""
-        self._given_up = threading.Event()
+        self._given_up = False
         self._buckets: Iterator[int] | None = None  # numbers, where buckets get versions
         self._verified = 0.0  # when, on the monotonic clock
 
@@ -120,17 +70,21 @@ class CheckedEngine:
     def load_formats(self) -> tuple[str, ...]:
         return self.handle.load_formats
 
+    @property
+    def _told(self) -> Any:
+        """The handle for what this update asks; StateError once the update has been given up."""
+        if self._given_up:
+            raise StateError(f"engine {self.name}: not asked, as its update has been given up")
+        return self._during
+
     def give_up(self) -> None:
-        """What threads of this update have not asked of the engine yet they ask no more: the next
-        update may begin."""
-        self._given_up.set()
+        """What threads of this update have not asked of the engine yet they ask no more.  The next
+        update begins with another object."""
+        self._given_up = True
+        if hasattr(type(self._during), "give_up"):
+            self._during.give_up()
 
     def pause(self, mode: str, timeout: float) -> None:
-        self._given_up = threading.Event()
-        with asking_for(self._given_up):
-            self._pause(mode, timeout)
-
-    def _pause(self, mode: str, timeout: float) -> None:
         deadline = Deadline(timeout)
         during = getattr(self.handle, "during", None)
         self._update_id = f"{self._series}{next(self._ids):08x}"
@@ -138,7 +92,7 @@ class CheckedEngine:
         self._during = told or self.handle
         self._version = None
         given, self._given = self._given, None
-        self._during.pause(mode, timeout)
+        self._told.pause(mode, timeout)
         identity, (self._identity, found) = self._identity, self._ask(deadline)
         self._reported = found.get("weight_version")
         stock = "instance" not in found and self._reported is not None
@@ -148,7 +102,7 @@ class CheckedEngine:
         once = stock or getattr(self.handle, "pauses_once", False)
         if self._identity != identity and not once:
             # it may have been started again between the pause and the answer that tells who it is
-            self._during.pause(mode, deadline.left)
+            self._told.pause(mode, deadline.left)
         if disturbed and given is not None:
             _log.warning(
                 "engine %s: reports weight version %s, and the last update gave it %s: it was "
@@ -165,42 +119,38 @@ class CheckedEngine:
             look(timeout)
 
     def flush(self, timeout: float) -> None:
-        self._during.flush(timeout)
+        self._told.flush(timeout)
 
-    @_in_an_update
     def settle(self, mode: str, timeout: float, *, flush: bool) -> None:
         """When the engine has all weights: pauses and flushes it once more where it cannot tell
         whose requests it gets.  Another trainer, or a gateway that repeats a request, may have had
         it continue meanwhile, and its cache then has what mixed weights have computed."""
         if self._buckets is not None:
-            deadline = Deadline(timeout)
-            self.handle.pause(mode, timeout)  # not `_during`, for which it would begin an update
+            deadline, handle = Deadline(timeout), self._told and self.handle
+            handle.pause(mode, timeout)  # not `_during`, for which it would begin an update
             if flush:
                 self.flush(deadline.left)
 
-    @_in_an_update_once
     def update_weights(
         self, payloads: Sequence[bytes] | Callable[[], Sequence[bytes]], **request: Any
     ) -> None:
-        """payloads: a function makes them when the engine has been checked, perhaps twice."""
+        """payloads: a function makes them when the engine has been checked."""
         checked = self._bucket(**request)
-        self._during.update_weights(payloads() if callable(payloads) else payloads, **checked)
+        self._told.update_weights(payloads() if callable(payloads) else payloads, **checked)
 
-    @_in_an_update_once
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:
-        send_control(self._during, messages, **self._message(**request))
+        send_control(self._told, messages, **self._message(**request))
 
-    @_in_an_update_once
     def update_weights_from_disk(self, path: str, **request: Any) -> None:
-        self._during.update_weights_from_disk(path, **self._checked(**request))
+        checked = self._checked(**request)
+        self._told.update_weights_from_disk(path, **checked)
 
-    @_in_an_update_once
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         checked = self._bucket if method == "update_weights_from_distributed" else self._checked
         request = checked(arguments.get("weight_version"), timeout)
         timeout = request.pop("timeout")
         given = {name: value for name, value in request.items() if value is not None}
-        self._during.call(method, {**arguments, **given}, timeout)
+        self._told.call(method, {**arguments, **given}, timeout)
 
     def verify(self, timeout: float) -> None:
         """Before the engine goes on.
@@ -223,17 +173,16 @@ class CheckedEngine:
                 f"{self._version}: it was restarted, or another trainer updates it"
             )
 
-    @_in_an_update
     def resume(self, timeout: float) -> None:
         deadline = Deadline(timeout)
         if time.monotonic() > self._verified + _RESTART_SECONDS:  # other engines have taken long
             self.verify(deadline.left)
-        self._during.resume(deadline.left)
+        self._told.resume(deadline.left)
         self._check_held(self._check_identity(deadline))
         self._given = self._version
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        info: dict[str, Any] = self._during.model_info(timeout)
+        info: dict[str, Any] = self._told.model_info(timeout)
         return info
 
     def _checked(
@@ -305,13 +254,7 @@ class CheckedEngine:
         return identity_of({**found, **server}) if known else {}, found
 
     def _server_info(self, deadline: Deadline) -> dict[str, Any]:
-        found: dict[str, Any] = self._during.server_info(deadline.left) or {}
-        check_wanted(f"engine {self.name}")
-        return found
+        return self._told.server_info(deadline.left) or {}
 
     def _model_info(self, deadline: Deadline) -> dict[str, Any]:
-        """What the engine answers; StateError if the update was given up until then, whose threads
-        are to note nothing of the next one."""
-        found: dict[str, Any] = self._during.model_info(deadline.left) or {}
-        check_wanted(f"engine {self.name}")
-        return found
+        return self._told.model_info(deadline.left) or {}

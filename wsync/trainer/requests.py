@@ -91,8 +91,8 @@ class EngineRequests:
     """The requests to engines around an update.  Rank 0 makes them; other ranks have no engines.
 
     Calls left by a failed update ask engines for nothing more.  What they have asked is awaited
-    before engines are told of the next version: otherwise an engine could apply the older version
-    after the newer.
+    when the next one pauses (see ApiHandle.pause): otherwise an engine could apply the older
+    version after the newer.
 
     Attributes:
         compare: called, with a timeout, for the handle of an engine that has paused and may have
@@ -106,23 +106,17 @@ class EngineRequests:
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
         self._closing: dict[int, list[Control]] = {}
-        self._failed = ""  # the version of these calls
-        self._under_way: UnderWay = []  # of all updates
         self._stops: list[tuple[float, float]] = []  # how long engines paused and flushed
-        self._end = Deadline(0.0)  # by then all these have ended, if handles keep their timeouts
 
-    def pause(self, *, anew: bool) -> None:
-        """Pauses the engines. anew: for a new connection; what a failed update has left under way
-        goes on under its old id."""
-        options, deadline = self._options, Deadline(self._options.deadline)
+    def pause(self) -> None:
+        """Pauses the engines."""
+        deadline = Deadline(self._options.deadline)
         self._stops = []
-        if anew:
-            self.engines = [CheckedEngine(before.handle, before) for before in self.engines]
 
         def pause(index: int, engine: Any) -> None:
             self.stop(engine, lambda: deadline.left)
 
-        self._pausing = self._start(pause, options.deadline)
+        self._pausing = self._start(pause)
 
     def stop(self, engine: CheckedEngine, remaining: Callable[[], float]) -> None:
         """Has one engine stop and, with Options.flush_cache, drop its cache; `remaining` gives the
@@ -161,7 +155,7 @@ class EngineRequests:
         def open_engine(index: int, engine: EngineHandle) -> None:
             send_control(engine, messages[index], weight_version=None, timeout=timeout)
 
-        self._opened = self._start(open_engine, timeout, list(messages))
+        self._opened = self._start(open_engine, list(messages))
 
     def look(self) -> None:
         """Raises what has gone wrong with an engine, until all workers hold everything."""
@@ -202,7 +196,6 @@ class EngineRequests:
         called while this waits, `between` when all have the version and before any goes on.
         Raises what they raise, or DeadlineError.
         """
-        self._clear(deadline, check)
         self._stops = []
         given_up = threading.Event()
 
@@ -223,12 +216,11 @@ class EngineRequests:
 
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
         end = Deadline(deadline.left + LATER_SECONDS)
-        self._failed = version
         try:
-            self._handover = self._start(hand_over, deadline.left)
+            self._handover = self._start(hand_over)
             self._handover.join(end.left, check)
             between()
-            self._handover = self._start(go_on, deadline.left)
+            self._handover = self._start(go_on)
             self._handover.join(end.left, check)
         except BaseException:
             given_up.set()
@@ -236,45 +228,29 @@ class EngineRequests:
         self._handover = NO_CALLS
 
     def abandon(self, left: UnderWay) -> None:
-        """After a failure: waits a little for all calls, because what engines answer is their side
-        of it, and keeps those that go on, with others that are left under way.  What they have not
-        asked yet they ask no more."""
-        for engine in self.engines:
+        """After a failure: no engine is asked for anything more.  What has been asked, with what is
+        `left` elsewhere, may end for a moment, because what engines answer is their side of the
+        failure.  Then nobody waits for it any more, and one line says so."""
+        engines, self.engines = self.engines, [CheckedEngine(e.handle, e) for e in self.engines]
+        for engine in engines:
             engine.give_up()
-        self._pausing = self._opened = NO_CALLS
-        self._under_way += left
-        self._settle(min(LEAVE_SECONDS, self._options.deadline))
-
-    def settle(self) -> None:
-        """Waits for all that is under way, for as long as it may take, and names the engines that
-        are not done then, also those busy with calls that handles no longer wait for."""
-        busy = self._settle(self._end.left)
-        for engine in self.handles:
-            unfinished = getattr(engine, "unfinished", None)
-            if unfinished is not None and unfinished(self._end.left):
-                busy.append(engine.name)
+        asked = [
+            each
+            for calls in (self._pausing, self._opened, self._handover)
+            for each in calls.under_way
+        ]
+        self._pausing = self._opened = self._handover = NO_CALLS
+        wait([call for _, call in asked + left], min(LEAVE_SECONDS, self._options.deadline))
+        busy = {name: f"engine {name}" for name, call in asked + left if not call.done()}
+        for engine in engines:
+            if engine.name in busy and engine.unanswered:
+                busy[engine.name] = ", ".join(engine.unanswered)
         if busy:
             _log.warning(
-                "wsync: engines did not end what they were asked in an update that failed: %s",
-                ", ".join(dict.fromkeys(busy)),
+                "wsync: the update has failed and leaves unanswered: %s", "; ".join(busy.values())
             )
 
-    def _start(self, call: Call, timeout: float, indices: Sequence[int] | None = None) -> Calls:
-        """Calls the engines of these indices (None: all), whose handles keep the timeout."""
+    def _start(self, call: Call, indices: Sequence[int] | None = None) -> Calls:
+        """Calls the engines of these indices (None: all)."""
         wanted = range(len(self.engines)) if indices is None else indices
-        self._end = max(self._end, Deadline(timeout + LATER_SECONDS), key=lambda end: end.left)
-        calls = Calls([(index, self.engines[index]) for index in wanted], call)
-        self._under_way = [item for item in self._under_way if not item[1].done()]
-        self._under_way += calls.under_way
-        return calls
-
-    def _settle(self, timeout: float) -> list[str]:
-        wait([call for _, call in self._under_way], timeout)
-        self._under_way = [item for item in self._under_way if not item[1].done()]
-        return [name for name, _ in self._under_way]
-
-    def _clear(self, deadline: Deadline, check: Check) -> None:
-        while busy := self._handover.busy(POLL_SECONDS):
-            check()
-            what = f"what it was told of version {self._failed}, which failed,"
-            deadline.check(f"engine {busy[0]} did not end {what}")
+        return Calls([(index, self.engines[index]) for index in wanted], call)

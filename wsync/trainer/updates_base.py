@@ -99,12 +99,9 @@ class Updates(abc.ABC):
         return self._busy.taken(refusal)
 
     def _close(self) -> None:
-        """Waits for what a failed update has left under way at an engine, up to the deadline it
-        had: another trainer may be about to update the engine."""
         self._closed = True
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._forget)
-            last_first.callback(self._requests.settle)
             if self._image is not None:
                 last_first.callback(self._image.close)
             last_first.callback(self._group.close)

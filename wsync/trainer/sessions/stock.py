@@ -155,7 +155,6 @@ class StockSession(BucketSession):
         assert ring is not None
         slot = self.rounds.slots[round]
 
-        @functools.cache  # what has been exported is sent
         def payloads() -> list[bytes]:
             workers = range(self._engine.workers)
             return [ring.payload(slot.offset, slot.nbytes, metadata) for _ in workers]
