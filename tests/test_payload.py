@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import hashlib
@@ -11,19 +10,13 @@ import multiprocessing
 import os
 import pickle
 import pickletools
-import secrets
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-import tracemalloc
 import weakref
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
-from multiprocessing.resource_sharer import DupFd
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +28,9 @@ from hypothesis import strategies as st
 from support.engines import SGLANG_VERSIONS, SglangReceiver, engine_tree
 from support.pickled_sender import send_pickled
 
-from wsync import DeadlineError, InvalidArgumentError, NoMemoryError, ProtocolError, _core
+from wsync import InvalidArgumentError, NoMemoryError, ProtocolError, _core
 from wsync.bucket import FlattenedTensorBucket
-from wsync.messages import payload, torch_shm_reader
+from wsync.messages import payload
 from wsync.trainer.sessions.stock import SharedRing
 
 TENSORS = [
@@ -270,32 +263,6 @@ def test_more_than_the_machine_has_is_refused() -> None:
         payload.shared_bytes(1 << 60)
 
 
-def users(file: Path) -> int:
-    """What torch counts at the start of a segment."""
-    return int.from_bytes(file.read_bytes()[:4], "little")
-
-
-def test_a_payload_that_comes_twice_does_not_take_the_file_from_its_maker() -> None:
-    """torch counts down for each; what is then left over unlinks it, and ends the maker when that
-    does the same."""
-    before = segments()
-    out = payload.shared_bytes(4096)
-    bucket = FlattenedTensorBucket(TENSORS, out=out)
-    data = payload.bucket(bucket)
-    (name,) = segments() - before
-    file = Path("/dev/shm") / name
-    assert users(file) == 2
-    for _ in range(3):
-        value: Any = payload.load(data)
-        assert rows(FlattenedTensorBucket(**value).reconstruct_tensors()) == rows(TENSORS)
-        del value
-        gc.collect()
-        assert users(file) == 1
-    del bucket, out
-    gc.collect()
-    assert not file.exists()
-
-
 @pytest.mark.parametrize("nbytes", [4, 8])
 def test_a_shared_counter_is_not_counted_below_its_least(nbytes: int) -> None:
     data = bytearray((1 << 31 if nbytes == 8 else 3).to_bytes(nbytes, "little"))
@@ -318,189 +285,6 @@ def test_what_is_no_counter_is_refused() -> None:
         _core.count_down(all[1:5], 0)
     with pytest.raises((TypeError, BufferError)):
         _core.count_down(bytes(4), 0)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A name in /dev/shm as torch gives them."""
-    path = Path(f"/dev/shm/torch_{os.getpid()}_{secrets.randbits(31)}_0")
-    yield path
-    path.unlink(missing_ok=True)
-
-
-def by_file(name: bytes, nbytes: int) -> bytes:
-    call = reduce_to(
-        "torch.multiprocessing.reductions", "rebuild_storage_filename", None, b"/x", name, nbytes
-    )
-    return b"\x80\x04" + call
-
-
-@pytest.mark.parametrize(
-    ("make", "nbytes", "text"),
-    [
-        (lambda path: path.write_bytes(bytes(64 + 4095)), 4096, "has 4159 bytes instead of 4160"),
-        (lambda path: path.write_bytes(b""), 0, "has 0 bytes instead of 64"),
-        (lambda path: path.write_bytes(bytes(100)), -1, "is not"),
-        (lambda path: path.write_bytes(bytes(100)), 1 << 70, "has 100 bytes instead of"),
-        (os.mkfifo, 1, "is no regular file of user"),
-        (lambda path: path.symlink_to("/etc/passwd"), 1, "payload: OSError"),
-        (lambda path: None, 1, "payload: FileNotFoundError"),
-    ],
-)
-def test_a_shared_file_is_a_file_of_torchs_and_large_enough(
-    make: Any, nbytes: int, text: str, shm: Path
-) -> None:
-    make(shm)
-    with pytest.raises(ProtocolError, match=text):
-        payload.load(by_file(f"/{shm.name}".encode(), nbytes))
-
-
-def test_a_file_that_is_cut_short_once_it_was_read_is_no_harm(shm: Path) -> None:
-    """Reading beyond the end of a mapped file would kill the process."""
-    shm.write_bytes(bytes(64) + b"x" * 100_000)
-    os.truncate(shm, 64 + 150_000)
-    storage: Any = payload.load(by_file(f"/{shm.name}".encode(), 150_000))
-    os.truncate(shm, 0)
-    child = os.fork()
-    if child == 0:
-        os._exit(bytes(storage) != b"x" * 100_000 + bytes(50_000))
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_file_that_is_cut_short_while_it_is_read_is_refused(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = os.preadv
-
-    def cut(descriptor: int, *more: Any) -> int:
-        os.truncate(shm, 64 + 50_000)
-        return read(descriptor, *more)
-
-    shm.write_bytes(bytes(64 + 100_000))
-    monkeypatch.setattr(os, "preadv", cut)
-    with pytest.raises(ProtocolError, match="has 50064 bytes instead of 100064"):
-        payload.load(by_file(f"/{shm.name}".encode(), 100_000))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        b"/etc/passwd",
-        b"/torch_1_2_3/../../etc/passwd",
-        b"torch_1_2_3",
-        b"/sem.torch_1_2_3",
-        b"/torch_1_2_3\n",
-        b"/torch_" + b"1" * 5000 + b"_1",
-    ],
-)
-def test_other_files_are_not_opened(name: bytes) -> None:
-    with pytest.raises(ProtocolError, match="is not a file of torch's in /dev/shm"):
-        payload.load(by_file(name, 1))
-
-
-# --- descriptors -------------------------------------------------------------------------------
-
-
-def by_descriptor(identifier: object, nbytes: int) -> bytes:
-    """What torch writes for a storage that is passed by descriptor."""
-    state = pickle.dumps({"_id": identifier}, 3)[2:-1]
-    shared = b"cmultiprocessing.resource_sharer\nDupFd\n)\x81" + state + b"b"
-    size = pickle.dumps(nbytes, 3)[2:-1]
-    call = b"ctorch.multiprocessing.reductions\nrebuild_storage_fd\nN"
-    return b"\x80\x04" + call + shared + size + b"\x87R."
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        ("127.0.0.1", 9),
-        "127.0.0.1",
-        "/run/docker.sock",
-        "\x00pymp-x/listener-x",
-        "/tmp/pymp-x/../listener-x",
-        "x" * 4000,
-        None,
-    ],
-)
-def test_addresses_of_others_are_not_called(address: object) -> None:
-    with pytest.raises(ProtocolError, match=r"is no address of multiprocessing") as raised:
-        payload.load(by_descriptor((address, 1), 8))
-    assert len(str(raised.value)) < 300
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """As multiprocessing makes one for its sockets."""
-    with tempfile.TemporaryDirectory(prefix="pymp-") as name:
-        yield Path(name)
-
-
-def test_a_socket_lies_in_a_private_folder(folder: Path) -> None:
-    path = folder / "listener-x"
-    with socket.socket(socket.AF_UNIX) as line:
-        line.bind(str(path))
-        folder.chmod(0o755)
-        with pytest.raises(ProtocolError, match="no socket in a private folder"):
-            payload.load(by_descriptor((str(path), 1), 8))
-    path.unlink()
-    folder.chmod(0o700)
-    path.write_text("")
-    with pytest.raises(ProtocolError, match="no socket in a private folder"):
-        payload.load(by_descriptor((str(path), 1), 8))
-
-
-def test_a_process_that_passes_nothing_is_not_waited_for(folder: Path) -> None:
-    path = folder / "listener-x"
-    with socket.socket(socket.AF_UNIX) as line:
-        line.bind(str(path))
-        line.listen()
-        with pytest.raises(DeadlineError, match="listener-x passes no descriptor"):
-            payload.load(by_descriptor((str(path), 1), 8), timeout=0.1)
-
-
-def test_a_process_that_passes_a_byte_at_a_time_is_not_waited_for(folder: Path) -> None:
-    """One deadline ends all waits together; each of them would be short enough."""
-    path, over = folder / "listener-x", threading.Event()
-
-    def dribble(line: socket.socket) -> None:
-        with contextlib.suppress(OSError), line.accept()[0] as peer:
-            for byte in (40).to_bytes(4, "big") + b"#CHALLENGE#" + bytes(29):
-                if over.wait(0.05):
-                    break
-                peer.sendall(bytes([byte]))
-
-    with socket.socket(socket.AF_UNIX) as line:
-        line.bind(str(path))
-        line.listen()
-        server = threading.Thread(target=dribble, args=(line,), daemon=True)
-        server.start()
-        try:
-            with pytest.raises(DeadlineError, match="listener-x passes no descriptor"):
-                payload.load(by_descriptor((str(path), 1), 8), timeout=0.5)
-        finally:
-            over.set()
-            server.join(60)
-
-
-@pytest.mark.parametrize(
-    ("kind", "nbytes", "text"),
-    [
-        ("file", 4097, "has 4096 bytes instead of 4097"),
-        ("file", -1, "is not"),
-        ("pipe", 1, "is no regular file of user"),
-    ],
-)
-def test_a_descriptor_is_of_a_file_that_is_large_enough(kind: str, nbytes: int, text: str) -> None:
-    with tempfile.TemporaryFile() as file:
-        file.truncate(4096)
-        ends = os.pipe()
-        shared: Any = DupFd(file.fileno() if kind == "file" else ends[0])
-        try:
-            with pytest.raises(ProtocolError, match=text):
-                payload.load(by_descriptor(shared._id, nbytes))
-        finally:
-            for end in ends:
-                os.close(end)
 
 
 # --- wsync's reader ----------------------------------------------------------------------------
@@ -572,6 +356,11 @@ def reduce_to(module: str, name: str, *arguments: object) -> bytes:
     return f"c{module}\n{name}\n".encode() + data + b"R."
 
 
+def by_value_of(data: bytes) -> bytes:
+    """A pickle that loads a storage from these bytes."""
+    return payload.values(payload.called("torch.storage", "_load_from_bytes", data))
+
+
 @pytest.mark.parametrize(
     ("data", "text"),
     [
@@ -584,16 +373,8 @@ def reduce_to(module: str, name: str, *arguments: object) -> bytes:
             reduce_to("wsync.messages.payload", "control", b""),
             r"global wsync\.messages\.payload\.control",
         ),
-        (reduce_to("torch", "Tensor", 3), "only named"),
-        (reduce_to("torch", "Size", ("x",)), "not a shape"),
-        (reduce_to("torch", "Size", (-1,)), "not a shape"),
         (reduce_to("torch", "float32"), "TypeError"),
-        (b"\x80\x04ctorch\nTensor\nN}X\x01\x00\x00\x00aK\x01s\x86b.", "fills a function"),
-        (b"\x80\x04X\x01\x00\x00\x00aQ.", "opcode 0x51 is not allowed"),
-        (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", "opcode 0x96"),
-        (b"\x80\x04}))s.", "a tuple is the key of a dict"),
-        (b"\x80\x04}())u.", "a tuple is the key of a dict"),
-        (b"\x80\x04))a.", "fills a tuple"),
+        (by_value_of(reduce_to("os", "system", "true")), "Weights only load failed"),
         (b"", "EOFError"),
         (b"\x80\x04]", "payload: "),
         (pickle.dumps([1, 2, 3])[:-1], "payload: "),
@@ -602,244 +383,6 @@ def reduce_to(module: str, name: str, *arguments: object) -> bytes:
 def test_everything_else_is_refused(data: bytes, text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
         payload.load(data)
-
-
-def test_few_bytes_take_little_memory() -> None:
-    tracemalloc.start()
-    try:
-        assert payload.load(b"\x80\x04Nr\xff\xff\xff\x03.") is None  # a memo of 2^26 places
-        assert tracemalloc.get_traced_memory()[1] < 2**20
-    finally:
-        tracemalloc.stop()
-
-
-def test_few_bytes_take_little_time() -> None:
-    """Tuples of the same tuple twice: as text or as a key, each level takes twice as long."""
-    nested = b"\x80\x04)\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(100))
-    with pytest.raises(ProtocolError, match="is not a shape"):
-        payload.load(nested + b"ctorch\nSize\nhd\x85R.")
-    with pytest.raises(ProtocolError, match="key of a dict"):
-        payload.load(nested + b"}hdNs.")
-
-
-def test_a_tensor_that_was_read_cannot_be_moved() -> None:
-    """torch.Tensor.__setstate__ would put it anywhere, and grow its storage."""
-    data = CONTROL[:-1]
-    with pytest.raises(ProtocolError, match="fills a list"):
-        payload.load(data + b"}b.")
-    built = pickle.dumps(torch.ones(3), 4)[:-1]
-    with pytest.raises(ProtocolError, match="fills a Tensor"):
-        payload.load(built + b"}b.")
-
-
-def test_nothing_outside_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trap_module.py").write_text("raise SystemExit('imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ProtocolError, match=r"trap_module\.x is not allowed"):
-        payload.load(b"ctrap_module\nx\n.")
-    assert "trap_module" not in sys.modules
-
-
-def tamper(data: bytes, old: bytes, new: bytes) -> bytes:
-    assert data.count(old) == 1
-    return data.replace(old, new)
-
-
-def test_a_tensor_cannot_reach_beyond_its_storage() -> None:
-    """An unchecked rebuild would grow the storage, or read what lies behind a mapping."""
-    flat = torch.arange(8, dtype=torch.uint8)
-    bucket = FlattenedTensorBucket([("w", flat)])
-    data = payload.bucket(bucket, by_value=True)
-    larger = tamper(data, b"K\x00K\x08\x85", b"K\x00K\x09\x85")
-    with pytest.raises(ProtocolError, match="needs 9 bytes of a storage of 8"):
-        payload.load(larger)
-
-
-def stored(
-    count: int,
-    data: bytes = b"",
-    *,
-    said: int | None = None,
-    facts: bytes = b"\x80\x02}.",
-    kind: tuple[str, str] = ("torch", "ByteStorage"),
-) -> bytes:
-    """A storage in torch's legacy format, whose count is announced as `said`."""
-    announced = b"c%s\n%s\n" % (kind[0].encode(), kind[1].encode())
-    size = pickle.dumps(count if said is None else said, 3)[2:-1]
-    return (
-        pickle.dumps(0x1950A86A20F9469CFC6C, 2)
-        + pickle.dumps(1001, 2)
-        + facts
-        + (b"\x80\x02(X\x07\x00\x00\x00storage" + announced)
-        + (b"X\x01\x00\x00\x00kX\x03\x00\x00\x00cpu" + size + b"NtQ.")
-        + b"\x80\x02]X\x01\x00\x00\x00ka."
-        + (count.to_bytes(8, "little") + data)
-    )
-
-
-def from_bytes(data: bytes) -> bytes:
-    return reduce_to("torch.storage", "_load_from_bytes", data)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(torch.uint8, torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.int64),
-        *(torch.uint16, torch.float8_e4m3fn),
-    ],
-)
-def test_values_of_every_kind_of_storage_are_read(kind: torch.dtype) -> None:
-    tensor = torch.arange(6).reshape(2, 3).t().to(kind)
-    found: Any = payload.load(pickle.dumps(tensor, 4))
-    assert rows([("t", found)]) == rows([("t", tensor)])
-    assert found.stride() == tensor.stride()
-
-
-NESTED = b")\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(100))
-
-
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        (stored(1 << 33), r"8589934592 elements of 1 bytes has 0"),
-        (stored(4, b"1234", said=1 << 62), r"4611686018427387904 elements of 1 bytes has 4"),
-        (stored(4, b"12345"), r"4 elements of 1 bytes has 5"),
-        (stored(4, b"1234", kind=("torch", "FloatStorage")), "4 elements of 4 bytes has 4"),
-        (stored(4, b"1234", kind=("torch", "QUInt8Storage")), r"global torch\.QUInt8Storage"),
-        (stored(4, b"1234", kind=("torch", "Tensor")), r"global torch\.Tensor"),
-        (stored(0, facts=b"\x80\x04}" + NESTED + b"Ns."), "a tuple is the key of a dict"),
-        (stored(0, facts=b"\x80\x02cos\ngetpid\n)R."), "opcode 0x52|global os.getpid"),
-        (stored(0)[:-30], "payload: "),
-        (b"PK\x03\x04" + bytes(30), "payload: "),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_storage_inside_is_no_more_than_its_bytes(data: bytes, text: str) -> None:
-    with pytest.raises(ProtocolError, match=text):
-        payload.load(from_bytes(data))
-
-
-def test_bytes_that_are_named_often_are_read_once() -> None:
-    """Each time they would take their memory again."""
-    call = b"ctorch.storage\n_load_from_bytes\n\x94" + pickle.dumps(stored(99, bytes(99)))[2:-1]
-    with pytest.raises(ProtocolError, match="larger than the payload"):
-        payload.load(b"\x80\x04(" + call + b"h\x00h\x01\x85R" * 50 + b"t.")
-
-
-def test_a_file_that_is_named_often_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, read = [], torch_shm_reader._read
-    monkeypatch.setattr(torch_shm_reader, "_read", lambda *a: copies.append(a[2]) or read(*a))
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        whole = torch.randn(64)
-        data = io.BytesIO()
-        ForkingPickler(data).dump([(f"t{n}", whole[n:]) for n in range(9)])
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
-    found = payload.load(data.getvalue())
-    assert len(copies) == 1
-    assert all(torch.equal(tensor, whole[n:]) for n, (_, tensor) in enumerate(found))
-
-
-def test_only_a_tuple_is_taken_for_arguments() -> None:
-    """A tensor of one byte may have any number of elements."""
-    with pytest.raises(ProtocolError, match="a call with a Tensor"):
-        payload.load(b"ctorch\nSize\n" + pickle.dumps(torch.ones(1), 4)[2:-1] + b"R.")
-
-
-def test_elements_that_share_their_bytes_are_refused() -> None:
-    """A copy of them would take as much memory as the payload says."""
-    with pytest.raises(ProtocolError, match="more elements than its storage of 1 bytes"):
-        payload.load(pickle.dumps(torch.zeros(1, dtype=torch.uint8).expand(1 << 40), 4))
-
-
-@pytest.mark.parametrize("name", ["complex32", "quint8", "uint4", "bits8", "int1"])
-def test_elements_that_are_no_bytes_of_their_own_are_refused(name: str) -> None:
-    bytewise = pickle.dumps(torch.zeros(4, dtype=torch.uint16), 4)
-    size = bytes((len(name),))
-    with pytest.raises(ProtocolError, match=f"global torch.{name} is not allowed"):
-        payload.load(tamper(bytewise, b"\x06uint16", size + name.encode())[2 + 9 :])
-
-
-def test_no_part_of_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some are, by their name."""
-    asked: list[str] = []
-    monkeypatch.setattr(torch, "__getattr__", asked.append)
-    with pytest.raises(ProtocolError, match=r"global torch\._inductor is not allowed"):
-        payload.load(b"ctorch\n_inductor\n.")
-    assert asked == []
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        # a large number 40,000 times
-        (b"\x80\x04\x8a\xff" + b"\x01" * 255 + b"\x94ctorch\nSize\n")
-        + (b"(" + b"h\x00" * 40_000 + b"t\x85R."),
-        # a storage, whose text has all its elements
-        b"ctorch\nSize\n" + from_bytes(stored(100_000, bytes(100_000)))[:-1] + b"\x85\x85R.",
-        # tuples of tuples
-        (b"\x80\x04)\x94" + b"".join(b"(" + b"h%c" % i * 6 + b"t\x94" for i in range(9)))
-        + b"ctorch\nSize\nh\x09\x85R.",
-        (b"\x80\x04\x8c\x05torch\x8d" + (1 << 20).to_bytes(8, "little"))
-        + (b"x" * (1 << 20) + b"\x93."),
-        b"cx\n" + b"x" * (1 << 20) + b"\n.",
-        b"ctorch\n" + b"x" * (1 << 20) + b"\n.",
-        b"x" * (1 << 20),
-        "\u00fc" * (1 << 20),
-    ],
-    ids=lambda value: str(len(value)),
-)
-def test_errors_are_short(data: bytes | str) -> None:
-    with pytest.raises(ProtocolError) as raised:
-        payload.load(data)
-    assert len(str(raised.value)) < 1000
-
-
-def test_a_name_comes_once() -> None:
-    flat = torch.zeros(8, dtype=torch.uint8)
-    entry = payload.FlattenedTensorMetadata("w", torch.Size((4,)), torch.uint8, 0, 4, 4)
-    bucket = FlattenedTensorBucket(flattened_tensor=flat, metadata=[entry] * 40_000)
-    with pytest.raises(ProtocolError, match="payload: 'w' comes twice"):
-        payload.load(payload.bucket(bucket, by_value=True))
-
-
-def test_metadata_is_a_list() -> None:
-    with pytest.raises(ProtocolError, match="metadata is a str instead of a list"):
-        payload.load(pickle.dumps({"flattened_tensor": None, "metadata": "w"}))
-
-
-def test_a_storage_inside_is_read_strictly() -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (print, ("unpickled",))
-
-    inner = io.BytesIO()
-    torch.save(Evil(), inner)
-    with pytest.raises(ProtocolError, match="payload: "):
-        payload.load(reduce_to("torch.storage", "_load_from_bytes", inner.getvalue()))
-
-
-def test_metadata_must_be_metadata() -> None:
-    with pytest.raises(ProtocolError, match="metadata is not a list of"):
-        payload.load(pickle.dumps({"flattened_tensor": None, "metadata": [{"name": "w"}]}))
-    data = payload.bucket(FlattenedTensorBucket([("w", torch.ones(2))]), by_value=True)
-    with pytest.raises(ProtocolError, match="metadata"):
-        payload.load(tamper(data, b"start_idx", b"start_odx"))
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.data())
-def test_damaged_payloads_never_escape(data: st.DataObject) -> None:
-    """Each is either read or a ProtocolError."""
-    whole = bytearray(CONTROL)
-    for _ in range(data.draw(st.integers(1, 3))):
-        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        payload.load(bytes(whole))
-    except ProtocolError:
-        return
 
 
 def test_only_plain_values_are_written() -> None:
@@ -877,7 +420,7 @@ def test_a_related_process_can_pass_a_descriptor() -> None:
     process.start()
     try:
         assert ours.poll(120)
-        value = payload.load(ours.recv_bytes(), timeout=120)
+        value = payload.load(ours.recv_bytes())
         assert rows(value) == rows([("w", torch.arange(6).reshape(2, 3))])
     finally:
         ours.send("done")

@@ -586,7 +586,7 @@ BUCKET = FlattenedTensorBucket(named_tensors=[("w", torch.ones(3))])
         (payload.named_tensors([("w", torch.ones(3))]), "but named tensors: does the engine's"),
         ([("w", torch.ones(3))], "list 'wsync.sglang.load_weights' in load_formats"),
         (None, "but a NoneType"),
-        (b"\xff", "payload: pickle opcode 0xff is not allowed"),
+        (b"\xff", "payload: UnpicklingError: invalid load key"),
     ],
 )
 def test_another_payload_than_a_message_is_named(content: object, text: str) -> None:

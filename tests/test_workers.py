@@ -76,7 +76,6 @@ def test_the_version_is_the_workers_whoever_waited_for_it(monkeypatch: pytest.Mo
     [
         ([("v", torch.ones(2)), ("x", torch.ones(1))], "x: not in"),
         ([("v", torch.ones(2)), ("w", torch.ones(1))], r"w: shape \(1,\) delivered, \(8,\) in"),
-        ([("v", torch.ones(2)), ("v", torch.ones(2))], "'v' comes twice"),
         (
             [("v", torch.ones(2)), ("w", torch.ones(8, dtype=torch.complex64))],
             r"w: torch\.complex64 delivered, torch\.float32 in",

@@ -12,12 +12,15 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
+import torch
+
 from wsync import _core
-from wsync.messages import payload, torch_shm_reader
+from wsync.messages import payload
 from wsync.messages.gpu_payload import COUNTERS, GpuRing, GpuTensor
 
 _COUNTER_NBYTES: Final = 8
-_FILE_NBYTES: Final = torch_shm_reader.HEADER_NBYTES + COUNTERS * _COUNTER_NBYTES
+_HEADER_NBYTES: Final = 64  # of torch's segments
+_FILE_NBYTES: Final = _HEADER_NBYTES + COUNTERS * _COUNTER_NBYTES
 
 
 class _Handle(ctypes.Structure):
@@ -133,13 +136,13 @@ def count_down(file: bytes, counter: int) -> None:
     """Counts a consumer that has closed the memory, unless the owner has ended.  A file that is not
     torch's counters, and a counter of no consumers, stay as they are."""
     try:
-        found = torch_shm_reader.open_file(file, _FILE_NBYTES)
-    except (OSError, _core.ProtocolError):
+        found = os.open(b"/dev/shm" + file, os.O_RDWR)
+    except OSError:
         return
     try:
         if os.fstat(found).st_size != _FILE_NBYTES:
             return
-        at = torch_shm_reader.HEADER_NBYTES + counter * _COUNTER_NBYTES
+        at = _HEADER_NBYTES + counter * _COUNTER_NBYTES
         with (
             mmap.mmap(found, _FILE_NBYTES) as data,
             memoryview(data) as whole,
@@ -152,7 +155,9 @@ def count_down(file: bytes, counter: int) -> None:
 
 def load(data: bytes) -> object:
     """`payload.load` that takes tensors on a GPU too, as GpuTensor."""
-    with mock.patch.dict(payload._GLOBALS, {(payload.REDUCTIONS, "rebuild_cuda_tensor"): _rebuild}):
+    with mock.patch.dict(
+        payload._REPLACED, {(payload.REDUCTIONS, "rebuild_cuda_tensor"): _rebuild}
+    ):
         return payload.load(data)
 
 
@@ -163,7 +168,7 @@ def _rebuild(*arguments: Any) -> GpuTensor:
     *_, uuid, handle, nbytes, offset, _, file, counter, _, _ = arguments
     tensor = GpuTensor(uuid, handle[2:], offset, nbytes, (file, counter))
     sent = list(tensor.arguments())
-    sent[0] = sent[4] = payload.refuse_call  # what a reader makes of classes
+    sent[0], sent[4] = torch.Tensor, torch.storage.TypedStorage  # what a reader makes of names
     if sent != list(arguments):
         raise payload.malformed(f"another call than wsync's: {arguments}")
     return tensor

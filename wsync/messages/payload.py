@@ -19,16 +19,14 @@ import ctypes
 import dataclasses
 import functools
 import io
-import math
 import os
 import pickle
-import reprlib
 import secrets
 import select
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -36,8 +34,6 @@ import torch
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.checkpoints.safetensors_layout import system_calls
-from wsync.machine.deadline import Deadline
-from wsync.messages import torch_shm_reader
 from wsync.messages.control import LOAD_FORMAT, TENSOR_NAME
 
 _METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
@@ -52,24 +48,6 @@ _MANAGER_SECONDS: Final = 30.0
 
 _manager_lock = threading.Lock()
 _managers: list[subprocess.Popen[bytes]] = []  # one at most
-
-PEER_SECONDS: Final = 30.0
-_MOST_TEXT: Final = 4096
-_MOST_DIMENSIONS: Final = 64
-_MOST_ELEMENTS: Final = 2**63
-_MAGIC: Final = 0x1950A86A20F9469CFC6C
-_VERSION: Final = 1001
-# the dtypes of layouts (csrc/core/layout/dtype.h): those whose elements are bytes of their own
-_DTYPES: Final = {
-    ("torch", name): getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "bool", "complex64", "complex128"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-        *("float8_e8m0fnu", "float4_e2m1fn_x2"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-    )
-    if hasattr(torch, name)
-}
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -330,397 +308,65 @@ def named_kind(content: object) -> str:
     return f"{kind}: does the engine's handle list {LOAD_FORMAT!r} in load_formats?"
 
 
-class _Brief(reprlib.Repr):
-    """Values of a payload in a few words, for errors: repr() of one may be as long as it likes."""
+def load(data: bytes) -> object:
+    """Unpickles a payload.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 1
-        self.maxstring = self.maxlong = 60
-
-    def repr_instance(self, value: Any, level: int) -> str:
-        if isinstance(value, bytes):
-            return repr(value[: self.maxstring])
-        if value is None or isinstance(value, bool | float | torch.dtype):
-            return repr(value)
-        return f"a {type(value).__name__}"
-
-
-brief: Final = _Brief().repr
+    Anyone who reaches an engine's API can send one, so only the globals below are called.  They
+    make tensors of the host, and bucket metadata, which becomes wsync's FlattenedTensorMetadata.
+    Anything else is a ProtocolError that names it.
+    """
+    try:
+        return _Reader(io.BytesIO(data)).load()
+    except _core.ProtocolError:
+        raise
+    except Exception as error:  # what a malformed pickle raises is not specified
+        raise malformed(f"{type(error).__name__}: {error!s:.200}") from None
 
 
 def malformed(text: str) -> _core.ProtocolError:
     return _core.ProtocolError(f"payload: {text}")
 
 
-def load(data: bytes, *, timeout: float = PEER_SECONDS) -> object:
-    """Unpickles a payload.
-
-    Anyone who reaches an engine's API can send one, so only these are understood: lists, tuples,
-    dicts, strings, numbers, CPU tensors by file, by file descriptor and by value, and bucket
-    metadata, which becomes wsync's FlattenedTensorMetadata.  Anything else is a ProtocolError that
-    names it.
-
-    timeout: seconds for the processes that pass file descriptors; DeadlineError after that.
-    """
-    try:
-        value = _Reader(data, Deadline(timeout)).load()
-    except (_core.ProtocolError, _core.DeadlineError):
-        raise
-    except Exception as error:  # what a malformed pickle raises is not specified
-        raise malformed(f"{type(error).__name__}: {error!s:.200}") from None
-    if isinstance(value, dict) and "metadata" in value:
-        value["metadata"] = _to_entries(value["metadata"])
-    return value
-
-
-def _to_entries(values: object) -> list[FlattenedTensorMetadata]:
-    if not isinstance(values, list):
-        raise malformed(f"metadata is a {type(values).__name__} instead of a list")
-    entries = [_to_metadata(value) for value in values]
-    check_names(entry.name for entry in entries)
-    return entries
-
-
-def check_names(names: Iterable[str]) -> None:
-    """ProtocolError for a name that comes twice."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise malformed(f"{brief(name)} comes twice")
-        seen.add(name)
-
-
-class _State:
-    """Stands for an object that a pickle makes without arguments and fills from a dict."""
-
-    fields: dict[str, object]
-
-    def __new__(cls, *arguments: object) -> _State:
-        if arguments:
-            raise malformed(f"{cls.__name__} is made with arguments")
-        made = super().__new__(cls)
-        made.fields = {}
-        return made
-
-    def __setstate__(self, state: object) -> None:
-        if not isinstance(state, dict):
-            raise malformed(f"state is a {type(state).__name__} instead of a dict")
-        self.fields = state
-
-
-class _Opcodes(dict[int, Any]):
-    def __missing__(self, opcode: int) -> Any:
-        raise malformed(f"pickle opcode {opcode:#x} is not allowed")
-
-
-def _opcodes(names: str, by: Callable[[Any], Any] = lambda load: load) -> dict[int, Any]:
-    """What Python's reader does for these opcodes, wrapped."""
-    codes = [getattr(pickle, name)[0] for name in names.split()]
-    return {code: by(pickle._Unpickler.dispatch[code]) for code in codes}
-
-
-def _after(check: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """Has a check of the reader run before an opcode."""
-
-    def by(load: Callable[[Any], None]) -> Callable[[Any], None]:
-        def checked(reader: Any) -> None:
-            check(reader)
-            load(reader)
-
-        return checked
-
-    return by
-
-
-def _check_target(target: object, kind: type) -> None:
-    """An opcode that fills an object would call methods of any kind of it."""
-    if not isinstance(target, kind):
-        raise malformed(f"fills a {type(target).__name__}")
-
-
-def _check_items(target: object, keys: list[object]) -> None:
-    """Hashing a tuple of tuples may take for ever."""
-    for key in keys:
-        if not isinstance(key, str):
-            raise malformed(f"a {type(key).__name__} is the key of a dict")
-    _check_target(target, dict)
-
-
-def _check_arguments(arguments: object) -> None:
-    """Only a tuple: a tensor in its place may have any number of elements."""
-    if type(arguments) is not tuple:
-        raise malformed(f"a call with a {type(arguments).__name__}")
-
-
-def _text(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    def limited(reader: Any) -> None:
-        load(reader)
-        if len(reader.stack[-1]) > _MOST_TEXT:
-            raise malformed(f"text of {len(reader.stack[-1])} characters")
-
-    return limited
-
-
-class _Values(pickle._Unpickler):
-    """Python's own reader in Python, because in C the opcodes cannot be chosen, and some give a
-    few bytes gigabytes of memory.  These suffice for plain values in pickles of protocol 2 to 5;
-    nothing is called."""
-
-    dispatch = _Opcodes(
-        _opcodes(
-            "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BINFLOAT BININT BININT1 BININT2 LONG1 "
-            "BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
-            "EMPTY_DICT GLOBAL STACK_GLOBAL MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET"
-        )
-        | _opcodes("BINUNICODE SHORT_BINUNICODE BINUNICODE8", _text)
-        | _opcodes("APPEND", _after(lambda r: _check_target(r.stack[-2], list)))
-        | _opcodes("APPENDS", _after(lambda r: _check_target(r.metastack[-1][-1], list)))
-        | _opcodes("SETITEM", _after(lambda r: _check_items(r.stack[-3], r.stack[-2:-1])))
-        | _opcodes("SETITEMS", _after(lambda r: _check_items(r.metastack[-1][-1], r.stack[::2])))
-    )
+class _Reader(pickle.Unpickler):
+    """Admits globals by a list, as SGLang's SafeUnpickler does."""
 
     def find_class(self, module: str, name: str) -> Any:
+        found = _REPLACED.get((module, name))
+        if found is not None:
+            return found
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or (module, name) in _ADMITTED:
+            return super().find_class(module, name)
         raise malformed(f"global {module:.80}.{name:.80} is not allowed")
 
 
-class _Storages:
-    """Reads the storages that a payload of `nbytes` names.
-
-    deadline: of waits for other processes.
-    """
-
-    def __init__(self, nbytes: int, deadline: Deadline) -> None:
-        self._left = nbytes
-        self._deadline = deadline
-        self._files: dict[bytes, torch.UntypedStorage] = {}  # that have been copied
-
-    def load(self, data: object) -> torch.TypedStorage:
-        """torch.storage._load_from_bytes.  All storages together take no more than the payload,
-        which may name the same bytes many times."""
-        if not isinstance(data, bytes):
-            raise malformed("a storage is not made of bytes")
-        self._left -= len(data)
-        if self._left < 0:
-            raise malformed("its storages are larger than the payload")
-        return _read_storage(data)
-
-    def read_file(self, cls: object, manager: object, name: object, nbytes: object) -> object:
-        if not isinstance(name, bytes) or type(nbytes) is not int or nbytes < 0:
-            raise malformed("a shared storage is not (manager, file, bytes)")
-        copy = self._files.get(name)  # tensors of one storage name it each
-        if copy is not None and copy.nbytes() != nbytes:
-            raise malformed(f"{name[:100]!r} has {copy.nbytes()} bytes, and {nbytes}")
-        self._files[name] = torch_shm_reader.read_file(name, nbytes, copy)
-        return self._files[name]
-
-    def read_descriptor(self, cls: object, descriptor: object, nbytes: object) -> object:
-        """torch's default between related processes: the sender passes a file descriptor."""
-        fields = descriptor.fields if isinstance(descriptor, _State) else {}
-        if fields.keys() != {"_id"} or type(nbytes) is not int or nbytes < 0:
-            raise malformed("a shared storage is not (descriptor, bytes)")
-        return torch_shm_reader.read_descriptor(fields["_id"], nbytes, self._deadline)
-
-
-class _Reader(_Values):
-    """Adds the calls that make tensors.
-
-    A reader keeps what it finds in its memo.  It has no methods of its own among that, nor classes
-    made for it: such a cycle would keep tensors until Python next collects garbage.
-    """
-
-    dispatch = _Opcodes(
-        _Values.dispatch
-        | _opcodes("REDUCE NEWOBJ", _after(lambda r: _check_arguments(r.stack[-1])))
-        | _opcodes("BUILD", _after(lambda r: _check_target(r.stack[-2], _State)))
-    )
-
-    def __init__(self, data: bytes, deadline: Deadline) -> None:
-        super().__init__(io.BytesIO(data))
-        storages = _Storages(len(data), deadline)
-        self._known: dict[tuple[str, str], Any] = {
-            (REDUCTIONS, "rebuild_storage_filename"): storages.read_file,
-            (REDUCTIONS, "rebuild_storage_fd"): storages.read_descriptor,
-            ("torch.storage", "_load_from_bytes"): storages.load,
-        }
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = self._known.get((module, name)) or _GLOBALS.get((module, name))
-        return known or super().find_class(module, name)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Announced:
-    """A storage whose bytes follow."""
-
-    dtype: torch.dtype
-    key: str
-    count: int
-
-
-class _StorageReader(_Values):
-    """Reads the pickles in torch's legacy format of storages, from torch.serialization's
-    _legacy_save."""
-
-    dispatch = _Opcodes(_Values.dispatch | _opcodes("BINPERSID"))
-
-    def find_class(self, module: str, name: str) -> Any:
-        kind = _STORAGES.get((module, name))
-        return super().find_class(module, name) if kind is None else kind
-
-    def persistent_load(self, pid: object) -> _Announced:
-        if not isinstance(pid, tuple) or len(pid) != 6:
-            raise malformed("a storage inside is not announced by 6 values")
-        what, dtype, key, _, count, view = pid
-        if what != "storage" or not isinstance(dtype, torch.dtype) or view is not None:
-            raise malformed("not a storage of torch's inside")
-        if not isinstance(key, str) or type(count) is not int:
-            raise malformed("a storage inside has no key or no size")
-        return _Announced(dtype, key, count)
-
-
-_STORAGES: Final = {
-    ("torch.storage", "UntypedStorage"): torch.uint8,
-    **{
-        ("torch", f"{name}Storage"): getattr(torch, dtype)
-        for name, dtype in (
-            *(("Double", "float64"), ("Float", "float32"), ("Half", "float16")),
-            *(("BFloat16", "bfloat16"), ("Long", "int64"), ("Int", "int32"), ("Short", "int16")),
-            *(("Char", "int8"), ("Byte", "uint8"), ("Bool", "bool")),
-            *(("ComplexFloat", "complex64"), ("ComplexDouble", "complex128")),
-        )
-    },
-}
-
-
-def _read_storage(data: bytes) -> torch.TypedStorage:
-    """A storage from the legacy format: pickles of a magic number, a version, facts about the
-    sender, the storage and its key; the number of elements; the elements."""
-    file = io.BytesIO(data)
-    magic, version, _, found, keys = (_StorageReader(file).load() for _ in range(5))
-    if type(magic) is not int or magic != _MAGIC or type(version) is not int or version != _VERSION:
-        raise malformed("a storage in another format than torch's of version 1001")
-    if not isinstance(found, _Announced):
-        raise malformed(f"{type(found).__name__} instead of a storage")
-    if not isinstance(keys, list) or len(keys) != 1 or keys[0] != found.key:
-        raise malformed("not one storage inside")
-    count = int.from_bytes(file.read(8), "little")
-    left = len(data) - file.tell()
-    nbytes = found.dtype.itemsize
-    if count != found.count or count * nbytes != left:
-        raise malformed(f"a storage of {brief(found.count)} elements of {nbytes} bytes has {left}")
-    flat = torch.empty(left, dtype=torch.uint8, device="cpu")
-    flat.numpy()[:] = memoryview(data)[len(data) - left :]
-    return _typed(flat.untyped_storage(), found.dtype)
-
-
-def _to_metadata(entry: object) -> FlattenedTensorMetadata:
-    fields = entry.fields if isinstance(entry, _State) else None
-    wanted = FlattenedTensorMetadata.__dataclass_fields__.keys()
-    if fields is None or fields.keys() != wanted:
-        raise malformed("metadata is not a list of FlattenedTensorMetadata")
-    values: list[Any] = [fields[field] for field in wanted]
-    if not all(map(isinstance, values, (str, torch.Size, torch.dtype, int, int, int))):
-        raise malformed(f"metadata of {brief(values[0])} has fields of the wrong types")
-    return FlattenedTensorMetadata(*values)
-
-
-def read_sizes(values: object) -> tuple[int, ...]:
-    """A shape or stride.  Few and small numbers: an error may name them all."""
-    if (
-        not isinstance(values, tuple)
-        or len(values) > _MOST_DIMENSIONS
-        or not all(type(value) is int and 0 <= value < _MOST_ELEMENTS for value in values)
-    ):
-        raise malformed(f"{brief(values)} is not a shape")
-    return tuple(values)
-
-
-def _make_size(values: object) -> torch.Size:
-    return torch.Size(read_sizes(values))
-
-
-def _typed(storage: object, dtype: object) -> torch.TypedStorage:
-    if not isinstance(storage, torch.UntypedStorage) or not isinstance(dtype, torch.dtype):
-        raise malformed("a typed storage needs a storage and a dtype")
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-
-
-def _view(storage: object, offset: object, shape: object, stride: object) -> torch.Tensor:
-    """A tensor over a storage that never grows it."""
-    if not isinstance(storage, torch.storage.TypedStorage):
-        raise malformed(f"a tensor over a {type(storage).__name__}")
-    if type(offset) is not int or not 0 <= offset < _MOST_ELEMENTS:
-        raise malformed(f"storage offset {brief(offset)}")
-    sizes, strides = read_sizes(shape), read_sizes(stride)
-    if len(sizes) != len(strides):
-        raise malformed(f"shape {sizes} with stride {strides}")
-    untyped, dtype = storage._untyped_storage, storage.dtype
-    last = sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-    end = 0 if 0 in sizes else (offset + last + 1) * dtype.itemsize
-    if end > untyped.nbytes():
-        raise malformed(
-            f"tensor of shape {sizes} and stride {strides} at {offset} needs {end} "
-            f"bytes of a storage of {untyped.nbytes()}"
-        )
-    if math.prod(sizes) * dtype.itemsize > untyped.nbytes():  # a copy would be larger than it
-        raise malformed(
-            f"tensor of shape {sizes} and stride {strides} has more elements than its "
-            f"storage of {untyped.nbytes()} bytes"
-        )
-    return torch.empty(0, dtype=dtype, device="cpu").set_(
-        untyped, 0 if 0 in sizes else offset, sizes, strides
-    )
-
-
-def _tensor(cls: object, storage: object, place: object) -> torch.Tensor:
-    if not isinstance(place, tuple) or len(place) != 4:
-        raise malformed("a tensor's place is not (offset, shape, stride, grad)")
-    return _view(storage, *place[:3])
-
-
-def _tensor_v2(*arguments: object) -> torch.Tensor:
-    return _view(*arguments[:4])
-
-
-def _tensor_v3(storage: object, *rest: object) -> torch.Tensor:
-    untyped = storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
-    return _view(_typed(untyped, rest[5]), *rest[:3])
-
-
-def _empty_storage(cls: object) -> Any:
-    return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-
-
-def _empty_dict() -> dict[str, object]:
-    return {}
+def _load_from_bytes(data: bytes) -> object:
+    """torch.storage's own admits any pickle inside."""
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _refuse_gpu(*_arguments: object) -> object:
     raise malformed("a tensor on a GPU, where only those of the host are taken")
 
 
-def refuse_call(*_arguments: object) -> object:
-    raise malformed("calls a class that is only named")
-
-
-_GLOBALS: Final[dict[tuple[str, str], object]] = {
-    ("torch", "Size"): _make_size,
-    ("torch", "Tensor"): refuse_call,
-    ("torch.nn.parameter", "Parameter"): refuse_call,
-    ("torch.storage", "UntypedStorage"): refuse_call,
-    ("torch.storage", "TypedStorage"): refuse_call,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
-    ("collections", "OrderedDict"): _empty_dict,
-    (REDUCTIONS, "rebuild_tensor"): _tensor,
+_ADMITTED: Final = {
+    ("collections", "OrderedDict"),
+    ("multiprocessing.resource_sharer", "DupFd"),
+    ("torch", "Size"),
+    ("torch", "Tensor"),
+    ("torch.nn.parameter", "Parameter"),
+    ("torch.storage", "TypedStorage"),
+    ("torch.storage", "UntypedStorage"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_tensor_v3"),
+    (REDUCTIONS, "rebuild_storage_empty"),
+    (REDUCTIONS, "rebuild_storage_fd"),
+    (REDUCTIONS, "rebuild_storage_filename"),
+    (REDUCTIONS, "rebuild_tensor"),
+    (REDUCTIONS, "rebuild_typed_storage"),
+}
+_REPLACED: Final[dict[tuple[str, str], Any]] = {
+    _METADATA_GLOBAL: FlattenedTensorMetadata,
+    ("torch.storage", "_load_from_bytes"): _load_from_bytes,
     (REDUCTIONS, "rebuild_cuda_tensor"): _refuse_gpu,
-    (REDUCTIONS, "rebuild_typed_storage"): _typed,
-    (REDUCTIONS, "rebuild_storage_empty"): _empty_storage,
-    # classes that no opcode can change
-    **{
-        kind: type(kind[1], (_State,), {})
-        for kind in (_METADATA_GLOBAL, ("multiprocessing.resource_sharer", "DupFd"))
-    },
-    **_DTYPES,
 }

@@ -93,8 +93,7 @@ class ModelWorker:
 
     def update(self, data: bytes, *, load_format: str | None, end: Deadline, **request: Any) -> str:
         """A control message, or a bucket in a stock engine's payload; a text about it."""
-        # before it has the weights: the payload may name a process that does not answer
-        content: Any = payload.load(data, timeout=min(end.left, payload.PEER_SECONDS))
+        content: Any = payload.load(data)
         if load_format == control.LOAD_FORMAT:
             version, update_id = request.get("weight_version"), request.get("update_id", "")
             with self.exclusive(end):
@@ -250,9 +249,7 @@ def check_fit(weights: Named, facts: Facts, who: str) -> None:
 
     Raises:
         LayoutError: an unknown name, another shape, or a dtype that is not cast.
-        ProtocolError: a name that comes twice.
     """
-    payload.check_names(name for name, _ in weights)
     for name, tensor in weights:
         if name not in facts:
             raise LayoutError(f"{name}: not in {who}")
