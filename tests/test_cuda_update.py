@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import cuda_cases, fakecuda, gpu_engine
+from support.gpu_direct_log import FENCE
 from support.procs import Ranks
 from support.tiny_qwen3 import dense
 
@@ -21,7 +22,7 @@ HERE = Path(__file__).parent
 
 # a round waits, copies and records; the rest looks and waits for nothing
 ROUND = {"cuStreamWaitValue64", "cuStreamWriteValue64", "cuLaunchKernel"}
-LOOKS = {"cuStreamQuery", "cuPointerGetAttributes"}
+LOOKS = {"cuStreamQuery", "cuPointerGetAttributes", *FENCE}
 UPLOADS = {"cuMemcpyHtoDAsync", "cuStreamSynchronize", fakecuda.UPLOADED}
 
 
@@ -50,6 +51,7 @@ def _check(count: Counter[str], *, waits: int, launches: int, records: int) -> N
     """Launches and records are exact but for one that lets go of what up to 64 launches use;
     what has come already needs no wait."""
     assert set(count) <= ROUND | LOOKS, count
+    assert FENCE.items() <= count.items(), count
     assert count["cuLaunchKernel"] == launches, count
     assert records <= count["cuStreamWriteValue64"] <= records + 1, count
     assert count["cuStreamWaitValue64"] <= waits, count
@@ -210,6 +212,15 @@ def test_a_kernel_that_faults_in_the_trainer_ends_its_updates(tmp_path: Path) ->
     assert facts["paused"]
     for error in facts["errors"]:
         assert error.startswith("DeviceError: ") and ", 700)" in error, facts
+
+
+@pytest.mark.parametrize("version", ["12080", "12040"], ids=["by events", "by a wait"])
+def test_weights_are_not_written_under_a_forward_pass(version: str, tmp_path: Path) -> None:
+    """A pause may leave one on a stream that nobody names: before the engine learns, and before it
+    loads."""
+    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_VERSION=version) as ranks:
+        (facts,) = ranks.run(cuda_cases.forward_passes, timeout=120)
+    assert facts == {"read": [True] * 3, "right": True}
 
 
 def test_rings_are_smaller_where_the_gpu_has_no_room(tmp_path: Path) -> None:

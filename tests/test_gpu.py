@@ -209,7 +209,7 @@ def quantised(
     results = _core.describe([image, extremes], ["image", "extremes"], gpu=True)
     weights = _core.describe(parts, [str(index) for index in range(len(parts))], gpu=True)
     spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
-    device.follow_torch(stream)
+    stream.follow()
     for codes in (False, True):
         stream.quantise(made, *spans, codes=codes)
     stream.synchronize(60.0)

@@ -351,6 +351,8 @@ class Device:
         """Of the GPU in this process; -1: the host."""
     def memory_available(self) -> int:
         """Bytes that may still be allocated there now."""
+    def settle(self) -> None:
+        """Waits until a GPU has done everything that this process has given it."""
     @property
     def peers(self) -> list[str]:
         """UUIDs of the other GPUs of this process whose memory it can map."""
@@ -403,11 +405,12 @@ class Stream:
     def record(self, event: Event, value: int) -> None: ...
     def wait(self, event: Event, value: int) -> None:
         """What follows starts once the event is at least `value`."""
-    def follow(self, other: int, /) -> None:
-        """What is enqueued from now on starts after what another stream of the GPU (torch's cuda_stream) has been given
-        by now.  Nothing on the host."""
+    def follow(self) -> None:
+        """What is enqueued from now on starts after what this process has given the GPU by now, on whatever stream.  Waits
+        for that if the driver is older than CUDA 12.5.  Nothing on the host."""
     def lead(self, other: int, /) -> None:
-        """What the other stream is given from now on starts after what is enqueued here by now."""
+        """What another stream of the GPU (torch's cuda_stream) is given from now on starts after what is enqueued here
+        by now.  Nothing on the host."""
     def abandon(self, timeout: float = 60.0) -> bool:
         """Drops what has not begun, gives up waits, and returns when nothing that was enqueued runs any more; False if
         a GPU has not come to that within `timeout` seconds (at most 60): what was enqueued keeps all that it uses."""

@@ -165,6 +165,7 @@ enum {
     X(primary_release, cuDevicePrimaryCtxRelease, 11000, (wsync_cu_device_t device))       \
     X(context_push, cuCtxPushCurrent, 4000, (wsync_cu_context_t context))                  \
     X(context_pop, cuCtxPopCurrent, 4000, (wsync_cu_context_t * context))                  \
+    X(context_synchronize, cuCtxSynchronize, 2000, (void))                                 \
     X(mem_get_info, cuMemGetInfo, 3020, (size_t *free, size_t *total))                     \
     X(mem_granularity, cuMemGetAllocationGranularity, 10020,                               \
       (size_t *nbytes, const wsync_cu_property_t *property,                                \
@@ -258,6 +259,8 @@ enum {
 
 /* The same of functions that older drivers lack: NULL there. */
 #define WSYNC_CUDA_LATER_MAP(X)                                                        \
+    X(context_record, cuCtxRecordEvent, 12050,                                         \
+      (wsync_cu_context_t context, wsync_cu_event_t event))                            \
     X(memcpy_batch_async, cuMemcpyBatchAsync, 12080,                                   \
       (wsync_cu_ptr_t * destinations, wsync_cu_ptr_t * sources, size_t *sizes,         \
        size_t count, wsync_cu_copy_attributes_t *attributes, size_t *attribute_starts, \

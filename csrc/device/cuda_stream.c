@@ -401,18 +401,38 @@ static wsync_status_t stream_enqueue(wsync_stream_t *stream, bool waits,
     return status;
 }
 
-/* Has `later` wait for what `earlier` has been given by now.  In the context. */
-static wsync_status_t put_after(const cuda_stream_t *self, wsync_cu_stream_t earlier,
+static wsync_status_t settle(const wsync_device_t *base, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(base);
+    wsync_status_t status = wsync_cuda_enter(device, err);
+
+    if (status == WSYNC_OK) {
+        status =
+            wsync_cuda_check(device->driver, device->driver->context_synchronize(),
+                             "cuCtxSynchronize", err, "what runs on %s", device->label);
+        wsync_cuda_leave(device);
+    }
+    return status;
+}
+
+/* Has a stream wait for what another one has been given by now, or (NULL) the context. */
+static wsync_status_t put_after(const cuda_stream_t *self, const wsync_cu_stream_t *earlier,
                                 wsync_cu_stream_t later, wsync_error_t *err)
 {
     const wsync_cuda_driver_t *driver = self->device->driver;
     wsync_cu_event_t event = NULL;
     const char *call = "cuEventCreate";
-    wsync_cu_result_t code = driver->event_create(&event, WSYNC_CU_EVENT_DISABLE_TIMING);
+    wsync_cu_result_t code;
+    wsync_status_t status = wsync_cuda_enter(self->device, err);
 
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    code = driver->event_create(&event, WSYNC_CU_EVENT_DISABLE_TIMING);
     if (code == WSYNC_CU_SUCCESS) {
-        call = "cuEventRecord";
-        code = driver->event_record(event, earlier);
+        call = earlier != NULL ? "cuEventRecord" : "cuCtxRecordEvent";
+        code = earlier != NULL ? driver->event_record(event, *earlier)
+                               : driver->context_record(self->device->context, event);
     }
     if (code == WSYNC_CU_SUCCESS) {
         call = "cuStreamWaitEvent";
@@ -421,22 +441,25 @@ static wsync_status_t put_after(const cuda_stream_t *self, wsync_cu_stream_t ear
     if (event != NULL) {
         (void)driver->event_destroy(event); /* lives on until it has been waited for */
     }
-    return wsync_cuda_check(driver, code, call, err, "two streams of %s",
-                            self->device->label);
+    status = check(self, code, call, err);
+    wsync_cuda_leave(self->device);
+    return status;
 }
 
-static wsync_status_t stream_order(wsync_stream_t *stream, void *other, bool leads,
-                                   wsync_error_t *err)
+static wsync_status_t stream_follow(wsync_stream_t *stream, wsync_error_t *err)
 {
     const cuda_stream_t *self = own(stream);
-    wsync_status_t status = wsync_cuda_enter(self->device, err);
 
-    if (status == WSYNC_OK) {
-        status = leads ? put_after(self, self->runner.stream, other, err)
-                       : put_after(self, other, self->runner.stream, err);
-        wsync_cuda_leave(self->device);
-    }
-    return status;
+    return self->device->driver->context_record != NULL
+               ? put_after(self, NULL, self->runner.stream, err)
+               : settle(stream->device, err);
+}
+
+static wsync_status_t stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err)
+{
+    const cuda_stream_t *self = own(stream);
+
+    return put_after(self, &self->runner.stream, other, err);
 }
 
 /* Puts an event of the driver into the stream, for timing; NULL if that fails. */
@@ -614,7 +637,9 @@ const wsync_stream_ops_t wsync_cuda_stream_ops = {
     .copy = stream_copy,
     .quantise = stream_quantise,
     .enqueue = stream_enqueue,
-    .order = stream_order,
+    .follow = stream_follow,
+    .lead = stream_lead,
+    .settle = settle,
     .ahead = stream_ahead,
     .handle = stream_handle,
     .abandon = stream_abandon,

@@ -252,22 +252,25 @@ wsync_status_t wsync_stream_wait(wsync_stream_t *stream, wsync_event_t event,
     return enqueue(stream, true, event, value, err);
 }
 
-static wsync_status_t order(wsync_stream_t *stream, void *other, bool leads,
-                            wsync_error_t *err)
+wsync_status_t wsync_stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err)
 {
     const wsync_stream_ops_t *ops = stream->device->stream_ops;
 
-    return ops->order != NULL ? ops->order(stream, other, leads, err) : WSYNC_OK;
+    return ops->lead != NULL ? ops->lead(stream, other, err) : WSYNC_OK;
 }
 
-wsync_status_t wsync_stream_follow(wsync_stream_t *stream, void *other, wsync_error_t *err)
+wsync_status_t wsync_stream_follow(wsync_stream_t *stream, wsync_error_t *err)
 {
-    return order(stream, other, false, err);
+    const wsync_stream_ops_t *ops = stream->device->stream_ops;
+
+    return ops->follow != NULL ? ops->follow(stream, err) : WSYNC_OK;
 }
 
-wsync_status_t wsync_stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err)
+wsync_status_t wsync_device_settle(const wsync_device_t *self, wsync_error_t *err)
 {
-    return order(stream, other, true, err);
+    const wsync_stream_ops_t *ops = self->stream_ops;
+
+    return ops->settle != NULL ? ops->settle(self, err) : WSYNC_OK;
 }
 
 void *wsync_stream_handle(wsync_stream_t *stream)

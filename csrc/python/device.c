@@ -178,7 +178,21 @@ static PyObject *device_memory_available(PyObject *object, PyObject *Py_UNUSED(u
                               : wsync_py_raise(wsync_py_state_of(object), &err);
 }
 
+static PyObject *device_settle(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_device_settle(((DeviceObject *)object)->device, &err);
+    Py_END_ALLOW_THREADS
+    return wsync_py_none(wsync_py_state_of(object), status, &err);
+}
+
 static PyMethodDef device_methods[] = {
+    {"settle", device_settle, METH_NOARGS,
+     "settle($self)\n--\n\n"
+     "Waits until a GPU has done everything that this process has given it."},
     {"memory_available", device_memory_available, METH_NOARGS,
      "memory_available($self)\n--\n\n"
      "Bytes that may still be allocated there now."},

@@ -486,40 +486,36 @@ static PyObject *stream_wait(PyObject *object, PyObject *args, PyObject *kwargs)
     return enqueue_event(object, args, kwargs, "O!O&:wait", wsync_stream_wait);
 }
 
-/* follow and lead: `enqueue` is the device's, `format` that of the argument. */
-static PyObject *order_streams(PyObject *object, PyObject *args, const char *format,
-                               wsync_status_t (*enqueue)(wsync_stream_t *, void *,
-                                                         wsync_error_t *))
+/* Behind all that the device has been given; with another stream, that one behind this. */
+static PyObject *order_streams(PyObject *object, void *const *other)
 {
     StreamObject *self = (StreamObject *)object;
     ModuleState *state = wsync_py_state_of(object);
-    void *other;
-    wsync_stream_t *stream;
+    wsync_stream_t *stream = enter(state, self);
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTuple(args, format, wsync_py_convert_address, &other)) {
-        return NULL;
-    }
-    stream = enter(state, self);
     if (stream == NULL) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = enqueue(stream, other, &err);
+        status = other != NULL ? wsync_stream_lead(stream, *other, &err)
+                               : wsync_stream_follow(stream, &err);
     Py_END_ALLOW_THREADS
     leave(self);
     return wsync_py_none(state, status, &err);
 }
 
-static PyObject *stream_follow(PyObject *object, PyObject *args)
+static PyObject *stream_follow(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    return order_streams(object, args, "O&:follow", wsync_stream_follow);
+    return order_streams(object, NULL);
 }
 
-static PyObject *stream_lead(PyObject *object, PyObject *args)
+static PyObject *stream_lead(PyObject *object, PyObject *other)
 {
-    return order_streams(object, args, "O&:lead", wsync_stream_lead);
+    void *handle;
+
+    return wsync_py_convert_address(other, &handle) ? order_streams(object, &handle) : NULL;
 }
 
 static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -712,11 +708,12 @@ static PyMethodDef stream_methods[] = {
     {"wait", WSYNC_PY_KEYWORDS(stream_wait),
      "wait($self, event, value)\n--\n\n"
      "Enqueues: what follows starts once the event is at least value."},
-    {"follow", stream_follow, METH_VARARGS,
-     "follow($self, other, /)\n--\n\n"
-     "Enqueues: what follows starts once everything has happened that another stream of\n"
-     "the GPU (torch's cuda_stream) has been given by now.  Nothing on the host."},
-    {"lead", stream_lead, METH_VARARGS,
+    {"follow", stream_follow, METH_NOARGS,
+     "follow($self)\n--\n\n"
+     "Enqueues: what follows starts once everything has happened that this process has\n"
+     "given the GPU by now, on whatever stream.  Waits for that if the driver is older\n"
+     "than CUDA 12.5.  Nothing on the host."},
+    {"lead", stream_lead, METH_O,
      "lead($self, other, /)\n--\n\n"
      "Has another stream of the GPU wait for what is enqueued here.  Nothing on the host."},
     {"abandon", WSYNC_PY_KEYWORDS(stream_abandon),

@@ -420,8 +420,8 @@ TEST(streams_of_two_processes_take_turns_without_the_host)
     peer_end(peer);
 }
 
-/* A chain over a stream of the driver's user: behind what that one has been given before,
- * and ahead of what it is given afterwards. */
+/* A chain over a stream of the driver's user that nobody names: behind what that one has
+ * been given before, and ahead of what it is given afterwards. */
 TEST(streams_of_others_are_followed_and_led)
 {
     const wsync_device_t *device = gpu();
@@ -446,7 +446,7 @@ TEST(streams_of_others_are_followed_and_led)
     CU(driver->stream_wait_value(other, wsync_cuda_event_address(gate), 1,
                                  WSYNC_CU_WAIT_GEQ));
     CU(driver->memcpy_async(at + 4096, at, 4096, other));
-    CHECK_OK(wsync_stream_follow(stream, other, &err), err);
+    CHECK_OK(wsync_stream_follow(stream, &err), err);
     CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
     CHECK_OK(wsync_stream_lead(stream, other, &err), err);
     CU(driver->memcpy_async(at + 12288, at + 8192, 4096, other));
@@ -484,8 +484,8 @@ TEST(a_stream_that_does_not_run_dry_says_so)
     CU(driver->stream_create(&other, WSYNC_CU_STREAM_NON_BLOCKING));
     CU(driver->stream_wait_value(other, wsync_cuda_event_address(gate), 1,
                                  WSYNC_CU_WAIT_GEQ));
-    CHECK_OK(wsync_stream_follow(stream, other, &err), err);
-    CHECK_OK(wsync_stream_follow(lost, other, &err), err);
+    CHECK_OK(wsync_stream_follow(stream, &err), err);
+    CHECK_OK(wsync_stream_follow(lost, &err), err);
     CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
     CHECK(!wsync_stream_abandon(stream, 20));
     CHECK(!wsync_stream_abandon(lost, 20));

@@ -46,11 +46,12 @@ struct wsync_cu_event {
     fake_shared_t *shared;
     struct wsync_cu_context *context;
     unsigned flags;
-    int fd;        /* -1 unless interprocess */
-    bool opened;   /* made in another process */
-    bool dead;     /* destroyed; kept for pending operations */
-    long pending;  /* operations that name it */
-    uint64_t when; /* ns, of the last record that passed */
+    int fd;            /* -1 unless interprocess */
+    bool opened;       /* made in another process */
+    bool dead;         /* destroyed; kept for pending operations */
+    long pending;      /* operations that name it */
+    uint64_t when;     /* ns, of the last record that passed */
+    uint64_t captured; /* of a record of the context: what came before this number */
 };
 
 typedef struct fake_physical {
@@ -137,6 +138,7 @@ typedef struct fake_op {
     unsigned block;
     unsigned char parameters[FAKE_PARAMETER_NBYTES];
     uint64_t number; /* in the order of all streams */
+    uint64_t after;  /* it waits for all of its context that came before this number */
 } fake_op_t;
 
 struct wsync_cu_stream {

@@ -207,6 +207,17 @@ static bool is_blocked(const struct wsync_cu_stream *self, const fake_op_t *op)
     return false;
 }
 
+/* Whether some stream of a context has not passed what was enqueued before a number. */
+static bool is_behind(const struct wsync_cu_context *context, uint64_t number)
+{
+    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
+        if (at->context == context && at->head != NULL && at->head->number < number) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static void *stream_main(void *argument)
 {
     struct wsync_cu_stream *stream = argument;
@@ -222,7 +233,9 @@ static void *stream_main(void *argument)
             (void)pthread_cond_wait(&stream->changed, &fake.mutex);
             continue;
         }
-        while (fake.connections > 0 && is_blocked(stream, op)) {
+        while (atomic_load(&fake.lost) == 0 &&
+               ((fake.connections > 0 && is_blocked(stream, op)) ||
+                (op->event != NULL && is_behind(op->event->context, op->after)))) {
             fake_unlock();
             fake_pause();
             fake_lock();
@@ -275,32 +288,54 @@ void fake_streams_lose(wsync_cu_result_t code)
     fake_unlock();
 }
 
-/* Whether some stream has not passed what was enqueued before an operation. */
-static bool is_behind(uint64_t number)
+/* Until the streams of a context have passed what they have; locked. */
+static void run_dry(const struct wsync_cu_context *context)
 {
-    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
-        if (at->head != NULL && at->head->number < number) {
-            return true;
-        }
-    }
-    return false;
-}
+    const uint64_t number = fake.next_number + 1;
 
-void fake_synchronize(void)
-{
-    uint64_t number;
-
-    if (!fake.syncs) {
-        return;
-    }
-    fake_lock();
-    number = fake.next_number;
-    while (is_behind(number) && atomic_load(&fake.lost) == 0) {
+    while (is_behind(context, number) && atomic_load(&fake.lost) == 0) {
         fake_unlock();
         fake_pause();
         fake_lock();
     }
+}
+
+void fake_synchronize(void)
+{
+    fake_lock();
+    for (int i = 0; fake.syncs && i < fake.device_count; i++) {
+        run_dry(&fake.contexts[i]);
+    }
     fake_unlock();
+}
+
+wsync_cu_result_t fake_context_synchronize(void)
+{
+    struct wsync_cu_context *context = NULL;
+    wsync_cu_result_t code = fake_enter_context("cuCtxSynchronize", &context);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        fake_lock();
+        run_dry(context);
+        fake_unlock();
+        code = atomic_load(&fake.lost);
+    }
+    return code;
+}
+
+wsync_cu_result_t fake_context_record(wsync_cu_context_t context, wsync_cu_event_t event)
+{
+    wsync_cu_result_t code = fake_enter("cuCtxRecordEvent");
+
+    if (code == WSYNC_CU_SUCCESS) {
+        fake_lock();
+        code = fake_event_check("cuCtxRecordEvent", event, context);
+        if (code == WSYNC_CU_SUCCESS) {
+            event->captured = fake.next_number + 1;
+        }
+        fake_unlock();
+    }
+    return code == WSYNC_CU_INVALID_CONTEXT ? WSYNC_CU_INVALID_HANDLE : code;
 }
 
 /* A queue of its priority; locked. */
@@ -396,7 +431,8 @@ static wsync_cu_result_t enqueue(struct wsync_cu_stream *stream, const fake_op_t
         (void)pthread_cond_wait(&stream->changed, &fake.mutex);
     }
     stream->length++;
-    made->number = fake.next_number++;
+    made->number = ++fake.next_number;
+    made->after = op->kind == FAKE_WAIT_EVENT ? op->event->captured : 0;
     if (stream->tail != NULL) {
         stream->tail->next = made;
     } else {
@@ -720,7 +756,10 @@ static wsync_cu_result_t enqueue_event(const char *call, fake_op_kind_t kind,
     } else if (code == WSYNC_CU_SUCCESS) {
         op.value = atomic_load(&event->shared->recorded);
     }
-    if (code == WSYNC_CU_SUCCESS && op.value == 0) {
+    if (code == WSYNC_CU_SUCCESS && kind == FAKE_RECORD) {
+        event->captured = 0;
+    }
+    if (code == WSYNC_CU_SUCCESS && op.value == 0 && event->captured == 0) {
         code =
             fake_refuse(WSYNC_CU_ILLEGAL_STATE, "%s: the event was never recorded", call);
     }

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import io
 import os
 import signal
 import threading
@@ -20,19 +21,24 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support import fused
 from support.fakecuda import calls, position
-from support.played_gpu import hold, put, reach, source_of
+from support.played_gpu import driver, hold, put, reach, source_of
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
 from wsync import _core
+from wsync.demo.engines.model_worker import ModelWorker
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.weights_only_engine import ProcessEngine
+from wsync.demo.engines.worker_processes import WorkersEngine
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import UpdateGroup
 from wsync.inspection import look
 from wsync.layout import TrainerLayout
 from wsync.machine.device import find, uuid
+from wsync.messages.control import Control
 from wsync.trainer import quantised_image
 from wsync.trainer.sessions import broadcast
 from wsync.trainer.sessions.worker import WorkerSession
@@ -397,8 +403,8 @@ def close_twice() -> dict[str, Any]:
     route, memory = _core.Route(layout, layout), _core.Memory(64, gpu)
     stream, owner = _core.Stream(1, gpu), _Owner(memory)
     alive = weakref.ref(owner)
-    with _blocked() as other:
-        stream.follow(other)
+    with _Blocked():
+        stream.follow()
         table = _core.BufferTable([(memory.address, 64)], owner=owner)
         stream.copy(route, 0, 0, table, table)
         del owner, table
@@ -429,32 +435,85 @@ class _Owner:
         self.memory = memory
 
 
-@contextlib.contextmanager
-def _blocked() -> Iterator[int]:
-    """Somebody else's stream of the GPU, which comes to no end before this block does."""
-    library = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
+class _Blocked:
+    """Somebody else's stream of the GPU, which comes to no end before it is let go on."""
 
-    def call(name: str, *arguments: Any) -> None:
-        address, status = ctypes.c_void_p(), ctypes.c_int()
-        wanted = (ctypes.byref(address), 13000, ctypes.c_uint64(0), ctypes.byref(status))
-        library.cuGetProcAddress_v2(name.encode(), *wanted)
-        assert ctypes.CFUNCTYPE(ctypes.c_int)(address.value)(*arguments) == 0, name
+    def __init__(self) -> None:
+        self._gate, context, self._stream = ctypes.c_uint64(0), ctypes.c_void_p(), ctypes.c_void_p()
+        self._at = ctypes.c_uint64(ctypes.addressof(self._gate))
+        driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        driver("cuCtxPushCurrent", context)
+        driver("cuMemHostRegister", self._at, ctypes.c_size_t(8), 0)
+        driver("cuStreamCreate", ctypes.byref(self._stream), 1)
+        driver("cuStreamWaitValue64", self._stream, self._at, ctypes.c_uint64(1), 0)
 
-    gate, context, stream = ctypes.c_uint64(0), ctypes.c_void_p(), ctypes.c_void_p()
-    at = ctypes.c_uint64(ctypes.addressof(gate))
-    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-    call("cuCtxPushCurrent", context)
-    call("cuMemHostRegister", at, ctypes.c_size_t(8), 0)
-    call("cuStreamCreate", ctypes.byref(stream), 1)
-    call("cuStreamWaitValue64", stream, at, ctypes.c_uint64(1), 0)
-    try:
-        yield stream.value or 0
-    finally:
-        gate.value = 1
-        call("cuStreamSynchronize", stream)
-        call("cuStreamDestroy", stream)
-        call("cuMemHostUnregister", at)
-        call("cuCtxPopCurrent", None)
+    def __enter__(self) -> _Blocked:
+        return self
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What it will find there when it goes on."""
+        found = torch.zeros_like(tensor)
+        places = [ctypes.c_uint64(t.data_ptr()) for t in (found, tensor)]
+        driver("cuMemcpyAsync", *places, ctypes.c_size_t(tensor.nbytes), self._stream)
+        return found
+
+    def go_on(self) -> None:
+        self._gate.value = 1
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on()
+        driver("cuStreamSynchronize", self._stream)
+        driver("cuStreamDestroy", self._stream)
+        driver("cuMemHostUnregister", self._at)
+        driver("cuCtxPopCurrent", None)
+
+
+class _ReadingWorker(ModelWorker):
+    """A forward pass is on its way on a stream of its own when an update reaches it, and reads the
+    weights later."""
+
+    def __init__(self) -> None:
+        self._module = fused.Fused()
+        self._read: list[bool] = []
+        loader: Any = RecordedLoader(self._module)
+        loader._chosen._chosen.device = find(uuid(0))  # as of a module whose memory the GPU's is
+        super().__init__(loader)
+        run = self.receiver._run
+
+        def running(message: Control) -> None:
+            held = dict(self._module.named_parameters())
+            before = {name: tensor.clone() for name, tensor in held.items()}
+            with _Blocked() as forward:
+                read = {name: forward.copy(tensor) for name, tensor in held.items()}
+                # by then, who does not wait for it has written everything
+                threading.Timer(1.0, forward.go_on).start()
+                run(message)
+            self._read.append(same(read, before))
+
+        self.receiver._run = running  # type: ignore[method-assign]
+
+    def read(self) -> list[bool]:
+        return self._read
+
+    def held(self) -> bytes:
+        torch.save(fused.held(self._module), data := io.BytesIO())
+        return data.getvalue()
+
+
+def forward_passes() -> dict[str, Any]:
+    """Whether forward passes under three updates have read what was there before; and what the
+    last update has brought."""
+    with WorkersEngine(_ReadingWorker, [{}], name="reading") as engine:
+        with wsync.connect(fused.draw(1), [engine], options=OPTIONS) as sync:
+            for seed in (1, 2, 3):
+                sync.update(fused.draw(seed))
+        held = torch.load(io.BytesIO(engine._call("held", None, 60.0)[0]))
+        expected = fused.Fused()
+        expected.load_weights(list(fused.draw(3).items()))
+        return {
+            "read": engine._call("read", None, 60.0)[0],
+            "right": same(held, fused.held(expected)),
+        }
 
 
 def holds() -> dict[str, Any]:
@@ -482,10 +541,10 @@ def holds() -> dict[str, Any]:
         else:
             stream.abandon()
         left.append(alive() is not None)
-    with _blocked() as other, warnings.catch_warnings(record=True) as said:
+    with _Blocked(), warnings.catch_warnings(record=True) as said:
         stream, owner = _core.Stream(1, gpu), _Owner(memory)
         alive = weakref.ref(owner)
-        stream.follow(other)
+        stream.follow()
         table = _core.BufferTable([(memory.address, 64)], owner=owner)
         stream.copy(route, 0, 0, table, table)
         del owner, table

@@ -39,7 +39,7 @@ from wsync import _core
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.layout import TrainerLayout
-from wsync.trainer import connection, lending
+from wsync.trainer import lending
 from wsync.trainer.sessions.direct import DirectSession
 
 lending.GPUS_UNASKED = True
@@ -318,10 +318,7 @@ def late_weights() -> bool:
             begin, nbytes = ctypes.c_uint64(tensor.data_ptr()), weights[name].nbytes
             value = ctypes.c_ubyte(0x3F)
             driver("cuMemsetD8Async", begin, value, ctypes.c_size_t(nbytes), stream)
-        with (
-            mock.patch.object(connection, "follow_torch", lambda ours: ours.follow(stream.value)),
-            mock.patch.object(DirectSession, "post", opening),
-        ):
+        with mock.patch.object(DirectSession, "post", opening):
             sync.update()
         wanted = {n: torch.full(t.shape, 0x3F3F3F3F, dtype=torch.int32) for n, t in weights.items()}
         right = same(engine.weights(), {n: t.view(torch.float32) for n, t in wanted.items()})

@@ -8,6 +8,10 @@ from collections import Counter
 # one launch copies everything between one wait and one record; the rest looks
 _ROUND = {"cuStreamWaitValue64", "cuStreamWriteValue64", "cuLaunchKernel"}
 _LOOKS = {"cuStreamQuery", "cuPointerGetAttributes", "cuMemGetAddressRange"}
+# one after everything that streams of others do
+FENCE = {
+    call: 1 for call in ("cuEventCreate", "cuCtxRecordEvent", "cuStreamWaitEvent", "cuEventDestroy")
+}
 # of a piece: which memory is mapped there now
 _IDENTIFIES = {"cuMemRetainAllocationHandle", "cuMemRelease"}
 
@@ -15,7 +19,8 @@ _IDENTIFIES = {"cuMemRetainAllocationHandle", "cuMemRelease"}
 def check_worker(count: Counter[str]) -> None:
     """A wait for what has come already is none; and there may be a record that lets go of what
     launches used."""
-    assert set(count) <= _ROUND | _LOOKS, count
+    assert set(count) <= _ROUND | _LOOKS | set(FENCE), count
+    assert FENCE.items() <= count.items(), count
     assert count["cuLaunchKernel"] == 1, count
     assert count["cuStreamWaitValue64"] <= 1, count
     assert 1 <= count["cuStreamWriteValue64"] <= 2, count
@@ -23,5 +28,6 @@ def check_worker(count: Counter[str]) -> None:
 
 def check_rank(count: Counter[str], workers: int) -> None:
     """workers: that the rank serves, each of which is told once."""
-    assert set(count) <= {"cuStreamWriteValue64"} | _LOOKS | _IDENTIFIES, count
+    assert set(count) <= {"cuStreamWriteValue64"} | _LOOKS | _IDENTIFIES | set(FENCE), count
+    assert FENCE.items() <= count.items(), count
     assert count["cuStreamWriteValue64"] == workers, count

@@ -23,7 +23,7 @@ from wsync.engine.learn.time_limit import PASSES, learning
 from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
-from wsync.machine.device import await_torch, follow_torch
+from wsync.machine.device import await_torch
 from wsync.machine.error_text import error_text
 from wsync.machine.gpu_allocations import place_of
 from wsync.machine.process_maps import most_segments
@@ -241,8 +241,11 @@ class Receiver:
         stream = self._loader.stream
         # after a fault a GPU sets no more words, here or in the trainer
         look = None if stream is None else stream.look
-        if stream is not None:
-            follow_torch(stream)  # which may still read the weights
+        # a pause may leave a forward pass running that reads the weights, on a stream of its own
+        if stream is None:
+            self._loader.device.settle()
+        else:
+            stream.follow()
             trace.watch(stream, rounds)
         for round in range(rounds):
             with trace.span("take", round):
@@ -281,6 +284,11 @@ class Receiver:
                 importer = self._learn(message, importer)
         self._opened = message.update
         return importer
+
+    def settle_and_lose(self) -> None:
+        """Before made-up values are written, on whatever stream; see _load."""
+        self._loader.device.settle()
+        self.lose()
 
     def lose(self) -> None:
         """From here on the weights are not those of one update."""
@@ -388,7 +396,7 @@ def _text_of(value: object, what: str, *, int_too: bool = True) -> str | None:
 
 def _lose(receiver: Receiver | None) -> None:
     if receiver is not None:
-        receiver.lose()
+        receiver.settle_and_lose()
 
 
 def _to_learn(deadline: float) -> float:

@@ -131,16 +131,11 @@ def _listed(ordinals: Iterable[int]) -> str:
     return " and ".join(f"cuda:{ordinal}" for ordinal in sorted(ordinals))
 
 
-def follow_torch(stream: _core.Stream) -> None:
-    """What the stream is given from now on starts after what torch has been given by now."""
-    if (handle := _torch_stream(stream.device)) is not None:
-        stream.follow(handle)
-
-
 def lead_torch(stream: _core.Stream) -> None:
     """What torch is given from now on starts after what the stream has been given by now."""
-    if (handle := _torch_stream(stream.device)) is not None:
-        stream.lead(handle)
+    if _torch_uses(stream.device):
+        current: Any = torch.cuda.current_stream(stream.device.ordinal)
+        stream.lead(int(current.cuda_stream))
 
 
 def await_torch(device: _core.Device, timeout: float = _TORCH_SECONDS) -> None:
@@ -158,14 +153,6 @@ def await_torch(device: _core.Device, timeout: float = _TORCH_SECONDS) -> None:
 def _torch_uses(device: _core.Device) -> bool:
     """Whether a device is a GPU that torch can use."""
     return device.ordinal >= 0 and torch.cuda.is_available()
-
-
-def _torch_stream(device: _core.Device) -> int | None:
-    """torch's current stream on a GPU; None where torch does not use that."""
-    if not _torch_uses(device):
-        return None
-    current: Any = torch.cuda.current_stream(device.ordinal)
-    return int(current.cuda_stream)
 
 
 def release_cached(device: _core.Device) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
-from wsync.machine.device import find, follow_torch, of
+from wsync.machine.device import find, of
 from wsync.report import Report
 
 _ENTRY_NBYTES: Final = 8  # two float32
@@ -94,14 +94,14 @@ class Image:
         sources, spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
         stream = self._stream
         assert stream is not None
-        follow_torch(stream)
         if len(extremes):
             extremes.fill_(-torch.inf)
-            follow_torch(stream)
+        stream.follow()  # some stream may still be writing the weights
+        if len(extremes):
             stream.quantise(self._quantiser, sources, spans, codes=False)
             stream.synchronize(timeout, group.check)
             _merge(extremes, group)
-            follow_torch(stream)
+            stream.follow()
         stream.quantise(self._quantiser, sources, spans, codes=True)
         stream.synchronize(timeout, group.check)
         ends = self._quantiser.ends

@@ -23,7 +23,6 @@ from wsync.engine.learn.time_limit import check
 from wsync.engine.learn.watched_pools import watched_pools
 from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights
-from wsync.machine.device import follow_torch
 from wsync.machine.error_text import error_text
 from wsync.module_tensors import checksum_of, flat_bytes
 
@@ -68,7 +67,7 @@ def verify(
             add_boxes(builder, area, pieces.get(area, ()), recording, shapes)
         route = Route(model.layout, builder.build())
         if route.buffer_count:
-            follow_torch(stream)
+            stream.follow()
             sources = BufferTable([(model.address, model.nbytes)], model)
             stream.copy(route, 0, LOCAL, sources, held.table())
         stream.synchronize(_TIMEOUT)
