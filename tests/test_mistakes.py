@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import guide
@@ -23,6 +24,7 @@ from wsync.handles.base import handles_of
 from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
 from wsync.machine.installed_modules import importable
+from wsync.trainer import updates_base
 from wsync.trainer.planning import uncut_nbytes
 
 
@@ -142,6 +144,34 @@ def test_a_model_is_not_a_mapping(wrong: Any) -> None:
 def test_an_option_of_another_type_is_named(name: str, value: Any) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=f"{name}={value!r} is no "):
         wsync.Options(**{name: value})
+
+
+def test_numbers_of_numpy_and_paths_are_taken(tmp_path: Path, server: str) -> None:
+    options = wsync.Options(
+        deadline=np.float32(30),
+        threads=np.int64(2),
+        round_nbytes=np.int32(1 << 20),
+        directory=tmp_path,  # type: ignore[arg-type]
+        checkpoint=tmp_path,  # type: ignore[arg-type]
+        progress=False,
+    )
+    assert (options.directory, options.checkpoint) == (str(tmp_path), str(tmp_path))
+    assert (type(options.threads), type(options.round_nbytes)) == (int, int)
+    assert updates_base.version_text(np.int64(7)) == "7"
+    assert wsync.handle(server.replace("http", "HTTP")).name == server
+
+
+def test_weights_beside_codes_are_not_said_to_lie_outside_exportable(
+    server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shapes = {"model.layers.0.mlp.up_proj.weight": (128, 128), "model.norm.weight": (128,)}
+    weights = {name: torch.ones(shape) for name, shape in shapes.items()}
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    options = wsync.Options(quantise=fp8, checkpoint="", progress=False)
+    with wsync.connect(weights, [server], options=options) as sync:
+        with pytest.raises(wsync.WsyncError, match="up_proj"):
+            sync.update()
+    assert "exportable" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,15 @@ def test_an_unknown_name_is_refused_unless_ignored(start: Start) -> None:
     assert as_bytes(torch.nn.utils.parameters_to_vector(module.parameters())) == before
     first_update(start, ModuleLoader(module, ignore=["stranger"]), weights, rounds)
     check(module, tiny_weights(1))
+    fused = {**tiny_weights(1), "a.experts.down_proj": torch.ones(2)}
+    text = failed_update(start, ModuleLoader(module), fused, [*ROUNDS, ["a.experts.down_proj"]])
+    assert "down_proj: not in Tiny; wsync.fsdp.layout(model) gives fused experts the" in text
+
+
+def test_what_is_not_converted_is_named_with_what_is(start: Start) -> None:
+    weights = {name: tensor.half() for name, tensor in tiny_weights(1).items()}
+    text = failed_update(start, ModuleLoader(Tiny()), weights)
+    assert "no conversion from float16 to float32: there are those from float32 to bfloat16" in text
 
 
 def test_a_parameter_that_is_not_delivered_is_named_unless_ignored(start: Start) -> None:

@@ -115,14 +115,18 @@ class Options:
         for name in ("threads", "round_nbytes", "ring_nbytes", "bucket_nbytes"):
             value = getattr(self, name)
             most = _core.MAX_THREADS if name == "threads" else _MOST_NBYTES
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not hasattr(value, "__index__") or isinstance(value, bool):
                 raise _core.InvalidArgumentError(f"{name}={value!r} is no integer")
+            object.__setattr__(self, name, operator.index(value))  # numpy's, too
             if not 0 <= value <= most:
                 text = f"over {most}" if value > most else "negative"
                 raise _core.InvalidArgumentError(f"{name}={value!r} is {text}")
         check_seconds("deadline", self.deadline)
         for name in ("directory", "checkpoint"):
             value = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                value = os.fspath(value)
+                object.__setattr__(self, name, value)
             if not isinstance(value, str | None):
                 raise _core.InvalidArgumentError(f"{name}={value!r} is no text")
             if value and "\0" in value:

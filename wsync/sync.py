@@ -76,7 +76,8 @@ class Sync(Updates):
         if self._delivery in ("auto", "direct") and self._roster.taking(Delivery.WSYNC):
             hosts, rank = self._roster.hosts, self._group.rank
             wholly, near = self._delivery == "auto", hosts.count(hosts[rank])
-            self._lender = Lender(self._layout, rank, wholly=wholly, ranks=near)
+            own = len(self._source.names)
+            self._lender = Lender(self._layout, rank, wholly=wholly, ranks=near, own=own)
 
     def update(
         self,

@@ -33,7 +33,7 @@ from wsync.engine.learn.module_memory import (
 )
 from wsync.families.runtime_names import RuntimeNames
 from wsync.module_tensors import dtype_of, same_bytes
-from wsync.module_tensors.names_in_messages import listed
+from wsync.module_tensors.names_in_messages import listed, unfused
 from wsync.module_tensors.value_forms import (
     KEEP,
     Form,
@@ -194,7 +194,7 @@ class Destination:
         state = state_of(module)
         unknown = delivered.keys() - state.keys() - ignore
         if unknown:
-            raise LayoutError(f"{listed(unknown)}: not in {who}")
+            raise LayoutError(f"{listed(unknown)}: not in {who}{unfused(unknown)}")
         names: list[str] = []
         twins: list[OtherName] = []
         missing: list[str] = []

@@ -16,6 +16,7 @@ from wsync.families.blocks import HF_LAYER, fused_experts, renamed
 from wsync.families.registry import TOGETHER, Family, read_sizes
 from wsync.families.rules import Expansion, Rule, ShardPlacement, Target
 from wsync.module_tensors.kept_together import group_of
+from wsync.module_tensors.names_in_messages import FUSED
 from wsync.module_tensors.quantised_names import group_of_parts
 
 if TYPE_CHECKING:
@@ -91,7 +92,6 @@ RUNTIME: Mapping[str, Family] = {
     )
 }
 
-_FUSED: Final = (".experts.gate_up_proj", ".experts.down_proj")
 # What the layers of a model consist of, by kind: what they must have, and all that they may have.
 # Models whose checkpoints have other names or forms have other parts.
 _LAYER: Final = re.compile(r"model\.layers\.\d+\.(.+)")
@@ -132,7 +132,7 @@ class RuntimeNames:
         """
         kind = str(getattr(config, "model_type", None) or "")
         found = cls(kind, read_sizes(config) if kind in RUNTIME else {})
-        fused = next((name for name in names if name.endswith(_FUSED)), "")
+        fused = next((name for name in names if name.endswith(FUSED)), "")
         if found.family is None and fused:
             known = f"the family {kind!r}" if kind else "a model without config"
             raise _core.UnsupportedError(
@@ -146,7 +146,7 @@ class RuntimeNames:
         hidden = next((s[-1] for n, s in shapes.items() if n.endswith("embed_tokens.weight")), 0)
         sizes = {"h": hidden}
         for name, shape in shapes.items():
-            if name.endswith(_FUSED[0]) and len(shape) == 3:
+            if name.endswith(FUSED[0]) and len(shape) == 3:
                 width = shape[1] if shape[2] == hidden else shape[2]
                 sizes |= {"experts": shape[0], "moe_ffn": width // 2, "ffn": width // 2}
                 break

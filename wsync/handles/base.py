@@ -113,6 +113,9 @@ def handle(
     """
     if workers is not None and workers < 1:
         raise InvalidArgumentError(f"workers {workers}: at least 1")
+    if isinstance(engine, str):
+        scheme, mark, place = engine.partition("://")
+        engine = f"{scheme.lower()}{mark}{place}"
     if isinstance(engine, str) and engine.startswith("vllm+"):
         from wsync.handles.vllm import VllmServer
 

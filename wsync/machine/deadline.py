@@ -31,7 +31,7 @@ LEAVE_SECONDS: Final = 2.0
 
 def check_seconds(name: str, value: Any) -> None:
     """Raises InvalidArgumentError for what is no time that anybody may choose to wait."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not hasattr(value, "__float__") or isinstance(value, bool):  # numpy's have it, too
         raise InvalidArgumentError(f"{name}={value!r} is no number of seconds")
     if not 0 < value <= MAX_DEADLINE:
         text = f"over {seconds(MAX_DEADLINE)}" if value > 0 else "not positive"

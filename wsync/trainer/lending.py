@@ -61,16 +61,24 @@ class Lender:
     layout: of this rank; names buffers in `obstacle`.
     wholly: for delivery="auto": it lends all of its buffers or none, and none where processes might
     not have descriptors enough.  ranks: trainer ranks on its host; each rank with sessions, and
-    each worker, holds the segments of all of them.
+    each worker, holds the segments of all of them.  own: how many buffers are the trainer's; the
+    others are codes and scales, which can be mapped.
     """
 
     def __init__(
-        self, layout: _core.Layout, rank: int, *, wholly: bool = False, ranks: int = 1
+        self,
+        layout: _core.Layout,
+        rank: int,
+        *,
+        wholly: bool = False,
+        ranks: int = 1,
+        own: int | None = None,
     ) -> None:
         self._layout = layout
         self.wholly = wholly
         self._ranks = ranks
         self._rank = rank
+        self._own = own
         self._used = _buffers(layout)
         self._maps = SharedMaps()
         self._allocations = GpuAllocations()
@@ -162,7 +170,7 @@ class Lender:
         self.obstacle = self._name(private) if private else ""
         if private and self.wholly:
             way = f"{self.obstacle}; Options(delivery='direct') has them read the others so"
-            self._lend_nothing(len(spans), way if any(self.places) else "")
+            self._lend_nothing(len(spans), way if any(self.places[: self._own]) else "")
             return False
         return True
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import operator
 import os
 import re
 import sys
@@ -407,8 +408,10 @@ def agree(
 
 def version_text(version: object) -> str:
     """A weight version as engines record it."""
-    if isinstance(version, int) and not isinstance(version, bool) and 0 <= version < 10**128:
-        return str(int(version))  # also of an enum's
+    if hasattr(version, "__index__") and not isinstance(version, bool):
+        version = operator.index(version)  # also of an enum's, and numpy's
+    if type(version) is int and 0 <= version < 10**128:
+        return str(version)
     if isinstance(version, str) and _VERSION.fullmatch(version):
         return version
     long = isinstance(version, int) and abs(version) >= 10**128  # whose repr() may raise

@@ -67,8 +67,10 @@ wsync_status_t wsync_tensor_check_copy(const wsync_tensor_t *from, const wsync_t
     if (wsync_dtype_transform(from->dtype, to->dtype, false, &transform, NULL) !=
         WSYNC_OK) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, origin,
-                          "%.256s: no conversion from %s to %s", to->name,
-                          wsync_dtype_name(from->dtype), wsync_dtype_name(to->dtype));
+                          "%.256s: no conversion from %s to %s: there are those from "
+                          "float32 to bfloat16 and float16, and from bfloat16 to float32",
+                          to->name, wsync_dtype_name(from->dtype),
+                          wsync_dtype_name(to->dtype));
     }
     return WSYNC_OK;
 }

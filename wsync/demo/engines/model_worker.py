@@ -24,6 +24,7 @@ from wsync.engine.update_groups import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.machine.deadline import Deadline
 from wsync.messages import control, payload
 from wsync.module_tensors import same_bytes
+from wsync.module_tensors.names_in_messages import unfused
 
 Facts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _CASTS: Final = ({torch.float32, torch.bfloat16}, {torch.float32, torch.float16})
@@ -252,7 +253,7 @@ def check_fit(weights: Named, facts: Facts, who: str) -> None:
     """
     for name, tensor in weights:
         if name not in facts:
-            raise LayoutError(f"{name}: not in {who}")
+            raise LayoutError(f"{name}: not in {who}{unfused([name])}")
         shape, dtype = facts[name]
         if tensor.shape != shape:
             raise LayoutError(f"{name}: shape {tuple(tensor.shape)} delivered, {shape} in {who}")

@@ -48,7 +48,7 @@ from wsync.machine import device
 from wsync.machine.process_maps import SharedMaps
 from wsync.machine.sent_memory import WrittenError, is_sent, unwritten
 from wsync.messages.control import LEARN, WHOLE
-from wsync.module_tensors.names_in_messages import listed
+from wsync.module_tensors.names_in_messages import listed, unfused
 from wsync.module_tensors.places import places_of
 from wsync.module_tensors.quantised_names import is_note
 from wsync.module_tensors.value_forms import pattern
@@ -281,7 +281,7 @@ class RecordedLoader(ChoosingLoader):
             raise MissingError(
                 f"{type(self._module).__name__}: no tensor of the trainer is loaded to "
                 f"{listed(missing)}{instead}; {KEEP} or RecordedLoader(ignore=...) names what is "
-                "to stay as it is"
+                f"to stay as it is{unfused(unused)}"
             )
 
     def _stays(self, path: str) -> bool:
