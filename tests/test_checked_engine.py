@@ -412,7 +412,7 @@ def test_an_engine_that_tells_its_instance_is_asked_once_at_a_time(server: FakeS
     checked.update_weights([b""], load_format=None, weight_version=1, timeout=10)
     checked.verify(10)
     checked.resume(10)
-    asked = [path for path, *_ in server.seen if "info" in path]
+    asked = [path for path, *_ in server.seen if path == "/model_info"]
     assert asked == ["/model_info"] * 4
 
 
@@ -522,3 +522,11 @@ def test_a_step_of_a_request_is_not_made_when_its_update_has_failed(
         bucket(engine)
         engine.resume(60)
     assert server.seen[-1][0] == last
+
+
+def test_a_handle_serves_after_any_number_of_failures(server: FakeServer) -> None:
+    """A failure that another rank has met gives up an update that has asked nothing so far."""
+    requests = EngineRequests([HttpHandle(server.url, workers=1)], QUICK)
+    for _ in range(2):
+        requests.abandon([])
+    assert requests.handles[0].server_info(60) == {"tp_size": 2}  # type: ignore[attr-defined]

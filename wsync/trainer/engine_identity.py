@@ -81,7 +81,7 @@ class CheckedEngine:
         """What threads of this update have not asked of the engine yet they ask no more.  The next
         update begins with another object."""
         self._given_up = True
-        if hasattr(type(self._during), "give_up"):
+        if self._during is not self.handle and hasattr(type(self._during), "give_up"):
             self._during.give_up()
 
     def pause(self, mode: str, timeout: float) -> None:
