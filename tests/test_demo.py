@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,36 @@ def test_it_runs_in_the_repository_root(tmp_path: Path) -> None:
     assert "verified: " in done.stdout
 
 
+def living(session: int) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its, *_ = path.read_text().rpartition(")")[2].split()
+            if int(its) == session and state != "Z":
+                found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("shown", ["mode ", "importing ", "update 1 of 50: "])
+def test_ctrl_c_ends_it_without_a_traceback_and_leaves_no_process(shown: str) -> None:
+    demo = subprocess.Popen(
+        [sys.executable, "-P", "-m", "wsync", "demo", "--updates", "50", "--pp", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert demo.stdout is not None
+    assert any(line.startswith(shown) for line in demo.stdout)
+    os.killpg(demo.pid, signal.SIGINT)  # as a terminal does it
+    _, text = demo.communicate(timeout=100)
+    assert (demo.returncode, text) == (130, "\nwsync demo: interrupted\n")
+    end = time.monotonic() + 30
+    while living(demo.pid):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_engines_say_the_text_when_it_is_learnt(tmp_path: Path) -> None:
     facts, text = run_demo(tmp_path, "--model", "qwen3-moe", "--tp", "1", "--pp", "1", "--ep", "1")
     assert (facts["verified"], facts["learnt"]) == (True, True)
@@ -92,9 +125,15 @@ def test_remote_engines_are_sent_what_they_keep_or_everything(
 ) -> None:
     """Two engines, one of two workers, which hold one model together or are sent one each."""
     path = tmp_path / "page.html"
-    facts, _ = run_demo(tmp_path, *options, "--updates", "1", "--report", str(path))
+    facts, printed = run_demo(tmp_path, *options, "--updates", "1", "--report", str(path))
     assert facts["verified"]
     (update,) = facts["updates"]
+    assert f"mode {options[1]}: weights travel over gloo" in printed
+    way = "stock broadcast" if "--broadcast" in options else "gloo"
+    assert (
+        f"tensor-parallel engine, 2 processes: weights by {way}; " in printed or "mixed" in options
+    )
+    assert f"HTTP engine at {next(iter(update['paths']))}: weights by {way}; " in printed
     assert update["workers"] == len(facts["deliveries"]) == 3
     assert sum(each["nbytes"] for each in facts["deliveries"]) == update["delivered_nbytes"]
     assert least <= update["delivered_nbytes"] / facts["bytes"] <= most

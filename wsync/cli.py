@@ -1,6 +1,7 @@
 """The `wsync` command: picks a subcommand and imports only what that one needs."""
 
 import difflib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -58,4 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    return command(words[1:])
+    try:
+        return command(words[1:])
+    except KeyboardInterrupt:
+        print(f"\nwsync {words[0]}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT

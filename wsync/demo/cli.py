@@ -13,6 +13,8 @@ from typing import Any
 from wsync.demo import page, trace_export
 from wsync.demo.launcher import MODES, DemoFailed, Settings, run_demo
 from wsync.machine import trace
+from wsync.pages.bars import spent
+from wsync.pages.style import KINDS
 
 _DESCRIPTION = """
 A Megatron trainer in several processes takes optimizer steps and updates two inference engines
@@ -68,8 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         ("model", "qwen3", ("qwen3", "qwen3-moe"), "what is trained"),
         (
             *("mode", "colocated", MODES),
-            "how weights travel: through shared memory (colocated), over gloo as to remote engines "
-            "(distributed) or to the HTTP engine alone (mixed), or through a checkpoint (disk)",
+            "how weights travel: " + "; ".join(f"{mode}: {how}" for mode, how in MODES.items()),
         ),
         (
             *("broadcast", "auto", ("auto", "bucket", "tensor")),
@@ -127,16 +128,24 @@ def _write(files: dict[str, Path | None], folder: Path, facts: dict[str, Any]) -
 
 def print_report(facts: dict[str, Any]) -> None:
     """The tables and texts that a person wants to see."""
-    phases = list(facts["updates"][0]["phases"])
-    on_disk = facts["mode"] == "disk"
-    unit = "files" if on_disk else "rounds"
-    heads = ["version", "MB", unit, *phases, "total s", "GB/s", "redundancy", "checked"]
-    rows = [_row(update, phases) for update in facts["updates"]]
+    unit = "files" if facts["mode"] == "disk" else "rounds"
+    rows = [["version", "MB", unit, "seconds", "checked"], *map(_row, facts["updates"])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print()
-    print(_table(heads, rows))
-    what = "written by all trainer ranks" if on_disk else "received by all engine processes"
-    print(f"MB: {what}; {phases[0]} to {phases[-1]}: seconds of the trainer's rank 0;")
-    print("redundancy: these bytes over the bytes needed")
+    for row in rows:
+        print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
+    print(
+        "MB: "
+        + (
+            "written by all trainer ranks"
+            if unit == "files"
+            else "received by all engine processes"
+        )
+    )
+    print("\nwhat the trainer's rank 0 waited for in the last update:")
+    last = facts["updates"][-1]
+    for name, seconds in spent(last["seconds"], last["phases"]).items():
+        print(f"  {seconds:.3f} s  {name}: {KINDS[name].words}")
     print()
     for engine in facts["engines"]:
         print(f"{engine['name']}: {engine['checked']}")
@@ -153,24 +162,11 @@ def print_report(facts: dict[str, Any]) -> None:
         print("NOT VERIFIED: " + "; ".join(facts["problems"]))
 
 
-def _row(update: dict[str, Any], phases: list[str]) -> list[str]:
-    delivered = update["delivered_nbytes"]
+def _row(update: dict[str, Any]) -> list[str]:
     return [
         update["version"],
-        f"{delivered / 1e6:.1f}",
+        f"{update['delivered_nbytes'] / 1e6:.1f}",
         str(update["rounds"]),
-        *(f"{update['phases'].get(phase, 0.0):.3f}" for phase in phases),
         f"{update['seconds']:.3f}",
-        f"{delivered / update['seconds'] / 1e9:.2f}",
-        "1.0" if update["redundancy"] == 1.0 else f"{update['redundancy']:.3f}",
         "yes" if update["verified"] else "NO",
     ]
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    lines = [
-        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
-        for row in [heads, *rows]
-    ]
-    return "\n".join(lines)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
+import signal
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -15,16 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from wsync._core import DeadlineError
+from wsync.demo.progress import shown
 from wsync.demo.sglang_requirements import how_to_get
 from wsync.machine.deadline import Deadline
 from wsync.machine.installed_modules import importable
 from wsync.machine.temporary_environment import variable
 
-MODES = ("colocated", "distributed", "mixed", "disk")
+MODES = {  # and how weights travel in each
+    "colocated": "through memory that trainer and engines share",
+    "distributed": "over gloo, as to engines on other hosts",
+    "mixed": "over gloo to the HTTP engine, through shared memory to the other one",
+    "disk": "through a checkpoint, which the engines load",
+}
 LACKING = "lacking"  # a file in which a rank says what the machine lacks
 _FACTS = "facts.json"  # rank 0's
 _SECONDS = 600.0
 _LEAVE_SECONDS = 10.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class DemoFailed(RuntimeError):
@@ -120,7 +129,7 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     print(
         f"trainer: megatron-core, {settings.model}, {settings.ranks} processes "
         f"(TP{settings.tp} x PP{settings.pp}, EP{settings.ep})\n"
-        "starting these and the engines takes some 20 seconds, on a busy machine a minute",
+        f"mode {settings.mode}: weights travel {MODES[settings.mode]}",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="wsync-demo-") as folder:
@@ -131,13 +140,32 @@ def run_demo(settings: Settings) -> dict[str, Any]:
 
 def _run_ranks(settings: Settings, folder: Path) -> None:
     """Runs the trainer's processes, forked from one that has imported what they need."""
-    from torch.multiprocessing.spawn import ProcessException, start_processes
-
     multiprocessing.set_forkserver_preload(["wsync.demo.preload"])
+    multiprocessing.resource_tracker.ensure_running()  # which would unblock what is blocked below
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # until wsync.demo.preload runs
     with variable("PYTHONSAFEPATH", "1"):  # the current folder may be the source's
         multiprocessing.forkserver.ensure_running()
-    start: Any = start_processes
-    ranks = start(_rank, (settings, folder), settings.ranks, join=False, start_method="forkserver")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+    try:
+        with shown("importing torch, transformers and megatron-core"):
+            from torch.multiprocessing.spawn import start_processes
+
+            start: Any = start_processes
+            given = (settings, folder)
+            ranks = start(_rank, given, settings.ranks, join=False, start_method="forkserver")
+        _await(ranks, folder)
+    finally:
+        processes = multiprocessing.active_children()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(_LEAVE_SECONDS)
+            process.kill()
+
+
+def _await(ranks: Any, folder: Path) -> None:
+    from torch.multiprocessing.spawn import ProcessException
+
     deadline = Deadline(_SECONDS)
     try:
         while not ranks.join(deadline.left):
@@ -149,12 +177,6 @@ def _run_ranks(settings: Settings, folder: Path) -> None:
         if lacking.exists():
             raise DemoFailed(lacking.read_text(encoding="utf-8")) from None
         raise DemoFailed(f"trainer rank {error.error_index} failed: {error}") from None
-    finally:
-        for process in ranks.processes:
-            process.terminate()
-        for process in ranks.processes:
-            process.join(_LEAVE_SECONDS)
-            process.kill()
 
 
 def _sglang_missing(path: Sequence[str]) -> str:
@@ -171,12 +193,22 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _leave(*_: object) -> None:
+    """Ends a rank and what it has started, once: Ctrl-C sends a signal to every process of a
+    terminal, and then the launcher ends the ranks."""
+    for number in _ENDING:
+        signal.signal(number, lambda *_: None)
+    raise KeyboardInterrupt
+
+
 def _rank(rank: int, settings: Settings, folder: Path) -> None:
     """Main function of one trainer process."""
     import torch
 
     from wsync.demo.trainer import train
 
+    for number in _ENDING:
+        signal.signal(number, _leave)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import signal
 import warnings
 
 _MODULES = (
@@ -13,6 +14,9 @@ _MODULES = (
     *("wsync.megatron", "wsync.demo.megatron_cpu"),
 )
 
+# Ctrl-C ends this process, and those that are forked from it, without a traceback
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 # megatron-core says in many words that it has neither TransformerEngine nor a GPU here
 warnings.filterwarnings("ignore", module=r"megatron\.")
 for _name in _MODULES:

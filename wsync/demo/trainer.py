@@ -16,6 +16,7 @@ from tqdm import tqdm
 import wsync
 from wsync.demo import hf_reference, megatron_cpu
 from wsync.demo.launcher import LACKING, Settings
+from wsync.demo.progress import shown
 from wsync.demo.sglang_cpu_engine import SglangEngine
 from wsync.demo.two_engines import Engines
 from wsync.handles.base import EngineHandle
@@ -26,6 +27,7 @@ PROMPT_LENGTH = 18
 NEW_TOKENS = 40
 STEPS_PER_UPDATE = 12
 TOLERANCE = 1e-3
+_PATHS = {"ring": "shared memory", "disk": "files"}  # others are named so in a Report
 
 
 def train(rank: int, settings: Settings, folder: Path) -> dict[str, Any]:
@@ -48,7 +50,8 @@ def train(rank: int, settings: Settings, folder: Path) -> dict[str, Any]:
         trainer = megatron_cpu.build(config, parallel, dtype=torch.float32)
         engines = None
         if rank == 0:
-            engines = _start_engines(settings, config, folder)
+            with shown("starting the engines"):
+                engines = _start_engines(settings, config, folder)
             stack.callback(engines.close)
             print("engines: " + "; ".join(fact["name"] for fact in engines.facts), flush=True)
         return _updates(trainer, engines, settings, folder / "versions")
@@ -98,13 +101,17 @@ def _updates(
                 expected, str(number), ids=text, logits=logits, tolerance=TOLERANCE
             )
             verdict = "WRONG" if found else "verified"
-            print(f"update {number} of {settings.updates}: {verdict}", flush=True)
+            seconds = f"{report.seconds:.3f} s, {verdict}"
+            print(f"update {number} of {settings.updates}: {seconds}", flush=True)
             problems += [f"update {number}: {problem}" for problem in found]
             updates.append({**report.facts(), "verified": not found})
         delivered = sync.deliveries if isinstance(sync, wsync.Sync) else []
     if engines is None:
         return {}
     engines.note("after", prompt, NEW_TOKENS)
+    for fact, engine in zip(engines.facts, engines.handles, strict=True):
+        path = report.paths[engine.name]
+        fact["checked"] = f"weights by {_PATHS.get(path, path)}; {fact['checked']}"
     if isinstance(engines, Engines) and settings.mode == "disk":
         found = engines.join_late(folder, expected, str(settings.updates))
         problems += [f"after the last update: {problem}" for problem in found]
