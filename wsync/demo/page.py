@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from wsync.demo.launcher import MODES
 from wsync.pages.bars import length, phases_chart
 from wsync.pages.html import (
     Html,
@@ -30,7 +31,8 @@ def report(facts: Facts, records: Sequence[Record]) -> str:
     sizes = ", ".join(f"{name.upper()} {size}" for name, size in facts["parallel"].items())
     intro = (
         f"{facts['model']} ({facts['tensors']} tensors, {facts['bytes']:,} bytes), trained by "
-        f"Megatron-Core in {facts['ranks']} processes ({sizes}); mode {facts['mode']}."
+        f"Megatron-Core in {facts['ranks']} processes ({sizes}).  In mode {facts['mode']} weights "
+        f"travel {MODES[facts['mode']]}."
     )
     parts = [
         tag("p", intro),
@@ -71,8 +73,8 @@ def _where(facts: Facts) -> list[Html]:
         rows.append([tag("span", tag("b", engine), f" by {way}")])
         rows += [_worker(delivery, most, model) for delivery in mine]
     total = sum(delivery["nbytes"] for delivery in each)
-    rows.append([tag("b", "together"), "", "", "", f"{total:,}", share_text(total, model)])
-    heads = ["to worker", "from rank", "", "tensors", "bytes", "of the model"]
+    rows.append([tag("b", "all"), "", "", f"{total:,}", share_text(total, model)])
+    heads = ["to worker", "from rank", "", "bytes", "of the model"]
     count = len(facts["updates"])
     text = f"Bytes of one update; all {count} brought {bytes_text(count * total)}."
     return [tag("p", text, class_="dim"), table(heads, rows, left=3)]
@@ -83,7 +85,6 @@ def _worker(delivery: Facts, most: int, model: int) -> list[str]:
         "all" if delivery["worker"] is None else str(delivery["worker"]),
         "several" if delivery["rank"] is None else str(delivery["rank"]),
         length(delivery["nbytes"], most),
-        f"{delivery['tensors']:,}",
         f"{delivery['nbytes']:,}",
         share_text(delivery["nbytes"], model),
     ]
@@ -93,12 +94,10 @@ def _updates(facts: Facts) -> Html:
     rows = []
     for update in facts["updates"]:
         mark = tag("span", "yes", class_="good") if update["verified"] else _wrong()
-        seconds, delivered = update["seconds"], update["delivered_nbytes"]
-        rate = f"{bytes_text(delivered / seconds)}/s"
-        numbers = [f"{update['rounds']}", f"{delivered:,}", seconds_text(seconds), rate]
-        rows.append((update["version"], mark, *numbers, f"{update['redundancy']:.3f}"))
+        numbers = [f"{update['rounds']}", f"{update['delivered_nbytes']:,}"]
+        rows.append((update["version"], mark, *numbers, seconds_text(update["seconds"])))
     unit = "files" if facts["mode"] == "disk" else "rounds"
-    heads = ["version", "verified", unit, "bytes", "time", "rate", "redundancy"]
+    heads = ["version", "verified", unit, "bytes", "time"]
     return table(heads, rows, left=2)
 
 
@@ -108,7 +107,7 @@ def _wrong() -> Html:
 
 def _phases(facts: Facts) -> list[Html]:
     bars = [(f"update {u['version']}", u["seconds"], u["phases"]) for u in facts["updates"]]
-    note = tag("p", "Phases of the trainer's rank 0, which are waits:", class_="dim")
+    note = tag("p", "What the trainer's rank 0 waited for:", class_="dim")
     return [note, phases_chart(bars)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,7 @@ def _updates(
     if engines is None:
         return {}
     engines.note("after", prompt, NEW_TOKENS)
-    for fact, engine in zip(engines.facts, engines.handles, strict=True):
-        path = report.paths[engine.name]
-        fact["checked"] = f"weights by {_PATHS.get(path, path)}; {fact['checked']}"
+    _add_paths(engines, report.paths)
     if isinstance(engines, Engines) and settings.mode == "disk":
         found = engines.join_late(folder, expected, str(settings.updates))
         problems += [f"after the last update: {problem}" for problem in found]
@@ -131,6 +129,12 @@ def _updates(
         "processes": engines.processes,
         "versions": _versions(),
     }
+
+
+def _add_paths(engines: Engines | SglangEngine, paths: Mapping[str, str]) -> None:
+    for fact, engine in zip(engines.facts, engines.handles, strict=True):
+        path = paths[engine.name]
+        fact["checked"] = f"weights by {_PATHS.get(path, path)}; {fact['checked']}"
 
 
 def _shown(steps: range, what: str) -> tqdm[int]:

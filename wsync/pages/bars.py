@@ -10,7 +10,7 @@ from wsync.pages.html import Html, joined, seconds_text, share_text, table, tag
 from wsync.pages.style import KINDS, PHASES, kind_class
 
 REST: Final = "other"
-_TICKS: Final = 10
+_TICKS: Final = 5  # at most, and one more: so many find room on a phone
 AXIS: Final = 24  # pixels, as what follows
 _ROW, _BAR = 38, 16
 _LEAST: Final = 0.12  # percent: what is shorter is drawn this long
@@ -42,7 +42,8 @@ def swatch(kind: str) -> Html:
 
 
 def legend(kinds: Iterable[str]) -> Html:
-    return tag("div", *(tag("span", swatch(kind), kind) for kind in kinds), class_="legend")
+    said = ((kind, f"{kind}: {KINDS[kind].words}" if kind in KINDS else kind) for kind in kinds)
+    return tag("div", *(tag("span", swatch(kind), text) for kind, text in said), class_="legend")
 
 
 def block(kind: str, begin: float, end: float, y: float, height: float, title: str) -> Html:
@@ -79,7 +80,7 @@ def axis(first: float, last: float, bottom: float) -> Html:
     parts = []
     for value in ticks(first * scale, last * scale):
         share = (value / scale - first) / (last - first)
-        anchor = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
+        anchor = "start" if share < 0.08 else "end" if share > 0.92 else "middle"
         x = f"{100 * share:.3f}%"
         parts.append(tag("line", x1=x, x2=x, y1=AXIS - 6, y2=f"{bottom:g}", class_="grid"))
         place = {"x": x, "y": 11, "text_anchor": anchor, "font_size": 11, "class_": "dim"}
@@ -125,4 +126,4 @@ def length(part: float, whole: float) -> Html:
     ground = tag("rect", width="100%", height=10, rx=2, class_="shade")
     bar = tag("rect", width=f"{100 * share:.2f}%", height=10, rx=2, class_="plain")
     drawn = tag("svg", ground, bar, width="100%", height=10, style="margin-top:5px")
-    return tag("div", drawn, style="min-width:120px")
+    return tag("div", drawn, style="min-width:56px")

@@ -44,16 +44,21 @@ def tag(name: str, *content: str, **attributes: object) -> Html:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Html:
     """A table whose first columns, `left` of them, are words; the others are numbers, which stand
-    at the right.  A row of one cell is a heading of those that follow."""
+    at the right.  A row of one cell is a heading of those that follow.  On a phone each row of a
+    table of many columns becomes a paragraph, with its heads."""
+    wide = {"class_": "wide"} if len(heads) > 5 else {}
 
     def row(kind: str, cells: Sequence[str]) -> Html:
         if len(cells) == 1:
             return tag("tr", tag("td", cells[0], colspan=len(heads), class_="group"))
-        words = (tag(kind, cell) for cell in cells[:left])
-        return tag("tr", *words, *(tag(kind, cell, class_="number") for cell in cells[left:]))
+        made = (
+            tag(kind, cell, data_head=head, **({"class_": "number"} if place >= left else {}))
+            for place, (head, cell) in enumerate(zip(heads, cells, strict=True))
+        )
+        return tag("tr", *made)
 
     body = tag("tbody", *(row("td", cells) for cells in rows))
-    whole = tag("table", tag("thead", row("th", heads)), body)
+    whole = tag("table", tag("thead", row("th", heads)), body, **wide)
     return tag("div", whole, class_="scroll")
 
 

@@ -117,6 +117,14 @@ color:var(--ink)}}
 .wsync .shade{{fill:var(--shade)}}
 .wsync .plain{{fill:var(--bar)}}
 {_fills(False)}
+@media (max-width:600px){{.wsync main{{padding:12px 14px 32px}}
+.wsync .scroll table{{width:100%}}
+.wsync.wsync th,.wsync.wsync td{{padding-right:8px}}
+.wsync td:not(.number){{min-width:2em}}
+.wsync .wide thead{{display:none}}
+.wsync .wide tr{{display:block;padding:6px 0;border-bottom:1px solid var(--line)}}
+.wsync.wsync .wide td{{display:block;padding:0;border:0;text-align:left;white-space:normal}}
+.wsync .wide td::before{{content:attr(data-head) " ";color:var(--dim)}}}}
 @media (prefers-color-scheme:dark){{.wsync{{{_DARK}}}
 .wsync text.inside{{fill:#000}}
 {_fills(True)}}}

@@ -25,6 +25,8 @@ _BYTES = {
     "delivered_nbytes": "delivered to all workers together",
     "sent_nbytes": "sent from rank to rank for it",
     "quantised_nbytes": "quantised, in the trainer's dtype",
+}
+_MEMORY = {
     "round_nbytes": "a round of one worker, at most",
     "ring_nbytes": "rings of this rank",
     "staging_nbytes": "staging of this rank",
@@ -49,14 +51,16 @@ def figures(facts: Mapping[str, Any]) -> Html:
 
 
 def bytes_table(facts: Mapping[str, Any]) -> Html:
-    """Where the bytes are, with a bar each."""
-    shown = {words: facts[name] for name, words in _BYTES.items() if facts.get(name)}
-    most = max(shown.values(), default=0)
-    rows = [
-        (words, length(nbytes, most), f"{nbytes:,}", bytes_text(nbytes))
-        for words, nbytes in shown.items()
-    ]
-    return table(["", "", "bytes", "that is"], rows, left=2)
+    """What was moved, with a bar each, and the memory for it."""
+    most = max(facts[name] for name in _BYTES)
+    rows: list[Sequence[str]] = []
+    for title, known in (("moved", _BYTES), ("memory for it", _MEMORY)):
+        rows.append([tag("b", title)])
+        for name, words in known.items():
+            if nbytes := facts[name]:
+                bar = length(nbytes, most) if known is _BYTES else ""
+                rows.append((words, bar, f"{nbytes:,}"))
+    return table(["", "", "bytes"], rows, left=2)
 
 
 def engines(facts: Mapping[str, Any]) -> Html:
