@@ -1,5 +1,5 @@
-"""Engines without wsync's receiver that say how they were started: what they hold against what they
-are sent."""
+"""In which form engines without wsync's receiver hold weights against what they are sent, and codes
+and scales against those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,16 +19,21 @@ from support.quantised_cases import METHODS, PER_TENSOR, blocks, quantised
 
 import wsync
 from wsync.handles.sglang_http import HttpHandle
+from wsync.layout import from_tensors
+from wsync.trainer.checkpoint_check import compare
 
 REFUSAL = wsync.InvalidArgumentError
 PLAIN: dict[str, Any] = {"model_type": "any"}
 WEIGHTS = {"model.layers.0.mlp.x_proj.weight": torch.zeros(16, 64, dtype=torch.bfloat16)}
 
 
-def model(folder: Path, config: Any, name: str = "model") -> str:
+def model(
+    folder: Path, config: Any, name: str = "model", weights: dict[str, torch.Tensor] = WEIGHTS
+) -> str:
     """A folder whose config.json has a quantization_config, or none."""
     made = folder / name
     made.mkdir()
+    save_file(weights, made / "model.safetensors")
     facts = PLAIN if config is None else PLAIN | {"quantization_config": config}
     (made / "config.json").write_text(json.dumps(facts))
     return str(made)
@@ -141,11 +147,9 @@ def test_what_no_engine_says_is_said_once(caplog: pytest.LogCaptureFixture, tmp_
         Engine("b", model_path="org/name"),
         Engine("c", model_path=str(tmp_path / "elsewhere"), quantization="fp8"),
     ]
-    connect(engines[:2], None)
-    assert caplog.messages == []
     connect(engines, blocks(8, 16))
     (text,) = caplog.messages
-    assert "in another form than fp8_block of 8 x 16: a, b, c (Options(checkpoint=)" in text
+    assert "convert into the form that they hold, all without a word: a, b, c (Options" in text
     with pytest.raises(REFUSAL, match="engine c: its weights are quantised, by quant"):
         connect(engines, None)
 
@@ -154,15 +158,10 @@ def test_a_checkpoint_says_what_another_folder_of_the_same_path_does_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    engine = Engine(model_path=model(tmp_path, None))
-    named = model(tmp_path, METHODS["one block"][0], "named")
-    save_file(quantised(WEIGHTS, "one block"), Path(named) / "model.safetensors")
-    connect([engine], "checkpoint", checkpoint=named)
-    (text,) = caplog.messages
-    assert "engine e: its weights are not quantised" in text
-    assert text.endswith(f"; the configuration in {named} says that it does hold these")
-    caplog.clear()
-    connect([Engine()], "checkpoint", checkpoint=named)
+    made = quantised(WEIGHTS, "one block")
+    named = model(tmp_path, METHODS["one block"][0], "named", made)
+    for engine in (Engine(model_path=model(tmp_path, None)), Engine()):
+        connect([engine], "checkpoint", checkpoint=named)
     assert caplog.messages == []
 
 
@@ -190,21 +189,6 @@ def test_experts_are_not_sent_where_adapters_rename_them(
     wsync.connect(weights, [Engine(**started | {"enable_lora": False})]).close()
 
 
-def test_a_name_of_the_hub_is_looked_up_in_this_hosts_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    made = tmp_path / "models--Qwen--Any" / "snapshots"
-    made.mkdir(parents=True)
-    model(made, METHODS["one block"][0], "main")
-    model(made, None, "plain")
-    with pytest.raises(REFUSAL, match=rf"fp8_block .* the configuration in {made / 'main'}, but"):
-        connect([Engine(model_path="Qwen/Any")], None)
-    connect([Engine(model_path="Qwen/Any", revision="plain")], None)
-    for path in ("Qwen/Other", "Qwen/Any/Thing", "./any", "", 3):
-        connect([Engine(model_path=path)], None)
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_scales_are_not_sent_where_adapters_rename_them(own: bool, tmp_path: Path) -> None:
     """SGLang's wrapper of a dense layer has its weight and bias, and no scales."""
@@ -215,35 +199,26 @@ def test_scales_are_not_sent_where_adapters_rename_them(own: bool, tmp_path: Pat
     }
     given = quantised(weights, "one block") if own else weights
     options = wsync.Options(quantise=quantise, progress=False)
-    started = {"model_path": model(tmp_path, config), "enable_lora": True}
-    text = rf"LoRA.* pass over model\.layers\.0\.self_attn\.k_proj\.weight{'_scale_inv' * own} "
+    started = {"model_path": model(tmp_path, config, weights=given), "enable_lora": True}
+    text = r"LoRA.* pass over those of model\.layers\.0\.self_attn\.k_proj\.weight"
     for targets in (["q_proj"], ["all"], None):
         engine = Engine(**started, lora_target_modules=targets)
         with pytest.raises(wsync.UnsupportedError, match=text):
             wsync.connect(given, [engine], options=options)
-    other = Engine(**started, lora_target_modules=["o_proj", "gate_up_proj", "down_proj"])
-    wsync.connect(given, [other], options=options).close()
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_plain_weights_for_a_quantised_checkpoint_are_refused(said: bool, tmp_path: Path) -> None:
-    """A stock engine that was started from it would keep the scales of other codes.  said: by the
-    folder's configuration; else its tensors alone show it."""
-    named = model(tmp_path, METHODS["one block"][0] if said else None)
+def test_plain_weights_for_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None:
+    """A stock engine that was started from it would keep the scales of other codes."""
     made = quantised(WEIGHTS, "one block")
-    save_file(made, Path(named) / "model.safetensors")
+    named = model(tmp_path, METHODS["one block"][0], weights=made)
     options = wsync.Options(checkpoint=named, progress=False)
-    how = "fp8_block" if said else "quantised, by .*x_proj.weight"
-    text = f"the weights of {named} are {how}.* not quantised, which .* without a word: a, b "
-    with pytest.raises(wsync.LayoutError, match=text):
+    text = "engine a: its weights are fp8_block.* not quantised, which .* without a word"
+    with pytest.raises(REFUSAL, match=text):
         wsync.connect(WEIGHTS, [Engine("a"), Engine("b")], options=options)
-    with pytest.raises(wsync.LayoutError, match=text):
-        folder = tmp_path / "versions"
-        wsync.DiskSync(WEIGHTS, [Engine("a"), Engine("b")], folder=folder, options=options)
+    with pytest.raises(REFUSAL, match=text):
+        wsync.DiskSync(WEIGHTS, [Engine("a")], folder=tmp_path, options=options)
     wsync.connect(made, [Engine()], options=options).close()
     wsync.DiskSync(WEIGHTS, folder=tmp_path / "versions", options=options).close()
-    plain = Engine(model_path=model(tmp_path, None, "plain"))
-    wsync.connect(WEIGHTS, [plain], options=options).close()
 
 
 @pytest.mark.parametrize(("method", "part"), [("one block", "_scale_inv"), ("int4", "_scale")])
@@ -314,10 +289,92 @@ def test_codes_for_stock_engines_take_no_memory_in_between() -> None:
 
 def test_a_trainer_with_codes_of_its_own_needs_engines_that_hold_some(tmp_path: Path) -> None:
     own = quantised(WEIGHTS, "one block")
-    wsync.connect(own, [Engine(model_path=model(tmp_path, blocks(128, 128)))]).close()
+    coded = model(tmp_path, blocks(128, 128), weights=own)
+    wsync.connect(own, [Engine(model_path=coded)]).close()
     plain = Engine(model_path=model(tmp_path, None, "plain"))
     text = "not quantised, .* delivered is codes and scales that the trainer holds"
     with pytest.raises(REFUSAL, match=text):
         wsync.connect(own, [plain])
-    options = wsync.Options(checkpoint=model(tmp_path, blocks(128, 128), "own"), progress=False)
+    options = wsync.Options(checkpoint=coded, progress=False)
     wsync.connect(own, [plain], options=options).close()
+
+
+# --- codes and scales of a checkpoint -----------------------------------------------------------
+
+FP8 = torch.float8_e4m3fn
+CODES = {"a.weight": torch.zeros(4, 2, dtype=FP8), "b.bias": torch.zeros(3)}
+SCALES = {"a.weight_scale_inv": torch.ones(1, 1)}
+NOTE = {"c.weight_shape": torch.zeros(2, dtype=torch.int64)}
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+FUSED = {EXPERTS: torch.zeros(2, 4, 4, dtype=FP8), f"{EXPERTS}_scale_inv": torch.ones(2, 1, 1)}
+PLAIN_WEIGHTS = {"a.weight": torch.zeros(4, 2), "b.bias": torch.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "text"),
+    [
+        (CODES | SCALES, CODES | SCALES, ""),
+        (CODES | SCALES, CODES, "nobody delivers its: a.weight_scale_inv"),
+        (
+            *(CODES | SCALES, CODES | {"a.weight_scale_inv": torch.ones(1, 1).byte()}),
+            "other dtypes: a.weight_scale_inv (float32, here uint8)",
+        ),
+        (
+            *(CODES | SCALES, CODES | {"a.weight_scale_inv": torch.ones(2, 1)}),
+            "other shapes: a.weight_scale_inv (2, 1) where it has (1, 1)",
+        ),
+        (CODES | SCALES, CODES | {"a.weight_scale": torch.ones(1)}, "it has no: a.weight_scale;"),
+        # the trainer does not quantise: what there are codes of is compared
+        (CODES | SCALES, PLAIN_WEIGHTS, ""),
+        (CODES | SCALES, PLAIN_WEIGHTS | {"c": torch.ones(1)}, "it has no: c ("),
+        (FUSED, FUSED, ""),
+        (FUSED, {EXPERTS: FUSED[EXPERTS]}, f"nobody delivers its: {EXPERTS}_scale_inv"),
+        (FUSED | {EXPERTS: torch.zeros(2, 4, 4).bfloat16()}, FUSED, f"other dtypes: {EXPERTS}"),
+        (FUSED | {EXPERTS: torch.zeros(2, 4, 4).to(torch.float8_e5m2)}, FUSED, "other dtypes"),
+        # engines read scales of any floating-point dtype, and none of activations is delivered
+        (CODES | {"a.weight_scale_inv": torch.ones(1, 1).bfloat16()}, CODES | SCALES, ""),
+        (CODES | SCALES | {"a.input_scale": torch.ones(1)}, CODES | SCALES, ""),
+    ],
+)
+def test_codes_and_scales_are_those_of_the_checkpoint(
+    there: dict[str, torch.Tensor], given: dict[str, torch.Tensor], text: str, tmp_path: Path
+) -> None:
+    folder = model(tmp_path, PER_TENSOR, weights=there | NOTE)
+    given = {**given, "c.weight_shape": torch.zeros(2, dtype=torch.int32)}
+    if not text:
+        assert compare(from_tensors(given).layout, folder)
+        return
+    with pytest.raises(wsync.LayoutError) as error:
+        compare(from_tensors(given).layout, folder)
+    assert text in str(error.value)
+
+
+def test_what_engines_with_wsyncs_receiver_say_themselves_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer that only the checkpoint has; of a method that is not known nothing is compared."""
+    more = {"model.layers.1.weight": torch.ones(1, dtype=FP8)}
+    folder = model(tmp_path, PER_TENSOR, weights=CODES | SCALES | more)
+    assert compare(from_tensors(CODES | SCALES).layout, folder)
+    assert caplog.messages == [f"only {folder} has model.layers.1.weight"]
+    caplog.clear()
+    assert not compare([], model(tmp_path, {"quant_method": "gptq"}, "other"))
+    (text,) = caplog.messages
+    assert text.startswith("the trainer's names are not compared with a checkpoint: ")
+
+
+def test_an_updater_of_slimes_compares_with_its_checkpoint(tmp_path: Path) -> None:
+    weights = WEIGHTS | {"c.weight": torch.zeros(2, 2)}
+    args = SimpleNamespace(hf_checkpoint=model(tmp_path, None))
+    for options, error, text in (
+        (None, wsync.LayoutError, r"it has no: c\.weight"),
+        (wsync.Options(checkpoint=""), REFUSAL, "no engines to connect to"),
+    ):
+        layout = from_tensors(weights)
+        updater = wsync.UpdateWeightFromTensor(
+            args, layout, None, model_name="any", options=options
+        )
+        with pytest.raises(error, match=text):
+            updater.connect_rollout_engines([])
+    with pytest.raises(REFUSAL, match="checkpoint=3 is no text"):
+        wsync.Options(checkpoint=3)  # type: ignore[arg-type]

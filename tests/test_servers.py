@@ -20,6 +20,7 @@ from support import guide
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, eagle3
 from support.servers import Fresh, packages
 from support.sglang_server import NEWEST, Drafting, Nursery, Served, Server, plain_environment
+from support.wrong_names import WRONG
 
 import wsync
 from wsync import inspection
@@ -141,6 +142,55 @@ def test_every_byte_is_that_of_a_reload_from_the_disk(
             sync.update(model.weights, version=number)
             assert checksums(server) == wanted[number]
             check(server, model, str(number))
+
+
+def test_names_that_a_server_passes_over_are_refused(
+    served: tuple[Server, Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its folder is on this host: nothing is paused, whichever way the weights are to go."""
+    server, (first, second) = served
+    asked: list[str] = []
+    request = HttpHandle.request
+
+    def noted(handle: Any, method: str, path: str, *rest: Any) -> Any:
+        asked.append(path)
+        return request(handle, method, path, *rest)
+
+    monkeypatch.setattr(HttpHandle, "request", noted)
+    refused = 0
+    for make, text in WRONG.values():
+        given = make(second.weights)
+        if given.keys() == second.weights.keys():
+            continue  # of experts, which not all have
+        for way in ("buckets", "broadcast-tensors"):
+            with pytest.raises(wsync.LayoutError, match=f"{first.folder}, which .*{text}"):
+                connect(server, given, **WAYS[way])
+        with pytest.raises(wsync.LayoutError, match=text):
+            wsync.DiskSync(given, [server.url], folder=tmp_path)
+        refused += 1
+    assert refused >= 4
+    assert {path for path in asked if "info" not in path} == set()
+
+
+def test_what_a_server_keeps_is_named_where_its_folder_is_not_here(
+    served: tuple[Server, Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, (first, second) = served
+    reloaded(server, first)
+    hidden = first.folder.rename(first.folder.with_name("hidden"))
+    try:
+        with connect(server, second.weights, delivery="stock") as sync:
+            sync.update()
+        (text,) = caplog.messages
+        assert "no checkpoint is here to compare with" in text
+        caplog.clear()
+        given = {name: each for name, each in first.weights.items() if "o_proj" not in name}
+        with connect(server, given, delivery="stock") as sync:
+            sync.update()
+    finally:
+        hidden.rename(first.folder)
+    said = "the update left all of model.layers.*.self_attn.o_proj.weight as they were"
+    assert said in caplog.messages[-1]
 
 
 def test_an_inspection_says_what_was_loaded_by_other_means(served: tuple[Server, Pair]) -> None:

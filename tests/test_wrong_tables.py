@@ -23,7 +23,7 @@ import wsync
 from wsync.families import Rule, RuleError, Target, user_families
 from wsync.families.registry import FAMILIES, FIELDS, Family, read_model
 from wsync.families.rules import Cut
-from wsync.trainer.compare_checkpoint import compare
+from wsync.trainer.checkpoint_check import compare
 
 SIZES = {
     **{"h": 7, "vocab": 41, "layers": 1, "mtp": 1, "heads": 6, "g": 2, "d": 5, "ffn": 13},

@@ -36,11 +36,9 @@ from wsync.handles.base import EngineHandle, control_only, handles_of, how_start
 from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
-from wsync.quantise.config import facts_of
 from wsync.report import Report
-from wsync.trainer.engine_form import SentForm, check_scales, folders
-from wsync.trainer.engine_names import check_base, check_names
-from wsync.trainer.quantise_option import config_to_write, exact_config, for_files
+from wsync.trainer.checkpoint_check import EngineCheck, check_scales
+from wsync.trainer.quantise_option import config_of, config_to_write, exact_config, for_files
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.updates_base import Updates
 
@@ -211,12 +209,11 @@ class DiskSync(Updates):
         with self._file_calls() as calls:
             find = functools.partial(config_to_write, options, base, model)
             self._config, self._config_source = calls.run([(self._versions.root, find)])[0]
-            if isinstance(base, Path) and options.checkpoint != "":
-                calls.run([(base, functools.partial(check_base, facts_of(model), str(base)))])
-        sent = SentForm.of(options, model, base=base)
-        self._silent = sent.silent(self._requests.handles, options.deadline)
-        check_names(model, folders(options, base))
-        self._requests.compare = sent.check
+            check = EngineCheck(options, config_of(options), model, base=self._base)
+            calls.run([(self._versions.root, check.folders)])
+        for name in check.engines(self._requests.handles, options.deadline):
+            self._requests.effect.watch(name)
+        self._requests.compare = check.engine
 
     def _facts(self) -> dict[str, Any]:
         """What the configuration of every version says beside that of `base`; on rank 0."""

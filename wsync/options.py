@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -66,9 +66,15 @@ class Options:
             host memory that a GPU does not reach up to four, by the cores for each GPU.  Weights in
             host memory are quantised by the rank's share of the host's cores, if that is more.
         directory: where sockets live; None for the temporary directory.
-        checkpoint: folder of the model's Hugging Face checkpoint, with whose names, shapes and
-            dtypes the trainer's are compared when it connects; slime's updaters take
-            args.hf_checkpoint, unless this is "".
+        checkpoint: folder of the model's Hugging Face checkpoint, with whose names and shapes the
+            trainer's are compared when it connects; slime's updaters take args.hf_checkpoint.  It
+            stands for the folder that engines were started from, which is looked for if this is
+            None.  "" compares nothing.
+        keep: tensors that nobody delivers and that stay as engines without wsync's receiver have
+            them: names in the checkpoint, or shell patterns of these ("model.visual.*", where "*"
+            stands for dots, too).  What the checkpoint has, no trainer rank delivers and this does
+            not name is refused.  It withholds nothing: a tensor that is delivered is loaded.
+            Engines with wsync's receiver read WSYNC_KEEP in their own environment.
         quantise: how weights are delivered: None as the trainer holds them, a mapping by which they
             are quantised (the quantization_config of a checkpoint's config.json), or "checkpoint",
             as the checkpoint's says, if it has one; a mapping of nothing but "producer",
@@ -96,6 +102,7 @@ class Options:
     threads: int = 0
     directory: str | None = None
     checkpoint: str | None = None
+    keep: Sequence[str] = ()
     quantise: Mapping[str, Any] | str | None = field(default=None, hash=False)
     progress: bool | None = None
 
@@ -131,6 +138,12 @@ class Options:
                 raise _core.InvalidArgumentError(f"{name}={value!r} is no text")
             if value and "\0" in value:
                 raise _core.InvalidArgumentError(f"{name}={value!r:.200}: no path has a NUL in it")
+        if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
+            raise _core.InvalidArgumentError(
+                f"keep={self.keep!r:.200}: a list of names or patterns is wanted, as "
+                "['model.visual.*']"
+            )
+        object.__setattr__(self, "keep", tuple(self.keep))
         if self.directory:  # engines have another working directory
             object.__setattr__(self, "directory", os.path.abspath(self.directory))
         if isinstance(self.quantise, Mapping):

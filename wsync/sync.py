@@ -15,10 +15,10 @@ from wsync.machine.host import host_identity
 from wsync.machine.trace import Trace
 from wsync.options import Options, numbers
 from wsync.report import Report
+from wsync.trainer.checkpoint_check import EngineCheck, check_scales, compare
 from wsync.trainer.connection import Connection
-from wsync.trainer.engine_form import SentForm, check_scales, folders, tell_rearranged
-from wsync.trainer.engine_names import check_names
 from wsync.trainer.lending import Lender, Lending
+from wsync.trainer.quantise_option import config_of, tell_rearranged
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
 from wsync.trainer.updates_base import Updates
@@ -174,17 +174,20 @@ class Sync(Updates):
         return found
 
     def _check_engines(self, model: _core.Layout) -> None:
-        sent = SentForm.of(self.options, model)
-        self._silent = sent.silent(self._stock, self.options.deadline)
+        options = self.options
+        check = EngineCheck(options, config_of(options), model)
         if self._stock:
-            check_names(model, folders(self.options))  # wsync's receiver says more
+            for name in check.engines(self._stock, options.deadline):
+                self._requests.effect.watch(name)
+        elif options.checkpoint and options.quantise is None:
+            compare(model, options.checkpoint, keep=options.keep)  # wsync's receiver says the rest
 
-        def compare(engine: EngineHandle, timeout: float) -> None:
+        def check_again(engine: EngineHandle, timeout: float) -> None:
             if any(engine is stock for stock in self._stock):
-                sent.check(engine, timeout)
+                check.engine(engine, timeout)
 
-        self._requests.compare = compare
-        tell_rearranged(self._requests.handles, self.options, model)
+        self._requests.compare = check_again
+        tell_rearranged(self._requests.handles, options, model)
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
         """Gathers all ranks' hosts, pipeline stages and layouts, and rank 0's engines and

@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from wsync import _core
-from wsync.checkpoints.safetensors_layout import read_config
+from wsync.handles.base import EngineHandle
 from wsync.module_tensors.names_in_messages import listed
-from wsync.module_tensors.quantised_names import group_of_parts, group_of_weight
+from wsync.module_tensors.quantised_names import group_of_weight
 from wsync.options import Options
 from wsync.quantise.config import (
     BESIDE,
@@ -26,7 +26,7 @@ from wsync.quantise.config import (
     quantization_config,
 )
 from wsync.quantise.selection import Selection, by_lists, is_plain, select
-from wsync.trainer.compare_checkpoint import compare, places_of
+from wsync.trainer.checkpoint_check import compare, config_in, has_codes, places_of
 
 _log = logging.getLogger(__name__)
 
@@ -62,21 +62,6 @@ def for_files(options: Options) -> Options:
         return options
     kept = {key: value for key, value in options.quantise.items() if key != "transform_ue8m0"}
     return replace(options, quantise=kept)
-
-
-def config_in(folder: Path) -> Mapping[str, Any] | None:
-    """What a checkpoint says of quantised weights; None where it says nothing.
-
-    Raises SystemCallError, LayoutError: it has no configuration that can be read.
-    """
-    found = quantization_config(read_config(folder / "config.json"))
-    if found is None:
-        try:
-            found = read_config(folder / "hf_quant_config.json")  # of modelopt
-        except _core.SystemCallError as error:
-            if error.native != errno.ENOENT:
-                raise
-    return found
 
 
 def config_to_write(
@@ -200,11 +185,6 @@ def _check_base(
             )
 
 
-def has_codes(model: _core.Layout) -> bool:
-    """Whether a trainer holds codes or scales."""
-    return any(group_of_parts(each.name, each.dtype) for each in facts_of(model))
-
-
 def _said_by(base: Any) -> Mapping[str, Any] | None:
     """The quantization_config of a folder, or of a transformers configuration."""
     if isinstance(base, str | os.PathLike):
@@ -216,6 +196,26 @@ def _said_by(base: Any) -> Mapping[str, Any] | None:
             return None
     facts = base.to_dict() if hasattr(base, "to_dict") else {}
     return quantization_config(facts)
+
+
+def tell_rearranged(engines: Sequence[EngineHandle], options: Options, model: _core.Layout) -> None:
+    """Tells the handles whether their engines are sent weights that engines rearrange after
+    loading.  Raises as config_of, and Method.of."""
+    config = config_of(options)
+    if config is None:
+        rearranges = any(map(_rearranged, facts_of(model)))
+    else:
+        rearranges = not Method.of(config).kind.startswith("fp8")
+    for engine in engines:
+        if hasattr(type(engine), "rearranges"):  # and not by __getattr__
+            own: Any = engine
+            own.rearranges(rearranges)
+
+
+def _rearranged(part: TensorFacts) -> bool:
+    """Whether a tensor is codes of INT4, or scales of NVFP4 or MXFP8."""
+    exponents = part.dtype in ("uint8", "float8_e8m0fnu") and part.name.endswith("_scale_inv")
+    return exponents or part.name.endswith((".weight_packed", ".weight_scale_2"))
 
 
 def select_quantised(
@@ -244,7 +244,7 @@ def select_quantised(
         published = found
         if method.published is not method:
             published = select(method.published, model, places, rule=rule)
-        compare(published.tensors, folder, places, quantised=True)
+        compare(published.tensors, folder)
     return found
 
 

@@ -26,6 +26,7 @@ from wsync.messages.control import Control
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.first_effect import FirstEffect
 
 _log = logging.getLogger(__name__)
 
@@ -97,11 +98,13 @@ class EngineRequests:
     Attributes:
         compare: called, with a timeout, for the handle of an engine that has paused and may have
             been started again since it was compared; raises where it cannot take what it is sent.
+        effect: looks at engines around an update.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
         self.handles = engines
         self.compare: Callable[[EngineHandle, float], object] = lambda engine, timeout: None
+        self.effect = FirstEffect()
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
@@ -130,6 +133,7 @@ class EngineRequests:
         if self._options.flush_cache:
             engine.flush(remaining())
         times.append(time.perf_counter())
+        self.effect.look(engine.handle, remaining(), after=False)
         self._stops.append((times[1] - times[0], times[2] - times[1]))
 
     def measure(self, report: Report) -> None:
@@ -210,6 +214,7 @@ class EngineRequests:
             deliver(index, engine, remaining)
             engine.settle(options.pause_mode, remaining(), flush=options.flush_cache)
             engine.verify(remaining())
+            self.effect.look(engine.handle, remaining(), after=True)
 
         def go_on(index: int, engine: EngineHandle) -> None:
             engine.resume(remaining())

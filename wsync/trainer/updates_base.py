@@ -29,8 +29,6 @@ from wsync.machine.sent_memory import Sent, sending
 from wsync.machine.try_lock import Turn
 from wsync.options import Options
 from wsync.report import Report, counted
-from wsync.trainer.compare_checkpoint import compare
-from wsync.trainer.engine_form import check_plain
 from wsync.trainer.quantise_option import quantise_rules
 from wsync.trainer.quantised_image import Image
 from wsync.trainer.requests import EngineRequests
@@ -67,7 +65,6 @@ class Updates(abc.ABC):
         self._next_version = 1
         self._requests = EngineRequests([], self.options)
         self._warned: set[str] = set()
-        self._silent: list[str] = []  # engines that do not say what they hold, on rank 0
         self._owner = Owner()
         self._closed = False
         self._busy = Turn()
@@ -158,7 +155,7 @@ class Updates(abc.ABC):
 
     @abc.abstractmethod
     def _check_engines(self, model: _core.Layout) -> None:
-        """Compares what engines say of their weights with what all ranks hold, on rank 0."""
+        """Compares what all ranks hold with what engines hold, and with checkpoints, on rank 0."""
 
     def _given(self, weights: Weights | Callable[[], Weights] | None) -> Weights | None:
         """What a caller of update() means by `weights`."""
@@ -202,7 +199,6 @@ class Updates(abc.ABC):
             self._check_engines(model)
         rules = self._rules(model)
         if rules is None:
-            self._compare(model)
             return model
         hosts = self._group.gather_json(host_identity())
         # before an update begins nothing else wants this rank's share of the host's cores
@@ -216,20 +212,6 @@ class Updates(abc.ABC):
         """All ranks' layouts in one."""
         parts = self._group.all_gather(self._layout.to_bytes())
         return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
-
-    def _compare(self, model: _core.Layout) -> None:
-        """Raises LayoutError, on all ranks, where rank 0 sees that the model's checkpoint has other
-        tensors, or quantised ones that engines may hold."""
-        folder, wrong = self.options.checkpoint, ""
-        if folder and self._group.rank == 0:
-            try:
-                check_plain(model, folder, self._silent)
-                compare(model, folder)
-            except _core.LayoutError as error:
-                wrong = str(error)
-        wrong = self._group.gather_json(wrong)[0]
-        if wrong:
-            raise _core.LayoutError(wrong)
 
     def _rules(self, model: _core.Layout) -> list[_core.QuantiseRule] | None:
         """What is quantised of the tensors of all ranks, and into what; None where weights stay as

@@ -33,7 +33,7 @@ from wsync.module_tensors import same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
 from wsync.quantise.config import TensorFacts, facts_of
-from wsync.trainer.engine_names import check_room
+from wsync.trainer.checkpoint_check import check_room
 from wsync.vllm.made_once import BoundTensor, made_once, run_anew
 
 
