@@ -117,6 +117,7 @@ class World:
     workers: list[tuple[int, int]]
     hosts: list[int]
     budgets: dict[str, int] = field(default_factory=dict)
+    grow: bool = False
 
     def source(self) -> _core.Layout:
         """The merged layout of all ranks; every shard has a buffer of its own."""
@@ -168,7 +169,11 @@ class World:
         source = self.source()
         destinations = [self.destination(d) for d in self.destinations]
         return [
-            _core.Plan(source, destinations, self.workers, self.hosts, rank, **self.budgets)
+            _core.Plan(
+                *(source, destinations, self.workers, self.hosts, rank),
+                **self.budgets,
+                rounds_grow=self.grow,
+            )
             for rank in range(len(self.hosts))
         ]
 
@@ -194,7 +199,7 @@ class World:
         destination = self.destinations[self.workers[worker][0]]
         if not destination.whole:
             return {index: boxes for index, boxes in destination.boxes.items() if boxes}
-        return {index: [whole(self.tensors[index])] for index in destination.boxes}
+        return {i: boxes or [whole(self.tensors[i])] for i, boxes in destination.boxes.items()}
 
     def dtype(self, worker: int, tensor: int) -> str:
         destination = self.destinations[self.workers[worker][0]]
@@ -230,6 +235,7 @@ class Slots:
         self.expected: list[dict[int, bytes]] = [{} for _ in self.slots]
         self.item_nbytes: list[dict[int, int]] = [{} for _ in self.slots]
         self.tensor_rounds: dict[int, set[int]] = {}
+        self.boxes: dict[int, int] = {}  # of each tensor: how many pieces it came in
         self.written: set[int] = set()
         self.check_manifest(world, plan, worker)
         self.check_ring(world)
@@ -262,6 +268,7 @@ class Slots:
                     assert byte not in self.expected[buffer]
                     self.expected[buffer][byte] = encode(dtype, tensor, index)
                 self.tensor_rounds.setdefault(tensor, set()).add(buffer)
+                self.boxes[tensor] = self.boxes.get(tensor, 0) + 1
         assert not left
 
     def check_ring(self, world: World) -> None:
@@ -374,18 +381,22 @@ def check_budgets(world: World, plans: list, rings: list[Slots]) -> None:
         for ring in rings:
             if name == "ring_nbytes":
                 assert len(ring.ring) <= limit
-            if name == "round_nbytes":
+            if name == "round_nbytes" and not world.grow:
                 assert all(nbytes <= limit for _, nbytes, _ in ring.slots)
 
 
 def check_whole(world: World, rings: list[Slots]) -> None:
-    """Tensors of a whole destination, and keep-together groups, are in one round."""
+    """Boxes of a whole destination are not cut; its tensors, and keep-together groups, are in one
+    round."""
     for worker, ring in enumerate(rings):
         destination = world.destinations[world.workers[worker][0]]
         if not destination.whole:
             continue
         groups: dict[tuple[str, int], set[int]] = {}
         for tensor, rounds in ring.tensor_rounds.items():
+            assert ring.boxes[tensor] == max(len(destination.boxes[tensor]), 1)
+            if ring.boxes[tensor] > 1:
+                continue  # in no group
             assert len(rounds) == 1
             for kind, group in (
                 ("source", world.tensors[tensor].group),

@@ -505,7 +505,7 @@ def test_orders_that_no_trainer_gives_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize("meeting", [Rendezvous("h", 7, 1, "nccl", "n"), ["nccl 22907 00 -"]])
 def test_orders_say_where_ranks_meet(meeting: Meeting) -> None:
     source = from_tensors({"a": torch.ones(3)}).layout
-    blueprint = Blueprint(source, [(whole(source, [0]), True)], [(0, 0)], [0], 0, 0)
+    blueprint = Blueprint(source, [(whole(source, [0]), True)], [(0, 0)], [0], 0, 0, False)
     told = Orders(0, 0, 5, meeting, blueprint).to_bytes()
     assert Orders.from_bytes(told).meeting == meeting
     for other in (b'["nccl 22907 00 -", 7]', b'[""]', b"[]", b'["%s"]' % (b"x" * 600), b"7"):

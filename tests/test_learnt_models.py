@@ -186,6 +186,19 @@ def test_every_worker_of_larger_engines(engine: str, version: str) -> None:
     check(learn(engine, version, cases))
 
 
+@pytest.mark.parametrize("version", SGLANG_VERSIONS)
+def test_a_stock_class_takes_fused_experts_one_by_one(version: str) -> None:
+    """What it holds is what its own load_weights makes of the fused tensors."""
+    case = {"family": "qwen3_5_moe", "tp": 2, "ep": 2, "modes": ["stock"]}
+    for result in learn("sglang", version, [case]):
+        found = result["stock"]
+        assert found["differing"] == []
+        assert result["held"] > 10
+        experts = [name for name in found["names"] if ".mlp.experts." in name]
+        assert "gate_up_proj" not in "".join(experts)
+        assert sum(name.endswith(".up_proj.weight") for name in experts) * 3 == len(experts) > 6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("engine", "version"), ENGINES)

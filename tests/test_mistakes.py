@@ -25,7 +25,7 @@ from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
 from wsync.machine.installed_modules import importable
 from wsync.trainer import updates_base
-from wsync.trainer.planning import uncut_nbytes
+from wsync.trainer.planning import joined
 
 
 def test_a_source_folder_that_hides_the_package_is_named(tmp_path: Path) -> None:
@@ -367,11 +367,11 @@ def test_an_object_with_a_url_is_not_the_url() -> None:
 
 
 def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = from_tensors({"w": torch.ones(1, dtype=torch.bfloat16)}).layout
+    layout = from_tensors({"q_proj.weight": torch.ones(1, dtype=torch.bfloat16)}).layout
     monkeypatch.delattr(torch, "bfloat16")
     text = f"torch {torch.__version__} has no dtype 'bfloat16'"
     with pytest.raises(wsync.LayoutError, match=re.escape(text)):
-        uncut_nbytes(layout)
+        joined(layout, 0)
 
 
 def by_connect(url: str, options: wsync.Options, _: Path) -> object:

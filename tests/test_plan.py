@@ -77,8 +77,8 @@ def wanted(draw: st.DrawFn, all_tensors: list[Tensor]) -> Destination:
         if not draw(st.integers(0, 4)):
             continue
         if is_whole:
-            listed = draw(st.booleans()) and 0 not in tensor.shape
-            destination.boxes[index] = [whole(tensor)] if listed else []
+            forms = [[]] if 0 in tensor.shape else [[], [whole(tensor)], draw(grids(tensor.shape))]
+            destination.boxes[index] = draw(st.sampled_from(forms))
             destination.groups[index] = draw(st.sampled_from([0, 0, 7]))
         elif 0 not in tensor.shape:
             cells = draw(grids(tensor.shape))
@@ -103,6 +103,7 @@ def worlds(draw: st.DrawFn) -> World:
     world = World(made, shards, destinations, workers, hosts)
     for name in ("round_nbytes", "ring_nbytes", "send_nbytes", "recv_nbytes"):
         world.budgets[name] = ALIGN * draw(st.sampled_from([0, 0, 0, 1, 2, 3, 8]))
+    world.grow = draw(st.booleans())
     return world
 
 
@@ -464,10 +465,28 @@ def test_a_tensor_that_both_sides_describe_differently_is_named(
         _core.Plan(source.build(), [(wanted.build(), True)], [(0, 0)], [0], 0)
 
 
-def test_a_whole_destination_with_a_part_of_a_tensor_is_named() -> None:
-    made = [matrix("w")]
-    world = two_ranks(made, [Shard(0, 0, whole(made[0]))], Destination(True, {0: [rows(0, 2)]}))
-    refused(world, _core.LayoutError, "w: destination 0", "[2, 32]")
+def test_a_whole_destination_takes_boxes_of_a_tensor_one_by_one() -> None:
+    made = [matrix("experts", 8), matrix("small", 1)]
+    shards = [Shard(i, 0, whole(tensor)) for i, tensor in enumerate(made)]
+    boxes = {0: [rows(at, 2) for at in (0, 2, 4, 6)], 1: []}
+    world = two_ranks(made, shards, Destination(True, boxes))
+    world.budgets = {"round_nbytes": 256}
+    plans = play(world)
+    sizes = [plans[0].slot(0, k).nbytes for k in range(plans[0].round_count)]
+    assert max(sizes) == 256 and plans[0].round_count == 3
+    world.budgets = {"round_nbytes": 64}
+    refused(world, _core.InvalidArgumentError, "round_nbytes is 64", "experts", "128")
+
+
+def test_rounds_grow_for_what_cannot_be_cut_alone() -> None:
+    made = [matrix("a", 1), matrix("large", 8), matrix("b", 2), matrix("c", 2)]
+    shards = [Shard(i, 0, whole(tensor)) for i, tensor in enumerate(made)]
+    world = two_ranks(made, shards, everything(made))
+    world.budgets, world.grow = {"round_nbytes": 256}, True
+    (plan, *_) = play(world)
+    sizes = sorted(plan.slot(0, k).nbytes for k in range(plan.round_count))
+    assert sizes == [64, 256, 512] or sizes == [128, 192, 512]
+    assert plan.ring_nbytes(0) == sum(sizes)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,92 @@ def test_projections_that_engines_join_come_in_one_bucket(make, modules):
             assert all(f"{prefix}.{other}.weight" in names for other in others)
 
 
+class Sized(Stock):
+    """Notes the bytes and the tensors of each bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def update_weights_from_tensor(self, **given: Any) -> tuple[bool, str]:
+        bucket = payload.load(base64.b64decode(given["serialized_named_tensors"][0]))
+        flat = bucket["flattened_tensor"]
+        self.sizes.append(flat.numel())
+        for part in bucket["metadata"]:
+            data = flat[part.start_idx : part.end_idx].clone()
+            self.tensors[part.name] = data.view(part.dtype).reshape(part.shape)
+        return super().update_weights_from_tensor(**given)
+
+
+def fused_experts(layer: int, experts: int = 8, hidden: int = 64, ffn: int = 32) -> dict[str, Any]:
+    """A layer of Qwen3.5-MoE, 128 KiB and 64 KiB of it in fused tensors."""
+    base = f"model.language_model.layers.{layer}.mlp."
+    return {
+        f"{base}gate.weight": torch.randn(experts, hidden),
+        f"{base}experts.gate_up_proj": torch.randn(experts, 2 * ffn, hidden),
+        f"{base}experts.down_proj": torch.randn(experts, hidden, ffn),
+    }
+
+
+def one_by_one(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Fused experts under the names of single ones."""
+    found = {}
+    for name, tensor in weights.items():
+        base, _, kind = name.rpartition(".")
+        if not base.endswith(".experts"):
+            found[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for each, part in zip(kinds, expert.chunk(len(kinds)), strict=True):
+                found[f"{base}.{number}.{each}.weight"] = part
+    return found
+
+
+@pytest.mark.parametrize(("asked", "single"), [(1 << 17, False), ((1 << 17) - 1, True)])
+def test_fused_experts_are_sent_one_by_one_where_a_bucket_has_no_room(asked, single, caplog):
+    """With the other tensor of a layer, which would fit: one call has one spelling."""
+    weights = fused_experts(0) | fused_experts(1)
+    wanted = one_by_one(weights) if single else weights
+    engine = Sized()
+    options = wsync.Options(progress=False, deadline=60, delivery="stock", bucket_nbytes=asked)
+    with wsync.connect(weights, [engine], options=options) as sync:
+        sync.update()
+    assert engine.tensors.keys() == wanted.keys()
+    assert all(torch.equal(engine.tensors[name], wanted[name]) for name in wanted)
+    assert len(engine.sizes) > 2 and max(engine.sizes) <= asked
+    assert not [text for text in caplog.messages if "bucket" in text]
+
+
+@pytest.mark.parametrize("form", ["one tensor", "transposed", "with biases"])
+def test_only_what_cannot_be_split_has_a_larger_bucket_and_is_named(form, caplog):
+    weights = {f"{number}.weight": torch.ones(64, 64) for number in range(20)}
+    base = "model.layers.0.mlp.experts."
+    large = {
+        f"{base}gate_up_proj": torch.randn(8, 64, 64),
+        f"{base}down_proj": torch.ones(8, 64, 32),
+    }
+    if form == "one tensor":
+        large = {"model.embed_tokens.weight": torch.randn(512, 64)}
+    elif form == "transposed":
+        large[f"{base}down_proj"] = torch.ones(8, 32, 64)
+    else:
+        large[f"{base}down_proj_bias"] = torch.ones(8, 64)
+    weights |= large
+    engine = Sized()
+    options = wsync.Options(progress=False, deadline=60, delivery="stock", bucket_nbytes=1 << 16)
+    with wsync.connect(weights, [engine], options=options) as sync:
+        sync.update()
+        sync.update()
+    assert all(torch.equal(engine.tensors[name], weights[name]) for name in weights)
+    assert sorted(engine.sizes)[-3:] == [1 << 16, 1 << 17, 1 << 17]  # of two updates
+    (text,) = (text for text in caplog.messages if "cannot be split" in text)
+    assert f"{next(iter(large))} (131,072 bytes)" in text
+    assert "bucket_nbytes=65536 (slime's --update-weight-buffer-size)" in text
+    assert "0.weight" not in text
+
+
 @pytest.mark.parametrize("slots", [2, 4])
 def test_a_bucket_that_comes_twice_brings_the_same_bytes(slots: int) -> None:
     """A gateway may have a copy of a request served after its answer, before the next bucket."""
@@ -146,6 +232,40 @@ def test_projections_come_in_one_bucket_where_it_has_room_for_them(room, nbytes,
     assert report.rounds == (1 if together else 2)
 
 
+def plan_of(model: Any, delivery: Delivery, gpu: int, options: wsync.Options) -> Any:
+    """For one engine that takes buckets."""
+    taking = {delivery: [SimpleNamespace(workers=1)]}
+    roster = SimpleNamespace(
+        takes_buckets=True,
+        model=model,
+        workers=[SimpleNamespace(takes_buckets=True, stage=None, home=0)],
+        hosts=[0],
+        taking=lambda d: taking.get(d, []),
+    )
+    planning = Planning(None, roster, [], options)
+    return planning._draw([WHOLE], SimpleNamespace(ordinal=gpu), 0, False).plan(0)
+
+
+@pytest.mark.parametrize("delivery", [Delivery.BROADCAST, Delivery.STOCK])
+@pytest.mark.parametrize("gpu", [-1, 0])
+@pytest.mark.parametrize(("experts", "hidden", "ffn"), [(256, 2048, 512), (512, 4096, 1024)])
+def test_buckets_of_qwen3_5_moe_are_as_large_as_asked(delivery, gpu, experts, hidden, ffn):
+    """35B-A3B and 397B-A17B, by shapes alone: an expert of each, as a trainer holds it, is a shard;
+    the ring has room for four buckets."""
+    builder = _core.LayoutBuilder(0)
+    shapes = {"gate_up_proj": (experts, 2 * ffn, hidden), "down_proj": (experts, hidden, ffn)}
+    for kind, shape in shapes.items():
+        for expert in range(experts):
+            name, one = f"model.layers.0.mlp.experts.{kind}", (1, *shape[1:])
+            facts = ((expert, 0, 0), one, 0, 0, (0, 2 * shape[2], 2))
+            builder.add_shard(name, "bfloat16", shape, *facts)
+    asked = wsync.Options().bucket_nbytes
+    plan = plan_of(builder.build(), delivery, gpu, wsync.Options())
+    slots = [plan.slot(0, k).nbytes for k in range(plan.round_count)]
+    assert 0 < max(slots) <= asked and plan.ring_nbytes(0) <= 4 * asked
+    assert sum(slots) == 3 * experts * ffn * hidden * 2
+
+
 @pytest.mark.parametrize("delivery", [Delivery.BROADCAST, Delivery.STOCK])
 @pytest.mark.parametrize("gpu", [-1, 0])
 @pytest.mark.parametrize(
@@ -159,17 +279,8 @@ def test_default_rounds_have_room_for_what_engines_join(delivery, gpu, options, 
         shape = (13824, 5120)
         facts = ([0, 0], shape, number, 0, (10240, 2))
         builder.add_shard(f"layers.0.{name}.weight", "bfloat16", shape, *facts)
-    worker = SimpleNamespace(takes_buckets=True, stage=None, home=0)
-    taking = {delivery: [SimpleNamespace(workers=1)]}
-    roster = SimpleNamespace(
-        takes_buckets=True,
-        model=builder.build(),
-        workers=[worker],
-        hosts=[0],
-        taking=lambda d: taking.get(d, []),
-    )
-    planning = Planning(None, roster, [], wsync.Options(**options))
-    manifest = planning._draw([WHOLE], SimpleNamespace(ordinal=gpu), 0, False).plan(0).manifest(0)
+    plan = plan_of(builder.build(), delivery, gpu, wsync.Options(**options))
+    manifest = plan.manifest(0)
     gate, up = (manifest.find(f"layers.0.{name}_proj.weight") for name in ("gate", "up"))
     rounds = [{shard.buffer for shard in manifest.shards(index)} for index in (gate, up)]
     assert (rounds[0] == rounds[1]) == together

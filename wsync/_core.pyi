@@ -178,8 +178,10 @@ class Message(structseq[Any], tuple[int, tuple[int, ...], int, int, int]):
 class Plan:
     def __new__(cls, source: Layout, destinations: Sequence[tuple[Layout, bool]],
                  workers: Sequence[tuple[int, int]], hosts: Sequence[int], rank: int, *,
-                 round_nbytes: int = 0, ring_nbytes: int = 0, send_nbytes: int = 0, recv_nbytes: int = 0) -> Self:
-        """destinations: (layout, whole); workers: (destination, home rank); hosts: one per rank."""
+                 round_nbytes: int = 0, ring_nbytes: int = 0, send_nbytes: int = 0, recv_nbytes: int = 0,
+                 rounds_grow: bool = False) -> Self:
+        """destinations: (layout, whole); workers: (destination, home rank); hosts: one per rank.  A whole destination
+        takes each box of its layout in one piece.  rounds_grow: what cannot be cut may exceed round_nbytes."""
     @property
     def round_count(self) -> int: ...
     @property

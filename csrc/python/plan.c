@@ -91,19 +91,20 @@ static void spec_fini(plan_spec_t *parsed)
 static int spec_init(ModuleState *state, PyObject *args, PyObject *kwargs,
                      plan_spec_t *parsed)
 {
-    static char *keywords[] = {
-        "source",       "destinations", "workers",     "hosts",       "rank",
-        "round_nbytes", "ring_nbytes",  "send_nbytes", "recv_nbytes", NULL};
+    static char *keywords[] = {"source",      "destinations", "workers",     "hosts",
+                               "rank",        "round_nbytes", "ring_nbytes", "send_nbytes",
+                               "recv_nbytes", "rounds_grow",  NULL};
     wsync_plan_spec_t *spec = &parsed->spec;
     PyObject *source;
     PyObject *sequences[3];
     PyObject *budgets[4] = {NULL};
     long long rank;
+    int grow = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOL|$OOOO:Plan", keywords,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOL|$OOOOp:Plan", keywords,
                                      state->type_Layout, &source, &sequences[0],
                                      &sequences[1], &sequences[2], &rank, &budgets[0],
-                                     &budgets[1], &budgets[2], &budgets[3]) ||
+                                     &budgets[1], &budgets[2], &budgets[3], &grow) ||
         wsync_py_read_u32(rank, "rank", &spec->rank) < 0 ||
         wsync_py_items_init(&parsed->destinations, sequences[0],
                             sizeof(wsync_destination_t), read_destination, state) < 0 ||
@@ -127,6 +128,7 @@ static int spec_init(ModuleState *state, PyObject *args, PyObject *kwargs,
     spec->destinations = parsed->destinations.items;
     spec->workers = parsed->workers.items;
     spec->hosts = parsed->hosts.items;
+    spec->rounds_grow = grow != 0;
     return 0;
 }
 
@@ -376,10 +378,11 @@ static PyGetSetDef plan_getset[] = {
 static PyType_Slot plan_slots[] = {
     {Py_tp_doc,
      "Plan(source, destinations, workers, hosts, rank, *, round_nbytes=0, ring_nbytes=0, "
-     "send_nbytes=0, recv_nbytes=0)\n--\n\n"
+     "send_nbytes=0, recv_nbytes=0, rounds_grow=False)\n--\n\n"
      "How the boxes of `source` get into the rings of all workers, and what `rank` does\n"
      "for it.  destinations: (layout, whole); workers: (destination, home rank); hosts:\n"
-     "one per rank; budgets in bytes, 0 for the default."},
+     "one per rank; budgets in bytes, 0 for the default.  rounds_grow: what cannot be cut\n"
+     "may exceed round_nbytes."},
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_methods, plan_methods},

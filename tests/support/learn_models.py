@@ -7,12 +7,14 @@ JSON list of {"family", "tp", "ep", "ranks", "modes", "dp_attention", "config", 
 "refused"}.  A draft is the class that computes a model's layers of multi-token prediction; refused:
 the engine cannot build it, or wsync not update it.  For every
 case and rank (all of tp, if not said) a model is updated twice through wsync, in the modes `needed`
-and `full` if not said, and compared with a model whose own load_weights got the same tensors.
+and `full` if not said, or `stock`, in buckets for its load_weights, and compared with a model whose
+own load_weights got the same tensors.
 Prints a JSON list of what was found.
 """
 
 from __future__ import annotations
 
+import base64
 import copy
 import functools
 import gc
@@ -28,11 +30,13 @@ sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
 from support import draft_models, tiny_models
+from support.call_cases import Engine
 from support.workers import ThreadEngine
 
 import wsync
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.messages import payload
 from wsync.sglang import SglangLoader
 
 HOST: Any = importlib.import_module(
@@ -76,6 +80,35 @@ def update(
         "redundancy": report.redundancy,
         "model": report.model_nbytes,
     }
+
+
+class Stock(Engine):
+    """Gives buckets to a model's own load_weights."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.names, self.largest = model, set[str](), 0
+
+    def update_weights_from_tensor(self, **given: Any) -> tuple[bool, str]:
+        bucket = payload.load(base64.b64decode(given["serialized_named_tensors"][0]))
+        flat, parts = bucket["flattened_tensor"], bucket["metadata"]
+        self.largest = max(self.largest, flat.numel())
+        self.names |= {part.name for part in parts}
+        self.model.load_weights(
+            [(p.name, flat[p.start_idx : p.end_idx].view(p.dtype).reshape(p.shape)) for p in parts]
+        )
+        return True, ""
+
+
+def update_stock(model: torch.nn.Module, shapes: tiny_models.Shapes) -> dict[str, Any]:
+    engine = Stock(model)
+    options = wsync.Options(deadline=60, progress=False, delivery="stock", bucket_nbytes=1 << 12)
+    with unittest.mock.patch("torch.distributed.is_initialized", return_value=False):
+        sync = wsync.connect(tiny_models.tensors(shapes, 0), engines=[engine], options=options)
+    with sync:
+        for seed in (1, 2):
+            sync.update(tiny_models.tensors(shapes, seed))
+    return {"names": sorted(engine.names), "largest": engine.largest}
 
 
 def blockwise_fp8(config: Any) -> list[Any]:
@@ -137,7 +170,10 @@ def run(case: dict[str, Any], rank: int, config: Any, shapes: tiny_models.Shapes
         result["names"] = sorted(shapes)
     for mode in case.get("modes", MODES):
         model = build(family, draft, config, options)
-        facts = update(model, shapes, mode == "needed", draft)
+        if mode == "stock":
+            facts = update_stock(model, shapes)
+        else:
+            facts = update(model, shapes, mode == "needed", draft)
         found = held(model)
         facts["differing"] = [n for n in wanted.keys() | found if wanted.get(n) != found.get(n)]
         result[mode] = facts

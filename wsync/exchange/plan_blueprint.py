@@ -34,6 +34,7 @@ class Blueprint:
     hosts: Sequence[int]
     round_nbytes: int
     ring_nbytes: int
+    rounds_grow: bool
 
     @functools.cached_property
     def layouts(self) -> list[bytes]:
@@ -49,6 +50,7 @@ class Blueprint:
             rank,
             round_nbytes=self.round_nbytes,
             ring_nbytes=self.ring_nbytes,
+            rounds_grow=self.rounds_grow,
         )
 
 
@@ -78,6 +80,7 @@ class Orders:
             "hosts": list(blueprint.hosts),
             "round_nbytes": blueprint.round_nbytes,
             "ring_nbytes": blueprint.ring_nbytes,
+            "rounds_grow": blueprint.rounds_grow,
         }
         return join_parts(fields, blueprint.layouts)
 
@@ -96,6 +99,7 @@ class Orders:
                 [_number(host) for host in fields["hosts"]],
                 _number(fields["round_nbytes"]),
                 _number(fields["ring_nbytes"]),
+                bool(fields["rounds_grow"]),
             )
             meeting, size = _meeting(fields["meeting"])
             worker, rank = _number(fields["worker"]), _number(fields["rank"])

@@ -218,6 +218,7 @@ class Connection:
             self._exchange = self._transport.open(check)
         plan = planning.plan(layouts, device) if self._reading else rounds
         planning.name_unused(plan)
+        planning.name_uncut(rounds)
         return plan
 
     @property

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
 from wsync import _core
 from wsync.exchange.plan_blueprint import Blueprint, join_parts, split_parts
@@ -18,7 +19,9 @@ from wsync.module_tensors.kept_together import JOINED, group_of
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import is_note
 from wsync.options import Options
+from wsync.trainer.fused_experts import Box, single_experts
 from wsync.trainer.roster import Delivery, Roster
+from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import Session
 
 _log = logging.getLogger(__name__)
@@ -31,6 +34,7 @@ _LARGE_FREE_NBYTES = 8 << 30  # on every GPU, for rounds to be large
 _TABLES_NBYTES = 16 << 20
 _LEAST_RING_NBYTES = 16 << 10  # smaller rings are not tried
 _DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
+Single: TypeAlias = Mapping[int, Sequence[Box]]
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,25 @@ class Planning:
                 listed(names),
             )
 
+    def name_uncut(self, plan: _core.Plan) -> None:
+        """Warns, on rank 0, of tensors for which a bucket has more bytes than were asked for."""
+        if self.group.rank != 0:
+            return
+        asked, found = self._bucket_nbytes, dict[str, None]()
+        for number, worker in enumerate(self.roster.workers):
+            slots = [plan.slot(number, k).nbytes for k in range(plan.round_count)]
+            if worker.takes_buckets and max(slots, default=0) > asked:
+                for bucket in WorkerRounds(plan, number).buckets:
+                    if sum(part.numel for part in bucket) > asked:
+                        found |= {f"{part.name} ({part.numel:,} bytes)": None for part in bucket}
+        if found:
+            _log.warning(
+                "wsync: buckets for engines without wsync are larger than bucket_nbytes=%d "
+                "(slime's --update-weight-buffer-size) for what cannot be split: %s",
+                asked,
+                listed(found),
+            )
+
     def name_cut(self, layouts: list[bytes]) -> None:
         """Warns, on rank 0, of tensors of which an engine keeps only the first part.  Loaders of
         SGLang and vLLM cut off what their parameters have no room for; others fill the rest
@@ -236,18 +259,19 @@ class Planning:
             for layout, worker in zip(layouts, self.roster.workers, strict=True)
         ]
         round_nbytes = _LARGE_ROUND_NBYTES if large else self._round_nbytes(device, ring_nbytes)
-        groups = dict[int, int]()
+        groups: dict[int, int] = {}
+        single: Single = {}
         if self.roster.takes_buckets:
-            asked = self.options.round_nbytes or self.options.bucket_nbytes
-            groups, largest = joined(self.roster.model, min(asked, ring_nbytes or asked))
-            round_nbytes = round_nbytes and max(round_nbytes, largest)
+            asked = min(self._bucket_nbytes, ring_nbytes or self._bucket_nbytes)
+            groups = joined(self.roster.model, asked)
+            single = single_experts(self.roster.model, asked)
         kinds = list(dict.fromkeys(wanted))
         hosts = self.roster.hosts
         elsewhere = max(hosts) + 1
         remote = sum(engine.workers for engine in self.roster.taking(Delivery.REMOTE))
         return Blueprint(
             self.roster.model,
-            [self._destination(*kind, groups) for kind in kinds],
+            [self._destination(*kind, groups, single) for kind in kinds],
             [
                 (kinds.index(kind), worker.home)
                 for kind, worker in zip(wanted, self.roster.workers, strict=True)
@@ -256,16 +280,28 @@ class Planning:
             [*hosts, *range(elsewhere, elsewhere + remote)],
             round_nbytes=round_nbytes,
             ring_nbytes=ring_nbytes,
+            rounds_grow=not self.options.round_nbytes,
         )
 
+    @property
+    def _bucket_nbytes(self) -> int:
+        return self.options.round_nbytes or self.options.bucket_nbytes
+
     def _destination(
-        self, layout: bytes, stage: int | None, in_buckets: bool, groups: Mapping[int, int]
+        self,
+        layout: bytes,
+        stage: int | None,
+        in_buckets: bool,
+        groups: Mapping[int, int],
+        single: Single,
     ) -> tuple[_core.Layout, bool]:
         if layout not in (WHOLE, PIECES):
             return _core.Layout.from_bytes(layout), False
         model = self.roster.model
         tensors = range(model.tensor_count) if stage is None else self.roster.holds(stage)
-        return whole(model, tensors, groups if in_buckets else {}), layout == WHOLE
+        if not in_buckets:
+            return whole(model, tensors), layout == WHOLE
+        return whole(model, tensors, groups, single), layout == WHOLE
 
     def _round_nbytes(self, device: _core.Device, ring_nbytes: int) -> int:
         """Small rounds overlap better; stock engines take one request each, so theirs are large,
@@ -282,7 +318,7 @@ class Planning:
             if chosen or device.ordinal < 0 or ring_nbytes:
                 return chosen
             return _GPU_ROUND_NBYTES
-        return max(most, uncut_nbytes(self.roster.model))
+        return most
 
     def _make_rings(self, plan: _core.Plan, device: _core.Device) -> str:
         """Makes the rings of this rank's workers; says what there is no memory for."""
@@ -309,49 +345,41 @@ class Planning:
 
 
 def whole(
-    model: _core.Layout, tensors: Iterable[int], groups: Mapping[int, int] = MappingProxyType({})
+    model: _core.Layout,
+    tensors: Iterable[int],
+    groups: Mapping[int, int] = MappingProxyType({}),
+    single: Single = MappingProxyType({}),
 ) -> _core.Layout:
     """The layout of a worker that keeps these tensors of a model.
 
-    groups: by tensor, where it is in another group than the model's.
+    groups: by tensor, where it is in another group than the model's.  single: by tensor, the boxes
+    that it is kept in.
     """
     builder = _core.LayoutBuilder()
     for index in tensors:
         name, dtype, shape, group = model.tensor(index)
-        zeros = [0] * len(shape)
+        zeros = (0,) * len(shape)
         group = groups.get(index, group)
-        builder.add_shard(name, dtype, shape, zeros, shape, 0, 0, zeros, "", group)
+        for start, extent in single.get(index, [(zeros, shape)]):
+            builder.add_shard(name, dtype, shape, start, extent, 0, 0, zeros, "", group)
     return builder.build()
 
 
-def joined(model: _core.Layout, most: int) -> tuple[dict[int, int], int]:
+def joined(model: _core.Layout, most: int) -> dict[int, int]:
     """By tensor: the group of what some engines join within one call of load_weights, where it
-    takes no more bytes than this; and the bytes of the largest one."""
+    takes no more bytes than this."""
     found: dict[int, list[int]] = {}
     for index in range(model.tensor_count):
         if group := group_of(model.tensor(index).name, JOINED):
             found.setdefault(group, []).append(index)
-    sizes = {
-        group: nbytes
+    return {
+        index: group
         for group, members in found.items()
-        if (nbytes := sum(_padded_nbytes(model, member) for member in members)) <= most
+        if sum(_padded_nbytes(model, member) for member in members) <= most
+        for index in members
     }
-    groups = {index: group for group in sizes for index in found[group]}
-    return groups, max(sizes.values(), default=0)
 
 
 def _padded_nbytes(model: _core.Layout, index: int) -> int:
     _, dtype, shape, _ = model.tensor(index)
     return -(-math.prod(shape) * dtype_of(dtype).itemsize // 64) * 64  # as the planner has it
-
-
-def uncut_nbytes(model: _core.Layout) -> int:
-    """Bytes of the largest tensor of a model, or of the largest ones that stay together."""
-    groups: dict[int, int] = {}
-    largest = 0
-    for index in range(model.tensor_count):
-        group, padded = model.tensor(index).group, _padded_nbytes(model, index)
-        largest = max(largest, padded)
-        if group != 0:
-            groups[group] = groups.get(group, 0) + padded
-    return max(largest, *groups.values()) if groups else largest

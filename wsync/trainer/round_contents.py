@@ -7,6 +7,7 @@ import math
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorMetadata, metadata_at
+from wsync.trainer.fused_experts import name_of
 
 Bucket = list[FlattenedTensorMetadata]
 
@@ -27,8 +28,9 @@ class WorkerRounds:
 
     @functools.cached_property
     def buckets(self) -> list[Bucket]:
-        """The whole tensors of every round, in SGLang's terms: they start in the round's slot.
-        What has no elements comes with the last of them: engines say whether they take it."""
+        """The tensors of every round in SGLang's terms, whole or an expert's: they start in the
+        round's slot.  What has no elements comes with the last of them: engines say whether they
+        take it."""
         buckets: list[Bucket] = [[] for _ in self.slots]
         empty: Bucket = []
         for index in range(self.manifest.tensor_count):
@@ -37,7 +39,10 @@ class WorkerRounds:
                 empty.append(metadata_at(0, name, dtype, shape))
             for shard in self.manifest.shards(index):
                 start = shard.offset - self.slots[shard.buffer].offset
-                buckets[shard.buffer].append(metadata_at(start, name, dtype, shape))
+                part = (name, dtype, shape)
+                if shard.extent != shape:
+                    part = (name_of(name, shard.start), dtype, shard.extent[1:])
+                buckets[shard.buffer].append(metadata_at(start, *part))
         if empty and (filled := [bucket for bucket in buckets if bucket]):
             filled[-1] += empty
         return buckets

@@ -27,10 +27,9 @@ static wsync_status_t match_tensor(const wsync_planner_t *planner, uint32_t dest
 {
     const wsync_destination_t *wanted = &planner->spec->destinations[destination];
     const wsync_tensor_t *to = wsync_layout_tensor(wanted->layout, tensor);
-    wsync_status_t status;
     size_t count;
-    const wsync_shard_t *shards = wsync_layout_shards(wanted->layout, tensor, &count);
 
+    (void)wsync_layout_shards(wanted->layout, tensor, &count);
     *found = SIZE_MAX;
     if (!wanted->whole && count == 0) {
         return WSYNC_OK;
@@ -41,21 +40,8 @@ static wsync_status_t match_tensor(const wsync_planner_t *planner, uint32_t dest
                           "%.256s: destination %u wants it, the source has no such tensor",
                           to->name, destination);
     }
-    status = wsync_tensor_check_copy(wsync_layout_tensor(planner->spec->source, *found), to,
-                                     "plan", planner->err);
-    for (size_t i = 0; i < count && wanted->whole && status == WSYNC_OK; i++) {
-        const wsync_box_t whole = wsync_box_whole(to->ndim, to->shape);
-        char extent[WSYNC_SHAPE_TEXT_NBYTES];
-
-        if (!wsync_box_equal(&shards[i].box, &whole)) {
-            return wsync_fail(
-                planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
-                "%.256s: destination %u takes whole tensors but has a box of extent %s",
-                to->name, destination,
-                wsync_shape_text(extent, to->ndim, shards[i].box.extent));
-        }
-    }
-    return status;
+    return wsync_tensor_check_copy(wsync_layout_tensor(planner->spec->source, *found), to,
+                                   "plan", planner->err);
 }
 
 typedef WSYNC_ARRAY(wsync_plan_ref_t) refs_t;
@@ -90,6 +76,18 @@ static wsync_status_t find_refs(const wsync_planner_t *planner, refs_t *found)
     return WSYNC_OK;
 }
 
+/* Whether a destination wants a tensor, and not boxes of it, in one piece. */
+static bool wants_whole(const wsync_planner_t *planner, const wsync_plan_ref_t *ref)
+{
+    const wsync_destination_t *wanted = &planner->spec->destinations[ref->destination];
+    const wsync_tensor_t *tensor = wsync_layout_tensor(wanted->layout, ref->tensor);
+    const wsync_box_t whole = wsync_box_whole(tensor->ndim, tensor->shape);
+    size_t count;
+    const wsync_shard_t *shards = wsync_layout_shards(wanted->layout, ref->tensor, &count);
+
+    return wanted->whole && (count == 0 || wsync_box_equal(&shards[0].box, &whole));
+}
+
 /* Sorts by source tensor, destinations ascending within one. */
 static wsync_status_t collect_refs(wsync_planner_t *planner)
 {
@@ -109,7 +107,7 @@ static wsync_status_t collect_refs(wsync_planner_t *planner)
         goto cleanup;
     }
     for (size_t i = 0; i < found.count; i++) {
-        if (planner->spec->destinations[found.items[i].destination].whole) {
+        if (wants_whole(planner, &found.items[i])) {
             planner->whole[found.items[i].source] = true;
         }
     }
@@ -178,7 +176,7 @@ static size_t collect_members(const wsync_planner_t *planner, member_t *members)
             const uint32_t wanted =
                 wsync_layout_tensor(destination->layout, ref->tensor)->group;
 
-            if (destination->whole && wanted != 0) {
+            if (destination->whole && planner->whole[i] && wanted != 0) {
                 members[used++] = (member_t){ref->destination, wanted, i};
             }
         }
@@ -393,6 +391,19 @@ static wsync_status_t add_item(wsync_planner_t *planner, size_t first_want, bool
     return status;
 }
 
+/* Whether some destination of an audience wants its boxes whole. */
+static bool stays_whole(const wsync_planner_t *planner, uint32_t audience)
+{
+    size_t count;
+    const uint32_t *ids = wsync_idsets_get(&planner->audiences, audience, &count);
+    bool found = false;
+
+    for (size_t i = 0; i < count; i++) {
+        found |= planner->spec->destinations[ids[i]].whole;
+    }
+    return found;
+}
+
 /* Makes items of one box, cut along its outermost dimensions until it fits. */
 static wsync_status_t add_cut(wsync_planner_t *planner, uint32_t tensor,
                               const wsync_plan_demand_t *demand)
@@ -406,6 +417,7 @@ static wsync_status_t add_cut(wsync_planner_t *planner, uint32_t tensor,
     while (dim < WSYNC_MAX_NDIM && demand->box.extent[dim] == 1) {
         dim++;
     }
+    dim = stays_whole(planner, demand->audience) ? WSYNC_MAX_NDIM : dim;
     if (status == WSYNC_OK) {
         status = add_item(planner, first_want, dim < WSYNC_MAX_NDIM, &parts);
     }

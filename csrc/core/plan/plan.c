@@ -64,6 +64,7 @@ static void set_budgets(wsync_planner_t *planner)
     }
     planner->ring = budget("ring_nbytes", spec->ring_nbytes, UINT64_MAX);
     planner->round = budget("round_nbytes", spec->round_nbytes, otherwise);
+    planner->round.fixed = planner->round.fixed && !spec->rounds_grow;
     planner->send = budget("send_nbytes", spec->send_nbytes, planner->round.nbytes);
     planner->recv = budget("recv_nbytes", spec->recv_nbytes, planner->round.nbytes);
     if (planner->ring.nbytes < planner->round.nbytes) {

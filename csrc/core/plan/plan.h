@@ -14,10 +14,10 @@
 #include "core/layout/layout.h"
 
 /* What a set of engine workers wants.  Only tensors and boxes of `layout` are read.  A
- * `whole` destination wants every tensor of its layout whole: its boxes, where there are
- * any, must be whole tensors.  No round boundary falls inside a tensor or a group
- * (wsync_tensor_t) of its layout or of the source's.  Any other destination wants only the
- * boxes, which may be cut. */
+ * `whole` destination wants every tensor of its layout whole, or, where that has boxes of
+ * it, each of these whole.  No round boundary falls inside such a box, a tensor or a group
+ * (wsync_tensor_t) of its layout or of the source's; a tensor of several boxes is in no
+ * group.  Any other destination wants only the boxes, which may be cut. */
 typedef struct wsync_destination {
     const wsync_layout_t *layout; /* borrowed until wsync_plan_create returns */
     bool whole;
@@ -44,13 +44,14 @@ typedef struct wsync_plan_spec {
      *   round      32 MiB, or a quarter of an explicit ring if that is less
      *   ring       four rounds; at least 256 KiB and any two successive rounds
      *   send, recv as large as a round
-     * No ring is larger than all that its worker gets.  A tensor or group that cannot be
-     * cut may exceed a default.  If it exceeds an explicit budget the plan is INVALID, and
-     * the message names both. */
+     * No ring is larger than all that its worker gets.  What cannot be cut may exceed a
+     * default, and round_nbytes if `rounds_grow`.  If it exceeds another explicit budget
+     * the plan is INVALID, and the message names both. */
     uint64_t round_nbytes; /* slot of one worker in one round */
     uint64_t ring_nbytes;  /* all slots of one worker */
     uint64_t send_nbytes;  /* send staging of one rank in one round */
     uint64_t recv_nbytes;  /* receive staging of one rank in one round */
+    bool rounds_grow;
 } wsync_plan_spec_t;
 
 typedef enum wsync_phase {

@@ -162,7 +162,7 @@ typedef struct wsync_planner {
     /* the interest of all destinations, by source tensor */
     wsync_plan_ref_t *refs;
     size_t *first_ref; /* tensor count + 1 */
-    bool *whole;       /* of every source tensor: somebody wants it whole */
+    bool *whole;       /* of every source tensor: somebody wants it in one piece */
     uint32_t *next;    /* of every source tensor: the next one of its keep-together group */
     uint32_t *leader;  /* of every source tensor: the first one of its group */
     /* workers by destination */
