@@ -168,7 +168,6 @@ SLIME = {"producer": {"name": "slime"}}
         ),
         (KIMI_K2_THINKING, Method("int4", 1, 32, kept=tuple(KIMI_K2_THINKING["ignore"]))),
         (LLM_COMPRESSOR, Method("int4", 1, 128, kept=("lm_head",))),
-        (compressed({**INT4_WEIGHTS, "symmetric": False}), Method("int4_zero", 1, 32)),
         (NVFP4, Method("nvfp4", 1, 16, kept=tuple(NVFP4["ignore"]))),
         (NVFP4_FILE, Method("nvfp4", 1, 16, kept=("lm_head",))),
         ({"quant_method": "nvfp4", "ignore": "lm_head"}, Method("nvfp4", 1, 16, kept=("lm_head",))),
@@ -212,15 +211,11 @@ def with_group(**others: Any) -> dict[str, Any]:
     return found
 
 
-def with_second(**others: Any) -> dict[str, Any]:
+def two_groups(size: int) -> dict[str, Any]:
     found = compressed(INT4_WEIGHTS)
-    second = {"targets": ["re:.*down_proj"], "weights": {**INT4_WEIGHTS, **others}}
+    second = {"targets": ["re:.*down_proj"], "weights": {**INT4_WEIGHTS, "group_size": size}}
     found["config_groups"]["group_1"] = second
     return found
-
-
-def two_groups(size: int) -> dict[str, Any]:
-    return with_second(group_size=size)
 
 
 @pytest.mark.parametrize(
@@ -308,19 +303,7 @@ def two_groups(size: int) -> dict[str, Any]:
         (group(num_bits=8), "config_groups.group_0.weights.num_bits=8: known is 4"),
         (group(num_bits=4.0), "config_groups.group_0.weights.num_bits=4.0: known is 4"),
         (group(type="float"), "weights.type='float': known is None or 'int'"),
-        (
-            group(symmetric=False) | SLIME,
-            "weights.symmetric=False: slime's zero points lie in another order than compressed",
-        ),
-        (group(symmetric=0), "weights.symmetric=0: known is None or True or False"),
-        (
-            group(symmetric=False, zp_dtype="torch.int32"),
-            "weights.zp_dtype='torch.int32': known is None or 'torch.int8' or 'int8'",
-        ),
-        (
-            with_second(symmetric=False),
-            "config_groups=[False, True]: zero points for all groups or none is wanted",
-        ),
+        (group(symmetric=False), "weights.symmetric=False: known is None or True"),
         (group(strategy="channel"), "weights.strategy='channel': known is 'group'"),
         (group(actorder="group"), "weights.actorder='group': columns in the order of activations"),
         (group(actorder=True), "weights.actorder=True: columns in the order of activations"),
@@ -513,16 +496,6 @@ def derived(method: Method, shape: tuple[int, ...], dtype: str = "bfloat16") -> 
             ],
         ),
         (
-            group(symmetric=False, zp_dtype="torch.int8"),
-            (13, 64),
-            [
-                ("a.weight_packed", "int32", (13, 8)),
-                ("a.weight_scale", "bfloat16", (13, 2)),
-                ("a.weight_zero_point", "int32", (2, 2)),
-                ("a.weight_shape", "int64", (2,)),
-            ],
-        ),
-        (
             DEEPSEEK_V3 | {"transform_ue8m0": True},
             (2, 130, 513),
             [
@@ -577,7 +550,7 @@ def test_scales_of_int4_are_as_wide_as_weights() -> None:
         (DEEPSEEK_V3, (8, 8), "int32", "it is int32; "),
         (KIMI_K2_THINKING, (8, 48), "bfloat16", "its 48 columns are no multiple of 32"),
         (KIMI_K2_THINKING, (2, 8, 32), "bfloat16", "no checkpoint format has experts stacked"),
-        (group(symmetric=False), (2, 8, 32), "bfloat16", "no checkpoint format has experts"),
+        (group(), (2, 8, 32), "bfloat16", "no checkpoint format has experts"),
         (MXFP8, (8, 33), "bfloat16", "mxfp8: its 33 columns are no multiple of 32"),
         (MXFP8, (2, 8, 32), "bfloat16", "no checkpoint format has experts stacked in it"),
         (NVFP4, (8, 24), "bfloat16", "nvfp4: its 24 columns are no multiple of 16"),

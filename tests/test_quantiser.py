@@ -35,17 +35,13 @@ KINDS = {
     "int4_slime": Kind((1, 16), 8, lambda w: reference.int4_slime(w, 16)),
     "mxfp8": Kind((1, 32), 1, reference.mxfp8),
     "nvfp4": Kind((1, 16), 2, reference.nvfp4),
-    "int4_zero": Kind((1, 16), 8, lambda w: reference.int4_zero(w, 16)),
     "fp8_packed": Kind((16, 8), 1, lambda w: reference.fp8_packed(w, (16, 8))),
 }
 
 
-SECOND = ("nvfp4", "int4_zero")
-
-
 def rule(kind: str, name: str = "w", share: int = 0) -> _core.QuantiseRule:
     rows, cols = KINDS[kind].block
-    second = f"{name}_second" if kind in SECOND else None
+    second = f"{name}_second" if kind == "nvfp4" else None
     shape = f"{name}_shape" if kind.startswith("int4") else None
     return (
         *(name, kind, False, rows, cols),
@@ -197,7 +193,7 @@ def test_ranks_make_together_what_is_made_of_the_whole(
     expected = KINDS[kind].make(whole)
     assert same(made.pop("w_scales"), expected.scale), kind
     assert same(made.pop("w_codes"), expected.codes), kind
-    if kind in SECOND:
+    if kind == "nvfp4":
         assert same(made.pop("w_second"), expected.second)
     if kind.startswith("int4"):
         assert made.pop("w_shape").tolist() == list(whole.shape)
@@ -280,9 +276,9 @@ def test_what_is_not_quantised_stays_where_it_lies() -> None:
         ([rule("int4", "ids")], _core.UnsupportedError, "ids: int64, where float32"),
         ([rule("int4", "odd")], _core.UnsupportedError, "odd: rank 0 has columns 0 to 12 of 32"),
         (
-            [rule("int4_zero", "stack")],
+            [rule("nvfp4", "stack")],
             _core.UnsupportedError,
-            "stack: several matrices in one tensor cannot have second scales or zero points",
+            "stack: several matrices in one tensor cannot have second scales",
         ),
         ([rule("nvfp4", share=2)], _core.InvalidArgumentError, "w: number 2 of those that share"),
         ([("w", "fp9", *rule("int4")[2:])], _core.InvalidArgumentError, "is named 'fp9'"),

@@ -214,7 +214,7 @@ class Route:
     def nbytes(self, buffer: int) -> int: ...
 
 # tensor, kind, reciprocal, rows and columns of a block (0: all of the tensor's), names of the codes,
-# the scales, the second scale (NVFP4) or zero points (INT4) and the shape (INT4), number of those that share a second
+# the scales, the second scale (NVFP4) and the shape (INT4), number of those that share a second
 # scale (0: none), group
 QuantiseRule = tuple[str, str, bool, int, int, str, str, str | None, str | None, int, int]
 

@@ -38,8 +38,7 @@ _Static_assert((int)WSYNC_QUANTISER_FP8_BLOCK == (int)WSYNC_QUANTISE_FP8_BLOCK &
                    (int)WSYNC_QUANTISER_INT4_SLIME == (int)WSYNC_QUANTISE_INT4_SLIME &&
                    (int)WSYNC_QUANTISER_MXFP8 == (int)WSYNC_QUANTISE_MXFP8 &&
                    (int)WSYNC_QUANTISER_NVFP4 == (int)WSYNC_QUANTISE_NVFP4 &&
-                   (int)WSYNC_QUANTISER_FP8_PACKED == (int)WSYNC_QUANTISE_FP8_PACKED &&
-                   (int)WSYNC_QUANTISER_INT4_ZERO == (int)WSYNC_QUANTISE_INT4_ZERO,
+                   (int)WSYNC_QUANTISER_FP8_PACKED == (int)WSYNC_QUANTISE_FP8_PACKED,
                "kernels number the kinds alike");
 
 static uint64_t ceil_divide(uint64_t value, uint64_t by)
@@ -82,9 +81,8 @@ static division_t divide(const wsync_quantise_batch_t *batch,
 {
     const uint64_t item = wsync_dtype_nbytes(piece->dtype);
     const bool whole = piece->extremes == WSYNC_QUANTISE_NONE;
-    /* a word of scales or zero points is one part's */
-    const uint64_t rows = (uint64_t)piece->method.block_rows *
-                          wsync_quantise_zeros_in_word(piece->method.kind);
+    const uint64_t rows = piece->method.block_rows;
+    /* a word of scales is one part's */
     const uint64_t cols = (uint64_t)piece->method.block_cols *
                           wsync_quantise_scales_in_word(piece->method.kind);
     division_t division = {.count = {0, 0}};
@@ -507,115 +505,6 @@ static void store_codes(part_t *part, const band_t *band, const float *factors)
     }
 }
 
-/* The zero points plus 8 of a word's rows that the piece lacks, from the table. */
-static uint32_t other_zeros(const part_t *part, const band_t *band, size_t b)
-{
-    const wsync_quantise_piece_t *piece = part->piece;
-    const uint64_t in_word = wsync_quantise_zeros_in_word(piece->method.kind);
-    const uint64_t first = band->block_row - band->block_row % in_word;
-    const uint64_t end = least(first + in_word, piece->grid[0]);
-    uint32_t word = 0;
-
-    for (uint64_t row = first; row < end; row++) {
-        if (row < piece->start[0] || row - piece->start[0] >= piece->extent[0]) {
-            const wsync_extremes_t *known = entry_at(
-                part, piece->extremes + row * piece->extremes_stride + band->block_col + b);
-
-            word |= wsync_zero_point(part->weight, known->high, known->low)
-                    << (4 * (row - first));
-        }
-    }
-    return word;
-}
-
-/* Puts the zero points of a row of blocks into their words, which the first of the piece's
- * rows begins. */
-static void store_zeros(const part_t *part, const band_t *band, const unsigned *zeros)
-{
-    const wsync_quantise_piece_t *piece = part->piece;
-    const uint64_t in_word = wsync_quantise_zeros_in_word(piece->method.kind);
-    const uint64_t row = band->block_row / in_word - wsync_quantise_zeros(piece).first;
-    const uint64_t col = band->block_col - wsync_quantise_cols(piece).first;
-    const unsigned within = (unsigned)(band->block_row % in_word);
-    unsigned char *to =
-        image_at(part, piece->second + row * piece->second_stride + col * sizeof(uint32_t));
-
-    for (size_t b = 0; b < band->count; b++) {
-        uint32_t word;
-
-        memcpy(&word, to + b * sizeof(word), sizeof(word));
-        if (band->begin == 0 || within == 0) {
-            word = other_zeros(part, band, b);
-        }
-        word |= zeros[b] << (4 * within);
-        memcpy(to + b * sizeof(word), &word, sizeof(word));
-    }
-}
-
-static void store_zero_codes(part_t *part, const band_t *band, const float *factors,
-                             const float *zeros)
-{
-    const wsync_quantise_piece_t *piece = part->piece;
-    float column_factors[STRIP_COUNT];
-    float column_zeros[STRIP_COUNT];
-    unsigned char buffer[STRIP_COUNT + 8];
-    unsigned char packed[STRIP_COUNT];
-
-    for (uint64_t column = part->begin[1]; column < part->end[1];) {
-        const strip_t strip = strip_at(part, band, column);
-        const size_t nbytes = ceil_divide(strip.count, 8) * 4;
-
-        part->functions->spread(factors + strip.block, strip.count, strip.head, band->width,
-                                column_factors);
-        part->functions->spread(zeros + strip.block, strip.count, strip.head, band->width,
-                                column_zeros);
-        memset(buffer + strip.count, 0, nbytes * 2 - strip.count);
-        part->functions->zero_codes[part->weight](
-            row_at(part, band->begin, column, strip.count), column_factors, column_zeros,
-            strip.count, buffer);
-        part->functions->pack(buffer, nbytes, packed);
-        wsync_host_row_copy(
-            image_at(part,
-                     piece->codes + band->begin * piece->codes_stride + column / 8 * 4),
-            packed, nbytes, part->streaming);
-        column += strip.count;
-    }
-}
-
-/* Codes, scales and zero points of a band, which is one row. */
-static void run_zero_band(part_t *part, const band_t *band,
-                          const wsync_row_extremes_t *places)
-{
-    const wsync_quantise_piece_t *piece = part->piece;
-    const size_t nbytes = wsync_dtype_nbytes(piece->dtype);
-    float highs[STRIP_COUNT];
-    float lows[STRIP_COUNT];
-    float factors[STRIP_COUNT];
-    float zeros[STRIP_COUNT];
-    unsigned stored[STRIP_COUNT];
-    unsigned bits[STRIP_COUNT];
-
-    for (size_t b = 0; b < band->count; b++) {
-        const wsync_extremes_t extremes = piece->extremes == WSYNC_QUANTISE_NONE
-                                              ? extremes_of(part, &places[b])
-                                              : *entry_at(part, band_entry(part, band) + b);
-
-        highs[b] = extremes.high;
-        lows[b] = extremes.low;
-    }
-    part->functions->zero_scales[part->weight](highs, lows, band->count, bits, factors,
-                                               stored);
-    for (size_t b = 0; b < band->count; b++) {
-        zeros[b] = (float)(int)stored[b] - 8;
-    }
-    store_bits(
-        image_at(part, piece->scales + band->begin * piece->scales_stride +
-                           (band->block_col - wsync_quantise_cols(piece).first) * nbytes),
-        bits, band->count, nbytes);
-    store_zeros(part, band, stored);
-    store_zero_codes(part, band, factors, zeros);
-}
-
 static void run_band(part_t *part, const band_t *band)
 {
     wsync_row_extremes_t places[STRIP_COUNT];
@@ -625,13 +514,6 @@ static void run_band(part_t *part, const band_t *band)
     if (part->batch->pass == WSYNC_QUANTISE_EXTREMES) {
         read_extremes(part, band, places);
         merge_band(part, band, places);
-        return;
-    }
-    if (wsync_quantise_zeros_in_word(part->piece->method.kind) > 1) {
-        if (part->piece->extremes == WSYNC_QUANTISE_NONE) {
-            read_extremes(part, band, places);
-        }
-        run_zero_band(part, band, places);
         return;
     }
     if (part->piece->extremes == WSYNC_QUANTISE_NONE) {

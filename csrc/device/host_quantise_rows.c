@@ -331,29 +331,6 @@ INLINE void codes_loop(unsigned encoding, unsigned weight, const unsigned char *
     }
 }
 
-INLINE void zero_scales_loop(unsigned weight, const float *highs, const float *lows,
-                             size_t count, unsigned *restrict bits, float *restrict factors,
-                             unsigned *restrict zeros)
-{
-    for (size_t i = 0; i < count; i++) {
-        const wsync_block_scale_t scale = wsync_zero_scale(weight, highs[i], lows[i]);
-
-        bits[i] = scale.bits;
-        factors[i] = scale.factor;
-        zeros[i] = wsync_zero_point(weight, highs[i], lows[i]);
-    }
-}
-
-INLINE void zero_codes_loop(unsigned weight, const unsigned char *row, const float *factors,
-                            const float *zeros, size_t count, unsigned char *restrict codes)
-{
-    for (size_t i = 0; i < count; i++) {
-        codes[i] = (unsigned char)wsync_zero_element(
-            weight, wsync_weight_value(weight, weight_bits(weight, row, i)), factors[i],
-            zeros[i]);
-    }
-}
-
 INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
                       unsigned char *restrict packed)
 {
@@ -416,20 +393,6 @@ INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
         largest_##bits(most, count, head, width, room, magnitudes);                        \
     }
 
-#define ZERO_FUNCTIONS(set, weight)                                                        \
-    TARGET_##set static void zero_scales_##weight##_##set(                                 \
-        const float *highs, const float *lows, size_t count, unsigned *bits,               \
-        float *factors, unsigned *zeros)                                                   \
-    {                                                                                      \
-        zero_scales_loop(WSYNC_WEIGHT_##weight, highs, lows, count, bits, factors, zeros); \
-    }                                                                                      \
-    TARGET_##set static void zero_codes_##weight##_##set(                                  \
-        const unsigned char *row, const float *factors, const float *zeros, size_t count,  \
-        unsigned char *codes)                                                              \
-    {                                                                                      \
-        zero_codes_loop(WSYNC_WEIGHT_##weight, row, factors, zeros, count, codes);         \
-    }
-
 #define FUNCTIONS(set)                                                                     \
     WIDTH_FUNCTIONS(set, 16)                                                               \
     WIDTH_FUNCTIONS(set, 32)                                                               \
@@ -460,9 +423,6 @@ INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
     CODES_FUNCTIONS(set, INT4_DIVIDE)                                                      \
     CODES_FUNCTIONS(set, INT4_DIVIDE_ROUND)                                                \
     CODES_FUNCTIONS(set, E2M1_MULTIPLY)                                                    \
-    ZERO_FUNCTIONS(set, F32)                                                               \
-    ZERO_FUNCTIONS(set, BF16)                                                              \
-    ZERO_FUNCTIONS(set, F16)                                                               \
     static const wsync_row_functions_t functions_##set = {                                 \
                                                                                            \
         .columns = {columns_16_##set, columns_32_##set},                                   \
@@ -476,9 +436,6 @@ INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
         .scales = scales_##set,                                                            \
         .spread = spread_##set,                                                            \
         .pack = pack_##set,                                                                \
-        .zero_scales = {zero_scales_F32_##set, zero_scales_BF16_##set,                     \
-                        zero_scales_F16_##set},                                            \
-        .zero_codes = {zero_codes_F32_##set, zero_codes_BF16_##set, zero_codes_F16_##set}, \
     };
 
 #define TARGET_PLAIN

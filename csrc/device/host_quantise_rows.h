@@ -61,15 +61,6 @@ typedef struct wsync_row_functions {
                                                             unsigned char *codes);
     /* Puts two codes of 4 bits into each of `nbytes` bytes, the low half first. */
     void (*pack)(const unsigned char *codes, size_t nbytes, unsigned char *packed);
-    /* The scale of each block that has a zero point, and whose extremes are given: its
-     * bits, what its elements are divided by, and its zero point plus 8. */
-    void (*zero_scales[WSYNC_WEIGHT_COUNT])(const float *highs, const float *lows,
-                                            size_t count, unsigned *bits, float *factors,
-                                            unsigned *zeros);
-    /* As `codes`, each weight with a zero point of its own, too. */
-    void (*zero_codes[WSYNC_WEIGHT_COUNT])(const unsigned char *row, const float *factors,
-                                           const float *zeros, size_t count,
-                                           unsigned char *codes);
 } wsync_row_functions_t;
 
 /* What an index into the first four is. */

@@ -63,7 +63,6 @@ static bool is_local(const wsync_quantise_piece_t *piece)
 {
     return piece->extremes == WSYNC_QUANTISE_NONE &&
            wsync_quantise_scales_in_word(piece->method.kind) == 1 &&
-           wsync_quantise_zeros_in_word(piece->method.kind) == 1 &&
            block_extent(piece, 0) == 1 &&
            block_extent(piece, 1) <= WSYNC_QUANTISE_LOCAL_COLS;
 }
@@ -183,23 +182,16 @@ static void place_entries(const wsync_quantise_piece_t *piece, purpose_t purpose
     }
 }
 
-/* Which blocks share words, and where these are. */
+/* Which blocks of a row share words, and where these are. */
 static void place_words(const wsync_quantise_piece_t *piece, wsync_quantise_task_t *task)
 {
-    const unsigned scales = wsync_quantise_scales_in_word(piece->method.kind);
-    const unsigned zeros = wsync_quantise_zeros_in_word(piece->method.kind);
-    const int d = zeros > 1 ? 0 : 1;
-    const uint64_t in_word = zeros > 1 ? zeros : scales;
-    const uint64_t first =
-        (d == 0 ? wsync_quantise_rows(piece) : wsync_quantise_cols(piece)).first;
+    const unsigned in_word = wsync_quantise_scales_in_word(piece->method.kind);
+    const uint64_t first = wsync_quantise_cols(piece).first;
 
     task->in_word = (unsigned char)in_word;
-    task->zeros = zeros > 1;
     if (in_word > 1) {
         task->phase = (unsigned)(first % in_word);
-        task->grid = (unsigned)least(piece->grid[d] - (first - task->phase), UINT32_MAX);
-        task->words = zeros > 1 ? piece->second : piece->scales;
-        task->words_stride = zeros > 1 ? piece->second_stride : piece->scales_stride;
+        task->grid = (unsigned)least(piece->grid[1] - (first - task->phase), UINT32_MAX);
     }
 }
 

@@ -167,9 +167,7 @@ DEVICE u64_t encode_items(const run_t *run, const wsync_quantise_task_t *task,
     {
         const float value = load_weight(run, at);
         const unsigned code =
-            encoding == WSYNC_ENCODING_INT4_ZERO
-                ? wsync_zero_element(run->weight, value, factor.value, factor.zero)
-                : wsync_quantise_element(encoding, run->weight, value, factor.value);
+            wsync_quantise_element(encoding, run->weight, value, factor.value);
 
         codes |= (u64_t)code << (bits * k);
         at += run->step;
@@ -329,45 +327,37 @@ DEVICE unsigned long long entry_of(const wsync_quantise_task_t *task, const plac
            place->block_col;
 }
 
-/* Stores the word that a block is the piece's first of: of scales in the rows of the place,
- * or of zero points.  What of it the piece does not hold is among the entries. */
+/* Stores the word of scales that a block is the piece's first of, in the rows of the place.
+ * What of it the piece does not hold is among the entries. */
 DEVICE void store_words(const wsync_quantise_args_t *args, const u32_t *table,
                         const wsync_quantise_task_t *task, const place_t *place)
 {
     const unsigned in_word = TABLE(task->in_word);
-    const unsigned zeros = TABLE(task->zeros);
-    const unsigned block = zeros != 0 ? place->block_row : place->block_col;
-    const unsigned index = TABLE(task->phase) + block;
+    const unsigned index = TABLE(task->phase) + place->block_col;
     const unsigned first = index / in_word * in_word;
     const unsigned end = lesser(first + in_word, TABLE(task->grid));
-    const unsigned long long step = zeros != 0 ? TABLE(task->entry_stride) : 1;
-    const unsigned long long entry = entry_of(task, place) - (index - first) * step;
-    const unsigned row = zeros != 0 ? first / in_word : place->row;
-    const unsigned col = zeros != 0 ? place->block_col : first / in_word;
-    u8_t *to = (u8_t *)GLOBAL(args->image) + TABLE(task->words) +
-               row * TABLE(task->words_stride) + (unsigned long long)col * 4;
+    const unsigned long long entry = entry_of(task, place) - (index - first);
+    u8_t *to = (u8_t *)GLOBAL(args->image) + TABLE(task->scales) +
+               place->row * TABLE(task->scales_stride) +
+               (unsigned long long)(first / in_word) * 4;
     const wsync_nvfp4_overall_t none = {0};
     unsigned word = 0;
 
-    if (block > 0 && index != first) {
+    if (place->block_col > 0 && index != first) {
         return;
     }
     NO_UNROLL for (unsigned i = first; i < end; i++)
     {
-        const extremes_t known = read_entry(table, entry + (i - first) * step);
-        const unsigned weight = TABLE(task->weight);
+        const float amax = amax_of(read_entry(table, entry + (i - first)));
         const unsigned part =
-            zeros != 0
-                ? wsync_zero_point(weight, known.high, known.low)
-                : wsync_quantise_block(TABLE(task->kind), 0, weight, amax_of(known), &none)
-                      .bits;
+            wsync_quantise_block(TABLE(task->kind), 0, TABLE(task->weight), amax, &none).bits;
 
         word |= part << (32 / in_word * (i - first));
     }
     NO_UNROLL for (unsigned i = 0; i < place->rows; i++)
     {
         store_item(to, word, 4);
-        to += TABLE(task->words_stride);
+        to += TABLE(task->scales_stride);
     }
 }
 
@@ -392,17 +382,10 @@ DEVICE factor_t block_factor(const wsync_quantise_task_t *task, unsigned weight,
                              const wsync_nvfp4_overall_t *overall, extremes_t found,
                              unsigned *bits)
 {
-    wsync_block_scale_t scale;
+    const wsync_block_scale_t scale = wsync_quantise_block(
+        TABLE(task->kind), TABLE(task->reciprocal), weight, amax_of(found), overall);
     factor_t factor;
 
-    factor.zero = 0.0F;
-    if (TABLE(task->zeros) != 0) {
-        scale = wsync_zero_scale(weight, found.high, found.low);
-        factor.zero = (float)wsync_zero_point(weight, found.high, found.low) - 8.0F;
-    } else {
-        scale = wsync_quantise_block(TABLE(task->kind), TABLE(task->reciprocal), weight,
-                                     amax_of(found), overall);
-    }
     factor.value = scale.factor;
     factor.reciprocal = 0.0F;
     if (scale.factor >= WSYNC_QUOTIENT_MIN && scale.factor <= WSYNC_QUOTIENT_MAX) {
@@ -623,7 +606,7 @@ DEVICE void run_strip(const wsync_quantise_args_t *args, const wsync_quantise_ta
 
         found = read_entry(table, entry_of(task, place));
         factor = block_factor(task, run.weight, overall, found, &bits);
-        if (place->owns != 0 && (in_word == 1 || TABLE(task->zeros) != 0)) {
+        if (place->owns != 0 && in_word == 1) {
             store_item(scale_of(args, task, place), bits, TABLE(task->scale_nbytes));
         }
         if (in_word > 1 && place->begins != 0) {

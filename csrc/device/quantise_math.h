@@ -23,10 +23,6 @@
  *              Scale amax / 7.5, or the dtype's epsilon where that is 0; codes are x by
  *              the rounded scale, cut to [-8, 7] and rounded.  (Its Triton code does not
  *              round the quotient to the dtype.)
- * int4_zero    The same, not symmetric: of min and max, which have 0 between them, the
- *              scale is (max - min) / 15, the epsilon where that is 0, and the zero point
- *              -8 - min / scale, cut to [-8, 7] and rounded, 0 where that is NaN; codes
- *              are x by the scale plus the zero point.  A word has zero points of 8 rows.
  * int4_slime   slime's CUDA kernel.  Scale max(amax * fl(1 / 7), 1e-5) in float32, stored
  *              in the weights' dtype; codes are x divided by the float32 scale, rounded.
  * mxfp8        Transformer Engine's: amax * fl(1 / 448) rounded up to a power of two, of
@@ -45,8 +41,8 @@
  * it makes the second scale NaN and with it all that shares it; in fp8_tensor, the whole
  * tensor.  This is stricter than the kernels, which drop a NaN in fmaxf.  With an infinity
  * fp8_block, fp8_tensor, int4 and int4_slime have an infinite scale, and codes of 0 but for
- * the infinity's own (e4m3: NaN), so that the block is read as NaN; so has int4_zero, with
- * codes at the zero point.  In the others, which have no infinite scale, it saturates. */
+ * the infinity's own (e4m3: NaN), so that the block is read as NaN.  In the others, which
+ * have no infinite scale, it saturates. */
 #ifndef WSYNC_DEVICE_QUANTISE_MATH_H
 #define WSYNC_DEVICE_QUANTISE_MATH_H
 
@@ -76,7 +72,6 @@ typedef enum wsync_quantiser {
     WSYNC_QUANTISER_MXFP8,
     WSYNC_QUANTISER_NVFP4,
     WSYNC_QUANTISER_FP8_PACKED,
-    WSYNC_QUANTISER_INT4_ZERO,
 } wsync_quantiser_t;
 
 /* The dtype of weights. */
@@ -95,7 +90,6 @@ typedef enum wsync_encoding {
     WSYNC_ENCODING_INT4_DIVIDE_ROUND, /* the quotient in the weights' dtype, in [-8, 7] */
     WSYNC_ENCODING_E2M1_MULTIPLY,
     WSYNC_ENCODING_COUNT,
-    WSYNC_ENCODING_INT4_ZERO = WSYNC_ENCODING_COUNT, /* wsync_zero_element */
 } wsync_encoding_t;
 
 /* The scale of a block: the bits that are stored, and with what elements are encoded. */
@@ -286,8 +280,6 @@ DEVICE unsigned wsync_encoding_of(unsigned kind, unsigned reciprocal)
         return WSYNC_ENCODING_INT4_DIVIDE;
     case WSYNC_QUANTISER_NVFP4:
         return WSYNC_ENCODING_E2M1_MULTIPLY;
-    case WSYNC_QUANTISER_INT4_ZERO:
-        return WSYNC_ENCODING_INT4_ZERO;
     default: /* powers of two: the same either way */
         return WSYNC_ENCODING_E4M3_MULTIPLY;
     }
@@ -370,49 +362,6 @@ DEVICE float wsync_weight_epsilon(unsigned weight)
     return weight == WSYNC_WEIGHT_BF16  ? 0.0078125F
            : weight == WSYNC_WEIGHT_F16 ? 0.0009765625F
                                         : 1.1920928955078125e-07F;
-}
-
-/* The scale of a block that holds nothing above `high` and below -`low`, before it is kept
- * from 0. */
-DEVICE float wsync_zero_range(unsigned weight, float high, float low)
-{
-    const float max = high > 0.0F ? high : 0.0F;
-    const float min = low > 0.0F ? low : 0.0F;
-    const float range = wsync_weight_round(weight, WSYNC_ADD(max, min));
-
-    return wsync_weight_round(weight, WSYNC_DIVIDE(range, 15.0F));
-}
-
-DEVICE wsync_block_scale_t wsync_zero_scale(unsigned weight, float high, float low)
-{
-    wsync_block_scale_t scale;
-
-    scale.factor = wsync_float(WSYNC_NAN_BITS);
-    if (!wsync_is_nan(high) && !wsync_is_nan(low)) {
-        scale.factor = wsync_zero_range(weight, high, low);
-        scale.factor = scale.factor == 0.0F ? wsync_weight_epsilon(weight) : scale.factor;
-    }
-    scale.bits = wsync_weight_bits(weight, scale.factor);
-    return scale;
-}
-
-/* Its zero point plus 8. */
-DEVICE unsigned wsync_zero_point(unsigned weight, float high, float low)
-{
-    const float min = low > 0.0F ? low : 0.0F;
-    const float steps =
-        wsync_weight_round(weight, WSYNC_DIVIDE(min, wsync_zero_range(weight, high, low)));
-    const float zero = wsync_weight_round(weight, WSYNC_ADD(steps, -8.0F));
-
-    return wsync_is_nan(high) || wsync_is_nan(low) ? 8U : wsync_int4_from_f32(zero, -8);
-}
-
-/* The code of an element of a block with a zero point, from -8 to 7. */
-DEVICE unsigned wsync_zero_element(unsigned weight, float value, float factor, float zero)
-{
-    const float steps = wsync_weight_round(weight, WSYNC_DIVIDE(value, factor));
-
-    return wsync_int4_from_f32(wsync_weight_round(weight, WSYNC_ADD(steps, zero)), -8);
 }
 
 DEVICE wsync_block_scale_t wsync_int4_scale(unsigned kind, unsigned weight, float amax)

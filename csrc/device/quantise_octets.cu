@@ -17,7 +17,6 @@ typedef struct extremes {
 /* What a block's elements are encoded with. */
 typedef struct factor {
     float value;
-    float zero;       /* its zero point */
     float reciprocal; /* of the value; 0: it or the weights are out of the ordinary */
 } factor_t;
 
@@ -235,8 +234,7 @@ DEVICE void scale_octet(unsigned encoding, factor_t factor, float *value)
         if (encoding == WSYNC_ENCODING_E4M3_MULTIPLY ||
             encoding == WSYNC_ENCODING_E2M1_MULTIPLY) {
             value[i] = WSYNC_MULTIPLY(value[i], factor.value);
-        } else if (encoding == WSYNC_ENCODING_INT4_DIVIDE_ROUND ||
-                   encoding == WSYNC_ENCODING_INT4_ZERO) {
+        } else if (encoding == WSYNC_ENCODING_INT4_DIVIDE_ROUND) {
             value[i] = WSYNC_MULTIPLY(value[i], factor.reciprocal);
         } else {
             value[i] = wsync_quotient(value[i], factor.value, factor.reciprocal);
@@ -247,7 +245,6 @@ DEVICE void scale_octet(unsigned encoding, factor_t factor, float *value)
 DEVICE codes_t encode_whole(unsigned encoding, vec16_t raw, factor_t factor)
 {
     const octet_t octet = octet_of(raw);
-    const unsigned zero = pair_of(factor.zero, factor.zero);
     unsigned pair[OCTET / 2];
     float value[OCTET];
 
@@ -260,16 +257,13 @@ DEVICE codes_t encode_whole(unsigned encoding, vec16_t raw, factor_t factor)
     UNROLL for (unsigned i = 0; i < OCTET / 2; i++)
     {
         pair[i] = pair_of(value[2 * i], value[2 * i + 1]);
-        if (encoding == WSYNC_ENCODING_INT4_ZERO) {
-            pair[i] = add_pair(pair[i], zero);
-        } else if (encoding == WSYNC_ENCODING_E4M3_DIVIDE_ROUND) {
+        if (encoding == WSYNC_ENCODING_E4M3_DIVIDE_ROUND) {
             value[2 * i] = even_of(pair[i]);
             value[2 * i + 1] = odd_of(pair[i]);
         }
     }
     switch (encoding) {
     case WSYNC_ENCODING_INT4_DIVIDE_ROUND:
-    case WSYNC_ENCODING_INT4_ZERO:
         return int4_pairs(pair);
     case WSYNC_ENCODING_INT4_DIVIDE:
         return int4_octet(value);
@@ -298,7 +292,6 @@ DEVICE void encode_batch(unsigned encoding, const vec16_t *raw, const factor_t *
         BATCH_CASE(WSYNC_ENCODING_E4M3_DIVIDE_ROUND);
         BATCH_CASE(WSYNC_ENCODING_INT4_DIVIDE);
         BATCH_CASE(WSYNC_ENCODING_INT4_DIVIDE_ROUND);
-        BATCH_CASE(WSYNC_ENCODING_INT4_ZERO);
         BATCH_CASE(WSYNC_ENCODING_E2M1_MULTIPLY);
     default:
         break;

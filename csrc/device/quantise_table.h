@@ -73,14 +73,12 @@ typedef struct wsync_quantise_task {
     unsigned long long entry_stride;
     unsigned long long overall;
     unsigned long long second;
-    unsigned long long words; /* where blocks share words */
-    unsigned long long words_stride;
     int source_stride[2];
     unsigned codes_stride;
     unsigned source_buffer;
     wsync_divisor_t columns; /* strips in all columns */
     wsync_quantise_cut_t dims[2];
-    /* Where blocks share words, rows of one row each for zero points, else columns: */
+    /* Where blocks of a row share words: */
     unsigned phase;           /* of the first block in its word */
     unsigned grid;            /* blocks in the tensor, from the start of that word */
     unsigned char kind;       /* wsync_quantiser_t */
@@ -92,11 +90,10 @@ typedef struct wsync_quantise_task {
     unsigned char code_bits;
     unsigned char word_nbytes; /* of what codes are packed into */
     unsigned char in_word;     /* blocks that share one */
-    unsigned char zeros;       /* 1: words of zero points, beside scales */
     unsigned char lanes;       /* threads of a unit, a power of two */
     unsigned char lane_bits;   /* of it */
     unsigned char halves;      /* 1: a batch has two blocks, and a strip of columns */
-    unsigned char padding[7];
+    unsigned char padding[8];
 } wsync_quantise_task_t;
 
 /* One launch runs `count` tasks from `first` on.  Task i has the threads

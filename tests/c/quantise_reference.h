@@ -231,43 +231,6 @@ static inline float cut_int4(float value)
     return value < -8 ? -8 : value > 7 ? 7 : value;
 }
 
-/* Of a block with a zero point: its scale and that plus 8. */
-typedef struct reference_zero {
-    uint32_t bits;
-    float scale;
-    unsigned zero;
-} reference_zero_t;
-
-static inline reference_zero_t reference_zero(wsync_dtype_t dtype, float min, float max)
-{
-    reference_zero_t result = {weight_bits(dtype, NAN), NAN, 8};
-    float range;
-    float steps;
-
-    if (isnan(min) || isnan(max)) {
-        return result;
-    }
-    min = min < 0 ? min : 0;
-    max = max > 0 ? max : 0;
-    range = round_weight(dtype, (float)((double)max - (double)min));
-    result.scale = round_weight(dtype, quotient(range, 15));
-    steps = round_weight(dtype, quotient(min, result.scale));
-    steps = round_weight(dtype, (float)(-8 - (double)steps));
-    result.zero = reference_int4(cut_int4(steps));
-    result.scale = result.scale == 0 ? epsilon(dtype) : result.scale;
-    result.bits = weight_bits(dtype, result.scale);
-    return result;
-}
-
-static inline unsigned reference_zero_code(const reference_zero_t *block,
-                                           wsync_dtype_t dtype, float x)
-{
-    const double steps = (double)round_weight(dtype, quotient(x, block->scale));
-
-    return reference_int4(
-        cut_int4(round_weight(dtype, (float)(steps + (double)block->zero - 8))));
-}
-
 static inline reference_scale_t reference_block(const wsync_quantise_method_t *method,
                                                 wsync_dtype_t dtype, float amax,
                                                 float overall)

@@ -223,27 +223,6 @@ static uint64_t edge(uint32_t block, uint64_t index, uint64_t whole)
     return block > 0 ? index * block : index * whole;
 }
 
-/* What a group has in row `row` and column `col` of them. */
-static reference_zero_t zero_of(const scene_t *scene, uint64_t row, uint64_t col)
-{
-    float min = 0;
-    float max = 0;
-
-    for (uint64_t c = edge(scene->method.block_cols, col, scene->cols);
-         row < scene->rows && c < edge(scene->method.block_cols, col + 1, scene->cols) &&
-         c < scene->cols;
-         c++) {
-        const float value = value_of(scene->weight, scene->bits[row * scene->cols + c]);
-
-        min = value < min || isnan(value) ? value : min;
-        max = value > max || isnan(value) ? value : max;
-        if (isnan(value)) {
-            break;
-        }
-    }
-    return reference_zero(dtype_of(scene->weight), min, max);
-}
-
 /* Where the scale and the codes of what a piece holds of one block go. */
 static void expect_block(scene_t *scene, const wsync_quantise_piece_t *piece, uint64_t br,
                          uint64_t bc, float overall)
@@ -253,16 +232,12 @@ static void expect_block(scene_t *scene, const wsync_quantise_piece_t *piece, ui
                                edge(method->block_cols, bc, scene->cols)};
     const uint64_t end[2] = {edge(method->block_rows, br + 1, scene->rows),
                              edge(method->block_cols, bc + 1, scene->cols)};
-    const reference_zero_t zero = zero_of(scene, br, bc);
-    reference_scale_t scale =
+    const reference_scale_t scale =
         reference_block(method, piece->dtype, amax_of(scene, begin, end), overall);
     const uint64_t nbytes =
         wsync_dtype_nbytes(wsync_quantise_scale(method->kind, piece->dtype));
     const unsigned codes = wsync_quantise_codes(method->kind);
 
-    if (method->kind == WSYNC_QUANTISE_INT4_ZERO) {
-        scale.bits = zero.bits;
-    }
     if (method->kind != WSYNC_QUANTISE_FP8_PACKED) {
         memcpy(scene->expected + piece->scales +
                    (br - wsync_quantise_rows(piece).first) * piece->scales_stride +
@@ -279,9 +254,7 @@ static void expect_block(scene_t *scene, const wsync_quantise_piece_t *piece, ui
             const uint64_t at = col - piece->start[1];
             const float value =
                 value_of(scene->weight, scene->bits[row * scene->cols + col]);
-            const unsigned code = method->kind == WSYNC_QUANTISE_INT4_ZERO
-                                      ? reference_zero_code(&zero, piece->dtype, value)
-                                      : reference_code(method, piece->dtype, &scale, value);
+            const unsigned code = reference_code(method, piece->dtype, &scale, value);
 
             if (codes == 1) {
                 to[at] = (unsigned char)code;
@@ -319,27 +292,6 @@ static void expect_words(scene_t *scene, const wsync_quantise_piece_t *piece)
     }
 }
 
-/* The zero points of all rows that share words with a piece's. */
-static void expect_zeros(scene_t *scene, const wsync_quantise_piece_t *piece)
-{
-    const wsync_quantise_blocks_t cols = wsync_quantise_cols(piece);
-    const uint64_t first = piece->start[0] / 8;
-    const uint64_t last = (piece->start[0] + piece->extent[0] - 1) / 8;
-
-    for (uint64_t row = first; row <= last; row++) {
-        for (uint64_t col = 0; col < cols.count; col++) {
-            uint32_t word = 0;
-
-            for (uint64_t i = 0; i < 8 && row * 8 + i < scene->rows; i++) {
-                word |= zero_of(scene, row * 8 + i, cols.first + col).zero << (4 * i);
-            }
-            memcpy(scene->expected + piece->second + (row - first) * piece->second_stride +
-                       col * 4,
-                   &word, 4);
-        }
-    }
-}
-
 static void expect(scene_t *scene)
 {
     const float overall = whole_amax(scene);
@@ -364,9 +316,7 @@ static void expect(scene_t *scene)
                 expect_block(scene, piece, r, c, overall);
             }
         }
-        if (scene->method.kind == WSYNC_QUANTISE_INT4_ZERO) {
-            expect_zeros(scene, piece);
-        } else if (piece->second != WSYNC_QUANTISE_NONE) {
+        if (piece->second != WSYNC_QUANTISE_NONE) {
             memcpy(scene->expected + piece->second, &second, sizeof(second));
         }
         if (scene->method.kind == WSYNC_QUANTISE_FP8_PACKED) {
@@ -478,12 +428,6 @@ static void add_piece(scene_t *scene, const uint64_t begin[2], const uint64_t en
         piece->overall = 1;
         piece->second = take(scene, 4, 4);
     }
-    if (method->kind == WSYNC_QUANTISE_INT4_ZERO) {
-        piece->second_stride =
-            (wsync_quantise_cols(piece).count + draw(&scene->random, 2)) * 4;
-        piece->second =
-            take(scene, wsync_quantise_zeros(piece).count * piece->second_stride, 4);
-    }
     place_source(scene, piece);
 }
 
@@ -526,9 +470,7 @@ static void draw_scene(scene_t *scene)
     }
     scene->count = 0;
     scene->used = 0;
-    cut[0] = draw_cut(
-        scene, scene->rows,
-        scene->method.block_rows * wsync_quantise_zeros_in_word(scene->method.kind), 1);
+    cut[0] = draw_cut(scene, scene->rows, scene->method.block_rows, 1);
     cut[1] = draw_cut(
         scene, scene->cols,
         scene->method.block_cols * wsync_quantise_scales_in_word(scene->method.kind),
@@ -807,42 +749,6 @@ TEST(largest_magnitudes_are_found)
 
 enum { SCALES = 4099 };
 
-/* The same of codes with zero points. */
-TEST(instruction_sets_agree_on_zero_points)
-{
-    enum { COUNT = 65536 };
-    random_state_t random = {4};
-    unsigned char *rows = allocate(COUNT * 4);
-    unsigned char *codes[2] = {allocate(COUNT), allocate(COUNT)};
-    float *factors = allocate(COUNT * sizeof(*factors));
-    float *zeros = allocate(COUNT * sizeof(*zeros));
-
-    for (unsigned weight = 0; weight < WSYNC_WEIGHT_COUNT; weight++) {
-        for (uint32_t i = 0; i < COUNT; i++) {
-            const uint32_t bits = draw_weight(&random, weight);
-            const uint16_t half = (uint16_t)bits;
-
-            factors[i] =
-                round_weight(dtype_of(weight), (float)(1 + draw(&random, 999)) * 1e-4F);
-            zeros[i] = (float)draw(&random, 16) - 8;
-            memcpy(rows + i * 4, &bits, 4);
-            if (weight != WSYNC_WEIGHT_F32) {
-                memcpy(rows + i * 2, &half, 2);
-            }
-        }
-        for (unsigned level = 0; wsync_row_functions(level) != NULL; level++) {
-            wsync_row_functions(level)->zero_codes[weight](rows, factors, zeros, COUNT - 3,
-                                                           codes[level > 0]);
-            CHECK(level == 0 || memcmp(codes[0], codes[1], COUNT - 3) == 0);
-        }
-    }
-    free(zeros);
-    free(factors);
-    free(codes[0]);
-    free(codes[1]);
-    free(rows);
-}
-
 /* The scales of some amaxes, by each instruction set, against the reference. */
 static void check_scales(const wsync_quantise_method_t *method, unsigned weight,
                          const float *amaxes, float overall)
@@ -860,48 +766,13 @@ static void check_scales(const wsync_quantise_method_t *method, unsigned weight,
     }
 }
 
-TEST(scales_and_zero_points_of_all_sizes_match_the_reference)
-{
-    random_state_t random = {6};
-    float highs[SCALES] = {0, NAN, 1, INFINITY, 2, INFINITY, -3, 0};
-    float lows[SCALES] = {0, 1, NAN, 2, INFINITY, INFINITY, 4, 5};
-    unsigned bits[SCALES];
-    float factors[SCALES];
-    unsigned zeros[SCALES];
-
-    for (unsigned weight = 0; weight < WSYNC_WEIGHT_COUNT; weight++) {
-        const wsync_dtype_t dtype = dtype_of(weight);
-
-        for (int i = 8; i < SCALES; i++) {
-            const float high = float_of((uint32_t)draw(&random, 0x7f800000U));
-            const float ratio = (float)(1 + draw(&random, 99)) / 50;
-
-            highs[i] = round_weight(dtype, high);
-            lows[i] = round_weight(dtype, i % 3 == 0 ? high : product(high, ratio));
-            highs[i] = i % 7 == 0 ? -highs[i] : highs[i];
-        }
-        for (unsigned level = 0; wsync_row_functions(level) != NULL; level++) {
-            wsync_row_functions(level)->zero_scales[weight](highs, lows, SCALES, bits,
-                                                            factors, zeros);
-            for (int i = 0; i < SCALES; i++) {
-                const reference_zero_t want = reference_zero(dtype, -lows[i], highs[i]);
-
-                CHECK_EQ(bits[i], want.bits);
-                CHECK_EQ(zeros[i], want.zero);
-                CHECK(isnan(want.scale) || factors[i] == want.scale);
-            }
-        }
-    }
-}
-
 TEST(scales_of_all_sizes_match_the_reference)
 {
     random_state_t random = {5};
     float amaxes[SCALES] = {0, NAN, INFINITY};
 
     for (unsigned weight = 0; weight < WSYNC_WEIGHT_COUNT; weight++) {
-        /* not INT4_ZERO, the last one, whose scales are not of amaxes */
-        for (int kind = 0; kind < WSYNC_QUANTISE_INT4_ZERO; kind++) {
+        for (int kind = 0; kind < WSYNC_QUANTISE_COUNT; kind++) {
             const wsync_quantise_method_t method = {.kind = (wsync_quantise_kind_t)kind,
                                                     .reciprocal = draw(&random, 2) == 0};
 
@@ -941,7 +812,7 @@ static void check_special(const special_t *want, float others, float own)
         .extremes = WSYNC_QUANTISE_NONE,
         .grid = {1, 1},
         .overall = want->kind == WSYNC_QUANTISE_NVFP4 ? 0 : WSYNC_QUANTISE_NONE,
-        .second = want->kind == WSYNC_QUANTISE_INT4_ZERO ? 128 : WSYNC_QUANTISE_NONE};
+        .second = WSYNC_QUANTISE_NONE};
     const wsync_span_t source = {weights, sizeof(weights)};
     wsync_quantise_batch_t batch = {.pieces = &piece,
                                     .count = 1,
@@ -962,7 +833,6 @@ static void check_special(const special_t *want, float others, float own)
         list = wsync_host_quantise(&batch);
         wsync_host_quantise_run(&list, 0, list.work, &cursor);
     }
-    CHECK(want->kind != WSYNC_QUANTISE_INT4_ZERO || image[128] == 8);
     memcpy(&scale, image + 64,
            wsync_dtype_nbytes(wsync_quantise_scale(want->kind, piece.dtype)));
     CHECK_EQ(scale, want->scale);
@@ -994,8 +864,7 @@ TEST(a_nan_makes_its_block_nan)
                    {WSYNC_QUANTISE_INT4_SLIME, 0x7fc00000, 8, 8},
                    {WSYNC_QUANTISE_MXFP8, 0xff, 0x7f, 0x7f},
                    {WSYNC_QUANTISE_NVFP4, 0x7f, 7, 7},
-                   {WSYNC_QUANTISE_FP8_PACKED, 0xff, 0x7f, 0x7f},
-                   {WSYNC_QUANTISE_INT4_ZERO, 0x7fc00000, 8, 8});
+                   {WSYNC_QUANTISE_FP8_PACKED, 0xff, 0x7f, 0x7f});
     check_special(&(special_t){WSYNC_QUANTISE_FP8_BLOCK, 0x7fc00000, 0x7f, 0x7f}, 1,
                   float_of(0xff800001));
 }
@@ -1009,8 +878,7 @@ TEST(an_infinity_saturates_or_has_an_infinite_scale)
                    {WSYNC_QUANTISE_INT4_SLIME, 0x7f800000, 8, 8},
                    {WSYNC_QUANTISE_MXFP8, 0xfe, 0, 0xfe},
                    {WSYNC_QUANTISE_NVFP4, 0x7e, 0, 0xf},
-                   {WSYNC_QUANTISE_FP8_PACKED, 0xfe, 0, 0xfe},
-                   {WSYNC_QUANTISE_INT4_ZERO, 0x7f800000, 8, 8});
+                   {WSYNC_QUANTISE_FP8_PACKED, 0xfe, 0, 0xfe});
 }
 
 TEST(zeros_have_codes_of_zero_and_keep_their_sign)
@@ -1021,8 +889,7 @@ TEST(zeros_have_codes_of_zero_and_keep_their_sign)
                    {WSYNC_QUANTISE_INT4, 0x34000000, 8, 8},
                    {WSYNC_QUANTISE_INT4_SLIME, bits_of(1e-5F), 8, 8},
                    {WSYNC_QUANTISE_MXFP8, 0, 0, 0x80}, {WSYNC_QUANTISE_NVFP4, 0, 0, 8},
-                   {WSYNC_QUANTISE_FP8_PACKED, 0x69, 0, 0x80},
-                   {WSYNC_QUANTISE_INT4_ZERO, 0x34000000, 8, 8});
+                   {WSYNC_QUANTISE_FP8_PACKED, 0x69, 0, 0x80});
 }
 
 /* --- what is refused --- */
@@ -1088,12 +955,6 @@ static void check_refused(wsync_quantise_piece_t piece, const char *text)
     (piece.method.kind = WSYNC_QUANTISE_FP8_PACKED, piece.grid[0] = 2, \
      piece.grid[1] = (cols), piece.scales = 0, piece.scales_stride = 4, __VA_ARGS__)
 
-/* All of 200 x 300 elements, with scales of 20 bytes for each row. */
-#define ZERO(...)                                                                         \
-    (piece.method = (wsync_quantise_method_t){WSYNC_QUANTISE_INT4_ZERO, false, 1, 32},    \
-     piece.grid[0] = 200, piece.grid[1] = 10, piece.codes_stride = 152, piece.scales = 0, \
-     piece.scales_stride = 20, piece.second = 0, piece.second_stride = 40, __VA_ARGS__)
-
 TEST(what_a_piece_does_not_have_is_refused)
 {
     REFUSED(NULL, piece.codes = 0);
@@ -1134,16 +995,6 @@ TEST(what_a_piece_does_not_have_is_refused)
             PACKED(4, (piece.extremes = 0, piece.extremes_stride = 4)));
     REFUSED("scales: 200 rows of 1 times 4 bytes", PACKED(3, piece.scales = 60000));
     REFUSED("rows of 4 bytes are 0 bytes apart", PACKED(3, piece.scales_stride = 0));
-    REFUSED("int4_zero has no blocks of 2 x 32", ZERO(piece.method.block_rows = 2));
-    REFUSED("there is no place for zero points", ZERO(piece.second = WSYNC_QUANTISE_NONE));
-    REFUSED("dim 0: block 199 is not one of the tensor's 199", ZERO(piece.grid[0] = 199));
-    REFUSED("dim 0: blocks 0 to 196 of 200 cut a word of 8", ZERO(piece.extent[0] = 196));
-    REFUSED("dim 0: blocks 4 to 200 of 200 cut a word of 8",
-            ZERO((piece.start[0] = 4, piece.extent[0] = 196)));
-    REFUSED("entry 0 + 199 * 0 + 9 is not one of the 6", ZERO(piece.extremes = 0));
-    REFUSED("zero points: 25 rows of 10 times 4 bytes", ZERO(piece.second = 59100));
-    REFUSED("zero points: rows of 40 bytes are 36", ZERO(piece.second_stride = 36));
-    REFUSED(NULL, ZERO(piece.start[0] = 0));
     REFUSED(NULL, PACKED(3, piece.start[1] = 0));
 }
 

@@ -22,7 +22,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 @dataclass(frozen=True)
 class Quantised:
     """codes: e4m3 [M, N], int32 [M, ceil(N / 8)] of int4, or uint8 [M, ceil(N / 2)] of e2m1.
-    scale: one for each block.  second: nvfp4's float32 [], int4_zero's zero points."""
+    scale: one for each block.  second: nvfp4's float32 []."""
 
     codes: Tensor
     scale: Tensor
@@ -124,23 +124,6 @@ def int4(weight: Tensor, group: int = 32) -> Quantised:
     values = (blocks / scale.float()).to(dtype).float()
     codes = values.nan_to_num(nan=0.0).clamp(-8, 7).round()
     return Quantised(pack_int4(_whole(codes, weight)), _scales(scale))
-
-
-def int4_zero(weight: Tensor, group: int = 32) -> Quantised:
-    """compressed-tensors' groups that are not symmetric, every step in the weights' dtype.  second:
-    the zero points, int32 [ceil(M / 8), groups], packed along rows."""
-    dtype = weight.dtype
-    blocks = _blocks(weight, 1, group)[:, 0]
-    least = blocks.amin(2, keepdim=True).clamp(max=0.0)
-    most = blocks.amax(2, keepdim=True).clamp(min=0.0)
-    scale = ((most - least).to(dtype).float() / 15.0).to(dtype)
-    steps = (least / scale.float()).to(dtype).float()
-    zero = (-8.0 - steps).to(dtype).float().nan_to_num(nan=0.0).clamp(-8, 7).round()
-    scale = torch.where(scale == 0, torch.tensor(torch.finfo(dtype).eps, dtype=dtype), scale)
-    values = ((blocks / scale.float()).to(dtype).float() + zero).to(dtype).float()
-    codes = values.nan_to_num(nan=0.0).clamp(-8, 7).round().flatten(1)
-    scale = _scales(scale[:, None])
-    return Quantised(pack_int4(codes), scale, pack_int4(zero[:, :, 0].T).T.contiguous())
 
 
 def int4_slime(weight: Tensor, group: int = 32) -> Quantised:

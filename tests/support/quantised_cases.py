@@ -97,24 +97,6 @@ def int4_groups(weight: torch.Tensor, size: int) -> Tensors:
     return {"_packed": packed, "_scale": scales.to(weight.dtype), "_shape": shape}
 
 
-def int4_zeros(weight: torch.Tensor, size: int) -> Tensors:
-    """compressed-tensors' groups with zero points, of bfloat16 weights, in torch's own bfloat16."""
-    rows, cols = weight.shape
-    parts = weight.view(rows, cols // size, size)
-    least, most = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
-    scales = (most - least) / 15
-    zeros = (-8 - least / scales).nan_to_num(0).clamp(-8, 7).round()
-    scales = torch.where(scales == 0, torch.tensor(torch.finfo(weight.dtype).eps), scales)
-    scales = scales.to(weight.dtype)
-    codes = (parts / scales[:, :, None] + zeros[:, :, None]).clamp(-8, 7).round()
-    return {
-        "_packed": packed_words(codes.view(rows, cols)),
-        "_scale": scales,
-        "_zero_point": packed_words(zeros.T).T.flatten().view(-1, cols // size),
-        "_shape": torch.tensor(weight.shape),
-    }
-
-
 def packed_words(codes: torch.Tensor) -> torch.Tensor:
     """int32 of eight neighbours of a row, the first one lowest; 0 beyond the last column."""
     found = torch.nn.functional.pad(codes.to(torch.int64) + 8, (0, -codes.shape[1] % 8))
@@ -130,7 +112,6 @@ METHODS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Tensors]]] 
     "per tensor": (PER_TENSOR, fp8_tensor),
     "packed": (blocks(128, 128) | {"transform_ue8m0": True}, fp8_packed),
     "int4": (groups(16), lambda w: int4_groups(w, 16)),
-    "int4, zero points": (groups(32, symmetric=False), lambda w: int4_zeros(w, 32)),
     "int4, cut groups": (groups(32), lambda w: int4_groups(w, 32)),
 }
 

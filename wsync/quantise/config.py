@@ -56,16 +56,14 @@ class _Form(NamedTuple):
     per_word: int  # codes in a word
     scales: str
     scale: str  # "": the weight's
-    second: str = ""  # of a second scale, or of zero points; "": none
+    second: str = ""  # of a second scale; "": none
     shape: str = ""  # of the weight's shape; "": none
     stacked: bool = False  # whether published checkpoints have it of [experts, rows, columns]
     in_word: int = 1  # scales of a row of blocks in one word, of which each row has its own
-    zeros: int = 0  # zero points of a column of blocks in one word; 0: there are none
 
 
 class Derived(NamedTuple):
-    """The tensors that a quantised weight becomes; second: a second scale, or zero points; shape:
-    the weight's."""
+    """The tensors that a quantised weight becomes; second: a second scale; shape: the weight's."""
 
     codes: TensorFacts
     scales: TensorFacts
@@ -81,9 +79,6 @@ _FORMS: Final = {
     "fp8_tensor": _Form("", "float8_e4m3fn", 1, "_scale", "float32"),
     "int4": _Form("_packed", "int32", 8, "_scale", "", shape="_shape"),
     "int4_slime": _Form("_packed", "int32", 8, "_scale", "", shape="_shape"),
-    "int4_zero": _Form(
-        *("_packed", "int32", 8, "_scale", ""), second="_zero_point", shape="_shape", zeros=8
-    ),
     "mxfp8": _Form("", "float8_e4m3fn", 1, "_scale_inv", "uint8"),
     "nvfp4": _Form("", "uint8", 2, "_scale", "float8_e4m3fn", second="_scale_2"),
 }
@@ -95,7 +90,7 @@ class Method:
 
     Attributes:
         kind: as csrc/core/quantise/method.h names it: fp8_block, fp8_ue8m0, fp8_packed,
-            fp8_tensor, int4, int4_slime, int4_zero, mxfp8 or nvfp4.
+            fp8_tensor, int4, int4_slime, mxfp8 or nvfp4.
         block_rows, block_cols: elements that share a scale; 0 and 0: the whole tensor.
         reciprocal: elements are multiplied by 1 / scale, else divided by scale.
         kept: modules that are not quantised, as the lists of the method have them.
@@ -164,7 +159,6 @@ class Method:
         elif self.block_rows:
             grid = (*outer, -(-rows // self.block_rows), -(-cols // self.block_cols))
         words = (*outer, rows, -(-cols // form.per_word))
-        zeros = (-(-rows // form.zeros), *grid[1:]) if form.zeros else ()
 
         def fact(suffix: str, dtype: str, shape: tuple[int, ...]) -> TensorFacts:
             return TensorFacts(weight.name + suffix, dtype, shape, group)
@@ -172,9 +166,7 @@ class Method:
         return Derived(
             codes=fact(form.codes, form.word, words),
             scales=fact(form.scales, form.scale or weight.dtype, grid),
-            second=fact(form.second, "int32" if form.zeros else "float32", zeros)
-            if form.second
-            else None,
+            second=fact(form.second, "float32", ()) if form.second else None,
             shape=fact(form.shape, "int64", (2,)) if form.shape else None,
         )
 
@@ -554,22 +546,19 @@ def _compressed_tensors(reader: _Reader) -> Method:
     kept = reader.modules("ignore", patterns="re:")
     targets: dict[str, None] = {}
     sizes = []
-    zeros = []
     for group in reader.groups():
         group.one_of("format", None, "pack-quantized")
         group.one_of("input_activations", None)
         group.one_of("output_activations", None)
         targets.update(dict.fromkeys(_targets(group)))
         weights = group.inner("weights")
-        zeros.append(_has_zero_points(weights, slime))
+        weights.one_of("symmetric", None, True)
         sizes.append(_int4_group(weights))
         group.end()
     reader.end(*_SILENT)
     if len(set(sizes)) != 1:
         raise reader.refusal("config_groups", sizes, "one group_size for all groups is wanted")
-    if len(set(zeros)) != 1:
-        raise reader.refusal("config_groups", zeros, "zero points for all groups or none is wanted")
-    kind = "int4_zero" if zeros[0] else "int4_slime" if slime else "int4"
+    kind = "int4_slime" if slime else "int4"
     return Method(kind, 1, sizes[0], kept=kept, targets=tuple(targets))
 
 
@@ -580,19 +569,6 @@ def _targets(group: _Reader) -> tuple[str, ...]:
         if entry != LINEAR and entry.isidentifier() and entry[0].isupper():
             raise group.refusal("targets", entry, f"the class that is known is {LINEAR!r}")
     return found
-
-
-def _has_zero_points(weights: _Reader, slime: bool) -> bool:
-    if weights.one_of("symmetric", None, True, False) is not False:
-        return False
-    if slime:
-        raise weights.refusal(
-            "symmetric",
-            False,
-            "slime's zero points lie in another order than compressed-tensors', which engines take",
-        )
-    weights.one_of("zp_dtype", None, "torch.int8", "int8")
-    return True
 
 
 def _int4_group(weights: _Reader) -> int:

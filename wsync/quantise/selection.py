@@ -56,7 +56,7 @@ class Row(NamedTuple):
     """A tensor that is quantised, as the quantiser takes it; names of tensors of one model.
 
     codes, scales, second, shape: names of what it becomes: second of a second scale (NVFP4) or of
-    zero points (INT4), shape of the weight's shape (INT4), None where there is none.
+    shape of the weight's shape (INT4), None where there is none.
     share: tensors of one key have one second scale; "": the tensor's own.
     group: the keep-together group of the tensor, 0: none.
     """

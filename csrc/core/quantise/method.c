@@ -58,8 +58,3 @@ unsigned wsync_quantise_scales_in_word(wsync_quantise_kind_t kind)
 {
     return kind == WSYNC_QUANTISE_FP8_PACKED ? 4 : 1;
 }
-
-unsigned wsync_quantise_zeros_in_word(wsync_quantise_kind_t kind)
-{
-    return kind == WSYNC_QUANTISE_INT4_ZERO ? 8 : 1;
-}

@@ -19,8 +19,7 @@
     X(INT4_SLIME, "int4_slime", 8, INT32, COUNT)           \
     X(MXFP8, "mxfp8", 1, FLOAT8_E4M3FN, UINT8)             \
     X(NVFP4, "nvfp4", 2, UINT8, FLOAT8_E4M3FN)             \
-    X(FP8_PACKED, "fp8_packed", 1, FLOAT8_E4M3FN, INT32)   \
-    X(INT4_ZERO, "int4_zero", 8, INT32, COUNT)
+    X(FP8_PACKED, "fp8_packed", 1, FLOAT8_E4M3FN, INT32)
 
 typedef enum wsync_quantise_kind {
 #define WSYNC_QUANTISE_ENUM(name, text, codes, word, scale) WSYNC_QUANTISE_##name,
@@ -55,9 +54,8 @@ typedef struct wsync_extremes {
  * counted from the tensor's first.
  *
  * FP8_PACKED's scales are exponents.  A word has those of several blocks of one row of
- * blocks, and each row of the piece has words of its own.  INT4_ZERO's words of zero points
- * have those of several rows of one column of blocks.  All of a word is stored: what the
- * piece does not hold of it is in the table. */
+ * blocks, and each row of the piece has words of its own.  All of a word is stored: what
+ * the piece does not hold of it is in the table. */
 typedef struct wsync_quantise_piece {
     const char *tensor; /* its name, for errors */
     wsync_quantise_method_t method;
@@ -75,10 +73,7 @@ typedef struct wsync_quantise_piece {
     uint64_t extremes_stride;
     uint64_t grid[2]; /* where blocks share words: rows and columns of them in the tensor */
     uint64_t overall; /* NVFP4: the entry of all that share the second scale; NONE */
-    /* NVFP4: offset in the image of that scale, a float; INT4_ZERO: of the first word of
-     * zero points; NONE */
-    uint64_t second;
-    uint64_t second_stride; /* INT4_ZERO: of rows of words */
+    uint64_t second;  /* NVFP4: offset in the image of that scale, a float; NONE */
 } wsync_quantise_piece_t;
 
 /* The kind of a text ("fp8_block"); INVALID names the text and the known ones. */
@@ -92,7 +87,5 @@ wsync_dtype_t wsync_quantise_word(wsync_quantise_kind_t kind);
 wsync_dtype_t wsync_quantise_scale(wsync_quantise_kind_t kind, wsync_dtype_t weights);
 /* Columns of blocks whose scales are in one item of that dtype. */
 unsigned wsync_quantise_scales_in_word(wsync_quantise_kind_t kind);
-/* Rows of blocks whose zero points are in one int32. */
-unsigned wsync_quantise_zeros_in_word(wsync_quantise_kind_t kind);
 
 #endif

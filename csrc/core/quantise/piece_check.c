@@ -37,11 +37,6 @@ wsync_quantise_scales_t wsync_quantise_scales(const wsync_quantise_piece_t *piec
     };
 }
 
-wsync_quantise_blocks_t wsync_quantise_zeros(const wsync_quantise_piece_t *piece)
-{
-    return blocks(piece, 0, wsync_quantise_zeros_in_word(piece->method.kind));
-}
-
 uint64_t wsync_quantise_words(const wsync_quantise_piece_t *piece)
 {
     const uint64_t codes = wsync_quantise_codes(piece->method.kind);
@@ -116,43 +111,36 @@ static wsync_status_t check_kind(const wsync_quantise_piece_t *piece, wsync_erro
 static wsync_status_t check_words(const wsync_quantise_piece_t *piece, wsync_error_t *err)
 {
     const wsync_quantise_method_t *method = &piece->method;
-    const uint64_t in_word[2] = {wsync_quantise_zeros_in_word(method->kind),
-                                 wsync_quantise_scales_in_word(method->kind)};
+    const uint64_t in_word = wsync_quantise_scales_in_word(method->kind);
+    wsync_quantise_blocks_t range;
+    uint64_t end;
 
-    if (in_word[0] == 1 && in_word[1] == 1) {
+    if (in_word == 1) {
         return WSYNC_OK;
     }
-    if (method->block_rows == 0 || method->block_cols == 0 ||
-        (in_word[0] > 1 && method->block_rows != 1)) {
+    if (method->block_rows == 0 || method->block_cols == 0) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
                           "%.256s: %s has no blocks of %u x %u", piece->tensor,
                           wsync_quantise_kind_name(method->kind), method->block_rows,
                           method->block_cols);
     }
-    if (in_word[0] > 1 && piece->second == WSYNC_QUANTISE_NONE) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
-                          "%.256s: there is no place for zero points", piece->tensor);
-    }
     for (int d = 0; d < 2; d++) {
-        const wsync_quantise_blocks_t range =
-            d == 0 ? wsync_quantise_rows(piece) : wsync_quantise_cols(piece);
-        const uint64_t end = range.first + range.count;
-
+        range = d == 0 ? wsync_quantise_rows(piece) : wsync_quantise_cols(piece);
+        end = range.first + range.count;
         if (end > piece->grid[d]) {
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
                               "%.256s: dim %d: block %llu is not one of the tensor's "
                               "%llu",
                               piece->tensor, d, (u64_t)(end - 1), (u64_t)piece->grid[d]);
         }
-        if (piece->extremes == WSYNC_QUANTISE_NONE && in_word[d] > 1 &&
-            (range.first % in_word[d] != 0 ||
-             (end % in_word[d] != 0 && end != piece->grid[d]))) {
-            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
-                              "%.256s: dim %d: blocks %llu to %llu of %llu cut a word "
-                              "of %llu, and there are no entries of extremes",
-                              piece->tensor, d, (u64_t)range.first, (u64_t)end,
-                              (u64_t)piece->grid[d], (u64_t)in_word[d]);
-        }
+    }
+    if (piece->extremes == WSYNC_QUANTISE_NONE &&
+        (range.first % in_word != 0 || (end % in_word != 0 && end != piece->grid[1]))) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "%.256s: dim 1: blocks %llu to %llu of %llu cut a word of "
+                          "%llu, and there are no entries of extremes",
+                          piece->tensor, (u64_t)range.first, (u64_t)end,
+                          (u64_t)piece->grid[1], (u64_t)in_word);
     }
     return WSYNC_OK;
 }
@@ -267,17 +255,12 @@ static wsync_status_t check_image(const wsync_quantise_piece_t *piece,
         {"scales", piece->scales, piece->scales_stride, scales.rows, scales.cols,
          wsync_dtype_nbytes(wsync_quantise_scale(kind, piece->dtype))},
         {"the second scale", piece->second, 0, 1, 1, sizeof(float)},
-        {"zero points", piece->second, piece->second_stride,
-         wsync_quantise_zeros(piece).count, wsync_quantise_cols(piece).count,
-         sizeof(int32_t)},
     };
-    const bool zeros = wsync_quantise_zeros_in_word(kind) > 1;
     const size_t count = piece->second != WSYNC_QUANTISE_NONE ? 3 : 2;
-    const size_t third = zeros ? 3 : 2;
     wsync_status_t status = WSYNC_OK;
 
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
-        status = check_rows(piece, &parts[i < 2 ? i : third], image, err);
+        status = check_rows(piece, &parts[i], image, err);
     }
     return status;
 }
@@ -286,7 +269,7 @@ static wsync_status_t check_image(const wsync_quantise_piece_t *piece,
 static wsync_status_t check_extremes(const wsync_quantise_piece_t *piece,
                                      const wsync_span_t *extremes, wsync_error_t *err)
 {
-    wsync_quantise_blocks_t rows = wsync_quantise_rows(piece);
+    const wsync_quantise_blocks_t rows = wsync_quantise_rows(piece);
     wsync_quantise_blocks_t cols = wsync_quantise_cols(piece);
     const uint64_t entries = extremes->nbytes / sizeof(wsync_extremes_t);
     uint64_t last = piece->extremes;
@@ -294,9 +277,6 @@ static wsync_status_t check_extremes(const wsync_quantise_piece_t *piece,
 
     if (wsync_quantise_scales_in_word(piece->method.kind) > 1) {
         cols.count = piece->grid[1] - cols.first; /* words may have all of them */
-    }
-    if (wsync_quantise_zeros_in_word(piece->method.kind) > 1) {
-        rows.count = piece->grid[0] - rows.first;
     }
     if (piece->extremes != WSYNC_QUANTISE_NONE &&
         (__builtin_mul_overflow(rows.first + rows.count - 1, piece->extremes_stride,

@@ -29,9 +29,6 @@ typedef struct wsync_quantise_scales {
 
 wsync_quantise_scales_t wsync_quantise_scales(const wsync_quantise_piece_t *piece);
 
-/* Rows of words of zero points that the piece's rows are in. */
-wsync_quantise_blocks_t wsync_quantise_zeros(const wsync_quantise_piece_t *piece);
-
 /* Words of the image in a row of codes; the last one may have codes to spare. */
 uint64_t wsync_quantise_words(const wsync_quantise_piece_t *piece);
 
@@ -41,9 +38,9 @@ bool wsync_quantise_empty(const wsync_quantise_piece_t *piece);
 /* Checks that the pieces are of known kinds and dtypes, that every byte they touch lies in
  * its span, aligned to its element, and that rows of codes and of scales do not lie on each
  * other; that a piece without entries of extremes begins where a block does, and cuts no
- * word of scales or zero points; that NVFP4 has an entry of all, that blocks which share
- * words are blocks of the tensor, INT4_ZERO's of one row, and has a place for these, and
- * that words of several codes do not begin inside a word or hold codes of two blocks.
+ * word of scales; that NVFP4 has an entry of all, that blocks which share words are blocks
+ * of the tensor, and that words of several codes do not begin inside a word or hold codes
+ * of two blocks.
  * INVALID names the tensor and the numbers.  Whether pieces share bytes of the image
  * is not looked at. */
 wsync_status_t wsync_quantise_check(const wsync_quantise_piece_t *pieces, size_t count,

@@ -151,14 +151,14 @@ static wsync_status_t add_rule(maker_t *maker, const wsync_quantise_rule_t *rule
 }
 
 /* Whether a box's range of rows or columns begins and ends where blocks do, and words of
- * their scales or zero points. */
+ * their scales. */
 static bool whole_blocks(const matrices_t *matrices, unsigned axis, const wsync_box_t *box)
 {
-    const wsync_quantise_kind_t kind = matrices->method.kind;
-    const uint64_t in_word = axis == ROW ? wsync_quantise_zeros_in_word(kind)
-                                         : wsync_quantise_scales_in_word(kind);
+    const wsync_quantise_method_t *method = &matrices->method;
     const uint64_t block =
-        in_word * (axis == ROW ? matrices->method.block_rows : matrices->method.block_cols);
+        axis == ROW
+            ? method->block_rows
+            : (uint64_t)wsync_quantise_scales_in_word(method->kind) * method->block_cols;
     const unsigned dim = matrices->leading + axis;
     const uint64_t start = (uint64_t)box->start[dim];
     const uint64_t end = start + (uint64_t)box->extent[dim];
@@ -357,7 +357,6 @@ typedef struct target {
     uint64_t scales_stride;
     uint64_t scale_rows;
     uint64_t second;
-    uint64_t second_stride;
 } target_t;
 
 static wsync_status_t place_codes(maker_t *maker, const matrices_t *matrices,
@@ -412,17 +411,13 @@ static wsync_status_t place_scales(maker_t *maker, const matrices_t *matrices,
     return add_shard(maker, &tensor, &box, target->scales, rule->scales, err);
 }
 
-/* A second scale, or zero points. */
-static wsync_status_t place_second(maker_t *maker, const matrices_t *matrices,
-                                   const wsync_shard_t *shard, target_t *target,
-                                   wsync_error_t *err)
+static wsync_status_t place_second_scale(maker_t *maker, const matrices_t *matrices,
+                                         target_t *target, wsync_error_t *err)
 {
-    const uint64_t unit[2] = {wsync_quantise_zeros_in_word(matrices->method.kind),
-                              matrices->method.block_cols};
-    wsync_tensor_t tensor = {.name = matrices->rule->second,
-                             .dtype = WSYNC_DTYPE_FLOAT32,
-                             .group = matrices->rule->group};
-    wsync_box_t box = wsync_box_whole(0, NULL);
+    const wsync_tensor_t tensor = {.name = matrices->rule->second,
+                                   .dtype = WSYNC_DTYPE_FLOAT32,
+                                   .group = matrices->rule->group};
+    const wsync_box_t box = wsync_box_whole(0, NULL);
     wsync_status_t status;
 
     target->second = WSYNC_QUANTISE_NONE;
@@ -432,16 +427,10 @@ static wsync_status_t place_second(maker_t *maker, const matrices_t *matrices,
     if (matrices->leading > 0) {
         return wsync_fail(
             err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-            "%.256s: several matrices in one tensor cannot have second scales or zero "
-            "points",
+            "%.256s: several matrices in one tensor cannot have second scales",
             matrices->tensor->name);
     }
-    if (unit[ROW] > 1) {
-        box = shard->box;
-        tensor = derive(matrices, tensor.name, WSYNC_DTYPE_INT32, unit, &box);
-        target->second_stride = (uint64_t)box.extent[COL] * sizeof(int32_t);
-    }
-    status = take_image(maker, wsync_box_count(&box) * sizeof(float), &target->second, err);
+    status = take_image(maker, sizeof(float), &target->second, err);
     return status == WSYNC_OK
                ? add_shard(maker, &tensor, &box, target->second, tensor.name, err)
                : status;
@@ -494,8 +483,7 @@ static wsync_status_t add_pieces(maker_t *maker, const matrices_t *matrices,
         .extremes_stride = matrices->blocks[COL],
         .grid = {matrices->blocks[ROW], matrices->blocks[COL]},
         .overall = matrices->overall,
-        .second = target->second,
-        .second_stride = target->second_stride};
+        .second = target->second};
 
     uint32_t name;
     bool added;
@@ -544,7 +532,7 @@ static wsync_status_t quantise_shard(maker_t *maker, const matrices_t *matrices,
         status = place_scales(maker, matrices, shard, &target, err);
     }
     if (status == WSYNC_OK) {
-        status = place_second(maker, matrices, shard, &target, err);
+        status = place_second_scale(maker, matrices, &target, err);
     }
     if (status == WSYNC_OK) {
         status = add_pieces(maker, matrices, shard, &target, err);

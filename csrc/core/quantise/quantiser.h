@@ -19,12 +19,10 @@ typedef struct wsync_quantise_rule {
     wsync_quantise_method_t method; /* a block of 0 rows or columns: all of the tensor's */
     const char *codes;
     const char *scales;
-    /* NVFP4: name of the second scale, a float32 scalar; INT4_ZERO: of zero points, int32
-     * words of eight rows; NULL: none */
-    const char *second;
-    const char *shape; /* INT4: name of the tensor's rows and columns, int64; NULL: none */
-    uint32_t share;    /* NVFP4: tensors of one number share that scale; 0: with none */
-    uint32_t group;    /* of all that comes of it, as wsync_tensor_t has it */
+    const char *second; /* NVFP4: name of the second scale, a float32 scalar; NULL: none */
+    const char *shape;  /* INT4: name of the tensor's rows and columns, int64; NULL: none */
+    uint32_t share;     /* NVFP4: tensors of one number share that scale; 0: with none */
+    uint32_t group;     /* of all that comes of it, as wsync_tensor_t has it */
 } wsync_quantise_rule_t;
 
 /* Of all ranks, in bytes of weights.  Ranks that hold the same elements quantise them each.
