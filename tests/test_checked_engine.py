@@ -81,7 +81,7 @@ def test_an_engine_that_was_started_again_in_an_update_fails_it(
     weights = {"a": torch.zeros(3)}
     with DiskSync(weights, [engine, other], folder=tmp_path, options=QUICK) as sync:
         with pytest.raises(
-            wsync.RemoteError, match=r"engine stock: is not the one.*was 1 and is 2"
+            wsync.PeerClosedError, match=r"engine stock: is not the one.*was 1 and is 2"
         ):
             sync.update(version=7)
         # what it takes on before it is missed is not the next update's version
@@ -110,7 +110,7 @@ def test_an_engine_with_a_fixed_seed_that_was_started_again_says_so_by_its_versi
     with DiskSync({"a": torch.zeros(3)}, [engine], folder=tmp_path, options=QUICK) as sync:
         try:
             sync.update(version=7)
-        except wsync.RemoteError:
+        except wsync.PeerClosedError:
             return
     assert engine.version == "7"
 
@@ -129,7 +129,7 @@ def test_an_engine_with_a_fixed_seed_that_was_started_again_gets_no_version() ->
     checked.pause("abort", 10)
     checked.update_weights([b""], load_format=None, weight_version=None, timeout=10)
     engine.started = 40.2
-    with pytest.raises(wsync.RemoteError, match=r"startup_time was .*40\.1.* and is .*40\.2"):
+    with pytest.raises(wsync.PeerClosedError, match=r"startup_time was .*40\.1.* and is .*40\.2"):
         checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
 
 
@@ -168,7 +168,7 @@ def test_a_version_is_not_given_to_an_engine_that_was_started_again() -> None:
     checked.pause("abort", 10)
     checked.update_weights([b""], load_format=None, weight_version=None, timeout=10)
     engine.seed = 2
-    with pytest.raises(wsync.RemoteError, match="is not the one that was paused"):
+    with pytest.raises(wsync.PeerClosedError, match="is not the one that was paused"):
         checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
     assert engine.told == ["pause", "update"]
 
@@ -180,7 +180,7 @@ def test_a_version_is_not_given_to_an_engine_that_has_lost_its_own() -> None:
     checked = CheckedEngine(engine)
     checked.pause("abort", 10)
     engine.version = "default"
-    with pytest.raises(wsync.RemoteError, match="weight version default, not 6: it was restarted"):
+    with pytest.raises(wsync.PeerClosedError, match="version default, not 6: it was restarted"):
         checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
     assert engine.told == ["pause"]
 
@@ -196,7 +196,7 @@ def test_two_trainers_at_one_engine_notice_each_other_at_the_next_bucket() -> No
         trainer.pause("abort", 10)
         bucket(trainer)
         assert engine.version.startswith("updating-")  # not the version that it had before
-    with pytest.raises(wsync.RemoteError, match=r"stock: reports weight version updating-"):
+    with pytest.raises(wsync.PeerClosedError, match=r"stock: reports weight version updating-"):
         bucket(one)
     bucket(other)
     bucket(other, 7)
@@ -254,11 +254,11 @@ def test_one_by_requests_and_one_by_messages_notice_each_other() -> None:
     one.update_weights_from_disk("a", weight_version=7, timeout=10)
     other.pause("abort", 10)
     control(other, "open")
-    with pytest.raises(wsync.RemoteError, match=r"weight version updating-.* after it was given 7"):
+    with pytest.raises(wsync.PeerClosedError, match=r"version updating-.* after it was given 7"):
         one.verify(10)
     one.pause("abort", 10)
     one.update_weights_from_disk("b", weight_version=8, timeout=10)
-    with pytest.raises(wsync.RemoteError, match="reports weight version 8, not updating-"):
+    with pytest.raises(wsync.PeerClosedError, match="reports weight version 8, not updating-"):
         control(other, "close", 9)
     assert engine.version == "8"
 
@@ -321,7 +321,7 @@ def test_a_bucket_that_comes_again_is_noticed_at_the_next() -> None:
     first = engine.version
     bucket(checked)
     engine.version = first  # a proxy has delivered the first one twice
-    with pytest.raises(wsync.RemoteError, match=r"reports weight version .*-1, not .*-2: "):
+    with pytest.raises(wsync.PeerClosedError, match=r"reports weight version .*-1, not .*-2: "):
         bucket(checked)
 
 
@@ -367,7 +367,7 @@ def test_an_engine_that_was_started_again_while_others_took_long_does_not_go_on(
     checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
     checked.verify(10)
     engine.version = "default"
-    with pytest.raises(wsync.RemoteError, match="version default after it was given 7"):
+    with pytest.raises(wsync.PeerClosedError, match="version default after it was given 7"):
         checked.resume(10)
     assert "resume" not in engine.told
 
@@ -399,7 +399,7 @@ def test_a_local_engine_that_was_replaced_is_noticed() -> None:
     checked = CheckedEngine(wsync.handle(local))
     checked.pause("abort", 10)
     local.instance = "b"
-    with pytest.raises(wsync.RemoteError, match="instance was 'a' and is 'b'"):
+    with pytest.raises(wsync.PeerClosedError, match="instance was 'a' and is 'b'"):
         checked.resume(10)
 
 
@@ -423,7 +423,7 @@ def test_an_engine_that_reports_another_version_is_not_continued() -> None:
     checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
     checked.verify(10)
     engine.version = "6"
-    with pytest.raises(wsync.RemoteError, match="weight version 6 after it was given 7"):
+    with pytest.raises(wsync.PeerClosedError, match="weight version 6 after it was given 7"):
         checked.verify(10)
 
 

@@ -142,6 +142,60 @@ def test_an_engine_of_another_form_is_an_error_and_not_slimes_affair(
         chosen.connect_rollout_engines([engine], None, engine_gpu_counts=[1])
 
 
+class Failing(Packing):
+    """Raises these errors, one in each of its first pauses."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.errors = [*errors]
+
+    def pause_generation(self) -> None:
+        self.calls.append("pause")
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+def test_an_update_that_transport_has_failed_is_tried_once_more(
+    slime: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def updated(*errors: Exception) -> tuple[Any, Failing]:
+        chosen, engine = started(slime, {"w": torch.ones(2)}), Failing(*errors)
+        chosen.connect_rollout_engines([engine], None, engine_gpu_counts=[1])
+        return chosen, engine
+
+    gone = ConnectionResetError("gone")
+    chosen, engine = updated(gone)
+    chosen.update_weights()
+    assert engine.calls == ["pause", "pause", "load", "pause", "continue"]
+    assert engine.version == str(chosen.weight_version) == "5"
+    assert "an update failed and is tried once more: engine " in caplog.text
+
+    chosen, engine = updated(gone, gone)
+    with pytest.raises(wsync.PeerClosedError):
+        chosen.update_weights()
+    assert engine.calls == ["pause"] * 2
+
+    chosen, engine = updated(ValueError("no such weight"))
+    with pytest.raises(wsync.RemoteError, match="no such weight"):
+        chosen.update_weights()
+    assert engine.calls == ["pause"]
+
+    monkeypatch.setenv("WSYNC_OPTIONS", '{"progress": false, "retry": false}')
+    chosen, engine = updated(gone)
+    with pytest.raises(wsync.PeerClosedError):
+        chosen.update_weights()
+    assert engine.calls == ["pause"]
+
+
+def test_ranks_try_once_more_together_or_not_at_all() -> None:
+    with Ranks(2, path=sys.path) as ranks:
+        for facts in ranks.run(slime_cases.fail_once, False, timeout=240):
+            assert facts == {"error": "", "version": 5}
+        first, second = ranks.run(slime_cases.fail_once, True, timeout=240)
+    assert first == {"error": "DeadlineError: rank 0 has missed the end", "version": 5}
+    assert second == {"error": "", "version": 5}
+
+
 def test_deltas_stay_slimes_own(slime: Any, caplog: pytest.LogCaptureFixture) -> None:
     chosen = started(slime, {"w": torch.ones(2)}, update_weight_mode="delta")
     assert type(chosen) is slime.UpdateWeightFromDiskDelta

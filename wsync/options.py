@@ -84,6 +84,8 @@ class Options:
             of its lists.  With "select": "slime" it is what slime quantises: by name, whatever
             lists say.  "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM, as
             SGLang keeps them on Blackwell.
+        retry: of slime's classes: whether an update that fails because an engine or rank was gone,
+            restarted or late is tried once more, before slime sees an error.
         progress: True or False; None shows a progress bar in a notebook, and where
             stderr is a terminal.
     """
@@ -105,6 +107,7 @@ class Options:
     checkpoint: str | None = None
     keep: Sequence[str] = ()
     quantise: Mapping[str, Any] | str | None = field(default=None, hash=False)
+    retry: bool = True
     progress: bool | None = None
 
     def __post_init__(self) -> None:

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import ray_double, slime_double
+from support.errors import error_of
+from support.local_servers import Packing
 from support.ray_double import Actor
 
+import wsync
 from wsync.layout import from_tensors
-from wsync.slime import install
+from wsync.slime import install, updaters
 
 
 class Staged:
@@ -23,6 +26,40 @@ class Staged:
 
     def update_weights_from_tensor(self, serialized_named_tensors: Any, **more: Any) -> None:
         raise AssertionError("wsync has sent weights")
+
+
+def fail_once(alone: bool) -> dict[str, Any]:
+    """An engine is gone once; or rank 0 takes an update for failed that rank 1 has seen succeed."""
+    options = wsync.Options(deadline=60.0, progress=False)
+    args = SimpleNamespace()
+    source = from_tensors({"w": torch.ones(2)})
+    updater = updaters.UpdateWeightFromTensor(
+        args, source, None, model_name="llama", options=options
+    )
+    updater.weight_version = 4
+    engine, fails = Packing(), [] if alone else [ConnectionError("gone")]
+
+    def pause() -> None:
+        if fails:
+            raise fails.pop()
+
+    engine.pause_generation = pause  # type: ignore[method-assign]
+    updater.connect_rollout_engines([engine])
+    with pytest.MonkeyPatch.context() as patch:
+        if alone:
+            patch.setattr(updaters, "_MEET_SECONDS", 2.0)
+        if alone and dist.get_rank() == 0:
+            sync: Any = updater._sync
+            update = sync.update
+
+            def late(weights: Any) -> None:
+                update(weights)
+                raise wsync.DeadlineError("rank 0 has missed the end")
+
+            patch.setattr(sync, "update", late)
+        error = error_of(updater.update_weights)
+    updater.disconnect_rollout_engines()
+    return {"error": error, "version": updater.weight_version}
 
 
 def change_over(model_of_rank_1: bool) -> dict[str, Any]:

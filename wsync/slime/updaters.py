@@ -12,11 +12,11 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from wsync import _core, megatron
 from wsync.disk import DiskSync
-from wsync.exchange.trainer_group import together
+from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
 from wsync.options import Options, numbers
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _VARIABLE = "WSYNC_OPTIONS"
+_TRANSPORT: Final = (_core.PeerClosedError, _core.DeadlineError)
+_MEET_SECONDS: Final = 30.0  # for all ranks to have let go of a failed update
 
 
 class Updater:
@@ -91,6 +93,7 @@ class Updater:
         self._lock: Any = None
         self._engines: Sequence[Any] = ()
         self._sync: Sync | DiskSync | None = None
+        self._calls = 0  # of update_weights
 
     def _read_args(self) -> None:
         """Takes on what only one class does with args and options."""
@@ -158,7 +161,8 @@ class Updater:
         return sync.reached or "no engines"
 
     def update_weights(self) -> None:
-        """Pauses the engines, replaces every weight, counts the version up and continues.
+        """Pauses the engines, replaces every weight, counts the version up and continues.  What
+        fails for a reason of transport is tried once more; see `Options.retry`.
 
         Raises:
             StateError: no engines are connected.
@@ -166,12 +170,39 @@ class Updater:
         """
         if self._sync is None:
             raise _core.StateError("update_weights before connect_rollout_engines")
-        self._sync.version = self.weight_version
+        self._calls += 1
         try:
-            report = self._sync.update(self._weights_getter)
+            self._update(self._sync)
+        except _TRANSPORT as error:
+            if not (self._options.retry and self._all_failed()):
+                raise
+            if self._source.rank == 0:
+                _log.warning("wsync: an update failed and is tried once more: %s", error)
+            self._update(self._sync)
+
+    def _update(self, sync: Sync | DiskSync) -> None:
+        sync.version = self.weight_version
+        try:
+            report = sync.update(self._weights_getter)
         finally:  # one that fails may have told somebody of the version
-            self.weight_version = self._sync.version
+            self.weight_version = sync.version
         self.update_weight_metrics = report.metrics(whole=False)
+
+    def _all_failed(self) -> bool:
+        """Whether all ranks call this in the same update.  One that has seen the update succeed
+        does not come: its next weights would meet those that are sent again."""
+        timeout = min(_MEET_SECONDS, self._options.exchange_deadline)
+        try:
+            group = TrainerGroup(
+                self._source.group, timeout=timeout, meeting=f"update {self._calls} again"
+            )
+            try:
+                group.barrier()
+            finally:
+                group.close()
+        except _core.WsyncError:
+            return False
+        return True
 
     def pop_metrics(self) -> dict[str, float]:
         """Seconds and bytes of the last update, once."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from wsync._core import RemoteError, StateError
+from wsync._core import PeerClosedError, RemoteError, StateError
 from wsync.handles.answers import identity_of
 from wsync.handles.base import EngineHandle, send_control
 from wsync.machine.deadline import Deadline
@@ -156,7 +156,8 @@ class CheckedEngine:
         """Before the engine goes on.
 
         Raises:
-            RemoteError: it is not the one that took the update on, or does not have it.
+            PeerClosedError: it is not the one that took the update on, or has another version.
+            RemoteError: it holds a part of an update.
         """
         info = self._check_identity(Deadline(timeout))
         if info.get("consistent") is False:
@@ -165,10 +166,10 @@ class CheckedEngine:
         self._verified = time.monotonic()
 
     def _check_held(self, info: Mapping[str, Any]) -> None:
-        """RemoteError if the engine reports another version than this update has given it."""
+        """PeerClosedError if the engine reports another version than this update has given it."""
         version = info.get("weight_version", self._version)
         if self._version is not None and str(version) != self._version:
-            raise RemoteError(
+            raise PeerClosedError(
                 f"engine {self.name}: reports weight version {version} after it was given "
                 f"{self._version}: it was restarted, or another trainer updates it"
             )
@@ -218,20 +219,20 @@ class CheckedEngine:
         return {"weight_version": version, "timeout": timeout}
 
     def _check_version(self, found: Mapping[str, Any]) -> None:
-        """RemoteError if the engine reports another version than this update has left there."""
+        """PeerClosedError if the engine reports another version than this update has left there."""
         now = found.get("weight_version")
         if None not in (now, self._reported) and str(now) != str(self._reported):
-            raise RemoteError(
+            raise PeerClosedError(
                 f"engine {self.name}: reports weight version {now}, not {self._reported}: it was "
                 "restarted since it was paused for this update, or another trainer updates it"
             )
 
     def _check_identity(self, deadline: Deadline) -> dict[str, Any]:
-        """What the engine says of itself.  RemoteError if it is another one."""
+        """What the engine says of itself.  PeerClosedError if it is another one."""
         identity, found = self._ask(deadline)
         for what, before in self._identity.items():
             if identity.get(what) != before:
-                raise RemoteError(
+                raise PeerClosedError(
                     f"engine {self.name}: is not the one that was paused for this update: {what} "
                     f"was {before!r} and is {identity.get(what)!r}"
                 )
