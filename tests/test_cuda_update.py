@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 # a round waits, copies and records; the rest looks and waits for nothing
 ROUND = {"cuStreamWaitValue64", "cuStreamWriteValue64", "cuLaunchKernel"}
-LOOKS = {"cuStreamQuery", "cuPointerGetAttributes", *FENCE}
+LOOKS = {"cuStreamQuery", "cuPointerGetAttributes", "cuMemGetAddressRange", *FENCE}
 UPLOADS = {"cuMemcpyHtoDAsync", "cuStreamSynchronize", fakecuda.UPLOADED}
 
 

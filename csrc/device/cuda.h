@@ -12,7 +12,7 @@
  *   cuda_runner.c         a batch: has spans and tables looked up, launches or feeds
  *   cuda_runs.c           what copy engines copy of it
  *   cuda_quantise.c       the same for a batch of pieces
- *   cuda_spans.c          whose memory a span is
+ *   cuda_spans.c          what lies at an address, and whose memory a span is
  *   cuda_tables.c         addresses, and what kernel_segments.c and kernel_quantise.c make,
  *                         on the device
  *   cuda_pageable_feed.c  what the device does not reach, by a stream of the host

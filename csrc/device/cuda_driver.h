@@ -111,16 +111,14 @@ enum {
     WSYNC_CU_LOOKUP_LEGACY_STREAM = 1,
 };
 
-/* Attributes of an address: an unsigned, a wsync_cu_ptr_t, an unsigned long long, a bool, a
- * bool, a wsync_cu_ptr_t, a size_t, a bool, an unsigned long long. */
+/* Attributes of an address: an unsigned, a wsync_cu_ptr_t, an unsigned long long, three
+ * bool, an unsigned long long. */
 enum {
     WSYNC_CU_POINTER_TYPE = 2,
     WSYNC_CU_POINTER_DEVICE_ADDRESS = 3,
     WSYNC_CU_POINTER_BUFFER = 7, /* one number per allocation of the process; 0: none */
     WSYNC_CU_POINTER_MANAGED = 8,
     WSYNC_CU_POINTER_LEGACY_IPC = 10, /* cuIpcGetMemHandle takes the allocation */
-    WSYNC_CU_POINTER_RANGE_START = 11,
-    WSYNC_CU_POINTER_RANGE_NBYTES = 12,
     WSYNC_CU_POINTER_MAPPED = 13, /* memory lies there, not the reserved address alone */
     WSYNC_CU_POINTER_HANDLE_TYPES = 14, /* a bit mask of what cuMemExport... makes of it */
 

@@ -12,9 +12,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "core/base/array.h"
 #include "device/cuda_handle_memfd.h"
 #include "device/cuda_ipc.h"
+#include "device/cuda_spans.h"
 
 /* The driver cuts small allocations from blocks of this size, and the handle of one opens
  * its block. */
@@ -22,23 +22,6 @@ enum { BLOCK_NBYTES = 2 << 20 };
 
 /* --- what lies where --------------------------------------------------------------------
  */
-
-/* What the driver says of one address.  A boolean or bit mask of whatever size is read as a
- * number. */
-typedef struct answer {
-    unsigned type;
-    uint64_t managed;
-    uint64_t mapped;
-    unsigned long long buffer;
-    uint64_t legacy;
-    uint64_t handle_types;
-} answer_t;
-
-static bool is_unknown(wsync_cu_result_t code)
-{
-    return code == WSYNC_CU_INVALID_VALUE || code == WSYNC_CU_NOT_FOUND ||
-           code == WSYNC_CU_NOT_SUPPORTED || code == WSYNC_CU_NOT_PERMITTED;
-}
 
 /* The number of the physical memory that is mapped there.  cuda.h says of
  * cuMemRetainAllocationHandle that it gives "the same handle value used to map the memory";
@@ -57,115 +40,27 @@ static wsync_status_t identify_piece(const wsync_cuda_device_t *device,
         code = driver->mem_release(handle);
         found->identity = handle;
         found->piece = true;
-    } else if (is_unknown(code)) {
+    } else if (wsync_cuda_is_unknown(code)) {
         return WSYNC_OK;
     }
     return wsync_cuda_check(driver, code, call, err, "memory at %#llx of %s", found->at,
                             device->label);
 }
 
-/* What holds an address; of 0 bytes if the driver does not say.  The extent is that of the
- * allocation, or of one mapping: what cuPointerGetAttributes calls the range is all that
- * was reserved around it (cuda.h). */
-static wsync_status_t ask(const wsync_cuda_device_t *device, uintptr_t address,
-                          wsync_cuda_allocation_t *allocation, wsync_error_t *err)
+static wsync_status_t identify(const wsync_cuda_device_t *device,
+                               const wsync_cuda_range_t *range,
+                               wsync_cuda_allocation_t *found, wsync_error_t *err)
 {
-    const wsync_cuda_driver_t *driver = device->driver;
-    const char *call = "cuPointerGetAttributes";
-    int attributes[] = {WSYNC_CU_POINTER_TYPE,       WSYNC_CU_POINTER_MANAGED,
-                        WSYNC_CU_POINTER_MAPPED,     WSYNC_CU_POINTER_BUFFER,
-                        WSYNC_CU_POINTER_LEGACY_IPC, WSYNC_CU_POINTER_HANDLE_TYPES};
-    answer_t answer = {0};
-    void *fields[] = {&answer.type,   &answer.managed, &answer.mapped,
-                      &answer.buffer, &answer.legacy,  &answer.handle_types};
-    wsync_cuda_allocation_t found = {0};
-    size_t nbytes = 0;
-    wsync_cu_result_t code = driver->pointer_attributes(
-        sizeof(attributes) / sizeof(attributes[0]), attributes, fields, address);
-
-    *allocation = (wsync_cuda_allocation_t){0};
-    if (is_unknown(code) || answer.type != WSYNC_CU_MEMORY_DEVICE || answer.managed != 0 ||
-        answer.mapped == 0) {
-        return is_unknown(code) ? WSYNC_OK
-                                : wsync_cuda_check(driver, code, call, err,
-                                                   "memory at %#" PRIxPTR, address);
+    *found =
+        (wsync_cuda_allocation_t){.at = range->begin, .nbytes = range->end - range->begin};
+    if (range->exportable) {
+        return identify_piece(device, found, err);
     }
-    call = "cuMemGetAddressRange";
-    code = driver->mem_range(&found.at, &nbytes, address);
-    if (is_unknown(code)) {
-        return WSYNC_OK;
-    }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_check(driver, code, call, err, "memory at %#" PRIxPTR, address);
-    }
-    found.nbytes = nbytes;
-    if ((answer.handle_types & WSYNC_CU_HANDLE_FD) != 0) {
-        const wsync_status_t status = identify_piece(device, &found, err);
-
-        if (status != WSYNC_OK) {
-            return status;
-        }
-    } else if (answer.legacy != 0 && found.at % BLOCK_NBYTES == 0 &&
-               found.nbytes % BLOCK_NBYTES == 0) {
+    if (range->legacy && found->at % BLOCK_NBYTES == 0 &&
+        found->nbytes % BLOCK_NBYTES == 0) {
         /* "Subsequent allocations do not reuse IDs from previous freed allocations"
          * (cuda.h). */
-        found.identity = answer.buffer;
-    }
-    *allocation = found;
-    return WSYNC_OK;
-}
-
-/* The first allocation that ends beyond an address. */
-static size_t first_beyond(const wsync_cuda_allocation_t *items, size_t count,
-                           uintptr_t address)
-{
-    size_t low = 0;
-
-    while (low < count) {
-        const size_t middle = low + (count - low) / 2;
-
-        if (items[middle].at + items[middle].nbytes > address) {
-            count = middle;
-        } else {
-            low = middle + 1;
-        }
-    }
-    return low;
-}
-
-typedef WSYNC_ARRAY(wsync_cuda_allocation_t) allocations_t;
-
-/* Notes all that the bytes of a span lie in, as far as the driver knows it. */
-static wsync_status_t walk(const wsync_cuda_device_t *device, const wsync_span_t *span,
-                           allocations_t *found, wsync_error_t *err)
-{
-    const uintptr_t end = (uintptr_t)span->data + span->nbytes;
-    uintptr_t at = (uintptr_t)span->data;
-
-    while (at < end) {
-        const size_t index = first_beyond(found->items, found->count, at);
-        wsync_cuda_allocation_t *items = found->items;
-        wsync_cuda_allocation_t made;
-        wsync_status_t status;
-
-        if (index < found->count && items[index].at <= at) {
-            at = (uintptr_t)(items[index].at + items[index].nbytes);
-            continue;
-        }
-        status = ask(device, at, &made, err);
-        if (status != WSYNC_OK || made.at + made.nbytes <= at) {
-            return status;
-        }
-        if (!WSYNC_ARRAY_RESERVE(*found, 1)) {
-            return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "realloc",
-                              "no memory to note %zu allocations of a GPU",
-                              found->count + 1);
-        }
-        items = found->items;
-        memmove(items + index + 1, items + index, (found->count - index) * sizeof(*items));
-        items[index] = made;
-        found->count++;
-        at = (uintptr_t)(made.at + made.nbytes);
+        found->identity = range->buffer;
     }
     return WSYNC_OK;
 }
@@ -175,14 +70,22 @@ wsync_status_t wsync_cuda_find_allocations(const wsync_cuda_device_t *device,
                                            wsync_cuda_allocation_t **items,
                                            size_t *item_count, wsync_error_t *err)
 {
-    allocations_t found = {0};
-    wsync_status_t status = WSYNC_OK;
+    wsync_cuda_ranges_t ranges = {0};
+    size_t index;
+    wsync_status_t status =
+        wsync_cuda_find_ranges(device, spans, count, &ranges, &index, err);
 
-    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
-        status = walk(device, &spans[i], &found, err);
+    *items = calloc(ranges.count + 1, sizeof(**items));
+    *item_count = 0;
+    if (status == WSYNC_OK && *items == NULL) {
+        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                            "no memory to note %zu allocations of a GPU", ranges.count);
     }
-    *items = found.items;
-    *item_count = found.count;
+    for (size_t i = 0; i < ranges.count && status == WSYNC_OK; i++) {
+        status = identify(device, &ranges.items[i], &(*items)[i], err);
+        *item_count += status == WSYNC_OK;
+    }
+    free(ranges.items);
     return status;
 }
 
@@ -570,6 +473,7 @@ static wsync_cu_result_t unmap_pieces(wsync_cuda_memory_t *memory)
 wsync_status_t wsync_cuda_lent_park(wsync_cuda_memory_t *memory, wsync_error_t *err)
 {
     const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    const size_t count = memory->piece_count;
     wsync_cu_result_t code;
     wsync_status_t status = wsync_cuda_enter(device, err);
 
@@ -584,8 +488,8 @@ wsync_status_t wsync_cuda_lent_park(wsync_cuda_memory_t *memory, wsync_error_t *
         status = wsync_cuda_check(device->driver, code, "cuMemUnmap", err,
                                   "letting go of %" PRIu64 " bytes of a peer's",
                                   memory->base.nbytes);
-        if (status != WSYNC_OK) {
-            wsync_pins_unpark(&memory->base.pins);
+        if (status != WSYNC_OK && memory->piece_count == count) {
+            wsync_pins_unpark(&memory->base.pins); /* it is whole yet */
         }
     }
     if (status == WSYNC_OK && memory->base.fd >= 0) {

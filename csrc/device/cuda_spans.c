@@ -20,130 +20,85 @@ typedef struct wsync_cuda_known {
     unsigned age;
 } known_t;
 
-/* Of a device's memory: from where to where, as long as the driver's answer holds. */
-typedef struct wsync_cuda_range {
-    uintptr_t begin;
-    uintptr_t end;
-} range_t;
-
 /* What the driver says of one address.  It writes what it takes to be large enough: a
- * boolean, of whatever size, is read as a number. */
+ * boolean or bit mask, of whatever size, is read as a number. */
 typedef struct answer {
     unsigned type; /* 0: it does not know the address */
     wsync_cu_ptr_t at;
     unsigned long long buffer;
-    wsync_cu_ptr_t begin; /* of the allocation, or the mapping, that it is in */
-    uint64_t nbytes;
     uint64_t managed;
     uint64_t mapped;
+    uint64_t legacy;
+    uint64_t handle_types;
 } answer_t;
-
-static wsync_status_t ask(const wsync_cuda_device_t *device, uintptr_t address,
-                          answer_t *answer, wsync_error_t *err)
-{
-    int attributes[] = {WSYNC_CU_POINTER_TYPE,         WSYNC_CU_POINTER_DEVICE_ADDRESS,
-                        WSYNC_CU_POINTER_BUFFER,       WSYNC_CU_POINTER_RANGE_START,
-                        WSYNC_CU_POINTER_RANGE_NBYTES, WSYNC_CU_POINTER_MANAGED,
-                        WSYNC_CU_POINTER_MAPPED};
-    answer_t made = {0};
-    void *fields[] = {&made.type,   &made.at,      &made.buffer, &made.begin,
-                      &made.nbytes, &made.managed, &made.mapped};
-    const wsync_cu_result_t code = device->driver->pointer_attributes(
-        sizeof(attributes) / sizeof(attributes[0]), attributes, fields, address);
-
-    if (code == WSYNC_CU_INVALID_VALUE) {
-        made = (answer_t){0};
-    } else if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_check(device->driver, code, "cuPointerGetAttributes", err,
-                                "memory at %#" PRIxPTR, address);
-    }
-    *answer = made;
-    return WSYNC_OK;
-}
 
 static bool is_device(const answer_t *answer)
 {
-    return answer->managed != 0 ||
-           (answer->type != 0 && answer->type != WSYNC_CU_MEMORY_HOST);
+    return answer->managed != 0 || answer->type == WSYNC_CU_MEMORY_DEVICE;
 }
 
-/* Whether a device has memory at both ends of a span, of which `first` is the answer for
- * the first byte.  *range is all that the driver says it of. */
-static wsync_status_t look_at_device(const wsync_cuda_device_t *device,
-                                     const wsync_span_t *span, const answer_t *first,
-                                     bool *found, range_t *range, wsync_error_t *err)
+bool wsync_cuda_is_unknown(wsync_cu_result_t code)
 {
-    const uintptr_t data = (uintptr_t)span->data;
-    answer_t last = *first;
-    range_t made = {data, data + span->nbytes};
-    wsync_status_t status = WSYNC_OK;
-
-    if (first->begin <= data && span->nbytes <= first->nbytes &&
-        data - first->begin <= first->nbytes - span->nbytes) {
-        made = (range_t){first->begin, first->begin + first->nbytes};
-    } else {
-        status = ask(device, data + span->nbytes - 1, &last, err);
-    }
-    *found = is_device(first) && is_device(&last) && first->mapped != 0 && last.mapped != 0;
-    *range = made;
-    return status;
+    return code == WSYNC_CU_INVALID_VALUE || code == WSYNC_CU_NOT_FOUND ||
+           code == WSYNC_CU_NOT_SUPPORTED || code == WSYNC_CU_NOT_PERMITTED;
 }
 
-static wsync_status_t fail_unmapped(const wsync_cuda_device_t *device,
-                                    const wsync_span_t *span, wsync_error_t *err)
+/* What lies at an address, of which bytes up to `end` are wanted; *range is empty where a
+ * device has no memory there. */
+static wsync_status_t ask(const wsync_cuda_device_t *device, uintptr_t address,
+                          uintptr_t end, answer_t *answer, wsync_cuda_range_t *range,
+                          wsync_error_t *err)
 {
-    return wsync_fail(err, WSYNC_ERR_STATE, 0, "wsync_stream_copy",
-                      "%" PRIu64 " bytes at %#" PRIxPTR
-                      ": no memory of the GPU lies there (GPU %d, %s), as when an "
-                      "allocator has paused and not resumed",
-                      span->nbytes, (uintptr_t)span->data, device->base.ordinal,
-                      device->info.name);
-}
+    const wsync_cuda_driver_t *driver = device->driver;
+    const char *call = "cuPointerGetAttributes";
+    int attributes[] = {WSYNC_CU_POINTER_TYPE,        WSYNC_CU_POINTER_DEVICE_ADDRESS,
+                        WSYNC_CU_POINTER_BUFFER,      WSYNC_CU_POINTER_MANAGED,
+                        WSYNC_CU_POINTER_MAPPED,      WSYNC_CU_POINTER_LEGACY_IPC,
+                        WSYNC_CU_POINTER_HANDLE_TYPES};
+    answer_t made = {0};
+    void *fields[] = {&made.type,   &made.at,     &made.buffer,      &made.managed,
+                      &made.mapped, &made.legacy, &made.handle_types};
+    wsync_cu_ptr_t begin = address;
+    /* Nobody takes managed memory away in parts. */
+    size_t nbytes = end - address;
+    wsync_cu_result_t code = driver->pointer_attributes(
+        sizeof(attributes) / sizeof(attributes[0]), attributes, fields, address);
 
-/* Host memory counts as pinned if one registration holds all of it: what a device reaches
- * without one (HMM) has no buffer. */
-static wsync_status_t classify(const wsync_cuda_device_t *device, const wsync_span_t *span,
-                               wsync_cuda_place_t *place, range_t *range,
-                               wsync_error_t *err)
-{
-    const uintptr_t data = (uintptr_t)span->data;
-    wsync_cuda_place_t made = {.at = data, .kind = WSYNC_CUDA_PAGEABLE};
-    answer_t first = {0};
-    answer_t last = {0};
-    bool found = false;
-    wsync_status_t status = ask(device, data, &first, err);
-
-    if (status == WSYNC_OK && is_device(&first)) {
-        made.kind = WSYNC_CUDA_DEVICE;
-        status = look_at_device(device, span, &first, &found, range, err);
-        if (status == WSYNC_OK && !found) {
-            status = fail_unmapped(device, span, err);
+    *answer = wsync_cuda_is_unknown(code) ? (answer_t){0} : made;
+    *range = (wsync_cuda_range_t){0};
+    if (code == WSYNC_CU_SUCCESS && is_device(&made) && made.mapped != 0) {
+        if (made.managed == 0) {
+            /* What is called the range in attributes is all that was reserved around a
+             * mapping, holes included (cuda.h). */
+            call = "cuMemGetAddressRange";
+            code = driver->mem_range(&begin, &nbytes, address);
         }
-    } else if (status == WSYNC_OK && first.type == WSYNC_CU_MEMORY_HOST &&
-               first.buffer != 0) {
-        status = ask(device, data + span->nbytes - 1, &last, err);
-        if (status == WSYNC_OK && last.type == first.type && last.buffer == first.buffer &&
-            first.at != 0 && last.at - first.at == span->nbytes - 1) {
-            made = (wsync_cuda_place_t){.at = first.at, .kind = WSYNC_CUDA_PINNED};
+        if (code == WSYNC_CU_SUCCESS) {
+            *range = (wsync_cuda_range_t){
+                .begin = (uintptr_t)begin,
+                .end = (uintptr_t)begin + nbytes,
+                .buffer = made.buffer,
+                .legacy = made.legacy != 0 && made.managed == 0,
+                .exportable = (made.handle_types & WSYNC_CU_HANDLE_FD) != 0};
         }
     }
-    if (status == WSYNC_OK) {
-        *place = made;
-    }
-    return status;
+    return wsync_cuda_is_unknown(code)
+               ? WSYNC_OK
+               : wsync_cuda_check(driver, code, call, err, "memory at %#" PRIxPTR, address);
 }
 
 /* --- ranges of a device --- */
 
 /* The first range that ends beyond an address. */
-static size_t range_after(const range_t *ranges, size_t count, uintptr_t address)
+static size_t range_after(const wsync_cuda_ranges_t *ranges, uintptr_t address)
 {
     size_t low = 0;
+    size_t count = ranges->count;
 
     while (low < count) {
         const size_t middle = low + (count - low) / 2;
 
-        if (ranges[middle].end > address) {
+        if (ranges->items[middle].end > address) {
             count = middle;
         } else {
             low = middle + 1;
@@ -152,22 +107,23 @@ static size_t range_after(const range_t *ranges, size_t count, uintptr_t address
     return low;
 }
 
-static bool in_ranges(const wsync_cuda_ranges_t *ranges, const wsync_span_t *span)
+/* How far memory is known to go on from an address. */
+static uintptr_t known_until(const wsync_cuda_ranges_t *ranges, uintptr_t address)
 {
-    const uintptr_t data = (uintptr_t)span->data;
-    const size_t at = range_after(ranges->items, ranges->count, data);
-
-    return at < ranges->count && ranges->items[at].begin <= data &&
-           span->nbytes <= ranges->items[at].end - data;
+    for (size_t i = range_after(ranges, address);
+         i < ranges->count && ranges->items[i].begin <= address; i++) {
+        address = ranges->items[i].end;
+    }
+    return address;
 }
 
 /* Those that overlap it are the same memory, or memory that is there no more. */
-static wsync_status_t note_range(wsync_cuda_ranges_t *ranges, const range_t *range,
-                                 wsync_error_t *err)
+static wsync_status_t note_range(wsync_cuda_ranges_t *ranges,
+                                 const wsync_cuda_range_t *range, wsync_error_t *err)
 {
-    const size_t first = range_after(ranges->items, ranges->count, range->begin);
+    const size_t first = range_after(ranges, range->begin);
     size_t last = first;
-    range_t *items;
+    wsync_cuda_range_t *items;
 
     while (last < ranges->count && ranges->items[last].begin < range->end) {
         last++;
@@ -186,36 +142,94 @@ static wsync_status_t note_range(wsync_cuda_ranges_t *ranges, const range_t *ran
     return WSYNC_OK;
 }
 
-wsync_status_t wsync_cuda_find_unmapped(const wsync_cuda_device_t *device,
-                                        const wsync_span_t *spans, size_t count,
-                                        size_t *index, wsync_error_t *err)
+/* Notes what the bytes of a span lie in.  *at is behind them, or else where the device has
+ * no memory, and *answer what there is instead. */
+static wsync_status_t walk(const wsync_cuda_device_t *device, const wsync_span_t *span,
+                           wsync_cuda_ranges_t *ranges, uintptr_t *at, answer_t *answer,
+                           wsync_error_t *err)
 {
-    wsync_cuda_ranges_t ranges = {0};
+    const uintptr_t end = (uintptr_t)span->data + span->nbytes;
     wsync_status_t status = WSYNC_OK;
-    bool found = true;
-    size_t i = 0;
 
-    while (i < count && found && status == WSYNC_OK) {
-        answer_t first = {0};
-        range_t range;
+    *at = known_until(ranges, (uintptr_t)span->data);
+    while (*at < end && status == WSYNC_OK) {
+        wsync_cuda_range_t range;
 
-        if (spans[i].nbytes > 0 && !in_ranges(&ranges, &spans[i])) {
-            status = ask(device, (uintptr_t)spans[i].data, &first, err);
-            if (status == WSYNC_OK) {
-                status = look_at_device(device, &spans[i], &first, &found, &range, err);
-            }
-            if (status == WSYNC_OK && found) {
-                status = note_range(&ranges, &range, err);
-            }
+        status = ask(device, *at, end, answer, &range, err);
+        if (status != WSYNC_OK || range.end <= *at) {
+            return status;
         }
-        i += found && status == WSYNC_OK;
+        status = note_range(ranges, &range, err);
+        *at = known_until(ranges, range.end);
     }
-    free(ranges.items);
-    *index = i;
+    return status;
+}
+
+wsync_status_t wsync_cuda_find_ranges(const wsync_cuda_device_t *device,
+                                      const wsync_span_t *spans, size_t count,
+                                      wsync_cuda_ranges_t *ranges, size_t *index,
+                                      wsync_error_t *err)
+{
+    wsync_status_t status = WSYNC_OK;
+
+    *index = count;
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        uintptr_t at;
+        answer_t answer;
+
+        status = walk(device, &spans[i], ranges, &at, &answer, err);
+        if (at - (uintptr_t)spans[i].data < spans[i].nbytes && *index == count) {
+            *index = i;
+        }
+    }
     return status;
 }
 
 /* --- all spans --- */
+
+static wsync_status_t fail_unmapped(const wsync_cuda_device_t *device,
+                                    const wsync_span_t *span, uintptr_t at,
+                                    wsync_error_t *err)
+{
+    return wsync_fail(
+        err, WSYNC_ERR_STATE, 0, "wsync_stream_copy",
+        "%" PRIu64 " bytes at %#" PRIxPTR ": no memory of the GPU lies at %#" PRIxPTR
+        " (GPU %d, %s), as when "
+        "an allocator has paused and not resumed",
+        span->nbytes, (uintptr_t)span->data, at, device->base.ordinal, device->info.name);
+}
+
+/* Host memory counts as pinned if one registration holds all of it: what a device reaches
+ * without one (HMM) has no buffer. */
+static wsync_status_t classify(wsync_cuda_spans_t *spans, const wsync_span_t *span,
+                               wsync_cuda_place_t *place, wsync_error_t *err)
+{
+    const uintptr_t data = (uintptr_t)span->data;
+    wsync_cuda_place_t made = {.at = data, .kind = WSYNC_CUDA_PAGEABLE};
+    answer_t first = {0};
+    answer_t last = {0};
+    wsync_cuda_range_t range;
+    uintptr_t at;
+    wsync_status_t status = walk(spans->device, span, &spans->ranges, &at, &first, err);
+
+    if (status == WSYNC_OK && at - data >= span->nbytes) {
+        made.kind = WSYNC_CUDA_DEVICE;
+    } else if (status == WSYNC_OK && (at > data || is_device(&first))) {
+        status = fail_unmapped(spans->device, span, at, err);
+    } else if (status == WSYNC_OK && first.type == WSYNC_CU_MEMORY_HOST &&
+               first.buffer != 0) {
+        status = ask(spans->device, data + span->nbytes - 1, data + span->nbytes, &last,
+                     &range, err);
+        if (status == WSYNC_OK && last.type == first.type && last.buffer == first.buffer &&
+            first.at != 0 && last.at - first.at == span->nbytes - 1) {
+            made = (wsync_cuda_place_t){.at = first.at, .kind = WSYNC_CUDA_PINNED};
+        }
+    }
+    if (status == WSYNC_OK) {
+        *place = made;
+    }
+    return status;
+}
 
 /* Where the span's answer is, or would be; there is room. */
 static known_t *seek(known_t *known, size_t capacity, const wsync_span_t *span)
@@ -277,14 +291,14 @@ wsync_status_t wsync_cuda_spans_find(wsync_cuda_spans_t *spans, const wsync_span
     const unsigned age = atomic_load(&spans->age);
     wsync_status_t status;
     wsync_cuda_place_t made;
-    range_t range = {0};
     known_t *known;
 
     if (spans->ranges_age != age) {
         spans->ranges.count = 0;
         spans->ranges_age = age;
     }
-    if (in_ranges(&spans->ranges, span)) {
+    if (known_until(&spans->ranges, (uintptr_t)span->data) - (uintptr_t)span->data >=
+        span->nbytes) {
         *place = (wsync_cuda_place_t){(uintptr_t)span->data, WSYNC_CUDA_DEVICE};
         return WSYNC_OK;
     }
@@ -294,13 +308,13 @@ wsync_status_t wsync_cuda_spans_find(wsync_cuda_spans_t *spans, const wsync_span
     }
     known = seek(spans->known, spans->capacity, span);
     if (is_stale(spans, known, age)) {
-        status = classify(spans->device, span, &made, &range, err);
+        status = classify(spans, span, &made, err);
         if (status != WSYNC_OK) {
             return status;
         }
         if (made.kind == WSYNC_CUDA_DEVICE) {
             *place = made;
-            return note_range(&spans->ranges, &range, err);
+            return WSYNC_OK;
         }
         spans->count += known->nbytes == 0;
         *known = (known_t){(uintptr_t)span->data, span->nbytes, made, age};

@@ -19,11 +19,19 @@ typedef struct wsync_cuda_place {
 } wsync_cuda_place_t;
 
 struct wsync_cuda_known;
-struct wsync_cuda_range;
 
-/* Memory of a device, sorted and apart from each other.  All 0 at first. */
+/* One allocation of a device, or one mapping of physical memory. */
+typedef struct wsync_cuda_range {
+    uintptr_t begin;
+    uintptr_t end;
+    unsigned long long buffer; /* the driver's number of it */
+    bool legacy;               /* it has an IPC handle */
+    bool exportable;           /* as a descriptor */
+} wsync_cuda_range_t;
+
+/* Sorted and apart from each other.  All 0 at first. */
 typedef struct wsync_cuda_ranges {
-    struct wsync_cuda_range *items; /* owned */
+    wsync_cuda_range_t *items; /* owned */
     size_t count;
     size_t capacity;
 } wsync_cuda_ranges_t;
@@ -51,10 +59,15 @@ void wsync_cuda_spans_age(wsync_cuda_spans_t *spans);
 
 void wsync_cuda_spans_fini(wsync_cuda_spans_t *spans);
 
-/* The index of the first span, of those that are not empty, where no memory of a device
- * lies; or count.  In the context. */
-wsync_status_t wsync_cuda_find_unmapped(const wsync_cuda_device_t *device,
-                                        const wsync_span_t *spans, size_t count,
-                                        size_t *index, wsync_error_t *err);
+/* Notes what the spans lie in now.  *index is that of the first one, of those that are not
+ * empty, where no memory of a device lies; or count.  In the context; what has been noted
+ * is for free(), also after an error. */
+wsync_status_t wsync_cuda_find_ranges(const wsync_cuda_device_t *device,
+                                      const wsync_span_t *spans, size_t count,
+                                      wsync_cuda_ranges_t *ranges, size_t *index,
+                                      wsync_error_t *err);
+
+/* Whether a call's answer is that the driver has nothing of the kind at an address. */
+bool wsync_cuda_is_unknown(wsync_cu_result_t code);
 
 #endif

@@ -189,7 +189,8 @@ void wsync_memory_unpin(wsync_memory_t *memory);
 /* Gives the bytes back but not their addresses, which nothing may touch until unpark; no
  * stream may still use them.  The bytes are free once every process that maps them has
  * parked or destroyed its memory.  STATE, with everything as it was, if the memory is
- * pinned or parked; UNSUPPORTED if it is of a kind that cannot be parked. */
+ * pinned or parked; UNSUPPORTED if it is of a kind that cannot be parked.  After another
+ * error it is parked if a part of it is gone. */
 wsync_status_t wsync_memory_park(wsync_memory_t *memory, wsync_error_t *err);
 /* Puts memory at the addresses again: its own (fd -1), with any contents and a new
  * descriptor, or a peer's, by the rules of wsync_memory_import.  After an error it is

@@ -128,6 +128,7 @@ static int check_mapped(ModuleState *state, const TensorTableObject *table)
 {
     const wsync_cuda_device_t *device = NULL;
     const size_t count = (size_t)table->count;
+    wsync_cuda_ranges_t ranges = {0};
     wsync_span_t *spans;
     size_t index = 0;
     wsync_error_t err = {0};
@@ -152,11 +153,12 @@ static int check_mapped(ModuleState *state, const TensorTableObject *table)
             status = wsync_cuda_enter(device, &err);
         }
         if (status == WSYNC_OK) {
-            status = wsync_cuda_find_unmapped(device, spans, count, &index, &err);
+            status = wsync_cuda_find_ranges(device, spans, count, &ranges, &index, &err);
             wsync_cuda_leave(device);
         }
     Py_END_ALLOW_THREADS
     free(spans);
+    free(ranges.items);
     if (status != WSYNC_OK) {
         (void)wsync_py_raise(state, &err);
         return -1;

@@ -81,9 +81,10 @@ static void view_delete(DLManagedTensorVersioned *managed)
 {
     view_t *view = managed->manager_ctx;
 
+    /* first: who sees the count fall to 0 may park the memory */
+    wsync_memory_unpin(view->pool->memory);
     /* release: whoever sees the count fall also sees that the bytes were read */
     (void)atomic_fetch_sub_explicit(&view->pool->live, 1, memory_order_release);
-    wsync_memory_unpin(view->pool->memory);
     pool_release(view->pool);
     free(view);
 }

@@ -172,6 +172,24 @@ TEST(pieces_lie_side_by_side_again)
     check_clean();
 }
 
+/* Whoever pins what is there in part only, reads what is not there. */
+TEST(what_is_parked_in_part_is_not_whole)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    const mapping_t mapping = make_mapping(device, PIECES);
+    const found_t found = find_at(device, mapping.at, PIECES * PIECE);
+    wsync_memory_t *lent = lend(device, &found);
+    wsync_memory_t *borrowed = borrow(device, lent);
+    wsync_error_t err = {0};
+
+    fake_lose("cuMemUnmap", 1, WSYNC_CU_LAUNCH_FAILED);
+    CHECK_EQ(wsync_memory_park(borrowed, &err), WSYNC_ERR_DEVICE);
+    CHECK_HAS(err.message, "cuMemUnmap");
+    CHECK_EQ(wsync_memory_pin(borrowed, &err), WSYNC_ERR_STATE);
+    wsync_memory_destroy(borrowed);
+    wsync_memory_destroy(lent);
+}
+
 TEST(what_lies_apart_is_lent_apart)
 {
     const wsync_cuda_device_t *device = open_device(0);

@@ -307,7 +307,7 @@ TEST(weights_whose_memory_is_paused_are_an_error)
         run_passes(rig.stream, &scene);
         CHECK_OK(wsync_memory_park(paused, &err), err);
         CHECK_EQ(quantise(rig.stream, &scene, WSYNC_QUANTISE_CODES, &err), WSYNC_ERR_STATE);
-        CHECK_HAS(err.message, "no memory of the GPU lies there");
+        CHECK_HAS(err.message, "no memory of the GPU lies at");
         CHECK_OK(wsync_memory_unpark(paused, -1, &err), err);
     }
     wsync_memory_destroy(paused);

@@ -63,7 +63,7 @@ TEST(long_runs_from_pinned_memory_are_one_batch)
     read_calls(fd, before, text);
     CHECK_STR(text,
               "cuPointerGetAttributes cuPointerGetAttributes cuPointerGetAttributes "
-              "cuLaunchKernel cuMemcpyBatchAsync ");
+              "cuMemGetAddressRange cuLaunchKernel cuMemcpyBatchAsync ");
     synchronize(&rig);
     check_target(&rig, mixed, MIXED, &source);
     end_rig(&rig);

@@ -68,8 +68,8 @@ TEST(a_second_update_from_pageable_memory_makes_nothing_new)
     enqueue(&rig, &rows, 1, &source, 1);
     read_calls(fd, before, text);
     CHECK_STR(text,
-              "cuPointerGetAttributes cuPointerGetAttributes cuLaunchHostFunc "
-              "cuStreamWaitValue64 cuLaunchKernel cuLaunchHostFunc "
+              "cuPointerGetAttributes cuPointerGetAttributes cuMemGetAddressRange "
+              "cuLaunchHostFunc cuStreamWaitValue64 cuLaunchKernel cuLaunchHostFunc "
               "cuStreamWaitValue64 cuLaunchKernel cuLaunchHostFunc ");
     end_rig(&rig);
     free(source.data);
@@ -212,7 +212,7 @@ TEST(memory_that_is_gone_from_its_address_is_an_error)
             wsync_stream_copy_list(rig.stream, &run, 1, &source, 1, &rig.target, 1, &err),
             WSYNC_ERR_STATE);
         CHECK_HAS(err.message, place);
-        CHECK_HAS(err.message, "no memory of the GPU lies there");
+        CHECK_HAS(err.message, "no memory of the GPU lies at");
         CHECK_EQ(
             wsync_stream_copy_list(rig.stream, &run, 1, &rig.target, 1, &source, 1, &err),
             WSYNC_ERR_STATE);
@@ -245,6 +245,48 @@ TEST(pages_that_would_move_to_the_device_are_read_by_the_host)
     free(source.data);
     (void)unlink(path);
     (void)close(fd);
+}
+
+/* As where an allocator has given one piece of an expandable segment back. */
+TEST(a_hole_between_mappings_is_no_memory)
+{
+    enum { PIECE = 2 << 20 };
+    const rig_t rig = make_rig(3 * PIECE);
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    const wsync_cu_location_t where = {WSYNC_CU_LOCATION_DEVICE, 0};
+    const wsync_cu_property_t property = {.type = WSYNC_CU_ALLOCATION_PINNED,
+                                          .location = where};
+    const wsync_cu_access_t access = {where, WSYNC_CU_ACCESS_READ_WRITE};
+    const wsync_copy_t copy = {
+        .row_count = 3 * PIECE, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    wsync_cu_handle_t handle = 0;
+    wsync_cu_ptr_t at = 0;
+    wsync_error_t err = {0};
+
+    CU(cu->mem_reserve(&at, 3 * PIECE, 0, 0, 0));
+    CU(cu->mem_create(&handle, PIECE, &property, 0));
+    CU(cu->mem_map(at, PIECE, 0, handle, 0));
+    CU(cu->mem_map(at + 2 * PIECE, PIECE, 0, handle, 0));
+    CU(cu->mem_release(handle));
+    CU(cu->mem_set_access(at, PIECE, &access, 1));
+    CU(cu->mem_set_access(at + 2 * PIECE, PIECE, &access, 1));
+    for (int known = 0; known < 2; known++) {
+        const wsync_span_t span = {(void *)(uintptr_t)at, PIECE};
+        const wsync_copy_t first = {
+            .row_count = PIECE, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+
+        CHECK_EQ(wsync_stream_copy_list(rig.stream, &copy, 1,
+                                        &(wsync_span_t){span.data, 3 * PIECE}, 1,
+                                        &rig.target, 1, &err),
+                 WSYNC_ERR_STATE);
+        CHECK_HAS(err.message, "no memory of the GPU lies");
+        enqueue(&rig, &first, 1, &span, 1); /* for the other time */
+    }
+    synchronize(&rig);
+    CU(cu->mem_unmap(at, PIECE));
+    CU(cu->mem_unmap(at + 2 * PIECE, PIECE));
+    CU(cu->mem_unreserve(at, 3 * PIECE));
+    end_rig(&rig);
 }
 
 TEST(managed_memory_is_the_device_s)

@@ -234,9 +234,9 @@ TEST(moved_buffers_are_bound_anew)
                  err);
     }
     read_calls(fd, before, text);
-    CHECK_STR(
-        text,
-        "cuPointerGetAttributes cuMemcpyHtoDAsync cuStreamSynchronize cuLaunchKernel ");
+    CHECK_STR(text,
+              "cuPointerGetAttributes cuMemGetAddressRange cuMemcpyHtoDAsync "
+              "cuStreamSynchronize cuLaunchKernel ");
     CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
     CHECK(memcmp(bytes_of(buffers[1]), bytes_of(buffers[2]), NBYTES) == 0);
     wsync_stream_destroy(stream);

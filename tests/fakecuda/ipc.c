@@ -130,7 +130,8 @@ wsync_cu_result_t fake_mem_free(wsync_cu_ptr_t at)
 
 wsync_cu_result_t fake_mem_range(wsync_cu_ptr_t *base, size_t *nbytes, wsync_cu_ptr_t at)
 {
-    wsync_cu_result_t code = fake_enter("cuMemGetAddressRange");
+    struct wsync_cu_context *context = NULL;
+    wsync_cu_result_t code = fake_enter_context("cuMemGetAddressRange", &context);
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;

@@ -1,0 +1,24 @@
+"""One suite for the CUDA driver and for what plays it: what wsync takes it to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import driver_cases, fakecuda
+from support.procs import Ranks
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", [driver_cases.pointers, driver_cases.contexts])
+def test_the_driver_does_what_is_documented(
+    case: Callable[[], dict[str, Any]], real: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if real:
+        monkeypatch.delenv("WSYNC_CUDA_LIB", raising=False)
+    else:
+        monkeypatch.setenv("WSYNC_CUDA_LIB", fakecuda.fake_driver())
+    with Ranks(1, path=sys.path) as ranks:
+        assert ranks.run(case, timeout=60) == [{}]
