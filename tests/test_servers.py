@@ -105,11 +105,13 @@ def reloaded(server: Server, model: Checkpoint) -> list[dict[str, str]]:
     return checksums(server)
 
 
-def test_a_server_as_users_start_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--tp-size", "2"]])
+def test_a_server_as_users_start_it(tmp_path: Path, arguments: list[str]) -> None:
     environment = plain_environment(packages(NEWEST))
-    start = Fresh(environment)
-    with Served(start, Checkpoint(tmp_path / guide.MODEL, None, {}), tmp_path / "log") as server:
+    start, model = Fresh(environment), Checkpoint(tmp_path / guide.MODEL, None, {})
+    with Served(start, model, tmp_path / "log", arguments=arguments) as server:
         guide.update(server.url, tmp_path, environment)
+        assert len(checksums(server)) == (2 if arguments else 1)
     start.close()
 
 
@@ -191,6 +193,21 @@ def test_what_a_server_keeps_is_named_where_its_folder_is_not_here(
         hidden.rename(first.folder)
     said = "the update left all of model.layers.*.self_attn.o_proj.weight as they were"
     assert said in caplog.messages[-1]
+
+
+def test_files_reach_every_pipeline_stage(servers: Nursery, tmp_path: Path) -> None:
+    """SGLang answers when the first has loaded them; what is asked then comes after them."""
+    first, second = pair(tmp_path, experts=False, dtype=torch.float32)
+    arguments = ["--pp-size", "2"]
+    with Server(servers, first, tmp_path / "log", arguments=arguments) as server:
+        options = wsync.Options(deadline=PATIENCE, progress=False)
+        folder = tmp_path / "versions"
+        with wsync.DiskSync(
+            second.weights, [server.url], folder=folder, base=first.folder, options=options
+        ) as sync:
+            for number, model in enumerate((second, first, second)):
+                sync.update(model.weights, version=number)
+                check(server, model, str(number))
 
 
 def test_an_inspection_says_what_was_loaded_by_other_means(served: tuple[Server, Pair]) -> None:

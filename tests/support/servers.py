@@ -20,6 +20,8 @@ import requests
 from support.engine_nursery import free_ports
 from support.server_models import PATIENCE, Checkpoint
 
+import wsync
+
 PLACE = "WSYNC_SERVER_PACKAGES"  # a folder that holds one of packages for each version
 _LOG_NBYTES = 12_000  # of each server, where a test fails
 Starter = Callable[[Path, str, Sequence[str]], int]
@@ -230,8 +232,9 @@ def environment(site: Path, *folders: Path, without: tuple[str, ...]) -> dict[st
     """What servers are started in: a sitecustomize, folders of packages, nothing of what begins
     with `without`.  They end with this process."""
     kept = {name: v for name, v in os.environ.items() if not name.startswith((*without, "PYTHON"))}
+    ours = Path(wsync.__file__).parents[1]  # that of this process, wherever it lies
     return kept | {
-        "PYTHONPATH": os.pathsep.join(map(str, (site, *folders))),
+        "PYTHONPATH": os.pathsep.join(map(str, (site, *folders, ours))),
         "PYTHONSAFEPATH": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",

@@ -66,7 +66,8 @@ class Served(Server):
     module = "wsync"
 
     def _arguments(self, meeting: int) -> list[str]:
-        return ["serve", "sglang", "--port", str(self.port)]
+        further = self._settings.get("arguments", ())
+        return ["serve", "sglang", "--port", str(self.port), *further]
 
 
 class Nursery(servers.Nursery):
