@@ -192,7 +192,11 @@ DISK = "update_weights_from_disk"
 @pytest.mark.parametrize(
     ("now", "kind", "text"),
     [
-        ({"tp_size": 2, "pp_size": 2}, wsync.UnsupportedError, "pp_size 2"),
+        (
+            {"tp_size": 2, "pp_size": 2},
+            wsync.RemoteError,
+            "started again with pp_size 2, 2 ",
+        ),
         (
             {"tp_size": 2, "tokenizer_worker_num": 2},
             wsync.UnsupportedError,
@@ -737,12 +741,22 @@ def test_a_draft_is_not_processed_for_a_question(server: FakeServer) -> None:
     assert sessions.calls == []
 
 
-def test_a_trainer_is_told_of_a_draft_that_stays(
-    server: FakeServer, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("started", "text"),
+    [
+        (OTHER, "engine {} drafts tokens with another model, /head: updates"),
+        (
+            {"enable_dp_attention": True, "sleep_on_idle": True},
+            "engine {}: --sleep-on-idle",
+        ),
+    ],
+)
+def test_a_trainer_is_told_of_what_a_server_was_started_with(
+    server: FakeServer, caplog: pytest.LogCaptureFixture, started: Any, text: str
 ) -> None:
-    server.answers["/server_info"] = (200, {"tp_size": 1, "model_path": "/model"} | OTHER)
+    server.answers["/server_info"] = (200, {"tp_size": 1, "model_path": "/model"} | started)
     wsync.connect({"w": torch.zeros(2)}, engines=[server.url]).close()
-    assert f"engine {server.url} drafts tokens with another model, /head: updates" in caplog.text
+    assert text.format(server.url) in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -814,7 +828,7 @@ def test_flush_of_an_engine_that_stays_busy_ends_at_the_deadline(server: FakeSer
     [
         ((400, {"success": False, "message": "shape mismatch of w"}), "shape mismatch of w"),
         ((200, {"success": False, "message": "shape mismatch of w"}), "shape mismatch of w"),
-        ((401, {"error": "Unauthorized"}), "HTTP 401: Unauthorized"),
+        ((401, {"error": "Unauthorized"}), "HTTP 401: Unauthorized; api_key= of wsync"),
         ((400, {"error": {"message": "bad field"}}), "bad field"),
         ((500, "Internal Server Error"), "HTTP 500: Internal Server Error"),
         ((307, ""), "HTTP 307"),
@@ -905,10 +919,21 @@ def test_a_wrong_number_of_payloads_never_reaches_the_engine(server: FakeServer)
     assert server.seen == []
 
 
-def test_a_pipeline_parallel_engine_is_refused(server: FakeServer) -> None:
-    server.answers["/server_info"] = (200, {"tp_size": 2, "pp_size": 2})
-    with pytest.raises(UnsupportedError, match="pp_size 2"):
-        handle(server.url)
+def test_pipeline_stages_take_files_only(server: FakeServer, tmp_path: Path) -> None:
+    known = {"tp_size": 2, "pp_size": 2, "custom_weight_loader": [LOAD_FORMAT]}
+    server.answers["/server_info"] = (200, known)
+    weights = {"w": torch.ones(2)}
+    for delivery in ("auto", "stock", "distributed"):
+        with pytest.raises(UnsupportedError, match=r"pp_size 2: .* DiskSync updates them"):
+            wsync.connect(weights, [server.url], options=wsync.Options(delivery=delivery))
+    with pytest.raises(UnsupportedError, match="2 pipeline stages, and SGLang answers for the"):
+        inspect(server.url, timeout=60)
+    sessions = Sessions(server)
+    server.answers["/flush_cache"] = (200, "Cache flushed.")
+    server.answers["/model_info"] = (200, {"weight_version": "1"})
+    with wsync.DiskSync(weights, [server.url], folder=tmp_path) as sync:
+        sync.update()
+    assert sessions.calls.count(DISK) == 1
 
 
 def test_a_server_that_is_no_engine_is_named(server: FakeServer) -> None:

@@ -26,6 +26,7 @@ from wsync.handles.local import LocalHandle, RayHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
 from wsync.messages.control import LOAD_FORMAT
+from wsync.trainer.roster import RolloutEngine
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
 
@@ -107,8 +108,9 @@ def test_an_actor_says_how_many_workers_its_engine_has() -> None:
     assert (made.workers, made.load_formats) == (4, (LOAD_FORMAT,))
     with pytest.raises(InvalidArgumentError, match="has 4 workers, not 2"):
         handle(Actor(Engine(started)), workers=2)
+    staged = handle(Actor(Engine({"tp_size": 2, "pp_size": 2})), gpus=4)
     with pytest.raises(UnsupportedError, match="pp_size 2"):
-        handle(Actor(Engine({"tp_size": 2, "pp_size": 2})), gpus=4)
+        RolloutEngine.of(staged, None, wsync.Options(), 1)
     drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}
     with pytest.raises(UnsupportedError, match="another model, /head, and an actor takes no"):
         handle(Actor(Engine(started | drafting)))

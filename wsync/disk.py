@@ -67,6 +67,11 @@ _NOT_BY_DISK = dict.fromkeys(
 class DiskSync(Updates):
     """Keeps engines up to date through a folder of checkpoints.
 
+    SGLang's pipeline stages load a version one after another, in the order of their requests, and
+    only stage 0 answers: an update that succeeds says that stage 0 has loaded it and that later
+    stages load it before they compute anything else, so two versions at least have to stay.  A
+    later stage that fails to load it says so in the server's log only.
+
     Every trainer rank makes one, and all ranks call its methods together.  Several of the same
     ranks are made one after another, in one order on all ranks.  Rank 0 talks to the
     engines' APIs; there may be none, and then versions are only written.

@@ -165,6 +165,8 @@ def _without(engine: EngineHandle) -> str:
     if LOAD_FORMAT in engine.load_formats:
         if how_started(engine).get("speculative_algorithm") not in (None, "", "NGRAM"):
             return "drafts tokens, and SGLang would process the draft's weights for each question"
+        if (stages := how_started(engine).get("pp_size") or 1) != 1:
+            return f"has {stages} pipeline stages, and SGLang answers for the first one only"
         return ""
     return f"does not run wsync's loader, it takes {engine.load_formats}"
 

@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import runpy
@@ -148,7 +149,8 @@ def serve(log: str, module: str, arguments: list[str], begun: int) -> None:
         for number, opened in ((0, os.open(os.devnull, os.O_RDONLY)), (1, file), (2, file)):
             os.dup2(opened, number)
         if "--tp-size" in arguments:
-            workers = int(arguments[arguments.index("--tp-size") + 1])
+            sizes = [name for name in ("--tp-size", "--pp-size") if name in arguments]
+            workers = math.prod(int(arguments[arguments.index(name) + 1]) for name in sizes)
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(workers)))
         fork_processes()
         sys.modules.pop(module, None)

@@ -62,13 +62,14 @@ def other_draft(started: Mapping[str, Any]) -> str:
 class Setup(NamedTuple):
     """What a connection goes by of how an engine was started.
 
-    loaders: custom ones of weights.  drafts: whether layers of its model are drafted with, which
-    these loaders leave as they are, and buckets do not.
+    workers: of each pipeline stage.  loaders: custom ones of weights.  drafts: whether layers of
+    its model are drafted with, which these loaders leave as they are, and buckets do not.
     """
 
     workers: int
     loaders: tuple[str, ...] = ()
     drafts: bool = False
+    stages: int = 1
 
     @staticmethod
     def of(name: str, started: Mapping[str, Any], workers: int | None = None) -> "Setup":
@@ -79,10 +80,12 @@ class Setup(NamedTuple):
         found = started.get("custom_weight_loader")
         loaders = tuple(map(str, found)) if isinstance(found, list) else ()
         drafts = bool(loaders) and drafts_itself(started)
-        return Setup(tensor_workers(name, started, workers), loaders, drafts)
+        stages = started.get("pp_size") or 1
+        return Setup(tensor_workers(name, started, workers), loaders, drafts, stages)
 
     def __str__(self) -> str:
         text = f"{self.workers} workers and custom weight loaders {list(self.loaders)}"
+        text = text if self.stages == 1 else f"pp_size {self.stages}, {text}"
         return f"{text}, drafting with layers of its model" if self.drafts else text
 
 
@@ -92,7 +95,7 @@ def tensor_workers(name: str, started: Mapping[str, Any], said: int | None = Non
     said: how many its user says that it has; the server need not say it then.
 
     Raises:
-        UnsupportedError: it has several pipeline stages, or several HTTP processes.
+        UnsupportedError: it has several HTTP processes.
         InvalidArgumentError: its user is wrong.
         RemoteError: nobody says it.
     """
@@ -101,11 +104,6 @@ def tensor_workers(name: str, started: Mapping[str, Any], said: int | None = Non
         raise UnsupportedError(
             f"engine {name}: tokenizer_worker_num {processes}: each process answers with a "
             "weight version of its own, and an update tells it to one of them: start it with 1"
-        )
-    if started.get("pp_size", 1) not in (1, None):
-        raise UnsupportedError(
-            f"engine {name}: pp_size {started['pp_size']}: SGLang gives every pipeline stage the "
-            "payload of its tensor-parallel rank, so stages cannot be told apart"
         )
     workers = said if started.get("tp_size") is None else started["tp_size"]
     if said is not None and workers != said:

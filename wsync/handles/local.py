@@ -125,13 +125,17 @@ class RayHandle(LocalHandle):
                 "has neither get_url nor server_info; workers= says it"
             )
         setup = Setup.of(self.name, {"tp_size": workers or gpus} | started)
-        self.workers, self.load_formats = setup.workers, setup.loaders
+        self.workers, self.load_formats, self._started = setup.workers, setup.loaders, started
         self.drafts = drafts_itself(started)
         if draft := other_draft(started):
             raise UnsupportedError(
                 f"engine {self.name}: drafts tokens with another model, {draft}, and an actor "
                 "takes no request for its own model only: give the URL of its server"
             )
+
+    @property
+    def started(self) -> dict[str, Any]:
+        return self._started
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         """What the actor says, and which process it is: Ray may start it again without a word

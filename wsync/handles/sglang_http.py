@@ -131,7 +131,7 @@ class HttpHandle(ApiHandle):
 
         Raises:
             RemoteError: it has other workers or custom weight loaders than before, or drafts now.
-            UnsupportedError: it has several pipeline stages now.
+            UnsupportedError: it has several HTTP processes now.
         """
         if not self._server:
             return
@@ -224,7 +224,9 @@ class HttpHandle(ApiHandle):
         return status == 404 and what not in self._known
 
     def hint(self, status: int) -> str:
-        """What a status may come of: a URL with a path, as clients of OpenAI's API want it."""
+        """What a status may come of: no key, or a URL with a path, as clients of OpenAI want it."""
+        if status == 401:
+            return "; api_key= of wsync.connect or wsync.handle gives the key of a server"
         parts = urlsplit(self.name)
         if status != 404 or not parts.path:
             return ""

@@ -124,12 +124,20 @@ class RolloutEngine:
 def _check_started(engine: EngineHandle, delivery: Delivery) -> None:
     """Refuses what SGLang says of how it was started, and would end or fail by at an update."""
     said = how_started(engine)
+    if (stages := said.get("pp_size") or 1) != 1:
+        raise _core.UnsupportedError(
+            f"engine {engine.name}: pp_size {stages}: SGLang gives every pipeline stage the "
+            "payload of its tensor-parallel rank, so stages cannot be told apart; DiskSync "
+            "updates them"
+        )
     replicas, hosts = (said.get(name) or 1 for name in ("dp_size", "nnodes"))
     if replicas != 1 and not said.get("enable_dp_attention"):
         raise _core.UnsupportedError(
             f"engine {engine.name}: dp_size {replicas}: SGLang updates no data-parallel replicas "
             "with tensors (but with enable_dp_attention); DiskSync updates them"
         )
+    if said.get("sleep_on_idle") and said.get("enable_dp_attention"):
+        _log.warning("engine %s: --sleep-on-idle: updates wait for seconds", engine.name)
     if hosts != 1 and delivery is Delivery.STOCK:
         raise _core.UnsupportedError(
             f"engine {engine.name}: nnodes {hosts}: workers on other hosts would end where they "
