@@ -50,8 +50,13 @@ class Options:
             actors of 0.2.2, whose update_weights_from_distributed has no load_format); "auto"
             asks each engine: wsync or bucket.
         backend: of the groups that buckets are broadcast in: "gloo", "nccl", or "auto".
-        pause_mode: "abort", "retract" or "in_place", as SGLang's /pause_generation takes it.
-        flush_cache: whether engines drop their KV cache before the update.
+        pause_mode: what becomes of running requests.  "abort" ends them with the tokens that they
+            have; "retract" computes them anew with the new weights, and "in_place" has them go on
+            with the keys and values of the old ones.  See "Running requests" in wsync/README.md.
+        flush_cache: whether engines drop their KV cache before the update; "in_place" wants False.
+            With False, SGLang answers later requests from prefixes that old weights have computed,
+            in every mode.  A request's `extra_key` avoids that if it names the weight version:
+            SGLang shares prefixes only between requests with the same one.
         exchange: "auto", "shared" (all trainer ranks on one host, with GPUs that reach each other's
             memory, and no remote engine runs wsync's receiver), "gloo" or "nccl" (all trainer
             ranks, and remote workers that run wsync's receiver, have a GPU each, and the same
