@@ -157,6 +157,11 @@ DRAFTS = {"speculative_algorithm": "EAGLE"}
         ([], {"tie_word_embeddings": True}, [NAMES[2]], {}, ""),
         ([], {"text_config": {"tie_word_embeddings": True}}, [NAMES[2]], {}, ""),
         ([], {"model_type": "gemma2"}, [NAMES[2]], {}, ""),
+        (
+            [NAMES[2]],
+            {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}},
+            *([], {}, ""),
+        ),
         ([NAMES[2]], {"tie_word_embeddings": False}, [], {}, "delivers its: lm_head.weight"),
         ([], {"tie_word_embeddings": False}, [NAMES[2]], {}, "it has no: lm_head.weight"),
         # layers that only draft

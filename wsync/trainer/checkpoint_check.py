@@ -299,15 +299,16 @@ class _Source(NamedTuple):
             }
         return _Source(places, config)
 
-    def _says(self, field: str) -> Any:
-        """A field of the configuration, or of its part for text."""
-        text = self.config.get("text_config")
-        found = self.config.get(field)
-        return text.get(field) if found is None and isinstance(text, Mapping) else found
+    def _said(self, field: str) -> list[Any]:
+        """What the configuration, and its part for text, say in a field."""
+        parts = self.config, self.config.get("text_config")
+        return [part[field] for part in parts if isinstance(part, Mapping) and field in part]
 
     def _is_tied_head(self, name: str) -> bool:
-        """Whether a tensor is a head that may be the embedding: configurations of others say so."""
-        return name.endswith(_HEAD) and self._says("tie_word_embeddings") is not False
+        """Whether a tensor is a head that may be the embedding.  Classes differ in what they mean
+        by a configuration without a word, and in which part they go by."""
+        said = self._said("tie_word_embeddings")
+        return name.endswith(_HEAD) and (True in said or False not in said)
 
     def home(self, name: str) -> str:
         """The name under which the checkpoint has a delivered tensor, "" where it has not.  A tied
@@ -325,9 +326,8 @@ class _Source(NamedTuple):
 
     def stays(self, name: str, *, drafts: bool) -> bool:
         """Whether nobody has to deliver a tensor of the checkpoint."""
-        layer, layers = _LAYER.match(name), self._says("num_hidden_layers")
-        beyond = layer is not None and isinstance(layers, int) and int(layer[1]) >= layers
-        if beyond or _DRAFTING.search(name):
+        layer, layers = _LAYER.match(name), self._said("num_hidden_layers")
+        if (layer and layers and int(layer[1]) >= layers[0]) or _DRAFTING.search(name):
             return not drafts or name.endswith(_SHARED)
         return self._is_tied_head(name) or is_note(name) or bool(_MADE.search(name))
 
