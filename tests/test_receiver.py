@@ -13,6 +13,7 @@ import torch
 from support.trainer import SECONDS, Tensors, Trainer, as_bytes
 
 from wsync._core import (
+    DeadlineError,
     Event,
     Exporter,
     Layout,
@@ -31,6 +32,7 @@ from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.machine.device import find
 from wsync.messages import payload
 from wsync.messages.control import PIECES, Control
+from wsync.trainer.sessions.worker import WorkerSession
 
 Handled = Future[tuple[bool, str]]
 
@@ -530,6 +532,14 @@ def test_a_trainer_that_stalls_costs_the_messages_deadline(start: Start) -> None
     assert text.startswith("worker 0: update 1 since the trainer connected: ")
 
 
+def test_a_worker_that_does_not_join_is_named_with_the_request_that_hangs() -> None:
+    session = WorkerSession(0, engine="http://e", index=1)
+    text = r"engine http://e: worker 1 did not join .* 0\.1 s: .* \(update_weights_from_tensor, "
+    with pytest.raises(DeadlineError, match=text):
+        session.accept(0.1, bool)
+    session.close()
+
+
 def test_nobody_listening_changes_nothing() -> None:
     receiver = Receiver(ModuleLoader(Tiny()))
     trainer = Trainer(tiny_weights(1), ROUNDS)
@@ -538,6 +548,7 @@ def test_nobody_listening_changes_nothing() -> None:
     success, text = receiver.handle(control)
     assert not success
     assert text.startswith("worker 0: update 1 since the trainer connected: ")
+    assert "this engine was restarted since the trainer connected (call update again" in text
     assert receiver.consistent
 
 

@@ -13,6 +13,7 @@ from wsync._core import (
     Importer,
     InvalidArgumentError,
     Layout,
+    PeerClosedError,
     ProtocolError,
     StateError,
     UnsupportedError,
@@ -422,4 +423,11 @@ def connect(address: str, blob: bytes, timeout: float, device: Device) -> Sessio
         from wsync.engine.remote_session import RemoteImporter
 
         return RemoteImporter(address, blob, timeout, device)
-    return Importer(address, blob, timeout, device)
+    try:
+        return Importer(address, blob, timeout, device)
+    except PeerClosedError as error:
+        raise PeerClosedError(
+            f"{error}: the trainer has ended, or this engine was restarted since the trainer "
+            "connected (call update again, which connects anew), or the trainer's folder is not "
+            "this process's, as in another container (Options.directory)"
+        ) from error

@@ -124,7 +124,8 @@ class BroadcastRequests:
         """Waits until every engine has loaded every bucket."""
         deadline = Deadline(timeout)
         for name, round, answer in self._answers:
-            result(answer, deadline, check, f"engine {name}: bucket {round} was not loaded")
+            request = f"engine {name}: update_weights_from_distributed"
+            result(answer, deadline, check, f"{request}: no answer for bucket {round}")
         self._release()
 
     def abort(self) -> None:

@@ -48,6 +48,7 @@ class Calls:
             (engine.name, start("wsync-call", partial(call, index, engine)))
             for index, engine in engines
         ]
+        self._engines: dict[str, Any] = {engine.name: engine for _, engine in engines}
         self._ended: dict[str, Deadline] = {}  # since `check_pending` first saw a call's end
 
     def check(self) -> None:
@@ -76,7 +77,8 @@ class Calls:
             self.check()
             if check is not None:
                 check()
-            deadline.check(f"engine {busy[0]} did not answer")
+            asked = getattr(self._engines[busy[0]], "unanswered", [])
+            deadline.check(f"{', '.join(asked) or f'engine {busy[0]}'}: no answer")
         self.check()
 
     def busy(self, timeout: float) -> list[str]:
@@ -85,6 +87,7 @@ class Calls:
         return [name for name, call in self.under_way if not call.done()]
 
 
+_BUSY: Final = "not done with what an update that failed has asked of it"
 NO_CALLS: Final = Calls([], lambda index, engine: None)
 
 
@@ -92,7 +95,7 @@ class EngineRequests:
     """The requests to engines around an update.  Rank 0 makes them; other ranks have no engines.
 
     Calls left by a failed update ask engines for nothing more.  What they have asked is awaited
-    when the next one pauses (see ApiHandle.pause): otherwise an engine could apply the older
+    when the next one pauses (see also ApiHandle.pause): otherwise an engine could apply the older
     version after the newer.
 
     Attributes:
@@ -109,6 +112,7 @@ class EngineRequests:
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
         self._closing: dict[int, list[Control]] = {}
+        self._left: UnderWay = []  # by updates that failed
         self._stops: list[tuple[float, float]] = []  # how long engines paused and flushed
 
     def pause(self) -> None:
@@ -124,6 +128,9 @@ class EngineRequests:
     def stop(self, engine: CheckedEngine, remaining: Callable[[], float]) -> None:
         """Has one engine stop and, with Options.flush_cache, drop its cache; `remaining` gives the
         timeout of each call."""
+        busy = [call for name, call in self._left if name == engine.name]
+        if wait(busy, remaining()).not_done:
+            raise _core.DeadlineError(f"engine {engine.name}: {_BUSY}")
         times = [time.perf_counter()]
         engine.pause(self._options.pause_mode, remaining())
         times.append(time.perf_counter())
@@ -246,10 +253,12 @@ class EngineRequests:
         ]
         self._pausing = self._opened = self._handover = NO_CALLS
         wait([call for _, call in asked + left], min(LEAVE_SECONDS, self._options.deadline))
-        busy = {name: f"engine {name}" for name, call in asked + left if not call.done()}
+        self._left = [each for each in self._left + asked + left if not each[1].done()]
+        busy = {name: f"engine {name}" for name, _ in self._left}
         for engine in engines:
-            if engine.name in busy and engine.unanswered:
-                busy[engine.name] = ", ".join(engine.unanswered)
+            asked_still = getattr(engine, "unanswered", [])
+            if engine.name in busy and asked_still:
+                busy[engine.name] = ", ".join(asked_still)
         if busy:
             _log.warning(
                 "wsync: the update has failed and leaves unanswered: %s", "; ".join(busy.values())

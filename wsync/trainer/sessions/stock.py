@@ -138,7 +138,8 @@ class StockSession(BucketSession):
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the request of a round has been answered."""
-        late = f"engine {self._engine.name}: bucket {round} was not loaded"
+        request = f"engine {self._engine.name}: update_weights_from_tensor"
+        late = f"{request}: no answer for bucket {round}"
         result(self._sent[round], Deadline(timeout), check, late)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import secrets
 from typing import TYPE_CHECKING, TypeAlias
 
 from wsync import _core
-from wsync.machine.deadline import Check
+from wsync.machine.deadline import Check, seconds
 from wsync.machine.device import find
 from wsync.messages.control import BORROWS, Learnt
 from wsync.trainer.round_contents import WorkerRounds
@@ -23,6 +23,10 @@ _log = logging.getLogger(__name__)
 # origins of errors of csrc/ipc, and not of checks or streams: their text speaks of the worker, and
 # needs the engine's name
 _SESSIONS = ("session", "channel", "frame", "listener", "blob")
+_GONE = (
+    "; the worker has ended, or its engine was restarted: call update again when the engine "
+    "answers, which connects anew"
+)
 
 
 class _Naming:
@@ -42,7 +46,10 @@ class _Naming:
             return
         where, worker, text = f"engine {self._engine}: ", f"worker {self._worker}", str(error)
         named = text.replace("worker (pid ", f"{worker} (pid ", 1)
-        said = type(error)(where + named if named != text else f"{where}{worker}: {text}")
+        whole = where + named if named != text else f"{where}{worker}: {text}"
+        if isinstance(error, _core.PeerClosedError):
+            whole += _GONE
+        said = type(error)(whole)
         said.origin, said.native = "engine", error.native
         raise said from error
 
@@ -98,8 +105,15 @@ class WorkerSession(Session):
         return self._exporter.address
 
     def accept(self, timeout: float, check: Check) -> bytes:
-        with self._naming():
-            return self._hear(self._exporter.accept(timeout, check))
+        try:
+            with self._naming():
+                return self._hear(self._exporter.accept(timeout, check))
+        except _core.DeadlineError as error:
+            raise _core.DeadlineError(
+                f"{self.name} did not join the update within {seconds(timeout)}: its engine has "
+                "not carried out the request that opens it (update_weights_from_tensor, "
+                "collective_rpc of vLLM)"
+            ) from error
 
     def _hear(self, said: bytes) -> bytes:
         """What a worker asks for; notes what else it says when it joins."""
