@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +131,36 @@ def test_a_server_that_stops_for_longer_than_the_deadline(lasting: Lab, way: str
             break
     assert struck
     lasting.recovers(way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_ends_a_trainer_whose_server_has_stopped(lasting: Lab, way: str) -> None:
+    for phase in ("pause", "tensors", "continue"):
+        folder = lasting.models[0].folder
+        command = [sys.executable, "-P", str(TRAINER), lasting.server.url, str(folder), way, phase]
+        path = os.pathsep.join([str(TRAINER.parent.parent), os.environ.get("PYTHONPATH", "")])
+        trainer = subprocess.Popen(
+            [*command, "1"],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with trainer:
+            assert trainer.stdout is not None and trainer.stdout.readline() == f"{phase}\n"
+            lasting.server.signal(signal.SIGSTOP)
+            try:
+                time.sleep(3)  # it asks, and waits
+                trainer.send_signal(signal.SIGINT)
+                begun = time.monotonic()
+                _, errors = trainer.communicate(timeout=15)
+                print(f"{way}, {phase}: ended {time.monotonic() - begun:.1f} s after Ctrl-C")
+            finally:
+                lasting.server.signal(signal.SIGCONT)
+                trainer.kill()
+        assert errors.endswith("KeyboardInterrupt\n"), errors
+        assert f"leaves unanswered: engine {lasting.server.url}: /" in errors, errors
+        lasting.recovers(way)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -272,6 +272,33 @@ def test_a_ring_whose_buckets_were_not_read_is_removed(
     file.unlink(missing_ok=True)
 
 
+def test_a_ring_stays_for_an_engine_that_reads_it_when_the_trainer_has_ended() -> None:
+    """As after Ctrl-C.  SGLang's server ends where it finds no file."""
+    asked, release = threading.Event(), threading.Event()
+
+    def hang(payloads: Any, **_: Any) -> None:
+        payloads()
+        asked.set()
+        release.wait(60)
+
+    engine: Any = SimpleNamespace(name="stock", workers=1, update_weights=hang)
+    session = StockSession(0, engine, timeout=60)
+    plan: Any = OneRound()
+    session.attach(plan, _core.host(), 60, never)
+    ring: Any = session._ring
+    file = Path("/dev/shm", ring._bytes.untyped_storage()._share_filename_cpu_()[1].decode()[1:])
+    session.begin(1, "7", 60, never)
+    session.post(0, _core.Stream(), 60, never)
+    try:
+        assert asked.wait(60)
+        session.close()
+        ring._ended()  # as the interpreter does when it ends
+        assert file.exists()
+    finally:
+        release.set()
+        file.unlink(missing_ok=True)
+
+
 class LateFuture(Future[None]):
     """Is done just when somebody has waited in vain."""
 

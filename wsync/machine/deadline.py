@@ -25,7 +25,7 @@ others give up at the deadline's end."""
 LATER_SECONDS: Final = 2.0
 """How much later a deadline ends that only guards another one, whose error says more."""
 
-LEAVE_SECONDS: Final = 2.0
+LEAVE_SECONDS: Final = 1.0
 """For work that a failed or closing update has left under way to end."""
 
 

@@ -44,6 +44,7 @@ class SharedRing:
         self._ended = weakref.finalize(self, _remove, Owner(), self._bytes)
         self.address = self._bytes.data_ptr()
         self.nbytes = nbytes
+        self.left = False
         # an object that streams keep, too, for as long as they use the memory
         self._registered: object = _core.host_register(self.address, nbytes, device, self._bytes)
 
@@ -62,7 +63,7 @@ class SharedRing:
         up all else."""
         self._ended.detach()
         self._ended = weakref.finalize(self, _give_back, Owner(), self._bytes)
-        self._registered = None
+        self._registered, self.left = None, True
 
     def remove(self) -> None:
         """The file of a ring that was left."""
@@ -146,6 +147,8 @@ class StockSession(BucketSession):
         if isinstance(self._ring, GpuRing):
             self._ring.close(self._engine.name)
         elif self._ring is not None:
+            if not all(sent.done() for sent in self._sent):
+                self._ring.leave()  # also where this process ends before the engine has read it
             self._lane.submit(functools.partial(_close, self._engine.name, self._ring, self._sent))
         super().close()
 
@@ -193,8 +196,11 @@ def _close(engine: str, ring: SharedRing, sent: Sequence[Future[None]]) -> None:
     errors, now = [request.exception() for request in sent], time.monotonic()
     with _lock:
         if unanswered := any(map(_is_unanswered, errors)):
-            ring.leave()
+            if not ring.left:
+                ring.leave()
             _left.append(_Left(engine, now, ring))
+        elif ring.left:
+            ring.remove()
         else:
             ring.close()
         mine = [each for each in _left if each.engine == engine]
