@@ -259,28 +259,45 @@ def test_auto_spares_descriptors(
         for options, path in ((AUTO, "ring"), (OPTIONS, "direct")):
             with wsync.connect(weights, engines=[engine], options=options) as sync:
                 assert set(sync.update().paths.values()) == {path}
-    (said,) = [text for text in caplog.messages if "ulimit -n" in text]
+    (said,) = [text for text in caplog.messages if "1/4 of ulimit -Hn" in text]
     assert f"rank 0 has its weights in {len(weights)} pieces of shared memory" in said
 
 
-def test_auto_spares_descriptors_of_an_engine(
+def test_more_pieces_than_descriptors_are_not_lent(
     weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = [(pid, resource.prlimit(pid, resource.RLIMIT_NOFILE)) for pid in engine.pids]
+    most = (len(weights) - 1) // 3
+    with (
+        mock.patch("wsync.trainer.lending.most_segments", return_value=most),
+        wsync.connect(weights, engines=[engine], options=OPTIONS) as sync,
+    ):
+        assert set(sync.update().paths.values()) == {"ring"}
+    (said,) = [text for text in caplog.messages if "ulimit -Hn" in text]
+    assert f"{len(weights)} pieces of shared memory, and more than {3 * most}, the ranks'" in said
+
+
+def test_the_soft_limit_of_descriptors_does_not_count(
+    weights: Weights, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     few = 4 * len(weights) - 1
-    try:
-        for pid, (_, most) in limits:
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, most))
-        for options, path in ((AUTO, "ring"), (OPTIONS, "direct")):
-            with wsync.connect(weights, engines=[engine], options=options) as sync:
-                assert set(sync.update().paths.values()) == {path}
-                assert same(engine.weights(), weights)
-    finally:
-        for pid, before in limits:
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with TensorParallelEngine(config, tp=2) as engine:
+        paths = []
+        for most, options in ((hard, AUTO), (few, AUTO), (few, OPTIONS)):
+            for pid in engine.pids:
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+            try:
+                with wsync.connect(weights, engines=[engine], options=options) as sync:
+                    paths += set(sync.update().paths.values())
+                    assert same(engine.weights(), weights)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert paths == ["direct", "ring", "direct"]
     said = [text for text in caplog.messages if "gets a ring" in text]
     assert len(said) == engine.workers
-    assert f"1 pieces of shared memory more than {len(weights) - 1}, a quarter" in said[0]
+    assert "1 pieces of shared memory more than it may hold" in said[0]
+    assert f"{len(weights) - 1} are a quarter (ulimit -Hn)" in said[0]
 
 
 @pytest.mark.parametrize("delivery", ["auto", "direct"])

@@ -205,6 +205,17 @@ def test_workers_in_another_pid_namespace_get_rings(trainer: Ranks) -> None:
     ]
 
 
+def test_many_segments_are_warned_of_once(trainer: Ranks) -> None:
+    ((said,),) = trainer.run(gpu_direct_cases.many_segments, timeout=120)
+    assert said.startswith("wsync: rank 0 lends its weights in 4 segments of GPU memory")
+
+
+def test_workers_on_the_other_side_of_mps_get_rings(trainer: Ranks) -> None:
+    assert trainer.run(gpu_direct_cases.beside_mps, timeout=120) == [
+        {"paths": {"ring"}, "right": True}
+    ]
+
+
 # --- processes that take turns at a GPU -----------------------------------------------------------
 
 

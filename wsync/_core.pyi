@@ -356,6 +356,9 @@ class Device:
     def settle(self) -> None:
         """Waits until a GPU has done everything that this process has given it."""
     @property
+    def mps(self) -> bool:
+        """Whether this process uses the GPU as a client of MPS, where the driver says so."""
+    @property
     def peers(self) -> list[str]:
         """UUIDs of the other GPUs of this process whose memory it can map."""
 

@@ -24,23 +24,21 @@ static struct {
 /* What the device can do: the first it must. */
 static wsync_status_t read_attributes(wsync_cuda_device_t *device, wsync_error_t *err)
 {
-    enum { REGISTER, WORDS, VMM, EXPORT, PROCESSORS, PAGEABLE, IN_PLACE, COUNT };
+    enum { REGISTER, WORDS, VMM, EXPORT, PROCESSORS, PAGEABLE, IN_PLACE, MPS, COUNT };
     static const int attributes[COUNT] = {
         WSYNC_CU_ATTRIBUTE_HOST_REGISTER, WSYNC_CU_ATTRIBUTE_STREAM_WORDS,
         WSYNC_CU_ATTRIBUTE_VMM,           WSYNC_CU_ATTRIBUTE_HANDLE_FD,
         WSYNC_CU_ATTRIBUTE_PROCESSORS,    WSYNC_CU_ATTRIBUTE_PAGEABLE,
-        WSYNC_CU_ATTRIBUTE_HOST_TABLES};
+        WSYNC_CU_ATTRIBUTE_HOST_TABLES,   WSYNC_CU_ATTRIBUTE_MPS};
     int values[COUNT] = {0};
 
     for (int i = 0; i < COUNT; i++) {
-        const wsync_status_t status =
-            wsync_cuda_check(device->driver,
-                             device->driver->device_get_attribute(&values[i], attributes[i],
-                                                                  device->base.ordinal),
-                             "cuDeviceGetAttribute", err, "%s", device->label);
+        const wsync_cu_result_t code = device->driver->device_get_attribute(
+            &values[i], attributes[i], device->base.ordinal);
 
-        if (status != WSYNC_OK) {
-            return status;
+        if (code != WSYNC_CU_SUCCESS && (i != MPS || code != WSYNC_CU_INVALID_VALUE)) {
+            return wsync_cuda_check(device->driver, code, "cuDeviceGetAttribute", err, "%s",
+                                    device->label);
         }
         if (i == REGISTER && values[i] == 0) {
             return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_device",
@@ -48,6 +46,7 @@ static wsync_status_t read_attributes(wsync_cuda_device_t *device, wsync_error_t
         }
     }
     device->words = values[WORDS] != 0;
+    device->mps = values[MPS] != 0;
     device->vmm = values[VMM] != 0 && values[EXPORT] != 0;
     device->processors = values[PROCESSORS] > 0 ? (unsigned)values[PROCESSORS] : 1;
     /* Without the second one pages move to the device as they are read (HMM), where a

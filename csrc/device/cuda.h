@@ -41,6 +41,7 @@ typedef struct wsync_cuda_device {
     bool vmm;      /* it exports memory as descriptors, and parks it */
     bool pageable; /* it reaches all of the host's memory where it lies */
     bool words;    /* its streams write words of 64 bits, and wait for them */
+    bool mps;      /* IPC handles cross only to other clients of MPS */
     _Atomic(wsync_cu_function_t) copy_kernel;     /* wsync_copy; NULL until it is loaded */
     _Atomic(wsync_cu_function_t) quantise_kernel; /* wsync_quantise; loaded with it */
     struct wsync_cuda_device *next;               /* of those that are open */

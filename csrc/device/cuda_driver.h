@@ -137,6 +137,7 @@ enum {
     WSYNC_CU_ATTRIBUTE_VMM = 102,
     WSYNC_CU_ATTRIBUTE_HANDLE_FD = 103,
     WSYNC_CU_ATTRIBUTE_STREAM_WORDS = 122, /* 64-bit stream memory operations */
+    WSYNC_CU_ATTRIBUTE_MPS = 133, /* contexts are a server's; older drivers do not say */
 };
 
 /* Member, symbol, the version of the interface that the parameters are of, parameters. */

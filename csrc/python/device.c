@@ -118,6 +118,13 @@ static PyObject *device_get_ordinal(PyObject *object, void *Py_UNUSED(closure))
     return PyLong_FromLong(((DeviceObject *)object)->device->ordinal);
 }
 
+static PyObject *device_get_mps(PyObject *object, void *Py_UNUSED(closure))
+{
+    const wsync_device_t *base = ((DeviceObject *)object)->device;
+
+    return PyBool_FromLong(base->ordinal >= 0 && wsync_cuda_of(base)->mps);
+}
+
 static PyObject *device_get_peers(PyObject *object, void *Py_UNUSED(closure))
 {
     const wsync_device_t *base = ((DeviceObject *)object)->device;
@@ -203,6 +210,8 @@ static PyGetSetDef device_getset[] = {
     {"name", device_get_name, NULL, "\"host\" or \"cuda\".", NULL},
     {"uuid", device_get_uuid, NULL, "\"GPU-...\"; \"\" for the host.", NULL},
     {"ordinal", device_get_ordinal, NULL, "Of the GPU in this process; -1: the host.",
+     NULL},
+    {"mps", device_get_mps, NULL, "Whether this process uses the GPU as a client of MPS.",
      NULL},
     {"peers", device_get_peers, NULL,
      "UUIDs of the other GPUs of this process whose memory it can map.", NULL},

@@ -139,10 +139,8 @@ static void check_nccl_calls(const char *text, const expected_t *expected)
 static void check_cuda_calls(const char *text, const expected_t *expected)
 {
     static const char *const others[] = {
-        "cuCtxPushCurrent",
-        "cuCtxPopCurrent",
-        "cuPointerGetAttributes",
-        "cuStreamQuery",
+        "cuCtxPushCurrent",     "cuCtxPopCurrent", "cuPointerGetAttributes",
+        "cuMemGetAddressRange", "cuStreamQuery",
     };
     const size_t launches = count_calls(text, "cuLaunchKernel");
     const size_t writes = count_calls(text, "cuStreamWriteValue64");

@@ -266,6 +266,7 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.delay_us = (unsigned)fake_read_number("WSYNC_FAKE_CUDA_DELAY_US", 100);
         fake.no_vmm = fake_read_number("WSYNC_FAKE_CUDA_NO_VMM", 0) != 0;
         fake.no_peers = fake_read_number("WSYNC_FAKE_CUDA_PEERS", 1) == 0;
+        fake.mps = fake_read_number("WSYNC_FAKE_CUDA_MPS", 0) != 0;
         (void)snprintf(fake.lacks, sizeof(fake.lacks), ",%s,", text != NULL ? text : "");
         fake.pageable = fake_read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) != 0;
         fake.moving = fake_read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) == 2;
@@ -409,6 +410,7 @@ wsync_cu_result_t fake_device_get_attribute(int *value, int attribute,
         : attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS  ? 4
         : attribute == WSYNC_CU_ATTRIBUTE_MAJOR       ? 9
         : attribute == WSYNC_CU_ATTRIBUTE_MINOR       ? 0
+        : attribute == WSYNC_CU_ATTRIBUTE_MPS         ? fake.mps
         : attribute == WSYNC_CU_ATTRIBUTE_PAGEABLE    ? fake.pageable
         : attribute == WSYNC_CU_ATTRIBUTE_HOST_TABLES ? fake.pageable && !fake.moving
         : attribute == WSYNC_CU_ATTRIBUTE_VMM || attribute == WSYNC_CU_ATTRIBUTE_HANDLE_FD

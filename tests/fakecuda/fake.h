@@ -181,7 +181,8 @@ typedef struct fake_state {
     bool moving;   /* and moves its pages to the device when that reads them */
     bool reserved; /* addresses without memory are the device's all the same */
     bool no_vmm;
-    bool no_peers;          /* no device reaches another's memory */
+    bool no_peers; /* no device reaches another's memory */
+    bool mps;
     char lacks[FAKE_LACKS]; /* numbers of attributes, between commas */
     bool shown;             /* the processor reaches device memory where the device does */
     bool sizes;

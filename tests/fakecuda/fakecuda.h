@@ -32,6 +32,8 @@
  *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
  *   WSYNC_FAKE_CUDA_LACKS     numbers of attributes of devices that are 0, between commas
  *   WSYNC_FAKE_CUDA_PEERS     0: no device reaches another one's memory (1)
+ *   WSYNC_FAKE_CUDA_MPS       1: the process is a client of MPS, and opens IPC handles of
+ *                             other clients alone, as others open those of others (0)
  *   WSYNC_FAKE_CUDA_PAGEABLE  1: the devices reach all memory of the host by themselves,
  *                             and it counts as the host's, of no allocation; 2: and move
  *                             its pages (0)

@@ -18,6 +18,7 @@ typedef struct handle {
     int32_t fd;
     int32_t device; /* the same number in all processes */
     uint64_t nbytes;
+    uint64_t mps; /* whether its owner is a client */
 } handle_t;
 
 _Static_assert(sizeof(handle_t) <= sizeof(wsync_cu_ipc_t), "handles are 64 bytes");
@@ -175,6 +176,7 @@ wsync_cu_result_t fake_ipc_get_memory(wsync_cu_ipc_t *handle, wsync_cu_ptr_t at)
         made.fd = range->fd;
         made.device = fake.first + range->context->device;
         made.nbytes = range->nbytes;
+        made.mps = fake.mps;
         memset(handle, 0, sizeof(*handle));
         memcpy(handle, &made, sizeof(made));
     }
@@ -235,6 +237,9 @@ wsync_cu_result_t fake_ipc_open_memory(wsync_cu_ptr_t *at, wsync_cu_ipc_t handle
     memcpy(&wanted, &handle, sizeof(wanted));
     if (wanted.magic != HANDLE_MAGIC || flags != WSYNC_CU_IPC_LAZY_PEER_ACCESS) {
         return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuIpcOpenMemHandle: no handle or flag");
+    }
+    if ((wanted.mps != 0) != fake.mps) {
+        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuIpcOpenMemHandle beyond MPS");
     }
     if (wanted.pid == (int32_t)getpid()) {
         return fake_refuse(WSYNC_CU_INVALID_CONTEXT,

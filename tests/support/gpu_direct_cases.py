@@ -383,9 +383,30 @@ def borrowing_fails(place: str, call: str, k: int) -> dict[str, Any]:
 def elsewhere() -> dict[str, Any]:
     """The worker is in another PID namespace."""
     with (
-        mock.patch.object(lending, "place_of", lambda gpu: f"{gpu}@1"),
+        mock.patch.object(lending, "place_of", lambda gpu, **_: f"{gpu}@1"),
         _connected(by_handle(weights_of(1)), delivery="auto") as (sync, engine),
     ):
+        paths = set(sync.update().paths.values())
+        return {"paths": paths, "right": same(engine.weights(), weights_of(1))}
+
+
+def many_segments() -> list[str]:
+    """What is said of them in two updates."""
+    played = by_handle(weights_of(1))
+    with (
+        mock.patch.object(lending, "MANY", 3),
+        Warned() as texts,
+        _connected(played, park=True) as (sync, _),
+    ):
+        for seed in (1, 2):
+            sync.update(by_handle(weights_of(seed)))
+    return texts
+
+
+def beside_mps() -> dict[str, Any]:
+    """The worker is a client of MPS, and the trainer is none."""
+    played = by_handle(weights_of(1))
+    with mock.patch.dict(os.environ, WSYNC_FAKE_CUDA_MPS="1"), _connected(played) as (sync, engine):
         paths = set(sync.update().paths.values())
         return {"paths": paths, "right": same(engine.weights(), weights_of(1))}
 

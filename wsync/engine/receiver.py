@@ -300,7 +300,7 @@ class Receiver:
         if not isinstance(self._loader, Borrows):
             return said
         device = self._loader.device
-        places = map(place_of, [device.uuid, *device.peers])
+        places = [place_of(gpu, mps=device.mps) for gpu in (device.uuid, *device.peers)]
         facts = ",".join([str(most_segments()), *places])
         return BORROWS + facts.encode() + b"\n" + said
 

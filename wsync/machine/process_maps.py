@@ -154,10 +154,14 @@ class SharedMaps:
 
 def most_segments(ranks: int = 1) -> int:
     """How many files each of so many ranks may lend unasked, that processes which hold all of them
-    keep most of their descriptors and mappings for other things."""
+    keep most of their descriptors and mappings for other things.  This process may have as many
+    descriptors as its hard limit allows from now on: 1,024 are the segments of 20 GB."""
     with open("/proc/sys/vm/max_map_count", encoding="ascii") as file:
         mappings = int(file.read())
-    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], mappings) // (4 * ranks)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return min(hard, mappings) // (4 * ranks)
 
 
 def _file_of(facts: os.stat_result) -> File:

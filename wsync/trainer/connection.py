@@ -314,8 +314,7 @@ class Connection:
         if surplus := self._lending.surplus(session.most_segments):
             _log.warning(
                 "wsync: %s gets a ring: the trainer's weights lie in %d pieces of shared memory "
-                "more than %d, a quarter of ulimit -n there, and are read in place with "
-                "Options(delivery='direct') alone",
+                "more than it may hold of its descriptors, of which %d are a quarter (ulimit -Hn)",
                 session.name,
                 surplus,
                 session.most_segments,

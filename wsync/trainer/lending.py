@@ -8,6 +8,7 @@ ranks' segments on to it, each once, and tells it where the buffers of its manif
 from __future__ import annotations
 
 import contextlib
+import logging
 import struct
 from collections.abc import Sequence, Set
 from typing import Any, Final, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Check, Deadline
+from wsync.machine.device import find
 from wsync.machine.gpu_allocations import GpuAllocations, GpuPlace, GpuSegment, place_of
 from wsync.machine.process_maps import File, FilePlace, SharedMaps, most_segments
 from wsync.module_tensors.names_in_messages import listed
@@ -27,6 +29,10 @@ _NOTHING: Final = _core.BufferTable([])
 # Whether "auto" lends memory of GPUs.  It would be about as fast, but what a worker has open the
 # driver gives to nobody else, and trainers that share a GPU with engines count on giving it back.
 GPUS_UNASKED = False
+
+MANY: Final = 256  # segments of a GPU, of which a pause is longer
+
+_log = logging.getLogger(__name__)
 
 Segment = tuple[int, int]  # the rank whose it is, and its number there
 
@@ -76,6 +82,8 @@ class Lender:
     ) -> None:
         self._layout = layout
         self.wholly = wholly
+        # quarters of its descriptors that a process may hold for what is lent
+        self.quarters = 1 if wholly else 3
         self._ranks = ranks
         self._rank = rank
         self._own = own
@@ -89,6 +97,7 @@ class Lender:
         self.segments: dict[int, _core.Memory] = {}  # kept: no other file takes such a number
         self.gpu = ""  # that they are on, "" for host memory
         self.places: list[Bound | None] = []  # by buffer; None for one that is empty or private
+        self._said_many = False
         self.obstacle = ""  # which tensors are private, and what can be done about that
 
     def close(self) -> None:
@@ -137,12 +146,13 @@ class Lender:
             self._drop(source)
         used = {place[0] for place in found if place is not None}
         count = sum(source.descriptors for source in used)
-        if self.wholly and count > (most := most_segments(self._ranks)):
+        if count > (most := self.quarters * most_segments(self._ranks)):
+            only = "read in place only with Options(delivery='direct')"
             self._lend_nothing(
                 len(spans),
                 f"rank {self._rank} has its weights in {count} pieces of shared memory, and "
-                f"more than {most}, the ranks' share of a quarter of ulimit -n, are read in place "
-                "with Options(delivery='direct') alone",
+                f"more than {most}, the ranks' share of {self.quarters}/4 of ulimit -Hn, are "
+                f"{only if self.wholly else 'not lent'}",
             )
             return False
         try:
@@ -181,6 +191,15 @@ class Lender:
     def _borrow(self, new: Set[File | GpuSegment]) -> None:
         files = {source for source in new if isinstance(source, File)}
         others = {source for source in new if isinstance(source, GpuSegment)}
+        if len(others) > MANY and not self._said_many:
+            self._said_many = True
+            _log.warning(
+                "wsync: rank %d lends its weights in %d segments of GPU memory, which workers map "
+                "one by one while engines are paused, at about a millisecond each: in the first "
+                "update, and in each with park=True; a model made within wsync.exportable() is one",
+                self._rank,
+                len(others),
+            )
         borrowed: list[tuple[File | GpuSegment, _core.Memory]] = [
             *self._maps.borrow(files).items(),
             *self._allocations.borrow(others).items(),
@@ -313,15 +332,15 @@ class Lending:
         return bytes(found)
 
     def surplus(self, most: int) -> int:
-        """With delivery="auto": by how many the segments that the ranks of this host lend exceed
-        what a worker there may hold; 0 otherwise."""
+        """By how many the segments that the ranks of this host lend exceed what a worker there may
+        hold, which may hold `most` unasked."""
         near = [
             found
             for found, host in zip(self.places, self._hosts, strict=True)
             if host == self._host
         ]
         count = sum(len({place.segment for place in found if place}) for found in near)
-        return max(0, count - most) if self._lender.wholly else 0
+        return max(0, count - self._lender.quarters * most)
 
     @property
     def empty(self) -> bool:
@@ -340,7 +359,7 @@ class Lending:
                 doors = {home: _core.Exporter(self._options.directory) for home in others}
                 addresses = {home: door.address for home, door in doors.items()}
                 mine = {
-                    "place": place_of(self._lender.gpu),
+                    "place": place_of(self._lender.gpu, mps=find(self._lender.gpu).mps),
                     "places": self._lender.places,
                     "obstacle": self._lender.obstacle,
                     "new": new,
