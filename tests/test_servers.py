@@ -320,7 +320,7 @@ def test_a_notebook_of_transformers_5_delivers_every_expert(
         assert generate(server) == (said, f"{way}-{source}")
 
 
-OLDER = ("sglang0511", "sglang0517")
+OLDER = [pytest.param(name, marks=pytest.mark.slow) for name in ("sglang0511", "sglang0517")]
 
 
 @pytest.fixture(scope="module", params=OLDER)
@@ -345,6 +345,7 @@ def test_an_older_server_says_what_the_weights_say(older: tuple[Server, Pair], w
             check(server, model, f"{way}-{number}")
 
 
+@pytest.mark.slow
 def test_an_older_servers_draft_of_another_model_stays_as_it_is(tmp_path: Path) -> None:
     """It ends when its draft is given the model's attention, which has other shapes.  SGLang 0.5.11
     starts no such server on a CPU: its cache calls a kernel then."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -185,11 +186,30 @@ class Checking(torch.nn.Module):
             PUTS.get(self.way, PUTS[""])(self.get_parameter(target), value)
 
 
-@pytest.mark.parametrize("names", [("embed", "head"), ("head", "embed"), ("embed", "tail")])
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-@pytest.mark.parametrize("part", [0, 4])
-@pytest.mark.parametrize("looks", ["embed", "head tail", "embed head tail", "embed filler tail"])
-@pytest.mark.parametrize("way", ["", *BUFFERS])
+def pairs_of(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which each value of an axis meets each one of every other."""
+    left = {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(range(len(axes)), 2)
+        for a, b in itertools.product(range(len(axes[one])), range(len(axes[other])))
+    }
+    every = [tuple(enumerate(case)) for case in itertools.product(*(range(len(a)) for a in axes))]
+    found = []
+    while left:
+        best = max(every, key=lambda case: len(left.intersection(itertools.combinations(case, 2))))
+        left.difference_update(itertools.combinations(best, 2))
+        found.append(tuple(axes[axis][value] for axis, value in best))
+    return found
+
+
+NAMES = (("embed", "head"), ("head", "embed"), ("embed", "tail"))
+LOOKS = ("embed", "head tail", "embed head tail", "embed filler tail")
+
+
+@pytest.mark.parametrize(
+    ("names", "scale", "part", "looks", "way"),
+    pairs_of(NAMES, (1.0, 2.0), (0, 4), LOOKS, ("", *BUFFERS)),
+)
 def test_what_is_looked_at_and_loaded_twice_is_compared(
     names: tuple[str, str], scale: float, part: int, looks: str, way: str
 ) -> None:
@@ -206,10 +226,10 @@ def test_what_is_looked_at_and_loaded_twice_is_compared(
             sync.update({**tensors, names[1]: same + 1})
 
 
-@pytest.mark.parametrize("looks", ["", "embed tail"])
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-@pytest.mark.parametrize("part", [0, 4])
-@pytest.mark.parametrize("way", PUTS)
+@pytest.mark.parametrize(
+    ("looks", "scale", "part", "way"),
+    pairs_of(("", "embed tail"), (1.0, 2.0), (0, 4), tuple(PUTS)),
+)
 def test_what_is_put_twice_is_compared(looks: str, scale: float, part: int, way: str) -> None:
     names = ("embed", "tail")
     test_what_is_looked_at_and_loaded_twice_is_compared(names, scale, part, looks, way)
