@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import agreement_cases
-from support.procs import Ranks
+from support.procs import RankError, Ranks
 
 import wsync
 from wsync.machine.sweep import sweep
@@ -214,3 +214,13 @@ def test_folders_are_swept_where_sockets_are_made(
     os.utime(tmp_path / "wsync-killed", (1, 1))
     sweep(None)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    """And not the ones that have lost their connection with it."""
+    with Ranks(3, path=sys.path) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(agreement_cases.lose_a_rank, timeout=240)
+    errors = caught.value.results
+    assert sorted(errors) == [0, 1]
+    for error in errors.values():
+        assert re.fullmatch(r"PeerClosedError: trainer rank 2 \(pid \d+\) has ended", error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -253,3 +255,15 @@ def called_alone() -> list[str]:
         _interrupted(sync)
         found.append(error_of(sync.update))
     return found
+
+
+def lose_a_rank() -> str:
+    """Rank 2 is killed while the others wait for it; what these raise."""
+    group = TrainerGroup(timeout=60.0)
+    group.barrier()
+    if dist.get_rank() == 2:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = error_of(group.barrier)
+    group.close()
+    return error

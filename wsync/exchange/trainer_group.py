@@ -10,7 +10,9 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -22,8 +24,9 @@ import torch.distributed as dist
 from wsync import _core
 from wsync.exchange.polled_collectives import Collectives, first_line
 from wsync.machine.daemon_threads import Lane, result
-from wsync.machine.deadline import VERDICT_SECONDS, Check, Deadline, seconds
+from wsync.machine.deadline import POLL_SECONDS, VERDICT_SECONDS, Check, Deadline, seconds
 from wsync.machine.error_text import error_text
+from wsync.machine.host import has_ended, host_identity
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -83,6 +86,7 @@ class TrainerGroup:
                 raise _core.PeerClosedError(_STORE_GONE) from error
             raise
         self._board = _Board(store, self.rank, self._lane, timeout)
+        self._board.introduce(self.size)
         whole = f"{self.size} trainer ranks"
         self._gloo = Collectives(gloo, whole=whole, member="a trainer rank")
 
@@ -194,12 +198,17 @@ class TrainerGroup:
         """Waits for a collective until it is complete, its error, another's error or the deadline.
         `check` is called in place of this group's, which a caller's calls."""
         assert self._gloo is not None and self._board is not None
-        self._gloo.finish(work, timeout, check or self.check, self._board.check_now)
+        self._gloo.finish(work, timeout, check or self.check, self._board.check_gone)
 
     def _start(self, name: str, *arguments: Any) -> Any:
         if self._gloo is None:
             raise _core.StateError("a group of one trainer rank has no collectives")
-        return self._gloo.start(name, *arguments)
+        assert self._board is not None
+        try:
+            return self._gloo.start(name, *arguments)
+        except _core.PeerClosedError:
+            self._board.check_gone()
+            raise
 
     def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
         self.finish(self._start("allgather", [parts], [mine]), self.timeout)
@@ -235,6 +244,7 @@ class _Board:
         self._rank = rank
         self._lane = lane
         self._timeout = timeout
+        self._ranks = 0
         self._update = 0  # of this board's; ranks may have been in different numbers of groups
         self._looking: Future[str] | None = None
 
@@ -256,6 +266,26 @@ class _Board:
     def check_now(self) -> None:
         """Waits for the store's answer."""
         _raise(_result(self._lane.submit(self._look), self._timeout))
+
+    def introduce(self, ranks: int) -> None:
+        """Tells so many ranks which process this one is; waits for nobody."""
+        self._ranks = ranks
+        process = json.dumps([host_identity(), os.getpid()])
+        self._lane.submit(lambda: self._store.set(f"process{self._rank}", process))
+
+    def check_gone(self) -> None:
+        """When a connection between ranks has broken: raises what any rank has published, or names
+        the rank on this host whose process has ended."""
+        names = [f"process{rank}" for rank in range(self._ranks)]
+        asked = self._lane.submit(lambda: [json.loads(self._store.get(name)) for name in names])
+        processes = _result(asked, self._timeout)
+        deadline = Deadline(VERDICT_SECONDS)  # a process closes its sockets before it has ended
+        while deadline.left:
+            self.check_now()
+            for rank, (host, pid) in enumerate(processes):
+                if host == host_identity() and has_ended(pid):
+                    raise _core.PeerClosedError(f"trainer rank {rank} (pid {pid}) has ended")
+            time.sleep(POLL_SECONDS)
 
     def publish(self, error: _core.WsyncError) -> _core.WsyncError:
         text = _encode_error(error, self._rank, self._update)

@@ -23,6 +23,15 @@ def host_identity() -> str:
         return f"{socket.gethostname()} {boot.read().strip()}"
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host has, though its parent may not have heard of it."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except FileNotFoundError:
+        return True
+
+
 def own_address(engines: Sequence[str]) -> str:
     """The address of this host that engines (URLs, or names of others) can reach.
 
