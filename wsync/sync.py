@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from wsync import _core
 from wsync.handles.base import EngineHandle, handles_of
@@ -26,6 +26,15 @@ from wsync.trainer.worker_deliveries import WorkerDelivery, deliveries
 
 if TYPE_CHECKING:
     from wsync.trainer.updates_base import Source, Weights
+
+
+# what ends an update without fault of an engine or a connection: perhaps before a byte is written
+_REFUSALS: Final = (
+    _core.InvalidArgumentError,
+    _core.LayoutError,
+    _core.RemoteError,
+    _core.UnsupportedError,
+)
 
 
 class Sync(Updates):
@@ -104,7 +113,8 @@ class Sync(Updates):
                 steps.
             WsyncError: the same on all ranks.  An error that is not a WsyncError is raised as a
                 RemoteError; on the rank where it happened, its `__cause__` is the original (Ctrl-C
-                is raised there as it is).  The engines stay paused, and inconsistent where an
+                is raised there as it is).  Engines that all say that they hold what
+                they held go on after a refusal.  Else they stay paused, and inconsistent where an
                 update had begun; the next call connects anew and updates them again.
         """
         with self._updating(version, weights) as report:
@@ -330,8 +340,6 @@ class Sync(Updates):
         self._requests.close(version, self._group.check, still_there)
 
     def _abandon(self, error: _core.WsyncError) -> None:
-        if self._paused:
-            error.add_note("The engines stay paused until an update succeeds.")
         connection, self._connection = self._connection, None
         under_way = [] if connection is None else connection.under_way
         try:
@@ -341,7 +349,15 @@ class Sync(Updates):
             error.add_note(f"Letting go of the engines failed, too: {failure!r}")
         finally:
             self._let_go()
-            self._requests.abandon(under_way)
+            refused = self._paused and isinstance(error, _REFUSALS)
+            self._paused = not self._requests.abandon(under_way, refused=refused) and self._paused
+            if self._paused and self._group.rank == 0:
+                urls = ", ".join(repr(engine.name) for engine in self._requests.handles)
+                error.add_note(
+                    "The engines stay paused until an update succeeds: call update again.  One that "
+                    "still holds the weights of one update goes on by "
+                    f"wsync.handle(url).resume(30): {urls}"
+                )
 
 
 def connect(

@@ -84,6 +84,16 @@ class CheckedEngine:
         if self._during is not self.handle and hasattr(type(self._during), "give_up"):
             self._during.give_up()
 
+    def unchanged(self, timeout: float) -> bool:
+        """Whether it says that its weights are still those of one update."""
+        return self.handle.model_info(timeout).get("consistent") is True
+
+    def go_on(self, timeout: float) -> None:
+        """Has it go on after the update has been given up, unless it is another trainer's turn."""
+        during = getattr(self.handle, "during", None)
+        told = None if during is None else during(self._update_id)
+        (told or self.handle).resume(timeout)
+
     def pause(self, mode: str, timeout: float) -> None:
         deadline = Deadline(timeout)
         during = getattr(self.handle, "during", None)

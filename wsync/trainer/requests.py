@@ -239,10 +239,13 @@ class EngineRequests:
             raise
         self._handover = NO_CALLS
 
-    def abandon(self, left: UnderWay) -> None:
+    def abandon(self, left: UnderWay, *, refused: bool = False) -> bool:
         """After a failure: no engine is asked for anything more.  What has been asked, with what is
         `left` elsewhere, may end for a moment, because what engines answer is their side of the
-        failure.  Then nobody waits for it any more, and one line says so."""
+        failure.  Then nobody waits for it any more, and one line says so.
+
+        refused: where all engines say that they hold what they held, they go on; whether they do.
+        """
         engines, self.engines = self.engines, [CheckedEngine(e.handle, e) for e in self.engines]
         for engine in engines:
             engine.give_up()
@@ -263,6 +266,28 @@ class EngineRequests:
             _log.warning(
                 "wsync: the update has failed and leaves unanswered: %s", "; ".join(busy.values())
             )
+        return refused and not busy and self._go_on(list(enumerate(engines)))
+
+    def _go_on(self, engines: Sequence[tuple[int, CheckedEngine]]) -> bool:
+        deadline = Deadline(min(VERDICT_SECONDS, self._options.deadline))
+
+        def look(_: int, engine: Any) -> bool:
+            found: bool = engine.unchanged(deadline.left)
+            return found
+
+        def go_on(_: int, engine: Any) -> None:
+            engine.go_on(deadline.left)
+
+        try:
+            looks = Calls(engines, look)
+            looks.join(deadline.left)
+            unchanged = bool(engines) and all(call.result() for _, call in looks.under_way)
+            if unchanged:
+                Calls(engines, go_on).join(deadline.left)
+        except Exception as error:  # a user's handle may raise anything
+            _log.warning("wsync: engines were not asked to go on: %s", error)
+            return False
+        return unchanged
 
     def _start(self, call: Call, indices: Sequence[int] | None = None) -> Calls:
         """Calls the engines of these indices (None: all)."""
