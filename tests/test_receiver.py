@@ -436,8 +436,9 @@ def test_an_update_that_is_given_up_keeps_no_memory(by_layout: bool) -> None:
 
 class Exploding(Loading):
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        if weights[0][0] == "up.weight" and self.keep_from is None:
-            raise RuntimeError("no kernel for up.weight")
+        for name, _ in weights:
+            if name == "up.weight" and self.keep_from is None:
+                raise KeyError("up.kernel")
         super().load_weights(weights)
 
 
@@ -448,8 +449,8 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     trainer.accept()
     with pytest.raises(
         RemoteError,
-        match=r"worker \(pid \d+\) failed: update 1 since the trainer connected: RuntimeError: no "
-        r"kernel for up",
+        match=r"worker \(pid \d+\) failed: update 1 since the trainer connected: "
+        r"Exploding\.load_weights raised at up\.weight: KeyError: 'up\.kernel'",
     ):
         trainer.update(1, tiny_weights(1))
     success, text = handled.result(SECONDS)

@@ -34,11 +34,13 @@ from wsync._core import (
     LayoutError,
     Memory,
     ProtocolError,
+    RemoteError,
     Route,
     StateError,
     Stream,
     UnsupportedError,
     ViewPool,
+    WsyncError,
     describe,
 )
 from wsync.engine.destination import (
@@ -52,9 +54,10 @@ from wsync.engine.destination import (
 )
 from wsync.engine.sent_destinations import Made, check_not_sent
 from wsync.machine import device
+from wsync.machine.error_text import error_text
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
-from wsync.module_tensors.names_in_messages import listed
+from wsync.module_tensors.names_in_messages import listed, unfused
 
 _log = logging.getLogger(__name__)
 
@@ -492,6 +495,17 @@ def _has_own_state_dict(module: torch.nn.Module) -> bool:
     )
 
 
+class _Given(list[tuple[str, torch.Tensor]]):
+    """What a load_weights is given.  last: the name of what it has taken last."""
+
+    last = "its first tensor"
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in super().__iter__():
+            self.last = pair[0]
+            yield pair
+
+
 class _ByCall(_Loading):
     """Hands views of the ring to a load_weights method.
 
@@ -667,10 +681,16 @@ class _ByCall(_Loading):
 
     def _call(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
         self._compare(pairs)
+        given = _Given(pairs)
         try:
             # engines load under no_grad, and not each method says so
             with self.loading(), torch.no_grad():
-                answer = self._method(pairs)
+                answer = self._method(given)
+        except WsyncError:
+            raise
+        except Exception as error:
+            text = f"{self._who()} raised at {given.last}: {error_text(error)}"
+            raise RemoteError(f"{text}{unfused([given.last])}") from error
         finally:
             device.await_torch(self.device)
         if isinstance(answer, set | frozenset):
