@@ -21,6 +21,7 @@ from support.wrong_names import WRONG, fused_experts
 
 import wsync
 from wsync.handles.sglang_http import HttpHandle
+from wsync.messages.control import LOAD_FORMAT
 from wsync.trainer.first_effect import FirstEffect
 
 Tensors = dict[str, torch.Tensor]
@@ -34,6 +35,7 @@ class Noting(Engine):
     def __init__(self, folder: Path | str, **started: Any) -> None:
         super().__init__(model_path=str(folder), **started)
         self.asked: list[str] = []
+        self.load_formats: tuple[str, ...] = ()
 
     def pause_generation(self) -> None:
         self.asked.append("pause")
@@ -74,6 +76,16 @@ def deliver(weights: Tensors, engine: Engine, **options: Any) -> None:
     wsync.connect(weights, [engine], options=wsync.Options(progress=False, **options)).close()
 
 
+@pytest.mark.parametrize("formats", [(), (LOAD_FORMAT,)])
+def test_integers_in_place_of_weights_are_refused(formats: Any, tmp_path: Path) -> None:
+    engine = Noting(saved(tmp_path, ones("a", "b")))
+    engine.load_formats = formats
+    text = r"other dtypes: b \(float32, here int8, which has no scales\)"
+    with pytest.raises(wsync.LayoutError, match=text):
+        deliver(ones("a") | {"b": torch.ones(2).char()}, engine)
+    assert engine.asked == []
+
+
 @pytest.mark.parametrize("form", WRONG)
 def test_names_that_engines_pass_over_are_refused_before_anything_is_paused(
     form: str, experts: tuple[Path, Tensors], tmp_path: Path
@@ -89,8 +101,13 @@ def test_names_that_engines_pass_over_are_refused_before_anything_is_paused(
         wsync.DiskSync(given, [engine], folder=tmp_path, options=OPTIONS)
     with pytest.raises(wsync.LayoutError, match=f"{folder}, whose configuration .*{text}"):
         wsync.DiskSync(given, folder=tmp_path, base=folder, options=OPTIONS)
-    assert engine.asked == []
+    receiver = Noting(folder)
+    receiver.load_formats = (LOAD_FORMAT,)
+    with pytest.raises(wsync.LayoutError, match=f"{folder}, which engine e was st.*{text}"):
+        deliver(given, receiver)
+    assert engine.asked == receiver.asked == []
     deliver(given, engine, checkpoint="")
+    deliver(given, receiver, checkpoint="")
 
 
 def test_the_names_of_the_checkpoint_are_taken(

@@ -164,7 +164,7 @@ def test_names_that_a_server_passes_over_are_refused(
         given = make(second.weights)
         if given.keys() == second.weights.keys():
             continue  # of experts, which not all have
-        for way in ("buckets", "broadcast-tensors"):
+        for way in WAYS:
             with pytest.raises(wsync.LayoutError, match=f"{first.folder}, which .*{text}"):
                 connect(server, given, **WAYS[way])
         with pytest.raises(wsync.LayoutError, match=text):

@@ -80,7 +80,8 @@ class Options:
             them: names in the checkpoint, or shell patterns of these ("model.visual.*", where "*"
             stands for dots, too).  What the checkpoint has, no trainer rank delivers and this does
             not name is refused.  It withholds nothing: a tensor that is delivered is loaded.
-            Engines with wsync's receiver read WSYNC_KEEP in their own environment.
+            Engines with wsync's receiver read WSYNC_KEEP in their own environment, and this for
+            what only some layers have delivered.
         quantise: how weights are delivered: None as the trainer holds them, a mapping by which they
             are quantised (the quantization_config of a checkpoint's config.json), or "checkpoint",
             as the checkpoint's says, if it has one; a mapping of nothing but "producer",

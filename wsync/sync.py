@@ -15,7 +15,7 @@ from wsync.machine.host import host_identity
 from wsync.machine.trace import Trace
 from wsync.options import Options, numbers
 from wsync.report import Report
-from wsync.trainer.checkpoint_check import EngineCheck, check_scales, compare
+from wsync.trainer.checkpoint_check import EngineCheck, check_scales
 from wsync.trainer.connection import Connection
 from wsync.trainer.lending import Lender, Lending
 from wsync.trainer.quantise_option import config_of, tell_rearranged
@@ -186,17 +186,19 @@ class Sync(Updates):
     def _check_engines(self, model: _core.Layout) -> None:
         options = self.options
         check = EngineCheck(options, config_of(options), model)
-        if self._stock:
-            for name in check.engines(self._stock, options.deadline):
-                self._requests.effect.watch(name)
-        elif options.checkpoint and options.quantise is None:
-            compare(model, options.checkpoint, keep=options.keep)  # wsync's receiver says the rest
 
-        def check_again(engine: EngineHandle, timeout: float) -> None:
+        def look(engine: EngineHandle, timeout: float) -> None:
             if any(engine is stock for stock in self._stock):
                 check.engine(engine, timeout)
+            elif options.quantise is None:
+                check.receiver(engine, timeout)
 
-        self._requests.compare = check_again
+        for name in check.engines(self._stock, options.deadline):
+            self._requests.effect.watch(name)
+        for engine in self._requests.handles:
+            if not any(engine is stock for stock in self._stock):
+                look(engine, options.deadline)
+        self._requests.compare = look
         tell_rearranged(self._requests.handles, options, model)
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
@@ -354,8 +356,8 @@ class Sync(Updates):
             if self._paused and self._group.rank == 0:
                 urls = ", ".join(repr(engine.name) for engine in self._requests.handles)
                 error.add_note(
-                    "The engines stay paused until an update succeeds: call update again.  One that "
-                    "still holds the weights of one update goes on by "
+                    "The engines stay paused until an update succeeds: call update again.  One "
+                    "that still holds the weights of one update goes on by "
                     f"wsync.handle(url).resume(30): {urls}"
                 )
 

@@ -31,6 +31,7 @@ from wsync.checkpoints.safetensors_layout import (
     read_config,
     system_calls,
 )
+from wsync.families.rules import key_of
 from wsync.handles.answers import drafts_itself
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
@@ -133,7 +134,7 @@ class EngineCheck:
         if self._folder and not os.path.isdir(self._folder):  # a name on the hub, perhaps
             self._folder = folder_of(self._folder) or self._folder
         self._form = _form_of(self._folder) if self._folder else None
-        self._compared: dict[tuple[str, bool], bool] = {}
+        self._compared: dict[tuple[str, bool, bool], bool] = {}
 
     def engines(self, engines: Sequence[EngineHandle], timeout: float) -> list[str]:
         """As `engine`, for all of them within a timeout.  The names of those of which nothing was
@@ -186,6 +187,15 @@ class EngineCheck:
         title = f"{folder}, which engine {engine.name} was started from,"
         return self._compare(folder, title, drafts_itself(started))
 
+    def receiver(self, engine: EngineHandle, timeout: float) -> None:
+        """Compares names and shapes for an engine with wsync's receiver before it is paused; the
+        receiver compares the rest in its first update.  Raises LayoutError as `compare`."""
+        folder, deadline = self._folder, Deadline(timeout)
+        if folder is None:
+            folder = _folder_of(engine, _started(engine, deadline.left), deadline)
+        title = f"{folder}, which engine {engine.name} was started from,"
+        self._compare(folder, title, whole=False)
+
     def folders(self) -> None:
         """Compares what versions on a disk will have with Options.checkpoint and `base`.
 
@@ -197,12 +207,12 @@ class EngineCheck:
         if not any(compared):
             check_names(self._tensors)
 
-    def _compare(self, folder: str, title: str, drafts: bool = False) -> bool:
-        """As `compare`, of all that a folder has, which is read once."""
-        known = folder, drafts
+    def _compare(self, folder: str, title: str, drafts: bool = False, whole: bool = True) -> bool:
+        """As `compare`, of a folder, which is read once."""
+        known = folder, drafts, whole
         if folder and not self._compared.get(known):
             self._compared[known] = compare(
-                self._tensors, folder, title=title, keep=self._keep, drafts=drafts, whole=True
+                self._tensors, folder, title=title, keep=self._keep, drafts=drafts, whole=whole
             )
         return self._compared.get(known, False)
 
@@ -221,10 +231,10 @@ def compare(
     Args:
         model: a layout, or the facts of its tensors.  Where these have no codes and the checkpoint
             has some, what those are codes of is compared.
-        title: what the folder is, for an error.
-        keep: as Options.keep.
+        title: what the folder is, for an error.  keep: as Options.keep.
         drafts: whether an engine drafts tokens with layers of the checkpoint.
-        whole: whether everything in it has to be delivered; else the log names what is not.
+        whole: whether everything in it has to be delivered; else what other layers have delivered,
+            and the log names the rest.
 
     Returns:
         Whether there was something to compare with: False, and the log says why, for a folder that
@@ -249,16 +259,16 @@ def compare(
         if name not in claimed and not source.stays(name, drafts=drafts)
         if not any(fnmatchcase(name, pattern) for pattern in keep)
     ]
-    given = {weight_of(each.name, each.dtype) for each in facts} - {""}
-    halves = [name for name in lacking if weight_of(name, places[name].dtype) in given]
+    halves, parts = _in_part(facts, claimed, lacking, places)
+    asked = lacking if whole or unknown else [*halves, *parts]
     wrong = {
         "it has no": unknown,
-        "nobody delivers its": lacking if whole else halves,
+        "nobody delivers its": asked,
         "other shapes": list(_other_shapes(claimed, places)),
         "other dtypes": list(_other_dtypes(facts, places)),
     }
     if texts := [f"{text}: {listed(names)}" for text, names in wrong.items() if names]:
-        stays = [] if unknown or halves else lacking
+        stays = [] if unknown or halves else asked
         help = [*_reasons(facts, unknown, places), *_to_keep(facts, stays), _OTHERWISE]
         raise _core.LayoutError(
             f"{title or f'the checkpoint {folder}'} has other tensors than those delivered: "
@@ -332,6 +342,19 @@ class _Source(NamedTuple):
         return self._is_tied_head(name) or is_note(name) or bool(_MADE.search(name))
 
 
+def _in_part(
+    facts: Iterable[TensorFacts],
+    claimed: Collection[str],
+    lacking: Sequence[str],
+    places: Mapping[str, Place],
+) -> tuple[list[str], list[str]]:
+    """What lacks beside codes or scales that are delivered, and what else other layers have."""
+    given = {weight_of(each.name, each.dtype) for each in facts} - {""}
+    kinds = {key_of(name) for name in claimed}
+    halves = [name for name in lacking if weight_of(name, places[name].dtype) in given]
+    return halves, [name for name in lacking if name not in halves and key_of(name) in kinds]
+
+
 def _other_shapes(
     claimed: Mapping[str, Sequence[TensorFacts]], places: Mapping[str, Place]
 ) -> Iterator[str]:
@@ -361,6 +384,8 @@ def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Place]) -> 
         coded = weight_of(name, each.dtype) or weight_of(name, place.dtype)
         if coded and place is not _UNKNOWN and place.dtype != each.dtype and not readable:
             yield f"{name} ({place.dtype}, here {each.dtype})"
+        elif not coded and place.dtype in _FLOATS and "float" not in each.dtype:
+            yield f"{name} ({place.dtype}, here {each.dtype}, which has no scales)"
 
 
 def _reasons(
