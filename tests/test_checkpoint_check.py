@@ -10,6 +10,7 @@ import json
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from support.wrong_names import WRONG, fused_experts
 import wsync
 from wsync.handles.sglang_http import HttpHandle
 from wsync.messages.control import LOAD_FORMAT
+from wsync.trainer import first_effect
 from wsync.trainer.first_effect import FirstEffect
 
 Tensors = dict[str, torch.Tensor]
@@ -378,5 +380,8 @@ def test_what_an_update_has_left_as_it_was_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     looked(monkeypatch, *answers)
+    if named:
+        with mock.patch.object(first_effect._log, "warning", side_effect=OSError("a full disk")):
+            looked(monkeypatch, *answers)  # fails no update
     expected = [f"engine http://127.0.0.1:1: the update left all of {named} as they were: "]
     assert [text.partition("if the")[0] for text in caplog.messages] == expected * bool(named)

@@ -146,10 +146,10 @@ def test_a_handler_of_logs_that_raises_fails_no_update(monkeypatch: pytest.Monke
             raise OSError("the disk is full")
 
     logger, broken = logging.getLogger("wsync"), Broken()
-    monkeypatch.setattr(logger, "handlers", [broken])
-    monkeypatch.setattr(logger, "level", logging.INFO)
     options = agreement_cases.OPTIONS
     with wsync.connect({"a": torch.zeros(1)}, [agreement_cases.Stock()], options=options) as sync:
+        monkeypatch.setattr(logger, "handlers", [broken])
+        monkeypatch.setattr(logger, "level", logging.INFO)
         assert [sync.update().version for _ in range(2)] == ["1", "2"]
 
 
