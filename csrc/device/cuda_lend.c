@@ -71,18 +71,21 @@ wsync_status_t wsync_cuda_find_allocations(const wsync_cuda_device_t *device,
                                            size_t *item_count, wsync_error_t *err)
 {
     wsync_cuda_ranges_t ranges = {0};
+    wsync_cuda_allocation_t *found = NULL;
     size_t index;
     wsync_status_t status =
         wsync_cuda_find_ranges(device, spans, count, &ranges, &index, err);
 
-    *items = calloc(ranges.count + 1, sizeof(**items));
     *item_count = 0;
-    if (status == WSYNC_OK && *items == NULL) {
-        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                            "no memory to note %zu allocations of a GPU", ranges.count);
+    found = calloc(ranges.count + 1, sizeof(*found));
+    *items = found;
+    if (found == NULL) {
+        free(ranges.items);
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                          "no memory to note %zu allocations of a GPU", ranges.count);
     }
     for (size_t i = 0; i < ranges.count && status == WSYNC_OK; i++) {
-        status = identify(device, &ranges.items[i], &(*items)[i], err);
+        status = identify(device, &ranges.items[i], &found[i], err);
         *item_count += status == WSYNC_OK;
     }
     free(ranges.items);
