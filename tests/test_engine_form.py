@@ -304,7 +304,7 @@ def test_a_trainer_with_codes_of_its_own_needs_engines_that_hold_some(tmp_path: 
 FP8 = torch.float8_e4m3fn
 CODES = {"a.weight": torch.zeros(4, 2, dtype=FP8), "b.bias": torch.zeros(3)}
 SCALES = {"a.weight_scale_inv": torch.ones(1, 1)}
-NOTE = {"c.weight_shape": torch.zeros(2, dtype=torch.int64)}
+NOTE = {"a.weight_shape": torch.zeros(2, dtype=torch.int64)}
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 FUSED = {EXPERTS: torch.zeros(2, 4, 4, dtype=FP8), f"{EXPERTS}_scale_inv": torch.ones(2, 1, 1)}
 PLAIN_WEIGHTS = {"a.weight": torch.zeros(4, 2), "b.bias": torch.zeros(3)}
@@ -340,7 +340,7 @@ def test_codes_and_scales_are_those_of_the_checkpoint(
     there: dict[str, torch.Tensor], given: dict[str, torch.Tensor], text: str, tmp_path: Path
 ) -> None:
     folder = model(tmp_path, PER_TENSOR, weights=there | NOTE)
-    given = {**given, "c.weight_shape": torch.zeros(2, dtype=torch.int32)}
+    given = {**given, "a.weight_shape": torch.zeros(2, dtype=torch.int32)}
     if not text:
         assert compare(from_tensors(given).layout, folder)
         return
