@@ -230,19 +230,17 @@ class Slow(Engine):
         return True, "good"
 
 
-@pytest.mark.parametrize("make", [lambda e: RayHandle(Actor(e), timeout=60), LocalHandle])
-def test_a_bucket_that_nobody_waits_for_comes_before_those_of_the_next_update(make: Any) -> None:
+def test_a_bucket_that_nobody_waits_for_comes_before_those_of_the_next_update() -> None:
+    """Ray itself keeps the order of an actor's calls."""
     engine = Slow()
-    shared = make(engine)
+    shared = LocalHandle(engine)
     first, second = shared.during("1"), shared.during("2")
     send = {"load_format": None, "timeout": 0.2}
     for _ in range(2):
         with pytest.raises(DeadlineError, match="no answer within"):
             first.update_weights([b"x"], weight_version="1", **send)
-    with pytest.raises(DeadlineError, match="what an update that failed has asked of it goes on"):
+    with pytest.raises(DeadlineError, match="not answered since an update that failed asked"):
         second.pause("abort", 0.2)
-    with pytest.raises(DeadlineError, match="what an update that failed has asked of it goes on"):
-        second.update_weights([b"x"], weight_version="2", **send)
     second.update_weights([b"x"], load_format=LOAD_FORMAT, weight_version=None, timeout=60)
     engine.released.set()
     second.pause("abort", 60)

@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import copy
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,12 @@ _LOOKS_SECONDS: Final = 1.0  # for a look at an engine by somebody else
 _FLUSH_RETRY_SECONDS = 0.05
 
 _T = TypeVar("_T")
+
+
+class _Asking:
+    """Who asks: one update, or whoever holds a handle without one."""
+
+    given_up = False
 
 
 class ApiHandle(ABC):
@@ -45,9 +50,9 @@ class ApiHandle(ABC):
         # whether the session of this update is open; None: not known, another's may be
         self._begun: bool | None = None
         self._restored = False  # the weights, by this update, for them to be loaded
-        self._given_up = threading.Event()  # of this update; of a handle without one it stays unset
+        self._asking = _Asking()  # of this update
         # calls that have not returned, and the update of each; of the engine, as the next one is
-        self._open: dict[Future[Any], tuple[str, threading.Event]] = {}
+        self._open: dict[Future[Any], tuple[str, _Asking]] = {}
         # of the engine, whichever update asks; known: unless it says otherwise; left: a session, by
         # an update that failed; resumed: the last update has had it go on
         self._sessions = {"known": sessions, "left": False, "rearranges": False, "resumed": True}
@@ -60,24 +65,24 @@ class ApiHandle(ABC):
     def during(self, update_id: str) -> Self:
         """The same handle, for the requests of one update."""
         told = copy.copy(self)
-        told._given_up = threading.Event()
+        told._asking = _Asking()
         return told
 
     def give_up(self) -> None:
         """Makes no further call for this update: the next one may begin."""
-        self._given_up.set()
+        self._asking.given_up = True
 
     @property
     def unanswered(self) -> list[str]:
         """What this update has asked and got no answer to: the engine and the method of each."""
-        return [where for where, update in list(self._open.values()) if update is self._given_up]
+        return [where for where, update in list(self._open.values()) if update is self._asking]
 
     def pause(self, mode: str, timeout: float) -> None:
         """Begins an update, once what earlier ones have asked has been answered: an engine could
         load their weights after those of this one.  DeadlineError where it is not."""
         deadline = Deadline(timeout)
         for call, (where, update) in list(self._open.items()):
-            if update is not self._given_up and not wait([call], deadline.left).done:
+            if update is not self._asking and not wait([call], deadline.left).done:
                 raise DeadlineError(
                     f"{where}: not answered since an update that failed asked for it"
                 )
@@ -87,10 +92,10 @@ class ApiHandle(ABC):
     def _run(self, where: str, call: Callable[[], _T], timeout: float) -> Future[_T]:
         """A call that has returned; DeadlineError if it does not in time.  where: what errors call
         it."""
-        if self._given_up.is_set():
+        if self._asking.given_up:
             raise StateError(f"{where}: not asked, as its update has been given up")
         made = start(where, call)
-        self._open[made] = where, self._given_up
+        self._open[made] = where, self._asking
         made.add_done_callback(self._open.pop)
         if not wait([made], max(timeout, 0.0)).done:
             raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
