@@ -33,7 +33,8 @@ def main() -> int:
     stray = packed - tracked(root, ".") - {"PKG-INFO"}
     if stray:
         wrong.append(f"{sdist.name} holds untracked {sorted(stray)}")
-    expected = tracked(root, "wsync") | {"wsync/_core.abi3.so"}
+    guide = tracked(root, "wsync/guide")
+    expected = tracked(root, "wsync") - guide | {"wsync/_core.abi3.so"}
     if installed != expected:
         wrong.append(f"{wheel.name}: lacks {sorted(expected - installed)}")
         wrong.append(f"{wheel.name}: has also {sorted(installed - expected)}")
