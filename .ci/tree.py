@@ -18,6 +18,7 @@ TOP_LEVEL = {
 }
 MAX_FUNCTION_LINES = 60
 MAX_README_LINES = 130
+MAX_GUIDE_LINES = 560  # wsync/README.md and wsync/guide together
 SPDX = "/* SPDX-License-Identifier: Apache-2.0"
 README_COMMANDS = ("pip install '.[demo]' && wsync demo", "pip install '.[test]' && pytest")
 
@@ -74,6 +75,9 @@ def main() -> int:
     readme = (root / "README.md").read_text()
     if readme.count("\n") > MAX_README_LINES:
         wrong.append(f"README.md: more than {MAX_README_LINES} lines")
+    guide = [name for name in names if name.startswith(("wsync/README.md", "wsync/guide/"))]
+    if sum((root / name).read_text().count("\n") for name in guide) > MAX_GUIDE_LINES:
+        wrong.append(f"wsync/guide: more than {MAX_GUIDE_LINES} lines")
     wrong += [f"README.md: no `{command}`" for command in README_COMMANDS if command not in readme]
     print(*wrong, sep="\n", end="\n" if wrong else "")
     print(f"checked: {len(own)} files")

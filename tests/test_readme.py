@@ -11,25 +11,13 @@ from xml.etree import ElementTree
 import nbclient
 import nbformat
 import pytest
+from support import guide
 
 from wsync.demo.engines.serve import command_line
 
-ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-GUIDE = ROOT / "wsync/README.md"
-
-
-def notebook_cell() -> str:
-    _, found, rest = README.read_text(encoding="utf-8").partition("**In a notebook**")
-    assert found
-    block = re.search(r"```python\n(.*?)```", rest, re.DOTALL)
-    assert block
-    return block[1]
-
-
 OWN_ENGINE = f"""
 import sys
-sys.path.append({str(ROOT / "tests")!r})
+sys.path.append({str(guide.ROOT / "tests")!r})
 import torch, wsync
 from support.workers import ThreadEngine
 from wsync.engine.ring_loaders import ModuleLoader
@@ -44,7 +32,10 @@ report
 @pytest.fixture(scope="module")
 def outputs() -> list[list[Any]]:
     """What a notebook shows below a cell that has nothing but wsync, and below the README's."""
-    cells = [nbformat.v4.new_code_cell(text) for text in (OWN_ENGINE, notebook_cell())]
+    cells = [
+        nbformat.v4.new_code_cell(text)
+        for text in (OWN_ENGINE, *guide.blocks("python", "In a notebook"))
+    ]
     notebook = nbformat.v4.new_notebook(cells=cells)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -68,21 +59,25 @@ def test_a_notebook_shows_a_report_and_no_warning_of_a_bar(outputs: list[list[An
 
 
 def test_the_server_is_started_as_it_says() -> None:
-    found = re.findall(
-        r"`python -m wsync\.demo\.engines\.transformers ([^`]*)`", GUIDE.read_text("utf-8")
-    )
+    text = guide.GUIDE.joinpath("engines.md").read_text(encoding="utf-8")
+    found = re.findall(r"`python -m wsync\.demo\.engines\.transformers ([^`]*)`", text)
     assert [command_line().parse_args(words.split()).port for words in found] == [30000]
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize(
     "page",
-    [README, GUIDE, ROOT / "csrc/README.md", ROOT / "benchmarks/README.md"],
-    ids=lambda page: page.parent.name,
+    [*guide.PAGES, guide.ROOT / "csrc/README.md", guide.ROOT / "benchmarks/README.md"],
+    ids=lambda page: str(page.relative_to(guide.ROOT)),
 )
 def test_what_a_page_refers_to_is_there(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    text = page.read_text(encoding="utf-8")
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"

@@ -541,7 +541,7 @@ def holds(server: ServerProcess, sums: dict[str, str], version: str) -> bool:
 
 @pytest.mark.parametrize("shards", [False, True], ids=["whole tensors", "shards"])
 def test_verls_manager_updates_all_servers(running: Running, shards: bool) -> None:
-    """Twice, with other weights; shards with the change to verl that wsync/README.md names."""
+    """Twice, with other weights; shards with the change to verl that the guide names."""
     cluster, servers = running
     cluster.trainers.choose(shards)
     cluster.noted()

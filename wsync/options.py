@@ -52,7 +52,7 @@ class Options:
         backend: of the groups that buckets are broadcast in: "gloo", "nccl", or "auto".
         pause_mode: what becomes of running requests.  "abort" ends them with the tokens that they
             have; "retract" computes them anew with the new weights, and "in_place" has them go on
-            with the keys and values of the old ones.  See "Running requests" in wsync/README.md.
+            with the keys and values of the old ones ("Running requests" in wsync/guide/engines.md).
         flush_cache: whether engines drop their KV cache before the update; "in_place" wants False.
             With False, SGLang answers later requests from prefixes that old weights have computed,
             in every mode.  A request's `extra_key` avoids that if it names the weight version:

@@ -21,7 +21,7 @@ Each trainer rank keeps its share of the whole tensors that verl gathers, and th
 servers with one `wsync.Sync`.  verl's rollout workers, through which verl's own engines send, only
 wait for that: they are told when every server has the weights, or why none has.  A trainer that
 hands over its training engine instead of tensors has its shards sent where they lie; verl needs a
-change for that, which wsync/README.md names.
+change for that, which wsync/guide/trainers.md names.
 
 Made against verl 0.9.1: its base class, its actors' names, and what its rollouts do with an update
 of which they are handed nothing (`wire_format`).

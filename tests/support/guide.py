@@ -9,20 +9,46 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from support.server_models import PATIENCE
 
+import wsync
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "wsync/guide"
+PAGES = [ROOT / "README.md", ROOT / "wsync/README.md", *sorted(GUIDE.glob("*.md"))]
 MODEL = "tiny-qwen3"  # what the script calls its folder
-_GUIDE = Path(__file__).parents[2] / "wsync/README.md"
 _SERVERS = "SGLang and vLLM on a CPU"
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def all_blocks() -> list[str]:
+    """What README and guide say to type."""
+    return [text for page in PAGES for _, text in _BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
 def blocks(language: str, title: str = _SERVERS) -> list[str]:
     """What a section says to type."""
-    _, found, rest = _GUIDE.read_text(encoding="utf-8").partition(f"## {title}\n")
-    assert found
-    section = rest.partition("\n## ")[0]
-    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    (section,) = re.findall(
+        rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)",
+        "\n## \n".join(texts),
+        re.DOTALL | re.MULTILINE,
+    )
+    return [block for written_in, block in _BLOCK.findall(section) if written_in == language]
+
+
+def execute(title: str, changes: Mapping[str, object], **names: object) -> dict[str, Any]:
+    """Runs a section's code in this process, with these names, and these words for others that it
+    has; the names that there are then."""
+    (code,) = blocks("python", title)
+    for word, other in changes.items():
+        assert word in code
+        code = code.replace(word, str(other))
+    given = {"wsync": wsync, **names}
+    exec(code, given)
+    return given
 
 
 def run(title: str, file: Path) -> str:

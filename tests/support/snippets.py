@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from support import guide
 from support.tiny_qwen3 import dense, sums
 
 import wsync
@@ -59,6 +60,7 @@ def megatron(url: str) -> tuple[list[float], dict[str, str]]:
         def log(metrics: dict[str, float], step: int) -> None:
             logged.append(metrics["wsync/rounds"])
 
+        guide.execute("Your own trainer", {URL: url}, model=chunks, hf_config=trainer.hf)
         step = _stepping(lambda: (p for chunk in chunks for p in chunk.parameters()), steps)
         names = {"chunks": chunks, "hf_config": trainer.hf, "train_step": step, "log": log}
         run(wsync.megatron, url, **names)

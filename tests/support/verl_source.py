@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-GUIDE = Path(__file__).resolve().parents[2] / "wsync/README.md"
+GUIDE = Path(__file__).resolve().parents[2] / "wsync/guide/trainers.md"
 
 
 def text(path: str) -> str:
@@ -41,7 +41,7 @@ def methods_of(path: str, name: str) -> dict[str, ast.FunctionDef | ast.AsyncFun
 
 
 def documented_change() -> dict[str, str]:
-    """What wsync/README.md says that verl needs to send shards: a condition, and its successor."""
+    """What the guide says that verl needs to send shards: a condition, and its successor."""
     (diff,) = re.findall(r"```diff\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     lines = {
         sign: "\n".join(line[1:] for line in diff.splitlines() if line[0] == sign) for sign in "-+"
