@@ -364,17 +364,14 @@ def test_what_engines_with_wsyncs_receiver_say_themselves_is_a_warning(
 
 
 def test_an_updater_of_slimes_compares_with_its_checkpoint(tmp_path: Path) -> None:
-    weights = WEIGHTS | {"c.weight": torch.zeros(2, 2)}
-    args = SimpleNamespace(hf_checkpoint=model(tmp_path, None))
-    for options, error, text in (
-        (None, wsync.LayoutError, r"it has no: c\.weight"),
-        (wsync.Options(checkpoint=""), REFUSAL, "no engines to connect to"),
-    ):
-        layout = from_tensors(weights)
-        updater = wsync.UpdateWeightFromTensor(
-            args, layout, None, model_name="any", options=options
-        )
-        with pytest.raises(error, match=text):
-            updater.connect_rollout_engines([])
+    path = model(tmp_path, None)
+    updater = wsync.UpdateWeightFromTensor(
+        SimpleNamespace(hf_checkpoint=path),
+        from_tensors(WEIGHTS | {"c.weight": torch.zeros(2, 2)}),
+        None,
+        model_name="any",
+    )
+    with pytest.raises(wsync.LayoutError, match=r"it has no: c\.weight"):
+        updater.connect_rollout_engines([Engine(model_path=path)])
     with pytest.raises(REFUSAL, match="checkpoint=3 is no text"):
         wsync.Options(checkpoint=3)  # type: ignore[arg-type]

@@ -637,7 +637,7 @@ def test_a_tied_head_goes_by_the_name_of_the_embedding(first: bool, two: Ranks) 
 def test_a_head_of_its_own_that_the_texts_configuration_knows_is_delivered(outer: bool) -> None:
     """The outer configuration of a vision-language model may say what its class does by default."""
     model = _Tied(True)
-    names = {"lm_head.weight", "model.embed_tokens.weight"}
+    names = {"language_model.lm_head.weight", "model.embed_tokens.weight"}
     text = transformers.Qwen2Config(tie_word_embeddings=not outer)
     config = transformers.InternVLConfig(text_config=text, tie_word_embeddings=outer)
     assert set(layout(model, config).layout.names()) == names

@@ -144,7 +144,7 @@ def make_engine(names: dict[str, Any], models: list[torch.nn.Module]) -> Any:
 
         def flush_cache(self) -> None: ...
 
-        def begin_weight_update(self) -> tuple[bool, str]:
+        def begin_weight_update(self, selector: str = "all") -> tuple[bool, str]:
             was, Engine.open = Engine.open, True
             return not was, "a weight-update session is already open"
 
