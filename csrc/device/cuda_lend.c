@@ -72,9 +72,8 @@ wsync_status_t wsync_cuda_find_allocations(const wsync_cuda_device_t *device,
 {
     wsync_cuda_ranges_t ranges = {0};
     wsync_cuda_allocation_t *found = NULL;
-    size_t index;
     wsync_status_t status =
-        wsync_cuda_find_ranges(device, spans, count, &ranges, &index, err);
+        wsync_cuda_find_ranges(device, spans, count, &ranges, NULL, err);
 
     *item_count = 0;
     found = calloc(ranges.count + 1, sizeof(*found));

@@ -107,14 +107,20 @@ static size_t range_after(const wsync_cuda_ranges_t *ranges, uintptr_t address)
     return low;
 }
 
-/* How far memory is known to go on from an address. */
-static uintptr_t known_until(const wsync_cuda_ranges_t *ranges, uintptr_t address)
+/* How far memory is known to go on from an address; `end` or more: up to there. */
+static uintptr_t known_until(const wsync_cuda_ranges_t *ranges, uintptr_t address,
+                             uintptr_t end)
 {
     for (size_t i = range_after(ranges, address);
-         i < ranges->count && ranges->items[i].begin <= address; i++) {
+         address < end && i < ranges->count && ranges->items[i].begin <= address; i++) {
         address = ranges->items[i].end;
     }
     return address;
+}
+
+static uintptr_t end_of(const wsync_span_t *span)
+{
+    return (uintptr_t)span->data + span->nbytes;
 }
 
 /* Those that overlap it are the same memory, or memory that is there no more. */
@@ -148,10 +154,10 @@ static wsync_status_t walk(const wsync_cuda_device_t *device, const wsync_span_t
                            wsync_cuda_ranges_t *ranges, uintptr_t *at, answer_t *answer,
                            wsync_error_t *err)
 {
-    const uintptr_t end = (uintptr_t)span->data + span->nbytes;
+    const uintptr_t end = end_of(span);
     wsync_status_t status = WSYNC_OK;
 
-    *at = known_until(ranges, (uintptr_t)span->data);
+    *at = known_until(ranges, (uintptr_t)span->data, end);
     while (*at < end && status == WSYNC_OK) {
         wsync_cuda_range_t range;
 
@@ -160,7 +166,7 @@ static wsync_status_t walk(const wsync_cuda_device_t *device, const wsync_span_t
             return status;
         }
         status = note_range(ranges, &range, err);
-        *at = known_until(ranges, range.end);
+        *at = known_until(ranges, range.end, end);
     }
     return status;
 }
@@ -171,16 +177,19 @@ wsync_status_t wsync_cuda_find_ranges(const wsync_cuda_device_t *device,
                                       wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;
+    size_t first = count;
 
-    *index = count;
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         uintptr_t at;
         answer_t answer;
 
         status = walk(device, &spans[i], ranges, &at, &answer, err);
-        if (at - (uintptr_t)spans[i].data < spans[i].nbytes && *index == count) {
-            *index = i;
+        if (at < end_of(&spans[i]) && first == count) {
+            first = i;
         }
+    }
+    if (index != NULL) {
+        *index = first;
     }
     return status;
 }
@@ -212,7 +221,7 @@ static wsync_status_t classify(wsync_cuda_spans_t *spans, const wsync_span_t *sp
     uintptr_t at;
     wsync_status_t status = walk(spans->device, span, &spans->ranges, &at, &first, err);
 
-    if (status == WSYNC_OK && at - data >= span->nbytes) {
+    if (status == WSYNC_OK && at >= end_of(span)) {
         made.kind = WSYNC_CUDA_DEVICE;
     } else if (status == WSYNC_OK && (at > data || is_device(&first))) {
         status = fail_unmapped(spans->device, span, at, err);
@@ -297,8 +306,7 @@ wsync_status_t wsync_cuda_spans_find(wsync_cuda_spans_t *spans, const wsync_span
         spans->ranges.count = 0;
         spans->ranges_age = age;
     }
-    if (known_until(&spans->ranges, (uintptr_t)span->data) - (uintptr_t)span->data >=
-        span->nbytes) {
+    if (known_until(&spans->ranges, (uintptr_t)span->data, end_of(span)) >= end_of(span)) {
         *place = (wsync_cuda_place_t){(uintptr_t)span->data, WSYNC_CUDA_DEVICE};
         return WSYNC_OK;
     }

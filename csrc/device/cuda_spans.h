@@ -60,8 +60,8 @@ void wsync_cuda_spans_age(wsync_cuda_spans_t *spans);
 void wsync_cuda_spans_fini(wsync_cuda_spans_t *spans);
 
 /* Notes what the spans lie in now.  *index is that of the first one, of those that are not
- * empty, where no memory of a device lies; or count.  In the context; what has been noted
- * is for free(), also after an error. */
+ * empty, where no memory of a device lies; or count; index may be NULL.  In the context;
+ * what has been noted is for free(), also after an error. */
 wsync_status_t wsync_cuda_find_ranges(const wsync_cuda_device_t *device,
                                       const wsync_span_t *spans, size_t count,
                                       wsync_cuda_ranges_t *ranges, size_t *index,
