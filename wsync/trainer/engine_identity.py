@@ -131,7 +131,7 @@ class CheckedEngine:
     def flush(self, timeout: float) -> None:
         self._told.flush(timeout)
 
-    def settle(self, mode: str, timeout: float, *, flush: bool) -> None:
+    def pause_and_flush_again(self, mode: str, timeout: float, *, flush: bool) -> None:
         """When the engine has all weights: pauses and flushes it once more where it cannot tell
         whose requests it gets.  Another trainer, or a gateway that repeats a request, may have had
         it continue meanwhile, and its cache then has what mixed weights have computed."""

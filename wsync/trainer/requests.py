@@ -219,7 +219,7 @@ class EngineRequests:
 
         def hand_over(index: int, engine: Any) -> None:
             deliver(index, engine, remaining)
-            engine.settle(options.pause_mode, remaining(), flush=options.flush_cache)
+            engine.pause_and_flush_again(options.pause_mode, remaining(), flush=options.flush_cache)
             engine.verify(remaining())
             self.effect.look(engine.handle, remaining(), after=True)
 
