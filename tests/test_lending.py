@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from wsync import _core
+from wsync.machine import process_maps
 from wsync.machine.process_maps import SharedMaps
 
 PATIENCE = 60.0
@@ -31,6 +34,28 @@ def memory_of(text: bytes, nbytes: int = PAGE) -> _core.Memory:
 
 def at(span: tuple[int, int]) -> bytes:
     return ctypes.string_at(*span)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, [(4096, 4096)]),
+        (1024, 1 << 30, [(30_000, 1 << 30)]),
+        (40_000, 1 << 30, []),
+        (4096, 4096, []),
+    ],
+)
+def test_the_soft_limit_of_descriptors_is_raised_to_what_can_be_mapped(
+    soft: int, hard: int, raised: list[tuple[int, int]]
+) -> None:
+    with (
+        mock.patch.object(process_maps, "open", mock.mock_open(read_data="30000\n"), create=True),
+        mock.patch.object(resource, "getrlimit", return_value=(soft, hard)),
+        mock.patch.object(resource, "setrlimit") as setrlimit,
+    ):
+        process_maps.raise_descriptor_limit()
+        assert process_maps.most_segments(2) == min(30_000, hard) // 8
+    assert [call.args[1] for call in setrlimit.call_args_list] == raised
 
 
 @pytest.fixture

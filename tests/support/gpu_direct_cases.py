@@ -394,7 +394,7 @@ def many_segments() -> list[str]:
     """What is said of them in two updates."""
     played = by_handle(weights_of(1))
     with (
-        mock.patch.object(lending, "MANY", 3),
+        mock.patch.object(lending, "_MANY", 3),
         Warned() as texts,
         _connected(played, park=True) as (sync, _),
     ):

@@ -27,7 +27,7 @@ from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
 from wsync.machine.device import await_torch
 from wsync.machine.error_text import error_text
 from wsync.machine.gpu_allocations import place_of
-from wsync.machine.process_maps import most_segments
+from wsync.machine.process_maps import most_segments, raise_descriptor_limit
 from wsync.machine.trace import Trace
 from wsync.messages import payload
 from wsync.messages.control import BORROWS, LEARN, UPDATING, Control, Learnt
@@ -301,6 +301,7 @@ class Receiver:
             return said
         device = self._loader.device
         places = [place_of(gpu, mps=device.mps) for gpu in (device.uuid, *device.peers)]
+        raise_descriptor_limit()
         facts = ",".join([str(most_segments()), *places])
         return BORROWS + facts.encode() + b"\n" + said
 

@@ -154,14 +154,23 @@ class SharedMaps:
 
 def most_segments(ranks: int = 1) -> int:
     """How many files each of so many ranks may lend unasked, that processes which hold all of them
-    keep most of their descriptors and mappings for other things.  This process may have as many
-    descriptors as its hard limit allows from now on: 1,024 are the segments of 20 GB."""
+    keep most of their descriptors and mappings for other things; after raise_descriptor_limit."""
+    return _most_descriptors() // (4 * ranks)
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process have as many descriptors as it may have mappings, if its hard limit allows
+    that: 1,024, the usual soft limit, are the segments of 20 GB.  No more: containers' hard limit
+    is 2^30, and there are programs that go through all numbers up to the soft one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (most := _most_descriptors()):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _most_descriptors() -> int:
     with open("/proc/sys/vm/max_map_count", encoding="ascii") as file:
         mappings = int(file.read())
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return min(hard, mappings) // (4 * ranks)
+    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], mappings)
 
 
 def _file_of(facts: os.stat_result) -> File:

@@ -311,15 +311,17 @@ class Connection:
         """Whether a worker can read what is lent to it."""
         if self._lending is None or not session.reaches:
             return False
-        if surplus := self._lending.surplus(session.most_segments):
+        pieces, most = self._lending.pieces, self._lending.quarters * session.most_segments
+        if pieces > most:
             _log.warning(
-                "wsync: %s gets a ring: the trainer's weights lie in %d pieces of shared memory "
-                "more than it may hold of its descriptors, of which %d are a quarter (ulimit -Hn)",
+                "wsync: %s gets a ring: the trainer's weights lie in %d pieces of shared memory, "
+                "and this worker may open %d (%d/4 of its `ulimit -Hn`)",
                 session.name,
-                surplus,
-                session.most_segments,
+                pieces,
+                most,
+                self._lending.quarters,
             )
-        return not surplus
+        return pieces <= most
 
     def _remote_introductions(self) -> dict[int, tuple[str, Introduction]]:
         """What the remote workers of this rank have said of themselves, by their rank in the

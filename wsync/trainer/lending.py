@@ -18,7 +18,13 @@ from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Check, Deadline
 from wsync.machine.device import find
 from wsync.machine.gpu_allocations import GpuAllocations, GpuPlace, GpuSegment, place_of
-from wsync.machine.process_maps import File, FilePlace, SharedMaps, most_segments
+from wsync.machine.process_maps import (
+    File,
+    FilePlace,
+    SharedMaps,
+    most_segments,
+    raise_descriptor_limit,
+)
 from wsync.module_tensors.names_in_messages import listed
 from wsync.options import Options
 
@@ -30,7 +36,7 @@ _NOTHING: Final = _core.BufferTable([])
 # driver gives to nobody else, and trainers that share a GPU with engines count on giving it back.
 GPUS_UNASKED = False
 
-MANY: Final = 256  # segments of a GPU, of which a pause is longer
+_MANY: Final = 256  # segments of a GPU, of which a pause is longer
 
 _log = logging.getLogger(__name__)
 
@@ -146,6 +152,7 @@ class Lender:
             self._drop(source)
         used = {place[0] for place in found if place is not None}
         count = sum(source.descriptors for source in used)
+        raise_descriptor_limit()  # also for what other ranks lend, which some ranks pass on
         if count > (most := self.quarters * most_segments(self._ranks)):
             only = "read in place only with Options(delivery='direct')"
             self._lend_nothing(
@@ -191,12 +198,13 @@ class Lender:
     def _borrow(self, new: Set[File | GpuSegment]) -> None:
         files = {source for source in new if isinstance(source, File)}
         others = {source for source in new if isinstance(source, GpuSegment)}
-        if len(others) > MANY and not self._said_many:
+        if len(others) > _MANY and not self._said_many:
             self._said_many = True
             _log.warning(
                 "wsync: rank %d lends its weights in %d segments of GPU memory, which workers map "
                 "one by one while engines are paused, at about a millisecond each: in the first "
-                "update, and in each with park=True; a model made within wsync.exportable() is one",
+                "update, and in each with park=True; a model made within wsync.exportable() "
+                "has one segment",
                 self._rank,
                 len(others),
             )
@@ -331,16 +339,20 @@ class Lending:
             found += near[:count].ljust(count, b"\0")
         return bytes(found)
 
-    def surplus(self, most: int) -> int:
-        """By how many the segments that the ranks of this host lend exceed what a worker there may
-        hold, which may hold `most` unasked."""
+    @property
+    def quarters(self) -> int:
+        """Of its descriptors, that a worker may hold for what is lent to it."""
+        return self._lender.quarters
+
+    @property
+    def pieces(self) -> int:
+        """How many segments the ranks of this host lend."""
         near = [
             found
             for found, host in zip(self.places, self._hosts, strict=True)
             if host == self._host
         ]
-        count = sum(len({place.segment for place in found if place}) for found in near)
-        return max(0, count - self._lender.quarters * most)
+        return sum(len({place.segment for place in found if place}) for found in near)
 
     @property
     def empty(self) -> bool:
