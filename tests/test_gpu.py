@@ -209,7 +209,7 @@ def quantised(
     results = _core.describe([image, extremes], ["image", "extremes"], gpu=True)
     weights = _core.describe(parts, [str(index) for index in range(len(parts))], gpu=True)
     spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
-    stream.follow()
+    device.follow(stream, 60.0, lambda: None)
     for codes in (False, True):
         stream.quantise(made, *spans, codes=codes)
     stream.synchronize(60.0)

@@ -354,7 +354,7 @@ class Device:
     def memory_available(self) -> int:
         """Bytes that may still be allocated there now."""
     def settle(self) -> None:
-        """Waits until a GPU has done everything that this process has given it."""
+        """Waits until a GPU has done everything that this process has given it, without an end."""
     @property
     def mps(self) -> bool:
         """Whether this process uses the GPU as a client of MPS, where the driver says so."""
@@ -411,8 +411,8 @@ class Stream:
     def wait(self, event: Event, value: int) -> None:
         """What follows starts once the event is at least `value`."""
     def follow(self) -> None:
-        """What is enqueued from now on starts after what this process has given the GPU by now, on whatever stream.  Waits
-        for that if the driver is older than CUDA 12.5.  Nothing on the host."""
+        """What is enqueued from now on starts after what this process has given the GPU by now, on whatever stream.
+        UnsupportedError if the driver is older than CUDA 12.5.  Nothing on the host."""
     def lead(self, other: int, /) -> None:
         """What another stream of the GPU (torch's cuda_stream) is given from now on starts after what is enqueued here
         by now.  Nothing on the host."""

@@ -452,7 +452,8 @@ static wsync_status_t stream_follow(wsync_stream_t *stream, wsync_error_t *err)
 
     return self->device->driver->context_record != NULL
                ? put_after(self, NULL, self->runner.stream, err)
-               : settle(stream->device, err);
+               : wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_follow",
+                            "the driver is older than CUDA 12.5");
 }
 
 static wsync_status_t stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err)

@@ -242,10 +242,10 @@ wsync_status_t wsync_stream_wait(wsync_stream_t *stream, wsync_event_t event,
  * stream).  Nothing to do on the host. */
 wsync_status_t wsync_stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err);
 /* Enqueues: what follows starts when everything has happened that this process has given
- * the device by now, on whatever stream.  Waits for that here if the driver is older than
- * CUDA 12.5.  Nothing to do on the host. */
+ * the device by now, on whatever stream.  UNSUPPORTED if the driver is older than CUDA
+ * 12.5: settle.  Nothing to do on the host. */
 wsync_status_t wsync_stream_follow(wsync_stream_t *stream, wsync_error_t *err);
-/* Waits for the same, on a GPU. */
+/* Waits for the same, on a GPU, without an end. */
 wsync_status_t wsync_device_settle(const wsync_device_t *self, wsync_error_t *err);
 /* The driver's handle, for a library that enqueues on it what the stream does not know of;
  * NULL on the host. */

@@ -199,7 +199,8 @@ static PyObject *device_settle(PyObject *object, PyObject *Py_UNUSED(unused))
 static PyMethodDef device_methods[] = {
     {"settle", device_settle, METH_NOARGS,
      "settle($self)\n--\n\n"
-     "Waits until a GPU has done everything that this process has given it."},
+     "Waits until a GPU has done everything that this process has given it, without an "
+     "end."},
     {"memory_available", device_memory_available, METH_NOARGS,
      "memory_available($self)\n--\n\n"
      "Bytes that may still be allocated there now."},

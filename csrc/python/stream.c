@@ -515,7 +515,8 @@ static PyObject *stream_lead(PyObject *object, PyObject *other)
 {
     void *handle;
 
-    return wsync_py_convert_address(other, &handle) ? order_streams(object, &handle) : NULL;
+    return wsync_py_convert_address(other, (void *)&handle) ? order_streams(object, &handle)
+                                                            : NULL;
 }
 
 static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -711,7 +712,7 @@ static PyMethodDef stream_methods[] = {
     {"follow", stream_follow, METH_NOARGS,
      "follow($self)\n--\n\n"
      "Enqueues: what follows starts once everything has happened that this process has\n"
-     "given the GPU by now, on whatever stream.  Waits for that if the driver is older\n"
+     "given the GPU by now, on whatever stream.  UnsupportedError if the driver is older\n"
      "than CUDA 12.5.  Nothing on the host."},
     {"lead", stream_lead, METH_O,
      "lead($self, other, /)\n--\n\n"

@@ -516,6 +516,20 @@ def forward_passes() -> dict[str, Any]:
         }
 
 
+def stuck_in_the_trainer() -> tuple[str, float, bool]:
+    """How an update ends, and after how many seconds, for whose weights a stream that does not go
+    on may be running; and whether the next one is right when it has."""
+    options = dataclasses.replace(OPTIONS, deadline=2.0)
+    with _engine() as engine, wsync.connect(_weights(1), [engine], options=options) as sync:
+        sync.update(_weights(1))
+        with _Blocked():
+            begin = time.monotonic()
+            error = _try(sync, _weights(2))
+            seconds = time.monotonic() - begin
+        sync.update(_weights(3))
+        return error, seconds, same(engine.weights(), _weights(3))
+
+
 def holds() -> dict[str, Any]:
     """Whether a stream keeps what a copy uses while that waits, and lets go of it when it is
     through and when it is abandoned; and keeps it for good where the GPU does not come to it."""

@@ -24,7 +24,7 @@ from wsync.engine.learn.time_limit import PASSES, learning
 from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
-from wsync.machine.device import await_torch
+from wsync.machine.device import await_torch, follow, settle
 from wsync.machine.error_text import error_text
 from wsync.machine.gpu_allocations import place_of
 from wsync.machine.process_maps import most_segments, raise_descriptor_limit
@@ -244,9 +244,9 @@ class Receiver:
         look = None if stream is None else stream.look
         # a pause may leave a forward pass running that reads the weights, on a stream of its own
         if stream is None:
-            self._loader.device.settle()
+            settle(self._loader.device, timeout)
         else:
-            stream.follow()
+            follow(stream, timeout, stream.look)
             trace.watch(stream, rounds)
         for round in range(rounds):
             with trace.span("take", round):
@@ -286,9 +286,9 @@ class Receiver:
         self._opened = message.update
         return importer
 
-    def settle_and_lose(self) -> None:
+    def settle_and_lose(self, timeout: float) -> None:
         """Before made-up values are written, on whatever stream; see _load."""
-        self._loader.device.settle()
+        settle(self._loader.device, timeout)
         self.lose()
 
     def lose(self) -> None:
@@ -313,9 +313,10 @@ class Receiver:
         address, _, content = former.manifest.partition(b"\n")
         model = Layout.from_bytes(content)
         told = _Told(former, steps, PASSES * model.tensor_count, message.deadline)
-        with learning(_to_learn(message.deadline), told.one_more):
+        timeout = _to_learn(message.deadline)
+        with learning(timeout, told.one_more):
             receiver = weakref.ref(self)  # the loader keeps what it calls, and nobody in a circle
-            blob = self._loader.learn(model, lambda: _lose(receiver()))
+            blob = self._loader.learn(model, lambda: _lose(receiver(), timeout))
         # the trainer listens to the session for learning until this one has come
         self._learning = former
         following = address.decode("ascii", "replace")
@@ -396,9 +397,9 @@ def _text_of(value: object, what: str, *, int_too: bool = True) -> str | None:
     raise InvalidArgumentError(f"{what}: {type(value).__name__} instead of {wanted}")
 
 
-def _lose(receiver: Receiver | None) -> None:
+def _lose(receiver: Receiver | None, timeout: float) -> None:
     if receiver is not None:
-        receiver.settle_and_lose()
+        receiver.settle_and_lose(timeout)
 
 
 def _to_learn(deadline: float) -> float:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.utils._mode_utils import no_dispatch
 
 from wsync import _core
-from wsync.machine.deadline import Deadline
+from wsync.machine.daemon_threads import result, start
+from wsync.machine.deadline import Check, Deadline
 from wsync.machine.nvidia_wheels import bundled
 
 if TYPE_CHECKING:
@@ -129,6 +130,24 @@ def of_module(module: torch.nn.Module) -> str:
 
 def _listed(ordinals: Iterable[int]) -> str:
     return " and ".join(f"cuda:{ordinal}" for ordinal in sorted(ordinals))
+
+
+def follow(stream: _core.Stream, timeout: float, check: Check) -> None:
+    """What the stream is given from now on starts after what this process has given its GPU by
+    now, on whatever stream.  With a driver that has no such order this waits, as `settle` does."""
+    try:
+        stream.follow()
+    except _core.UnsupportedError:  # older than CUDA 12.5
+        settle(stream.device, timeout, check)
+
+
+def settle(device: _core.Device, timeout: float, check: Check = lambda: None) -> None:
+    """Waits here until a GPU has done everything that this process has given it, and calls `check`
+    meanwhile.  DeadlineError after `timeout` seconds."""
+    if device.ordinal >= 0:
+        # the driver's call has no deadline, and hears no signals
+        late = f"{device!r} has not done what it was given"
+        result(start("wsync-settle", device.settle), Deadline(timeout), check, late)
 
 
 def lead_torch(stream: _core.Stream) -> None:

@@ -19,7 +19,7 @@ from wsync.exchange.plan_blueprint import Blueprint, Orders
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, group_name
 from wsync.machine.deadline import PUNCTUAL, Check, Deadline
-from wsync.machine.device import threads_for
+from wsync.machine.device import follow, threads_for
 from wsync.machine.host import own_address
 from wsync.machine.sweep import sweep
 from wsync.messages.control import LEARN, PIECES, WHOLE, Control
@@ -350,7 +350,7 @@ class Connection:
         plan, stream, timeout = self._rounds_plan, self._stream, self._options.deadline
         assert plan is not None and stream is not None
         report.trace.watch(stream, 3 * plan.round_count)
-        stream.follow()  # some stream may still be writing the weights
+        follow(stream, timeout, check)  # some stream may still be writing the weights
         for session in self._sessions:
             session.begin(update, report.version, timeout, check)
         if self._exchange is not None:

@@ -11,7 +11,7 @@ import torch
 
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
-from wsync.machine.device import find, of
+from wsync.machine.device import find, follow, of
 from wsync.report import Report
 
 _ENTRY_NBYTES: Final = 8  # two float32
@@ -96,12 +96,12 @@ class Image:
         assert stream is not None
         if len(extremes):
             extremes.fill_(-torch.inf)
-        stream.follow()  # some stream may still be writing the weights
+        follow(stream, timeout, group.check)  # some stream may still be writing the weights
         if len(extremes):
             stream.quantise(self._quantiser, sources, spans, codes=False)
             stream.synchronize(timeout, group.check)
             _merge(extremes, group)
-            stream.follow()
+            follow(stream, timeout, group.check)
         stream.quantise(self._quantiser, sources, spans, codes=True)
         stream.synchronize(timeout, group.check)
         ends = self._quantiser.ends

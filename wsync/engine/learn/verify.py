@@ -23,6 +23,7 @@ from wsync.engine.learn.time_limit import check
 from wsync.engine.learn.watched_pools import watched_pools
 from wsync.engine.learn.watched_writes import WatchedWrites
 from wsync.engine.ring_loaders import LoadWeights
+from wsync.machine.device import follow
 from wsync.machine.error_text import error_text
 from wsync.module_tensors import checksum_of, flat_bytes
 
@@ -67,7 +68,7 @@ def verify(
             add_boxes(builder, area, pieces.get(area, ()), recording, shapes)
         route = Route(model.layout, builder.build())
         if route.buffer_count:
-            stream.follow()
+            follow(stream, _TIMEOUT, check)
             sources = BufferTable([(model.address, model.nbytes)], model)
             stream.copy(route, 0, LOCAL, sources, held.table())
         stream.synchronize(_TIMEOUT)
