@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from support.workers import ThreadEngine
 
@@ -402,6 +403,26 @@ def test_a_state_dict_of_other_names_is_followed() -> None:
     ) as sync:
         sync.update()
     assert module.both[:, 0].tolist() == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("ffn", [3, 4])
+def test_experts_whose_axes_a_module_has_turned(ffn: int) -> None:
+    """As transformers 5 has Qwen3-VL-MoE's; gate_up_proj of 2 x 4 and 8 has one shape in both."""
+    base, experts = "model.language_model.layers.0.mlp.experts", torch.nn.Module()
+    for name, shape in {"gate_up_proj": (2, 2 * ffn, 8), "down_proj": (2, 8, ffn)}.items():
+        experts.register_parameter(name, parameter(torch.zeros(shape)))
+    module = experts
+    for part in reversed(base.split(".")):
+        module = torch.nn.ModuleDict({part: module})
+    text = {"hidden_size": 8, "num_experts": 2, "moe_intermediate_size": ffn}
+    module.config = transformers.Qwen3VLMoeConfig(text_config=text)
+    sent = {n: torch.randn(t.mT.shape) for n, t in module.state_dict().items()}
+    with wsync.connect(
+        sent, engines=[ThreadEngine([ModuleLoader(module)])], options=OPTIONS
+    ) as sync:
+        sync.update()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, sent[name].mT)
 
 
 # --- buckets, as stock trainers send them -----------------------------------------------------

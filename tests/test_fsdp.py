@@ -22,6 +22,7 @@ from support.procs import Ranks
 from torch.distributed.tensor import _dtensor_spec
 
 import wsync
+from wsync.families.runtime_names import RuntimeNames
 from wsync.fsdp import layout, plain_name
 from wsync.layout import from_tensors
 
@@ -914,6 +915,10 @@ _TURNED = {f"{_SEEN}gate_up_proj": (2, 8, 6), f"{_SEEN}down_proj": (2, 3, 8)}
                 f"{_LAYER}block_sparse_moe.gate.weight": (2, 8),
             },
         ),
+        (  # a rank without the embedding
+            {name: shape for name, shape in _MIXTRAL.items() if "embed_tokens" not in name},
+            {f"{_LAYER}block_sparse_moe.experts.1.w2.weight": (8, 3)},
+        ),
         (_MIXTRAL | _WIDE, _MIXTRAL | _WIDE),  # OLMoE or MiniMax-M2
         (_EXPERTS, _EXPERTS),  # a part of a model
         (_MIXTRAL | {f"{_LAYER}self_attn.sinks": (4,)}, _MIXTRAL),
@@ -924,6 +929,16 @@ _TURNED = {f"{_SEEN}gate_up_proj": (2, 8, 6), f"{_SEEN}down_proj": (2, 3, 8)}
                 "visual.merger.ln_q.weight": (8,),
                 "lm_head.weight": (32, 8),
             },
+        ),
+        *(
+            (
+                {**_VISION, f"model.multi_modal_projector.{part}.weight": (8,)},
+                {
+                    "language_model.model.embed_tokens.weight": (32, 8),
+                    f"multi_modal_projector.{part}.weight": (8,),
+                },
+            )
+            for part in ("mm_soft_emb_norm", "linear", "patch_merger.merging_layer", "layernorm")
         ),
         # transformers 5 has other axes than the checkpoint, and 4.57 has the same
         (
@@ -936,11 +951,18 @@ _TURNED = {f"{_SEEN}gate_up_proj": (2, 8, 6), f"{_SEEN}down_proj": (2, 3, 8)}
 def test_a_dict_tells_what_transformers_has_made(
     shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
 ) -> None:
-    found = from_tensors({name: torch.ones(shape) for name, shape in shapes.items()}).layout
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    found = from_tensors(tensors).layout
     facts = [found.tensor(index) for index in range(found.tensor_count)]
     delivered = {name: shape for name, _, shape, _ in facts}
     assert expected.items() <= delivered.items()
     assert sum(map(math.prod, delivered.values())) == sum(map(math.prod, shapes.values()))
+    known, views = RuntimeNames.of_shapes(shapes), {}
+    for name, tensor in tensors.items():
+        views |= known.views(name, tensor)
+        if delivered.get(name, shapes[name]) != shapes[name]:
+            assert torch.equal(views[name], tensor.mT)
+    assert {name: tuple(view.shape) for name, view in views.items()} == delivered
 
 
 def test_a_dict_is_laid_out_as_its_model() -> None:

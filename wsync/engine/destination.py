@@ -388,7 +388,7 @@ def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         plain: view
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
-        for plain, view in known.views(name, value)
+        for plain, view in known.views(name, value).items()
     }
 
 

@@ -8,7 +8,7 @@ experts of a layer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from wsync import _core
@@ -92,6 +92,12 @@ RUNTIME: Mapping[str, Family] = {
     )
 }
 
+# Projectors of gemma3, paligemma, mistral3 and aya_vision.  LLaVA's and InternVL's have the names
+# that cohere2_vision's and lfm2_vl's have, whose checkpoints have the names of run time.
+_LIKE_LLAVA: Final = re.compile(
+    r"model\.multi_modal_projector\.(mm_|linear\.|patch_merger\.|layernorm\.)"
+)
+
 # What the layers of a model consist of, by kind: what they must have, and all that they may have.
 # Models whose checkpoints have other names or forms have other parts.
 _LAYER: Final = re.compile(r"model\.layers\.\d+\.(.+)")
@@ -143,7 +149,8 @@ class RuntimeNames:
     @classmethod
     def of_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> RuntimeNames:
         """By the names and shapes of all tensors of a model, where these tell it."""
-        hidden = next((s[-1] for n, s in shapes.items() if n.endswith("embed_tokens.weight")), 0)
+        wide = "embed_tokens.weight", ".input_layernorm.weight"  # no rank may have all of these
+        hidden = next((s[-1] for n, s in shapes.items() if n.endswith(wide)), 0)
         sizes = {"h": hidden}
         for name, shape in shapes.items():
             if name.endswith(FUSED[0]) and len(shape) == 3:
@@ -165,18 +172,21 @@ class RuntimeNames:
         expansion, numbers = found
         return expansion.maps(ShardPlacement(shape, tuple(regions)), numbers, TOGETHER)
 
-    def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def views(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The tensors of the checkpoint that lie in a whole parameter."""
         found = self._expansion(name, tuple(tensor.shape))
-        pieces = found[0].pieces if found is not None else ()
-        if found is None or any(piece.extent != piece.shape for piece in pieces):
-            yield self._plain(name), tensor
-            return
-        for piece in pieces:
-            view = tensor.detach()
-            for axis, (start, extent) in enumerate(zip(*piece.source_box(), strict=True)):
-                view = view.narrow(axis, start, extent)
-            yield piece.name.format(**found[1]), view.view(piece.shape)
+        if found is None:
+            return {self._plain(name): tensor}
+        expansion, numbers = found
+        views: dict[str, Tensor] = {}
+        for piece in expansion.pieces:
+            view, known = tensor.detach(), [axis for axis in piece.axes if axis >= 0]
+            if piece.extent == piece.shape:  # else the parameter is one tensor with its axes turned
+                for axis, (start, extent) in enumerate(zip(*piece.source_box(), strict=True)):
+                    view = view.narrow(axis, start, extent)
+            order = [*(axis for axis in range(view.dim()) if axis not in known), *known]
+            views[piece.name.format(**numbers)] = view.permute(order).view(piece.shape)
+        return views
 
     def _plain(self, name: str) -> str:
         return (self.family and self.family.copy_of(name)) or name
@@ -203,8 +213,8 @@ def _kind_of(shapes: Mapping[str, Sequence[int]]) -> str:
         return "qwen2_vl"
     if any(name.startswith("model.visual.deepstack_merger_list.") for name in shapes):
         return "qwen3_vl_moe"
-    if any(name.startswith("model.multi_modal_projector.mm_") for name in shapes):
-        return "gemma3"
+    if any(map(_LIKE_LLAVA.match, shapes)):
+        return "llava"
     parts = {found[1] for name in shapes if (found := _LAYER.fullmatch(name))}
     fused = {"mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"} <= parts
     norms = (shapes[n] for n in shapes if n.endswith(".self_attn.q_norm.weight"))
