@@ -215,10 +215,10 @@ class DiskSync(Updates):
             find = functools.partial(config_to_write, options, base, model)
             self._config, self._config_source = calls.run([(self._versions.root, find)])[0]
             check = EngineCheck(options, config_of(options), model, base=self._base)
-            calls.run([(self._versions.root, check.folders)])
-        for name in check.engines(self._requests.handles, options.deadline):
+            calls.run([(self._versions.root, check.check_folders)])
+        for name in check.check_engines(self._requests.handles, options.deadline):
             self._requests.effect.watch(name)
-        self._requests.compare = check.engine
+        self._requests.compare = check.check_engine
 
     def _facts(self) -> dict[str, Any]:
         """What the configuration of every version says beside that of `base`; on rank 0."""

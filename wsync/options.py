@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -148,12 +148,14 @@ class Options:
                 raise _core.InvalidArgumentError(f"{name}={value!r} is no text")
             if value and "\0" in value:
                 raise _core.InvalidArgumentError(f"{name}={value!r:.200}: no path has a NUL in it")
-        if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
+        keep: Any = () if self.keep is None else self.keep  # null in WSYNC_OPTIONS
+        names = (None,) if isinstance(keep, str) or not isinstance(keep, Iterable) else tuple(keep)
+        if not all(isinstance(name, str) for name in names):
             raise _core.InvalidArgumentError(
                 f"keep={self.keep!r:.200}: a list of names or patterns is wanted, as "
                 "['model.visual.*']"
             )
-        object.__setattr__(self, "keep", tuple(self.keep))
+        object.__setattr__(self, "keep", names)
         if self.directory:  # engines have another working directory
             object.__setattr__(self, "directory", os.path.abspath(self.directory))
         if isinstance(self.quantise, Mapping):

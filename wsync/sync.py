@@ -70,7 +70,7 @@ class Sync(Updates):
     ) -> None:
         super().__init__(source, options)
         self._lock = lock
-        self._stock: list[EngineHandle] = []  # engines without wsync's receiver, on rank 0
+        self._receivers: list[EngineHandle] = []  # engines with wsync's receiver, on rank 0
         self._connection: Connection | None = None
         self._paused = False  # the engines, by the last update
         self._lender: Lender | None = None
@@ -176,29 +176,19 @@ class Sync(Updates):
         ranks = self._group.size
         pairs = zip(handles, gpus, strict=True)
         found = [RolloutEngine.of(engine, gpu, self.options, ranks) for engine, gpu in pairs]
-        self._stock = [
+        self._receivers = [
             engine
             for engine, known in zip(handles, found, strict=True)
-            if known.delivery in (Delivery.STOCK, Delivery.BROADCAST)
+            if known.delivery not in (Delivery.STOCK, Delivery.BROADCAST)
         ]
         return found
 
     def _check_engines(self, model: _core.Layout) -> None:
         options = self.options
-        check = EngineCheck(options, config_of(options), model)
-
-        def look(engine: EngineHandle, timeout: float) -> None:
-            if any(engine is stock for stock in self._stock):
-                check.engine(engine, timeout)
-            elif options.quantise is None:
-                check.receiver(engine, timeout)
-
-        for name in check.engines(self._stock, options.deadline):
+        check = EngineCheck(options, config_of(options), model, receivers=self._receivers)
+        for name in check.check_engines(self._requests.handles, options.deadline):
             self._requests.effect.watch(name)
-        for engine in self._requests.handles:
-            if not any(engine is stock for stock in self._stock):
-                look(engine, options.deadline)
-        self._requests.compare = look
+        self._requests.compare = check.check_engine
         tell_rearranged(self._requests.handles, options, model)
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:

@@ -37,10 +37,11 @@ from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import ADAPTERS, WRAPPERS
 from wsync.machine.deadline import Deadline
-from wsync.module_tensors.names_in_messages import listed
+from wsync.module_tensors.names_in_messages import FUSED, listed
 from wsync.module_tensors.quantised_names import is_note, weight_of, without_scales
 from wsync.options import Options
 from wsync.quantise.config import Method, TensorFacts, facts_of, quantization_config
+from wsync.trainer.fused_experts import fused_of
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ _NOT_A_MODELS: Final = WRAPPERS | ADAPTERS | {"parametrizations"}
 # what DistributedDataParallel, peft and TRL's value heads put before all names of a model
 _PREFIXES: Final = ("module.", "base_model.model.", "pretrained_model.")
 _DEPTH: Final = 3  # components of another prefix, at most
+_SHOWN: Final = 3  # patterns for Options.keep, at most
 # what engines put themselves before all names of a base model's checkpoint
 _BASES: Final = ("model.", "transformer.")
 _HEAD: Final = "lm_head.weight"
@@ -73,17 +75,18 @@ _MADE: Final = re.compile(
 _LAYER: Final = re.compile(r"(?:(?:model|language_model|backbone)\.)*layers\.(\d+)\.")
 _DRAFTING: Final = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")
 _SHARED: Final = (".embed_tokens.weight", ".shared_head.head.weight")  # by drafting layers
-# experts one by one, where checkpoints have all in one tensor: Qwen3.5-MoE's, as slime sends them
-_EXPERT: Final = re.compile(r"(.*\.experts\.)\d+\.(?:(gate|up)|down)_proj\.weight$")
-_FUSED: Final = re.compile(r"\.experts\.(?:gate_up|down)_proj$")
 _UNKNOWN: Final = Place("", (), -1, 0)  # of a weight whose codes and scales are there
 _UNWRAP: Final = (
     "wsync.fsdp.layout(model) takes the names of torch's wrappers off, and peft's "
     "merge_and_unload() gives a model without its own"
 )
 _GATHER: Final = "within deepspeed.zero.GatheredParameters ZeRO-3's parameters have elements"
-_UNFUSE: Final = "wsync.fsdp.layout(model) gives experts the names that checkpoints have"
-_OTHERWISE: Final = "Options(checkpoint=) names another folder, or none by ''"
+# names that transformers gives parameters while it runs
+_AT_RUN_TIME: Final = ("model.language_model.", "model.visual.", "model.multi_modal_projector.")
+_RENAME: Final = (
+    "wsync.fsdp.layout(model) gives parameters of transformers the names that checkpoints have"
+)
+_OTHERWISE: Final = "Options(checkpoint=DIR) names another folder; checkpoint='' compares nothing"
 
 
 class _Form(NamedTuple):
@@ -103,7 +106,7 @@ class _Form(NamedTuple):
 
 
 class EngineCheck:
-    """What is delivered to engines without wsync's receiver, to be compared with what they hold.
+    """What is delivered to engines, to be compared with what they hold.
 
     A server of SGLang says how it was started.  Its folder is looked up on this host, or in the
     host's cache of the Hugging Face hub.  Options.checkpoint, if given, goes before what is found.
@@ -114,33 +117,36 @@ class EngineCheck:
         options: Options,
         config: Mapping[str, Any] | None,
         model: _core.Layout,
+        *,
         base: object = None,
+        receivers: Sequence[EngineHandle] = (),
     ) -> None:
         """
         Args:
-            options: `checkpoint` and `keep` are read.
+            options: `checkpoint`, `keep` and `quantise` are read.
             config: by which weights are quantised; None where they are sent as ranks hold them.
             model: what all ranks hold.
             base: of DiskSync; a folder, from which engines were started if options name none.
+            receivers: engines that run wsync's receiver, which compares all but names and shapes
+                in its first update.
 
         Raises what Method.of does of config.
         """
         self._tensors = facts_of(model)
         own = config is None and any(map(_is_part, self._tensors))
         self._sent = _OWN if own else _PLAIN if config is None else _text(Method.of(config))
-        self._keep = options.keep
-        self._base = os.fspath(base) if isinstance(base, str | os.PathLike) else None
-        self._folder = self._base if options.checkpoint is None else options.checkpoint
-        if self._folder and not os.path.isdir(self._folder):  # a name on the hub, perhaps
-            self._folder = folder_of(self._folder) or self._folder
+        self._options, self._receivers = options, receivers
+        self._base = _found(base) if isinstance(base, str | os.PathLike) else None
+        given = options.checkpoint
+        self._folder = self._base if given is None else _found(given)
         self._form = _form_of(self._folder) if self._folder else None
         self._compared: dict[tuple[str, bool, bool], bool] = {}
 
-    def engines(self, engines: Sequence[EngineHandle], timeout: float) -> list[str]:
-        """As `engine`, for all of them within a timeout.  The names of those of which nothing was
-        compared though it was wanted; the log says so."""
+    def check_engines(self, engines: Sequence[EngineHandle], timeout: float) -> list[str]:
+        """As `check_engine`, for all of them within a timeout.  The names of those of which nothing
+        was compared though it was wanted; the log says so."""
         deadline = Deadline(timeout)
-        unseen = [each.name for each in engines if not self.engine(each, deadline.left)]
+        unseen = [each.name for each in engines if not self.check_engine(each, deadline.left)]
         if unseen:
             check_names(self._tensors)
         if self._folder == "":
@@ -149,14 +155,14 @@ class EngineCheck:
             _log.warning(
                 "no checkpoint is here to compare with: engines pass over names that they do not "
                 "know, keep what is not delivered, and convert into the form that they hold, all "
-                "without a word: %s (Options(checkpoint=) names the folder that they were started "
-                "from)",
+                "without a word: %s (Options(checkpoint=DIR) names the folder that they were "
+                "started from)",
                 ", ".join(unseen),
             )
         return unseen
 
-    def engine(self, engine: EngineHandle, timeout: float) -> bool:
-        """Compares what one engine holds; whether there was a checkpoint to compare names with.
+    def check_engine(self, engine: EngineHandle, timeout: float) -> bool:
+        """Compares what one engine holds; whether nothing is left that could be passed over.
 
         Raises:
             InvalidArgumentError: it holds another form; the text has both.
@@ -165,7 +171,28 @@ class EngineCheck:
             WsyncError: it does not answer.
         """
         deadline = Deadline(timeout)
+        receives = any(engine is each for each in self._receivers)
+        if receives and self._options.quantise is not None:
+            return True
         started = _started(engine, deadline.left)
+        seen = _folder_of(engine, started, deadline)
+        if not receives:
+            self._check_form(engine, started, seen)
+        folder = seen if self._folder is None else self._folder
+        drafts = drafts_itself(started) and not receives
+        return self._compare(folder, engine.name, drafts, whole=not receives) or receives
+
+    def check_folders(self) -> None:
+        """Compares what versions on a disk will have with Options.checkpoint and `base`.
+
+        Raises LayoutError as `compare`, and without them as `check_names`."""
+        wanted = [] if self._folder == "" else dict.fromkeys((self._base, self._folder))
+        compared = [self._compare(folder) for folder in wanted if folder]
+        if not any(compared):
+            check_names(self._tensors)
+
+    def _check_form(self, engine: EngineHandle, started: Mapping[str, Any], folder: str) -> None:
+        """Of the weights of an engine without wsync's receiver, which was started from a folder."""
         if passed_over := _behind_adapters(self._tensors, started, self._sent != _PLAIN):
             raise _core.UnsupportedError(
                 f"engine {engine.name}: was started with LoRA, which gives weights of experts and "
@@ -173,55 +200,48 @@ class EngineCheck:
                 f"{passed_over} without a word (say its --lora-target-modules: experts are "
                 "targets where both gate_up_proj and down_proj are)"
             )
-        seen = _folder_of(engine, started, deadline)
-        known = [form for form in (_held(started, seen), self._form) if form is not None]
+        known = [form for form in (_held(started, folder), self._form) if form is not None]
         if known and not any(form.takes(self._sent) for form in known):
             raise _core.InvalidArgumentError(
                 f"engine {engine.name}: its weights are {known[0].text}, by {known[0].source}, but "
                 f"what is delivered is {self._sent}, which it would convert without a word "
                 "(Options(quantise=) says how weights are delivered, as 'checkpoint' has them; "
-                "Options(checkpoint=) names the folder that the engine was started from, where "
+                "Options(checkpoint=DIR) names the folder that the engine was started from, where "
                 "another is under its path here)"
             )
-        folder = seen if self._folder is None else self._folder
-        title = f"{folder}, which engine {engine.name} was started from,"
-        return self._compare(folder, title, drafts_itself(started))
 
-    def receiver(self, engine: EngineHandle, timeout: float) -> None:
-        """Compares names and shapes for an engine with wsync's receiver before it is paused; the
-        receiver compares the rest in its first update.  Raises LayoutError as `compare`."""
-        folder, deadline = self._folder, Deadline(timeout)
-        if folder is None:
-            folder = _folder_of(engine, _started(engine, deadline.left), deadline)
-        title = f"{folder}, which engine {engine.name} was started from,"
-        self._compare(folder, title, whole=False)
-
-    def folders(self) -> None:
-        """Compares what versions on a disk will have with Options.checkpoint and `base`.
-
-        Raises LayoutError as `compare`, and without them as `check_names`."""
-        titles = {self._base: f"{self._base}, whose configuration every version gets,"}
-        titles.setdefault(self._folder, f"the checkpoint {self._folder}")
-        wanted = [] if self._folder == "" else titles.items()
-        compared = [self._compare(folder, title) for folder, title in wanted if folder]
-        if not any(compared):
-            check_names(self._tensors)
-
-    def _compare(self, folder: str, title: str, drafts: bool = False, whole: bool = True) -> bool:
+    def _compare(
+        self, folder: str, engine: str = "", drafts: bool = False, whole: bool = True
+    ) -> bool:
         """As `compare`, of a folder, which is read once."""
         known = folder, drafts, whole
         if folder and not self._compared.get(known):
+            title = f"the checkpoint {folder}"
+            if folder == self._base:
+                title = f"{folder}, whose configuration every version gets,"
+            elif self._folder is None:
+                title = f"{folder}, which engine {engine} was started from,"
             self._compared[known] = compare(
-                self._tensors, folder, title=title, keep=self._keep, drafts=drafts, whole=whole
+                self._tensors,
+                *(folder, title),
+                keep=self._options.keep,
+                drafts=drafts,
+                whole=whole,
             )
         return self._compared.get(known, False)
+
+
+def _found(folder: str | os.PathLike[str]) -> str:
+    """A folder; what is none may be a name on the hub, and stands for that of this host's cache."""
+    path = os.fspath(folder)
+    return path if not path or os.path.isdir(path) else folder_of(path) or path
 
 
 def compare(
     model: _core.Layout | Iterable[TensorFacts],
     folder: str,
-    *,
     title: str = "",
+    *,
     keep: Sequence[str] = (),
     drafts: bool = False,
     whole: bool = False,
@@ -284,6 +304,7 @@ class _Source(NamedTuple):
 
     places: Mapping[str, Place]
     config: Mapping[str, Any]
+    bases: Collection[str]  # of _BASES: those that begin one of its names
 
     @staticmethod
     def of(folder: str, *, coded: bool) -> _Source | None:
@@ -307,7 +328,8 @@ class _Source(NamedTuple):
                 weight or name: _UNKNOWN if weight else places[name]
                 for name, weight in weights.items()
             }
-        return _Source(places, config)
+        bases = [base for base in _BASES if any(name.startswith(base) for name in places)]
+        return _Source(places, config, bases)
 
     def _said(self, field: str) -> list[Any]:
         """What the configuration, and its part for text, say in a field."""
@@ -322,17 +344,16 @@ class _Source(NamedTuple):
 
     def home(self, name: str) -> str:
         """The name under which the checkpoint has a delivered tensor, "" where it has not.  A tied
-        head needs to be in neither."""
+        head, and what engines make themselves, need to be in neither."""
         if name in self.places:
             return name
         for base in _BASES:
             rest = name.removeprefix(base)
             if rest != name and rest in self.places:
-                return "" if any(other.startswith(base) for other in self.places) else rest
-        if expert := _EXPERT.match(name):
-            fused = f"{expert[1]}{'gate_up' if expert[2] else 'down'}_proj"
+                return "" if base in self.bases else rest
+        if fused := fused_of(name):  # as slime sends Qwen3.5-MoE's
             return fused if fused in self.places else ""
-        return name if self._is_tied_head(name) else ""
+        return name if self._is_tied_head(name) or _MADE.search(name) else ""
 
     def stays(self, name: str, *, drafts: bool) -> bool:
         """Whether nobody has to deliver a tensor of the checkpoint."""
@@ -364,7 +385,7 @@ def _other_shapes(
         place, shape = places.get(name, _UNKNOWN), tuple(each.shape)
         if place is _UNKNOWN or shape == place.shape or {shape, place.shape} == {(), (1,)}:
             continue
-        if each.name != name and _FUSED.search(name):
+        if each.name != name and name.endswith(FUSED):
             count = sum(math.prod(expert.shape) for expert in (each, *others))
             if count != math.prod(place.shape):
                 yield f"{name}: {count} elements one by one, where it has {place.shape}"
@@ -394,13 +415,13 @@ def _reasons(
     """What may have made names and shapes that a checkpoint does not have, and what helps."""
     yield from [_UNWRAP] * any(map(_is_wrapped, unknown))
     yield from [_GATHER] * any(map(_is_hollow, facts))
-    yield from [_UNFUSE] * any(map(_FUSED.search, unknown))
+    yield from [_RENAME] * any(n.startswith(_AT_RUN_TIME) or n.endswith(FUSED) for n in unknown)
     for name in unknown[:1]:
         parts = name.split(".")
         for start in range(min(_DEPTH + 1, len(parts) - 1)):
             end = f".{'.'.join(parts[start:])}"
             if near := next((own for own in places if f".{own}".endswith(end)), ""):
-                yield f"{name} may be its {near}"
+                yield f"the checkpoint has {near}, which may be {name}"
                 break
 
 
@@ -414,11 +435,12 @@ def _to_keep(facts: Iterable[TensorFacts], lacking: Sequence[str]) -> Iterator[s
         ends = (name[: dot.end()] for dot in re.finditer(r"\.", name))
         own = next((end for end in ends if end not in known), None)
         found[name if own is None else f"{own}*"] = None
-    if len(found) > _DEPTH:
+    if len(found) > _SHOWN:
         found = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", pattern) for pattern in found)
     if any(name.endswith(_BUFFER) for name in lacking):
         yield "named_parameters() leaves out buffers, which state_dict() has"
-    yield f"Options(keep={list(found)[:_DEPTH]}) leaves these as engines have them"
+    shown = [*map(repr, [*found][:_SHOWN]), *["..."] * (len(found) > _SHOWN)]
+    yield f"Options(keep=[{', '.join(shown)}]) leaves these as engines have them"
 
 
 def check_names(facts: Sequence[TensorFacts]) -> None:
@@ -427,8 +449,7 @@ def check_names(facts: Sequence[TensorFacts]) -> None:
     if names := [each.name for each in facts if _is_wrapped(each.name)]:
         raise _core.LayoutError(
             f"{listed(names)}: names that a wrapper of the model or an adapter has made: {_UNWRAP} "
-            "(Options(checkpoint=) names a folder whose tensors have these names, if they are the "
-            "model's)"
+            "(if they are the model's, Options(checkpoint=DIR) names a folder that has them)"
         )
     if names := [each.name for each in facts if _is_hollow(each)]:
         raise _core.LayoutError(f"{listed(names)}: no elements: {_GATHER}")

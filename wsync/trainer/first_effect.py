@@ -9,7 +9,6 @@ to what they were after a small step.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
@@ -63,15 +62,15 @@ class FirstEffect:
         weights = {
             each for each in kept - changed if each.endswith("weight") and "norm" not in each
         }
-        with contextlib.suppress(Exception):  # a handler's: the engine holds the update
-            if weights:
-                _log.warning(
-                    "engine %s: the update left all of %s as they were: if the trainer has changed "
-                    "them, the engine's own loading passes over the names that they are delivered "
-                    "under (Options(checkpoint=), the folder that it was started from, compares "
-                    "these)",
-                    *(name, listed(weights)),
-                )
+        if weights:
+            _log.warning(
+                "engine %s: the update left all of %s as they were: if the trainer has changed "
+                "them, the engine's own loading passes over the names that they are delivered "
+                "under (Options(checkpoint=DIR), the folder that it was started from, compares "
+                "these)",
+                name,
+                listed(weights),
+            )
 
 
 def _sums(engine: EngineHandle, timeout: float) -> dict[str, str]:

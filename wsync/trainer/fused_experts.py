@@ -9,16 +9,18 @@ layers have one spelling.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from wsync import _core
 from wsync.module_tensors import dtype_of
+from wsync.module_tensors.names_in_messages import FUSED
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # start and extent
 
-_EXPERTS = ".mlp.experts"
-_FUSED = {"gate_up_proj", "down_proj"}
+_KINDS: Final = {name.rpartition(".")[2] for name in FUSED}
+_SINGLE: Final = re.compile(r"(.*\.experts\.)\d+\.(?:(gate|up)|down)_proj\.weight")
 
 
 def single_experts(model: _core.Layout, most: int) -> Mapping[int, Sequence[Box]]:
@@ -30,12 +32,12 @@ def single_experts(model: _core.Layout, most: int) -> Mapping[int, Sequence[Box]
     layers: dict[str, dict[str, int]] = {}
     for index, name in enumerate(model.names()):
         parent, _, kind = name.rpartition(".")
-        if parent.endswith(_EXPERTS):
+        if parent.endswith(".mlp.experts"):
             layers.setdefault(parent, {})[kind] = index
     found: dict[int, Sequence[Box]] = {}
     largest = 0
     for kinds in layers.values():
-        if kinds.keys() != _FUSED:
+        if kinds.keys() != _KINDS:
             return {}
         both, down = (model.tensor(kinds[kind]) for kind in ("gate_up_proj", "down_proj"))
         experts, rows, hidden = (*both.shape, 0, 0, 0)[:3]
@@ -57,3 +59,9 @@ def name_of(fused: str, start: Sequence[int]) -> str:
     if kind == "gate_up_proj":
         kind = "up_proj" if start[1] else "gate_proj"
     return f"{parent}.{start[0]}.{kind}.weight"
+
+
+def fused_of(name: str) -> str:
+    """The name of the fused tensor that a projection of one expert lies in; "" for other names."""
+    found = _SINGLE.fullmatch(name)
+    return f"{found[1]}{'gate_up' if found[2] else 'down'}_proj" if found else ""
