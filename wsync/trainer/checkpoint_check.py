@@ -137,8 +137,7 @@ class EngineCheck:
         self._sent = _OWN if own else _PLAIN if config is None else _text(Method.of(config))
         self._options, self._receivers = options, receivers
         self._base = _found(base) if isinstance(base, str | os.PathLike) else None
-        given = options.checkpoint
-        self._folder = self._base if given is None else _found(given)
+        self._folder = self._base if options.checkpoint is None else _found(options.checkpoint)
         self._form = _form_of(self._folder) if self._folder else None
         self._compared: dict[tuple[str, bool, bool], bool] = {}
 
@@ -149,9 +148,7 @@ class EngineCheck:
         unseen = [each.name for each in engines if not self.check_engine(each, deadline.left)]
         if unseen:
             check_names(self._tensors)
-        if self._folder == "":
-            return []
-        if unseen:
+        if unseen and self._folder != "":
             _log.warning(
                 "no checkpoint is here to compare with: engines pass over names that they do not "
                 "know, keep what is not delivered, and convert into the form that they hold, all "
@@ -159,7 +156,7 @@ class EngineCheck:
                 "started from)",
                 ", ".join(unseen),
             )
-        return unseen
+        return [] if self._folder == "" else unseen
 
     def check_engine(self, engine: EngineHandle, timeout: float) -> bool:
         """Compares what one engine holds; whether nothing is left that could be passed over.
@@ -186,9 +183,8 @@ class EngineCheck:
         """Compares what versions on a disk will have with Options.checkpoint and `base`.
 
         Raises LayoutError as `compare`, and without them as `check_names`."""
-        wanted = [] if self._folder == "" else dict.fromkeys((self._base, self._folder))
-        compared = [self._compare(folder) for folder in wanted if folder]
-        if not any(compared):
+        wanted = {} if self._folder == "" else dict.fromkeys((self._base, self._folder))
+        if not any([self._compare(folder) for folder in wanted if folder]):
             check_names(self._tensors)
 
     def _check_form(self, engine: EngineHandle, started: Mapping[str, Any], folder: str) -> None:
@@ -222,11 +218,7 @@ class EngineCheck:
             elif self._folder is None:
                 title = f"{folder}, which engine {engine} was started from,"
             self._compared[known] = compare(
-                self._tensors,
-                *(folder, title),
-                keep=self._options.keep,
-                drafts=drafts,
-                whole=whole,
+                self._tensors, folder, title, keep=self._options.keep, drafts=drafts, whole=whole
             )
         return self._compared.get(known, False)
 
@@ -323,11 +315,10 @@ class _Source(NamedTuple):
         if not places:
             return None
         if not coded:
-            weights = {name: weight_of(name, place.dtype) for name, place in places.items()}
-            places = {
-                weight or name: _UNKNOWN if weight else places[name]
-                for name, weight in weights.items()
-            }
+            weights = (
+                (weight_of(name, place.dtype), name, place) for name, place in places.items()
+            )
+            places = {w or name: _UNKNOWN if w else place for w, name, place in weights}
         bases = [base for base in _BASES if any(name.startswith(base) for name in places)]
         return _Source(places, config, bases)
 
@@ -429,11 +420,10 @@ def _to_keep(facts: Iterable[TensorFacts], lacking: Sequence[str]) -> Iterator[s
     """What names tensors that nobody delivers, for Options.keep."""
     if not lacking:
         return
-    known = {name[: dot.end()] for name, *_ in facts for dot in re.finditer(r"\.", name)}
+    known = {beginning for name, *_ in facts for beginning in _beginnings(name)}
     found = dict[str, None]()
     for name in lacking:
-        ends = (name[: dot.end()] for dot in re.finditer(r"\.", name))
-        own = next((end for end in ends if end not in known), None)
+        own = next((each for each in _beginnings(name) if each not in known), None)
         found[name if own is None else f"{own}*"] = None
     if len(found) > _SHOWN:
         found = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", pattern) for pattern in found)
@@ -441,6 +431,10 @@ def _to_keep(facts: Iterable[TensorFacts], lacking: Sequence[str]) -> Iterator[s
         yield "named_parameters() leaves out buffers, which state_dict() has"
     shown = [*map(repr, [*found][:_SHOWN]), *["..."] * (len(found) > _SHOWN)]
     yield f"Options(keep=[{', '.join(shown)}]) leaves these as engines have them"
+
+
+def _beginnings(name: str) -> list[str]:
+    return [name[: dot.end()] for dot in re.finditer(r"\.", name)]
 
 
 def check_names(facts: Sequence[TensorFacts]) -> None:
@@ -468,7 +462,7 @@ def check_room(tensors: Iterable[TensorFacts], folder: str) -> None:
     """Raises LayoutError for tensors that are larger than those of the checkpoint that an engine
     was started from: its loaders may take the part of them that there is room for."""
     source = _Source.of(folder, coded=True) if folder else None
-    places = {} if source is None else source.places
+    places = source.places if source else {}
     larger = {
         each.name: [each]
         for each in tensors
