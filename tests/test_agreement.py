@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -18,6 +19,7 @@ from support import agreement_cases
 from support.procs import RankError, Ranks
 
 import wsync
+from wsync.machine.host import has_ended
 from wsync.machine.sweep import sweep
 
 
@@ -224,3 +226,18 @@ def test_a_rank_that_is_killed_is_named() -> None:
     assert sorted(errors) == [0, 1]
     for error in errors.values():
         assert re.fullmatch(r"PeerClosedError: trainer rank 2 \(pid \d+\) has ended", error)
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+
+    def opened(*arguments: Any, **named: Any) -> Any:
+        file = open(*arguments, **named)  # noqa: SIM115
+        process.kill()
+        process.wait()
+        return file
+
+    monkeypatch.setattr("wsync.machine.host.open", opened, raising=False)
+    assert has_ended(process.pid)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,13 +14,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 from support import fakecuda, nursery
 from support.engines import NEWEST, SGLANG_VERSIONS, engine_packages, engine_tree
 
-from wsync.demo import cli
+from wsync.demo import cli, launcher
 from wsync.demo.trainer import NEW_TOKENS, PROMPT_LENGTH, SENTENCE
 
 
@@ -266,3 +269,29 @@ def test_mode_disk_has_no_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--mode", "disk", "--timeline", "update.svg"])
     assert "--timeline: in mode disk there are no rounds to draw" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "fails"),
+    [
+        ("multiprocessing.forkserver", "ensure_running"),
+        ("torch.multiprocessing.spawn", "start_processes"),
+    ],
+)
+def test_a_demo_that_cannot_start_leaves_its_caller_as_it_was(
+    module: str, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: None)
+    failing = mock.Mock(side_effect=OSError("no memory"))
+    monkeypatch.setattr(importlib.import_module(module), fails, failing)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    try:
+        with pytest.raises(OSError, match="no memory"):
+            launcher._run_ranks(mock.Mock(ranks=1), tmp_path)
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert child.is_alive()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+        child.kill()
+        child.join()

@@ -143,9 +143,12 @@ def _run_ranks(settings: Settings, folder: Path) -> None:
     multiprocessing.set_forkserver_preload(["wsync.demo.preload"])
     multiprocessing.resource_tracker.ensure_running()  # which would unblock what is blocked below
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # until wsync.demo.preload runs
-    with variable("PYTHONSAFEPATH", "1"):  # the current folder may be the source's
-        multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+    try:
+        with variable("PYTHONSAFEPATH", "1"):  # the current folder may be the source's
+            multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+    others = multiprocessing.active_children()
     try:
         with shown("importing torch, transformers and megatron-core"):
             from torch.multiprocessing.spawn import start_processes
@@ -155,7 +158,7 @@ def _run_ranks(settings: Settings, folder: Path) -> None:
             ranks = start(_rank, given, settings.ranks, join=False, start_method="forkserver")
         _await(ranks, folder)
     finally:
-        processes = multiprocessing.active_children()
+        processes = [each for each in multiprocessing.active_children() if each not in others]
         for process in processes:
             process.terminate()
         for process in processes:
