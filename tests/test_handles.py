@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import pickle
 import re
 import socket
 import threading
@@ -1134,3 +1135,17 @@ def test_a_control_message_reaches_a_vllm_engine_as_it_is(monkeypatch: pytest.Mo
     message = Control(op="close", session="0a", update=3, deadline=5.0)
     send_control(handle(Llm()), [message], weight_version=7, timeout=5)
     assert Llm.seen[-1] == ("wsync_update", [message.to_bytes().decode()], "7")
+
+
+def test_a_handle_with_an_unanswered_call_can_be_sent_to_another_process() -> None:
+    engine, answered = HttpHandle("http://127.0.0.1:1", workers=1), threading.Event()
+    told = engine.during("1")
+    try:
+        with pytest.raises(DeadlineError, match="no answer within"):
+            engine._run("engine e: load", answered.wait, 0.05)
+        for each in (engine, told):
+            assert pickle.loads(pickle.dumps(each)).name == engine.name
+        with pytest.raises(DeadlineError, match="engine e: load: not answered since an update"):
+            told.pause("abort", 0.05)
+    finally:
+        answered.set()

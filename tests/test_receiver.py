@@ -450,7 +450,8 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     with pytest.raises(
         RemoteError,
         match=r"worker \(pid \d+\) failed: update 1 since the trainer connected: "
-        r"Exploding\.load_weights raised at up\.weight: KeyError: 'up\.kernel'",
+        r"Exploding\.load_weights raised; the last tensor that it had taken is up\.weight: "
+        r"KeyError: 'up\.kernel'",
     ):
         trainer.update(1, tiny_weights(1))
     success, text = handled.result(SECONDS)

@@ -164,7 +164,9 @@ def _without(engine: EngineHandle) -> str:
     """Why the workers of an engine cannot be asked, or ""."""
     if LOAD_FORMAT in engine.load_formats:
         if how_started(engine).get("speculative_algorithm") not in (None, "", "NGRAM"):
-            return "drafts tokens, and SGLang would process the draft's weights for each question"
+            return (
+                "drafts tokens: each question would have SGLang process the draft's weights again"
+            )
         if (stages := how_started(engine).get("pp_size") or 1) != 1:
             return f"has {stages} pipeline stages, and SGLang answers for the first one only"
         return ""

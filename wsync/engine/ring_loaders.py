@@ -498,7 +498,7 @@ def _has_own_state_dict(module: torch.nn.Module) -> bool:
 class _Given(list[tuple[str, torch.Tensor]]):
     """What a load_weights is given.  last: the name of what it has taken last."""
 
-    last = "its first tensor"
+    last = ""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for pair in super().__iter__():
@@ -689,7 +689,8 @@ class _ByCall(_Loading):
         except WsyncError:
             raise
         except Exception as error:
-            text = f"{self._who()} raised at {given.last}: {error_text(error)}"
+            taken = f"; the last tensor that it had taken is {given.last}" if given.last else ""
+            text = f"{self._who()} raised{taken}: {error_text(error)}"
             raise RemoteError(f"{text}{unfused([given.last])}") from error
         finally:
             device.await_torch(self.device)

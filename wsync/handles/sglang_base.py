@@ -66,7 +66,11 @@ class ApiHandle(ABC):
         """The same handle, for the requests of one update."""
         told = copy.copy(self)
         told._asking = _Asking()
+        told._open = self._open
         return told
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # calls stay with the process that makes them
 
     def give_up(self) -> None:
         """Makes no further call for this update: the next one may begin."""
