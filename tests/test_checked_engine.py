@@ -15,7 +15,7 @@ import wsync
 from wsync.disk import DiskSync
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
-from wsync.messages.control import LOAD_FORMAT, Control
+from wsync.messages.control import LOAD_FORMAT, UPDATING, Control
 from wsync.trainer.engine_identity import CheckedEngine
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery
@@ -89,6 +89,52 @@ def test_an_engine_that_was_started_again_in_an_update_fails_it(
         assert ("resume" in other.told) == (restarts == "resume")
         assert sync.update().version == "8"
         assert engine.told[-1] == other.told[-1] == "resume"
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        ("default", ["pause", "flush", "resume"]),
+        (f"{UPDATING}a1-1", ["pause", "flush"]),
+    ],
+)
+def test_engines_that_were_sent_nothing_go_on(version: str, told: list[str]) -> None:
+    """SGLang does not say itself whether its weights are whole."""
+
+    class Busy(Engine):
+        def flush(self, timeout: float) -> None:
+            super().flush(timeout)
+            raise wsync.DeadlineError("not idle")
+
+    busy, other = Busy(), Engine("other")
+    busy.version = other.version = version
+    with wsync.connect({"a": torch.zeros(3)}, [busy, other], options=QUICK) as sync:
+        with pytest.raises(wsync.DeadlineError, match="not idle") as failed:
+            sync.update()
+        assert busy.told == other.told == told
+        left = "" if version == "default" else ": 'stock', 'other'"
+        assert "".join(getattr(failed.value, "__notes__", "")).endswith(left)
+
+
+def test_engines_that_hold_a_part_of_a_failed_update_do_not_go_on_in_the_next() -> None:
+    class Failing(Engine):
+        def update_weights(self, *_: Any, **__: Any) -> None:
+            self._hear("update")
+            raise wsync.RemoteError("out of memory")
+
+        def flush(self, timeout: float) -> None:
+            super().flush(timeout)
+            if "update" in self.told:
+                raise wsync.DeadlineError("not idle")
+
+    engine = Failing()
+    with wsync.connect({"a": torch.zeros(3)}, [engine], options=QUICK) as sync:
+        with pytest.raises(wsync.RemoteError, match="out of memory"):
+            sync.update()
+        with pytest.raises(wsync.DeadlineError, match="not idle") as failed:
+            sync.update()
+    assert engine.told == ["pause", "flush", "update", "pause", "flush"]
+    assert "stay paused" in failed.value.__notes__[0]
 
 
 @pytest.mark.parametrize("at", range(1, 7))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -166,25 +167,32 @@ def test_an_update_that_transport_has_failed_is_tried_once_more(
     gone = ConnectionResetError("gone")
     chosen, engine = updated(gone)
     chosen.update_weights()
-    assert engine.calls == ["pause", "pause", "load", "pause", "continue"]
+    assert engine.calls == ["pause", "continue", "pause", "load", "pause", "continue"]
     assert engine.version == str(chosen.weight_version) == "5"
-    assert "an update failed and is tried once more: engine " in caplog.text
+    assert "an update failed and is tried once more, when all trainer ranks have" in caplog.text
 
     chosen, engine = updated(gone, gone)
     with pytest.raises(wsync.PeerClosedError):
         chosen.update_weights()
-    assert engine.calls == ["pause"] * 2
+    assert engine.calls == ["pause", "continue"] * 2
 
     chosen, engine = updated(ValueError("no such weight"))
     with pytest.raises(wsync.RemoteError, match="no such weight"):
         chosen.update_weights()
-    assert engine.calls == ["pause"]
+    assert engine.calls == ["pause", "continue"]
+
+    chosen, engine = updated()
+    ended = mock.Mock(side_effect=wsync.PeerClosedError("trainer rank 1 (pid 7) has ended"))
+    monkeypatch.setattr(chosen._updater._sync, "update", ended)
+    with pytest.raises(wsync.PeerClosedError, match="has ended"):
+        chosen.update_weights()
+    ended.assert_called_once()
 
     monkeypatch.setenv("WSYNC_OPTIONS", '{"progress": false, "retry": false}')
     chosen, engine = updated(gone)
     with pytest.raises(wsync.PeerClosedError):
         chosen.update_weights()
-    assert engine.calls == ["pause"]
+    assert engine.calls == ["pause", "continue"]
 
 
 def test_ranks_try_once_more_together_or_not_at_all() -> None:

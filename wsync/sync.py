@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.handles.base import EngineHandle, handles_of
@@ -26,15 +26,6 @@ from wsync.trainer.worker_deliveries import WorkerDelivery, deliveries
 
 if TYPE_CHECKING:
     from wsync.trainer.updates_base import Source, Weights
-
-
-# what ends an update without fault of an engine or a connection: perhaps before a byte is written
-_REFUSALS: Final = (
-    _core.InvalidArgumentError,
-    _core.LayoutError,
-    _core.RemoteError,
-    _core.UnsupportedError,
-)
 
 
 class Sync(Updates):
@@ -72,7 +63,6 @@ class Sync(Updates):
         self._lock = lock
         self._receivers: list[EngineHandle] = []  # engines with wsync's receiver, on rank 0
         self._connection: Connection | None = None
-        self._paused = False  # the engines, by the last update
         self._lender: Lender | None = None
         self._lending: Lending | None = None  # as long as a connection is kept that makes use of it
         self._trace = Trace.wanted("trainer", self._group.rank)
@@ -113,9 +103,9 @@ class Sync(Updates):
                 steps.
             WsyncError: the same on all ranks.  An error that is not a WsyncError is raised as a
                 RemoteError; on the rank where it happened, its `__cause__` is the original (Ctrl-C
-                is raised there as it is).  Engines that all say that they hold what
-                they held go on after a refusal.  Else they stay paused, and inconsistent where an
-                update had begun; the next call connects anew and updates them again.
+                is raised there as it is).  Engines that the update had sent nothing go
+                on.  Others stay paused, and may hold a part of the update; the next call connects
+                anew and updates them again.
         """
         with self._updating(version, weights) as report:
             report.trace = self._trace.anew()
@@ -218,7 +208,6 @@ class Sync(Updates):
             self._use_up_version()
             self._close_requests(connection, report.version)
             self._group.confirm()
-        self._paused = False
 
     def _deliver(self, weights: Weights | None, report: Report) -> Connection:
         """Runs an update until the workers of this rank hold every byte."""
@@ -227,7 +216,6 @@ class Sync(Updates):
         with report.phase("open"):
             self._lend(sources, of(table))  # before engines are asked for anything
         check = self._group.check
-        self._paused = True
         self._requests.pause()
         connection = self._connect(of(table))
         # A plan is made of what the workers say when they have joined, so that a first update opens
@@ -341,14 +329,12 @@ class Sync(Updates):
             error.add_note(f"Letting go of the engines failed, too: {failure!r}")
         finally:
             self._let_go()
-            refused = self._paused and isinstance(error, _REFUSALS)
-            self._paused = not self._requests.abandon(under_way, refused=refused) and self._paused
-            if self._paused and self._group.rank == 0:
-                urls = ", ".join(repr(engine.name) for engine in self._requests.handles)
+            self._requests.abandon(under_way)
+            if stopped := self._requests.stopped:
                 error.add_note(
-                    "The engines stay paused until an update succeeds: call update again.  One "
+                    "These engines stay paused until an update succeeds: call update again.  One "
                     "that still holds the weights of one update goes on by "
-                    f"wsync.handle(url).resume(30): {urls}"
+                    f"wsync.handle(url).resume(30): {', '.join(map(repr, stopped))}"
                 )
 
 

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -212,6 +213,11 @@ class TrainerGroup:
 
     def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
         self.finish(self._start("allgather", [parts], [mine]), self.timeout)
+
+
+def rank_has_ended(error: BaseException) -> bool:
+    """Whether it says so of a trainer rank: ranks hear of each other's errors as texts."""
+    return re.fullmatch(r"trainer rank \d+ \(pid \d+\) has ended", str(error)) is not None
 
 
 def together(make: Callable[[], _T], *, timeout: float) -> _T:

@@ -6,6 +6,7 @@ update_weight): the same constructors, the same methods, the same order of calls
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from wsync import _core, megatron
 from wsync.disk import DiskSync
-from wsync.exchange.trainer_group import TrainerGroup, together
+from wsync.exchange.trainer_group import TrainerGroup, rank_has_ended, together
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
+from wsync.machine.deadline import seconds
 from wsync.options import Options, numbers
 from wsync.sync import Sync
 
@@ -174,11 +176,19 @@ class Updater:
         try:
             self._update(self._sync)
         except _TRANSPORT as error:
-            if not (self._options.retry and self._all_failed()):
+            if not self._options.retry or rank_has_ended(error):
                 raise
             if self._source.rank == 0:
-                _log.warning("wsync: an update failed and is tried once more: %s", error)
-            self._update(self._sync)
+                _log.warning(
+                    "wsync: an update failed and is tried once more, when all trainer ranks have "
+                    "let go of it (at most %s): %s",
+                    seconds(self._patience),
+                    error,
+                )
+            if (all_ranks := self._meet_again()) is None:
+                raise
+            with contextlib.closing(all_ranks):
+                self._update(self._sync)
 
     def _update(self, sync: Sync | DiskSync) -> None:
         sync.version = self.weight_version
@@ -188,21 +198,18 @@ class Updater:
             self.weight_version = sync.version
         self.update_weight_metrics = report.metrics(whole=False)
 
-    def _all_failed(self) -> bool:
-        """Whether all ranks call this in the same update.  One that has seen the update succeed
+    @property
+    def _patience(self) -> float:
+        return min(_MEET_SECONDS, self._options.exchange_deadline)
+
+    def _meet_again(self) -> TrainerGroup | None:
+        """All ranks, if all call this in the same update.  One that has seen the update succeed
         does not come: its next weights would meet those that are sent again."""
-        timeout = min(_MEET_SECONDS, self._options.exchange_deadline)
+        meeting = f"update {self._calls} again"
         try:
-            group = TrainerGroup(
-                self._source.group, timeout=timeout, meeting=f"update {self._calls} again"
-            )
-            try:
-                group.barrier()
-            finally:
-                group.close()
+            return TrainerGroup(self._source.group, timeout=self._patience, meeting=meeting)
         except _core.WsyncError:
-            return False
-        return True
+            return None
 
     def pop_metrics(self) -> dict[str, float]:
         """Seconds and bytes of the last update, once."""

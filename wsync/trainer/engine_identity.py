@@ -73,9 +73,12 @@ class CheckedEngine:
     @property
     def _told(self) -> Any:
         """The handle for what this update asks; StateError once the update has been given up."""
+        self._check_not_given_up()
+        return self._during
+
+    def _check_not_given_up(self) -> None:
         if self._given_up:
             raise StateError(f"engine {self.name}: not asked, as its update has been given up")
-        return self._during
 
     def give_up(self) -> None:
         """What threads of this update have not asked of the engine yet they ask no more.  The next
@@ -84,15 +87,19 @@ class CheckedEngine:
         if self._during is not self.handle and hasattr(type(self._during), "give_up"):
             self._during.give_up()
 
-    def unchanged(self, timeout: float) -> bool:
-        """Whether it says that its weights are still those of one update."""
-        return self.handle.model_info(timeout).get("consistent") is True
-
     def go_on(self, timeout: float) -> None:
-        """Has it go on after the update has been given up, unless it is another trainer's turn."""
+        """Has it go on after an update that was given up before it sent anything.
+
+        Raises:
+            RemoteError: another update has begun, whose weights it may hold a part of.
+        """
+        deadline = Deadline(timeout)
+        version = str(self.handle.model_info(timeout).get("weight_version"))
+        if version.startswith(UPDATING):
+            raise RemoteError(f"engine {self.name}: another update has begun: {version}")
         during = getattr(self.handle, "during", None)
         told = None if during is None else during(self._update_id)
-        (told or self.handle).resume(timeout)
+        (told or self.handle).resume(deadline.left)
 
     def pause(self, mode: str, timeout: float) -> None:
         deadline = Deadline(timeout)
@@ -136,8 +143,9 @@ class CheckedEngine:
         whose requests it gets.  Another trainer, or a gateway that repeats a request, may have had
         it continue meanwhile, and its cache then has what mixed weights have computed."""
         if self._buckets is not None:
-            deadline, handle = Deadline(timeout), self._told and self.handle
-            handle.pause(mode, timeout)  # not `_during`, for which it would begin an update
+            self._check_not_given_up()
+            deadline = Deadline(timeout)
+            self.handle.pause(mode, timeout)  # not `_during`, for which it would begin an update
             if flush:
                 self.flush(deadline.left)
 

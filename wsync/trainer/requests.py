@@ -48,7 +48,7 @@ class Calls:
             (engine.name, start("wsync-call", partial(call, index, engine)))
             for index, engine in engines
         ]
-        self._engines: dict[str, Any] = {engine.name: engine for _, engine in engines}
+        self._engines = {engine.name: engine for _, engine in engines}
         self._ended: dict[str, Deadline] = {}  # since `check_pending` first saw a call's end
 
     def check(self) -> None:
@@ -77,14 +77,19 @@ class Calls:
             self.check()
             if check is not None:
                 check()
-            asked = getattr(self._engines[busy[0]], "unanswered", [])
-            deadline.check(f"{', '.join(asked) or f'engine {busy[0]}'}: no answer")
+            if not deadline.left:
+                deadline.check(f"{_unanswered(self._engines[busy[0]])}: no answer")
         self.check()
 
     def busy(self, timeout: float) -> list[str]:
         """Waits for all calls, but not longer, however they end; the engines that are not done."""
         wait([call for _, call in self.under_way], timeout)
         return [name for name, call in self.under_way if not call.done()]
+
+
+def _unanswered(engine: EngineHandle) -> str:
+    """What an engine has been asked and has not answered, for errors."""
+    return ", ".join(getattr(engine, "unanswered", [])) or f"engine {engine.name}"
 
 
 _BUSY: Final = "not done with what an update that failed has asked of it"
@@ -102,12 +107,15 @@ class EngineRequests:
         compare: called, with a timeout, for the handle of an engine that has paused and may have
             been started again since it was compared; raises where it cannot take what it is sent.
         effect: looks at engines around an update.
+        stopped: the engines that the last `pause` has stopped and that have not gone on since.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
         self.handles = engines
         self.compare: Callable[[EngineHandle, float], object] = lambda engine, timeout: None
         self.effect = FirstEffect()
+        self.stopped: list[str] = []
+        self._untouched = False  # all engines, since they were stopped: nothing was sent
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
@@ -119,6 +127,8 @@ class EngineRequests:
         """Pauses the engines."""
         deadline = Deadline(self._options.deadline)
         self._stops = []
+        self._untouched = not self.stopped  # else by an update that failed: they may hold a part
+        self.stopped = [engine.name for engine in self.engines]
 
         def pause(index: int, engine: Any) -> None:
             self.stop(engine, lambda: deadline.left)
@@ -156,8 +166,10 @@ class EngineRequests:
         self._pausing.join(self._options.deadline + LATER_SECONDS, check)
 
     def open(self, messages: Mapping[int, Sequence[Control]]) -> None:
-        """Has workers join the update. messages: by engine, one for each of its workers."""
+        """Has workers join the update; after this, engines are sent weights.
+        messages: by engine, one for each of its workers."""
         timeout = self._options.request_deadline
+        self._untouched = False
         self._closing = {
             index: [dataclasses.replace(c, op="close", address="") for c in controls]
             for index, controls in messages.items()
@@ -237,14 +249,13 @@ class EngineRequests:
         except BaseException:
             given_up.set()
             raise
-        self._handover = NO_CALLS
+        self._handover, self.stopped = NO_CALLS, []
 
-    def abandon(self, left: UnderWay, *, refused: bool = False) -> bool:
+    def abandon(self, left: UnderWay) -> None:
         """After a failure: no engine is asked for anything more.  What has been asked, with what is
         `left` elsewhere, may end for a moment, because what engines answer is their side of the
-        failure.  Then nobody waits for it any more, and one line says so.
-
-        refused: where all engines say that they hold what they held, they go on; whether they do.
+        failure.  Then nobody waits for it any more, and one line says so.  Engines that were paused
+        and sent nothing go on.
         """
         engines, self.engines = self.engines, [CheckedEngine(e.handle, e) for e in self.engines]
         for engine in engines:
@@ -259,35 +270,28 @@ class EngineRequests:
         self._left = [each for each in self._left + asked + left if not each[1].done()]
         busy = {name: f"engine {name}" for name, _ in self._left}
         for engine in engines:
-            asked_still = getattr(engine, "unanswered", [])
-            if engine.name in busy and asked_still:
-                busy[engine.name] = ", ".join(asked_still)
+            if engine.name in busy:
+                busy[engine.name] = _unanswered(engine)
         if busy:
             _log.warning(
                 "wsync: the update has failed and leaves unanswered: %s", "; ".join(busy.values())
             )
-        return refused and not busy and self._go_on(list(enumerate(engines)))
+        if self._untouched:
+            self._untouched = False
+            self._go_on([(i, e) for i, e in enumerate(engines) if e.name not in busy])
 
-    def _go_on(self, engines: Sequence[tuple[int, CheckedEngine]]) -> bool:
+    def _go_on(self, engines: Sequence[tuple[int, CheckedEngine]]) -> None:
         deadline = Deadline(min(VERDICT_SECONDS, self._options.deadline))
 
-        def look(_: int, engine: Any) -> bool:
-            found: bool = engine.unchanged(deadline.left)
-            return found
+        stopped = self.stopped
 
         def go_on(_: int, engine: Any) -> None:
             engine.go_on(deadline.left)
+            stopped.remove(engine.name)
 
-        try:
-            looks = Calls(engines, look)
-            looks.join(deadline.left)
-            unchanged = bool(engines) and all(call.result() for _, call in looks.under_way)
-            if unchanged:
-                Calls(engines, go_on).join(deadline.left)
-        except Exception as error:  # a user's handle may raise anything
-            _log.warning("wsync: engines were not asked to go on: %s", error)
-            return False
-        return unchanged
+        calls = Calls(engines, go_on)
+        calls.busy(deadline.left)
+        self._left += calls.under_way
 
     def _start(self, call: Call, indices: Sequence[int] | None = None) -> Calls:
         """Calls the engines of these indices (None: all)."""
