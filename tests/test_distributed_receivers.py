@@ -112,7 +112,7 @@ def test_an_engine_that_never_comes_is_named_in_time() -> None:
     class Absent:
         """Takes the opening request and does nothing about it."""
 
-        name, workers, load_formats = "absent", 1, ()
+        name, workers, load_formats, unanswered = "absent", 1, (), ()
 
         def __getattr__(self, name: str) -> Any:
             return lambda *_, **__: None
@@ -127,7 +127,7 @@ def test_an_engine_that_never_comes_is_named_in_time() -> None:
         with ProcessEngine(shapes, name="present") as present:
             with wsync.connect(weights, [present, Absent()], options=options) as sync:
                 for _ in range(2):
-                    text = "engine absent: worker 0 did not connect within"
+                    text = "engine absent: worker 0 did not join the update within"
                     with pytest.raises(wsync.DeadlineError, match=text):
                         sync.update()
             assert present.paused and present.model_info(5)["consistent"]
