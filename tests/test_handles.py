@@ -737,7 +737,7 @@ def test_a_draft_is_not_processed_for_a_question(server: FakeServer) -> None:
     known = {"tp_size": 1, "custom_weight_loader": [LOAD_FORMAT], "model_path": "/model"}
     server.answers["/server_info"] = (200, known | OTHER)
     sessions = Sessions(server)
-    with pytest.raises(UnsupportedError, match="drafts tokens: each question would have SGLang process"):
+    with pytest.raises(UnsupportedError, match="drafts tokens: each question would have SGLang"):
         inspect(server.url, timeout=60)
     assert sessions.calls == []
 
