@@ -35,7 +35,7 @@ def test_a_file_stays_that_an_engine_behind_a_gateway_may_yet_read(
     error.native = status
     failed: Future[None] = Future()
     failed.set_exception(error)
-    ring = mock.create_autospec(SharedRing, instance=True)
+    ring = mock.create_autospec(SharedRing, instance=True, left=False)
     _close("engine", ring, [failed])
     assert ring.close.called is removed
     assert ring.leave.called is not removed
@@ -54,7 +54,7 @@ def test_a_file_stays_that_a_server_may_have_been_told_of_when_it_was_cut_off(en
             HttpHandle(f"http://127.0.0.1:{port}", workers=1).pause("abort", 30)
     failed: Future[None] = Future()
     failed.set_exception(caught.value)
-    ring = mock.create_autospec(SharedRing, instance=True)
+    ring = mock.create_autospec(SharedRing, instance=True, left=False)
     _close("engine", ring, [failed])
     assert ring.close.called is (ended == "refused")
     assert ring.leave.called is (ended == "cut off")
@@ -166,7 +166,7 @@ def test_wrong_counts_are_named() -> None:
 def test_errors_of_a_session_say_whose_it_is() -> None:
     session = WorkerSession(5, engine="http://host:1", index=1, directory=None)
     try:
-        with pytest.raises(wsync.DeadlineError, match=r"^engine http://host:1: worker 1: "):
+        with pytest.raises(wsync.DeadlineError, match=r"^engine http://host:1: worker 1 did not join"):
             session.accept(0.01, check=lambda: None)
 
         def refuse() -> None:
