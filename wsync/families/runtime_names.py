@@ -151,13 +151,15 @@ class RuntimeNames:
         """By the names and shapes of all tensors of a model, where these tell it."""
         wide = "embed_tokens.weight", ".input_layernorm.weight"  # no rank may have all of these
         hidden = next((s[-1] for n, s in shapes.items() if n.endswith(wide)), 0)
-        sizes = {"h": hidden}
+        kind, sizes = _kind_of(shapes), {"h": hidden}
         for name, shape in shapes.items():
             if name.endswith(FUSED[0]) and len(shape) == 3:
                 width = shape[1] if shape[2] == hidden else shape[2]
                 sizes |= {"experts": shape[0], "moe_ffn": width // 2, "ffn": width // 2}
+                if kind == "qwen3_vl_moe" and shape[2] != hidden:
+                    kind = ""  # transformers 4 has all experts as checkpoints have them
                 break
-        return cls(_kind_of(shapes), sizes)
+        return cls(kind, sizes)
 
     def maps(
         self, name: str, dtype: str, shape: Shape, regions: Sequence[_core.Region]
