@@ -284,7 +284,7 @@ def test_an_engine_that_never_joins_is_reported_in_time(engines: list[ProcessEng
     class Absent:
         """Does not come when it is called."""
 
-        name, workers, load_formats = "absent", 1, ()
+        name, workers, load_formats, unanswered = "absent", 1, (), ()
 
         def __getattr__(self, name: str) -> Any:
             return lambda *_, **__: None
@@ -302,10 +302,7 @@ def test_an_engine_that_never_joins_is_reported_in_time(engines: list[ProcessEng
                 match=r"3 members did not meet.*first \(tp 1\), absent \(tp 1\)",
             ):
                 sync.update()
-            with pytest.raises(
-                wsync.DeadlineError,
-                match=r"3 members did not meet.*first \(tp 1\), absent \(tp 1\)",
-            ):
+            with pytest.raises(wsync.DeadlineError, match="engine absent: not done with what"):
                 sync.update()
     finally:
         release.set()
