@@ -300,7 +300,7 @@ def test_a_notebook_of_transformers_5_delivers_every_expert(
         pytest.skip("rounding changes tokens")
     script = Path(__file__).parent / "support/server_notebook.py"
     site, tests = Path(wsync.__file__).parents[1], Path(__file__).parent
-    path = os.pathsep.join(map(str, (site, packages(NEWEST), tests)))
+    path = os.pathsep.join(map(str, (packages(NEWEST), site, tests)))
     for way, model in zip(("stock", "wsync"), models[::-1], strict=True):
         wanted = reloaded(server, model)
         reloaded(server, models[model is models[0]])
