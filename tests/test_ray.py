@@ -180,10 +180,10 @@ def test_an_engine_that_dies_is_named_and_others_go_on(trainer: Group, engines: 
     trainer.connect("UpdateWeightFromTensor", [dying, *engines])
     trainer.update(31)
     get(dying.exit_in.remote(2))
-    for method in ("update_weights_from_tensor", "pause_generation"):
+    for _ in range(2):
         for error in trainer.errors(32):
             assert isinstance(error, PeerClosedError)
-            assert f"engine {dying}: {method}: The actor died" in str(error)
+            assert f"engine {dying}: " in str(error) and "The actor died" in str(error)
         await_death(dying)
     assert [paused for _, _, paused in states(engines)] == [True] * len(engines)
     trainer.connect("UpdateWeightFromTensor", engines)
