@@ -296,8 +296,6 @@ def test_a_notebook_of_transformers_5_delivers_every_expert(
 ) -> None:
     """It fuses them at run time, and a stock server passes over names that it does not know."""
     server, models = served
-    if models[0].dtype != torch.float32:
-        pytest.skip("rounding changes tokens")
     script = Path(__file__).parent / "support/server_notebook.py"
     site, tests = Path(wsync.__file__).parents[1], Path(__file__).parent
     path = os.pathsep.join(map(str, (packages(NEWEST), site, tests)))
@@ -317,7 +315,9 @@ def test_a_notebook_of_transformers_5_delivers_every_expert(
         assert version.startswith("5.")
         assert experts in ([], ["down_proj", "gate_up_proj"])
         assert checksums(server) == wanted
-        assert generate(server) == (said, f"{way}-{source}")
+        tokens, label = generate(server)
+        assert label == f"{way}-{source}"
+        assert tokens == said or model.dtype != torch.float32  # rounding changes tokens
 
 
 OLDER = [pytest.param(name, marks=pytest.mark.slow) for name in ("sglang0511", "sglang0517")]
