@@ -9,7 +9,6 @@ Weights in blocks of several rows are read twice.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,16 +89,16 @@ def _measure(gpu: Gpu, weights: torch.Tensor, method: tuple[str, bool, int, int]
 
 
 class _Results:
-    """Weights, image and table of extremes in memory of a stream's device."""
+    """Weights, image and table of amaxes in memory of a stream's device."""
 
     def __init__(self, quantiser: _core.Quantiser, stream: _core.Stream) -> None:
         self.stream = stream
         self._quantiser = quantiser
 
     def begin(self, data: torch.Tensor) -> None:
-        count, device = self._quantiser.extremes_count, self.stream.device
+        count, device = self._quantiser.amax_count, self.stream.device
         table = -(-self._quantiser.image_nbytes // _ALIGNMENT) * _ALIGNMENT
-        none = torch.full((count, 2), -math.inf).view(torch.uint8).view(-1)
+        none = torch.zeros(4 * count, dtype=torch.uint8)
         self._weights = _core.Memory(data.numel(), device)
         self._memory = _core.Memory(table + max(none.numel(), 1), device)
         first = torch.cat([torch.zeros(table, dtype=torch.uint8), none])

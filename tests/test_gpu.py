@@ -202,18 +202,18 @@ def quantiser(dtype: str, method: tuple[str, bool, int, int], cuts: list[int]) -
 def quantised(
     made: Any, parts: list[torch.Tensor], stream: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Image and table of extremes, on the host."""
+    """Image and table of amaxes, on the host."""
     near = parts[0].device
     image = torch.zeros(made.image_nbytes, dtype=torch.uint8, device=near)
-    extremes = torch.full((made.extremes_count, 2), -torch.inf, device=near)
-    results = _core.describe([image, extremes], ["image", "extremes"], gpu=True)
+    amaxes = torch.zeros(made.amax_count, device=near)
+    results = _core.describe([image, amaxes], ["image", "amaxes"], gpu=True)
     weights = _core.describe(parts, [str(index) for index in range(len(parts))], gpu=True)
     spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
     device.follow(stream, 60.0, lambda: None)
     for codes in (False, True):
         stream.quantise(made, *spans, codes=codes)
     stream.synchronize(60.0)
-    return image.cpu(), extremes.cpu().view(torch.int32)
+    return image.cpu(), amaxes.cpu().view(torch.int32)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: "-".join(map(str, method)))

@@ -75,9 +75,9 @@ class Rank:
         constants = self.quantiser.constants
         if constants:
             self.image[: len(constants)] = torch.frombuffer(bytearray(constants), dtype=torch.uint8)
-        self.extremes = torch.full((self.quantiser.extremes_count, 2), -torch.inf)
+        self.amaxes = torch.zeros(self.quantiser.amax_count)
         self.sources = _core.BufferTable.of(_core.describe(self.parts))
-        self.results = _core.BufferTable.of(_core.describe([self.image, self.extremes]))
+        self.results = _core.BufferTable.of(_core.describe([self.image, self.amaxes]))
         self.run(codes=False)
 
     def run(self, codes: bool) -> None:
@@ -112,10 +112,10 @@ def quantise(ranks: Sequence[Rank], rules: Sequence[_core.QuantiseRule]) -> dict
     model = _core.Layout.merge([rank.layout for rank in ranks])
     for rank in ranks:
         rank.begin(model, rules)
-    extremes = torch.stack([rank.extremes for rank in ranks]).amax(0)
+    amaxes = torch.stack([rank.amaxes for rank in ranks]).amax(0)
     made: dict[str, Tensor] = {}
     for rank in ranks:
-        rank.extremes.copy_(extremes)
+        rank.amaxes.copy_(amaxes)
         rank.run(codes=True)
         rank.held(made)
     return made
@@ -306,7 +306,7 @@ def test_memory_that_a_tensor_does_not_have_is_named() -> None:
     with pytest.raises(_core.InvalidArgumentError, match=r"^w: buffer 1: bytes .* 384 bytes$"):
         rank.run(codes=True)
     rank.sources = _core.BufferTable.of(_core.describe(rank.parts))
-    rank.results = _core.BufferTable.of(_core.describe([rank.image[:-8], rank.extremes]))
+    rank.results = _core.BufferTable.of(_core.describe([rank.image[:-8], rank.amaxes]))
     with pytest.raises(_core.InvalidArgumentError, match=r"^w: scales: 1 rows of 2 times 4"):
         rank.run(codes=True)
 

@@ -236,8 +236,8 @@ class Quantiser:
     def image_nbytes(self) -> int:
         """Bytes of the memory for codes and scales."""
     @property
-    def extremes_count(self) -> int:
-        """Entries of the table of extremes, two float32 each; the same on all ranks."""
+    def amax_count(self) -> int:
+        """Entries of the table of amaxes, a float32 each; the same on all ranks."""
     @property
     def stats(self) -> dict[str, int]:
         """Of all ranks, in bytes of weights: quantised_nbytes, and of those repeated_nbytes, which another rank that
@@ -405,8 +405,8 @@ class Stream:
         written.  Everything is kept alive until the stream has passed."""
     def quantise(self, quantiser: Quantiser, sources: BufferTable, results: BufferTable, codes: bool) -> None:
         """Enqueues one pass of a quantiser over its rank's parameters.  results: the spans of the image and of the
-        table of extremes; codes: codes and scales are written into the image, else the extremes of pieces are merged
-        into the table, which begins with -inf.  Everything is kept alive until the stream has passed."""
+        table of amaxes; codes: codes and scales are written into the image, else the amaxes of pieces are merged
+        into the table, which begins with 0.  Everything is kept alive until the stream has passed."""
     def record(self, event: Event, value: int) -> None: ...
     def wait(self, event: Event, value: int) -> None:
         """What follows starts once the event is at least `value`."""

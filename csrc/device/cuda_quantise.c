@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * One launch for either pass; where blocks are larger than what a thread looks at, one more
- * that finds their extremes, in memory of the stream's own. */
+ * that finds their amaxes, in memory of the stream's own. */
 #include "device/cuda_quantise.h"
 
 #include <inttypes.h>
@@ -15,7 +15,7 @@ enum { WHAT_NBYTES = 288 };
 typedef struct places {
     wsync_cuda_place_t *sources; /* owned */
     wsync_cuda_place_t image;
-    wsync_cuda_place_t extremes;
+    wsync_cuda_place_t amaxes;
 } places_t;
 
 static wsync_status_t check(const wsync_cuda_runner_t *self, wsync_cu_result_t code,
@@ -91,8 +91,8 @@ static wsync_status_t find_places(wsync_cuda_runner_t *self,
         status = find_place(self, &batch->image, "the image", &places->image, err);
     }
     if (status == WSYNC_OK) {
-        status = find_place(self, &batch->extremes, "the table of extremes",
-                            &places->extremes, err);
+        status =
+            find_place(self, &batch->amaxes, "the table of amaxes", &places->amaxes, err);
     }
     return status;
 }
@@ -119,21 +119,21 @@ static wsync_status_t launch(wsync_cuda_runner_t *self, const wsync_cuda_table_t
     return check(self, code, "cuLaunchKernel", err);
 }
 
-/* Extremes of blocks that the caller's table does not have. */
+/* Amaxes of blocks that the caller's table does not have. */
 static wsync_status_t launch_scratch(wsync_cuda_runner_t *self,
                                      const wsync_cuda_table_t *table,
                                      const wsync_quantise_args_t *args, bool *begun,
                                      wsync_error_t *err)
 {
-    const uint64_t nbytes = table->lists.scratch_count * sizeof(wsync_extremes_t);
+    const uint64_t nbytes = table->lists.scratch_count * sizeof(float);
     wsync_quantise_args_t own = *args;
     wsync_cu_result_t code;
 
     if (nbytes == 0) {
         return WSYNC_OK;
     }
-    code = self->device->driver->memset_async(args->scratch, 0xff, (size_t)nbytes,
-                                              self->stream);
+    code =
+        self->device->driver->memset_async(args->scratch, 0, (size_t)nbytes, self->stream);
     if (code != WSYNC_CU_SUCCESS) {
         return check(self, code, "cuMemsetD8Async", err);
     }
@@ -165,7 +165,7 @@ static wsync_status_t run(wsync_cuda_runner_t *self, const wsync_quantise_batch_
         .thread_starts = table->at + table->starts_offset,
         .sources = sources->at,
         .image = places->image.at,
-        .table = places->extremes.at,
+        .table = places->amaxes.at,
         .scratch = table->at + table->scratch_offset,
         .mode = codes ? WSYNC_QUANTISE_MODE_CODES : WSYNC_QUANTISE_MODE_TABLE};
     if (codes) {

@@ -213,10 +213,9 @@ static wsync_status_t fill_pieces(wsync_cuda_tables_t *tables,
 
         table->starts_offset = items_nbytes;
         table->scratch_offset = (items_nbytes + starts_nbytes + 7) / 8 * 8;
-        status = reserve(
-            tables,
-            table->scratch_offset + tasks.lists.scratch_count * sizeof(wsync_extremes_t),
-            &table->at, err);
+        status = reserve(tables,
+                         table->scratch_offset + tasks.lists.scratch_count * sizeof(float),
+                         &table->at, err);
         if (status == WSYNC_OK) {
             status = upload(tables, table->at, tasks.items, items_nbytes, err);
         }

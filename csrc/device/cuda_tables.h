@@ -19,7 +19,7 @@ typedef struct wsync_cuda_table {
         starts_offset; /* where tile_starts of segments lie, or thread_starts of pieces */
     uint64_t index_offset; /* and tile_index of segments */
     wsync_segment_list_t list;
-    uint64_t scratch_offset;      /* of pieces: extremes of their blocks, for one stream */
+    uint64_t scratch_offset;      /* of pieces: amaxes of their blocks, for one stream */
     wsync_quantise_lists_t lists; /* of pieces */
 } wsync_cuda_table_t;
 

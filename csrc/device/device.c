@@ -220,7 +220,7 @@ wsync_status_t wsync_stream_quantise(wsync_stream_t *stream,
 {
     const wsync_status_t status =
         wsync_quantise_check(batch->pieces, batch->count, batch->sources,
-                             batch->source_count, &batch->image, &batch->extremes, err);
+                             batch->source_count, &batch->image, &batch->amaxes, err);
 
     return status == WSYNC_OK ? stream->device->stream_ops->quantise(stream, batch, err)
                               : status;

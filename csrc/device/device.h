@@ -77,11 +77,11 @@ typedef struct wsync_batch {
     uint64_t destinations_id;
 } wsync_batch_t;
 
-/* What a pass does: EXTREMES raises the entries that pieces have in the table of extremes
- * to those of their elements (the caller has set them to -INFINITY); CODES writes scales
+/* What a pass does: AMAXES raises the entries that pieces have in the table of amaxes to
+ * those of their elements (the caller has set them to 0); CODES writes scales
  * and codes of all pieces into the image. */
 typedef enum wsync_quantise_pass {
-    WSYNC_QUANTISE_EXTREMES,
+    WSYNC_QUANTISE_AMAXES,
     WSYNC_QUANTISE_CODES,
 } wsync_quantise_pass_t;
 
@@ -93,7 +93,7 @@ typedef struct wsync_quantise_batch {
     const wsync_span_t *sources;
     size_t source_count;
     wsync_span_t image;
-    wsync_span_t extremes; /* wsync_extremes_t[] */
+    wsync_span_t amaxes; /* float[] */
     wsync_quantise_pass_t pass;
 } wsync_quantise_batch_t;
 

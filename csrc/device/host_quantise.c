@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * How pieces are cut into parts, and the way through a part: a band of blocks at a time,
- * first its extremes, then its codes while it is in the second-level cache. */
+ * first its amaxes, then its codes while it is in the second-level cache. */
 #define DEVICE static inline
 #include "device/host_quantise.h"
 
@@ -63,7 +63,7 @@ static bool takes_part(const wsync_quantise_batch_t *batch,
                        const wsync_quantise_piece_t *piece)
 {
     return !wsync_quantise_empty(piece) &&
-           (batch->pass == WSYNC_QUANTISE_CODES || piece->extremes != WSYNC_QUANTISE_NONE ||
+           (batch->pass == WSYNC_QUANTISE_CODES || piece->amaxes != WSYNC_QUANTISE_NONE ||
             piece->overall != WSYNC_QUANTISE_NONE);
 }
 
@@ -80,7 +80,7 @@ static division_t divide(const wsync_quantise_batch_t *batch,
                          const wsync_quantise_piece_t *piece)
 {
     const uint64_t item = wsync_dtype_nbytes(piece->dtype);
-    const bool whole = piece->extremes == WSYNC_QUANTISE_NONE;
+    const bool whole = piece->amaxes == WSYNC_QUANTISE_NONE;
     const uint64_t rows = piece->method.block_rows;
     /* a word of scales is one part's */
     const uint64_t cols = (uint64_t)piece->method.block_cols *
@@ -203,29 +203,6 @@ static strip_t strip_at(const part_t *part, const band_t *band, uint64_t column)
     return strip;
 }
 
-/* The place of an extreme in the order of weights as a value; -0 becomes 0. */
-static float extreme_value(const part_t *part, int32_t place)
-{
-    const float value =
-        wsync_weight_value(part->weight, wsync_row_extreme_bits(part->weight, place));
-
-    return value == 0 ? 0 : value;
-}
-
-/* What a block holds: of places, as values. */
-static wsync_extremes_t extremes_of(const part_t *part, const wsync_row_extremes_t *places)
-{
-    wsync_extremes_t extremes = {extreme_value(part, places->high),
-                                 -extreme_value(part, places->low)};
-
-    if (wsync_is_nan(extremes.high) || wsync_is_nan(extremes.low)) {
-        extremes.high = wsync_float(WSYNC_NAN_BITS);
-        extremes.low = extremes.high;
-    }
-    extremes.low = extremes.low == 0 ? 0 : extremes.low;
-    return extremes;
-}
-
 /* Has weights that are soon read come from memory: of a row from a column on.  Inlined, for
  * gcc drops calls of a function that does nothing else. */
 static inline __attribute__((always_inline)) void prefetch(const part_t *part, uint64_t row,
@@ -245,31 +222,7 @@ static inline __attribute__((always_inline)) void prefetch(const part_t *part, u
     }
 }
 
-/* The extremes of a band's blocks from its own elements. */
-static void read_extremes(part_t *part, const band_t *band, wsync_row_extremes_t *places)
-{
-    const unsigned wide = wsync_row_width(part->weight);
-    ALIGNED int32_t high[STRIP_NBYTES / sizeof(int32_t)];
-    ALIGNED int32_t low[STRIP_NBYTES / sizeof(int32_t)];
-
-    for (size_t b = 0; b < band->count; b++) {
-        places[b] = wsync_row_extremes_none();
-    }
-    for (uint64_t column = part->begin[1]; column < part->end[1];) {
-        const strip_t strip = strip_at(part, band, column);
-
-        for (uint64_t row = band->begin; row < band->end; row++) {
-            prefetch(part, row + AHEAD_ROWS, column, strip.count);
-            part->functions->columns[wide](row_at(part, row, column, strip.count),
-                                           strip.count, row == band->begin, high, low);
-        }
-        part->functions->blocks[wide](high, low, strip.count, strip.head, band->width,
-                                      &places[strip.block]);
-        column += strip.count;
-    }
-}
-
-/* The largest magnitudes of a band's blocks, which are whole in it. */
+/* The largest magnitudes of what the part has of a band's blocks. */
 static void read_amaxes(part_t *part, const band_t *band, float *amaxes)
 {
     const unsigned wide = wsync_row_width(part->weight);
@@ -302,54 +255,47 @@ static void read_amaxes(part_t *part, const band_t *band, float *amaxes)
     part->functions->amaxes(part->weight, magnitudes, band->count, amaxes);
 }
 
-/* Raises a number that other threads raise, too; a NaN is above all. */
-static void raise_to(float *entry, float value)
+/* Raises a magnitude that other threads raise, too.  Its bits are ordered as it is. */
+static void raise_to(uint32_t *entry, float amax)
 {
-    float seen;
+    const uint32_t bits = wsync_is_nan(amax) ? WSYNC_NAN_BITS : wsync_bits(amax);
+    uint32_t seen = __atomic_load_n(entry, __ATOMIC_RELAXED);
 
-    __atomic_load(entry, &seen, __ATOMIC_RELAXED);
-    while (!wsync_is_nan(seen) && !(value <= seen)) {
-        if (__atomic_compare_exchange(entry, &seen, &value, false, __ATOMIC_RELAXED,
-                                      __ATOMIC_RELAXED)) {
-            return;
-        }
+    while (seen < bits &&
+           !__atomic_compare_exchange_n(entry, &seen, bits, false, __ATOMIC_RELAXED,
+                                        __ATOMIC_RELAXED)) {
     }
 }
 
-static void merge(wsync_extremes_t *entry, wsync_extremes_t found)
+static uint32_t *entry_at(const part_t *part, uint64_t index)
 {
-    raise_to(&entry->high, found.high);
-    raise_to(&entry->low, found.low);
+    return (uint32_t *)part->batch->amaxes.data + index;
 }
 
-static wsync_extremes_t *entry_at(const part_t *part, uint64_t index)
+static float amax_at(const part_t *part, uint64_t index)
 {
-    return (wsync_extremes_t *)part->batch->extremes.data + index;
+    return wsync_float(*entry_at(part, index));
 }
 
 static uint64_t band_entry(const part_t *part, const band_t *band)
 {
     const wsync_quantise_piece_t *piece = part->piece;
 
-    return piece->extremes + band->block_row * piece->extremes_stride + band->block_col;
+    return piece->amaxes + band->block_row * piece->amax_stride + band->block_col;
 }
 
-static void merge_band(const part_t *part, const band_t *band,
-                       const wsync_row_extremes_t *places)
+/* Raises the entries of a band's blocks, and of all. */
+static void merge_band(const part_t *part, const band_t *band, const float *amaxes)
 {
     const wsync_quantise_piece_t *piece = part->piece;
-    wsync_row_extremes_t all = wsync_row_extremes_none();
 
     for (size_t b = 0; b < band->count; b++) {
-        if (piece->extremes != WSYNC_QUANTISE_NONE) {
-            merge(entry_at(part, band_entry(part, band) + b),
-                  extremes_of(part, &places[b]));
+        if (piece->amaxes != WSYNC_QUANTISE_NONE) {
+            raise_to(entry_at(part, band_entry(part, band) + b), amaxes[b]);
         }
-        all.high = places[b].high > all.high ? places[b].high : all.high;
-        all.low = places[b].low < all.low ? places[b].low : all.low;
-    }
-    if (piece->overall != WSYNC_QUANTISE_NONE) {
-        merge(entry_at(part, piece->overall), extremes_of(part, &all));
+        if (piece->overall != WSYNC_QUANTISE_NONE) {
+            raise_to(entry_at(part, piece->overall), amaxes[b]);
+        }
     }
 }
 
@@ -405,9 +351,8 @@ static void store_words(const part_t *part, const band_t *band, const unsigned *
         if (col >= band->block_col && col <= last) {
             exponent = exponents[col - band->block_col];
         } else {
-            const wsync_extremes_t *known =
-                entry_at(part, band_entry(part, band) + col - band->block_col);
-            const float amax = wsync_extremes_amax(known->high, known->low);
+            const float amax =
+                amax_at(part, band_entry(part, band) + col - band->block_col);
             const wsync_nvfp4_overall_t none = {0};
 
             exponent =
@@ -433,9 +378,7 @@ static void store_scales(const part_t *part, const band_t *band, const float *am
     ALIGNED unsigned bits[STRIP_COUNT];
 
     if (kind == WSYNC_QUANTISE_NVFP4) {
-        const wsync_extremes_t *all = entry_at(part, piece->overall);
-
-        method.overall = wsync_extremes_amax(all->high, all->low);
+        method.overall = amax_at(part, piece->overall);
     }
     part->functions->scales(&method, amaxes, band->count, bits, factors);
     if (wsync_quantise_scales_in_word(kind) > 1) {
@@ -507,23 +450,20 @@ static void store_codes(part_t *part, const band_t *band, const float *factors)
 
 static void run_band(part_t *part, const band_t *band)
 {
-    wsync_row_extremes_t places[STRIP_COUNT];
+    const bool codes = part->batch->pass == WSYNC_QUANTISE_CODES;
     ALIGNED float amaxes[STRIP_COUNT];
     ALIGNED float factors[STRIP_COUNT];
 
-    if (part->batch->pass == WSYNC_QUANTISE_EXTREMES) {
-        read_extremes(part, band, places);
-        merge_band(part, band, places);
-        return;
-    }
-    if (part->piece->extremes == WSYNC_QUANTISE_NONE) {
+    if (!codes || part->piece->amaxes == WSYNC_QUANTISE_NONE) {
         read_amaxes(part, band, amaxes);
     } else {
-        const wsync_extremes_t *known = entry_at(part, band_entry(part, band));
-
         for (size_t b = 0; b < band->count; b++) {
-            amaxes[b] = wsync_extremes_amax(known[b].high, known[b].low);
+            amaxes[b] = amax_at(part, band_entry(part, band) + b);
         }
+    }
+    if (!codes) {
+        merge_band(part, band, amaxes);
+        return;
     }
     store_scales(part, band, amaxes, factors);
     store_codes(part, band, factors);
@@ -553,7 +493,7 @@ static void run_part(part_t *part)
         band.next[0] = band.end < part->end[0] ? band.end : part->next[0];
         band.next[1] = band.end < part->end[0] ? part->begin[1] : part->next[1];
         run_band(part, &band);
-        band.fetched = true;
+        band.fetched = part->batch->pass == WSYNC_QUANTISE_CODES;
     }
 }
 
@@ -607,7 +547,7 @@ static void run_parts(const wsync_host_quantise_t *list,
     part.item = (unsigned)wsync_dtype_nbytes(piece->dtype);
     part.streaming = list->work > STREAMING_WORK;
     for (uint64_t index = from; index < to; index++) {
-        part.fetched = index > from;
+        part.fetched = list->batch.pass == WSYNC_QUANTISE_CODES && index > from;
         run_index(&part, division, index, index + 1 == to);
     }
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Quantising by the processor.  Callers have checked the bounds (wsync_quantise_check); the
- * image and the table of extremes overlap nothing that is read. */
+ * image and the table of amaxes overlap nothing that is read. */
 #ifndef WSYNC_DEVICE_HOST_QUANTISE_H
 #define WSYNC_DEVICE_HOST_QUANTISE_H
 

@@ -7,106 +7,6 @@
 
 #include <string.h>
 
-/* Weights as integers of their width: magnitudes of negative ones are turned round, so that
- * order is that of the values, and -0 lies below 0.  It is its own inverse. */
-INLINE int16_t place_16(int16_t bits)
-{
-    return (int16_t)(bits ^ ((bits >> 15) & INT16_MAX));
-}
-
-INLINE int32_t place_32(int32_t bits)
-{
-    return bits ^ ((bits >> 31) & INT32_MAX);
-}
-
-INLINE unsigned extreme_bits(unsigned weight, int32_t place)
-{
-    return weight == WSYNC_WEIGHT_F32 ? (unsigned)place_32(place)
-                                      : (unsigned)(uint16_t)place_16((int16_t)place);
-}
-
-#define COLUMNS_LOOP(bits)                                                         \
-    INLINE void columns_##bits(const unsigned char *row, size_t count, bool first, \
-                               void *highs, void *lows)                            \
-    {                                                                              \
-        int##bits##_t *restrict high = highs;                                      \
-        int##bits##_t *restrict low = lows;                                        \
-                                                                                   \
-        for (size_t i = 0; i < count; i++) {                                       \
-            int##bits##_t value;                                                   \
-                                                                                   \
-            memcpy(&value, row + i * sizeof(value), sizeof(value));                \
-            value = place_##bits(value);                                           \
-            high[i] = first || value > high[i] ? value : high[i];                  \
-            low[i] = first || value < low[i] ? value : low[i];                     \
-        }                                                                          \
-    }
-
-COLUMNS_LOOP(16)
-COLUMNS_LOOP(32)
-
-#define BLOCK_LOOP(bits)                                                                 \
-    INLINE void block_##bits(const int##bits##_t *high, const int##bits##_t *low,        \
-                             size_t count, wsync_row_extremes_t *extremes)               \
-    {                                                                                    \
-        int##bits##_t highest = high[0];                                                 \
-        int##bits##_t lowest = low[0];                                                   \
-                                                                                         \
-        for (size_t i = 0; i < count; i++) {                                             \
-            highest = high[i] > highest ? high[i] : highest;                             \
-            lowest = low[i] < lowest ? low[i] : lowest;                                  \
-        }                                                                                \
-        extremes->high = highest > extremes->high ? highest : extremes->high;            \
-        extremes->low = lowest < extremes->low ? lowest : extremes->low;                 \
-    }                                                                                    \
-    /* Whole blocks, of a width that is constant where this is called. */                \
-    INLINE void blocks_##bits##_all(const int##bits##_t *high, const int##bits##_t *low, \
-                                    size_t blocks, size_t width,                         \
-                                    wsync_row_extremes_t *extremes)                      \
-    {                                                                                    \
-        for (size_t b = 0; b < blocks; b++) {                                            \
-            block_##bits(high + b * width, low + b * width, width, &extremes[b]);        \
-        }                                                                                \
-    }                                                                                    \
-    INLINE void blocks_##bits(const void *highs, const void *lows, size_t count,         \
-                              size_t head, size_t width, wsync_row_extremes_t *extremes) \
-    {                                                                                    \
-        const int##bits##_t *high = highs;                                               \
-        const int##bits##_t *low = lows;                                                 \
-        size_t blocks;                                                                   \
-                                                                                         \
-        if (head < width || head > count) {                                              \
-            head = head < count ? head : count;                                          \
-            block_##bits(high, low, head, extremes);                                     \
-            extremes++;                                                                  \
-            high += head;                                                                \
-            low += head;                                                                 \
-            count -= head;                                                               \
-        }                                                                                \
-        blocks = count / width;                                                          \
-        switch (width) {                                                                 \
-        case 16:                                                                         \
-            blocks_##bits##_all(high, low, blocks, 16, extremes);                        \
-            break;                                                                       \
-        case 32:                                                                         \
-            blocks_##bits##_all(high, low, blocks, 32, extremes);                        \
-            break;                                                                       \
-        case 128:                                                                        \
-            blocks_##bits##_all(high, low, blocks, 128, extremes);                       \
-            break;                                                                       \
-        default:                                                                         \
-            blocks_##bits##_all(high, low, blocks, width, extremes);                     \
-            break;                                                                       \
-        }                                                                                \
-        if (count % width > 0) {                                                         \
-            block_##bits(high + blocks * width, low + blocks * width, count % width,     \
-                         &extremes[blocks]);                                             \
-        }                                                                                \
-    }
-
-BLOCK_LOOP(16)
-BLOCK_LOOP(32)
-
 #define LARGEST_LOOP(bits)                                                                \
     INLINE int##bits##_t magnitude_##bits(const unsigned char *row, size_t index)         \
     {                                                                                     \
@@ -362,21 +262,6 @@ INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
                                    codes_##encoding##_F16_##set}
 
 #define WIDTH_FUNCTIONS(set, bits)                                                         \
-    TARGET_##set static void columns_##bits##_##set(                                       \
-        const unsigned char *row, size_t count, bool first, void *high, void *low)         \
-    {                                                                                      \
-        if (first) {                                                                       \
-            columns_##bits(row, count, true, high, low);                                   \
-        } else {                                                                           \
-            columns_##bits(row, count, false, high, low);                                  \
-        }                                                                                  \
-    }                                                                                      \
-    TARGET_##set static void blocks_##bits##_##set(                                        \
-        const void *high, const void *low, size_t count, size_t head, size_t width,        \
-        wsync_row_extremes_t *extremes)                                                    \
-    {                                                                                      \
-        blocks_##bits(high, low, count, head, width, extremes);                            \
-    }                                                                                      \
     TARGET_##set static void magnitudes_##bits##_##set(                                    \
         const unsigned char *row, size_t count, bool first, void *most)                    \
     {                                                                                      \
@@ -425,8 +310,6 @@ INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
     CODES_FUNCTIONS(set, E2M1_MULTIPLY)                                                    \
     static const wsync_row_functions_t functions_##set = {                                 \
                                                                                            \
-        .columns = {columns_16_##set, columns_32_##set},                                   \
-        .blocks = {blocks_16_##set, blocks_32_##set},                                      \
         .magnitudes = {magnitudes_16_##set, magnitudes_32_##set},                          \
         .largest = {largest_16_##set, largest_32_##set},                                   \
         .codes = {CODES_ROW(set, E4M3_MULTIPLY), CODES_ROW(set, E4M3_DIVIDE),              \
@@ -479,14 +362,4 @@ const wsync_row_functions_t *wsync_row_functions_best(void)
         level++;
     }
     return wsync_row_functions(level);
-}
-
-wsync_row_extremes_t wsync_row_extremes_none(void)
-{
-    return (wsync_row_extremes_t){.high = INT32_MIN, .low = INT32_MAX};
-}
-
-unsigned wsync_row_extreme_bits(unsigned weight, int32_t place)
-{
-    return extreme_bits(weight, place);
 }

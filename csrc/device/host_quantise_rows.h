@@ -16,13 +16,6 @@ enum {
     WSYNC_ROW_NBYTES = 4096,
 };
 
-/* Extremes of columns or of blocks, as integers that are ordered as the weights are, NaNs
- * beyond the infinities. */
-typedef struct wsync_row_extremes {
-    int32_t high;
-    int32_t low;
-} wsync_row_extremes_t;
-
 /* What scales depend on beside their blocks. */
 typedef struct wsync_row_method {
     unsigned kind;
@@ -32,18 +25,14 @@ typedef struct wsync_row_method {
 } wsync_row_method_t;
 
 /* The functions of one instruction set.  Weights of 2 bytes take the first of two, those of
- * 4 the second; `high`, `low` and `most` have elements as wide as weights. */
+ * 4 the second; `most` has elements as wide as weights.  Magnitudes are weights' bits
+ * without the sign. */
 typedef struct wsync_row_functions {
-    /* Takes a row's weights into the extremes of its columns; `first`: begins them. */
-    void (*columns[2])(const unsigned char *row, size_t count, bool first, void *high,
-                       void *low);
-    /* Takes the extremes of columns into those of their blocks: the first block has
-     * `head` columns, the others `width`, the last what is left. */
-    void (*blocks[2])(const void *high, const void *low, size_t count, size_t head,
-                      size_t width, wsync_row_extremes_t *extremes);
-    /* The same of magnitudes alone, which are weights' bits without the sign.  `most` may
-     * be a row itself; `room` is WSYNC_ROW_NBYTES to work in. */
+    /* Takes a row's weights into the magnitudes of its columns; `first`: begins them. */
     void (*magnitudes[2])(const unsigned char *row, size_t count, bool first, void *most);
+    /* Takes the magnitudes of columns into those of their blocks: the first block has
+     * `head` columns, the others `width`, the last what is left.  `most` may be a row
+     * itself; `room` is WSYNC_ROW_NBYTES to work in. */
     void (*largest[2])(const void *most, size_t count, size_t head, size_t width,
                        void *room, int32_t *magnitudes);
     /* The values of magnitudes. */
@@ -51,7 +40,7 @@ typedef struct wsync_row_functions {
     /* The scale of each block. */
     void (*scales)(const wsync_row_method_t *method, const float *amaxes, size_t count,
                    unsigned *bits, float *factors);
-    /* Each column's factor: that of its block, which are as in `blocks`. */
+    /* Each column's factor: that of its block, which are as in `largest`. */
     void (*spread)(const float *factors, size_t count, size_t head, size_t width,
                    float *columns);
     /* One code for each of a row's weights, each with a factor of its own. */
@@ -63,7 +52,7 @@ typedef struct wsync_row_functions {
     void (*pack)(const unsigned char *codes, size_t nbytes, unsigned char *packed);
 } wsync_row_functions_t;
 
-/* What an index into the first four is. */
+/* What an index into the first two is. */
 static inline unsigned wsync_row_width(unsigned weight)
 {
     return weight == WSYNC_WEIGHT_F32;
@@ -74,10 +63,5 @@ static inline unsigned wsync_row_width(unsigned weight)
 const wsync_row_functions_t *wsync_row_functions(unsigned level);
 /* The fastest ones. */
 const wsync_row_functions_t *wsync_row_functions_best(void);
-
-/* Of a block that has no weight yet. */
-wsync_row_extremes_t wsync_row_extremes_none(void);
-/* The bits of a weight whose place in the order this is. */
-unsigned wsync_row_extreme_bits(unsigned weight, int32_t place);
 
 #endif

@@ -17,7 +17,7 @@ static const uint64_t thread_limit = (uint64_t)1 << 31;
 
 /* What a task is for, in the order of the table: those of each mode follow one another. */
 typedef enum purpose {
-    OVERALL, /* extremes of a piece as a whole, in MODE_TABLE */
+    OVERALL, /* amaxes of a piece as a whole, in MODE_TABLE */
     TABLE,   /* MODE_TABLE, then MODE_CODES */
     SCRATCH, /* MODE_SCRATCH, then MODE_CODES */
     LOCAL,   /* MODE_CODES */
@@ -61,7 +61,7 @@ static uint64_t block_extent(const wsync_quantise_piece_t *piece, int d)
  */
 static bool is_local(const wsync_quantise_piece_t *piece)
 {
-    return piece->extremes == WSYNC_QUANTISE_NONE &&
+    return piece->amaxes == WSYNC_QUANTISE_NONE &&
            wsync_quantise_scales_in_word(piece->method.kind) == 1 &&
            block_extent(piece, 0) == 1 &&
            block_extent(piece, 1) <= WSYNC_QUANTISE_LOCAL_COLS;
@@ -70,7 +70,7 @@ static bool is_local(const wsync_quantise_piece_t *piece)
 /* Whether a piece has a task for this. */
 static bool is_for(const wsync_quantise_piece_t *piece, purpose_t purpose)
 {
-    const bool has_entries = piece->extremes != WSYNC_QUANTISE_NONE;
+    const bool has_entries = piece->amaxes != WSYNC_QUANTISE_NONE;
 
     if (wsync_quantise_empty(piece)) {
         return false;
@@ -170,10 +170,10 @@ static void place_entries(const wsync_quantise_piece_t *piece, purpose_t purpose
     task->entries = WSYNC_QUANTISE_ENTRIES_LOCAL;
     if (purpose == TABLE) {
         task->entries = WSYNC_QUANTISE_ENTRIES_TABLE;
-        task->entry = piece->extremes +
-                      wsync_quantise_rows(piece).first * piece->extremes_stride +
+        task->entry = piece->amaxes +
+                      wsync_quantise_rows(piece).first * piece->amax_stride +
                       wsync_quantise_cols(piece).first;
-        task->entry_stride = piece->extremes_stride;
+        task->entry_stride = piece->amax_stride;
     } else if (purpose == SCRATCH) {
         task->entries = WSYNC_QUANTISE_ENTRIES_SCRATCH;
         task->entry = *scratch_count;

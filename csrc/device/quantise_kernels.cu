@@ -3,8 +3,8 @@
  *
  * A thread takes eight columns at a time, an octet, which lie together in 16 bytes of half
  * precision, and has up to four of them under way.  Blocks of one row are small: their
- * threads, up to eight neighbours, find extremes and write codes in one go, and tell each
- * other what they have found.  Larger blocks need their extremes first, by a launch of its
+ * threads, up to eight neighbours, find amaxes and write codes in one go, and tell each
+ * other what they have found.  Larger blocks need their amaxes first, by a launch of its
  * own, whose threads meet nowhere but in these entries. */
 #include "device/quantise_octets.cu"
 
@@ -12,13 +12,11 @@
 #define QUANTISE_KERNEL                                                \
     extern "C" __global__ void __launch_bounds__(WSYNC_QUANTISE_BLOCK, \
                                                  WSYNC_QUANTISE_BLOCKS_PER_SM)
-#define RAISE_SIGNED(at, bits) ((void)atomicMax((int *)(at), (int)(bits)))
-#define LOWER_UNSIGNED(at, bits) ((void)atomicMin((unsigned *)(at), bits))
+#define RAISE(at, bits) ((void)atomicMax((unsigned *)(at), bits))
 #else
 #define QUANTISE_KERNEL KERNEL
 /* Its threads run one after another. */
-#define RAISE_SIGNED(at, bits) ((void)(*(at) = (bits)))
-#define LOWER_UNSIGNED(at, bits) ((void)(*(at) = (bits)))
+#define RAISE(at, bits) ((void)(*(at) = (bits)))
 #endif
 
 /* What a thread does of a unit: batches of octets, those of one row of a block or of rows
@@ -40,7 +38,7 @@ typedef struct run {
     unsigned weight;
 } run_t;
 
-/* Where an entry's words may be raised by others meanwhile: not out of the first-level
+/* Where an entry may be raised by others meanwhile: not out of the first-level
  * cache.
  */
 DEVICE unsigned load_entry(const u32_t *at)
@@ -55,62 +53,20 @@ DEVICE unsigned load_entry(const u32_t *at)
     return bits;
 }
 
-DEVICE extremes_t merge_extremes(extremes_t a, extremes_t b)
+/* Raises an entry.  The bits of magnitudes are ordered as these are, with NaN above. */
+DEVICE void raise_entry(u32_t *entries, unsigned long long index, float amax)
 {
-    extremes_t both;
-
-    both.high = larger(a.high, b.high);
-    both.low = larger(a.low, b.low);
-    return both;
-}
-
-DEVICE extremes_t no_extremes(void)
-{
-    extremes_t none;
-
-    none.high = wsync_float(WSYNC_INFINITY_BITS | 0x80000000U);
-    none.low = none.high;
-    return none;
-}
-
-/* Raises one word of an entry.  As signed numbers floats that are not negative are ordered
- * as they are, with NaN above; as unsigned ones those that are negative are, the other way
- * round and beyond the others.  So a word of all ones is below everything. */
-DEVICE void raise_word(u32_t *at, float value)
-{
-    const unsigned bits = wsync_is_nan(value) ? WSYNC_NAN_BITS
-                          : value == 0.0F     ? 0U
-                                              : wsync_bits(value);
-    const unsigned seen = load_entry(at);
+    const unsigned bits = wsync_is_nan(amax) ? WSYNC_NAN_BITS : wsync_bits(amax);
 
     /* A look is cheaper than to raise what is higher already. */
-    if ((bits & 0x80000000U) == 0) {
-        if ((int)bits > (int)seen) {
-            RAISE_SIGNED(at, bits);
-        }
-    } else if (bits < seen) {
-        LOWER_UNSIGNED(at, bits);
+    if (bits > load_entry(entries + index)) {
+        RAISE(entries + index, bits);
     }
 }
 
-DEVICE void raise_entry(u32_t *entries, unsigned long long index, extremes_t found)
+DEVICE float read_entry(const u32_t *entries, unsigned long long index)
 {
-    raise_word(entries + 2 * index, found.high);
-    raise_word(entries + 2 * index + 1, found.low);
-}
-
-DEVICE extremes_t read_entry(const u32_t *entries, unsigned long long index)
-{
-    extremes_t found;
-
-    found.high = wsync_float(TABLE(entries[2 * index]));
-    found.low = wsync_float(TABLE(entries[2 * index + 1]));
-    return found;
-}
-
-DEVICE float amax_of(extremes_t found)
-{
-    return wsync_extremes_amax(found.high, found.low);
+    return wsync_float(TABLE(entries[index]));
 }
 
 /* Columns of an octet. */
@@ -129,23 +85,21 @@ DEVICE float load_weight(const run_t *run, const u8_t *from)
     return wsync_weight_value(run->weight, bits);
 }
 
-DEVICE extremes_t raise_columns(const run_t *run, const u8_t *at, unsigned count,
-                                extremes_t found)
+DEVICE float raise_columns(const run_t *run, const u8_t *at, unsigned count, float found)
 {
     NO_UNROLL for (unsigned i = 0; i < count; i++)
     {
-        const float value = load_weight(run, at);
+        const unsigned bits = wsync_bits(load_weight(run, at));
 
-        found.high = larger(found.high, value);
-        found.low = larger(found.low, -value);
+        found = larger(found, wsync_float(bits & 0x7fffffffU));
         at += run->step;
     }
     return found;
 }
 
-/* The extremes of the octets from `begin` to `end`. */
-DEVICE extremes_t raise_items(const run_t *run, const u8_t *from, unsigned begin,
-                              unsigned end, extremes_t found)
+/* As raise_batch. */
+DEVICE float raise_items(const run_t *run, const u8_t *from, unsigned begin, unsigned end,
+                         float found)
 {
     NO_UNROLL for (unsigned i = begin; i < end; i++)
     {
@@ -348,7 +302,7 @@ DEVICE void store_words(const wsync_quantise_args_t *args, const u32_t *table,
     }
     NO_UNROLL for (unsigned i = first; i < end; i++)
     {
-        const float amax = amax_of(read_entry(table, entry + (i - first)));
+        const float amax = read_entry(table, entry + (i - first));
         const unsigned part =
             wsync_quantise_block(TABLE(task->kind), 0, TABLE(task->weight), amax, &none).bits;
 
@@ -367,7 +321,7 @@ DEVICE wsync_nvfp4_overall_t overall_of(const wsync_quantise_args_t *args,
                                         unsigned is_first)
 {
     const float amax =
-        amax_of(read_entry((const u32_t *)GLOBAL(args->table), TABLE(task->overall)));
+        read_entry((const u32_t *)GLOBAL(args->table), TABLE(task->overall));
     const wsync_nvfp4_overall_t overall = wsync_nvfp4_overall(amax);
 
     if (is_first != 0 && TABLE(task->second) != WSYNC_QUANTISE_NOWHERE) {
@@ -379,11 +333,11 @@ DEVICE wsync_nvfp4_overall_t overall_of(const wsync_quantise_args_t *args,
 
 /* The factor of a block, and its scale's bits. */
 DEVICE factor_t block_factor(const wsync_quantise_task_t *task, unsigned weight,
-                             const wsync_nvfp4_overall_t *overall, extremes_t found,
+                             const wsync_nvfp4_overall_t *overall, float amax,
                              unsigned *bits)
 {
     const wsync_block_scale_t scale = wsync_quantise_block(
-        TABLE(task->kind), TABLE(task->reciprocal), weight, amax_of(found), overall);
+        TABLE(task->kind), TABLE(task->reciprocal), weight, amax, overall);
     factor_t factor;
 
     factor.value = scale.factor;
@@ -427,10 +381,10 @@ DEVICE unsigned cut(const wsync_quantise_cut_t *dim, unsigned index, unsigned *b
     return within == 0 || low == offset;
 }
 
-/* Finds the extremes of a unit of a larger block. */
-DEVICE extremes_t find_extremes(const run_t *run)
+/* Finds the amax of a unit of a larger block. */
+DEVICE float find_amax(const run_t *run)
 {
-    extremes_t found = no_extremes();
+    float found = 0.0F;
 
     NO_UNROLL for (unsigned i = 0; i < run->batches; i++)
     {
@@ -478,10 +432,10 @@ DEVICE void write_codes(const run_t *run, const wsync_quantise_task_t *task,
 
 /* --- blocks that are rows --- */
 
-/* The extremes of the halves of a batch. */
+/* The amaxes of the halves of a batch. */
 typedef struct halves {
-    extremes_t first;
-    extremes_t second;
+    float first;
+    float second;
 } halves_t;
 
 /* A thread's part of a block of several. */
@@ -490,9 +444,9 @@ typedef struct part {
     unsigned columns; /* of the whole block */
 } part_t;
 
-/* The extremes of a block of which each of its threads has found some. */
-DEVICE extremes_t merge_lanes(const run_t *run, const wsync_quantise_task_t *task,
-                              const part_t *part, const u8_t *from, extremes_t found)
+/* The amax of a block: the largest of those that its threads have found. */
+DEVICE float merge_lanes(const run_t *run, const wsync_quantise_task_t *task,
+                         const part_t *part, const u8_t *from, float found)
 {
     const unsigned lanes = TABLE(task->lanes);
 #ifdef __CUDACC__
@@ -501,11 +455,7 @@ DEVICE extremes_t merge_lanes(const run_t *run, const wsync_quantise_task_t *tas
     (void)run, (void)part, (void)from;
     NO_UNROLL for (unsigned step = 1; step < lanes; step *= 2)
     {
-        extremes_t other;
-
-        other.high = __shfl_xor_sync(mask, found.high, step);
-        other.low = __shfl_xor_sync(mask, found.low, step);
-        found = merge_extremes(found, other);
+        found = larger(found, __shfl_xor_sync(mask, found, step));
     }
 #else
     /* Its threads run one after another: each looks at all weights of the block. */
@@ -536,7 +486,7 @@ DEVICE void find_factors(const wsync_quantise_task_t *task, unsigned weight,
     }
 }
 
-/* Finds extremes and writes codes of rows that are blocks: a thread's part of each.  What
+/* Finds amaxes and writes codes of rows that are blocks: a thread's part of each.  What
  * `fast` is the compiler knows, so that it has one function for bfloat16. */
 DEVICE void sweep_rows(const run_t *run, const wsync_quantise_task_t *task,
                        const part_t *part, const wsync_nvfp4_overall_t *overall,
@@ -551,7 +501,7 @@ DEVICE void sweep_rows(const run_t *run, const wsync_quantise_task_t *task,
 
     NO_UNROLL for (unsigned i = 0; i < run->batches; i++)
     {
-        halves_t found = {no_extremes(), no_extremes()};
+        halves_t found = {0.0F, 0.0F};
         vec16_t raw[BATCH];
         factor_t factor[2];
 
@@ -567,7 +517,7 @@ DEVICE void sweep_rows(const run_t *run, const wsync_quantise_task_t *task,
         }
         if (halves == 0) {
             found.first = merge_lanes(run, task, part, from,
-                                      merge_extremes(found.first, found.second));
+                                      larger(found.first, found.second));
         }
         find_factors(task, weight, &found, halves != 0 && count > BATCH / 2 ? 2 : 1,
                      overall, part->lane == 0, scale, factor);
@@ -589,7 +539,7 @@ DEVICE void sweep_rows(const run_t *run, const wsync_quantise_task_t *task,
 
 /* --- units --- */
 
-/* Of larger blocks, whose extremes are in a table, or will be. */
+/* Of larger blocks, whose amaxes are in a table, or will be. */
 DEVICE void run_strip(const wsync_quantise_args_t *args, const wsync_quantise_task_t *task,
                       const place_t *place, const wsync_nvfp4_overall_t *overall)
 {
@@ -597,15 +547,15 @@ DEVICE void run_strip(const wsync_quantise_args_t *args, const wsync_quantise_ta
     const run_t run = make_run(args, task, place, 0);
     u32_t *table = (u32_t *)GLOBAL(entries == WSYNC_QUANTISE_ENTRIES_SCRATCH ? args->scratch
                                                                              : args->table);
-    extremes_t found;
+    float amax;
 
     if (args->mode == WSYNC_QUANTISE_MODE_CODES) {
         const unsigned in_word = TABLE(task->in_word);
         unsigned bits;
         factor_t factor;
 
-        found = read_entry(table, entry_of(task, place));
-        factor = block_factor(task, run.weight, overall, found, &bits);
+        amax = read_entry(table, entry_of(task, place));
+        factor = block_factor(task, run.weight, overall, amax, &bits);
         if (place->owns != 0 && in_word == 1) {
             store_item(scale_of(args, task, place), bits, TABLE(task->scale_nbytes));
         }
@@ -615,13 +565,13 @@ DEVICE void run_strip(const wsync_quantise_args_t *args, const wsync_quantise_ta
         write_codes(&run, task, factor);
         return;
     }
-    found = find_extremes(&run);
+    amax = find_amax(&run);
     if (entries == args->mode) {
-        raise_entry(table, entry_of(task, place), found);
+        raise_entry(table, entry_of(task, place), amax);
     }
     if (args->mode == WSYNC_QUANTISE_MODE_TABLE &&
         TABLE(task->overall) != WSYNC_QUANTISE_NOWHERE) {
-        raise_entry((u32_t *)GLOBAL(args->table), TABLE(task->overall), found);
+        raise_entry((u32_t *)GLOBAL(args->table), TABLE(task->overall), amax);
     }
 }
 

@@ -258,15 +258,6 @@ DEVICE unsigned wsync_e8m0_from_f32(float value)
     return exponent >= 0xfeU ? 0xfeU : exponent + up;
 }
 
-/* amax of a block or a tensor: the largest magnitude; 0 of nothing; NaN stays NaN. */
-DEVICE float wsync_extremes_amax(float high, float low)
-{
-    const float amax = high > low ? high : low;
-    const float floored = amax > 0.0F ? amax : 0.0F;
-
-    return wsync_is_nan(high) || wsync_is_nan(low) ? wsync_float(WSYNC_NAN_BITS) : floored;
-}
-
 DEVICE unsigned wsync_encoding_of(unsigned kind, unsigned reciprocal)
 {
     switch (kind) {

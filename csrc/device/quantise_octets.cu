@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Weights of bfloat16, eight at a time: their extremes and their codes, of blocks that are
+ * Weights of bfloat16, eight at a time: their magnitudes and their codes, of blocks that are
  * not out of the ordinary.  A part of kernels.cu, of which it has all words.
  *
  * The codes are those of quantise_math.h with fewer instructions, and with those that a GPU
@@ -8,11 +8,6 @@
 #include "device/quantise_table.h"
 
 enum { OCTET = WSYNC_QUANTISE_OCTET, BATCH = WSYNC_QUANTISE_BATCH };
-
-typedef struct extremes {
-    float high;
-    float low;
-} extremes_t;
 
 /* What a block's elements are encoded with. */
 typedef struct factor {
@@ -113,12 +108,10 @@ DEVICE unsigned add_pair(unsigned a, unsigned b)
 #endif
 }
 
-/* The extremes of the octets from `begin` to `end`. */
-DEVICE extremes_t raise_batch(const vec16_t *raw, unsigned begin, unsigned end,
-                              extremes_t found)
+/* The largest magnitude of the octets from `begin` to `end`, and of what was found. */
+DEVICE float raise_batch(const vec16_t *raw, unsigned begin, unsigned end, float found)
 {
-    unsigned high = raw[begin].x;
-    unsigned low = raw[begin].x;
+    unsigned most = 0;
 
     UNROLL for (unsigned i = begin; i < end; i++)
     {
@@ -126,13 +119,10 @@ DEVICE extremes_t raise_batch(const vec16_t *raw, unsigned begin, unsigned end,
 
         UNROLL for (unsigned k = 0; k < OCTET / 2; k++)
         {
-            high = larger_pair(high, octet.word[k]);
-            low = smaller_pair(low, octet.word[k]);
+            most = larger_pair(most, octet.word[k] & 0x7fff7fffU);
         }
     }
-    found.high = larger(found.high, larger(even_of(high), odd_of(high)));
-    found.low = larger(found.low, larger(-even_of(low), -odd_of(low)));
-    return found;
+    return larger(found, larger(even_of(most), odd_of(most)));
 }
 
 /* Codes of two elements, the second one's above. */

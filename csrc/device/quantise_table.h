@@ -33,10 +33,10 @@ enum {
         WSYNC_QUANTISE_OCTET,
 };
 
-/* Where the extremes of a piece's blocks are. */
+/* Where the amaxes of a piece's blocks are. */
 typedef enum wsync_quantise_entries {
     /* Nowhere: its blocks have one row each and at most WSYNC_QUANTISE_LOCAL_COLS columns,
-     * and whoever writes a block's codes finds its extremes first. */
+     * and whoever writes a block's codes finds its amaxes first. */
     WSYNC_QUANTISE_ENTRIES_LOCAL,
     WSYNC_QUANTISE_ENTRIES_TABLE,   /* in the caller's table */
     WSYNC_QUANTISE_ENTRIES_SCRATCH, /* in the stream's own */
@@ -104,8 +104,8 @@ typedef struct wsync_quantise_args {
     unsigned long long thread_starts; /* unsigned[], in device memory, one more */
     unsigned long long sources;       /* unsigned long long[], in device memory */
     unsigned long long image;
-    unsigned long long table;   /* wsync_extremes_t[] */
-    unsigned long long scratch; /* wsync_extremes_t[], bytes of 0xff before it is raised */
+    unsigned long long table;   /* float[] */
+    unsigned long long scratch; /* float[], 0 before it is raised */
     unsigned first;
     unsigned count;
     unsigned mode; /* wsync_quantise_mode_t */

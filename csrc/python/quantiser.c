@@ -128,8 +128,8 @@ static PyObject *quantiser_stats(PyObject *self, void *Py_UNUSED(closure))
 
 WSYNC_PY_NUMBER_GETTER(quantiser_image_nbytes,
                        wsync_quantiser_image_nbytes(((QuantiserObject *)self)->quantiser))
-WSYNC_PY_NUMBER_GETTER(quantiser_extremes_count,
-                       wsync_quantiser_extremes_count(((QuantiserObject *)self)->quantiser))
+WSYNC_PY_NUMBER_GETTER(quantiser_amax_count,
+                       wsync_quantiser_amax_count(((QuantiserObject *)self)->quantiser))
 
 static PyGetSetDef quantiser_getset[] = {
     {"layout", quantiser_layout, NULL,
@@ -142,8 +142,8 @@ static PyGetSetDef quantiser_getset[] = {
      "The bytes that the image begins with, and which never change.", NULL},
     {"image_nbytes", quantiser_image_nbytes, NULL,
      "Bytes of the memory for codes and scales.", NULL},
-    {"extremes_count", quantiser_extremes_count, NULL,
-     "Entries of the table of extremes, two float32 each; the same on all ranks.", NULL},
+    {"amax_count", quantiser_amax_count, NULL,
+     "Entries of the table of amaxes, a float32 each; the same on all ranks.", NULL},
     {"stats", quantiser_stats, NULL,
      "Of all ranks, in bytes of weights: quantised_nbytes, and of those repeated_nbytes.",
      NULL},

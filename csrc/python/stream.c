@@ -420,7 +420,7 @@ static PyObject *stream_quantise(PyObject *object, PyObject *args, PyObject *kwa
     }
     if (results->count != 2) {
         return wsync_py_fail(state, WSYNC_ERR_INVALID, "Stream.quantise",
-                             "%zu results, where image and extremes are wanted",
+                             "%zu results, where image and amaxes are wanted",
                              results->count);
     }
     batch.pieces =
@@ -428,8 +428,8 @@ static PyObject *stream_quantise(PyObject *object, PyObject *args, PyObject *kwa
     batch.sources = sources->spans;
     batch.source_count = sources->count;
     batch.image = results->spans[0];
-    batch.extremes = results->spans[1];
-    batch.pass = codes != 0 ? WSYNC_QUANTISE_CODES : WSYNC_QUANTISE_EXTREMES;
+    batch.amaxes = results->spans[1];
+    batch.pass = codes != 0 ? WSYNC_QUANTISE_CODES : WSYNC_QUANTISE_AMAXES;
     stream = enter(state, self);
     if (stream == NULL) {
         return NULL;
@@ -697,9 +697,9 @@ static PyMethodDef stream_methods[] = {
      "quantise($self, quantiser, sources, results, codes)\n--\n\n"
      "Enqueues one pass of a quantiser over its rank's parameters.  results: the spans of "
      "the\n"
-     "image and of the table of extremes; codes: codes and scales are written into the "
+     "image and of the table of amaxes; codes: codes and scales are written into the "
      "image,\n"
-     "else the extremes of pieces are merged into the table, which begins with -inf.  "
+     "else the amaxes of pieces are merged into the table, which begins with 0.  "
      "Everything is kept alive "
      "until\n"
      "the stream has passed."},

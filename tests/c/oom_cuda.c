@@ -211,7 +211,7 @@ static wsync_status_t quantise(void *context, wsync_error_t *err)
         .source_stride = {128, 4},
         .extent = {1, 32},
         .scales = 32,
-        .extremes = WSYNC_QUANTISE_NONE,
+        .amaxes = WSYNC_QUANTISE_NONE,
         .overall = WSYNC_QUANTISE_NONE,
         .second = WSYNC_QUANTISE_NONE,
     };

@@ -50,7 +50,7 @@ TEST(tasks_survive_failing_allocations)
         .dtype = WSYNC_DTYPE_BFLOAT16,
         .source_stride = {64, 2},
         .extent = {4, 32},
-        .extremes = WSYNC_QUANTISE_NONE,
+        .amaxes = WSYNC_QUANTISE_NONE,
         .overall = WSYNC_QUANTISE_NONE,
         .second = WSYNC_QUANTISE_NONE,
     };

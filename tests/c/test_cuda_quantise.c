@@ -28,7 +28,7 @@ static const wsync_quantise_piece_t pieces[PIECES] = {
      .codes_stride = COLS,
      .scales = 65536,
      .scales_stride = 12,
-     .extremes = WSYNC_QUANTISE_NONE,
+     .amaxes = WSYNC_QUANTISE_NONE,
      .overall = WSYNC_QUANTISE_NONE,
      .second = WSYNC_QUANTISE_NONE},
     {.tensor = "w1",
@@ -41,7 +41,7 @@ static const wsync_quantise_piece_t pieces[PIECES] = {
      .codes_stride = COLS / 2,
      .scales = 110000,
      .scales_stride = COLS / 16,
-     .extremes = WSYNC_QUANTISE_NONE,
+     .amaxes = WSYNC_QUANTISE_NONE,
      .overall = 1,
      .second = 120000},
     {.tensor = "w2",
@@ -53,13 +53,13 @@ static const wsync_quantise_piece_t pieces[PIECES] = {
      .codes_stride = COLS,
      .scales = 200000,
      .scales_stride = 4,
-     .extremes = 2,
-     .extremes_stride = 1,
+     .amaxes = 2,
+     .amax_stride = 1,
      .overall = WSYNC_QUANTISE_NONE,
      .second = WSYNC_QUANTISE_NONE},
 };
 
-/* Image, table of extremes and weights, in one memory. */
+/* Image, table of amaxes and weights, in one memory. */
 typedef struct scene {
     wsync_memory_t *memory;
     wsync_span_t sources[2];
@@ -78,12 +78,8 @@ static unsigned char *bytes(const scene_t *scene, uint64_t offset)
 
 static void reset(const scene_t *scene)
 {
-    float *entries = (float *)(void *)bytes(scene, TABLE_AT);
-
     memset(bytes(scene, 0), 0xa5, IMAGE_NBYTES);
-    for (int i = 0; i < 2 * ENTRIES; i++) {
-        entries[i] = -INFINITY;
-    }
+    memset(bytes(scene, TABLE_AT), 0, ENTRIES * sizeof(float));
 }
 
 /* `batch` points into the scene. */
@@ -100,7 +96,7 @@ static void scene_init(scene_t *scene, const wsync_device_t *device)
         .sources = scene->sources,
         .source_count = 2,
         .image = {at(scene, 0), IMAGE_NBYTES},
-        .extremes = {at(scene, TABLE_AT), ENTRIES * sizeof(wsync_extremes_t)},
+        .amaxes = {at(scene, TABLE_AT), ENTRIES * sizeof(float)},
     };
     reset(scene);
 }
@@ -118,7 +114,7 @@ static void run_passes(wsync_stream_t *stream, const scene_t *scene)
 {
     wsync_error_t err = {0};
 
-    CHECK_OK(quantise(stream, scene, WSYNC_QUANTISE_EXTREMES, &err), err);
+    CHECK_OK(quantise(stream, scene, WSYNC_QUANTISE_AMAXES, &err), err);
     CHECK_OK(quantise(stream, scene, WSYNC_QUANTISE_CODES, &err), err);
     CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
 }
@@ -166,7 +162,7 @@ TEST(tables_are_uploaded_once)
     for (int round = 0; round < 2; round++) {
         off_t before = lseek(fd, 0, SEEK_END);
 
-        CHECK_OK(quantise(stream, &scene, WSYNC_QUANTISE_EXTREMES, &err), err);
+        CHECK_OK(quantise(stream, &scene, WSYNC_QUANTISE_AMAXES, &err), err);
         read_calls(fd, before, text);
         if (round == 0) {
             CHECK_HAS(text, "cuMemcpyHtoDAsync");
@@ -198,7 +194,7 @@ TEST(copies_alone_are_traced)
 
     scene_init(&scene, rig.base);
     wsync_stream_trace(rig.stream, calloc(4, sizeof(*spans)), 4, &spans, &count);
-    CHECK_OK(quantise(rig.stream, &scene, WSYNC_QUANTISE_EXTREMES, &err), err);
+    CHECK_OK(quantise(rig.stream, &scene, WSYNC_QUANTISE_AMAXES, &err), err);
     enqueue(&rig, shapes, 1, &rig.target, 1);
     CHECK_OK(quantise(rig.stream, &scene, WSYNC_QUANTISE_CODES, &err), err);
     synchronize(&rig);
@@ -238,8 +234,8 @@ TEST(memory_that_the_gpu_does_not_reach_is_named)
     other.batch.image.data = host.data;
     refuse(rig.stream, &other, "the image, 262144 bytes at ");
     other = scene;
-    other.batch.extremes.data = host.data;
-    refuse(rig.stream, &other, "the table of extremes, 64 bytes at ");
+    other.batch.amaxes.data = host.data;
+    refuse(rig.stream, &other, "the table of amaxes, 32 bytes at ");
     /* The same weights, registered. */
     memcpy(host.data, reach(scene.sources[1].data), WEIGHTS_NBYTES);
     scene.sources[1].data = host.data;
@@ -325,7 +321,7 @@ TEST(nothing_is_launched_for_pieces_without_elements)
     scene_init(&scene, rig.base);
     scene.batch.pieces = &empty;
     for (scene.batch.count = 0; scene.batch.count < 2; scene.batch.count++) {
-        CHECK_OK(quantise(rig.stream, &scene, WSYNC_QUANTISE_EXTREMES, &err), err);
+        CHECK_OK(quantise(rig.stream, &scene, WSYNC_QUANTISE_AMAXES, &err), err);
         CHECK_OK(quantise(rig.stream, &scene, WSYNC_QUANTISE_CODES, &err), err);
     }
     synchronize(&rig);
@@ -341,7 +337,7 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     wsync_status_t status = wsync_stream_create(scene->memory->device, 1, &stream, err);
 
     if (status == WSYNC_OK) {
-        status = quantise(stream, scene, WSYNC_QUANTISE_EXTREMES, err);
+        status = quantise(stream, scene, WSYNC_QUANTISE_AMAXES, err);
     }
     if (status == WSYNC_OK) {
         status = quantise(stream, scene, WSYNC_QUANTISE_CODES, err);

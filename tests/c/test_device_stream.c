@@ -449,7 +449,7 @@ TEST(pieces_are_quantised_in_order_with_copies)
         .source_stride = {32, 2},
         .extent = {1, 16},
         .scales = 16,
-        .extremes = WSYNC_QUANTISE_NONE,
+        .amaxes = WSYNC_QUANTISE_NONE,
         .overall = WSYNC_QUANTISE_NONE,
         .second = WSYNC_QUANTISE_NONE,
     };

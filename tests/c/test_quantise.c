@@ -99,8 +99,8 @@ typedef struct scene {
     unsigned char *image;
     unsigned char *expected;
     uint64_t used; /* of the image */
-    wsync_extremes_t *extremes;
-    bool tabled; /* extremes come from the table */
+    float *amaxes;
+    bool tabled; /* amaxes come from the table */
     bool wild;   /* some weights are NaN or infinite */
     bool even;   /* bfloat16, of which eight lie in 16 bytes, as a trainer's do */
 } scene_t;
@@ -119,7 +119,7 @@ static void scene_init(scene_t *scene, uint64_t seed)
     scene->bits = allocate(MAX_ELEMENTS * sizeof(*scene->bits));
     scene->image = allocate(IMAGE_NBYTES);
     scene->expected = allocate(IMAGE_NBYTES);
-    scene->extremes = allocate(MAX_BLOCKS * sizeof(*scene->extremes));
+    scene->amaxes = allocate(MAX_BLOCKS * sizeof(*scene->amaxes));
     for (int i = 0; i < MAX_PIECES; i++) {
         scene->sources[i] = (wsync_span_t){allocate(SOURCE_NBYTES), SOURCE_NBYTES};
     }
@@ -130,7 +130,7 @@ static void scene_fini(scene_t *scene)
     for (int i = 0; i < MAX_PIECES; i++) {
         free(scene->sources[i].data);
     }
-    free(scene->extremes);
+    free(scene->amaxes);
     free(scene->expected);
     free(scene->image);
     free(scene->bits);
@@ -398,7 +398,7 @@ static void add_piece(scene_t *scene, const uint64_t begin[2], const uint64_t en
         .source_buffer = (uint32_t)scene->count,
         .start = {begin[0], begin[1]},
         .extent = {end[0] - begin[0], end[1] - begin[1]},
-        .extremes = WSYNC_QUANTISE_NONE,
+        .amaxes = WSYNC_QUANTISE_NONE,
         .overall = WSYNC_QUANTISE_NONE,
         .second = WSYNC_QUANTISE_NONE,
     };
@@ -421,8 +421,8 @@ static void add_piece(scene_t *scene, const uint64_t begin[2], const uint64_t en
     piece->scales =
         take(scene, wsync_quantise_scales(piece).rows * piece->scales_stride, scale);
     if (scene->tabled) {
-        piece->extremes = 2;
-        piece->extremes_stride = piece->grid[1] + scene->rows % 2;
+        piece->amaxes = 2;
+        piece->amax_stride = piece->grid[1] + scene->rows % 2;
     }
     if (method->kind == WSYNC_QUANTISE_NVFP4) {
         piece->overall = 1;
@@ -488,22 +488,19 @@ static void draw_scene(scene_t *scene)
 
 static void reset(scene_t *scene)
 {
-    for (int i = 0; i < MAX_BLOCKS; i++) {
-        scene->extremes[i] = (wsync_extremes_t){-INFINITY, -INFINITY};
-    }
+    memset(scene->amaxes, 0, MAX_BLOCKS * sizeof(*scene->amaxes));
     memset(scene->image, GUARD, scene->used + 64);
 }
 
 static wsync_quantise_batch_t batch_of(const scene_t *scene, wsync_quantise_pass_t pass)
 {
-    return (wsync_quantise_batch_t){
-        .pieces = scene->pieces,
-        .count = scene->count,
-        .sources = scene->sources,
-        .source_count = MAX_PIECES,
-        .image = {scene->image, scene->used},
-        .extremes = {scene->extremes, MAX_BLOCKS * sizeof(wsync_extremes_t)},
-        .pass = pass};
+    return (wsync_quantise_batch_t){.pieces = scene->pieces,
+                                    .count = scene->count,
+                                    .sources = scene->sources,
+                                    .source_count = MAX_PIECES,
+                                    .image = {scene->image, scene->used},
+                                    .amaxes = {scene->amaxes, MAX_BLOCKS * sizeof(float)},
+                                    .pass = pass};
 }
 
 static void compare(const scene_t *scene, int round)
@@ -524,7 +521,7 @@ static void compare(const scene_t *scene, int round)
 /* Both passes, each in parts drawn at random and taken in order. */
 static void run_parts(scene_t *scene)
 {
-    for (int pass = WSYNC_QUANTISE_EXTREMES; pass <= WSYNC_QUANTISE_CODES; pass++) {
+    for (int pass = WSYNC_QUANTISE_AMAXES; pass <= WSYNC_QUANTISE_CODES; pass++) {
         const wsync_quantise_batch_t batch = batch_of(scene, (wsync_quantise_pass_t)pass);
         const wsync_host_quantise_t list = wsync_host_quantise(&batch);
         wsync_host_cursor_t cursors[2] = {{0}, {0}};
@@ -533,7 +530,7 @@ static void run_parts(scene_t *scene)
 
         CHECK_OK(
             wsync_quantise_check(batch.pieces, batch.count, batch.sources,
-                                 batch.source_count, &batch.image, &batch.extremes, &err),
+                                 batch.source_count, &batch.image, &batch.amaxes, &err),
             err);
         while (begin < list.work) {
             uint64_t end = begin + 1 + draw(&scene->random, list.work);
@@ -575,7 +572,7 @@ static void check_stream(const wsync_device_t *device, unsigned threads)
         draw_scene(&scene);
         expect(&scene);
         reset(&scene);
-        first = batch_of(&scene, WSYNC_QUANTISE_EXTREMES);
+        first = batch_of(&scene, WSYNC_QUANTISE_AMAXES);
         second = batch_of(&scene, WSYNC_QUANTISE_CODES);
         CHECK_OK(wsync_stream_quantise(stream, &first, &err), err);
         CHECK_OK(wsync_stream_quantise(stream, &second, &err), err);
@@ -800,7 +797,7 @@ typedef struct special {
 /* One block of 32 float32 weights, all `others` but one. */
 static void check_special(const special_t *want, float others, float own)
 {
-    wsync_extremes_t extremes[1] = {{-INFINITY, -INFINITY}};
+    float amaxes[1] = {0};
     float weights[32];
     unsigned char image[256] = {0};
     wsync_quantise_piece_t piece = {
@@ -809,7 +806,7 @@ static void check_special(const special_t *want, float others, float own)
         .source_stride = {128, 4},
         .extent = {1, want->kind == WSYNC_QUANTISE_NVFP4 ? 16 : 32},
         .scales = 64,
-        .extremes = WSYNC_QUANTISE_NONE,
+        .amaxes = WSYNC_QUANTISE_NONE,
         .grid = {1, 1},
         .overall = want->kind == WSYNC_QUANTISE_NVFP4 ? 0 : WSYNC_QUANTISE_NONE,
         .second = WSYNC_QUANTISE_NONE};
@@ -819,13 +816,13 @@ static void check_special(const special_t *want, float others, float own)
                                     .sources = &source,
                                     .source_count = 1,
                                     .image = {image, sizeof(image)},
-                                    .extremes = {extremes, sizeof(extremes)}};
+                                    .amaxes = {amaxes, sizeof(amaxes)}};
     uint32_t scale = 0;
 
     for (unsigned i = 0; i < 32; i++) {
         weights[i] = i == 5 ? own : others;
     }
-    for (int pass = WSYNC_QUANTISE_EXTREMES; pass <= WSYNC_QUANTISE_CODES; pass++) {
+    for (int pass = WSYNC_QUANTISE_AMAXES; pass <= WSYNC_QUANTISE_CODES; pass++) {
         wsync_host_cursor_t cursor = {0};
         wsync_host_quantise_t list;
 
@@ -909,7 +906,7 @@ static const wsync_quantise_piece_t good_piece = {
     .codes_stride = 300,
     .scales = 60000,
     .scales_stride = 12,
-    .extremes = WSYNC_QUANTISE_NONE,
+    .amaxes = WSYNC_QUANTISE_NONE,
     .overall = WSYNC_QUANTISE_NONE,
     .second = WSYNC_QUANTISE_NONE,
 };
@@ -918,7 +915,7 @@ static void check_refused(wsync_quantise_piece_t piece, const char *text)
 {
     static unsigned char weights[120000] __attribute__((aligned(8)));
     static unsigned char image[60024] __attribute__((aligned(8)));
-    wsync_extremes_t extremes[6];
+    float amaxes[6];
     const wsync_span_t source = {weights, sizeof(weights)};
     wsync_quantise_piece_t pieces[2] = {good_piece, piece};
     const wsync_quantise_batch_t batch = {.pieces = pieces,
@@ -926,7 +923,7 @@ static void check_refused(wsync_quantise_piece_t piece, const char *text)
                                           .sources = &source,
                                           .source_count = 1,
                                           .image = {image, sizeof(image)},
-                                          .extremes = {extremes, sizeof(extremes)},
+                                          .amaxes = {amaxes, sizeof(amaxes)},
                                           .pass = WSYNC_QUANTISE_CODES};
     wsync_stream_t *stream = NULL;
     wsync_error_t err = {0};
@@ -977,22 +974,22 @@ TEST(what_a_piece_does_not_have_is_refused)
             (piece.scales = 59000, piece.scales_stride = 13));
     REFUSED("the second scale: 1 rows", piece.second = 60021);
     REFUSED("entry 1 + 1 * 3 + 2 is not one of the 6",
-            (piece.extremes = 1, piece.extremes_stride = 3));
-    REFUSED(NULL, (piece.extremes = 0, piece.extremes_stride = 3));
+            (piece.amaxes = 1, piece.amax_stride = 3));
+    REFUSED(NULL, (piece.amaxes = 0, piece.amax_stride = 3));
     REFUSED("entry 6 of all is not one of the 6", piece.overall = 6);
-    REFUSED("nvfp4 needs the extremes of all",
+    REFUSED("nvfp4 needs the amaxes of all",
             (piece.method = (wsync_quantise_method_t){WSYNC_QUANTISE_NVFP4, true, 1, 16}));
     REFUSED("not multiples of the 8 codes",
             (piece.method = (wsync_quantise_method_t){WSYNC_QUANTISE_INT4, true, 1, 36}));
     REFUSED("its first column 4",
             (piece.method = (wsync_quantise_method_t){WSYNC_QUANTISE_INT4, true, 1, 32},
-             piece.start[1] = 4, piece.extremes = 0));
+             piece.start[1] = 4, piece.amaxes = 0));
     REFUSED(NULL, (piece.extent[0] = 0, piece.source_buffer = 9));
     REFUSED("fp8_packed has no blocks of 0 x 128", PACKED(3, piece.method.block_rows = 0));
     REFUSED("dim 1: block 2 is not one of the tensor's 2", PACKED(2, piece.start[1] = 0));
     REFUSED("dim 1: blocks 0 to 3 of 4 cut a word of 4", PACKED(4, piece.start[1] = 0));
     REFUSED("entry 0 + 1 * 4 + 3 is not one of the 6",
-            PACKED(4, (piece.extremes = 0, piece.extremes_stride = 4)));
+            PACKED(4, (piece.amaxes = 0, piece.amax_stride = 4)));
     REFUSED("scales: 200 rows of 1 times 4 bytes", PACKED(3, piece.scales = 60000));
     REFUSED("rows of 4 bytes are 0 bytes apart", PACKED(3, piece.scales_stride = 0));
     REFUSED(NULL, PACKED(3, piece.start[1] = 0));
@@ -1008,7 +1005,7 @@ TEST(what_the_kernel_does_not_count_is_refused)
         .dtype = WSYNC_DTYPE_BFLOAT16,
         .source_stride = {2, 2},
         .extent = {4, 4},
-        .extremes = WSYNC_QUANTISE_NONE,
+        .amaxes = WSYNC_QUANTISE_NONE,
         .overall = WSYNC_QUANTISE_NONE,
         .second = WSYNC_QUANTISE_NONE,
     };
@@ -1036,7 +1033,7 @@ TEST(what_the_kernel_does_not_count_is_refused)
 }
 
 static void launch(const scene_t *scene, const wsync_quantise_tasks_t *tasks,
-                   wsync_quantise_mode_t mode, wsync_extremes_t *scratch)
+                   wsync_quantise_mode_t mode, float *scratch)
 {
     const wsync_quantise_list_t *list = &tasks->lists.of[mode];
     unsigned long long sources[MAX_PIECES];
@@ -1045,7 +1042,7 @@ static void launch(const scene_t *scene, const wsync_quantise_tasks_t *tasks,
         .thread_starts = (uintptr_t)tasks->thread_starts,
         .sources = (uintptr_t)sources,
         .image = (uintptr_t)scene->image,
-        .table = (uintptr_t)scene->extremes,
+        .table = (uintptr_t)scene->amaxes,
         .scratch = (uintptr_t)scratch,
         .first = list->first,
         .count = list->count,
@@ -1067,14 +1064,14 @@ static void launch(const scene_t *scene, const wsync_quantise_tasks_t *tasks,
 static void run_kernel(scene_t *scene)
 {
     wsync_quantise_tasks_t tasks;
-    wsync_extremes_t *scratch;
+    float *scratch;
     wsync_error_t err = {0};
     size_t nbytes;
 
     CHECK_OK(wsync_quantise_tasks_init(&tasks, scene->pieces, scene->count, &err), err);
     nbytes = tasks.lists.scratch_count * sizeof(*scratch);
     scratch = allocate(nbytes + 1);
-    memset(scratch, 0xff, nbytes);
+    memset(scratch, 0, nbytes);
     launch(scene, &tasks, WSYNC_QUANTISE_MODE_TABLE, scratch);
     launch(scene, &tasks, WSYNC_QUANTISE_MODE_SCRATCH, scratch);
     launch(scene, &tasks, WSYNC_QUANTISE_MODE_CODES, scratch);
@@ -1084,7 +1081,7 @@ static void run_kernel(scene_t *scene)
 
 static void compare_kernel(uint64_t seed, bool wild, bool even, int rounds)
 {
-    wsync_extremes_t *table = allocate(MAX_BLOCKS * sizeof(*table));
+    float *table = allocate(MAX_BLOCKS * sizeof(*table));
     uint64_t nbytes = 0;
     scene_t scene;
 
@@ -1096,11 +1093,11 @@ static void compare_kernel(uint64_t seed, bool wild, bool even, int rounds)
         reset(&scene);
         run_parts(&scene);
         memcpy(scene.expected, scene.image, scene.used + 64);
-        memcpy(table, scene.extremes, MAX_BLOCKS * sizeof(*table));
+        memcpy(table, scene.amaxes, MAX_BLOCKS * sizeof(*table));
         reset(&scene);
         run_kernel(&scene);
         compare(&scene, round);
-        CHECK(memcmp(table, scene.extremes, MAX_BLOCKS * sizeof(*table)) == 0);
+        CHECK(memcmp(table, scene.amaxes, MAX_BLOCKS * sizeof(*table)) == 0);
         nbytes += scene.used;
     }
     scene_fini(&scene);

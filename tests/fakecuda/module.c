@@ -166,12 +166,12 @@ static wsync_cu_result_t visit_weights(const wsync_quantise_args_t *args,
     return visit(state, low, high - low);
 }
 
-/* What a task touches of a table of extremes. */
-static wsync_cu_result_t visit_extremes(const wsync_quantise_args_t *args,
-                                        const wsync_quantise_task_t *task,
-                                        fake_visit_func_t visit, const void *state)
+/* What a task touches of a table of amaxes. */
+static wsync_cu_result_t visit_amaxes(const wsync_quantise_args_t *args,
+                                      const wsync_quantise_task_t *task,
+                                      fake_visit_func_t visit, const void *state)
 {
-    const unsigned long long item = 2 * sizeof(float);
+    const unsigned long long item = sizeof(float);
     wsync_cu_result_t code = WSYNC_CU_SUCCESS;
 
     if (task->entries != WSYNC_QUANTISE_ENTRIES_LOCAL) {
@@ -236,7 +236,7 @@ static wsync_cu_result_t each_of_tasks(const unsigned char *parameters,
          i++) {
         code = visit_weights(&args, &tasks[i], visit, state);
         if (code == WSYNC_CU_SUCCESS) {
-            code = visit_extremes(&args, &tasks[i], visit, state);
+            code = visit_amaxes(&args, &tasks[i], visit, state);
         }
         if (code == WSYNC_CU_SUCCESS && args.mode == WSYNC_QUANTISE_MODE_CODES) {
             code = visit_image(&args, &tasks[i], visit, state);

@@ -226,13 +226,13 @@ def die_once(config: Any, parallel: megatron_cpu.Parallel, place: str, folder: s
 
 
 def dying(place: str) -> Any:
-    """Has this process killed before ranks compare what blocks hold ("extremes"), before it makes
+    """Has this process killed before ranks compare what blocks hold ("amaxes"), before it makes
     codes of that ("codes"), or before any are sent ("rounds")."""
     owner, name = (Image, "fill") if place == "rounds" else (quantised_image, "_merge")
     original = getattr(owner, name)
 
     def die(*given: Any) -> None:
-        if place != "extremes":
+        if place != "amaxes":
             original(*given)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -14,7 +14,7 @@ from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import find, follow, of
 from wsync.report import Report
 
-_ENTRY_NBYTES: Final = 8  # two float32
+_ENTRY_NBYTES: Final = 4  # a float32
 _MERGED_NBYTES: Final = 1 << 20  # of the table, at a time
 
 
@@ -89,18 +89,18 @@ class Image:
     ) -> _core.TensorTable:
         if len(weights) != self._buffers:
             raise _core.LayoutError(f"{len(weights)} parameters, where {self._buffers} were known")
-        image, extremes = self._made(weights)
-        results = _core.describe([image, extremes], ["codes and scales", "extremes"], gpu=True)
+        image, amaxes = self._made(weights)
+        results = _core.describe([image, amaxes], ["codes and scales", "amaxes"], gpu=True)
         sources, spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
         stream = self._stream
         assert stream is not None
-        if len(extremes):
-            extremes.fill_(-torch.inf)
+        if len(amaxes):
+            amaxes.zero_()
         follow(stream, timeout, group.check)  # some stream may still be writing the weights
-        if len(extremes):
+        if len(amaxes):
             stream.quantise(self._quantiser, sources, spans, codes=False)
             stream.synchronize(timeout, group.check)
-            _merge(extremes, group)
+            _merge(amaxes, group)
             follow(stream, timeout, group.check)
         stream.quantise(self._quantiser, sources, spans, codes=True)
         stream.synchronize(timeout, group.check)
@@ -121,7 +121,7 @@ class Image:
             stream.close()
 
     def _made(self, weights: _core.TensorTable) -> tuple[torch.Tensor, torch.Tensor]:
-        """Image and table of extremes, on the device of the weights."""
+        """Image and table of amaxes, on the device of the weights."""
         where = torch.device("cpu" if weights.gpu is None else f"cuda:{weights.gpu}")
         if self._where != where:
             self.close()
@@ -138,30 +138,25 @@ class Image:
         if constants := self._quantiser.constants:
             known = torch.frombuffer(bytearray(constants), dtype=torch.uint8)
             image[: len(constants)] = known
-        table = _bytes(self._quantiser.extremes_count * _ENTRY_NBYTES, where)
-        return image, table.view(torch.float32).view(-1, 2)
+        table = _bytes(self._quantiser.amax_count * _ENTRY_NBYTES, where)
+        return image, table.view(torch.float32)
 
 
-def _merge(extremes: torch.Tensor, group: TrainerGroup) -> None:
+def _merge(amaxes: torch.Tensor, group: TrainerGroup) -> None:
     """Takes the largest that any rank has found, a part of the table at a time: each rank gets
-    every other's."""
+    every other's.  The bits of magnitudes are ordered as these are, with NaN above; as numbers,
+    subnormal ones would be 0 where the process flushes them."""
     if group.size == 1:
         return
-    flat, step = extremes.view(-1).view(torch.int32), _MERGED_NBYTES // 4
+    flat, step = amaxes.view(torch.int32), _MERGED_NBYTES // 4
     for begin in range(0, len(flat), step):
         part = flat[begin : begin + step]
         mine = part.cpu()
-        merged = _ordered(mine)
+        merged = mine.clone()
         for data in group.all_gather(ctypes.string_at(mine.data_ptr(), mine.nbytes)):
             theirs = torch.frombuffer(bytearray(data), dtype=torch.int32)
-            merged = torch.maximum(merged, _ordered(theirs))
-        part.copy_(_ordered(merged))
-
-
-def _ordered(bits: torch.Tensor) -> torch.Tensor:
-    """float32, as int32, to integers in the same order, and back; NaN is the largest.  Compared as
-    numbers, subnormal ones would be 0 where the process flushes them."""
-    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+            merged = torch.maximum(merged, theirs)
+        part.copy_(merged)
 
 
 def _bytes(nbytes: int, where: torch.device) -> torch.Tensor:

@@ -37,21 +37,15 @@ typedef struct wsync_quantise_method {
     uint32_t block_cols;
 } wsync_quantise_method_t;
 
-/* The largest x and the largest -x of a block or a tensor; what has no element has
- * -INFINITY for both.  A NaN makes both NaN. */
-typedef struct wsync_extremes {
-    float high;
-    float low;
-} wsync_extremes_t;
-
 #define WSYNC_QUANTISE_NONE UINT64_MAX
 
 /* A box of a matrix, and where its codes and scales go.  Source strides are bytes, and
  * may be negative or 0.  Codes lie in an image of the rank, row by row; so do scales, one
- * for each block that the piece meets.  With `extremes` other entries of a table than the
- * piece's own elements say what a block holds, because its other elements lie elsewhere:
- * entry extremes + block_row * extremes_stride + block_col, with rows and columns of blocks
- * counted from the tensor's first.
+ * for each block that the piece meets.  With `amaxes` entries of a table say what a block
+ * holds, and not the piece's own elements, because its other elements lie elsewhere: a
+ * float each, the largest magnitude, 0 of nothing and NaN where the block has one; entry
+ * amaxes + block_row * amax_stride + block_col, with rows and columns of blocks counted
+ * from the tensor's first.
  *
  * FP8_PACKED's scales are exponents.  A word has those of several blocks of one row of
  * blocks, and each row of the piece has words of its own.  All of a word is stored: what
@@ -69,8 +63,8 @@ typedef struct wsync_quantise_piece {
     uint64_t codes_stride;
     uint64_t scales; /* offset in the image of its first block's scale */
     uint64_t scales_stride;
-    uint64_t extremes; /* NONE: every block that the piece meets is whole in it */
-    uint64_t extremes_stride;
+    uint64_t amaxes; /* NONE: every block that the piece meets is whole in it */
+    uint64_t amax_stride;
     uint64_t grid[2]; /* where blocks share words: rows and columns of them in the tensor */
     uint64_t overall; /* NVFP4: the entry of all that share the second scale; NONE */
     uint64_t second;  /* NVFP4: offset in the image of that scale, a float; NONE */

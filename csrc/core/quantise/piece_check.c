@@ -89,18 +89,18 @@ static wsync_status_t check_kind(const wsync_quantise_piece_t *piece, wsync_erro
                           piece->tensor, (u64_t)piece->start[1], method->block_cols,
                           (u64_t)codes);
     }
-    if (piece->extremes == WSYNC_QUANTISE_NONE &&
+    if (piece->amaxes == WSYNC_QUANTISE_NONE &&
         !(begins(piece->start[0], method->block_rows) &&
           begins(piece->start[1], method->block_cols))) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
                           "%.256s: begins at %llu, %llu inside a block of %u x %u, and "
-                          "has no entries of extremes",
+                          "has no entries of amaxes",
                           piece->tensor, (u64_t)piece->start[0], (u64_t)piece->start[1],
                           method->block_rows, method->block_cols);
     }
     if (method->kind == WSYNC_QUANTISE_NVFP4 && piece->overall == WSYNC_QUANTISE_NONE) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
-                          "%.256s: nvfp4 needs the extremes of all that shares the "
+                          "%.256s: nvfp4 needs the amaxes of all that shares the "
                           "second scale",
                           piece->tensor);
     }
@@ -134,11 +134,11 @@ static wsync_status_t check_words(const wsync_quantise_piece_t *piece, wsync_err
                               piece->tensor, d, (u64_t)(end - 1), (u64_t)piece->grid[d]);
         }
     }
-    if (piece->extremes == WSYNC_QUANTISE_NONE &&
+    if (piece->amaxes == WSYNC_QUANTISE_NONE &&
         (range.first % in_word != 0 || (end % in_word != 0 && end != piece->grid[1]))) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
                           "%.256s: dim 1: blocks %llu to %llu of %llu cut a word of "
-                          "%llu, and there are no entries of extremes",
+                          "%llu, and there are no entries of amaxes",
                           piece->tensor, (u64_t)range.first, (u64_t)end,
                           (u64_t)piece->grid[1], (u64_t)in_word);
     }
@@ -266,47 +266,45 @@ static wsync_status_t check_image(const wsync_quantise_piece_t *piece,
 }
 
 /* Entries of the table as bytes of its span. */
-static wsync_status_t check_extremes(const wsync_quantise_piece_t *piece,
-                                     const wsync_span_t *extremes, wsync_error_t *err)
+static wsync_status_t check_amaxes(const wsync_quantise_piece_t *piece,
+                                   const wsync_span_t *amaxes, wsync_error_t *err)
 {
     const wsync_quantise_blocks_t rows = wsync_quantise_rows(piece);
     wsync_quantise_blocks_t cols = wsync_quantise_cols(piece);
-    const uint64_t entries = extremes->nbytes / sizeof(wsync_extremes_t);
-    uint64_t last = piece->extremes;
+    const uint64_t entries = amaxes->nbytes / sizeof(float);
+    uint64_t last = piece->amaxes;
     uint64_t steps;
 
     if (wsync_quantise_scales_in_word(piece->method.kind) > 1) {
         cols.count = piece->grid[1] - cols.first; /* words may have all of them */
     }
-    if (piece->extremes != WSYNC_QUANTISE_NONE &&
-        (__builtin_mul_overflow(rows.first + rows.count - 1, piece->extremes_stride,
-                                &steps) ||
+    if (piece->amaxes != WSYNC_QUANTISE_NONE &&
+        (__builtin_mul_overflow(rows.first + rows.count - 1, piece->amax_stride, &steps) ||
          __builtin_add_overflow(last, steps, &last) ||
          __builtin_add_overflow(last, cols.first + cols.count - 1, &last) ||
          last >= entries)) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
-                          "%.256s: extremes: entry %llu + %llu * %llu + %llu is not one "
+                          "%.256s: amaxes: entry %llu + %llu * %llu + %llu is not one "
                           "of the %llu",
-                          piece->tensor, (u64_t)piece->extremes,
-                          (u64_t)(rows.first + rows.count - 1),
-                          (u64_t)piece->extremes_stride,
+                          piece->tensor, (u64_t)piece->amaxes,
+                          (u64_t)(rows.first + rows.count - 1), (u64_t)piece->amax_stride,
                           (u64_t)(cols.first + cols.count - 1), (u64_t)entries);
     }
     if (piece->overall != WSYNC_QUANTISE_NONE && piece->overall >= entries) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
-                          "%.256s: extremes: entry %llu of all is not one of the %llu",
+                          "%.256s: amaxes: entry %llu of all is not one of the %llu",
                           piece->tensor, (u64_t)piece->overall, (u64_t)entries);
     }
-    if ((uintptr_t)extremes->data % sizeof(float) != 0) {
+    if ((uintptr_t)amaxes->data % sizeof(float) != 0) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
-                          "extremes: a table at an address that is not aligned to floats");
+                          "amaxes: a table at an address that is not aligned to floats");
     }
     return WSYNC_OK;
 }
 
 wsync_status_t wsync_quantise_check(const wsync_quantise_piece_t *pieces, size_t count,
                                     const wsync_span_t *sources, size_t source_count,
-                                    const wsync_span_t *image, const wsync_span_t *extremes,
+                                    const wsync_span_t *image, const wsync_span_t *amaxes,
                                     wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;
@@ -326,7 +324,7 @@ wsync_status_t wsync_quantise_check(const wsync_quantise_piece_t *pieces, size_t
             status = check_image(&pieces[i], image, err);
         }
         if (status == WSYNC_OK) {
-            status = check_extremes(&pieces[i], extremes, err);
+            status = check_amaxes(&pieces[i], amaxes, err);
         }
     }
     return status;

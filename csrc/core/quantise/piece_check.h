@@ -37,7 +37,7 @@ bool wsync_quantise_empty(const wsync_quantise_piece_t *piece);
 
 /* Checks that the pieces are of known kinds and dtypes, that every byte they touch lies in
  * its span, aligned to its element, and that rows of codes and of scales do not lie on each
- * other; that a piece without entries of extremes begins where a block does, and cuts no
+ * other; that a piece without entries of amaxes begins where a block does, and cuts no
  * word of scales; that NVFP4 has an entry of all, that blocks which share words are blocks
  * of the tensor, and that words of several codes do not begin inside a word or hold codes
  * of two blocks.
@@ -45,7 +45,7 @@ bool wsync_quantise_empty(const wsync_quantise_piece_t *piece);
  * is not looked at. */
 wsync_status_t wsync_quantise_check(const wsync_quantise_piece_t *pieces, size_t count,
                                     const wsync_span_t *sources, size_t source_count,
-                                    const wsync_span_t *image, const wsync_span_t *extremes,
+                                    const wsync_span_t *image, const wsync_span_t *amaxes,
                                     wsync_error_t *err);
 
 #endif

@@ -25,7 +25,7 @@ struct wsync_quantiser {
     WSYNC_ARRAY(int64_t) constants;
     WSYNC_ARRAY(uint64_t) starts; /* in the image, of its buffers */
     uint64_t image_nbytes;
-    uint64_t extremes_count;
+    uint64_t amax_count;
     wsync_quantiser_stats_t stats;
 };
 
@@ -37,7 +37,7 @@ typedef struct matrices {
     unsigned leading;   /* dimensions before the last two */
     uint64_t size[2];   /* rows and columns */
     uint64_t blocks[2]; /* rows and columns of blocks */
-    uint64_t extremes;  /* its first entry; NONE: all boxes hold whole blocks */
+    uint64_t amaxes;    /* its first entry; NONE: all boxes hold whole blocks */
     uint64_t overall;
 } matrices_t;
 
@@ -212,7 +212,7 @@ static bool find_overall(maker_t *maker, matrices_t *matrices)
         return true;
     }
     if (share == 0) {
-        matrices->overall = made->extremes_count++;
+        matrices->overall = made->amax_count++;
         return true;
     }
     if (share >= maker->shared.count) {
@@ -226,14 +226,14 @@ static bool find_overall(maker_t *maker, matrices_t *matrices)
         }
     }
     if (maker->shared.items[share] == WSYNC_QUANTISE_NONE) {
-        maker->shared.items[share] = made->extremes_count++;
+        maker->shared.items[share] = made->amax_count++;
     }
     matrices->overall = maker->shared.items[share];
     return true;
 }
 
 /* Decides, from the boxes of all ranks, where a tensor's scales come from. */
-static wsync_status_t choose_extremes(maker_t *maker, size_t index, wsync_error_t *err)
+static wsync_status_t choose_amaxes(maker_t *maker, size_t index, wsync_error_t *err)
 {
     matrices_t *matrices = &maker->tensors[index];
     size_t count;
@@ -255,10 +255,10 @@ static wsync_status_t choose_extremes(maker_t *maker, size_t index, wsync_error_
     for (unsigned i = 0; i < matrices->leading; i++) {
         entries *= (uint64_t)matrices->tensor->shape[i];
     }
-    matrices->extremes = WSYNC_QUANTISE_NONE;
+    matrices->amaxes = WSYNC_QUANTISE_NONE;
     if (!whole) {
-        matrices->extremes = maker->made->extremes_count;
-        maker->made->extremes_count += entries;
+        matrices->amaxes = maker->made->amax_count;
+        maker->made->amax_count += entries;
     }
     return find_overall(maker, matrices) ? WSYNC_OK
                                          : no_memory(matrices->tensor->name, err);
@@ -479,8 +479,8 @@ static wsync_status_t add_pieces(maker_t *maker, const matrices_t *matrices,
         .extent = {rows, (uint64_t)box->extent[dim + COL]},
         .codes_stride = target->codes_stride,
         .scales_stride = target->scales_stride,
-        .extremes = WSYNC_QUANTISE_NONE,
-        .extremes_stride = matrices->blocks[COL],
+        .amaxes = WSYNC_QUANTISE_NONE,
+        .amax_stride = matrices->blocks[COL],
         .grid = {matrices->blocks[ROW], matrices->blocks[COL]},
         .overall = matrices->overall,
         .second = target->second};
@@ -513,9 +513,9 @@ static wsync_status_t add_pieces(maker_t *maker, const matrices_t *matrices,
         }
         piece.codes = target->codes + number * rows * target->codes_stride;
         piece.scales = target->scales + number * target->scale_rows * target->scales_stride;
-        if (matrices->extremes != WSYNC_QUANTISE_NONE) {
-            piece.extremes =
-                matrices->extremes + matrix * matrices->blocks[ROW] * matrices->blocks[COL];
+        if (matrices->amaxes != WSYNC_QUANTISE_NONE) {
+            piece.amaxes =
+                matrices->amaxes + matrix * matrices->blocks[ROW] * matrices->blocks[COL];
         }
         maker->made->pieces.items[maker->made->pieces.count++] = piece;
     }
@@ -610,7 +610,7 @@ static wsync_status_t make(maker_t *maker, const wsync_quantise_rule_t *rules, s
     }
     for (size_t i = 0; i < tensors && status == WSYNC_OK; i++) {
         if (maker->tensors[i].rule != NULL) {
-            status = choose_extremes(maker, i, err);
+            status = choose_amaxes(maker, i, err);
             if (status == WSYNC_OK) {
                 status = count_weights(maker, i, err);
             }
@@ -701,9 +701,9 @@ const void *wsync_quantiser_constants(const wsync_quantiser_t *quantiser, size_t
     return quantiser->constants.items;
 }
 
-uint64_t wsync_quantiser_extremes_count(const wsync_quantiser_t *quantiser)
+uint64_t wsync_quantiser_amax_count(const wsync_quantiser_t *quantiser)
 {
-    return quantiser->extremes_count;
+    return quantiser->amax_count;
 }
 
 wsync_quantiser_stats_t wsync_quantiser_stats(const wsync_quantiser_t *quantiser)

@@ -3,7 +3,7 @@
  * and scales that come of them.
  *
  * A rank quantises what it holds.  Elements of a block may lie on several ranks: then the
- * ranks merge the extremes that each has found, and no weight moves. */
+ * ranks merge the amaxes that each has found, and no weight moves. */
 #ifndef WSYNC_CORE_QUANTISE_QUANTISER_H
 #define WSYNC_CORE_QUANTISE_QUANTISER_H
 
@@ -59,8 +59,8 @@ uint64_t wsync_quantiser_image_nbytes(const wsync_quantiser_t *quantiser);
 /* Where its buffers begin; each ends where the next one does. */
 const uint64_t *wsync_quantiser_starts(const wsync_quantiser_t *quantiser, size_t *count);
 const void *wsync_quantiser_constants(const wsync_quantiser_t *quantiser, size_t *nbytes);
-/* Entries of the table of extremes, which is the same on all ranks. */
-uint64_t wsync_quantiser_extremes_count(const wsync_quantiser_t *quantiser);
+/* Entries of the table of amaxes, which is the same on all ranks. */
+uint64_t wsync_quantiser_amax_count(const wsync_quantiser_t *quantiser);
 wsync_quantiser_stats_t wsync_quantiser_stats(const wsync_quantiser_t *quantiser);
 
 #endif
