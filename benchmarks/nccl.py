@@ -261,7 +261,6 @@ def _parked(way: Way, whole: Sequence[torch.Tensor], usual: float, dry: bool) ->
     before = _free(dry)
     way.exchange.park()
     dist.barrier()
-    time.sleep(0.1 if dry else 5.0)  # all ranks' threads do it
     back = _free(dry) - before
     way.clear()
     dist.barrier()

@@ -14,9 +14,8 @@ from support import fakecuda
 _ROOT = Path(__file__).resolve().parent.parent
 _HEADER = (_ROOT / "csrc/comm/nccl_library.h").read_text(encoding="ascii")
 # What the header's table names, which is all that a library of NCCL needs to have here.
-_REQUIRED, _OPTIONAL = (
-    re.findall(r"X\(.*?\b(nccl[A-Z]\w+),", part, re.DOTALL)
-    for part in _HEADER.split("#define WSYNC_NCCL_MAP")[0].split("_MAP(X)")[1:]
+_FUNCTIONS = re.findall(
+    r"X\(.*?\b(nccl[A-Z]\w+),", _HEADER.partition("_MAP(X)")[2].partition("typedef")[0], re.DOTALL
 )
 
 
@@ -52,7 +51,7 @@ def build(
         "ncclGetVersion": f"int ncclGetVersion(int *v) {{ *v = {version}; return {result}; }}",
         "ncclGetErrorString": "char *ncclGetErrorString(int code) { return 0 * code + WORDS; }",
     }
-    names = [name for name in (*_REQUIRED, *_OPTIONAL) if name not in without]
+    names = [name for name in _FUNCTIONS if name not in without]
     lines = [answers.get(name, f"int {name}(void) {{ return 3; }}") for name in names]
     source, target = folder / "nccl.c", folder / "libnccl.so.2"
     source.write_text('#define WORDS "in its words"\nint other;\n' + "\n".join(lines))
@@ -62,10 +61,8 @@ def build(
 
 
 def test_the_table_is_read_as_it_is_written() -> None:
-    assert len(_REQUIRED) == 14
-    assert "ncclBroadcast" in _REQUIRED
-    assert len(_OPTIONAL) == 10
-    assert "ncclCommRevoke" in _OPTIONAL
+    assert len(_FUNCTIONS) == 14
+    assert "ncclBroadcast" in _FUNCTIONS
 
 
 def test_a_library_is_named_with_its_version(tmp_path: Path) -> None:
@@ -73,17 +70,9 @@ def test_a_library_is_named_with_its_version(tmp_path: Path) -> None:
     assert finding(path) == (True, f"2.28.9 ({path})")
 
 
-def test_what_is_optional_is_missed_in_words(tmp_path: Path) -> None:
-    path = build(tmp_path, version=21805, without=("ncclCommRevoke", "ncclMemAlloc"))
-    lacks = "it lacks ncclMemAlloc, ncclCommRevoke"
-    assert finding(path) == (True, f"2.18.5 ({path}); {lacks}")
-
-
 def test_the_stand_in_for_nccl_is_found() -> None:
-    library, old = fakecuda.fake_nccl(), fakecuda.fake_nccl(old=True)
+    library = fakecuda.fake_nccl()
     assert finding(library) == (True, f"2.29.7 ({library})")
-    lacks = f"it lacks {', '.join(_OPTIONAL)}"
-    assert finding(old) == (True, f"2.18.5 ({old}); {lacks}")
 
 
 def test_a_machine_without_the_library_is_told_where_it_was_looked_for() -> None:
@@ -139,8 +128,8 @@ except core.UnsupportedError as error:
 else:
     raise AssertionError("found")
 ctypes.CDLL({torch_s!r})
-assert core.nccl_library([{wheel!r}]) == (22809, {torch_s!r}, [])
-assert core.nccl_library(libraries=["/nowhere"]) == (22809, {torch_s!r}, [])
+assert core.nccl_library([{wheel!r}]) == (22809, {torch_s!r})
+assert core.nccl_library(libraries=["/nowhere"]) == (22809, {torch_s!r})
 """
     environment = {name: text for name, text in os.environ.items() if name != "WSYNC_NCCL_LIB"}
     done = subprocess.run(

@@ -556,10 +556,10 @@ def cuda_devices() -> tuple[int, list[tuple[str, str, int, tuple[int, int]]]]:
     compute capability) of each GPU that this process sees.  Loads and initialises the driver.
     UnsupportedError says why there is no GPU to use."""
 
-def nccl_library(libraries: Sequence[str] = ()) -> tuple[int, str, list[str]]:
-    """(version, path, absent) of NCCL, which the first call loads: 22809 is 2.28.9, and absent are the optional
-    functions that it lacks.  libraries: paths at which it may lie, tried after WSYNC_NCCL_LIB and what the process has
-    loaded and before the system's.  UnsupportedError says why there is none to use."""
+def nccl_library(libraries: Sequence[str] = ()) -> tuple[int, str]:
+    """(version, path) of NCCL, which the first call loads: 22809 is 2.28.9.  libraries: paths at which it may lie,
+    tried after WSYNC_NCCL_LIB and what the process has loaded and before the system's.  UnsupportedError says why there
+    is none to use."""
 
 def host_memory_available() -> int:
     """Bytes that may still be allocated: the machine's, or what this process's control group leaves of its limit."""

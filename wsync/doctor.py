@@ -111,10 +111,9 @@ def _nccl() -> tuple[bool, str]:
     """NCCL as the extension itself finds and refuses it."""
     from wsync import _core as core
 
-    version, path, absent = core.nccl_library(nccl_libraries())
+    version, path = core.nccl_library(nccl_libraries())
     major, rest = divmod(version, 10000)
-    lacks = f"; it lacks {', '.join(absent)}" if absent else ""
-    return True, f"{major}.{rest // 100}.{rest % 100} ({path}){lacks}"
+    return True, f"{major}.{rest // 100}.{rest % 100} ({path})"
 
 
 def _package(module: str, *distributions: str) -> _Probe:

@@ -83,9 +83,8 @@ wsync_status_t wsync_comm_release(wsync_comm_t *comm, uint32_t round,
  * passed all of an update's rounds, the bytes received are valid only if this is then OK on
  * every rank: a rank that gives up may release a round that it has not packed. */
 wsync_status_t wsync_comm_check(wsync_comm_t *comm, wsync_error_t *err);
-/* Gives back, until the next begin, staging that no other rank maps, and NCCL's own memory
- * if its version can.  All ranks have to park: if one does not, a later call fails.  STATE
- * while an update is under way.  No stream may use it any more. */
+/* Gives back, until the next begin, staging that no other rank maps.  STATE while an update
+ * is under way.  No stream may use it any more. */
 wsync_status_t wsync_comm_park(wsync_comm_t *comm, wsync_error_t *err);
 /* Leaves the others, who see an end in the middle of an update as CLOSED.  Spans stay
  * readable and writable for streams that still run; only destroy may follow. */

@@ -473,26 +473,15 @@ static wsync_status_t nccl_check(wsync_comm_t *comm, wsync_error_t *err)
 
 /* --- its life ------------------------------------------------------------------------- */
 
+/* NCCL's own memory stays. */
 static wsync_status_t nccl_park(wsync_comm_t *comm, wsync_error_t *err)
 {
-    nccl_t *self = own(comm);
-    const wsync_status_t status = wsync_memory_park(self->staging, err);
-
-    if (status == WSYNC_OK && self->communicator != NULL) {
-        wsync_nccl_communicator_suspend(self->communicator);
-    }
-    return status;
+    return wsync_memory_park(own(comm)->staging, err);
 }
 
 static wsync_status_t nccl_unpark(wsync_comm_t *comm, wsync_error_t *err)
 {
-    nccl_t *self = own(comm);
-    const wsync_status_t status = wsync_memory_unpark(self->staging, -1, err);
-
-    if (status == WSYNC_OK && self->communicator != NULL) {
-        wsync_nccl_communicator_resume(self->communicator);
-    }
-    return status;
+    return wsync_memory_unpark(own(comm)->staging, -1, err);
 }
 
 static void nccl_close(wsync_comm_t *comm, bool orderly)

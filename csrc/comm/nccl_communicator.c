@@ -44,7 +44,6 @@ struct wsync_nccl_communicator {
     wsync_nccl_comm_t comm;
     uint64_t watched; /* the group that it looks after */
     int64_t begun_ms; /* when that could begin; 0: not yet */
-    bool fixed;       /* NCCL does not give its memory back */
 
     pthread_mutex_t mutex; /* guards what follows */
     pthread_cond_t changed;
@@ -54,9 +53,6 @@ struct wsync_nccl_communicator {
     uint64_t submitted; /* groups that the thread was given, */
     uint64_t enqueued;  /* has given to NCCL, */
     uint64_t passed;    /* and has seen to have moved */
-    /* How often the communicator was to be suspended or resumed, in turns, and has been. */
-    uint64_t turns_wanted;
-    uint64_t turns;
     wsync_error_t failure;
     bool met;
     bool closing;
@@ -321,28 +317,21 @@ static void pass(wsync_nccl_communicator_t *self)
 typedef enum work {
     WORK_END, /* the communicator is being closed */
     WORK_NONE,
-    WORK_TURN, /* to suspend or resume */
     WORK_BEGIN,
     WORK_WATCH,
 } work_t;
 
-/* With the mutex: what comes next, and for which group.  Groups that were submitted are
- * later than any turn. */
+/* With the mutex: what comes next, and for which group. */
 static work_t choose(const wsync_nccl_communicator_t *self, wsync_nccl_group_t *group)
 {
-    const bool moving = self->passed < self->enqueued;
-
     if (self->closing) {
         return WORK_END;
     }
-    if (self->turns < self->turns_wanted && !moving) {
-        return WORK_TURN;
-    }
-    if (self->turns == self->turns_wanted && self->enqueued < self->submitted) {
+    if (self->enqueued < self->submitted) {
         *group = self->groups[self->enqueued % QUEUE];
         return WORK_BEGIN;
     }
-    if (moving) {
+    if (self->passed < self->enqueued) {
         *group = self->groups[self->passed % QUEUE];
         return WORK_WATCH;
     }
@@ -374,29 +363,6 @@ static work_t next_work(wsync_nccl_communicator_t *self, wsync_nccl_group_t *gro
     return work;
 }
 
-/* Suspends the communicator or resumes it, whichever is next. */
-static wsync_status_t turn(wsync_nccl_communicator_t *self, wsync_error_t *err)
-{
-    const wsync_nccl_library_t *library = self->library;
-    const bool resumes = self->turns % 2 == 1; /* which this thread alone changes */
-    const char *call = resumes ? "ncclCommResume" : "ncclCommSuspend";
-    wsync_nccl_result_t result = WSYNC_NCCL_SUCCESS;
-
-    if (!self->fixed) {
-        result = resumes ? library->comm_resume(self->comm)
-                         : library->comm_suspend(self->comm, WSYNC_NCCL_SUSPEND_MEMORY);
-    }
-    if (result == WSYNC_NCCL_INVALID_USAGE && !resumes) {
-        self->fixed = true; /* its memory manager is switched off, as on all ranks */
-        return WSYNC_OK;
-    }
-    if (!accepted(result)) {
-        return check(self, result, call, NULL, err);
-    }
-    return self->fixed ? WSYNC_OK
-                       : settle(self, call, NULL, wsync_clock_ms() + self->timeout_ms, err);
-}
-
 static void publish(wsync_nccl_communicator_t *self, wsync_status_t status,
                     const wsync_error_t *err)
 {
@@ -420,14 +386,12 @@ static wsync_status_t serve(wsync_nccl_communicator_t *self, wsync_error_t *err)
         work = next_work(self, &group);
         if (work == WORK_WATCH) {
             status = watch(self, &group, err);
-        } else if (work == WORK_TURN) {
-            status = turn(self, err);
         } else if (work == WORK_BEGIN) {
             status = run_group(self, &group, err);
         }
-        if (work == WORK_TURN || work == WORK_BEGIN) {
+        if (work == WORK_BEGIN) {
             (void)pthread_mutex_lock(&self->mutex);
-            *(work == WORK_TURN ? &self->turns : &self->enqueued) += 1;
+            self->enqueued++;
             (void)pthread_cond_broadcast(&self->changed);
             (void)pthread_mutex_unlock(&self->mutex);
         }
@@ -636,30 +600,6 @@ wsync_status_t wsync_nccl_communicator_begun(wsync_nccl_communicator_t *communic
     }
     (void)pthread_mutex_unlock(&self->mutex);
     return status;
-}
-
-/* `resumes`: the turn that is wanted, unless it is the last one that was. */
-static void want_turn(wsync_nccl_communicator_t *self, bool resumes)
-{
-    if (self->library->comm_suspend == NULL || self->library->comm_resume == NULL) {
-        return;
-    }
-    (void)pthread_mutex_lock(&self->mutex);
-    if ((self->turns_wanted % 2 == 1) == resumes) {
-        self->turns_wanted++;
-        (void)pthread_cond_broadcast(&self->changed);
-    }
-    (void)pthread_mutex_unlock(&self->mutex);
-}
-
-void wsync_nccl_communicator_suspend(wsync_nccl_communicator_t *communicator)
-{
-    want_turn(communicator, false);
-}
-
-void wsync_nccl_communicator_resume(wsync_nccl_communicator_t *communicator)
-{
-    want_turn(communicator, true);
 }
 
 wsync_status_t wsync_nccl_communicator_check(wsync_nccl_communicator_t *communicator,

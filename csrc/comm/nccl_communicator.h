@@ -70,11 +70,6 @@ wsync_status_t wsync_nccl_communicator_submit(wsync_nccl_communicator_t *communi
 wsync_status_t wsync_nccl_communicator_begun(wsync_nccl_communicator_t *communicator,
                                              uint32_t round, int64_t deadline_ms,
                                              wsync_error_t *err);
-/* Has the thread give back what memory of the device NCCL can do without, or take it again,
- * together with all other ranks.  There are no groups between the two, and all before have
- * moved.  Nothing happens where the library cannot. */
-void wsync_nccl_communicator_suspend(wsync_nccl_communicator_t *communicator);
-void wsync_nccl_communicator_resume(wsync_nccl_communicator_t *communicator);
 /* What the thread has failed with, if it has: CLOSED or DEVICE, with the round and its
  * ranks. */
 wsync_status_t wsync_nccl_communicator_check(wsync_nccl_communicator_t *communicator,

@@ -15,18 +15,13 @@
 typedef struct entry {
     const char *symbol;
     int since;
-    bool optional;
     size_t offset; /* in the table */
 } entry_t;
 
 static const entry_t entries[] = {
 #define ENTRY(result, member, symbol, since, parameters) \
-    {#symbol, since, false, offsetof(wsync_nccl_library_t, member)},
-    WSYNC_NCCL_REQUIRED_MAP(ENTRY)
-#undef ENTRY
-#define ENTRY(result, member, symbol, since, parameters) \
-    {#symbol, since, true, offsetof(wsync_nccl_library_t, member)},
-        WSYNC_NCCL_OPTIONAL_MAP(ENTRY)
+    {#symbol, since, offsetof(wsync_nccl_library_t, member)},
+    WSYNC_NCCL_MAP(ENTRY)
 #undef ENTRY
 };
 enum { ENTRY_COUNT = sizeof(entries) / sizeof(entries[0]) };
@@ -79,13 +74,12 @@ static wsync_status_t look_up(void *opened, const char *only, wsync_nccl_library
             continue;
         }
         address = dlsym(opened, entry->symbol);
-        if (address == NULL && entry->optional) {
-            library->absent[library->absent_count++] = entry->symbol;
-        } else if (address == NULL && library->version == 0) {
+        if (address == NULL && library->version == 0) {
             return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "dlsym",
                               "no NCCL: %s is another library: it has no %s", library->path,
                               entry->symbol);
-        } else if (address == NULL) {
+        }
+        if (address == NULL) {
             return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "dlsym",
                               "no NCCL: %s (NCCL %d.%d.%d) has no %s of NCCL %d.%d",
                               library->path, library->version / 10000,

@@ -16,7 +16,6 @@
 typedef int wsync_nccl_result_t;
 typedef int wsync_nccl_type_t; /* of elements */
 typedef struct wsync_nccl_comm *wsync_nccl_comm_t;
-typedef struct wsync_nccl_window *wsync_nccl_window_t;
 
 typedef struct wsync_nccl_id {
     char bytes[128];
@@ -36,8 +35,6 @@ enum {
 enum {
     WSYNC_NCCL_UINT8 = 1,
     WSYNC_NCCL_UNDEFINED = INT_MIN, /* a field that NCCL chooses */
-    WSYNC_NCCL_WINDOW_SYMMETRIC = 1,
-    WSYNC_NCCL_SUSPEND_MEMORY = 1,
 };
 
 /* As of 2.18.  Later versions have more fields at the end; how many there are here is said
@@ -72,7 +69,7 @@ enum { WSYNC_NCCL_MIN_VERSION = 21800 }; /* 2.18.0 */
      .traffic_class = WSYNC_NCCL_UNDEFINED}
 
 /* Result, member, symbol, the version that brought it, parameters. */
-#define WSYNC_NCCL_REQUIRED_MAP(X)                                                         \
+#define WSYNC_NCCL_MAP(X)                                                                  \
     X(wsync_nccl_result_t, get_version, ncclGetVersion, 20000, (int *version))             \
     X(const char *, get_error_string, ncclGetErrorString, 20000,                           \
       (wsync_nccl_result_t result))                                                        \
@@ -99,43 +96,6 @@ enum { WSYNC_NCCL_MIN_VERSION = 21800 }; /* 2.18.0 */
       (const void *source, void *destination, size_t count, wsync_nccl_type_t type,        \
        int root, wsync_nccl_comm_t comm, wsync_cu_stream_t stream))
 
-/* NULL in the table where the library has none.  Suspend and Resume are called where an
- * exchange is parked.  The others are looked up, so that it can be said what a library
- * lacks, but not called:
- *   MemAlloc and the registrations save NCCL a copy into memory of its own, if all ranks
- *     use them and NCCL_CUMEM_ENABLE is not 0, as slime and SGLang set it; whether that
- *     pays for rounds that change their addresses only a GPU can tell
- *   AlltoAll sends as many bytes to every rank, the messages of a round are of any size
- *   Revoke keeps a communicator to split or shrink it; here an abort frees it */
-#define WSYNC_NCCL_OPTIONAL_MAP(X)                                                       \
-    X(wsync_nccl_result_t, mem_alloc, ncclMemAlloc, 21900, (void **data, size_t nbytes)) \
-    X(wsync_nccl_result_t, mem_free, ncclMemFree, 21900, (void *data))                   \
-    X(wsync_nccl_result_t, comm_register, ncclCommRegister, 21900,                       \
-      (wsync_nccl_comm_t comm, void *data, size_t nbytes, void **handle))                \
-    X(wsync_nccl_result_t, comm_deregister, ncclCommDeregister, 21900,                   \
-      (wsync_nccl_comm_t comm, void *handle))                                            \
-    X(wsync_nccl_result_t, window_register, ncclCommWindowRegister, 22700,               \
-      (wsync_nccl_comm_t comm, void *data, size_t nbytes, wsync_nccl_window_t *window,   \
-       int flags))                                                                       \
-    X(wsync_nccl_result_t, window_deregister, ncclCommWindowDeregister, 22700,           \
-      (wsync_nccl_comm_t comm, wsync_nccl_window_t window))                              \
-    X(wsync_nccl_result_t, all_to_all, ncclAlltoAll, 22803,                              \
-      (const void *source, void *destination, size_t count, wsync_nccl_type_t type,      \
-       wsync_nccl_comm_t comm, wsync_cu_stream_t stream))                                \
-    X(wsync_nccl_result_t, comm_revoke, ncclCommRevoke, 22807,                           \
-      (wsync_nccl_comm_t comm, int flags))                                               \
-    X(wsync_nccl_result_t, comm_suspend, ncclCommSuspend, 22907,                         \
-      (wsync_nccl_comm_t comm, int flags))                                               \
-    X(wsync_nccl_result_t, comm_resume, ncclCommResume, 22907, (wsync_nccl_comm_t comm))
-
-#define WSYNC_NCCL_MAP(X) WSYNC_NCCL_REQUIRED_MAP(X) WSYNC_NCCL_OPTIONAL_MAP(X)
-
-enum {
-#define WSYNC_NCCL_ONE(result, member, symbol, since, parameters) +1
-    WSYNC_NCCL_OPTIONAL_COUNT = WSYNC_NCCL_OPTIONAL_MAP(WSYNC_NCCL_ONE),
-#undef WSYNC_NCCL_ONE
-};
-
 typedef struct wsync_nccl_library {
 #define WSYNC_NCCL_MEMBER(result, member, symbol, since, parameters) \
     result(*member) parameters; /* NOLINT(bugprone-macro-parentheses) */
@@ -143,9 +103,6 @@ typedef struct wsync_nccl_library {
 #undef WSYNC_NCCL_MEMBER
     int version;      /* 22809 is 2.28.9 */
     const char *path; /* of the file; lives as long as the process */
-    /* Symbols that this library lacks, of those that are optional. */
-    const char *absent[WSYNC_NCCL_OPTIONAL_COUNT];
-    size_t absent_count;
 } wsync_nccl_library_t;
 
 /* The library: what WSYNC_NCCL_LIB names; else the one that the process has loaded (torch's

@@ -2,23 +2,12 @@
 #include "comm/nccl_library.h"
 #include "python/convert.h"
 
-static PyObject *list_absent(const wsync_nccl_library_t *library)
-{
-    PyObject *list = PyList_New((Py_ssize_t)library->absent_count);
-
-    for (size_t i = 0; i < library->absent_count && list != NULL; i++) {
-        wsync_py_list_put(&list, i, PyUnicode_FromString(library->absent[i]));
-    }
-    return list;
-}
-
 static PyObject *nccl_library(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"libraries", NULL};
     const wsync_nccl_library_t *library = NULL;
     ModuleState *state = wsync_py_state(module);
     PyObject *libraries = NULL;
-    PyObject *absent;
     wsync_py_items_t paths;
     wsync_error_t err = {0};
     wsync_status_t status;
@@ -36,17 +25,14 @@ static PyObject *nccl_library(PyObject *module, PyObject *args, PyObject *kwargs
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
-    absent = list_absent(library);
-    return absent == NULL ? NULL
-                          : Py_BuildValue("(iNN)", library->version,
-                                          PyUnicode_DecodeFSDefault(library->path), absent);
+    return Py_BuildValue("(iN)", library->version,
+                         PyUnicode_DecodeFSDefault(library->path));
 }
 
 PyMethodDef wsync_py_functions_nccl[] = {
     {"nccl_library", WSYNC_PY_KEYWORDS(nccl_library),
      "nccl_library(libraries=())\n--\n\n"
-     "(version, path, absent) of NCCL, which the first call loads: 22809 is 2.28.9, and\n"
-     "absent are the optional functions that it lacks.  libraries: paths at which it may\n"
-     "lie.  UnsupportedError says why there is none to use."},
+     "(version, path) of NCCL, which the first call loads: 22809 is 2.28.9.  libraries:\n"
+     "paths at which it may lie.  UnsupportedError says why there is none to use."},
     {NULL, NULL, 0, NULL},
 };

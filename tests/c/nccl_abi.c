@@ -18,10 +18,6 @@ SAME(WSYNC_NCCL_REMOTE_ERROR, ncclRemoteError);
 SAME(WSYNC_NCCL_IN_PROGRESS, ncclInProgress);
 SAME(WSYNC_NCCL_UINT8, ncclUint8);
 SAME(WSYNC_NCCL_UNDEFINED, NCCL_CONFIG_UNDEF_INT);
-SAME(WSYNC_NCCL_WINDOW_SYMMETRIC, NCCL_WIN_COLL_SYMMETRIC);
-#ifdef NCCL_SUSPEND_MEM
-SAME(WSYNC_NCCL_SUSPEND_MEMORY, NCCL_SUSPEND_MEM);
-#endif
 SAME(WSYNC_NCCL_MIN_VERSION, NCCL_VERSION(2, 18, 0));
 SAME(sizeof(wsync_nccl_result_t), sizeof(ncclResult_t));
 SAME(sizeof(wsync_nccl_type_t), sizeof(ncclDataType_t));
@@ -52,7 +48,6 @@ SAME(sizeof(wsync_nccl_config_t), offsetof(ncclConfig_t, commName));
 #define wsync_nccl_result_t ncclResult_t
 #define wsync_nccl_type_t ncclDataType_t
 #define wsync_nccl_comm_t ncclComm_t
-#define wsync_nccl_window_t ncclWindow_t
 #define wsync_nccl_id_t ncclUniqueId
 #define wsync_nccl_config_t ncclConfig_t
 #define wsync_cu_stream_t cudaStream_t

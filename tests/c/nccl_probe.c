@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * nccl_probe LIBNCCL: what a process that looks for NCCL does, for the gate that tries it
- * with real ones.  Prints a line "version V", a line "absent SYMBOL" for each function that
- * the library lacks, and what the others answer. */
+ * with real ones.  Prints a line "version V", and what the functions answer. */
 #include <stdio.h>
 
 #include "comm/nccl_library.h"
@@ -29,9 +28,6 @@ int main(int argc, char **argv)
         return 1;
     }
     (void)printf("version %d\npath %s\n", library->version, library->path);
-    for (size_t i = 0; i < library->absent_count; i++) {
-        (void)printf("absent %s\n", library->absent[i]);
-    }
     print_words(library);
     (void)printf("id %d\n", library->get_unique_id(&id));
     return 0;

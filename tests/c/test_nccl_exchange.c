@@ -95,84 +95,26 @@ static void close_parking(rank_t *rank, parking_t *parking)
     CHECK_EQ(nccl_census().communicators, 0);
 }
 
-/* Updates with the exchange parked in between; how many communicators give memory back. */
-static void park(rank_t *rank, long suspended)
+/* Updates with the exchange parked in between. */
+static void park(rank_t *rank)
 {
     static parking_t parking;
     wsync_error_t err = {0};
 
     open_parking(rank, &parking, 2, ROUND_MS);
     for (uint64_t update = 1; update < 4; update++) {
-        const int64_t deadline = wsync_deadline_ms(PATIENT_MS);
-
         CHECK_OK(wsync_comm_park(rank->comm, &err), err);
         CHECK_OK(wsync_comm_park(rank->comm, &err), err); /* it is parked */
-        while (nccl_census().suspended < suspended && update < 3) {
-            CHECK(wsync_clock_ms() < deadline);
-            (void)usleep(100);
-        }
-        meet(rank);
-        /* the last time it may not even have been suspended yet */
         update_rank(&parking.member, rank->comm, parking.plan, update);
-        CHECK_EQ(nccl_census().suspended, 0);
         CHECK_OK(wsync_comm_check(rank->comm, &err), err);
         meet(rank);
     }
     close_parking(rank, &parking);
 }
 
-static void park_all(rank_t *rank)
+TEST(staging_is_parked_between_updates)
 {
-    park(rank, 1);
-}
-
-TEST(nccl_gives_memory_back_between_updates)
-{
-    run_ranks(3, -1, park_all);
-}
-
-static void park_staging(rank_t *rank)
-{
-    park(rank, 0);
-}
-
-TEST(an_old_nccl_keeps_its_memory)
-{
-    CHECK_EQ(setenv("WSYNC_NCCL_LIB", FAKENCCL_OLD_PATH, 1), 0);
-    run_ranks(2, -1, park_staging);
-}
-
-TEST(an_nccl_that_gives_nothing_back_goes_on)
-{
-    CHECK_EQ(setenv("WSYNC_FAKE_NCCL_FAIL", "ncclCommSuspend:0:5", 1), 0);
-    run_ranks(2, -1, park_staging);
-}
-
-static void park_alone(rank_t *rank)
-{
-    static parking_t parking;
-    const int64_t deadline = wsync_deadline_ms(PATIENT_MS);
-    wsync_status_t status = WSYNC_OK;
-    wsync_error_t err = {0};
-
-    open_parking(rank, &parking, 2, HURRY_MS);
-    meet(rank);
-    if (rank->rank == 0) {
-        CHECK_OK(wsync_comm_park(rank->comm, &err), err);
-        while (status == WSYNC_OK && wsync_clock_ms() < deadline) {
-            status = wsync_comm_check(rank->comm, &err);
-            (void)usleep(1000);
-        }
-        CHECK_EQ(status, WSYNC_ERR_CLOSED);
-        CHECK_HAS(err.message, "rank 0 of 2: ncclCommSuspend is not done after");
-    }
-    meet(rank);
-    close_parking(rank, &parking);
-}
-
-TEST(a_rank_that_parks_alone_says_so)
-{
-    run_ranks(2, -1, park_alone);
+    run_ranks(3, -1, park);
 }
 
 /* Rank 0 gets eight rounds ahead of rank 1, and no further. */

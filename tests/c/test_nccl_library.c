@@ -12,29 +12,11 @@ TEST(every_function_is_found)
 
     CHECK_EQ(nccl->version, 22907);
     CHECK_STR(nccl->path, FAKENCCL_PATH);
-    CHECK_EQ(nccl->absent_count, 0);
 #define FOUND(result, member, symbol, since, parameters) CHECK(nccl->member != NULL);
     WSYNC_NCCL_MAP(FOUND)
 #undef FOUND
     CHECK_OK(wsync_nccl_library(nowhere, 1, &again, &err), err);
     CHECK(again == nccl);
-}
-
-TEST(what_is_optional_may_be_absent)
-{
-    const wsync_nccl_library_t *nccl;
-
-    CHECK_EQ(setenv("WSYNC_NCCL_LIB", FAKENCCL_OLD_PATH, 1), 0);
-    nccl = load_nccl(0);
-    CHECK_EQ(nccl->version, 21805);
-    CHECK_EQ(nccl->absent_count, WSYNC_NCCL_OPTIONAL_COUNT);
-    CHECK_STR(nccl->absent[0], "ncclMemAlloc");
-#define FOUND(result, member, symbol, since, parameters) CHECK(nccl->member != NULL);
-    WSYNC_NCCL_REQUIRED_MAP(FOUND)
-#undef FOUND
-#define LACKED(result, member, symbol, since, parameters) CHECK(nccl->member == NULL);
-    WSYNC_NCCL_OPTIONAL_MAP(LACKED)
-#undef LACKED
 }
 
 TEST(a_library_that_is_not_there_can_come_later)

@@ -329,20 +329,6 @@ static int progress_init(struct wsync_nccl_comm *comm)
     return result;
 }
 
-/* Whether all ranks have come as far as this one. */
-static bool has_turned(struct wsync_nccl_comm *comm)
-{
-    const fake_member_t *members = comm->world->members;
-
-    for (int i = 0; i < comm->rank_count; i++) {
-        if (atomic_load(&members[i].turns) < atomic_load(&members[comm->rank].turns)) {
-            return false;
-        }
-    }
-    comm->turning = false;
-    return true;
-}
-
 int fake_progress(struct wsync_nccl_comm *comm)
 {
     int result = atomic_load(&comm->error);
@@ -357,9 +343,7 @@ int fake_progress(struct wsync_nccl_comm *comm)
         comm->polls--;
         return WSYNC_NCCL_IN_PROGRESS;
     }
-    if ((comm->finalized && atomic_load(&comm->ended) < comm->submitted) ||
-        (comm->revoked && atomic_load(&comm->ended) < atomic_load(&comm->begun)) ||
-        (comm->turning && !has_turned(comm))) {
+    if (comm->finalized && atomic_load(&comm->ended) < comm->submitted) {
         return WSYNC_NCCL_IN_PROGRESS;
     }
     if (comm->busy && comm->group != NULL) {
@@ -397,11 +381,9 @@ static int check_state(const struct wsync_nccl_comm *comm, const char *call, fak
     if (error != WSYNC_NCCL_SUCCESS) {
         return error;
     }
-    if (comm->revoked || comm->finalized || (comm->suspended && use == FAKE_COMMUNICATE)) {
-        return fake_refuse(WSYNC_NCCL_INVALID_USAGE, "%s: the communicator is %s", call,
-                           comm->revoked     ? "revoked"
-                           : comm->finalized ? "finalized"
-                                             : "suspended");
+    if (comm->finalized) {
+        return fake_refuse(WSYNC_NCCL_INVALID_USAGE, "%s: the communicator is finalized",
+                           call);
     }
     return WSYNC_NCCL_SUCCESS;
 }
@@ -528,7 +510,6 @@ static int end_comm(wsync_nccl_comm_t comm, const char *call, fake_use_t use)
     atomic_store(&comm->stop, true);
     fake_await(comm, false);
     fake_lock();
-    fake_registrations_free(comm);
     fake_work_free(comm->group);
     comm->group = NULL;
     comm->freed = true;
@@ -558,7 +539,7 @@ static int finalize(struct wsync_nccl_comm *comm, const char *call, void *argume
 
 int ncclCommFinalize(wsync_nccl_comm_t comm)
 {
-    return fake_change(comm, "ncclCommFinalize", FAKE_MANAGE, finalize, NULL);
+    return fake_change(comm, "ncclCommFinalize", FAKE_COMMUNICATE, finalize, NULL);
 }
 
 /* --- what is counted --------------------------------------------------------------------
@@ -570,16 +551,6 @@ long fake_communicators(void)
 
     for (const struct wsync_nccl_comm *at = comms; at != NULL; at = at->next) {
         count += !at->freed;
-    }
-    return count;
-}
-
-long fake_suspended(void)
-{
-    long count = 0;
-
-    for (const struct wsync_nccl_comm *at = comms; at != NULL; at = at->next) {
-        count += !at->freed && at->suspended && !at->turning;
     }
     return count;
 }

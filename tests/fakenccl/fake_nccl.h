@@ -21,7 +21,6 @@ enum { FAKE_MAX_RANKS = 16, FAKE_CHUNK_NBYTES = 64 * 1024, FAKE_UUID_NBYTES = 16
 typedef enum fake_kind {
     FAKE_POINT_TO_POINT,
     FAKE_BROADCAST,
-    FAKE_ALL_TO_ALL,
 } fake_kind_t;
 
 /* What a send says of itself before any of it is taken. */
@@ -48,7 +47,6 @@ typedef struct fake_member {
     int version;
     int rank_count;
     uint8_t uuid[FAKE_UUID_NBYTES];
-    atomic_long turns; /* suspended, resumed */
 } fake_member_t;
 
 /* What the ranks share. */
@@ -85,10 +83,6 @@ typedef struct fake_work {
     bool begun;
 } fake_work_t;
 
-typedef struct fake_registration {
-    struct fake_registration *next;
-} fake_registration_t;
-
 struct wsync_nccl_comm {
     struct wsync_nccl_comm *next;
     fake_world_t *world;
@@ -100,9 +94,6 @@ struct wsync_nccl_comm {
     bool busy;  /* in progress */
     long polls; /* for which it is still in progress */
     bool finalized;
-    bool revoked;
-    bool suspended;
-    bool turning; /* until all ranks have been suspended, or resumed, as often */
     bool freed;
     long owner;  /* thread that has made it */
     long holder; /* thread that has a group open, or is in a call; 0 */
@@ -115,7 +106,6 @@ struct wsync_nccl_comm {
     atomic_bool stop; /* works end at once */
     atomic_int error;
     atomic_int users; /* itself, and its works */
-    fake_registration_t *registrations;
 };
 
 /* --- settings.c: the log, planned failures, what is injected --- */
@@ -150,9 +140,8 @@ int fake_misuse(int result, const char *format, ...) __attribute__((format(print
 
 typedef enum fake_use {
     FAKE_COMMUNICATE,
-    FAKE_MANAGE, /* neither sends nor frees */
-    FAKE_ASK,    /* ncclCommGetAsyncError */
-    FAKE_FREE,   /* ncclCommDestroy */
+    FAKE_ASK,  /* ncclCommGetAsyncError */
+    FAKE_FREE, /* ncclCommDestroy */
     FAKE_ABORT,
 } fake_use_t;
 
@@ -177,7 +166,6 @@ void fake_await(const struct wsync_nccl_comm *comm, bool all);
 /* The hooks of tests/fakecuda, or NULL. */
 void *fake_driver_symbol(const char *name);
 long fake_communicators(void);
-long fake_suspended(void);
 long fake_works(void);
 
 /* --- group.c --- */
@@ -197,11 +185,5 @@ int fake_operation_end(int result);
 int fake_add(struct wsync_nccl_comm *comm, bool sends, int peer, const void *data,
              const fake_offer_t *offer);
 int fake_measure(size_t count, wsync_nccl_type_t type, uint64_t *nbytes);
-
-/* --- extra.c --- */
-
-void fake_registrations_free(struct wsync_nccl_comm *comm);
-long fake_allocations(void);
-long fake_registrations(void);
 
 #endif

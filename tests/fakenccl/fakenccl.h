@@ -14,14 +14,12 @@
  * A send takes its place only when the receive is there; if that has another size, or one
  * side is in a collective operation and the other is not, or in another one, both wait
  * until they are aborted.  So does a send to a rank that waits for another one first.
- * Equal GPUs and unequal versions are refused.  A communicator is suspended, and resumed,
- * when all its ranks have asked for it; with work under way, or twice, it is a misuse.
+ * Equal GPUs and unequal versions are refused.
  * A communicator that does not block is in progress for some polls after its init and
  * after each group, whose work is on the stream only then.
  *
  * Environment, read by the first call:
- *   WSYNC_FAKE_NCCL_VERSION  22907 (of libfakenccl_old.so, without optional functions,
- *                            21805)
+ *   WSYNC_FAKE_NCCL_VERSION  22907
  *   WSYNC_FAKE_NCCL_POLLS    how often a communicator is in progress (2); 0: never
  *   WSYNC_FAKE_NCCL_LOG      file that gets a line "PID TID CALL" per call, one
  *                            "PID TID config BLOCKING MIN_CTAS MAX_CTAS" per communicator,
@@ -37,12 +35,9 @@
 /* Of this process, what has not been given back. */
 typedef struct fakenccl_census {
     long communicators;
-    long registrations; /* windows, too */
-    long allocations;   /* ncclMemAlloc */
-    long works;         /* groups on streams that have not ended */
-    long received;      /* messages that have arrived by now */
-    long suspended;     /* communicators whose ranks have all suspended them */
-    long operations;    /* that have been asked for by now */
+    long works;      /* groups on streams that have not ended */
+    long received;   /* messages that have arrived by now */
+    long operations; /* that have been asked for by now */
 } fakenccl_census_t;
 
 typedef void (*fakenccl_census_func_t)(fakenccl_census_t *census);

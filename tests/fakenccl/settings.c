@@ -12,12 +12,7 @@
 #include "../fakecuda/fake_calls.h"
 #include "fake_nccl.h"
 
-#ifdef FAKENCCL_OLD
-enum { DEFAULT_VERSION = 21805 };
-#else
-enum { DEFAULT_VERSION = 22907 };
-#endif
-enum { DEFAULT_POLLS = 2 };
+enum { DEFAULT_VERSION = 22907, DEFAULT_POLLS = 2 };
 
 fake_settings_t fake_settings = {.hang = -1, .die = -1, .fails = -1};
 
@@ -179,11 +174,8 @@ void fakenccl_census(fakenccl_census_t *census)
 {
     fake_lock();
     *census = (fakenccl_census_t){.communicators = fake_communicators(),
-                                  .registrations = fake_registrations(),
-                                  .allocations = fake_allocations(),
                                   .works = fake_works(),
                                   .received = fake_received(),
-                                  .suspended = fake_suspended(),
                                   .operations = fake_operations()};
     fake_unlock();
 }
@@ -193,8 +185,7 @@ __attribute__((destructor)) static void count_at_exit(void)
     fakenccl_census_t census;
 
     fakenccl_census(&census);
-    fake_log("census %ld %ld %ld %ld %ld %ld", census.communicators, census.registrations,
-             census.allocations, census.works, census.received, census.suspended);
+    fake_log("census %ld %ld %ld", census.communicators, census.works, census.received);
 }
 
 /* --- what NCCL says of itself -----------------------------------------------------------

@@ -55,13 +55,11 @@ def fake_nvrtc() -> str:
 
 
 @functools.cache
-def fake_nccl(*, old: bool = False) -> str:
-    """Where tests/fakenccl lies; the old one has nothing that came after NCCL 2.18."""
+def fake_nccl() -> str:
+    """Where tests/fakenccl lies."""
     sources = sorted(_TREE.glob("tests/fakenccl/*.c"))
     used = [*_TREE.glob("tests/fakenccl/*.h"), *_TREE.glob("tests/fakecuda/*.h")]
     used += [_TREE / "csrc/comm/nccl_library.h", _TREE / "csrc/device/cuda_driver.h"]
-    if old:
-        return _built("libfakenccl_old", sources, used, "-DFAKENCCL_OLD")
     return _built("libfakenccl", sources, used)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
@@ -50,11 +49,8 @@ class Census(ctypes.Structure):
         (name, ctypes.c_long)
         for name in (
             "communicators",
-            "registrations",
-            "allocations",
             "works",
             "received",
-            "suspended",
             "operations",
         )
     ]
@@ -209,10 +205,10 @@ def held(config: Any) -> Held:
 
 def deliver(config: Any, park: bool) -> dict[str, Any]:
     """Two updates with different weights of engines of one and of two workers: what differed, how
-    they travelled, what memory of NCCL was given back in between, and what is left afterwards."""
+    they travelled, and what is left afterwards."""
     mine, remote = held(config), engines(config, 1, 2)
     options = wsync.Options(**OPTIONS, park=park)
-    wrong, paths, paused, suspended = [], [], list[bool](), list[int]()
+    wrong, paths, paused = [], [], list[bool]()
     start = Connection.start
 
     def noting(*arguments: Any) -> Any:
@@ -228,24 +224,14 @@ def deliver(config: Any, park: bool) -> dict[str, Any]:
             report = sync.update(version=seed)
             wrong += _wrong(remote, config, seed, str(seed))
             paths.append(report.paths)
-            suspended.append(_suspended(park))
     return {
         **report.facts(),
         "metrics": report.metrics(),
         "wrong": wrong,
         "paths": paths,
         "paused": paused,
-        "suspended": suspended,
         "left": _left(remote),
     }
-
-
-def _suspended(wanted: bool) -> int:
-    """Communicators of this rank that have been suspended by all ranks, which takes its time."""
-    end = time.monotonic() + 60
-    while wanted and not _count().suspended and time.monotonic() < end:
-        time.sleep(0.01)
-    return int(_count().suspended)
 
 
 def disagree(config: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Introduction:
             return Introduction()
         gpu, in_torch = device.uuid, has_nccl(device)
         try:
-            version, _, _ = _core.nccl_library(nccl_libraries())
+            version, _ = _core.nccl_library(nccl_libraries())
         except _core.UnsupportedError as error:
             said = "".join(c if c.isprintable() else " " for c in f"has {error}")
             return Introduction(gpu=gpu, lacks=said[:_MAX_TEXT], in_torch=in_torch)
