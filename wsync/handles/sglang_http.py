@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
@@ -37,6 +38,8 @@ from wsync.messages.tcp_channel import KEEPALIVE
 _CERTIFICATES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")  # where requests looks for them
 _SHORTEST_SECONDS: Final = 0.001  # none at all is refused
 _MAX_ANSWER_NBYTES: Final = 16 << 20
+# A server may end a connection just when the next request is sent by it: uvicorn does after 5 s.
+_IDLE_SECONDS: Final = 1.0
 # what SGLang answers with a status, and without flush_cache
 _STEERING: Final = ("pause_generation", "continue_generation")
 
@@ -52,8 +55,8 @@ class _Adapter(HTTPAdapter):
 class HttpHandle(ApiHandle):
     """An engine behind SGLang's HTTP endpoints.
 
-    Environment proxies are not used: the engine is reached directly.  Each call opens its own
-    connection, so calls may run in several threads.
+    Environment proxies are not used: the engine is reached directly.  Calls may run in several
+    threads.  The requests of an update share connections; each other one has its own.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class HttpHandle(ApiHandle):
         self._known: set[str] = set()  # what it has answered for, of what not all engines have
         self._timeout = timeout
         self._http = _new_session()
+        self._used = 0.0  # when it last was, on the monotonic clock
         self._said = workers
         self.workers = self._setup.workers if workers is None else workers
 
@@ -100,7 +104,13 @@ class HttpHandle(ApiHandle):
         self._sessions["resumed"] = False
         told = super().during(update_id)
         told._headers = {**self._headers, UPDATE_HEADER: update_id}
+        told._http = _new_session()
+        del told._http.headers["Connection"]
         return told
+
+    def resume(self, timeout: float) -> None:
+        super().resume(timeout)
+        self._http.close()  # as servers do with idle connections
 
     @property
     def started(self) -> dict[str, Any]:
@@ -259,6 +269,8 @@ class HttpHandle(ApiHandle):
         self, where: str, method: str, path: str, body: Any, deadline: Deadline
     ) -> tuple[int, str]:
         """requests' timeout is that of each read; who waits for the whole has its own."""
+        if time.monotonic() > self._used + _IDLE_SECONDS:
+            self._http.close()  # it can be used again, with new connections
         late = f"{where}: no answer within {seconds(deadline.seconds)}"
         try:
             with self._http.request(
@@ -275,6 +287,7 @@ class HttpHandle(ApiHandle):
                     data += piece
                     if len(data) > _MAX_ANSWER_NBYTES:
                         raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
+                self._used = time.monotonic()
                 return response.status_code, data.decode("utf-8", "replace")
         except requests.Timeout:
             raise DeadlineError(late) from None
@@ -288,8 +301,7 @@ class HttpHandle(ApiHandle):
 
 
 def _new_session() -> requests.Session:
-    """One for all requests to an engine.  Each has a connection of its own: a server may end one
-    that is kept just when the next request is sent by it."""
+    """One for requests to an engine, each of which has a connection of its own."""
     session = requests.Session()
     session.trust_env = False  # which has proxies, too
     session.verify = next(filter(None, map(os.environ.get, _CERTIFICATES)), True)

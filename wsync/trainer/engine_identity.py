@@ -197,7 +197,6 @@ class CheckedEngine:
         if time.monotonic() > self._verified + _RESTART_SECONDS:  # other engines have taken long
             self.verify(deadline.left)
         self._told.resume(deadline.left)
-        self._check_held(self._check_identity(deadline))
         self._given = self._version
 
     def model_info(self, timeout: float) -> dict[str, Any]:
@@ -208,10 +207,11 @@ class CheckedEngine:
         self, weight_version: int | str | None, timeout: float, **others: Any
     ) -> dict[str, Any]:
         """The arguments of a request.  If it has a version, first checks that the engine may be
-        given it; the timeout is what is left then."""
+        given it, unless it checks that itself, by the update's id; the timeout is what is left."""
         deadline = Deadline(timeout)
         if weight_version is not None:
-            self._check_version(self._check_identity(deadline))
+            if self._buckets is not None:
+                self._check_version(self._check_identity(deadline))
             self._reported = self._version = str(weight_version)
         return {"weight_version": weight_version, "timeout": deadline.left, **others}
 
