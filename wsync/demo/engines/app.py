@@ -57,19 +57,20 @@ def _add_rules(app: FastAPI, api_key: str | None) -> None:
     """Authorization, a bound of bodies, and SGLang's codes for errors."""
     app.add_middleware(_BodyLimit)
 
-    @app.middleware("http")
     async def authorize(
         request: Request, proceed: Callable[[Request], Awaitable[Response]]
     ) -> Response:
         shown = request.headers.get("authorization", "").encode()
         if (
-            api_key is not None
             # the server's path: a URL has the client's Host header in it
-            and request.scope["path"] != "/health"
+            request.scope["path"] != "/health"
             and not hmac.compare_digest(shown, f"Bearer {api_key}".encode())
         ):
             return JSONResponse({"error": "Unauthorized"}, 401)
         return await proceed(request)
+
+    if api_key is not None:  # it takes its time in each request
+        app.middleware("http")(authorize)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
