@@ -6,10 +6,8 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from support import agreement_cases
 from support.procs import RankError, Ranks
 
 import wsync
-from wsync.machine.host import has_ended
 from wsync.machine.sweep import sweep
 
 
@@ -128,15 +125,6 @@ def test_odd_versions_are_refused(version: Any) -> None:
             sync.update(version=version)
 
 
-def test_a_version_may_be_a_number_of_any_kind() -> None:
-    class Step(int, Enum):
-        LAST = 7
-
-    options = agreement_cases.OPTIONS
-    with wsync.connect({"a": torch.ones(1)}, [agreement_cases.Stock()], options=options) as sync:
-        assert sync.update(version=Step.LAST).version == "7"
-
-
 def test_foreign_errors_are_named_ones_with_a_cause() -> None:
     def weights() -> dict[str, torch.Tensor]:
         raise KeyError("no such backup")
@@ -153,20 +141,6 @@ class Mute(Exception):
 
     def __str__(self) -> str:
         raise AttributeError("response")
-
-
-def test_an_error_without_a_text_leaves_nothing_half_done() -> None:
-    weights = {name: torch.ones(1) for name in ("a", "b")}
-
-    def lost() -> dict[str, torch.Tensor]:
-        raise Mute
-
-    with wsync.connect(weights, [agreement_cases.Stock()], options=agreement_cases.OPTIONS) as sync:
-        sync.update()
-        with pytest.raises(wsync.RemoteError, match=r"Mute: \(no text: AttributeError ") as caught:
-            sync.update(lost)
-        assert isinstance(caught.value.__cause__, Mute)
-        sync.update()
 
 
 def test_an_engines_error_without_a_text_is_told() -> None:
@@ -226,18 +200,3 @@ def test_a_rank_that_is_killed_is_named() -> None:
     assert sorted(errors) == [0, 1]
     for error in errors.values():
         assert re.fullmatch(r"PeerClosedError: trainer rank 2 \(pid \d+\) has ended", error)
-
-
-def test_a_process_that_ends_while_it_is_looked_at_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = subprocess.Popen(["sleep", "60"])
-
-    def opened(*arguments: Any, **named: Any) -> Any:
-        file = open(*arguments, **named)  # noqa: SIM115
-        process.kill()
-        process.wait()
-        return file
-
-    monkeypatch.setattr("wsync.machine.host.open", opened, raising=False)
-    assert has_ended(process.pid)

@@ -170,30 +170,6 @@ def test_a_warm_buffer_is_filled_in_place() -> None:
     assert same(bucket.reconstruct_tensors(), tensors)
 
 
-def test_more_tensors_than_are_described_at_a_time_fill_a_buffer_alike() -> None:
-    tensors = [(f"t{i}", torch.full((i % 7,), i, dtype=torch.int32)) for i in range(1000)]
-    expected = FlattenedTensorBucket(tensors)
-    nbytes = expected.get_flattened_tensor().numel()
-    bucket = FlattenedTensorBucket(tensors, out=torch.zeros(nbytes + 9, dtype=torch.uint8))
-    assert torch.equal(bucket.get_flattened_tensor(), expected.get_flattened_tensor())
-    assert bucket.get_metadata() == expected.get_metadata()
-    assert same(bucket.reconstruct_tensors(), tensors)
-
-
-def test_errors_in_the_middle_of_many_tensors_name_what_is_wrong() -> None:
-    tensors = [(f"t{i}", torch.ones(4)) for i in range(1000)]
-    out = torch.zeros(15999, dtype=torch.uint8)
-    with pytest.raises(InvalidArgumentError, match="15999 bytes, but the tensors need 16000"):
-        FlattenedTensorBucket(tensors, out=out)
-    with pytest.raises(InvalidArgumentError, match="alignment 0"):
-        FlattenedTensorBucket(tensors, out=out, alignment=0)
-    inside = torch.zeros(16000, dtype=torch.uint8)
-    with pytest.raises(InvalidArgumentError, match=r"16 bytes at 0x.* inside the buffer"):
-        FlattenedTensorBucket([*tensors[:-1], ("t", inside[:16])], out=inside)
-    with pytest.raises(UnsupportedError, match=r"last .*meta"):
-        FlattenedTensorBucket([*tensors, ("last", torch.ones(1, device="meta"))], out=inside)
-
-
 @pytest.mark.parametrize(
     ("out", "text"),
     [
@@ -207,15 +183,6 @@ def test_errors_in_the_middle_of_many_tensors_name_what_is_wrong() -> None:
 def test_a_buffer_that_cannot_hold_it_is_refused(out: torch.Tensor, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         FlattenedTensorBucket([("a", torch.ones(4)), ("b", torch.zeros(3))], out=out)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_buffer_whose_storage_was_made_smaller_is_refused(count: int) -> None:
-    out = torch.empty(1 << 20, dtype=torch.uint8)
-    out.untyped_storage().resize_(16)
-    tensors = [(f"t{i}", torch.ones(1 << 10)) for i in range(count)]
-    with pytest.raises(InvalidArgumentError, match="storage has 16 of 1048576 bytes left"):
-        FlattenedTensorBucket(tensors, out=out)
 
 
 def test_errors_name_the_tensor() -> None:

@@ -16,10 +16,9 @@ from wsync.disk import DiskSync
 from wsync.handles import sglang_http
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
-from wsync.messages.control import LOAD_FORMAT, UPDATING, Control
+from wsync.messages.control import UPDATING, Control
 from wsync.trainer.engine_identity import CheckedEngine
 from wsync.trainer.requests import EngineRequests
-from wsync.trainer.roster import Delivery
 
 __all__ = ["server"]
 
@@ -199,15 +198,6 @@ def test_a_stock_engine_is_asked_what_its_scheduler_answers_before_it_loads(tmp_
             assert asked[asked.index("load") - 1] == "server_info"
 
 
-def test_an_engine_that_calls_itself_by_what_it_has_loaded_is_still_the_same(
-    tmp_path: Path,
-) -> None:
-    engine = Engine()
-    with DiskSync({"a": torch.zeros(3)}, [engine], folder=tmp_path, options=QUICK) as sync:
-        assert [sync.update().version, sync.update().version, engine.version] == ["1", "2", "2"]
-    assert engine.model != "/models/base"
-
-
 def test_a_version_is_not_given_to_an_engine_that_was_started_again() -> None:
     """The last bucket says it: it would be a part of the weights for a whole."""
     engine = Engine()
@@ -294,22 +284,6 @@ def test_a_version_that_has_changed_since_the_last_update_is_told(
     assert "engine stock: reports weight version 2, and the last update gave it 3" in text
 
 
-def test_one_by_requests_and_one_by_messages_notice_each_other() -> None:
-    engine = Engine()
-    one, other = CheckedEngine(engine), CheckedEngine(engine)
-    one.pause("abort", 10)
-    one.update_weights_from_disk("a", weight_version=7, timeout=10)
-    other.pause("abort", 10)
-    control(other, "open")
-    with pytest.raises(wsync.PeerClosedError, match=r"version updating-.* after it was given 7"):
-        one.verify(10)
-    one.pause("abort", 10)
-    one.update_weights_from_disk("b", weight_version=8, timeout=10)
-    with pytest.raises(wsync.PeerClosedError, match="reports weight version 8, not updating-"):
-        control(other, "close", 9)
-    assert engine.version == "8"
-
-
 def test_an_engine_that_does_not_know_whose_requests_it_gets_is_paused_again_at_the_end(
     tmp_path: Path,
 ) -> None:
@@ -323,53 +297,6 @@ def test_an_engine_that_does_not_know_whose_requests_it_gets_is_paused_again_at_
             sync.update()
             told.append(engine.told)
     assert told == [["pause", "flush", "load", "pause", "flush", "resume"]] * 4
-
-
-def test_an_engine_that_was_started_again_when_it_had_paused_is_paused_once_more() -> None:
-    """Whoever answers who it is has to be the one that was paused."""
-
-    class Known(Engine):
-        instance = "a"
-
-        def model_info(self, timeout: float) -> dict[str, Any]:
-            return {"weight_version": self.version, "instance": self.instance}
-
-    engine = Known()
-    checked = CheckedEngine(engine)
-    for instance in ("a", "a", "b"):
-        engine.instance = instance
-        checked.pause("abort", 10)
-    assert engine.told == ["pause", "pause", "pause", "pause", "pause"]
-    assert checked.restarted
-
-
-def test_ids_of_one_trainer_rise(tmp_path: Path) -> None:
-    """By which an engine knows a pause that comes late."""
-    ids: list[str] = []
-
-    class Numbered(Engine):
-        def during(self, update_id: str) -> Engine:
-            ids.append(update_id)
-            return self
-
-    engine = Numbered()
-    with DiskSync({"a": torch.zeros(3)}, [engine], folder=tmp_path, options=QUICK) as sync:
-        for _ in range(12):
-            sync.update()
-    assert ids == sorted(set(ids)) and len(ids) == 12
-    assert {(each[:16], len(each)) for each in ids} == {(ids[0][:16], 24)}
-
-
-def test_a_bucket_that_comes_again_is_noticed_at_the_next() -> None:
-    engine = Engine()
-    checked = CheckedEngine(engine)
-    checked.pause("abort", 10)
-    bucket(checked)
-    first = engine.version
-    bucket(checked)
-    engine.version = first  # a proxy has delivered the first one twice
-    with pytest.raises(wsync.PeerClosedError, match=r"reports weight version .*-1, not .*-2: "):
-        bucket(checked)
 
 
 class Plain:
@@ -401,30 +328,6 @@ def test_a_handle_of_ones_own_is_asked_for_nothing_else() -> None:
     checked.verify(10)
     checked.resume(10)
     assert [what for what in engine.told if what != "during"] == ["pause", "update", "resume"]
-
-
-def test_an_engine_that_was_started_again_while_others_took_long_does_not_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With the same arguments and seed it says so by its version alone."""
-    monkeypatch.setattr("wsync.trainer.engine_identity._RESTART_SECONDS", -1.0)
-    engine = Plain()
-    checked = CheckedEngine(engine)
-    checked.pause("abort", 10)
-    checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
-    checked.verify(10)
-    engine.version = "default"
-    with pytest.raises(wsync.PeerClosedError, match="version default after it was given 7"):
-        checked.resume(10)
-    assert "resume" not in engine.told
-
-
-def test_a_handle_that_passes_everything_on_does_not_say_that_its_engine_drafts() -> None:
-    engine: Any = Plain()
-    engine.load_formats = (LOAD_FORMAT,)
-    assert Delivery.of(engine, None, QUICK, ranks=1) is Delivery.WSYNC
-    engine.drafts = True
-    assert Delivery.of(engine, None, QUICK, ranks=1) is Delivery.STOCK
 
 
 class Local:
@@ -487,28 +390,6 @@ def test_an_engine_that_reports_another_version_is_not_continued() -> None:
         checked.verify(10)
 
 
-CALLS: dict[str, Callable[[HttpHandle], object]] = {
-    "/pause_generation": lambda engine: engine.pause("abort", 5),
-    "/flush_cache": lambda engine: engine.flush(5),
-    "/update_weights_from_tensor": lambda engine: engine.update_weights(
-        [b""], load_format=None, weight_version=1, timeout=5
-    ),
-    "/update_weights_from_disk": lambda engine: engine.update_weights_from_disk(
-        "x", weight_version=1, timeout=5
-    ),
-    "/init_weights_update_group": lambda engine: engine.call("init_weights_update_group", {}, 5),
-    "/continue_generation": lambda engine: engine.resume(5),
-}
-
-
-@pytest.mark.parametrize("path", CALLS)
-@pytest.mark.parametrize("page", ["<html>Welcome</html>", [], {"ok": 1}, "null"])
-def test_a_page_of_somebody_else_is_no_answer(server: FakeServer, path: str, page: Any) -> None:
-    server.answers[path] = (200, page)
-    with pytest.raises(wsync.RemoteError, match=f"{path}: HTTP 200, but not an engine's answer"):
-        CALLS[path](HttpHandle(server.url, workers=1))
-
-
 def test_every_request_of_an_update_says_its_id(server: FakeServer) -> None:
     ids: list[str | None] = []
     server.heard = lambda headers: ids.append(headers.get("wsync-update"))
@@ -566,27 +447,3 @@ def test_what_a_failed_update_has_not_asked_yet_it_asks_no_more(late: str) -> No
             call.result(60)
     assert engine.told == told
     assert (engine.version, engine.model) == ("3", "b")
-
-
-@pytest.mark.parametrize("last", ["/begin_weight_update", "/end_weight_update"])
-def test_a_step_of_a_request_is_not_made_when_its_update_has_failed(
-    server: FakeServer, last: str
-) -> None:
-    """One request to an engine may be several of HTTP: sessions are begun and ended around it."""
-    good = (200, {"success": True})
-    for path in ("/begin_weight_update", "/end_weight_update", "/update_weights_from_tensor"):
-        server.answers[path] = good
-    engine = HttpHandle(server.url, workers=1).during("1")
-    server.answers[last] = lambda: (engine.give_up(), good)[1]
-    with pytest.raises(wsync.StateError, match="not asked, as its update has been given up"):
-        bucket(engine)
-        engine.resume(60)
-    assert server.seen[-1][0] == last
-
-
-def test_a_handle_serves_after_any_number_of_failures(server: FakeServer) -> None:
-    """A failure that another rank has met gives up an update that has asked nothing so far."""
-    requests = EngineRequests([HttpHandle(server.url, workers=1)], QUICK)
-    for _ in range(2):
-        requests.abandon([])
-    assert requests.handles[0].server_info(60) == {"tp_size": 2}  # type: ignore[attr-defined]

@@ -269,16 +269,6 @@ def write_header(path: Path, text: str, data: bytes = b"") -> None:
     path.write_bytes(len(text.encode()).to_bytes(8, "little") + text.encode() + data)
 
 
-def entry(path: Path, **facts: Any) -> None:
-    """Changes a's."""
-    rewrite_header(path, lambda header: header["a"].update(facts))
-
-
-def replace(make: Any, path: Path) -> None:
-    path.unlink()
-    make(path)
-
-
 DAMAGE: dict[str, tuple[Any, str]] = {
     "a file cut short": (
         lambda f: (f / "one.safetensors").write_bytes((f / "one.safetensors").read_bytes()[:-1]),
@@ -291,10 +281,6 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "an empty file": (
         lambda f: (f / "one.safetensors").write_bytes(b""),
         r"one\.safetensors: 0 bytes cannot hold a header of 0",
-    ),
-    "zeros where the header was": (
-        lambda f: (f / "one.safetensors").write_bytes(bytes(200)),
-        r"one\.safetensors: not a safetensors header",
     ),
     "a missing file": (
         lambda f: (f / "two.safetensors").unlink(),
@@ -313,153 +299,17 @@ DAMAGE: dict[str, tuple[Any, str]] = {
         lambda f: edit(f / INDEX, lambda i: i["weight_map"].update(a="two.safetensors")),
         r"two\.safetensors: lacks a",
     ),
-    "an index with a tensor too many": (
-        lambda f: edit(f / INDEX, lambda i: i["weight_map"].update(d="two.safetensors")),
-        r"two\.safetensors: lacks d",
-    ),
     "a size that is not the shape's": (
         lambda f: rewrite_header(f / "one.safetensors", lambda h: h["a"].update(shape=[3, 3])),
         r"one\.safetensors: a: 48 bytes for 36",
-    ),
-    "a negative offset": (
-        lambda f: rewrite_header(
-            f / "one.safetensors", lambda h: h["a"].update(data_offsets=[-48, 0])
-        ),
-        r"one\.safetensors: a: dtype 'F32'",
     ),
     "an unknown dtype": (
         lambda f: rewrite_header(f / "one.safetensors", lambda h: h["a"].update(dtype="F5")),
         r"one\.safetensors: a: dtype 'F5'",
     ),
-    "a dtype that is no text": (
-        lambda f: entry(f / "one.safetensors", dtype=["F32"]),
-        r"one\.safetensors: a: dtype \['F32'\]",
-    ),
-    "three offsets": (
-        lambda f: entry(f / "one.safetensors", data_offsets=[0, 48, 48]),
-        r"one\.safetensors: a: dtype 'F32', \[3, 4\], \[0, 48, 48\]",
-    ),
-    "no shape": (
-        lambda f: entry(f / "one.safetensors", shape=None),
-        r"one\.safetensors: a: dtype 'F32', None",
-    ),
-    "an offset beyond 64 bits": (
-        lambda f: entry(f / "one.safetensors", data_offsets=[1 << 64, (1 << 64) + 48]),
-        r"one\.safetensors: a: dtype",
-    ),
-    "dimensions whose product is beyond 64 bits": (
-        lambda f: entry(f / "one.safetensors", shape=[0, 1 << 40, 1 << 40], data_offsets=[0, 0]),
-        r"one\.safetensors: a: dtype",
-    ),
-    "too many dimensions": (
-        lambda f: entry(f / "one.safetensors", shape=[1] * 100_000),
-        r"one\.safetensors: a: dtype",
-    ),
-    "an entry that is no object": (
-        lambda f: rewrite_header(f / "one.safetensors", lambda h: h.update(a=[1])),
-        r"one\.safetensors: a: \[1\] instead of an object",
-    ),
-    "bytes after the last tensor": (
-        lambda f: (f / "one.safetensors").write_bytes((f / "one.safetensors").read_bytes() + b"x"),
-        r"one\.safetensors: 1 bytes after the last tensor",
-    ),
-    "a hole": (
-        lambda f: rewrite_header(
-            f / "two.safetensors",
-            lambda h: (
-                [h[n].update(data_offsets=[a, b]) for n, a, b in (("b", 1, 11), ("c", 0, 1))]
-                and h.pop("c")
-            ),
-        ),
-        r"two\.safetensors: b: begins at byte \d+, the one before it ends at \d+",
-    ),
-    "two tensors at one place": (
-        lambda f: rewrite_header(f / "one.safetensors", lambda h: h.update(z=h["a"])),
-        r"one\.safetensors: z: begins at byte \d+, the one before it ends at \d+",
-    ),
-    "a tensor twice": (
-        lambda f: write_header(f / "one.safetensors", '{"a": {"shape": []}, "a": 1}'),
-        r"one\.safetensors: not a safetensors header: 'a' comes twice",
-    ),
-    "a deep header": (
-        lambda f: write_header(f / "one.safetensors", "[" * 100_000),
-        r"one\.safetensors: not a safetensors header: maximum recursion",
-    ),
-    "a header that is a list": (
-        lambda f: write_header(f / "one.safetensors", "[]"),
-        r"one\.safetensors: not a safetensors header: list instead of an object",
-    ),
-    "a header with a number that is none": (
-        lambda f: write_header(f / "one.safetensors", '{"a": NaN}'),
-        r"one\.safetensors: not a safetensors header: NaN is no number",
-    ),
-    "a header longer than the file": (
-        lambda f: (f / "one.safetensors").write_bytes(b"\xff" * 8 + bytes(100)),
-        r"one\.safetensors: 108 bytes cannot hold a header of 18446744073709551615",
-    ),
-    "a name with a zero byte": (
-        lambda f: rewrite_header(f / "one.safetensors", lambda h: h.update({"a\0": h.pop("a")})),
-        r"one\.safetensors: 'a\\x00' cannot name a tensor",
-    ),
-    "a name that is half a character": (
-        lambda f: rewrite_header(f / "one.safetensors", lambda h: h.update({"\ud800": h.pop("a")})),
-        r"one\.safetensors: '\\ud800' cannot name a tensor",
-    ),
-    "a long name": (
-        lambda f: rewrite_header(f / "one.safetensors", lambda h: h.update({"a" * 9999: 1})),
-        r"one\.safetensors: 'a+\.\.\.a+' cannot name a tensor",
-    ),
-    "a file that is a FIFO": (
-        lambda f: replace(os.mkfifo, f / "one.safetensors"),
-        r"one\.safetensors: is no regular file",
-    ),
-    "a file that is a folder": (
-        lambda f: replace(os.mkdir, f / "one.safetensors"),
-        r"one\.safetensors: is no regular file",
-    ),
-    "a file that is a device": (
-        lambda f: replace(lambda path: path.symlink_to("/dev/zero"), f / "one.safetensors"),
-        r"one\.safetensors: is no regular file",
-    ),
-    "an index that is a FIFO": (
-        lambda f: replace(os.mkfifo, f / INDEX),
-        rf"{INDEX}: is no regular file",
-    ),
     "an index that is a list": (
         lambda f: (f / INDEX).write_text("[]"),
         rf"{INDEX}: not an index: list instead of an object",
-    ),
-    "an index without a map": (
-        lambda f: edit(f / INDEX, lambda i: i.update(weight_map=[["a", "one.safetensors"]])),
-        rf"{INDEX}: not an index",
-    ),
-    "a deep index": (
-        lambda f: (f / INDEX).write_text("[" * 100_000),
-        rf"{INDEX}: not an index: maximum recursion",
-    ),
-    "an index with a version that is no text": (
-        lambda f: edit(f / INDEX, lambda i: i["metadata"].update(weight_version=[[]])),
-        rf"{INDEX}: not an index: weight_version",
-    ),
-    "an index with a zero byte": (
-        lambda f: edit(f / INDEX, lambda i: i["weight_map"].update(a="a\0")),
-        r"'a\\x00' is no file of this folder",
-    ),
-    "an index with half a character": (
-        lambda f: edit(f / INDEX, lambda i: i["weight_map"].update(a="\ud800")),
-        r"no path",
-    ),
-    "an index that names the folder": (
-        lambda f: edit(f / INDEX, lambda i: i["weight_map"].update(a="..")),
-        r"'\.\.' is no file of this folder",
-    ),
-    "an index with an absolute path": (
-        lambda f: edit(f / INDEX, lambda i: i["weight_map"].update(a=str(f / "one.safetensors"))),
-        r"is no file of this folder",
-    ),
-    "an index with a long path": (
-        lambda f: edit(f / INDEX, lambda i: i["weight_map"].update(a="x" * 5000)),
-        r"File name too long",
     ),
     "a tensor in two files": (
         lambda f: save_file(TENSORS, f / "two.safetensors"),
@@ -478,18 +328,6 @@ def test_damaged_checkpoints_are_refused_by_file_and_tensor(name: str, tmp_path:
     assert len(str(raised.value)) < 6000
 
 
-@pytest.mark.parametrize("folder", ["a\0b", "\ud800", "x" * 5000])
-def test_what_is_no_folder_is_refused(folder: str) -> None:
-    with pytest.raises(wsync.WsyncError):
-        Checkpoint(folder)
-
-
-def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(wsync.WsyncError):
-        Checkpoint(tmp_path / "loop")
-
-
 def overwrite(path: Path) -> None:
     """In place, and as a clock of seconds may have it."""
     before = path.stat()
@@ -497,20 +335,12 @@ def overwrite(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
 
 
-def overwrite_unseen(path: Path) -> None:
-    """As `rsync --inplace -t` and `cp -p` leave the time of the last write."""
-    before = path.stat()
-    while path.stat().st_ctime_ns == before.st_ctime_ns:  # the clock goes in steps
-        path.write_bytes(path.read_bytes())
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
 def exchange(path: Path) -> None:
     shutil.copy2(path, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
 
-@pytest.mark.parametrize("change", [overwrite, overwrite_unseen, exchange])
+@pytest.mark.parametrize("change", [overwrite, exchange])
 @pytest.mark.parametrize("name", ["one.safetensors", INDEX])
 def test_a_checkpoint_that_changes_under_its_reader_is_noticed(
     change: Any, name: str, tmp_path: Path
@@ -527,39 +357,6 @@ def test_a_checkpoint_that_changes_under_its_reader_is_noticed(
     if name != INDEX:
         with pytest.raises(wsync.LayoutError, match=text), late.opened():
             pass
-
-
-@pytest.mark.parametrize("written", [False, True])
-def test_a_file_that_is_removed_under_its_reader_must_not_have_been_written_to(
-    written: bool, tmp_path: Path
-) -> None:
-    path = sharded(tmp_path) / "one.safetensors"
-    checkpoint = Checkpoint(path.parent)
-    with checkpoint.opened():
-        if written:
-            overwrite(path)
-        path.unlink()
-        if written:
-            with pytest.raises(wsync.LayoutError, match=r"one\.safetensors: was changed"):
-                checkpoint.check()
-        else:
-            checkpoint.check()
-
-
-def test_a_link_is_followed_once(tmp_path: Path) -> None:
-    """`latest` may name another version while one is read."""
-    for name, value in (("v1", 1.0), ("v2", 2.0)):
-        (tmp_path / name).mkdir()
-        save_file({"w": torch.full((4,), value)}, tmp_path / name / "model.safetensors")
-    link = tmp_path / "latest"
-    link.symlink_to("v1")
-    read = Checkpoint(link)
-    link.unlink()
-    link.symlink_to("v2")
-    ((piece,), part) = read.pieces(16)[1], bytearray(16)
-    with read.opened() as descriptors:
-        read.read(descriptors, piece, memoryview(part))
-    assert part == bytes(torch.ones(4).numpy())
 
 
 def test_the_library_reads_what_was_arranged(tmp_path: Path) -> None:

@@ -4,9 +4,6 @@ import ctypes
 import gc
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -285,76 +282,7 @@ def test_impossible_sizes_are_errors(nbytes: int, error: type[Exception], match:
         _core.Memory(nbytes)
 
 
-def test_foreign_descriptors_are_refused() -> None:
-    memory = _core.Memory(4096)
-    with pytest.raises(_core.InvalidArgumentError, match="4096 bytes, expected 4097"):
-        _core.Memory.from_fd(memory.fileno(), 4097)
-    unsealed = os.memfd_create("test", os.MFD_ALLOW_SEALING)
-    os.ftruncate(unsealed, 4096)
-    with pytest.raises(_core.PeerRefusedError, match="seals"):
-        _core.Memory.from_fd(unsealed, 4096)
-    os.close(unsealed)
-    with open(os.devnull, "rb") as file, pytest.raises(PermissionError, match="not a memfd"):
-        _core.Memory.from_fd(file.fileno(), 4096)
-    with pytest.raises(_core.SystemCallError) as caught:
-        _core.Memory.from_fd(-1, 4096)
-    assert isinstance(caught.value, OSError) and caught.value.origin == "fcntl"
-
-
-_PEER = """
-import socket, sys
-from wsync import _core
-peer = socket.socket(fileno=int(sys.argv[1]))
-message, fds, _, _ = socket.recv_fds(peer, 8, 1)
-memory = _core.Memory.from_fd(fds[0], int.from_bytes(message, "little"))
-event = _core.Event(memory, 0)
-event.wait(1, 60.0)
-view = memoryview(memory)
-view[8192:12288] = bytes(255 - b for b in view[4096:8192])
-stream = _core.Stream()
-stream.record(event, 2)
-stream.synchronize(60.0)
-"""
-
-
-def test_two_processes_share_memory_and_events() -> None:
-    memory = _core.Memory(12288)
-    data = os.urandom(4096)
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-P", "-c", _PEER, str(theirs.fileno())]
-    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as peer, ours, theirs:
-        socket.send_fds(ours, [memory.nbytes.to_bytes(8, "little")], [memory.fileno()])
-        source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        destination = torch.frombuffer(memory, dtype=torch.uint8)[4096:8192]
-        stream = _core.Stream()
-        copy_tensors(stream, [source], [destination])
-        event = _core.Event(memory, 0)
-        stream.record(event, 1)
-        event.wait(2, DEADLINE)
-        assert peer.wait(DEADLINE) == 0
-    assert bytes(memoryview(memory)[8192:]) == bytes(255 - b for b in data)
-
-
 # --- events and streams --------------------------------------------------------------------
-
-
-def test_events_wait_until_their_deadline() -> None:
-    memory = _core.Memory(64)
-    event = _core.Event(memory, 8)
-    stream = _core.Stream()
-    with pytest.raises(_core.DeadlineError, match="is 0, waited for 1"):
-        event.wait(1, 0.01)
-    stream.record(event, 2**40)
-    event.wait(2**40, DEADLINE)
-    assert event.value == 2**40
-    with pytest.raises(TimeoutError):
-        event.wait(2**40 + 1, 0.0)
-
-
-@pytest.mark.parametrize("offset", [4, 60, 64, 2**63])
-def test_events_lie_inside_their_memory(offset: int) -> None:
-    with pytest.raises(_core.InvalidArgumentError, match="memory of 64 bytes"):
-        _core.Event(_core.Memory(64), offset)
 
 
 def test_check_ends_a_wait() -> None:
@@ -368,17 +296,6 @@ def test_check_ends_a_wait() -> None:
 
     with pytest.raises(KeyError, match="the peer failed"):
         event.wait(1, DEADLINE, check)
-
-
-def test_a_timeout_that_is_no_number_does_not_wait_for_ever() -> None:
-    def check() -> None:
-        assert len(calls) < 3, "still waiting"
-        calls.append(1)
-
-    calls: list[int] = []
-    event = _core.Event(_core.Memory(64), 0)
-    with pytest.raises(_core.DeadlineError):
-        event.wait(1, float("nan"), check)
 
 
 def test_signals_end_a_wait() -> None:
@@ -453,76 +370,6 @@ def test_closing_waits_and_then_refuses() -> None:
         stream.record(event, 2)
     with pytest.raises(_core.StateError, match="closed"):
         stream.synchronize(1.0)
-
-
-def test_cycles_through_a_stream_are_collected() -> None:
-    owner = Owner()
-    alive = weakref.ref(owner)
-    stream = _core.Stream()
-    source, destination = torch.ones(10), torch.zeros(10)
-    route = _core.Route(make_layout([source]), make_layout([destination]))
-    owner.stream = stream  # type: ignore[attr-defined]
-    table = _core.BufferTable.of(_core.describe([source]), owner)
-    stream.copy(
-        route, 0, 0, table, _core.BufferTable.of(_core.describe([destination]), destination)
-    )
-    del owner, stream, table
-    gc.collect()
-    assert alive() is None
-    assert torch.equal(source, destination)
-
-
-def test_a_collected_cycle_keeps_its_memory_until_the_copies_are_done() -> None:
-    event = _core.Event(_core.Memory(64), 0)
-    seen: list[int] = []
-
-    class Watch:  # untracked by the collector: it goes when what refers to it is cleared
-        __slots__ = ()
-
-        def __del__(self) -> None:
-            seen.append(event.value)
-
-    source, destination = torch.ones(1 << 22), torch.zeros(1 << 22)
-    route = _core.Route(make_layout([source]), make_layout([destination]))
-    to = _core.BufferTable.of(_core.describe([destination]), destination)
-    gc.collect()
-    gc.disable()
-    try:
-        owner = Owner()
-        stream = _core.Stream()
-        owner.watch, owner.stream = Watch(), stream  # type: ignore[attr-defined]
-        table = _core.BufferTable.of(_core.describe([source]), owner)
-        for _ in range(16):
-            stream.copy(route, 0, 0, table, to)
-        stream.record(event, 1)
-        del owner, stream, table
-        gc.collect(0)
-    finally:
-        gc.enable()
-    assert seen == [1]
-
-
-@pytest.mark.parametrize("threads", [0, -1, 65])
-def test_thread_counts_are_checked(threads: int) -> None:
-    with pytest.raises(_core.InvalidArgumentError, match="1 to 64"):
-        _core.Stream(threads)
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_streams_survive_a_fork_of_their_process() -> None:
-    stream = _core.Stream()
-    event = _core.Event(_core.Memory(64), 0)
-    child = os.fork()
-    if child == 0:
-        try:
-            stream.record(event, 1)
-        except _core.StateError:
-            del stream
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    stream.record(event, 3)
-    event.wait(3, DEADLINE)
 
 
 # --- buffer tables -------------------------------------------------------------------------

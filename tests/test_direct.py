@@ -11,7 +11,6 @@ import dataclasses
 import gc
 import os
 import re
-import resource
 import signal
 import threading
 import time
@@ -20,13 +19,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy
 import pytest
 import torch
 from support.tiny_qwen3 import Weights, draw, same
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing._internal.two_tensor import TwoTensor
 
 import wsync
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
@@ -209,100 +205,6 @@ def test_auto_looks_once_where_nothing_can_be_lent(
     assert not [text for text in caplog.messages if PRIVATE in text]
 
 
-@pytest.mark.parametrize("make", [torch.from_numpy, torch.as_tensor, torch.asarray])
-def test_an_array_of_numpy_keeps_its_tensor_whatever_is_exportable(make: Any) -> None:
-    array = numpy.zeros(8, numpy.float32)
-    with wsync.exportable():
-        tensor = make(array)
-        own = torch.tensor([1.0])
-    array[:] = 5
-    assert tensor.tolist() == [5.0] * 8
-    assert (tensor.is_shared(), own.is_shared()) == (False, True)
-
-
-def test_an_array_of_numpy_keeps_its_storage_whatever_is_exportable() -> None:
-    array = numpy.zeros(8, numpy.float32)
-    storage = torch.from_numpy(array).untyped_storage()
-    with wsync.exportable():
-        tensor = torch.empty(0).set_(storage, 0, (8,), (1,))
-    array[:] = 5
-    assert (tensor.tolist(), tensor.is_shared()) == ([5.0] * 8, False)
-
-
-def test_a_descriptor_that_is_only_for_writing_is_passed_over(
-    config: Any, engine: TensorParallelEngine
-) -> None:
-    """That of the file object by which the file was filled."""
-    weights = draw(config, 1)
-    flat = torch.cat([tensor.flatten() for tensor in weights.values()])
-    path = Path("/dev/shm", f"wsync-test-{os.getpid()}")
-    try:
-        with path.open("wb", buffering=0) as file:
-            file.write(flat.view(torch.uint8).numpy().tobytes())
-            mapped = torch.from_file(str(path), True, flat.numel(), dtype=flat.dtype)
-            parts = mapped.split([tensor.numel() for tensor in weights.values()])
-            lent = {
-                name: part.view(tensor.shape)
-                for (name, tensor), part in zip(weights.items(), parts, strict=True)
-            }
-            with wsync.connect(lent, engines=[engine], options=OPTIONS) as sync:
-                assert set(sync.update().paths.values()) == {"direct"}
-    finally:
-        path.unlink()
-    assert same(engine.weights(), weights)
-
-
-def test_auto_spares_descriptors(
-    weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    with mock.patch("wsync.trainer.lending.most_segments", return_value=len(weights) - 1):
-        for options, path in ((AUTO, "ring"), (OPTIONS, "direct")):
-            with wsync.connect(weights, engines=[engine], options=options) as sync:
-                assert set(sync.update().paths.values()) == {path}
-    (said,) = [text for text in caplog.messages if "1/4 of ulimit -Hn" in text]
-    assert f"rank 0 has its weights in {len(weights)} pieces of shared memory" in said
-
-
-def test_more_pieces_than_descriptors_are_not_lent(
-    weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    most = (len(weights) - 1) // 3
-    with (
-        mock.patch("wsync.trainer.lending.most_segments", return_value=most),
-        wsync.connect(weights, engines=[engine], options=OPTIONS) as sync,
-    ):
-        assert set(sync.update().paths.values()) == {"ring"}
-    (said,) = [text for text in caplog.messages if "ulimit -Hn" in text]
-    assert f"{len(weights)} pieces of shared memory, and more than {3 * most}, the ranks'" in said
-
-
-def test_the_soft_limit_of_descriptors_does_not_count(
-    weights: Weights, config: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    few = 4 * len(weights) - 1
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with TensorParallelEngine(config, tp=2) as engine:
-        paths = []
-        for most, options in ((hard, AUTO), (few, AUTO), (few, OPTIONS)):
-            for pid in engine.pids:
-                resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, most))
-            here = max(
-                few, len(os.listdir("/proc/self/fd")) + 64
-            )  # tests before may have some open
-            resource.setrlimit(resource.RLIMIT_NOFILE, (here, hard))
-            try:
-                with wsync.connect(weights, engines=[engine], options=options) as sync:
-                    paths += set(sync.update().paths.values())
-                    assert same(engine.weights(), weights)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert paths == ["direct", "ring", "direct"]
-    said = [text for text in caplog.messages if "gets a ring" in text]
-    assert len(said) == engine.workers
-    assert f"weights lie in {len(weights)} pieces of shared memory" in said[0]
-    assert f"may open {len(weights) - 1} (1/4 of its `ulimit -Hn`)" in said[0]
-
-
 @pytest.mark.parametrize("delivery", ["auto", "direct"])
 def test_a_parked_update_leaves_nothing_mapped(
     delivery: str, config: Any, engine: TensorParallelEngine
@@ -355,20 +257,6 @@ def test_memory_that_is_never_let_go_of_fails_the_update(
         overwrite(weights, draw(config, 7))
         sync.update()
         assert same(engine.weights(), weights)
-
-
-def test_a_file_that_is_cut_short_fails_the_update_and_not_the_engine(
-    sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
-) -> None:
-    sync.update()
-    name = "lm_head.weight"
-    fd, nbytes = weights[name].untyped_storage()._share_fd_cpu_()
-    os.ftruncate(fd, 0)
-    with pytest.raises(wsync.WsyncError, match="lent memory has shrunk"):
-        sync.update()
-    os.ftruncate(fd, nbytes)
-    sync.update()
-    assert same(engine.weights(), weights)
 
 
 def test_the_trainer_waits_until_the_workers_have_copied(
@@ -483,17 +371,3 @@ def test_what_is_made_in_an_exportable_block_can_be_lent() -> None:
         places = maps.find((tensor.data_ptr(), tensor.nbytes) for tensor in tensors.values())
         assert [place is not None for place in places] == [lendable] * len(tensors), tensors.keys()
     maps.close()
-
-
-def test_wrappers_in_an_exportable_block_are_moved_by_what_they_wrap() -> None:
-    """FSDP2 makes DTensors, whose own storage has a size and no memory."""
-    with wsync.exportable():
-        wrapped = TwoTensor(torch.ones(8), torch.zeros(8))
-        computed = wrapped * 2
-        empty = torch.empty_like(wrapped)
-        with FakeTensorMode():
-            fake = torch.empty(8)
-        zero = torch._efficientzerotensor(8)
-    assert fake.numel() == zero.numel()
-    assert computed.a.tolist() == [2.0] * 8
-    assert all(part.is_shared() for each in (wrapped, computed, empty) for part in (each.a, each.b))

@@ -27,7 +27,6 @@ from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.layout import from_tensors
-from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.connection import Connection
 
 OPTIONS: dict[str, Any] = {
@@ -385,45 +384,6 @@ def test_two_trainers_at_once_are_served_one_after_the_other_or_told_so(
     with wsync.connect(mine, engines, options=wsync.Options(**OPTIONS)) as sync:
         sync.update()
     assert [same(engine, mine) for engine in engines] == [True, True]
-
-
-def test_a_trainer_that_is_overtaken_after_joining_changes_nothing(
-    engines: list[ProcessEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It sleeps while another one updates the engines; then its buckets are refused."""
-    late, prompt = drawn(40), drawn(41)
-    asleep, wake = threading.Event(), threading.Event()
-    begin, errors = BroadcastRequests.begin, list[str]()
-
-    def slow(self: BroadcastRequests, version: str, *rest: Any) -> None:
-        if version == "late":
-            asleep.set()
-            wake.wait(60)
-        begin(self, version, *rest)
-
-    monkeypatch.setattr(BroadcastRequests, "begin", slow)
-
-    def update() -> None:
-        with wsync.connect(late, engines[:1], options=wsync.Options(**OPTIONS)) as sync:
-            try:
-                sync.update(version="late")
-            except wsync.WsyncError as error:
-                errors.append(str(error))
-
-    sleeper = threading.Thread(target=update)
-    sleeper.start()
-    try:
-        assert asleep.wait(60)
-        with wsync.connect(prompt, engines[:1], options=wsync.Options(**OPTIONS)) as sync:
-            sync.update(version="prompt")
-            wake.set()
-            sleeper.join(60)
-    finally:
-        wake.set()
-    assert len(errors) == 1 and "another trainer has paused or continued" in errors[0]
-    assert same(engines[0], prompt)
-    info = engines[0].model_info(20)
-    assert (info["weight_version"], info["consistent"]) == ("prompt", True)
 
 
 # --- sharded trainers ---------------------------------------------------------------------------

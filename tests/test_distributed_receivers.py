@@ -30,7 +30,6 @@ from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.exchange import update_group
-from wsync.exchange.introductions import Introduction
 from wsync.exchange.plan_blueprint import Blueprint, Meeting, Orders
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 from wsync.layout import from_tensors
@@ -235,50 +234,6 @@ def engine() -> Iterator[ProcessEngine]:
         yield started
 
 
-def but_fail(method: Any) -> Any:
-    """What a method does, and then a failure."""
-
-    def broken(*arguments: Any) -> None:
-        method(*arguments)
-        raise OSError("a planted failure of a part")
-
-    return broken
-
-
-def test_a_part_that_fails_to_close_keeps_no_other_open(
-    engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[UpdateGroup] = []
-    leave = UpdateGroup.close
-    monkeypatch.setattr(UpdateGroup, "close", lambda self: (closed.append(self), leave(self)))
-    weights = {"a": torch.arange(5000.0)}
-    sync = wsync.connect(weights, [engine], options=wsync.Options(**cases.OPTIONS))
-    sync.update()
-    with monkeypatch.context() as patch:
-        patch.setattr(RemoteSession, "close", but_fail(RemoteSession.close))
-        with pytest.raises(OSError, match="a planted failure of a part"):
-            sync.close()
-    assert len(closed) == 1
-    with pytest.raises(wsync.StateError, match="after close"):
-        sync.update()
-
-
-def test_a_failure_to_give_up_hides_no_error_and_leaves_no_half_of_a_connection(
-    engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = {"a": torch.arange(5000.0)}
-    with wsync.connect(weights, [engine], options=wsync.Options(**cases.OPTIONS)) as sync:
-        with monkeypatch.context() as patch:
-            patch.setattr(RemoteSession, "post", but_fail(RemoteSession.post))
-            patch.setattr(RemoteSession, "abort", but_fail(RemoteSession.abort))
-            with pytest.raises(wsync.RemoteError, match="OSError: a planted failure") as caught:
-                sync.update()
-        assert "Letting go of the engines failed, too: OSError" in str(caught.value.__notes__)
-        sync.update(version="next")
-    assert torch.equal(engine.weights()["a"], weights["a"])
-    assert engine.weight_version == "next"
-
-
 def test_remote_workers_and_shared_memory_exclude_each_other(engine: ProcessEngine) -> None:
     options = wsync.Options(**{**cases.OPTIONS, "exchange": "shared"})
     with pytest.raises(wsync.InvalidArgumentError, match=r"exchange='shared', but .*: engine"):
@@ -353,29 +308,6 @@ def test_a_peer_that_goes_is_missed() -> None:
     worker.close()
 
 
-def test_after_a_part_of_a_frame_nothing_else_is_said() -> None:
-    """It would be taken for the frame's rest."""
-    trainer, worker = pair()
-    with pytest.raises(wsync.DeadlineError, match="did not take PLAN"):
-        trainer.send(Frame.PLAN, bytes(64 << 20), 0.2)
-    found = bytearray()
-
-    def read() -> None:
-        worker._socket.settimeout(20)
-        while part := worker._socket.recv(1 << 20):
-            found.extend(part)
-
-    reading = threading.Thread(target=read)
-    reading.start()
-    trainer.fail("why")
-    with pytest.raises(wsync.StateError, match="worker 0 was sent a part of a frame"):
-        trainer.send(Frame.COMMIT, b"", 5)
-    trainer.close()
-    reading.join(30)
-    assert len(found) > 9 and not any(found[9:])
-    worker.close()
-
-
 def test_a_worker_that_connects_late_has_less_time_to_say_what_it_keeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -435,25 +367,6 @@ def test_the_own_address_is_found_whatever_an_engine_is_called() -> None:
         assert socket.inet_aton(own_address([name]))
 
 
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        (b"\x0a" + bytes(8), "a frame of kind 10"),
-        (b"\x04" + bytes(8), "a frame of kind 4"),
-        (b"\x06" + (25).to_bytes(8, "little"), "PREPARED of 25 bytes, at most 24"),
-        (b"\x02" + b"\xff" * 8, "BLOB of 18446744073709551615 bytes"),
-        ((b"\x08" + bytes(8)) * 9, "worker 0: "),
-    ],
-)
-def test_frames_that_no_worker_sends_are_refused(data: bytes, text: str) -> None:
-    trainer, worker = pair()
-    worker._socket.send(data)
-    with pytest.raises(wsync.WsyncError, match=text):
-        trainer.wait((Frame.BLOB,), 5)
-    trainer.close()
-    worker.close()
-
-
 def test_connections_without_the_token_are_closed_and_keep_nobody_out() -> None:
     listener = Listener("127.0.0.1", "worker 0")
     host, port = listener.address.partition("@")[2].split(":")
@@ -484,24 +397,6 @@ def test_addresses_that_lead_nowhere() -> None:
         Channel.connect("0" * 32 + "@127.0.0.1:99999", 1)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\n",
-        b"[]\n",
-        b"{}\n",
-        b'{"sizes": [-1]}\n',
-        b'{"sizes": [4]}\nabcde',
-        b"[" * 100000,
-        b"\xff\n",
-    ],
-)
-def test_orders_that_no_trainer_gives_are_refused(data: bytes) -> None:
-    with pytest.raises(wsync.ProtocolError, match="the trainer's plan"):
-        Orders.from_bytes(data)
-
-
 @pytest.mark.parametrize("meeting", [Rendezvous("h", 7, 1, "nccl", "n"), ["nccl 22907 00 -"]])
 def test_orders_say_where_ranks_meet(meeting: Meeting) -> None:
     source = from_tensors({"a": torch.ones(3)}).layout
@@ -513,26 +408,6 @@ def test_orders_say_where_ranks_meet(meeting: Meeting) -> None:
         assert bad != told
         with pytest.raises(wsync.ProtocolError, match="the trainer's plan: "):
             Orders.from_bytes(bad)
-
-
-def test_what_a_rank_says_of_itself_is_parsed_as_hostile() -> None:
-    member = Introduction(
-        gpu="GPU-1", version=22907, address="nccl 22907 00 -", lacks="", in_torch=True
-    )
-    assert Introduction.from_bytes(member.to_bytes()) == member
-    assert Introduction.on(_core.host()) == Introduction()
-    for data in (
-        b"",
-        b"[]",
-        b'{"gpus": ""}',
-        b'{"version": "1"}',
-        b'{"version": true}',
-        b'{"gpu": "\\n"}',
-        b'{"lacks": "%s"}' % (b"x" * 600),
-        b"[" * 4000,
-    ):
-        with pytest.raises(wsync.ProtocolError, match="what a rank says of itself: "):
-            Introduction.from_bytes(data)
 
 
 @contextlib.contextmanager
@@ -555,19 +430,6 @@ def group_of_two(**more: Any) -> Iterator[list[UpdateGroup]]:
 def start(group: UpdateGroup) -> Any:
     """A collective that the other member never takes part in."""
     return group.exchange(torch.empty(8), torch.ones(8), [4, 4], [4, 4])
-
-
-def leaves_at_once(group: UpdateGroup) -> bool:
-    leaving = threading.Thread(target=group.close, daemon=True)
-    leaving.start()
-    leaving.join(60)
-    return not leaving.is_alive()
-
-
-def test_leaving_a_group_does_not_wait_for_others() -> None:
-    with group_of_two() as groups:
-        start(groups[0])
-        assert leaves_at_once(groups[0])
 
 
 def test_a_collective_that_has_failed_is_not_under_way() -> None:

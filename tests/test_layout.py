@@ -368,29 +368,6 @@ def test_tensors_are_indexed_within_bounds() -> None:
                 call(index)
 
 
-def test_arguments_may_use_the_builder_while_they_are_read() -> None:
-    builder = _core.LayoutBuilder()
-
-    class Sneaky:
-        def __index__(self) -> int:
-            builder.build()
-            return 2
-
-    region = ((0,), (2,), (0,))
-    good = ("w", "", (2,), (0,), (0,), (2,), (0,), 0)
-    sneaky = ("v", "", (Sneaky(),), (0,), (0,), (2,), (0,), 0)
-    assert builder.add_parameter("p", 0, "int16", (1,), [region], [good, sneaky]) == 4  # type: ignore[list-item]
-    assert builder.build().names() == ["v"]
-
-
-def test_a_builder_starts_again_after_build() -> None:
-    builder = _core.LayoutBuilder()
-    builder.add_tensor("w", "int16", (2,))
-    assert builder.build().names() == ["w"]
-    builder.add_tensor("w", "int64", (3, 3))
-    assert builder.build().tensor(0) == ("w", "int64", (3, 3), 0)
-
-
 # --- tensors --------------------------------------------------------------------------------
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
 from wsync import _core
-from wsync.machine import process_maps
 from wsync.machine.process_maps import SharedMaps
 
 PATIENCE = 60.0
@@ -34,28 +30,6 @@ def memory_of(text: bytes, nbytes: int = PAGE) -> _core.Memory:
 
 def at(span: tuple[int, int]) -> bytes:
     return ctypes.string_at(*span)
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "raised"),
-    [
-        (1024, 4096, [(4096, 4096)]),
-        (1024, 1 << 30, [(30_000, 1 << 30)]),
-        (40_000, 1 << 30, []),
-        (4096, 4096, []),
-    ],
-)
-def test_the_soft_limit_of_descriptors_is_raised_to_what_can_be_mapped(
-    soft: int, hard: int, raised: list[tuple[int, int]]
-) -> None:
-    with (
-        mock.patch.object(process_maps, "open", mock.mock_open(read_data="30000\n"), create=True),
-        mock.patch.object(resource, "getrlimit", return_value=(soft, hard)),
-        mock.patch.object(resource, "setrlimit") as setrlimit,
-    ):
-        process_maps.raise_descriptor_limit()
-        assert process_maps.most_segments(2) == min(30_000, hard) // 8
-    assert [call.args[1] for call in setrlimit.call_args_list] == raised
 
 
 @pytest.fixture
@@ -214,50 +188,6 @@ def test_shared_mappings_are_found_by_address() -> None:
     (other,) = maps.find([(again.address, 5)])
     assert other is not None and other.file != place.file
     maps.close()
-
-
-@pytest.mark.parametrize("becomes", ["closed", "another"])
-def test_a_descriptor_that_a_thread_closes_meanwhile_lends_nothing_else(
-    becomes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory, other = memory_of(b"mine", PAGE), memory_of(b"other", PAGE)
-    own, stat = memory.fileno(), os.stat
-    file = os.fstat(own).st_ino
-    loose = os.dup(own)
-
-    def closing(path: Any, **given: Any) -> os.stat_result:
-        found = stat(path, **given)
-        if path == f"/proc/self/fd/{loose}":
-            os.dup2(other.fileno(), loose) if becomes == "another" else os.close(loose)
-        return found
-
-    maps = SharedMaps()
-    (place,) = maps.find([(memory.address, 4)])
-    assert place is not None and place.file.inode == file
-    monkeypatch.setattr(os, "stat", closing)
-    # those of the memory itself come later
-    monkeypatch.setattr(os, "listdir", lambda path: [str(loose), str(own)])
-    borrowed = maps.borrow([place.file])[place.file]
-    monkeypatch.undo()
-    assert bytes(memoryview(borrowed)[:4]) == b"mine"
-    maps.close()
-    if becomes == "another":
-        os.close(loose)
-
-
-def test_memory_of_system_v_is_not_lent() -> None:
-    """The kernel numbers it otherwise than files: a memfd may have the same number."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.shmat.restype = ctypes.c_void_p
-    number = libc.shmget(0, PAGE, 0o1600)  # IPC_PRIVATE, IPC_CREAT
-    address = libc.shmat(number, None, 0)
-    libc.shmctl(number, 0, None)  # IPC_RMID: it goes with its last mapping
-    maps = SharedMaps()
-    try:
-        assert maps.find([(address, 8)]) == [None]
-    finally:
-        maps.close()
-        libc.shmdt(ctypes.c_void_p(address))
 
 
 def layout(rank: int, boxes: list[tuple[str, int, int]]) -> _core.Layout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 from xml.etree import ElementTree
@@ -11,9 +10,9 @@ import pytest
 
 import wsync
 from wsync.demo import page as demo_page
-from wsync.pages import bars, html, style
-from wsync.pages.timeline import file, rounds_of, timeline
-from wsync.pages.update import bytes_table, update
+from wsync.pages import bars, html
+from wsync.pages.timeline import file, rounds_of
+from wsync.pages.update import update
 
 MS = 1_000_000
 NASTY = 'x</title><script>alert("1")</script> & \x00\x1b\ud800' + "n" * 30
@@ -73,30 +72,6 @@ def test_whatever_is_no_markup_is_escaped() -> None:
     made.encode("utf-8")
 
 
-def test_numbers_stand_at_the_right_of_a_table() -> None:
-    made = html.table(
-        ["name", "kind", "bytes"], [["a", "b", "1"], ["heading"], ["c", "d", "22"]], left=2
-    )
-    rows = [list(row) for row in parsed(made).iter("tr")]
-    assert [[cell.get("class") for cell in row] for row in rows] == [
-        [None, None, "number"],
-        [None, None, "number"],
-        ["group"],
-        [None, None, "number"],
-    ]
-    assert rows[2][0].get("colspan") == "3"
-    assert re.search(r"td\.number{text-align:right", style.STYLE)
-
-
-def test_on_a_phone_a_wide_table_names_each_cell() -> None:
-    heads = [f"head {place}" for place in range(6)]
-    for count in (5, 6):
-        root = parsed(html.table(heads[:count], [["cell"] * count]))
-        assert (root.find("table[@class='wide']") is not None) == (count == 6)
-        assert [cell.get("data-head") for cell in root.iter("td")] == heads[:count]
-    assert "td::before{content:attr(data-head)" in style.STYLE
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -118,14 +93,6 @@ def test_a_page_needs_nothing_but_itself(text: str) -> None:
     alone = root.tag.endswith("svg")
     assert ("@media (prefers-color-scheme:dark)" in text) == (not alone)
     assert ("var(--" in text) == (not alone)
-
-
-def test_every_kind_has_a_colour_on_light_and_on_dark_ground() -> None:
-    light, dark = style.STYLE.split("@media (prefers-color-scheme:dark)")
-    for name, kind in style.KINDS.items():
-        assert f".k-{name}{{fill:{kind.light}}}" in light
-        assert f".k-{name}{{fill:{kind.dark}}}" in dark
-    assert style.kind_class("of tomorrow") == "k-other"
 
 
 def test_a_notebook_shows_the_report_s_own_numbers() -> None:
@@ -162,36 +129,9 @@ def test_phases_add_up_to_the_update() -> None:
     }
 
 
-def test_a_bar_compares_what_was_moved_and_no_limit() -> None:
-    facts = {**report().facts(), "round_nbytes": 1_000, "ring_nbytes": 2_000}
-    rows = list(parsed(bytes_table(facts)).iter("tr"))
-    barred = [row[0].text for row in rows if row.find(".//svg") is not None]
-    assert [name.split()[0] for name in barred if name] == ["the", "needed", "delivered", "sent"]
-    assert {"a round of one worker, at most", "rings of this rank"} <= {row[0].text for row in rows}
-
-
 def test_an_update_that_moved_nothing_can_be_shown() -> None:
     assert "redundancy" in words(wsync.Report()._repr_html_())
     assert "redundancy" in words(update(wsync.Report().facts(), [], 0))
-
-
-def test_the_longest_update_fills_the_chart() -> None:
-    chart = html.tag("div", bars.phases_chart([("a", 1.0, {"pause": 1.0}), ("b", 0.25, {})]))
-    widths = [
-        element.attrib["width"]
-        for element in parsed(chart).iter("rect")
-        if element.find("title") is not None
-    ]
-    assert widths == ["100.000%", "25.000%"]
-
-
-@pytest.mark.parametrize(("first", "last"), [(0.0, 1.0), (0.3, 147.0), (15.0, 16.0), (1e-6, 3e-6)])
-def test_ticks_are_round_numbers_within(first: float, last: float) -> None:
-    found = bars.ticks(first, last)
-    assert 2 <= len(found) <= 6
-    assert all(first - 1e-9 <= tick <= last + 1e-9 for tick in found)
-    step = found[1] - found[0]
-    assert f"{step:.0e}"[0] in "125"
 
 
 def test_the_rounds_are_drawn_without_the_wait_for_the_commit() -> None:
@@ -203,48 +143,6 @@ def test_the_rounds_are_drawn_without_the_wait_for_the_commit() -> None:
     short = [record("r", "trainer", rounds=300, commit=1), record("e", rounds=300)]
     assert rounds_of(short) is None  # they are most of it
     assert rounds_of([record("r", "trainer", rounds=0)]) is None
-
-
-def test_a_lane_without_anything_takes_no_room() -> None:
-    def height(spans: list[list[Any]]) -> float:
-        made = timeline([{**record("e"), "spans": spans}])
-        return float(next(parsed(html.tag("div", made)).iter("svg")).attrib["height"])
-
-    spans = record("e")["spans"]
-    copies = [span for span in spans if span[0] == "stream"]
-    assert height(copies) < height(spans)
-
-
-def test_very_many_spans_make_no_very_large_drawing() -> None:
-    spans = [["stream", "load", n, n * MS, n * MS + 1] for n in range(50_000)]
-    many = {**record("e"), "spans": [*spans, ["stream", "load", 50_000, 60_000 * MS, 70_000 * MS]]}
-    text = file([many], "many")
-    titles = [
-        element.text or "" for element in parsed(text).iter() if element.tag.endswith("title")
-    ]
-    assert 1_400 < len(titles) < 4_000
-    assert "load of round 50000: 10000.000 ms" in titles
-
-
-def test_no_two_names_share_a_line_however_many_engines() -> None:
-    names = [f"engine {number} {'n' * 49}" for number in range(20)]
-    records = [record("trainer rank 0", "trainer"), *map(record, names)]
-    root = parsed(html.tag("div", timeline(records)))
-    drawing = list(root.iter("svg"))[1]  # of the rounds
-    lines = {
-        element.text: float(element.attrib["y"])
-        for element in drawing.iter("text")
-        if element.get("x") == "0"
-    }
-    assert list(lines) == ["trainer rank 0", *names]
-    places = list(lines.values())
-    assert all(b - a >= 24 for a, b in itertools.pairwise(places))
-    assert places[-1] < float(drawing.attrib["height"])
-    # bars and texts share no line either
-    for rect in drawing.iter("rect"):
-        if rect.find("title") is not None:
-            top, bottom = (float(rect.attrib["y"]) + n for n in (0, float(rect.attrib["height"])))
-            assert all(place <= top - 2 or place - 10 >= bottom for place in places)
 
 
 def demo_facts(**more: Any) -> dict[str, Any]:

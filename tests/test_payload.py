@@ -75,19 +75,6 @@ def test_sglang_takes_a_bucket_in_a_shared_file(sglang: SglangReceiver) -> None:
     assert sglang(payload.bucket(bucket)) == {"tensors": rows(changed)}
 
 
-def test_sglang_finds_a_rings_file_after_buckets_that_came_twice(sglang: SglangReceiver) -> None:
-    """A gateway repeats requests; each reading counts down the users of the file."""
-    before = segments()
-    ring = SharedRing(4096, _core.host())
-    (name,) = segments() - before
-    for value in range(3):
-        data, told = filled(ring, value)
-        for _ in range(2):
-            assert sglang(data) == told
-    ring.close()
-    assert name not in segments()
-
-
 def test_a_rings_file_that_was_left_goes_with_its_last_reader(sglang: SglangReceiver) -> None:
     before = segments()
     ring = SharedRing(4096, _core.host())
@@ -100,52 +87,6 @@ def test_a_rings_file_that_was_left_goes_with_its_last_reader(sglang: SglangRece
     gc.collect()
     assert sglang(late) == told
     assert name not in segments()
-
-
-def test_a_rings_file_that_was_left_outlasts_requests_that_come_twice(
-    sglang: SglangReceiver,
-) -> None:
-    before = segments()
-    ring = SharedRing(4096, _core.host())
-    (name,) = segments() - before
-    data, told = filled(ring, 1)
-    assert sglang(data) == told
-    ring.leave()
-    for _ in range(3):
-        assert sglang(data) == told
-    ring.remove()
-    assert name not in segments()
-
-
-@pytest.mark.parametrize("ended", ["removed", "freed"])
-@pytest.mark.parametrize("readings", [1, 2, 3])
-def test_a_ring_that_was_left_ends_whatever_was_read_twice(readings: int, ended: str) -> None:
-    """Where torch finds no file to remove it ends the process."""
-    code = (
-        "import gc, os, sys\n"
-        "from wsync import _core\n"
-        "from wsync.bucket import metadata_at\n"
-        "from wsync.messages import payload\n"
-        "from wsync.trainer.sessions.stock import SharedRing\n"
-        "ring = SharedRing(4096, _core.host())\n"
-        "(name,) = [n for n in os.listdir('/dev/shm') if n.startswith(f'torch_{os.getpid()}_')]\n"
-        "data = ring.payload(0, 16, [metadata_at(0, 'a', 'float32', (4,))])\n"
-        "for _ in range(int(sys.argv[1])):\n"
-        "    payload.load(data)\n"
-        "ring.leave()\n"
-        "if sys.argv[2] == 'removed':\n"
-        "    ring.remove()\n"
-        "del ring\n"
-        "gc.collect()\n"
-        "print(name in os.listdir('/dev/shm'))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, str(readings), ended],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def filled(ring: SharedRing, value: int) -> tuple[bytes, Any]:
@@ -217,15 +158,6 @@ def test_no_copy_is_made_of_shared_bytes() -> None:
     assert segments() == before
 
 
-def test_memory_that_torch_shared_in_another_way_is_left_alone() -> None:
-    flat = torch.full((64,), 9, dtype=torch.uint8).share_memory_()
-    address = flat.data_ptr()
-    bucket = FlattenedTensorBucket([("w", torch.ones(3))], out=flat)
-    value: Any = payload.load(payload.bucket(bucket))
-    assert flat.data_ptr() == address
-    assert torch.equal(value["flattened_tensor"], flat[:12])
-
-
 def test_shared_files_go_with_their_processes() -> None:
     script = (
         "import sys, torch; from wsync.messages import payload; from wsync.bucket import *\n"
@@ -261,30 +193,6 @@ def test_what_ends_all_processes_of_a_job_leaves_the_manager_of_files() -> None:
 def test_more_than_the_machine_has_is_refused() -> None:
     with pytest.raises(NoMemoryError, match=r"/dev/shm has [0-9]+ bytes left"):
         payload.shared_bytes(1 << 60)
-
-
-@pytest.mark.parametrize("nbytes", [4, 8])
-def test_a_shared_counter_is_not_counted_below_its_least(nbytes: int) -> None:
-    data = bytearray((1 << 31 if nbytes == 8 else 3).to_bytes(nbytes, "little"))
-    assert _core.count_down(data, 1)
-    assert int.from_bytes(data, "little") == (1 << 31) - 1 if nbytes == 8 else 2
-    data[:] = (2).to_bytes(nbytes, "little")
-    assert [_core.count_down(data, 1) for _ in range(3)] == [True, False, False]
-    assert int.from_bytes(data, "little") == 1
-    data[:] = (-5).to_bytes(nbytes, "little", signed=True)
-    assert not _core.count_down(data, -5)
-
-
-def test_what_is_no_counter_is_refused() -> None:
-    with pytest.raises(ValueError, match="a counter of 3 bytes"):
-        _core.count_down(bytearray(3), 0)
-    with (
-        pytest.raises(ValueError, match="a counter of 4 bytes at"),
-        memoryview(bytearray(9)) as all,
-    ):
-        _core.count_down(all[1:5], 0)
-    with pytest.raises((TypeError, BufferError)):
-        _core.count_down(bytes(4), 0)  # type: ignore[arg-type]
 
 
 # --- wsync's reader ----------------------------------------------------------------------------

@@ -1,12 +1,9 @@
 """Sessions between real processes: a trainer here, a worker in a process of its own."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -166,71 +163,6 @@ def test_a_parked_ring_takes_no_memory_in_either_process(spawn: Spawn) -> None:
     assert child.wait(PATIENCE) == 0
 
 
-def test_nobody_can_look_at_a_parked_ring(spawn: Spawn) -> None:
-    torch = pytest.importorskip("torch")
-    exporter = _core.Exporter()
-    child = spawn(PARKER, exporter.address)
-    exporter.accept(PATIENCE)
-    ring = _core.Memory(SLOT)
-    pool = _core.ViewPool(ring)
-    view = pool.view(torch.Tensor, "uint8", (8,), 0)
-    exporter.attach(ring, b"", PATIENCE)
-    exporter.begin(1, 1, PATIENCE)
-    exporter.post(0, _core.Stream(), PATIENCE)
-    exporter.prepared(PATIENCE)
-    exporter.commit(PATIENCE, park=True)
-    with pytest.raises(_core.PeerRefusedError, match="the trainer keeps its side"):
-        exporter.park(PATIENCE)
-    view[:] = 5
-    del view
-    exporter.begin(2, 1, PATIENCE)
-    exporter.post(0, _core.Stream(), PATIENCE)
-    exporter.prepared(PATIENCE)
-    exporter.commit(PATIENCE, park=True)
-    exporter.park(PATIENCE)
-    with pytest.raises(BufferError, match="parked"):
-        memoryview(ring)
-    with pytest.raises(_core.StateError, match="parked"):
-        pool.view(torch.Tensor, "uint8", (8,), 0)
-    with pytest.raises(_core.StateError, match="parked"):
-        ring.fileno()
-    with pytest.raises(_core.StateError, match="parked"):
-        exporter.attach(ring, b"", PATIENCE)
-    child.kill()
-
-
-@pytest.mark.parametrize("parked", [False, True])
-def test_a_worker_killed_after_the_commit_leaves_no_memory_behind(
-    spawn: Spawn, parked: bool
-) -> None:
-    exporter = _core.Exporter()
-    child = spawn(PARKER, exporter.address)
-    exporter.accept(PATIENCE)
-    before = shared_nbytes(os.getpid())
-    ring = _core.Memory(1 << 20)
-    exporter.attach(ring, b"", PATIENCE)
-    exporter.begin(1, 1, PATIENCE)
-    exporter.post(0, _core.Stream(), PATIENCE)
-    exporter.prepared(PATIENCE)
-    if parked:
-        exporter.commit(PATIENCE, park=True)
-        exporter.park(PATIENCE)
-        os.kill(child.pid, signal.SIGKILL)
-    else:
-        os.kill(child.pid, signal.SIGSTOP)  # it will not read the commit
-        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        exporter.commit(PATIENCE, park=True)
-        with pytest.raises(_core.DeadlineError, match="the parking of the ring of worker"):
-            exporter.park(0.1)
-        os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(_core.PeerClosedError):
-            exporter.park(PATIENCE)
-    child.wait()
-    assert shared_nbytes(os.getpid()) < before + (1 << 16)  # the control page
-    with pytest.raises((_core.PeerClosedError, _core.StateError), match="closed the connection"):
-        exporter.begin(2, 1, PATIENCE)
-
-
 TAKER = (
     PRELUDE
     + """
@@ -333,32 +265,6 @@ def test_failures_carry_their_text_to_the_other_side(spawn: Spawn) -> None:
     assert read_line(child) == f"trainer (pid {os.getpid()}) aborted: rank 3 ran out of memory"
 
 
-def test_a_wrong_token_is_ignored(spawn: Spawn) -> None:
-    exporter = _core.Exporter()
-    token, path = exporter.address.split("@")
-    wrong = _core.Importer("0" * len(token) + "@" + path, b"stranger", PATIENCE)
-    with pytest.raises(_core.DeadlineError, match="nobody with the right token"):
-        exporter.accept(0.1)
-    with pytest.raises(_core.PeerClosedError):
-        wrong.begin(PATIENCE)
-    right = _core.Importer(exporter.address, b"worker", PATIENCE)
-    assert exporter.accept(PATIENCE) == b"worker"
-    right.close()
-
-
-def test_sockets_do_not_outlive_what_they_are_for() -> None:
-    exporter = _core.Exporter()
-    path = exporter.address.split("@")[1]
-    assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
-    worker = _core.Importer(exporter.address, b"", PATIENCE)
-    exporter.accept(PATIENCE)
-    assert not os.path.exists(os.path.dirname(path))
-    with pytest.raises(_core.PeerClosedError, match="nobody listens at"):
-        _core.Importer(exporter.address, b"", PATIENCE)
-    worker.close()
-    exporter.close()
-
-
 def test_interrupts_reach_a_wait() -> None:
     script = (
         "import signal\n"
@@ -381,117 +287,6 @@ def test_interrupts_reach_a_wait() -> None:
             assert child.wait(PATIENCE) == 0
         finally:
             child.kill()
-
-
-def test_a_check_can_end_a_wait_but_not_use_the_object() -> None:
-    exporter = _core.Exporter()
-    seen: list[str] = []
-
-    def check() -> None:
-        with pytest.raises(_core.StateError, match="in use by another call") as caught:
-            exporter.close()
-        seen.append(str(caught.value))
-        raise LookupError("rank 2 failed")
-
-    with pytest.raises(LookupError, match="rank 2 failed"):
-        exporter.accept(PATIENCE, check)
-    assert seen == ["Exporter is in use by another call"]
-    exporter.close()
-    exporter.close()
-    exporter.abort("too late to matter")
-    with pytest.raises(_core.StateError, match="Exporter is closed"):
-        exporter.accept(PATIENCE)
-
-
-def test_two_threads_cannot_use_one_exporter() -> None:
-    exporter = _core.Exporter()
-    waiting = threading.Event()
-    stop = threading.Event()
-
-    def check() -> None:
-        waiting.set()
-        if stop.is_set():
-            raise InterruptedError
-
-    def wait() -> None:
-        with pytest.raises(InterruptedError):
-            exporter.accept(PATIENCE, check)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert waiting.wait(PATIENCE)
-    with pytest.raises(_core.StateError, match="in use"):
-        exporter.accept(0.0)
-    stop.set()
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-def test_no_thread_closes_an_importer_that_takes_a_new_ring() -> None:
-    """Letting go of the old ring takes a while, and lets other threads run."""
-    exporter = _core.Exporter()
-    worker = _core.Importer(exporter.address, b"", PATIENCE)
-    exporter.accept(PATIENCE)
-    exporter.attach(_core.Memory(32 << 20), b"", PATIENCE)
-    exporter.begin(0, 0, PATIENCE)
-    worker.begin(PATIENCE)
-    worker.prepared(0, 0, 0, PATIENCE)
-    exporter.prepared(PATIENCE)
-    exporter.commit(PATIENCE)
-    worker.verdict(PATIENCE)
-    waiting = threading.Event()
-
-    def close() -> None:
-        assert waiting.wait(PATIENCE)
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:  # as soon as it may
-            with contextlib.suppress(_core.StateError):
-                worker.close()
-                return
-
-    def update() -> None:
-        assert waiting.wait(PATIENCE)
-        exporter.attach(_core.Memory(SLOT), b"", PATIENCE)
-        exporter.begin(1, 0, PATIENCE)
-
-    threads = [threading.Thread(target=close), threading.Thread(target=update)]
-    for thread in threads:
-        thread.start()
-    assert worker.begin(PATIENCE, waiting.set) == (1, 0)
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert [thread.is_alive() for thread in threads] == [False, False]
-    assert worker.ring.nbytes == SLOT
-    exporter.close()
-
-
-def test_a_ring_outlives_its_session_and_its_successor() -> None:
-    exporter = _core.Exporter()
-    worker = _core.Importer(exporter.address, b"", PATIENCE)
-    exporter.accept(PATIENCE)
-    with pytest.raises(_core.StateError, match="no update has begun"):
-        _ = worker.ring
-    rings = []
-    for update in range(2):
-        ring = _core.Memory(SLOT)
-        memoryview(ring)[:] = bytes([update + 1]) * SLOT
-        exporter.attach(ring, b"%d" % update, PATIENCE)
-        exporter.begin(update, 0, PATIENCE)
-        assert worker.begin(PATIENCE) == (update, 0)
-        assert worker.generation == update + 1
-        assert worker.manifest == b"%d" % update
-        rings.append(memoryview(worker.ring))
-        worker.prepared(0, 0, 0, PATIENCE)
-        exporter.prepared(PATIENCE)
-        exporter.commit(PATIENCE)
-        worker.verdict(PATIENCE)
-        del ring
-    worker.close()
-    exporter.close()
-    assert bytes(rings[0]) == b"\x01" * SLOT
-    assert bytes(rings[1]) == b"\x02" * SLOT
-    assert worker.manifest == b"1"
-    assert bytes(memoryview(worker.ring)) == b"\x02" * SLOT
 
 
 def test_bad_arguments() -> None:

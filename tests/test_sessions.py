@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
-import threading
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,71 +14,8 @@ from support import call_cases
 
 import wsync
 from wsync import _core
-from wsync.handles.sglang_http import HttpHandle
 from wsync.trainer.roster import Delivery, PlanWorker, RolloutEngine, Roster
-from wsync.trainer.sessions import stock
-from wsync.trainer.sessions.stock import SharedRing, _close
 from wsync.trainer.sessions.worker import WorkerSession
-
-
-@pytest.mark.parametrize(
-    ("status", "removed"), [(400, True), (500, True), (502, False), (503, False), (504, False)]
-)
-def test_a_file_stays_that_an_engine_behind_a_gateway_may_yet_read(
-    status: int, removed: bool
-) -> None:
-    error = wsync.RemoteError("HTTP")
-    error.native = status
-    failed: Future[None] = Future()
-    failed.set_exception(error)
-    ring = mock.create_autospec(SharedRing, instance=True, left=False)
-    _close("engine", ring, [failed])
-    assert ring.close.called is removed
-    assert ring.leave.called is not removed
-
-
-@pytest.mark.parametrize("ended", ["refused", "cut off"])
-def test_a_file_stays_that_a_server_may_have_been_told_of_when_it_was_cut_off(ended: str) -> None:
-    """A gateway that resets its client has taken the request, which comes to the engine yet."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        if ended == "refused":
-            listener.close()
-        else:
-            threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True).start()
-        with pytest.raises(wsync.PeerClosedError) as caught:
-            HttpHandle(f"http://127.0.0.1:{port}", workers=1).pause("abort", 30)
-    failed: Future[None] = Future()
-    failed.set_exception(caught.value)
-    ring = mock.create_autospec(SharedRing, instance=True, left=False)
-    _close("engine", ring, [failed])
-    assert ring.close.called is (ended == "refused")
-    assert ring.leave.called is (ended == "cut off")
-
-
-def test_files_that_stay_do_not_gather() -> None:
-    failed, answered = Future[None](), Future[None]()
-    failed.set_exception(wsync.DeadlineError("late"))
-    answered.set_result(None)
-
-    def names() -> set[str]:
-        return {name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}")}
-
-    def close(sent: list[Future[None]], engine: str = "one") -> int:
-        _close(engine, SharedRing(64, _core.host()), sent)
-        return len(names() - before)
-
-    before = names()
-    assert [close([failed]) for _ in range(4)] == [1, 2, 2, 2]
-    assert close([]) == 2  # it was asked for nothing
-    assert close([answered]) == 0
-    # engines that die, and have others take their places
-    assert [close([failed], f"{number}") for number in range(3)] == [1, 2, 3]
-    now = time.monotonic()
-    with mock.patch.object(stock, "time", SimpleNamespace(monotonic=lambda: now + 599)):
-        assert close([failed], "another") == 4
-    with mock.patch.object(stock, "time", SimpleNamespace(monotonic=lambda: now + 601)):
-        assert close([answered], "new") == 1
 
 
 def plan_workers(engines: list[RolloutEngine], hosts: list[int]) -> list[PlanWorker]:

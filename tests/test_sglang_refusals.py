@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,63 +168,3 @@ def test_the_trainer_is_told_what_a_worker_says_to_the_closing_message(
         assert engine.paused
         sync.update(version=3)
     assert (engine.version, engine.paused) == ("3", False)
-
-
-class Between(Deaf):
-    """Does something in its queue between the opening request and the closing one."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self.between: Callable[[], Any] | None = None
-
-    def update_weights(self, payloads: Sequence[bytes], **request: Any) -> None:
-        super().update_weights(payloads, **request)
-        between, self.between = self.between, None
-        if between is not None:
-            between()
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_what_another_one_loads_before_the_closing_message_gets_no_version(
-    copied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From disk, or in buckets: SGLang calls the model's load_weights."""
-    monkeypatch.setenv("WSYNC_KEEP", "visual.*")
-    engine = Between(Model())
-    weights = {"weight": torch.ones(16, 8)}
-    if copied:  # a copied model's load_weights is its own
-        with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
-            sync.update(version=1)
-        first, engine.model = engine.model, copy.deepcopy(engine.model)
-        engine.between = lambda: first.load_weights([("weight", torch.zeros(16, 8))])
-    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
-        sync.update(version=2)
-        assert engine.model.weight.all()
-        engine.between = lambda: engine.model.load_weights([("weight", torch.zeros(16, 8))])
-        with pytest.raises(WsyncError, match="have been replaced by others after update"):
-            sync.update(version=3)
-        assert engine.paused
-        engine.model.load_weights([("weight", torch.zeros(16, 8))])
-        sync.update(version=4)
-    assert (engine.version, engine.paused) == ("4", False)
-    assert engine.model.weight.all()
-
-
-def test_a_load_weights_that_is_patched_over_is_watched_as_well(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("WSYNC_KEEP", "visual.*")
-    engine = Between(Model())
-    with wsync.connect({"weight": torch.ones(16, 8)}, engines=[engine], options=OPTIONS) as sync:
-        sync.update(version=1)
-        plain = engine.model.load_weights
-        engine.model.load_weights = lambda pairs: plain(  # type: ignore[method-assign]
-            [(name, tensor + 1) for name, tensor in pairs]
-        )
-        with pytest.raises(WsyncError, match="load_weights is another one"):
-            sync.update(version=2)
-        sync.update(version=3)
-        assert (engine.model.weight == 2).all()
-        engine.between = lambda: engine.model.load_weights([("weight", torch.zeros(16, 8))])
-        with pytest.raises(WsyncError, match="have been replaced by others after update"):
-            sync.update(version=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +11,6 @@ from support.sglang_processes import SglangProcesses
 
 import wsync
 from wsync import inspection
-from wsync.messages.control import LOAD_FORMAT
 
 VERSIONS = [pytest.param("0.5.17", marks=pytest.mark.slow), NEWEST]
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
@@ -47,28 +45,6 @@ def test_every_worker_holds_what_its_own_loading_gives(
     assert (engine.version, engine.paused) == ("2", False)
 
 
-def test_a_worker_that_is_killed_between_two_rounds_is_named(engine: SglangProcesses) -> None:
-    engine.prepare("qwen3")
-    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
-        sync.update(engine.weights(1), version=1)
-        engine.ask("die_in_round", each=[-1, 2])
-        killed = (
-            f"worker 1 .pid {engine.processes[1].pid}. closed the connection.*call update again"
-        )
-        with pytest.raises(wsync.PeerClosedError, match=killed):
-            sync.update(engine.weights(2), version=2)
-    assert engine.processes[1].wait(60) == -signal.SIGKILL
-    assert engine.processes[0].poll() is None
-    # the other one has part of an update: it says so, and the engine is left paused
-    assert (engine.version, engine.paused) == ("1", True)
-    assert engine.ask_one(0, "consistent") is False
-    engine.restart(1)
-    engine.prepare("qwen3")
-    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
-        sync.update(engine.weights(3), version=3)
-    assert engine.is_loaded(3)
-
-
 def test_a_loader_fault_leaves_the_server_alive(engine: SglangProcesses) -> None:
     engine.prepare("qwen3")
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
@@ -82,14 +58,6 @@ def test_a_loader_fault_leaves_the_server_alive(engine: SglangProcesses) -> None
             assert sync.update(engine.weights(seed), version=seed).redundancy == 1.0
             assert engine.is_loaded(seed)
     assert (engine.version, engine.paused) == ("3", False)
-
-
-def test_what_is_no_update_is_survived(engine: SglangProcesses) -> None:
-    nothing = b"\x80\x04]."  # an empty list, pickled
-    wsync.handle(engine).update_weights(
-        [nothing] * 2, load_format=LOAD_FORMAT, weight_version=None, timeout=30
-    )
-    assert [process.poll() for process in engine.processes] == [None, None]
 
 
 def test_a_draft_model_does_not_take_the_models_place(engine: SglangProcesses) -> None:

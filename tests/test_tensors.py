@@ -1,12 +1,9 @@
 """Tensors described in C, and views of shared memory handed out as tensors."""
 
-import ctypes
 import gc
 import math
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.hostile_dlpack import Device, Dtype, Make, View, numbers, type_with
 from torch import nn
 
 from wsync._core import (
@@ -33,12 +29,10 @@ from wsync._core import (
     checksum,
     checksums,
     describe,
-    dict_values,
     pack,
     reserve_file,
 )
 from wsync.layout import contiguous_strides
-from wsync.module_tensors import checksum_of
 
 DTYPES = [
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz"),
@@ -70,17 +64,6 @@ def freed() -> torch.Tensor:
 
 
 # --- describe ----------------------------------------------------------------------------------
-
-
-def test_a_class_of_tensors_may_go() -> None:
-    class Own(torch.Tensor):
-        pass
-
-    table = describe([torch.ones(3).as_subclass(Own)], ["w"])
-    kind = weakref.ref(Own)
-    del Own, table
-    gc.collect()
-    assert kind() is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,10 +149,6 @@ def wrapped(depth: int) -> object:
 
 def endless() -> Wrapper:
     return Wrapper((2, 3), endless)
-
-
-def test_elements_may_lie_below_a_few_wrappers() -> None:
-    assert [describe([wrapped(depth)])[0][2] for depth in range(5)] == [(2, 3)] * 5
 
 
 @pytest.mark.parametrize(
@@ -477,14 +456,6 @@ def test_sizes_that_do_not_fit_are_no_other_sizes(tmp_path: Path) -> None:
             reserve_file("file", file.fileno(), nbytes)
 
 
-def test_views_need_a_type_that_can_be_made() -> None:
-    pool = ViewPool(Memory(4096))
-    with pytest.raises(UnsupportedError, match="views need a tensor of torch, or of a type with"):
-        pool.view(object(), "float32", (1,), 0)
-    with pytest.raises(UnsupportedError, match="7 dimensions, at most 6"):
-        pool.view(torch.Tensor, "float32", (1,) * 7, 0)
-
-
 @pytest.mark.usefixtures("exchange")
 def test_views_of_a_manifest_are_its_whole_tensors_in_order() -> None:
     builder = LayoutBuilder()
@@ -537,139 +508,6 @@ def narrowed(nbytes: int) -> torch.Tensor:
 def test_a_storage_that_was_made_smaller_is_refused(nbytes: int, kind: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"w \(\w+\): its (elements span 32|32 bytes)"):
         describe([kind(narrowed(nbytes))], ["w"])
-
-
-class Lying(torch.Tensor):
-    dtype = torch.float64  # type: ignore[assignment]
-
-
-class LyingDuck(Duck):
-    dtype = torch.float64
-
-
-class ShortDuck(Duck):
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return torch.zeros(4).untyped_storage()
-
-
-@pytest.mark.parametrize(
-    ("tensor", "text"),
-    [
-        (
-            torch.ones(4).as_subclass(Lying),
-            "its dtype is float64, .* code 2 with 32 bits and 1",
-        ),
-        (
-            torch.ones(4, dtype=torch.int64).as_subclass(Lying),
-            "its dtype is float64, .* code 0",
-        ),
-        (LyingDuck(torch.ones(4)), "its dtype is float64, but its elements have 4 bytes"),
-        (ShortDuck(torch.ones(4)), "its elements span 16 bytes at"),
-    ],
-)
-def test_a_tensor_that_lies_about_its_elements_is_refused(tensor: Any, text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=rf"w \(\w+\): {text}"):
-        describe([tensor], ["w"])
-
-
-def change(**fields: Any) -> Callable[[View], object]:
-    def apply(view: View) -> None:
-        for name, value in fields.items():
-            setattr(view, name, value)
-
-    return apply
-
-
-def move(view: View) -> None:
-    view.data += 4096
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        (change(ndim=-1), "has -1 dimensions"),
-        (change(ndim=7), "has 7 dimensions"),
-        (change(shape=None), "DLPack gives no shape"),
-        (change(strides=None), "DLPack gives no shape, no strides"),
-        (change(shape=numbers(2, -3)), "dim 1: extent -3"),
-        (change(strides=numbers(-3, 1)), "dim 0: extent 2, stride -3"),
-        (change(shape=numbers(1 << 62, 1 << 62)), r"more than 2\^63 bytes"),
-        (change(shape=numbers(2, 4)), "its elements span 28 bytes"),
-        (change(byte_offset=(1 << 64) - 1), "no address"),
-        (change(byte_offset=4), "its elements span 24 bytes"),
-        (change(data=None), "its 24 bytes lie nowhere"),
-        (change(dtype=Dtype(2, 32, 2)), "code 2 with 32 bits and 2 lanes"),
-        (change(dtype=Dtype(2, 64, 1)), "code 2 with 64 bits"),
-        (change(dtype=Dtype(200, 0, 0)), "code 200 with 0 bits"),
-        (change(device=Device(77, 0)), "lies on device cpu"),
-        (change(device=Device(2, 1 << 30)), "lies on device cpu"),
-        (move, "its elements span 24 bytes"),
-        (lambda _: -1, "DLPack exchange failed"),
-    ],
-)
-def test_an_exchange_that_says_nonsense_is_refused(how: Any, text: str) -> None:
-    good = type_with(lambda _: 0)(torch.ones(2, 3))
-    assert describe([good])[0][2:] == ((2, 3), (3, 1), 24)
-    posed = type_with(how)(torch.ones(2, 3))
-    with pytest.raises((InvalidArgumentError, UnsupportedError), match=rf"w \(Posed\): .*{text}"):
-        describe([posed], ["w"])
-
-
-@pytest.mark.parametrize("ordinal", [-1, -(1 << 31)])
-def test_a_gpu_whose_number_is_none_is_refused(ordinal: int) -> None:
-    posed = type_with(change(device=Device(2, ordinal)))(torch.ones(2, 3))
-    with pytest.raises(UnsupportedError, match=r"w \(Posed\): lies on device"):
-        describe([posed], ["w"], gpu=True)
-
-
-@pytest.mark.parametrize("field", ["shape", "strides"])
-def test_an_exchange_that_ceases_to_say_where_a_tensor_lies_is_refused(field: str) -> None:
-    """Formats before DLPack 1.2 let it leave out the strides of some tensors."""
-    absent: list[str] = []
-
-    def leave_out(view: View) -> None:
-        for name in absent:
-            setattr(view, name, type(getattr(view, name))())
-
-    posed = type_with(leave_out)(torch.ones(2, 3))
-    form = describe([posed], ["w"]).form()
-    assert describe([posed], ["w"], former=form).known
-    absent.append(field)
-    text = r"w \(Posed\): DLPack gives no shape, no strides or no address for it"
-    with pytest.raises(InvalidArgumentError, match=text):
-        describe([posed], ["w"], former=form)
-
-
-@pytest.mark.parametrize("table", [{"major": 2}, {"major": 0}, {"view_of_object": 0}])
-def test_an_exchange_that_cannot_be_used_is_not(table: dict[str, int]) -> None:
-    posed = type_with(change(ndim=-1), **table)(torch.ones(2, 3))
-    assert describe([posed])[0][2:] == ((2, 3), (3, 1), 24)
-
-
-def test_an_exchange_whose_versions_go_in_a_circle_is_not_used() -> None:
-    kind = type_with(change(ndim=-1), major=2)
-    api = kind.alive[1]  # type: ignore[attr-defined]
-    api.previous = ctypes.addressof(api)
-    assert describe([kind(torch.ones(2, 3))])[0][2:] == ((2, 3), (3, 1), 24)
-
-
-def test_an_exchange_that_makes_no_tensors_makes_no_views() -> None:
-    pool = ViewPool(Memory(4096))
-    with pytest.raises(UnsupportedError, match="views need a tensor of torch"):
-        pool.view(type_with(lambda _: 0)(torch.ones(1)), "float32", (1,), 0)
-    callback = Make(lambda managed, _: delete(managed))
-    address = ctypes.cast(callback, ctypes.c_void_p).value
-    kind = type_with(lambda _: 0, to_object=address)
-    with pytest.raises(RuntimeError, match="torch made no tensor of a view"):
-        pool.view(kind(torch.ones(1)), "float32", (1,), 0)
-    assert pool.live == 0
-
-
-def delete(managed: int) -> int:
-    """Releases a DLManagedTensorVersioned, whose deleter comes after version and context."""
-    deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    deleter.from_address(managed + 16)(managed)
-    return 0
 
 
 def test_what_is_not_where_a_table_says_is_found() -> None:
@@ -814,123 +652,6 @@ def test_another_dtype_at_the_same_place_is_noticed(dtype: torch.dtype) -> None:
     for other in others:
         tensor.data = tensor.data.view(other)
         assert describe([tensor], former=form)[0] == describe([tensor])[0]
-
-
-def test_a_name_that_cannot_be_encoded_is_shown_all_the_same() -> None:
-    tensor = torch._neg_view(torch.zeros(8))
-    with pytest.raises(UnsupportedError, match=r"'a\\ud800' \(Tensor\): its neg bit is set"):
-        describe([tensor], ["a\ud800"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_a_bit_that_has_been_set_since_a_former_table_is_refused(dtype: torch.dtype) -> None:
-    tensor = torch.zeros(8, dtype=dtype)
-    form = describe([tensor]).form()
-    tensor.data = torch._neg_view(tensor.data)
-    with pytest.raises(UnsupportedError, match=r"w \(Tensor\): its neg bit is set"):
-        describe([tensor], ["w"], former=form)
-    tensor.data = torch._neg_view(tensor.data)
-    assert describe([tensor], former=form).known
-    if dtype.is_complex:
-        tensor.data = tensor.data.conj()
-        with pytest.raises(UnsupportedError, match=r"w \(Tensor\): its conj bit is set"):
-            describe([tensor], ["w"], former=form)
-
-
-def test_memory_that_came_and_went_since_a_former_table_is_not_taken_for_the_same() -> None:
-    memory = np.zeros(64, dtype=np.float32)
-    tensor = torch.from_numpy(memory)
-    form = describe([tensor]).form()
-    kept = tensor.untyped_storage()
-    tensor.data = torch.from_numpy(memory)  # at the same place, in a storage of its own
-    assert describe([tensor], former=form)[0] == describe([tensor])[0]
-    del kept
-    gc.collect()
-    again = describe([tensor], former=form)
-    assert again[0] == describe([tensor])[0] and not again.known
-
-
-def test_memory_that_a_storage_has_given_back_is_not_taken_for_its_own() -> None:
-    tensor = torch.zeros(64)
-    form, freed = describe([tensor]).form(), tensor.untyped_storage()
-    memory = (ctypes.c_float * 64).from_address(tensor.data_ptr())
-    tensor.data = torch.frombuffer(memory, dtype=torch.float32)  # whose memory it is now
-    assert describe([tensor], former=form).known  # the storage keeps it
-    freed.resize_(0)
-    assert not describe([tensor], former=form).known
-
-
-def test_a_storage_made_smaller_where_it_lay_since_a_former_table_is_refused() -> None:
-    # more than malloc keeps: each try is a mapping of its own, and of as many pages as the others
-    tensor = torch.zeros((64 << 20) - 2048, dtype=torch.uint8)
-    form, storage, place = describe([tensor]).form(), tensor.untyped_storage(), tensor.data_ptr()
-    if "asan" in os.environ.get("LD_PRELOAD", ""):
-        pytest.skip("the sanitizer's allocator does not give an address again so soon")
-    tries = [tensor.nbytes - 512 * (1 + number % 2) for number in range(20)]
-    assert any(storage.resize_(size).data_ptr() == place for size in tries)
-    with pytest.raises(InvalidArgumentError, match=f"elements span {tensor.nbytes}"):
-        describe([tensor], ["w"], former=form)
-
-
-def test_ctrl_c_while_a_known_tensor_is_asked_comes_through() -> None:
-    class Slow(torch.Tensor):
-        def untyped_storage(self) -> torch.UntypedStorage:
-            if interrupted:
-                raise interrupted.pop()
-            return super().untyped_storage()
-
-    interrupted: list[BaseException] = []
-    tensor = torch.zeros(3).as_subclass(Slow)
-    form = describe([tensor]).form()
-    interrupted.append(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        form.storages([tensor])
-
-
-def test_a_table_owns_what_it_knew_and_a_form_nothing() -> None:
-    tensor = torch.full((64,), 7.0)
-    held = weakref.ref(tensor.untyped_storage())
-    form = describe([tensor]).form()
-    table = describe([tensor], former=form)
-    assert table.known
-    tensor.data = torch.zeros(64)
-    gc.collect()
-    assert held() is not None
-    assert bytes((ctypes.c_char * 256).from_address(table[0][0])) == b"\0\0\xe0\x40" * 64
-    del table
-    gc.collect()
-    assert held() is None
-
-
-def test_the_values_of_a_dict_with_these_keys() -> None:
-    one, two = object(), object()
-    held = {"one": one, "two": two}
-    keys = tuple(held)
-    assert dict_values(held, keys) == (one, two)
-    held["one"] = two
-    assert dict_values(held, keys) == (two, two)
-    assert dict_values({}, ()) == ()
-    others = ({"two": two, "one": one}, {"one": one}, held | {"three": one}, {1: one, "two": two})
-    for other in (*others, {"".join("one"): one, "two": two}):
-        assert dict_values(other, keys) is None
-    for wrong in (([], keys), (held, list(keys))):
-        with pytest.raises(TypeError):
-            dict_values(*wrong)  # type: ignore[arg-type]
-
-
-def test_a_former_table_has_to_be_one() -> None:
-    with pytest.raises(TypeError, match="former must be a TensorTable or None"):
-        describe([], former=[])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("shape", [(7,), (5, 3)])
-@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.t(), lambda t: t[..., ::2]])
-def test_a_storage_can_be_resized_after_its_checksum_was_made(shape: Any, view: Any) -> None:
-    tensor = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
-    seen = view(tensor)
-    assert checksum_of(seen) == checksum(seen.clone().contiguous().numpy().tobytes())
-    tensor.untyped_storage().resize_(0)
-    tensor.untyped_storage().resize_(4 * math.prod(shape))
 
 
 def test_checksums_are_of_one_contiguous_tensor_that_is_there() -> None:

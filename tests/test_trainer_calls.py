@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import io
-import logging
-import os
 import sys
 import threading
 import time
-import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,61 +134,6 @@ def test_a_trainer_without_standard_error_has_no_bar(monkeypatch: pytest.MonkeyP
             sync.update()
 
 
-def test_a_handler_of_logs_that_raises_fails_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks have seen it end."""
-
-    class Broken(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            raise OSError("the disk is full")
-
-    logger, broken = logging.getLogger("wsync"), Broken()
-    options = agreement_cases.OPTIONS
-    with wsync.connect({"a": torch.zeros(1)}, [agreement_cases.Stock()], options=options) as sync:
-        monkeypatch.setattr(logger, "handlers", [broken])
-        monkeypatch.setattr(logger, "level", logging.INFO)
-        assert [sync.update().version for _ in range(2)] == ["1", "2"]
-
-
-def test_a_connection_that_nobody_closes_leaves_no_memory() -> None:
-    """As where a cell of a notebook makes another one in its place."""
-
-    def files() -> set[Path]:
-        return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
-
-    before, threads = files(), set(threading.enumerate())
-    options = agreement_cases.OPTIONS
-    sync = wsync.connect({"a": torch.zeros(1)}, [agreement_cases.Stock()], options=options)
-    sync.update()
-    assert files() > before
-    started = set(threading.enumerate()) - threads
-    own = [thread for thread in started if thread.name.startswith("wsync")]
-    assert own
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
-        del sync
-        gc.collect()
-    assert files() == before
-    for thread in own:
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("where", ["weights", "engine"])
-def test_an_iterator_that_ends_ends_no_generator_of_the_caller(where: str) -> None:
-    steps = iter(())
-    engine = call_cases.Engine(**({"pause": StopIteration()} if where == "engine" else {}))
-    given = (lambda: next(steps)) if where == "weights" else None
-    with wsync.connect({"a": torch.zeros(1)}, [engine], options=OPTIONS) as sync:
-        with pytest.raises(wsync.RemoteError, match="StopIteration"):
-            sync.update(given)
-
-
-def test_any_text_of_an_engine_can_be_passed_on() -> None:
-    engine = call_cases.Engine(update=RuntimeError("bad\0text \udc80"))
-    with wsync.connect({"a": torch.zeros(1)}, [engine], options=OPTIONS) as sync:
-        with pytest.raises(wsync.RemoteError, match="bad\0text"):
-            sync.update()
-
-
 def test_a_deadline_that_engines_would_refuse_is_refused_at_once() -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=r"deadline=3601 is over 3600 s"):
         wsync.Options(deadline=3601)
@@ -270,33 +211,6 @@ def test_a_ring_whose_buckets_were_not_read_is_removed(
     assert file.exists() == stays
     ring._bytes[:] = 1  # for streams that still write to it
     file.unlink(missing_ok=True)
-
-
-def test_a_ring_stays_for_an_engine_that_reads_it_when_the_trainer_has_ended() -> None:
-    """As after Ctrl-C.  SGLang's server ends where it finds no file."""
-    asked, release = threading.Event(), threading.Event()
-
-    def hang(payloads: Any, **_: Any) -> None:
-        payloads()
-        asked.set()
-        release.wait(60)
-
-    engine: Any = SimpleNamespace(name="stock", workers=1, update_weights=hang)
-    session = StockSession(0, engine, timeout=60)
-    plan: Any = OneRound()
-    session.attach(plan, _core.host(), 60, never)
-    ring: Any = session._ring
-    file = Path("/dev/shm", ring._bytes.untyped_storage()._share_filename_cpu_()[1].decode()[1:])
-    session.begin(1, "7", 60, never)
-    session.post(0, _core.Stream(), 60, never)
-    try:
-        assert asked.wait(60)
-        session.close()
-        ring._ended()  # as the interpreter does when it ends
-        assert file.exists()
-    finally:
-        release.set()
-        file.unlink(missing_ok=True)
 
 
 class LateFuture(Future[None]):

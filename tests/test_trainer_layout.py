@@ -4,7 +4,6 @@ import base64
 import ctypes
 import dataclasses
 import gc
-import itertools
 import time
 import weakref
 from collections import UserDict
@@ -14,14 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.agreement_cases import OPTIONS, Stock
 
 import wsync
 from wsync import LayoutError, _core
-from wsync._core import BufferTable, checksum, checksums, describe
+from wsync._core import BufferTable
 from wsync.disk import DiskSync, newest
 from wsync.families import registry
 from wsync.families.blocks import eh_proj, mtp
@@ -29,9 +26,7 @@ from wsync.families.registry import Family
 from wsync.layout import from_tensors, global_name
 from wsync.messages import payload
 from wsync.messages.control import WHOLE
-from wsync.module_tensors import mapping_items, same_bytes
 from wsync.module_tensors.mapping_items import kept
-from wsync.module_tensors.places import are_apart, places_of
 from wsync.trainer.planning import Planning
 from wsync.trainer.roster import Delivery
 
@@ -568,19 +563,6 @@ def test_a_buffer_that_serves_for_one_name_after_another_is_refused() -> None:
     assert len({from_tensors(tied).bind()[i][0] for i in range(3)}) == 1
 
 
-def test_a_dict_that_makes_its_tensors_is_no_plain_one() -> None:
-    class Lazy(dict[str, torch.Tensor]):
-        def __init__(self) -> None:
-            super().__init__({name: torch.zeros(4) for name in "ab"})
-            self.buffer = torch.zeros(4)
-
-        def items(self) -> Any:
-            return ((name, self.buffer.fill_(number)) for number, name in enumerate(self))
-
-    with pytest.raises(LayoutError, match=r"a: the mapping has written"):
-        from_tensors(Lazy())
-
-
 @pytest.mark.parametrize("count", [3, 4, 5])
 def test_buffers_that_serve_in_turn_are_refused(count: int) -> None:
     """As where a file is read into one while the other is sent."""
@@ -607,103 +589,11 @@ def test_buffers_that_serve_in_turn_are_refused(count: int) -> None:
         from_tensors(InTurn())
 
 
-def test_a_buffer_of_items_alone_is_refused() -> None:
-    class Streamed(Staged):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            return self.weights[name].clone()
-
-        def items(self) -> Any:
-            for name, weight in self.weights.items():
-                self.buffer.numpy()[:4] = weight
-                yield name, self.buffer[:4]
-
-    with pytest.raises(LayoutError, match=r"a: the mapping has written .* same memory as b: "):
-        from_tensors(Streamed({"a": 0, "b": 0}))
-
-
-def test_a_buffer_of_norms_serves_where_what_was_given_stays() -> None:
-    """It is cleared before each, which torch does not count; all norms are ones at first."""
-
-    class Cleared(Staged):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            tensor, data = self.buffer[: self.start[name]], self.buffer.numpy()
-            data[:], data[: len(tensor)] = 0, 1
-            return tensor
-
-    assert from_tensors(Cleared({"a": 2, "b": 2, "c": 4})).names == ("a", "b", "c")
-    with pytest.raises(LayoutError, match=r"a: the mapping has written .* same memory as b: "):
-        from_tensors(Cleared({"a": 4, "b": 2, "c": 2}))
-
-
 def test_what_shares_memory_is_made_once() -> None:
     tied = torch.ones(4)
     pairs = [("a", tied), ("b", tied), ("c", torch.ones(4))]
     once = iter(pairs)
     assert kept(lambda: once) == pairs
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.complex64])
-def test_samples_on_a_gpu_are_of_the_elements_that_are_summed_in_host_memory(dtype: Any) -> None:
-    """By torch alone, which needs no GPU for it."""
-    looks = mapping_items._Looks()
-    for tensor in (torch.randn(700, 1024).to(dtype), torch.randn(1024, 700).to(dtype).t()):
-        (sum,) = checksums(describe([tensor]))
-        sample = looks._sample(tensor)
-        assert checksum(describe([sample])) == sum
-        for place in ((0, 0), (-1, -1)):
-            before = [mapping_items._Look(samples=[looks._sample(tensor)])]
-            assert mapping_items._same_samples(before, before)
-            tensor[place] += 1
-            after = [mapping_items._Look(samples=[looks._sample(tensor)])]
-            assert not mapping_items._same_samples(before, after)
-    assert checksum(describe([looks._sample(torch.ones(3).to(dtype))])) != sum
-    assert looks._sample(torch.zeros(2, dtype=torch.complex128)).tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_buffer_that_serves_in_parts_is_refused(counted: bool) -> None:
-    """Each tensor lies at its end."""
-
-    class Last(Staged):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            part = self.buffer[-self.start[name] :]
-            target = part if counted else part.data
-            return target.copy_(torch.full(part.shape, float(self.start[name])))
-
-    staged = Last({"a": 6, "b": 5, "c": 4})
-    text = r"a: the mapping has written to it since, and gives the same memory as b: "
-    with pytest.raises(LayoutError, match=text):
-        from_tensors(staged)
-    with pytest.raises(LayoutError, match=text):
-        kept(lambda: ((name, staged[name]) for name in staged))
-    base = torch.arange(16.0)
-    views = MappingProxyType(
-        {"all": base, "first": base[:8], "some": base[6:12], "last": base[12:]}
-    )
-    assert from_tensors(views).bind()[2][0] == base.data_ptr() + 24
-    columns = base.view(4, 4)
-
-    class Filled(Staged):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            part = columns[:, self.start[name] :][:, :2]
-            return part.copy_(torch.full(part.shape, float(self.start[name])))
-
-    from_tensors(Filled({"left": 0, "right": 2}))
-    assert columns[0].tolist() == [0.0, 0.0, 2.0, 2.0]
-
-
-def test_a_buffer_that_is_filled_with_more_than_is_given_is_refused() -> None:
-    """As with blocks of a file, of which each tensor is a part."""
-
-    class Blocks(Staged):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            start = self.start[name]
-            self.buffer.numpy()[:] = range(start, start + len(self.buffer))  # nothing counts it
-            return self.buffer[start : start + 2]
-
-    with pytest.raises(LayoutError, match=r"a: the mapping has written to it since it gave it"):
-        from_tensors(Blocks({"a": 0, "b": 3}))
-    from_tensors(Blocks({"a": 0}))
 
 
 class Averaged(dict[str, torch.nn.Parameter]):
@@ -749,24 +639,6 @@ def test_parameters_that_are_lent_other_values_are_refused(width: int, how: str,
     from_tensors(Averaged(model.named_parameters(), own, "filled"))
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("left", [0, 100])
-def test_what_is_freed_when_all_was_given_is_not_read(turned: bool, left: int) -> None:
-    """As what FSDP has gathered is, by resize_(0)."""
-
-    class Gathered(dict[str, torch.Tensor]):
-        def items(self) -> Any:
-            self.made = torch.ones(32, 64).t() if turned else torch.ones(64, 32)
-            yield "a", self.made
-            self.made.untyped_storage().resize_(left)
-
-    weights = Gathered(a=torch.ones(1))
-    with pytest.raises(LayoutError, match=r"a: the mapping has moved or freed it"):
-        from_tensors(weights)
-    with pytest.raises(LayoutError, match=rf"needs 8192 bytes of a storage that has {left}: it"):
-        same_bytes(weights.made, torch.ones(64, 32))
-
-
 def test_what_cannot_be_sent_is_named_by_whom_it_is_given() -> None:
     odd = torch.ones(3, dtype=torch.complex64).conj()
     turned = torch.empty(2, 3, dtype=torch.uint7).t()
@@ -776,191 +648,6 @@ def test_what_cannot_be_sent_is_named_by_whom_it_is_given() -> None:
             from_tensors(made)
         made["b"] = torch.ones(3)
         assert from_tensors({"b": torch.zeros(3)}).bind(made)[0][2] == (3,)
-
-
-@pytest.mark.parametrize("kind", [torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
-@pytest.mark.parametrize("turned", [False, True])
-def test_large_tensors_of_any_form_are_compared(kind: torch.dtype, turned: bool) -> None:
-    values = torch.zeros(2049, 1030, dtype=torch.uint8).view(torch.bool).to(kind)
-    tensor = values.t() if turned else values
-
-    def make() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", tensor
-        yield "b", torch.ones(3)
-        values.view(torch.uint8).fill_(1)
-
-    with pytest.raises(LayoutError, match=r"a: the mapping has written to it"):
-        kept(make)
-    assert kept(make)[0][1] is tensor
-
-
-def test_a_buffer_with_a_place_for_each_tensor_may_serve_tied_ones() -> None:
-    """torch counts each write as one to all of it."""
-    staged = Staged({"a": 0, "b": 4, "c": 0})
-    staged.weights["c"] = staged.weights["a"]
-    assert from_tensors(staged).bind()[1][0] == staged.buffer.data_ptr() + 16
-
-
-def test_large_buffers_that_serve_in_turn_may_be_written_to_where_they_stay_equal() -> None:
-    """What comes in one of them the first time would be in the other one the second time."""
-
-    class InTurn(Staged):
-        turn = 0
-
-        def __init__(self) -> None:
-            super().__init__(dict.fromkeys("abc", 0))
-            self.weights = {"a": torch.ones(large), "b": torch.randn(large), "c": torch.ones(large)}
-            self.buffers = torch.zeros(2, large)
-
-        def __getitem__(self, name: str) -> torch.Tensor:
-            self.turn += 1
-            buffer = self.buffers[self.turn % 2]
-            buffer.numpy()[:] = self.weights[name].numpy()
-            return buffer
-
-    large = 1 << 19
-    made = InTurn()
-    tensors = from_tensors(made).tensors()
-    for tensor, name in zip(tensors, "abc", strict=True):
-        assert torch.equal(tensor, made.weights[name])
-    made.weights["c"][1::2] = 2
-    with pytest.raises(LayoutError, match=r"a: the mapping .* gives the same memory as c: "):
-        from_tensors(made)
-
-
-def test_what_is_only_registered_as_a_mapping_is_read() -> None:
-    class Virtual:
-        def __init__(self) -> None:
-            self.held = {"a": torch.ones(3)}
-
-        def __iter__(self) -> Iterator[str]:
-            return iter(self.held)
-
-        def __getitem__(self, name: str) -> torch.Tensor:
-            return self.held[name]
-
-    Mapping.register(Virtual)
-    made: Any = Virtual()
-    assert from_tensors(made).bind()[0][2] == (3,)
-    assert from_tensors({"a": torch.zeros(3)}).bind(made)[0][0] == made.held["a"].data_ptr()
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_buffer_that_serves_for_transposed_tensors_is_refused(counted: bool) -> None:
-    """They begin at other addresses, and have elements in common all the same."""
-
-    class Rolling(Staged):
-        def __init__(self) -> None:
-            super().__init__({"a": 0, "b": 3})
-            self.weights = {name: torch.randn(2, 3) for name in self.start}
-
-        def __getitem__(self, name: str) -> torch.Tensor:
-            made = self.buffer[self.start[name] :][:6].view(3, 2)
-            (made if counted else made.data).copy_(self.weights[name].t())
-            return made.t()
-
-    text = r"a: the mapping has written to it since, and gives the same memory as b: "
-    with pytest.raises(LayoutError, match=text):
-        from_tensors(Rolling())
-    with pytest.raises(LayoutError, match=text):
-        kept(Rolling().items)
-
-
-@given(data=st.data())
-def test_elements_in_common_are_found(data: Any) -> None:
-    """Views of one buffer, as any strides make them; against sets of addresses."""
-    buffer, views = torch.arange(240, dtype=torch.int16), []
-    for _ in range(2):
-        shape = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
-        kind = data.draw(st.sampled_from([torch.int16, torch.int32, torch.uint8]))
-        steps = [data.draw(st.integers(0, 9)) for _ in shape]
-        start = data.draw(st.integers(0, 20))
-        views.append(buffer.view(kind).as_strided(shape, steps, start))
-    found = [places_of(view) for view in views]
-    bytes_of = [
-        {place + byte for place in index_of(view) for byte in range(view.element_size())}
-        for view in views
-    ]
-    assert [bool(places) for places in found] == [bool(each) for each in bytes_of]
-    if not all(found):
-        return
-    [one], [other] = found
-    assert (one.start, one.end) == (min(bytes_of[0]), max(bytes_of[0]) + 1)
-    expected = bool(bytes_of[0] & bytes_of[1])
-    assert one.meets(other) == other.meets(one)
-    if expected or not any(overlaps(view) for view in views):
-        assert one.meets(other) == expected
-
-
-@pytest.mark.parametrize("views", ["blocks", "columns", "rows"])
-def test_parts_of_one_matrix_are_told_apart_at_once(views: str) -> None:
-    """As many as experts are, without a look at their elements two by two."""
-    matrix = torch.zeros(64, 512, dtype=torch.bfloat16)
-    parts = {
-        "blocks": matrix.split(4, dim=1),
-        "columns": [matrix[:, first::128] for first in range(128)],
-        "rows": matrix.unbind(),
-    }[views]
-    places = [place for part in parts for place in places_of(part)]
-    assert are_apart(places) or views == "rows"
-    assert not are_apart([*places, *places_of(matrix[:, 2:5])])
-
-
-def index_of(view: torch.Tensor) -> list[int]:
-    """The address of every element."""
-    indices = itertools.product(*map(range, view.shape))
-    return [
-        view.data_ptr()
-        + view.element_size() * sum(i * s for i, s in zip(index, view.stride(), strict=True))
-        for index in indices
-    ]
-
-
-def overlaps(view: torch.Tensor) -> bool:
-    """Whether a step of one dimension is within the reach of those with smaller ones."""
-    reach = 1
-    for step, extent in sorted(zip(view.stride(), view.shape, strict=True)):
-        if extent > 1 and step:
-            if step < reach:
-                return True
-            reach += step * (extent - 1)
-    return False
-
-
-def by_numpy(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    buffer.numpy()[:] = source.numpy()
-    return buffer
-
-
-def by_data(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    return buffer.data.copy_(source)
-
-
-@torch.inference_mode()
-def by_inference(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    return buffer.copy_(source)
-
-
-@pytest.mark.parametrize(
-    ("write", "inference"),
-    [(by_numpy, False), (by_numpy, True), (by_data, False), (by_inference, True)],
-)
-def test_it_is_refused_however_it_is_written(write: Any, inference: bool) -> None:
-    """torch counts nothing of this."""
-    with torch.inference_mode(inference):
-        buffer = torch.zeros(4)
-
-    class Written(Staged):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            return write(buffer, self.weights[name])
-
-    layout = from_tensors({name: torch.zeros(4) for name in "abc"})
-    staged = Written({"a": 0, "b": 0, "c": 0})
-    staged.weights["c"] = staged.weights["a"]  # what lies there in the end
-    with pytest.raises(LayoutError, match=r"b: the mapping has written .* same memory as a: "):
-        layout.bind(staged)
-    staged.weights["b"] = staged.weights["a"]
-    assert layout.bind(staged)[0][0] == buffer.data_ptr()
 
 
 def test_a_storage_that_is_replaced_is_kept_for_the_update_alone():
@@ -986,20 +673,6 @@ def test_weights_are_not_laid_out_over_each_other(strides):
         layout.bind({"w": torch.rand(3, 4)})
     apart = from_tensors({"w": base.as_strided((3, 4), (1, 3))})
     assert len(apart.bind({"w": torch.rand(3, 4)})) == 1
-
-
-def test_weights_may_change_while_they_are_read(tensors):
-    layout = from_tensors(tensors)
-
-    class Name(str):
-        __slots__ = ()
-
-        def startswith(self, *prefix):
-            weights[f"another {len(weights)}"] = torch.zeros(1)
-            return super().startswith(*prefix)
-
-    weights = {Name(name): tensor for name, tensor in tensors.items()}
-    assert len(layout.bind(weights)) == 2
 
 
 def test_a_written_update_reads_what_it_described(tmp_path, monkeypatch):
@@ -1063,12 +736,6 @@ def layout_tensors(layout):
     return zip(layout.names, layout.tensors(), strict=True)
 
 
-def test_elements_that_overlap_in_the_layout_have_no_copy():
-    layout = from_tensors({"a": torch.ones(3).expand(2, 3)})
-    with pytest.raises(LayoutError, match=r"a: strides \(3, 1\) != \(0, 1\)"):
-        layout.bind({"a": torch.ones(2, 3)})
-
-
 def test_other_names_count_where_no_tensor_has_its_own(tensors):
     first, second = tensors
     layout = dataclasses.replace(
@@ -1101,33 +768,6 @@ def test_a_function_that_returns_none_is_refused(way, tmp_path):
         update(lambda: None)
 
 
-def test_a_module_in_the_place_of_weights_is_not_called() -> None:
-    module: Any = torch.nn.Linear(3, 4)
-    with wsync.connect(dict(module.named_parameters()), [Stock()], options=OPTIONS) as sync:
-        text = "weights: a Linear, where tensors by global name are wanted"
-        with pytest.raises(wsync.InvalidArgumentError, match=text):
-            sync.update(module)
-
-
-class Pairs(dict):
-    def items(self):
-        return [("a", torch.ones(1)), ("a", torch.zeros(1))]
-
-
-@pytest.mark.parametrize(
-    ("mapping", "kind", "text"),
-    [
-        (Pairs(), LayoutError, "a: the mapping has it twice"),
-        ({1: torch.ones(1)}, wsync.InvalidArgumentError, "1: names are texts, not int"),
-        ({"a\0": torch.ones(1)}, wsync.InvalidArgumentError, r"'a\\x00' has a null character"),
-        ({"\udc80": torch.ones(1)}, wsync.InvalidArgumentError, r"'\\udc80' has a char.* UTF-8"),
-    ],
-)
-def test_names_that_are_none_are_refused(mapping, kind, text):
-    with pytest.raises(kind, match=text):
-        from_tensors(mapping)
-
-
 def test_what_deepspeed_has_partitioned_is_refused() -> None:
     """ZeRO-3 leaves large parameters without elements between passes, and small ones whole."""
     partitioned: Any = torch.nn.Parameter(torch.empty(0))
@@ -1138,9 +778,3 @@ def test_what_deepspeed_has_partitioned_is_refused() -> None:
     for make in (from_tensors, wsync.fsdp.layout):
         with pytest.raises(wsync.InvalidArgumentError, match=r"q\.weight: DeepSpeed's ZeRO-3 has"):
             make({"norm.weight": gathered, "q.weight": partitioned})
-
-
-def test_keys_of_given_weights_that_are_no_texts_are_refused() -> None:
-    weights: Any = {"a": torch.ones(1)}
-    with pytest.raises(wsync.InvalidArgumentError, match="1: names are texts, not int"):
-        from_tensors(weights).bind({1: torch.ones(1), **weights})

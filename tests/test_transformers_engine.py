@@ -1,6 +1,5 @@
 """The transformers engine over HTTP: SGLang's shapes and codes, generation, stock payloads."""
 
-import asyncio
 import base64
 import pickle
 import re
@@ -10,8 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -23,12 +20,11 @@ from support.trainer import Trainer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import wsync
-from wsync._core import DeadlineError, PeerClosedError, RemoteError
+from wsync._core import DeadlineError, PeerClosedError
 from wsync.bucket import FlattenedTensorBucket
-from wsync.demo.engines.serve import ServerProcess, _bind, serve_in_process
+from wsync.demo.engines.serve import ServerProcess, serve_in_process
 from wsync.demo.engines.serve import main as serve_main
 from wsync.demo.engines.transformers import Engine, create_app
-from wsync.engine.update_groups import UpdateGroups
 from wsync.handles.base import handle
 from wsync.machine.deadline import Deadline
 from wsync.messages import payload
@@ -108,25 +104,6 @@ def serve() -> Iterator[Callable[..., Server]]:
         server.close()
 
 
-def test_the_rest_of_an_answer_does_not_wait_for_an_acknowledgement_of_its_head() -> None:
-    """Which takes 40 ms.  asyncio, and uvicorn with it, sets TCP_NODELAY if it knows a socket for
-    one of TCP."""
-
-    async def accepted() -> int:
-        found = asyncio.get_running_loop().create_future()
-
-        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = writer.get_extra_info("socket")
-            found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
-
-        async with await asyncio.start_server(connected, sock=_bind("127.0.0.1", 0)) as server:
-            with socket.create_connection(server.sockets[0].getsockname(), 20):
-                return await asyncio.wait_for(found, 20)
-
-    assert asyncio.run(accepted())
-
-
 @pytest.mark.parametrize("delivery", ["wsync", "stock"])
 def test_experts_that_transformers_5_fuses(serve: Callable[..., Server], delivery: str) -> None:
     """In a trainer's dict, in an engine's model, or in both: names are those of checkpoints."""
@@ -197,33 +174,6 @@ def test_text_is_token_ids_where_there_is_no_tokenizer(shared: Server) -> None:
     assert "without a tokenizer" in refused.json()["error"]["message"]
 
 
-def test_several_prompts_get_several_answers(shared: Server) -> None:
-    body = {"input_ids": [PROMPT, [9]], "sampling_params": GREEDY, "return_logprob": True}
-    first, second = shared.post("/generate", body).json()
-    assert first["output_ids"] == shared.generate().json()["output_ids"]
-    logprobs = second["meta_info"]["output_token_logprobs"]
-    assert [entry[1] for entry in logprobs] == second["output_ids"]
-    assert all(entry[0] < 0 for entry in logprobs)
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        ({}, "either text or input_ids"),
-        ({"input_ids": []}, "empty"),
-        ({"input_ids": [96]}, "96, vocabulary 96"),
-        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 5000}}, "at most 4096"),
-        ({"input_ids": [1], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
-        ({"input_ids": "x"}, "input_ids"),
-        ({"input_ids": [1], "stream": True}, "stream"),
-    ],
-)
-def test_a_bad_request_is_explained(shared: Server, body: Any, text: str) -> None:
-    answer = shared.post("/generate", body)
-    assert answer.status_code == 400
-    assert text in answer.json()["error"]["message"]
-
-
 def test_logits_are_transformers_logits(shared: Server) -> None:
     with torch.no_grad():
         expected = model_of(0)(torch.tensor([PROMPT])).logits[0]
@@ -241,20 +191,6 @@ def test_the_server_says_what_it_is(shared: Server) -> None:
     assert info["architectures"] == ["Qwen3ForCausalLM"]
     assert shared.get("/server_info").json()["tp_size"] == 1
     assert shared.get("/health").status_code == 200
-
-
-def test_only_health_is_open_without_the_key(serve: Callable[..., Server]) -> None:
-    server = serve(model_of(0), api_key="secret")
-    assert server.get("/health").status_code == 200
-    refused = server.get("/model_info")
-    assert (refused.status_code, refused.json()) == (401, {"error": "Unauthorized"})
-    assert server.post("/pause_generation", {}).status_code == 401
-    wrong = server.post("/generate", {}, headers={"Authorization": "Bearer secre"})
-    assert wrong.status_code == 401
-    with pytest.raises(RemoteError, match="HTTP 401: Unauthorized"):
-        handle(server.url, api_key="wrong")
-    engine = handle(server.url, api_key="secret")
-    assert (engine.workers, engine.model_info(5)["weight_version"]) == (1, "default")
 
 
 # --- weights --------------------------------------------------------------------------------
@@ -283,21 +219,6 @@ def test_stock_payloads_replace_the_weights(
     assert after["per_engine_checksum"] != before["per_engine_checksum"]
 
 
-def test_tensors_in_torchs_named_shared_memory_are_read(serve: Callable[..., Server]) -> None:
-    server, tensor = serve(model_of(0)), torch.arange(32.0)
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        data = bytes(ForkingPickler.dumps([("model.norm.weight", tensor)]))
-        body = {"serialized_named_tensors": [base64.b64encode(data).decode()]}
-        server.post("/pause_generation", {})
-        answer = server.post("/update_weights_from_tensor", body)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-    assert answer.status_code == 200, answer.text
-    assert torch.equal(server.engine.model.model.norm.weight, tensor)
-
-
 @pytest.mark.parametrize(
     ("pairs", "text"),
     [
@@ -323,57 +244,6 @@ def test_a_bad_payload_is_refused_and_changes_nothing(
     assert text in answer.json()["message"]
     assert shared.get("/model_info").json()["weight_version"] == "default"
     assert shared.get("/weights_checker").json()["per_engine_checksum"] == before
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        ({"serialized_named_tensors": ["%%"]}, "serialized_named_tensors"),
-        ({"serialized_named_tensors": ["gARn"]}, "payload: "),
-        ({"serialized_named_tensors": []}, "empty"),
-        ({}, "serialized_named_tensors"),
-        ({"serialized_named_tensors": [pickled([])], "load_format": "dummy"}, "dummy"),
-    ],
-)
-def test_a_malformed_update_is_explained(shared: Server, body: Any, text: str) -> None:
-    answer = shared.post("/update_weights_from_tensor", body)
-    assert answer.status_code == 400
-    assert text in answer.text
-
-
-def test_nothing_waits_while_a_payload_is_read(
-    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may name a process that does not answer."""
-    server, read = serve(model_of(0)), payload.load
-    generated: list[int] = []
-
-    def load(*arguments: Any, **options: Any) -> object:
-        generated.append(server.generate().status_code)
-        return read(*arguments, **options)
-
-    monkeypatch.setattr(payload, "load", load)
-    answer = update(server, list(model_of(1).state_dict().items()))
-    assert answer.status_code == 200, answer.text
-    assert generated == [200]
-
-
-class Bomb:
-    def __reduce__(self) -> Any:
-        return print, ("the bomb went off",)
-
-
-def test_a_hostile_pickle_is_refused(shared: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = update(shared, [("model.norm.weight", Bomb())])
-    assert (answer.status_code, answer.json()["success"]) == (400, False)
-    assert "print is not allowed" in answer.json()["message"]
-    assert capsys.readouterr().out == ""
-
-
-def test_the_loaders_format_wants_a_control_message(shared: Server) -> None:
-    answer = update(shared, [("model.norm.weight", torch.ones(32))], LOAD_FORMAT)
-    assert answer.status_code == 400
-    assert "not a control message" in answer.json()["message"]
 
 
 def test_wsyncs_update_arrives_over_http(serve: Callable[..., Server]) -> None:
@@ -461,136 +331,11 @@ def test_half_an_update_in_buckets_is_not_generated_with(
     assert "has yet to bring" not in server.get("/model_info").json()["reason"]
 
 
-def test_what_goes_wrong_with_groups_is_an_answer(
-    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As SGLang gives it, whatever torch raises."""
-    server = serve(model_of(0))
-    server.post("/pause_generation", {})
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ValueError("what torch says")
-
-    group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    bucket = {"names": [PAIRS[0][0]], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"}
-    monkeypatch.setattr(UpdateGroups, "init", fail)
-    monkeypatch.setattr(UpdateGroups, "receive", fail)
-    for path, body in (
-        ("/update_weights_from_distributed", bucket),
-        ("/init_weights_update_group", group),
-    ):
-        answer = server.post(path, body)
-        assert answer.status_code == 400 and not answer.json()["success"]
-        assert "what torch says" in answer.json()["message"]
-
-
-OTHERS = [(name, tensor + 1) for name, tensor in PAIRS]
-
-
-@pytest.mark.parametrize("ends", ["pause", "failure", "group", "again", "version", "whole"])
-def test_what_two_updates_have_brought_does_not_add_up(
-    serve: Callable[..., Server], ends: str
-) -> None:
-    server = serve(model_of(0))
-    server.post("/pause_generation", {})
-    assert update(server, PAIRS[:9], weight_version="1").status_code == 200
-    if ends == "pause":
-        server.post("/pause_generation", {})
-    elif ends == "failure":
-        assert update(server, [("nobody", torch.ones(1))]).status_code == 400
-    elif ends == "group":
-        server.post("/destroy_weights_update_group", {"group_name": "gone"})
-    elif ends == "again":
-        assert update(server, OTHERS[:1]).status_code == 400
-    elif ends == "whole":
-        assert update(server, OTHERS).status_code == 200
-    version = "2" if ends == "version" else "1"
-    assert update(server, PAIRS[9:], weight_version=version).status_code == 400
-    assert update(server, OTHERS[:9], weight_version=version).status_code == 400
-    assert refused(server) == (ends != "whole")
-    # one request is nobody else's in part
-    assert update(server, PAIRS).status_code == 200
-    assert not refused(server)
-    server.post("/pause_generation", {})
-    for part in (PAIRS[:9], PAIRS[9:]):
-        assert update(server, part).status_code == 200
-    assert not refused(server)
-
-
-def told(server: Server, path: str, update_id: str, body: Any = None) -> int:
-    headers = {"wsync-update": update_id}
-    return int(server.post(path, body or {}, headers=headers).status_code)
-
-
 def bucket(pairs: Any, **more: Any) -> dict[str, Any]:
     return {"serialized_named_tensors": [pickled(pairs)], "flush_cache": False, **more}
 
 
-TENSOR = "/update_weights_from_tensor"
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
-
-
-def test_an_update_with_an_id_takes_its_own_requests_alone(serve: Callable[..., Server]) -> None:
-    """Two trainers; each request of either may be late, or come twice."""
-    server = serve(model_of(0))
-    assert told(server, TENSOR, "a1", bucket(PAIRS)) == 400  # nobody has paused for it
-    assert told(server, PAUSE, "a1") == 200
-    assert told(server, TENSOR, "a1", bucket(PAIRS[:9])) == 200
-    assert told(server, PAUSE, "a1") == 200  # repeated on its way
-    assert told(server, TENSOR, "a1", bucket(OTHERS[:9])) == 400  # the memory may be another's now
-    for stranger in ("b2", ""):
-        assert told(server, TENSOR, stranger, bucket(OTHERS)) == 400
-        assert told(server, CONTINUE, stranger) == 400
-        assert told(server, "/update_weight_version", stranger, {"new_version": "3"}) == 400
-        assert told(server, "/update_weights_from_disk", stranger, {"model_path": "x"}) == 400
-    assert told(server, TENSOR, "a1", bucket(PAIRS[9:], weight_version="a")) == 200
-    assert server.get("/model_info").json()["weight_version"] == "a"
-    assert told(server, PAUSE, "b2") == 200
-    assert told(server, CONTINUE, "a1") == 400
-    assert told(server, PAUSE, "a1") == 400  # late, in the middle of the other's
-    assert told(server, TENSOR, "b2", bucket(OTHERS[:9])) == 200
-    assert told(server, TENSOR, "a1", bucket(PAIRS[9:])) == 400
-    assert told(server, TENSOR, "b2", bucket(OTHERS[9:-1], weight_version="b")) == 400
-    assert server.get("/model_info").json()["weight_version"] == "a"
-    assert told(server, CONTINUE, "b2") == 400
-    assert told(server, PAUSE, "c3") == 200
-    assert told(server, TENSOR, "c3", bucket(OTHERS[:9])) == 200
-    assert told(server, TENSOR, "c3", bucket(OTHERS[9:], weight_version="c")) == 200
-    assert server.get("/model_info").json()["weight_version"] == "c"
-    for _ in range(2):
-        assert told(server, CONTINUE, "c3") == 200
-    assert told(server, TENSOR, "c3", bucket(PAIRS, weight_version="z")) == 400
-    state = server.engine.model.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in OTHERS)
-
-
-def test_a_second_name_of_a_tensor_may_come_by_itself(serve: Callable[..., Server]) -> None:
-    server = serve(model_of(0, tie_word_embeddings=True))
-    pairs = list(model_of(1, tie_word_embeddings=True).state_dict().items())
-    assert [name for name, _ in pairs][-1] == "lm_head.weight"
-    server.post("/pause_generation", {})
-    for part in (pairs[:5], pairs[5:-1], pairs[-1:]):
-        assert update(server, part).status_code == 200
-    assert not refused(server)
-
-
-@pytest.mark.parametrize("update_id", ["a1", ""])
-@pytest.mark.parametrize("first", [True, False])
-def test_a_head_of_other_values_is_refused_wherever_it_comes(
-    serve: Callable[..., Server], first: bool, update_id: str
-) -> None:
-    """The engine's head is its embedding."""
-    server = serve(model_of(0, tie_word_embeddings=True))
-    trained = dict(model_of(1, tie_word_embeddings=False).state_dict())
-    head = [("lm_head.weight", trained.pop("lm_head.weight"))]
-    assert told(server, PAUSE, update_id) == 200
-    parts = [head, [*trained.items()]] if first else [[*trained.items()], head]
-    statuses = [
-        told(server, TENSOR, update_id, bucket(part, weight_version=said))
-        for part, said in zip(parts, ("7" if not update_id else None, "7"), strict=True)
-    ]
-    assert statuses == [200, 400]
-    assert refused(server)
 
 
 DELIVERIES: dict[str, dict[str, Any]] = {
@@ -622,20 +367,6 @@ def test_the_last_bucket_may_bring_nothing_that_is_waited_for(
     assert all(torch.equal(state[name], tensor) for name, tensor in trained.items())
 
 
-def test_an_engine_that_has_all_but_the_last_bucket_does_not_go_on(
-    serve: Callable[..., Server],
-) -> None:
-    server = serve(model_of(0, tie_word_embeddings=True))
-    pairs = list(model_of(1, tie_word_embeddings=True).state_dict().items())
-    assert told(server, PAUSE, "a1") == told(server, TENSOR, "a1", bucket(pairs[:-1])) == 200
-    info = server.get("/model_info").json()
-    assert not info["consistent"] and "nobody has said its version yet" in info["reason"]
-    assert told(server, CONTINUE, "a1") == told(server, CONTINUE, "") == 400
-    other = [("lm_head.weight", pairs[-1][1] + 1)]
-    assert told(server, TENSOR, "a1", bucket(other, weight_version="7")) == 400
-    assert refused(server)
-
-
 class Wrapped:
     """slime's methods around an engine of this process, which says no ids of updates."""
 
@@ -665,43 +396,6 @@ def test_an_engine_of_this_process_takes_buckets() -> None:
             for _ in range(2):
                 assert sync.update().rounds > 1
         assert all(torch.equal(served.get_parameter(name), weights[name]) for name in weights)
-
-
-def test_the_version_can_be_set_alone(serve: Callable[..., Server]) -> None:
-    server = serve(model_of(0))
-    assert server.post("/update_weight_version", {"new_version": "12"}).status_code == 200
-    assert server.generate().json()["meta_info"]["weight_version"] == "12"
-
-
-def test_an_answer_names_the_version_that_it_came_from(
-    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An update may follow so closely that it is over before the answer has been written."""
-    server = serve(model_of(0), weight_version="old")
-    gate = server.engine.gate
-    request = gate.request
-
-    @contextmanager
-    def followed(*arguments: Any) -> Iterator[Any]:
-        with request(*arguments) as ticket:
-            yield ticket
-        server.engine.updates.weight_version = "new"
-
-    monkeypatch.setattr(gate, "request", followed)
-    for tokens in (0, 1, 3):
-        server.engine.updates.weight_version = "old"
-        meta = server.generate(max_new_tokens=tokens).json()["meta_info"]
-        assert (meta["weight_version"], server.engine.weight_version) == ("old", "new")
-
-
-def test_checksums_are_not_taken_while_an_update_writes(serve: Callable[..., Server]) -> None:
-    server = serve(model_of(0))
-    with ThreadPoolExecutor() as pool:
-        with server.engine.gate.update(10):
-            asked = pool.submit(server.post, "/weights_checker")
-            with pytest.raises(TimeoutError):
-                asked.result(0.2)
-        assert asked.result(60).json()["success"]
 
 
 # --- pause, flush, continue -----------------------------------------------------------------
@@ -746,21 +440,6 @@ def test_a_frozen_request_goes_on_with_the_new_weights(
         done = running.result().json()
     assert done["meta_info"]["finish_reason"]["type"] in ("abort", "length")
     assert done["meta_info"]["weight_version"] == "2"
-
-
-def test_an_update_of_an_unpaused_engine_waits_for_requests(serve: Callable[..., Server]) -> None:
-    server = serve(model_of(0))
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(server.generate, max_new_tokens=200)
-        wait_until(server.engine.gate.busy)
-        assert update(server, PAIRS).status_code == 200
-        assert running.done() or server.engine.gate.busy() == 0
-        assert len(running.result().json()["output_ids"]) == 200
-
-
-def test_an_unknown_pause_mode_is_refused(shared: Server) -> None:
-    assert shared.post("/pause_generation", {"mode": "nap"}).status_code == 400
-    assert shared.generate().status_code == 200
 
 
 # --- the process ----------------------------------------------------------------------------

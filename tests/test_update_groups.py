@@ -24,7 +24,6 @@ from wsync import _core
 from wsync.demo.engines.transformers import Engine
 from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.engine.update_groups import UpdateGroups
-from wsync.engine.update_state import Repeated
 from wsync.exchange import choose_exchange
 from wsync.exchange.choose_exchange import Transport
 from wsync.exchange.introductions import Introduction
@@ -81,13 +80,6 @@ def test_a_broadcast_that_does_not_come_costs_its_deadline_and_the_group() -> No
                 groups.receive(group_name="g", **BUCKET)
 
 
-def test_a_tensor_comes_once_in_a_broadcast() -> None:
-    groups = UpdateGroups()
-    twice = {key: value * 2 for key, value in BUCKET.items()}
-    with joined(groups), pytest.raises(wsync.InvalidArgumentError, match="2 names, but 1 tensors"):
-        groups.receive(group_name="g", **twice, timeout=1.0)
-
-
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 def test_a_broadcast_that_is_shorter_than_announced_is_refused(load_format: str | None) -> None:
     """Gloo takes it, and leaves in the rest what was there: here what came before."""
@@ -126,19 +118,6 @@ def test_a_worker_that_waits_for_a_broadcast_can_be_called_away(how: str) -> Non
         with pytest.raises(wsync.StateError, match="group 'first': this worker has left it"):
             waiting.result(PATIENCE)
         groups.destroy("stage")
-
-
-def test_of_two_that_join_one_group_at_once_one_does() -> None:
-    groups = UpdateGroups()
-    address: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1}
-    address |= {"world_size": 2, "group_name": "g", "backend": "gloo", "meeting": 1.0}
-    with ThreadPoolExecutor() as pool:
-        errors = [pool.submit(groups.init, **address).exception(PATIENCE)]
-        both = [pool.submit(groups.init, **address) for _ in range(8)]
-        errors += [future.exception(PATIENCE) for future in both]
-    assert {type(error) for error in errors} == {wsync.DeadlineError, wsync.InvalidArgumentError}
-    with joined(groups):  # those that failed are in no group
-        groups.destroy("g")
 
 
 def test_a_worker_is_in_the_groups_of_one_connection() -> None:
@@ -183,60 +162,6 @@ def test_a_worker_that_does_not_take_a_bucket_leaves_its_group(why: str) -> None
     assert module.a.tolist() == [0.0] * 3
 
 
-def test_a_late_announcement_of_an_update_that_has_ended_costs_no_group() -> None:
-    module = torch.nn.Module()
-    module.register_buffer("a", torch.zeros(3))
-    module.config = SimpleNamespace(name_or_path="")
-    engine = Engine(module)
-    announced: dict[str, Any] = {**BUCKET, "group_name": "g", "end": Deadline(PATIENCE)}
-    with joined(engine._groups) as trainer, ThreadPoolExecutor() as pool:
-        for update, value in (("0a", 1.0), ("0b", 2.0)):
-            engine.pause("abort", PATIENCE, update)
-            if update == "0b":
-                with pytest.raises(wsync.StateError, match="update 0a has ended"):
-                    engine.update_weights_from_distributed(**announced, update_id="0a")
-            sent = pool.submit(trainer.broadcast, [torch.full((3,), value)])
-            engine.update_weights_from_distributed(
-                **announced, update_id=update, weight_version=update
-            )
-            sent.result(PATIENCE)
-            assert module.a.tolist() == [value] * 3
-            engine.resume(PATIENCE, update)
-
-
-def test_a_worker_stays_in_the_group_of_a_bucket_that_is_announced_twice() -> None:
-    groups = UpdateGroups()
-    with joined(groups), pytest.raises(Repeated), groups.announced("g"):
-        raise Repeated("a has come before")
-    groups.destroy("g")
-
-
-def test_ranks_that_cross_look_around_in_the_thread_that_waits() -> None:
-    """What is looked at, sockets say, is not for two threads."""
-    store = Store(PATIENCE)
-    place = Rendezvous("127.0.0.1", store.port, 2)
-    callers: set[int] = set()
-
-    def look() -> None:
-        callers.add(threading.get_ident())
-
-    def come_late() -> UpdateGroup:
-        group = UpdateGroup(place, 1, timeout=PATIENCE)
-        time.sleep(0.5)  # the other one waits for the greeting
-        hello = [torch.zeros(1)], dist.AllreduceOptions()
-        group.finish(group._group.start("allreduce", *hello), PATIENCE)
-        return group
-
-    with ThreadPoolExecutor() as pool:
-        coming = pool.submit(come_late)
-        here = place.join(0, PATIENCE, look, device=torch.device("cpu"), greet=True)
-        there = coming.result()
-    assert callers <= {threading.get_ident()}
-    for group in (here, there):
-        group.close()
-    store.close()
-
-
 STOPPED = """
 import os, signal
 from wsync.exchange.update_group import Store
@@ -278,20 +203,6 @@ def test_a_collective_that_does_not_start_names_who_is_gone() -> None:
     with pytest.raises(wsync.PeerClosedError, match="a member of group g is gone: Connection"):
         group.start("broadcast")
     group.close()
-    with pytest.raises(wsync.StateError, match="the group of group g is closed"):
-        group.start("broadcast")
-
-
-def test_a_group_may_be_closed_while_a_collective_starts() -> None:
-    class Closing(list[Any]):
-        """Is emptied by the thread that closes a group, when it has been looked at."""
-
-        def __getitem__(self, place: Any) -> Any:
-            self.clear()
-            return super().__getitem__(place)
-
-    group = Collectives(Broken(), whole="group g", member="a member of group g")
-    group._held = Closing(group._held)
     with pytest.raises(wsync.StateError, match="the group of group g is closed"):
         group.start("broadcast")
 
@@ -359,80 +270,6 @@ def test_a_group_that_has_failed_is_left_without_waiting_for_its_end() -> None:
     assert not ended.is_set()
     let_go.set()
     assert ended.wait(PATIENCE)
-
-
-def test_a_group_whose_end_takes_long_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wsync.exchange.polled_collectives.LEAVE_SECONDS", 0.05)
-    stuck = Stuck()
-    let_go, ended = stuck.let_go, stuck.ended
-    group = Collectives(stuck, whole="2 ranks", member="a rank")
-    del stuck
-    group.close()
-    assert not ended.is_set()
-    let_go.set()
-    assert ended.wait(PATIENCE)
-
-
-def test_an_error_that_is_kept_keeps_no_member_waiting() -> None:
-    """A member is gone; the others learn that when the one who sends has left, too."""
-    store = Store(PATIENCE)
-    place = Rendezvous("localhost", store.port, 3)
-    with ThreadPoolExecutor(3) as pool:
-        make = lambda rank: UpdateGroup(place, rank, timeout=PATIENCE)  # noqa: E731
-        trainer, gone, waits = pool.map(make, range(3))
-        gone.close()
-        waiting = pool.submit(waits.broadcast, [torch.zeros(1 << 20)] * 4)
-        with pytest.raises(wsync.PeerClosedError) as kept:
-            trainer.broadcast([torch.zeros(1 << 20)] * 4)
-        trainer.close()
-        with pytest.raises(wsync.PeerClosedError):
-            waiting.result(PATIENCE / 2)
-        waits.close()
-    store.close()
-    assert kept.value.__traceback__ is not None
-
-
-class Interrupted:
-    """A group of torch's whose collective has begun when Ctrl-C comes; notes who ends it."""
-
-    def __init__(self, ended_by: list[threading.Thread]) -> None:
-        self.ended_by = ended_by
-
-    @staticmethod
-    def allreduce() -> None:
-        raise KeyboardInterrupt
-
-    def __del__(self) -> None:
-        self.ended_by.append(threading.current_thread())
-
-
-def test_who_drops_an_interrupts_traceback_does_not_end_the_group() -> None:
-    """That would wait for the collective, beyond every deadline."""
-    ended_by: list[threading.Thread] = []
-    group = Collectives(Interrupted(ended_by), whole="2 ranks", member="a rank")
-    with pytest.raises(KeyboardInterrupt) as caught:
-        group.start("allreduce")
-    before = threading.active_count()
-    group.close()
-    del caught
-    deadline = Deadline(PATIENCE)
-    while not ended_by or threading.active_count() > before:
-        assert deadline.left
-        time.sleep(0.01)
-    assert ended_by != [threading.current_thread()]
-
-
-def test_an_error_of_a_backends_own_is_not_a_group_that_is_closed() -> None:
-    class Backend:
-        def allreduce(self) -> None:
-            raise IndexError("of the backend")
-
-    group = Collectives(Backend(), whole="2 ranks", member="a rank")
-    with pytest.raises(IndexError, match="of the backend"):
-        group.start("allreduce")
-    group.close()
-    with pytest.raises(wsync.StateError, match="2 ranks is closed"):
-        group.start("allreduce")
 
 
 # a collective that is stuck when its group is left, and ends after the interpreter has begun to

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,32 +29,6 @@ def everything(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {".lock"}
 
 
-@contextlib.contextmanager
-def forked() -> Iterator[None]:
-    """A child of this process, with its descriptors, until the block ends."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(theirs)
-        os.read(ours, 1)
-        os._exit(0)
-    os.close(ours)
-    try:
-        yield
-    finally:
-        os.close(theirs)
-        os.waitpid(child, 0)
-
-
-def test_a_process_that_was_forked_meanwhile_keeps_nobody_out(tmp_path: Path) -> None:
-    folder = Versions(tmp_path, None, 2)
-    with contextlib.ExitStack() as stack:
-        with folder.writing():
-            stack.enter_context(forked())
-        with Versions(tmp_path, None, 2).writing():
-            pass
-
-
 def died(root: Path) -> None:
     """A writer, in the middle of a version and of a link."""
     folder = Versions(root, None, 2)
@@ -76,18 +48,6 @@ def test_what_a_dead_writer_left_is_removed_and_other_hidden_files_are_not(tmp_p
     assert everything(tmp_path) == {"latest", "weight_v000002", *mine}
 
 
-def test_what_links_lead_to_is_not_removed(tmp_path: Path) -> None:
-    root, mine = tmp_path / "root", tmp_path / "mine"
-    mine.mkdir()
-    (mine / "file").write_text("x")
-    write(root, 1)
-    died(root)
-    (root / versions._WORK / "link").symlink_to(mine)
-    write(root, 2, keep=None)
-    assert everything(root) == {"latest", "weight_v000001", "weight_v000002"}
-    assert (mine / "file").read_text() == "x"
-
-
 def test_what_cannot_be_removed_stays_until_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,26 +59,6 @@ def test_what_cannot_be_removed_stays_until_the_next_time(
     assert {versions._WORK, "weight_v000002"} <= everything(tmp_path)
     write(tmp_path, 3)
     assert everything(tmp_path) == {"latest", "weight_v000003"}
-
-
-@pytest.mark.parametrize(("name", "kind"), [(".lock", "regular file"), (".wsync-work", "folder")])
-def test_own_files_are_not_found_through_links(name: str, kind: str, tmp_path: Path) -> None:
-    """Nor waited for."""
-    root = tmp_path / "root"
-    write(root, 1)
-    other = tmp_path / "other"
-    (root / name).unlink(missing_ok=True)
-    (root / name).symlink_to(other)
-    with pytest.raises(wsync.WsyncError, match=name):
-        write(root, 2)
-    assert not other.exists()
-    (root / name).unlink()
-    os.mkfifo(root / name)
-    with pytest.raises(wsync.StateError, match=rf"{name}: is no {kind}"):
-        write(root, 2)
-    (root / name).unlink()
-    write(root, 2)
-    assert everything(root) == {"latest", "weight_v000002"}
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -148,15 +88,6 @@ def test_a_version_takes_anothers_place(
         (part,) = newest(tmp_path).glob("*.safetensors")
         assert load_file(part)["a"].tolist() == [value] * 3
     assert gaps == ([] if exchanges else ["weight_v000007"])
-
-
-def test_an_index_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    (tmp_path / "weight_v000003").mkdir()
-    os.mkfifo(tmp_path / "weight_v000003" / INDEX)
-    write(tmp_path, 2)
-    assert everything(tmp_path) >= {"latest", "weight_v000002", "weight_v000003"}
-    assert "weight_v000001" not in everything(tmp_path)
 
 
 def test_a_base_is_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,75 +171,3 @@ def test_the_link_follows_when_the_disk_has_the_new_name(
         ("made/here", True, "weight_v000002"),
     ]
     assert newest(root).name == "weight_v000002"
-
-
-def refused(root: Path, match: str) -> None:
-    for _ in range(2):
-        with pytest.raises(wsync.WsyncError, match=match):
-            write(root, 7)
-
-
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_what_has_the_name_of_the_link_is_left_alone(kind: str, tmp_path: Path) -> None:
-    """A folder of links that was copied without them has one."""
-    latest = tmp_path / "latest"
-    make = latest.mkdir if kind == "folder" else latest.touch
-    make()
-    refused(tmp_path, "^.*/latest: is no link, ")
-    assert everything(tmp_path) == {"latest"}
-    latest.rmdir() if kind == "folder" else latest.unlink()
-    with DiskSync({"a": torch.ones(3)}, folder=tmp_path, options=OPTIONS) as sync:
-        make()
-        for _ in range(2):
-            with pytest.raises(wsync.StateError, match=r"^.*/latest: is no link, "):
-                sync.update(version=7)
-    assert everything(tmp_path) == {"latest"}
-
-
-def test_versions_that_get_no_link_do_not_add_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, 1)
-    with monkeypatch.context() as patched:
-
-        def no_links(path: Path, *_: object) -> None:
-            raise PermissionError(1, "Operation not permitted", str(path))
-
-        patched.setattr(Path, "symlink_to", no_links)
-        refused(tmp_path, "Operation not permitted")
-    assert everything(tmp_path) == {"latest", "weight_v000001"}
-    assert newest(tmp_path).name == "weight_v000001"
-
-
-def test_a_version_that_readers_have_is_not_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync = versions._sync
-
-    def failing(path: Path) -> None:
-        if (tmp_path / "latest").is_symlink():
-            raise OSError(5, "Input/output error", str(path))
-        sync(path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(versions, "_sync", failing)
-        with pytest.raises(wsync.SystemCallError):
-            write(tmp_path, 1)
-    assert newest(tmp_path).name == "weight_v000001"
-
-
-@pytest.mark.parametrize("replace", [False, True])
-def test_a_link_that_leads_nowhere_is_no_free_name(replace: bool, tmp_path: Path) -> None:
-    (tmp_path / "weight_v000007").symlink_to("nowhere")
-    with DiskSync({"a": torch.ones(3)}, folder=tmp_path, replace=replace, options=OPTIONS) as sync:
-        sync.update(version=7)
-    assert newest(tmp_path).name == ("weight_v000007" if replace else "weight_v000007.2")
-    assert (tmp_path / "weight_v000007").is_symlink() != replace
-
-
-def test_the_newest_versions_stay_whatever_the_clock_says(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    ahead = 4_000_000_000
-    os.utime(tmp_path / "weight_v000001" / INDEX, (ahead, ahead))
-    write(tmp_path, 2, 3, 4, keep=2)
-    assert everything(tmp_path) == {"latest", "weight_v000003", "weight_v000004"}

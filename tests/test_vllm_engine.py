@@ -28,7 +28,7 @@ from wsync import inspection
 from wsync.disk import DiskSync
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import ModuleLoader
-from wsync.handles.vllm import VllmHandle, VllmServer
+from wsync.handles.vllm import VllmHandle
 from wsync.messages.control import Control
 from wsync.vllm import WorkerExtension, register
 
@@ -58,17 +58,6 @@ def test_experts_go_to_the_worker_that_has_them(engine: VllmEngine, family: str)
     ]
     assert experts[0] and experts[1]
     assert experts[0].isdisjoint(experts[1])
-
-
-def test_a_processor_with_amx_makes_no_difference() -> None:
-    """vLLM would pack weights for its tiles, with kernels that its Python files lack."""
-    engine = VllmEngine(tp=1, amx=True)
-    try:
-        for family in ("qwen3_moe", "deepseek_v3"):
-            engine.prepare(family)
-            check_two_updates(engine)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -642,67 +631,6 @@ def test_vllms_own_server_is_driven_by_its_routes(engine: VllmEngine, front: str
     ]
 
 
-def test_vllms_own_server_drops_more_where_there_is_more(
-    front: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Front.engine = Calls(kv_connector=True, multimodal=True)
-    for unknown in (set(), {"/reset_encoder_cache", "/update_weight_version"}):
-        monkeypatch.setattr(Front, "unknown", unknown)
-        wsync.handle(front).flush(60)
-        assert Front.seen[-2:] == [
-            "/reset_prefix_cache?reset_running_requests=false&reset_external=true",
-            "/reset_encoder_cache",
-        ]
-        VllmServer(front.removeprefix("vllm+")).update_weight_version("7")
-        assert Front.seen[-1] == "/update_weight_version {'new_version': '7'}"
-
-
-@pytest.mark.parametrize("path", ["/reset_encoder_cache", "/update_weight_version"])
-def test_a_path_that_vllm_has_answered_is_not_taken_for_unknown(
-    path: str, front: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor is the old weights' work taken for dropped then, or the version for recorded."""
-    Front.engine = Calls(multimodal=True)
-    engine, server = wsync.handle(front), VllmServer(front.removeprefix("vllm+"))
-
-    def ask() -> None:
-        engine.flush(60)
-        server.update_weight_version("7")
-
-    ask()
-    monkeypatch.setattr(Front, "unknown", {path})
-    with pytest.raises(wsync.RemoteError, match=f"{path}: HTTP 404"):
-        ask()
-
-
-@pytest.mark.parametrize(
-    ("woken", "resumed"),
-    [({"status": "awake"}, False), ({"status": "sleeping"}, False), ({}, True)],
-)
-def test_a_server_is_resumed_where_waking_it_up_does_not(
-    woken: dict[str, str], resumed: bool, front: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Front.engine = Calls()
-    monkeypatch.setattr(Front, "woken", woken)
-    for unknown in (set(), {"/wake_up"}):
-        monkeypatch.setattr(Front, "unknown", unknown)
-        wsync.handle(front).resume(60)
-        assert (Front.seen[-1] == "/resume") == (resumed or bool(unknown))
-
-
-@pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache", "/wake_up"])
-def test_a_gateways_page_is_no_answer_of_vllms(
-    path: str, front: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Front.engine = Calls()
-    monkeypatch.setattr(Front, "pages", {path})
-    engine = wsync.handle(front)
-    with pytest.raises(wsync.RemoteError, match=f"{path}.*: HTTP 200, but not vLLM's answer"):
-        engine.pause("abort", 60)
-        engine.flush(60)
-        engine.resume(60)
-
-
 def test_workers_that_cannot_be_reached_are_named() -> None:
     with pytest.raises(wsync.UnsupportedError, match=r"reaches workers \[0\] of 2"):
         wsync.handle(Calls(workers=2))
@@ -710,16 +638,6 @@ def test_workers_that_cannot_be_reached_are_named() -> None:
         wsync.handle(Calls(engines=4))
     with pytest.raises(wsync.InvalidArgumentError, match="has 1 workers, not 2"):
         wsync.handle(Calls(), workers=2)
-
-
-@pytest.mark.parametrize("said", ["[" * 100_000, "no JSON", "{}", 5, None])
-def test_workers_that_describe_themselves_otherwise_are_refused(said: Any) -> None:
-    class Other:
-        def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
-            return [said]
-
-    with pytest.raises(wsync.RemoteError, match="wsync_describe: a worker says"):
-        wsync.handle(Other())
 
 
 def test_an_engine_without_the_extension_is_told_how_to_start() -> None:
@@ -742,38 +660,6 @@ def test_wsync_is_a_plugin_of_vllm(engine: VllmEngine) -> None:
 # --- vLLM's weight transfer ---------------------------------------------------------------------
 
 
-class WeightSync:
-    """vLLM's client; an engine's state is that of its gpu_worker.py (0.32.0)."""
-
-    def __init__(self) -> None:
-        self.active = False
-        self.loses = ""
-        self.refused = 0
-        self.done: list[str] = []
-
-    def start_weight_update(self) -> None:
-        if self.active:
-            self.refused += 1
-            raise RuntimeError("start_weight_update called while a weight update is active")
-        self.active = True
-        if self.loses == "start":
-            raise ConnectionError("reset by peer")
-
-    def update_weights(self, info: Any) -> None:
-        assert self.active
-        self.done.append(info["version"])
-
-    def finish_weight_update(self, version: str | None) -> None:
-        if self.loses == "finish":
-            raise ConnectionError("refused")
-        if not self.active:
-            self.refused += 1
-            raise RuntimeError("finish_weight_update called without a matching start")
-        self.active = False
-        if self.loses == "finish, answer":
-            raise ConnectionError("reset by peer")
-
-
 @pytest.fixture
 def transfer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """wsync.vllm.transfer, with stand-ins for the classes of vLLM's that it is made of."""
@@ -789,28 +675,6 @@ def transfer(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "wsync.vllm.transfer", raising=False)
     yield importlib.import_module("wsync.vllm.transfer")
     sys.modules.pop("wsync.vllm.transfer")
-
-
-@pytest.mark.parametrize("lost", ["start", "finish", "finish, answer"])
-def test_a_lost_request_of_a_weight_transfer_is_made_up_for(transfer: Any, lost: str) -> None:
-    client = WeightSync()
-    engine = transfer._Engine(client, 1)
-
-    def update(version: str) -> None:
-        try:
-            engine.collective_rpc("wsync_update", ([], version))
-        finally:
-            engine.finish(version, 5)
-
-    client.loses = lost
-    with pytest.raises(ConnectionError if lost == "start" else wsync.RemoteError):
-        update("1")
-    client.loses = ""
-    for version in "23":
-        update(version)
-    assert client.done[-2:] == ["2", "3"]
-    assert not client.active
-    assert client.refused == (1 if lost == "finish" else 0)  # what several workers do not survive
 
 
 class TransferWorkers:
@@ -838,26 +702,6 @@ def transfer_worker(transfer: Any, rank: int, count: int) -> Any:
     worker._rank = rank
     worker._receiver = Receiver(ModuleLoader(worker.model), worker=rank)
     return worker
-
-
-@pytest.mark.parametrize(("told", "count"), [(1, 2), (2, 1), (2, 4)])
-def test_a_server_started_again_with_other_workers_takes_nothing(
-    transfer: Any, told: int, count: int
-) -> None:
-    """vLLM's client hands no answers on: the trainer goes on believing what it was told."""
-    client = TransferWorkers([transfer_worker(transfer, rank, told) for rank in range(told)])
-    weights = dict(torch.nn.Linear(3, 5).named_parameters())
-    with wsync.connect(weights, [transfer._Engine(client, told)], options=OPTIONS) as sync:
-        sync.update()
-        assert all(torch.equal(worker.model.weight, weights["weight"]) for worker in client.workers)
-        client.workers = [transfer_worker(transfer, rank, count) for rank in range(count)]
-        before = [worker.model.weight.clone() for worker in client.workers]
-        for _ in range(2):
-            with pytest.raises(wsync.WsyncError) as raised:
-                sync.update()
-        assert f"workers {told}: the engine has {count}" in str(raised.value)
-        after = [worker.model.weight for worker in client.workers]
-        assert all(map(torch.equal, before, after))
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -447,15 +447,6 @@ static void close_pair(pair_t *pair)
     check_misuse();
 }
 
-TEST(each_allocation_fails_in_turn)
-{
-    pair_t pair = {0};
-
-    open_pair(&pair);
-    CHECK(oom_run(live_once, &pair) > 10);
-    close_pair(&pair);
-}
-
 TEST(each_call_fails_in_turn)
 {
     pair_t pair = {0};

@@ -285,38 +285,6 @@ TEST(strangers_are_closed_and_do_not_end_the_wait)
     (void)close(silent);
 }
 
-TEST(many_silent_strangers_do_not_lock_a_peer_out)
-{
-    wsync_listener_t *listener = NULL;
-    wsync_channel_t *right = NULL;
-    wsync_channel_t *accepted = NULL;
-    wsync_frame_t hello = {0};
-    wsync_frame_t got;
-    wsync_error_t err = {0};
-    unsigned refused = 0;
-    int silent[30];
-
-    CHECK_OK(wsync_listener_create(NULL, &listener, &err), err);
-    for (int i = 0; i < 30; i++) {
-        if (i == 15) { /* others come before it and after it */
-            CHECK_OK(wsync_channel_connect(wsync_listener_path(listener), token, &hello,
-                                           PATIENT_MS, &right, &err),
-                     err);
-        }
-        silent[i] = raw_connect(wsync_listener_path(listener));
-    }
-    CHECK_OK(
-        wsync_listener_accept(listener, token, PATIENT_MS, &accepted, &got, &refused, &err),
-        err);
-    CHECK(refused > 0);
-    wsync_channel_destroy(accepted);
-    wsync_channel_destroy(right);
-    wsync_listener_destroy(listener);
-    for (int i = 0; i < 30; i++) {
-        (void)close(silent[i]);
-    }
-}
-
 TEST(nobody_listens)
 {
     wsync_channel_t *channel = NULL;
@@ -335,62 +303,6 @@ TEST(nobody_listens)
     CHECK_EQ(wsync_channel_connect("/tmp/x", token, &hello, SOON_MS, &channel, &err),
              WSYNC_ERR_INVALID);
     CHECK(channel == NULL);
-}
-
-TEST(malformed_frames_are_named_and_leak_no_descriptor)
-{
-    const struct {
-        size_t offset;
-        uint8_t value;
-        const char *text;
-    } cases[] = {{0, 0, "starts with"},
-                 {4, 9, "version 9"},
-                 {12, 1, "1 payload bytes"},
-                 {15, 1, "16777216 payload bytes"}};
-    const int before = count_fds();
-    pair_t pair = make_pair();
-    const int open_fds = count_fds();
-    wsync_frame_t got = {.kind = 123};
-    wsync_error_t err = {0};
-    uint8_t wire[WSYNC_FRAME_WIRE_NBYTES + 1] = {0};
-
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
-        wsync_frame_encode_header(&(wsync_frame_t){.kind = 9}, wire);
-        wire[cases[i].offset] = cases[i].value;
-        raw_send(wsync_channel_fd(pair.there), wire, WSYNC_FRAME_HEADER_NBYTES, 4);
-        CHECK_EQ(wsync_channel_receive(pair.here, &got, PATIENT_MS, &err),
-                 WSYNC_ERR_PROTOCOL);
-        CHECK_HAS(err.message, cases[i].text);
-    }
-    raw_send(wsync_channel_fd(pair.there), wire, WSYNC_FRAME_HEADER_NBYTES - 1, 2);
-    CHECK_EQ(wsync_channel_receive(pair.here, &got, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
-    CHECK_HAS(err.message, "47 bytes");
-    raw_send(wsync_channel_fd(pair.there), wire, sizeof(wire), 2);
-    CHECK_EQ(wsync_channel_receive(pair.here, &got, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
-    CHECK_HAS(err.message, "larger");
-    CHECK_EQ(got.kind, 123);
-    CHECK_EQ(count_fds(), open_fds);
-    free_pair(&pair);
-    CHECK_EQ(count_fds(), before);
-}
-
-TEST(too_many_descriptors_are_closed)
-{
-    pair_t pair = make_pair();
-    const int before = count_fds();
-    wsync_frame_t got;
-    wsync_error_t err = {0};
-    uint8_t wire[WSYNC_FRAME_HEADER_NBYTES];
-
-    wsync_frame_encode_header(&(wsync_frame_t){.kind = 9}, wire);
-    for (int count = WSYNC_FRAME_FDS + 1; count < 40; count += 7) {
-        raw_send(wsync_channel_fd(pair.there), wire, sizeof(wire), count);
-        CHECK_EQ(wsync_channel_receive(pair.here, &got, PATIENT_MS, &err),
-                 WSYNC_ERR_PROTOCOL);
-        CHECK_HAS(err.message, "more descriptors");
-        CHECK_EQ(count_fds(), before);
-    }
-    free_pair(&pair);
 }
 
 TEST(descriptors_that_do_not_fit_this_process_are_a_protocol_error)

@@ -16,20 +16,6 @@ static wsync_memory_t *make_control(const wsync_cuda_device_t *device)
     return memory;
 }
 
-/* The import must fail with this status and leave the output alone. */
-static void check_refused(const wsync_cuda_device_t *device, int fd, uint64_t nbytes,
-                          wsync_status_t status, const char *part)
-{
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-
-    CHECK_EQ(wsync_memory_import(&device->base, fd, nbytes, &memory, &err), status);
-    CHECK_EQ(wsync_memory_import(&device->base, fd, nbytes, &memory, NULL), status);
-    CHECK(memory == NULL);
-    CHECK_EQ(err.status, status);
-    CHECK_HAS(err.message, part);
-}
-
 TEST(gpus_say_what_they_are)
 {
     const wsync_cuda_device_t *device;
@@ -156,26 +142,6 @@ TEST(processes_number_one_gpu_differently)
     check_clean();
 }
 
-TEST(imports_of_something_else_are_refused)
-{
-    const wsync_cuda_device_t *device = open_device(0);
-    const int null = open("/dev/null", O_RDWR);
-    const int file = memfd_create("test", MFD_CLOEXEC);
-    wsync_memory_t *memory;
-    char text[64];
-
-    (void)snprintf(text, sizeof(text), "descriptor %d holds no GPU memory", null);
-    check_refused(device, null, NBYTES, WSYNC_ERR_REFUSED, text);
-    check_refused(device, file, NBYTES, WSYNC_ERR_REFUSED, "holds no GPU memory");
-    check_refused(device, -1, NBYTES, WSYNC_ERR_OS, "descriptor -1");
-    memory = make_memory(device, NBYTES);
-    check_refused(device, memory->fd, (uint64_t)1 << 22, WSYNC_ERR_INVALID,
-                  "does not hold 4194304 bytes");
-    check_refused(device, memory->fd, 0, WSYNC_ERR_INVALID, "0 bytes");
-    wsync_memory_destroy(memory);
-    check_clean();
-}
-
 TEST(a_fork_has_no_gpu_and_takes_nothing_away)
 {
     const wsync_cuda_device_t *device = open_device(0);
@@ -270,77 +236,6 @@ TEST(a_stream_s_word_reaches_another_process)
     CU(cu->stream_destroy(stream));
     wsync_memory_destroy(control);
     peer_end(peer);
-}
-
-/* --- each driver call fails in turn -----------------------------------------------------
- */
-
-/* What has failed once is as it was, and succeeds the second time. */
-static wsync_status_t unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
-{
-    const wsync_status_t status = wsync_memory_unpark(memory, fd, err);
-
-    if (status != WSYNC_OK) {
-        CHECK_EQ(memory->fd, -1);
-        CHECK_OK(wsync_memory_unpark(memory, fd, NULL), *err);
-    }
-    CHECK(memory->fd >= 0);
-    bytes_of(memory)[NBYTES - 1] = 1;
-    return status;
-}
-
-static wsync_status_t attempt(void *context, wsync_error_t *err)
-{
-    const wsync_cuda_device_t *device = context;
-    wsync_memory_t *memory = NULL;
-    wsync_memory_t *import = NULL;
-    wsync_memory_t *control = NULL;
-    wsync_memory_t *peer = NULL;
-    wsync_status_t status = wsync_memory_create(&device->base, NBYTES, &memory, err);
-
-    if (status == WSYNC_OK) {
-        status = wsync_memory_import(&device->base, memory->fd, NBYTES, &import, err);
-    }
-    if (status == WSYNC_OK) {
-        status = wsync_control_create(&device->base, CONTROL_NBYTES, &control, err);
-    }
-    if (status == WSYNC_OK) {
-        status =
-            wsync_control_import(&device->base, control->fd, CONTROL_NBYTES, &peer, err);
-    }
-    if (status == WSYNC_OK) {
-        status = wsync_memory_park(import, err);
-    }
-    if (status == WSYNC_OK) {
-        status = wsync_memory_park(memory, err);
-    }
-    if (status == WSYNC_OK) {
-        status = unpark(memory, -1, err);
-    }
-    if (status == WSYNC_OK) {
-        status = unpark(import, memory->fd, err);
-    }
-    wsync_memory_destroy(memory);
-    wsync_memory_destroy(import);
-    wsync_memory_destroy(control);
-    wsync_memory_destroy(peer);
-    return status;
-}
-
-TEST(each_call_fails_in_turn)
-{
-    void *device = (void *)(uintptr_t)open_device(0);
-
-    CHECK(fail_in_turn(attempt, device, WSYNC_CU_LAUNCH_FAILED, 0) > 12);
-    check_clean();
-}
-
-TEST(memory_runs_out_at_each_call)
-{
-    void *device = (void *)(uintptr_t)open_device(0);
-
-    CHECK(fail_in_turn(attempt, device, WSYNC_CU_OUT_OF_MEMORY, 0) > 12);
-    check_clean();
 }
 
 TEST(a_gpu_that_registers_no_memory_of_the_host_is_named)

@@ -309,9 +309,6 @@ TEST(managed_memory_is_the_device_s)
     free(managed.data);
 }
 
-/* --- the stand-in -----------------------------------------------------------------------
- */
-
 /* A device that reaches all memory takes what malloc gave, on both sides, as it is. */
 TEST(a_coherent_device_uses_host_memory_as_its_own)
 {
@@ -349,105 +346,4 @@ TEST(a_coherent_device_uses_host_memory_as_its_own)
     free(source.data);
     (void)unlink(path);
     (void)close(fd);
-}
-
-/* What would be an illegal address on a device is refused before it runs. */
-TEST(the_fake_refuses_pageable_memory)
-{
-    const rig_t rig = make_rig(NBYTES);
-    const wsync_cuda_driver_t *driver = rig.device->driver;
-    const wsync_span_t source = new_source(NBYTES, 19);
-    wsync_cu_ptr_t target = (uintptr_t)rig.target.data;
-    wsync_cu_ptr_t pageable = (uintptr_t)source.data;
-    uint32_t value = 1;
-    uint32_t count = 4;
-    void *parameters[] = {&pageable, &value, &count};
-    wsync_cu_module_t module = NULL;
-    wsync_cu_function_t kernel = NULL;
-    wsync_cu_stream_t stream = NULL;
-    wsync_error_t err = {0};
-
-    CHECK(!rig.device->pageable);
-    CHECK_OK(wsync_cuda_enter(rig.device, &err), err);
-    CU(driver->stream_create(&stream, WSYNC_CU_STREAM_NON_BLOCKING));
-    CU(driver->module_load(&module, "kernels"));
-    CU(driver->module_function(&kernel, module, "fake_fill"));
-    CHECK_EQ(driver->memcpy_async(target, pageable, 64, stream), WSYNC_CU_INVALID_VALUE);
-    CHECK_EQ(driver->memcpy_async(pageable, target, 64, stream), WSYNC_CU_INVALID_VALUE);
-    CU(driver->memcpy_in_async(target, source.data, 64, stream));
-    CHECK_EQ(driver->launch_kernel(kernel, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL),
-             WSYNC_CU_INVALID_VALUE);
-    parameters[0] = &target;
-    CU(driver->launch_kernel(kernel, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL));
-    CU(driver->stream_synchronize(stream));
-    CU(driver->stream_destroy(stream));
-    CU(driver->module_unload(module));
-    wsync_cuda_leave(rig.device);
-    end_rig(&rig);
-    free(source.data);
-}
-
-/* --- each driver call fails in turn -----------------------------------------------------
- */
-
-static wsync_status_t attempt(void *context, wsync_error_t *err)
-{
-    /* From the host, through one slot and through two, and from the device. */
-    static const wsync_copy_t copies[] = {
-        {.row_count = 1000, .source_item_nbytes = 1, .destination_item_nbytes = 1},
-        {.row_count = 1000,
-         .source_item_nbytes = 1,
-         .destination_item_nbytes = 1,
-         .source_buffer = 1,
-         .destination_offset = SLOT + NBYTES},
-        {.row_count = SLOT + 1000, .source_item_nbytes = 1, .destination_item_nbytes = 1},
-    };
-    const rig_t *rig = context;
-    const wsync_event_t done = {rig->control, 0};
-    const uint64_t next = wsync_event_query(done) + 1;
-    const size_t nbytes[2] = {1000, SLOT + 1000};
-    void *data[2];
-    wsync_span_t sources[2][2];
-    wsync_stream_t *stream = NULL;
-    wsync_status_t status = wsync_stream_create(rig->base, 2, &stream, err);
-
-    for (int i = 0; i < 2; i++) {
-        data[i] = malloc(nbytes[i]);
-        CHECK(data[i] != NULL);
-        memset(data[i], i + (int)next, nbytes[i]);
-        sources[i][0] = (wsync_span_t){data[i], nbytes[i]};
-        sources[i][1] = rig->target;
-        if (status == WSYNC_OK) {
-            status = wsync_stream_copy_list(stream, copies + i, 2, sources[i], 2,
-                                            &rig->target, 1, err);
-            if (status != WSYNC_OK) { /* nobody reads it any more */
-                memset(data[i], 0, nbytes[i]);
-            }
-        }
-    }
-    if (status == WSYNC_OK) {
-        status = wsync_stream_record(stream, done, next, err);
-    }
-    if (status == WSYNC_OK) {
-        status = wsync_stream_synchronize(stream, PATIENT_MS, err);
-    }
-    if (status == WSYNC_OK) {
-        CHECK(memcmp(reach(rig->target.data), data[1], SLOT + 1000) == 0);
-    }
-    if (stream != NULL) {
-        (void)wsync_stream_abandon(stream, PATIENT_MS);
-    }
-    free(data[0]);
-    free(data[1]);
-    wsync_stream_destroy(stream);
-    return status;
-}
-
-TEST(each_call_fails_in_turn)
-{
-    rig_t rig = make_rig(SLOT + NBYTES + 1000);
-
-    /* The rig's stream is two of the driver. */
-    CHECK(fail_in_turn(attempt, &rig, WSYNC_CU_LAUNCH_FAILED, 2) > 30);
-    end_rig(&rig);
 }

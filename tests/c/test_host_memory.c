@@ -139,34 +139,6 @@ TEST(import_refuses_what_is_not_a_memfd)
     (void)close(ends[1]);
 }
 
-TEST(import_refuses_memory_that_could_change_size)
-{
-    const int seals[] = {0, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL,
-                         F_SEAL_SHRINK | F_SEAL_SEAL};
-
-    for (size_t i = 0; i < sizeof(seals) / sizeof(seals[0]); i++) {
-        const int fd = make_fd(seals[i]);
-
-        check_refused(fd, NBYTES, WSYNC_ERR_REFUSED, "seals");
-        (void)close(fd);
-    }
-}
-
-TEST(import_refuses_another_size)
-{
-    const int fd = make_fd(F_SEAL_SHRINK | F_SEAL_GROW);
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-
-    check_refused(fd, NBYTES - 1, WSYNC_ERR_INVALID, "100001 bytes, expected 100000");
-    check_refused(fd, NBYTES + 1, WSYNC_ERR_INVALID, "expected 100002");
-    check_refused(fd, 0, WSYNC_ERR_INVALID, "expected 0");
-    check_refused(fd, UINT64_MAX, WSYNC_ERR_INVALID, "100001 bytes");
-    CHECK_OK(wsync_memory_import(wsync_device_host(), fd, NBYTES, &memory, &err), err);
-    wsync_memory_destroy(memory);
-    (void)close(fd);
-}
-
 /* Else a peer could have us pay for any size that it names. */
 TEST(import_refuses_memory_that_is_not_there_yet)
 {
@@ -178,23 +150,6 @@ TEST(import_refuses_memory_that_is_not_there_yet)
     CHECK_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
     check_refused(fd, NBYTES, WSYNC_ERR_REFUSED, "4096 of its 100001 bytes");
     (void)close(fd);
-}
-
-TEST(import_refuses_memory_that_cannot_be_written)
-{
-    const int sealed = make_fd(F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE);
-    const int fd = make_fd(F_SEAL_SHRINK | F_SEAL_GROW);
-    char path[64];
-    int reader;
-
-    (void)snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
-    reader = open(path, O_RDONLY);
-    CHECK(reader >= 0);
-    check_refused(sealed, NBYTES, WSYNC_ERR_REFUSED, "cannot be mapped for writing");
-    check_refused(reader, NBYTES, WSYNC_ERR_REFUSED, "cannot be mapped for writing");
-    (void)close(sealed);
-    (void)close(fd);
-    (void)close(reader);
 }
 
 /* Descriptors before and after: a failure must not keep one. */

@@ -3,14 +3,6 @@
 #include "core/write_overlap.h"
 #include "layouts.h"
 
-static wsync_layout_t *rows(uint32_t rank, uint32_t buffer, int64_t first, int64_t count)
-{
-    wsync_layout_builder_t *builder = new_builder();
-
-    add_rows(builder, matrix("a.weight", 4, 3), rank, buffer, 0, first, count);
-    return finish(builder);
-}
-
 /* Makes a route and destroys the layouts. */
 static wsync_status_t make(wsync_layout_t *source, wsync_layout_t *destination,
                            wsync_route_t **route, wsync_error_t *err)
@@ -31,104 +23,6 @@ static void refuse(wsync_layout_t *source, wsync_layout_t *destination,
     CHECK_EQ(make(source, destination, &route, &err), expected);
     CHECK(route == NULL);
     CHECK_HAS(err.message, part);
-}
-
-TEST(copies_are_grouped_by_source_buffer)
-{
-    wsync_layout_builder_t *builder = new_builder();
-    wsync_route_t *route = NULL;
-    wsync_error_t err = {0};
-    const wsync_copy_t *copies;
-    size_t count;
-
-    add_rows(builder, matrix("a.weight", 4, 3), 0, 7, 100, 2, 2);
-    add_rows(builder, matrix("a.weight", 4, 3), 0, 1, 0, 0, 2);
-    CHECK_OK(make(finish(builder), rows(5, 0, 0, 4), &route, &err), err);
-    CHECK_EQ(wsync_route_buffer_count(route), 8);
-    copies = wsync_route_copies(route, 7, &count);
-    CHECK_EQ(count, 1);
-    CHECK_EQ(copies[0].source_offset, 100);
-    CHECK_EQ(copies[0].destination_offset, 12);
-    CHECK_EQ(copies[0].row_count, 6);
-    copies = wsync_route_copies(route, 1, &count);
-    CHECK_EQ(count, 1);
-    CHECK_EQ(copies[0].destination_offset, 0);
-    (void)wsync_route_copies(route, 3, &count);
-    CHECK_EQ(count, 0);
-    (void)wsync_route_copies(route, UINT32_MAX, &count);
-    CHECK_EQ(count, 0);
-    wsync_route_destroy(route);
-    wsync_route_destroy(NULL);
-}
-
-TEST(the_first_source_serves)
-{
-    wsync_layout_builder_t *builder = new_builder();
-    wsync_route_t *route = NULL;
-    wsync_error_t err = {0};
-    size_t count;
-
-    add_rows(builder, matrix("a.weight", 4, 3), 0, 0, 0, 1, 2);
-    add_rows(builder, matrix("a.weight", 4, 3), 0, 1, 0, 0, 4);
-    CHECK_OK(make(finish(builder), rows(0, 0, 0, 4), &route, &err), err);
-    CHECK_EQ(wsync_copies_nbytes(wsync_route_copies(route, 0, &count), 1), 12);
-    CHECK_EQ(count, 1);
-    (void)wsync_route_copies(route, 1, &count);
-    CHECK_EQ(count, 2); /* the row before and the row after */
-    wsync_route_destroy(route);
-}
-
-TEST(holes_and_strangers_are_named)
-{
-    wsync_layout_builder_t *builder;
-
-    refuse(
-        rows(0, 0, 0, 3), rows(0, 0, 0, 4), WSYNC_ERR_LAYOUT,
-        "a.weight: no source shard holds the box that starts at [3, 0] with extent [1, 3]");
-    builder = new_builder();
-    add_rows(builder, matrix("other", 4, 3), 0, 0, 0, 0, 4);
-    refuse(rows(0, 0, 0, 4), finish(builder), WSYNC_ERR_LAYOUT, "other: the source has no");
-    builder = new_builder();
-    add_rows(builder, matrix("a.weight", 5, 3), 0, 0, 0, 0, 4);
-    refuse(rows(0, 0, 0, 4), finish(builder), WSYNC_ERR_LAYOUT,
-           "a.weight: source shape [4, 3] != destination shape [5, 3]");
-}
-
-TEST(several_ranks_are_refused)
-{
-    wsync_layout_builder_t *builder = new_builder();
-
-    add_rows(builder, matrix("a.weight", 4, 3), 0, 0, 0, 0, 2);
-    add_rows(builder, matrix("a.weight", 4, 3), 3, 0, 0, 2, 2);
-    refuse(finish(builder), rows(0, 0, 0, 4), WSYNC_ERR_INVALID, "ranks 0 and 3");
-}
-
-TEST(memory_written_twice_is_refused)
-{
-    wsync_layout_builder_t *source = new_builder();
-    wsync_layout_builder_t *destination = new_builder();
-
-    add_rows(source, matrix("a", 4, 3), 0, 0, 0, 0, 4);
-    add_rows(source, matrix("b", 4, 3), 0, 1, 0, 0, 4);
-    add_rows(destination, matrix("a", 4, 3), 0, 0, 0, 0, 4);
-    add_rows(destination, matrix("b", 4, 3), 0, 0, 22, 0, 4);
-    refuse(finish(source), finish(destination), WSYNC_ERR_LAYOUT,
-           "a and b both write byte 22 of destination buffer 0");
-}
-
-TEST(one_box_may_go_to_two_places)
-{
-    wsync_layout_builder_t *builder = new_builder();
-    wsync_route_t *route = NULL;
-    wsync_error_t err = {0};
-    size_t count;
-
-    add_rows(builder, matrix("a.weight", 4, 3), 0, 0, 0, 0, 4);
-    add_rows(builder, matrix("a.weight", 4, 3), 0, 0, 24, 0, 4);
-    CHECK_OK(make(rows(0, 0, 0, 4), finish(builder), &route, &err), err);
-    (void)wsync_route_copies(route, 0, &count);
-    CHECK_EQ(count, 2);
-    wsync_route_destroy(route);
 }
 
 static wsync_copy_t strided(uint64_t offset, uint64_t row, int64_t extent, int64_t stride)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
-import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,7 +23,6 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -297,88 +294,6 @@ def part_of_a_unit() -> dict[str, Any]:
     return {**found, "changed": error_of(layout.bind)}
 
 
-class Scaled(torch.nn.Module):
-    """Its root unit has one parameter, of one element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = torch.nn.Linear(4, 4)
-        self.scale = torch.nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.proj(x) * self.scale
-
-
-def assigned_scale(strategy: str) -> list[float]:
-    """A flat parameter of one element after a pass, after it was assigned twice, and after another
-    one, after which torch has the first value again."""
-    model = FullyShardedDataParallel(
-        Scaled(),
-        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
-        sharding_strategy=ShardingStrategy[strategy],
-        device_id=CPU,
-    )
-
-    def run() -> None:
-        model(torch.ones(1, 4)).sum().backward()
-
-    def held() -> float:
-        merged, buffers = gathered(layout)
-        (shard,) = merged.shards(merged.find("scale"))
-        data = buffers[shard.rank][shard.buffer][shard.offset :][:4]
-        return float(struct.unpack("f", data)[0])
-
-    layout = wsync.fsdp.layout(model)
-    run()
-    found = [held()]
-    for value in (3.0, 5.0):
-        for parameter in model.parameters():
-            parameter.grad = None
-            parameter.data = torch.full_like(parameter, value)
-        found.append(held())
-    run()
-    found.append(held())
-    assert found[-1] == model.state_dict()["scale"].item()
-    return found
-
-
-@torch.no_grad()
-def gathered_errors(strategy: str, how: str) -> list[str]:
-    """After an evaluation pass, after one and a change, and after a training step."""
-    model = FullyShardedDataParallel(
-        torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3)),
-        # after an evaluation pass the parameters of a root stay whole, others have been resharded
-        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}) if "SHARD_GRAD" in strategy else None,
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params="orig" in how,
-        device_id=CPU,
-    )
-
-    def change() -> None:
-        for parameter in model.parameters():
-            if "assigned" in how:
-                parameter.data = parameter.data + 1
-            else:
-                parameter.add_(1)
-
-    def train() -> None:
-        with torch.enable_grad():
-            model(torch.ones(1, 4)).sum().backward()
-
-    layout = wsync.fsdp.layout(model)
-    model(torch.ones(1, 4))
-    errors = [error_of(layout.bind)]
-    train()
-    if "before" in how:
-        change()
-    model(torch.ones(1, 4))
-    if "after" in how:
-        change()
-    errors.append(error_of(layout.bind))
-    train()
-    return [*errors, error_of(layout.bind)]
-
-
 def left_whole(how: str) -> Any:
     """A model of ones, or of numbers, under FSDP2, of which an evaluation pass leaves the parameter
     gathered."""
@@ -399,70 +314,6 @@ def left_whole(how: str) -> Any:
         model[0].weight.copy_(torch.arange(model[0].weight.numel()).view_as(model[0].weight))
         fully_shard(model[0], reshard_after_forward=2, **options)
     return fully_shard(model, **options)
-
-
-@torch.no_grad()
-def replaced_errors(how: str, passed: bool) -> tuple[str, bool]:
-    """What is said of a parameter that was replaced while its module is sharded, perhaps before the
-    first pass; and whether the next pass goes on with it."""
-    count = dist.get_world_size()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4 * count, bias=False))
-    fully_shard(model, mesh=init_device_mesh("cpu", (count,)))
-    layout = wsync.fsdp.layout(model)
-    if passed:
-        model(torch.ones(2, 4))
-    layout.bind()
-    weight = model[0].weight
-    fives = torch.full(weight.shape, 5.0)
-    new = distribute_tensor(fives, weight.device_mesh, weight.placements)
-    if how == "assigned":
-        model[0].weight = torch.nn.Parameter(new)
-    elif how == "swapped":
-        torch.utils.swap_tensors(weight, torch.nn.Parameter(new))
-    elif how == "set":
-        weight._local_tensor.set_(new._local_tensor)
-    elif how == "loaded":
-        model.load_state_dict({"0.weight": new}, assign=True)
-    elif how == "converted":
-        weight.copy_(new)
-        model.double().float()
-    elif how == "copied":
-        weight.copy_(new)
-    said = error_of(layout.bind)
-    return said, bool((model(torch.ones(2, 4)) == 20).all())
-
-
-class Tied(torch.nn.Module):
-    """Two layers of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
-        self.b.weight = self.a.weight
-
-    def forward(self, data: torch.Tensor) -> Any:
-        return self.b(self.a(data))
-
-
-@torch.no_grad()
-def untied_errors(layer: str, when: str) -> tuple[str, str]:
-    """What is said when one layer gets a weight of its own: before the first pass, while the weight
-    is gathered after one, or when it is sharded again; and, before, when it was loaded in place of
-    the other."""
-    model = Tied()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    layout = wsync.fsdp.layout(model)
-    if when != "before":
-        model(torch.ones(2, 4))
-    loaded = ""
-    if when != "gathered":
-        layout.bind()
-        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-        loaded = error_of(layout.bind)
-    changed = getattr(model, layer)
-    changed.weight = torch.nn.Parameter(torch.full_like(changed.weight, 5.0))
-    return loaded, error_of(layout.bind)
 
 
 @torch.no_grad()
@@ -495,20 +346,6 @@ def unsharded_errors(how: str, change: str) -> tuple[list[str], list[float]]:
     with without_gradients():
         model(torch.ones(2, 4))  # on all ranks, or it would wait
     return said, layout.tensors()[0].unique().tolist()
-
-
-@torch.no_grad()
-def assigned_errors() -> list[str]:
-    """Within a block that writes back at its end, and where other shapes were assigned."""
-    model, _ = build("dense")
-    model = shard(model, "fsdp1-orig")
-    layout = wsync.fsdp.layout(model)
-    with FullyShardedDataParallel.summon_full_params(model, writeback=True):
-        errors = [error_of(layout.bind)]
-    layout.bind()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.new_zeros(parameter.numel() + 1)
-    return [*errors, error_of(layout.bind)]
 
 
 def trained_matches(kind: str, how: str) -> dict[str, Any]:
@@ -681,62 +518,6 @@ def late_shards() -> list[str]:
     return wrong
 
 
-def moved_units() -> list[str]:
-    """What becomes of FSDP1 units that change places after the layout was made, or are taken out:
-    the ways in which they are read wrongly, and what is said of one that is gone."""
-    found = []
-    for original in (True, False):
-        units = [torch.nn.Linear(4, 4, bias=False) for _ in range(2)]
-        for value, unit in enumerate(units):
-            unit.weight.data.fill_(float(value))
-        wrapped = [
-            FullyShardedDataParallel(u, use_orig_params=original, device_id=CPU) for u in units
-        ]
-        model = torch.nn.Sequential(*wrapped)
-        layout = wsync.fsdp.layout(model)
-        model[0], model[1] = model[1], model[0]
-        layout.bind()
-        held = [tensor.unique().tolist() for tensor in layout.tensors()]
-        if (layout.names, held) != (("0.weight", "1.weight"), [[1.0], [0.0]]):
-            found.append(f"{layout.names}: {held}")
-        model[0] = torch.nn.Identity()
-        found.append(error_of(layout.bind))
-    return found
-
-
-def moved_modules() -> list[str]:
-    """What is said of modules of one FSDP1 unit, and of its layout that is made anew, when they
-    have changed places, when they are back, and when one is taken out."""
-    found = []
-    for original in (True, False):
-        inner = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(2)))
-        first, second = inner
-        unit = FullyShardedDataParallel(inner, use_orig_params=original, device_id=CPU)
-        layout = wsync.fsdp.layout(unit)
-        for parts in ((second, first), (first, second), (first, torch.nn.Identity())):
-            inner[0], inner[1] = parts
-            found += [error_of(layout.bind), error_of(lambda unit=unit: wsync.fsdp.layout(unit))]
-    return found
-
-
-@torch.no_grad()
-def turned_matches(original: bool) -> int:
-    """How many shards are right of parameters that are not contiguous."""
-    torch.manual_seed(1)
-    turned = torch.nn.Linear(7, 6, bias=False)
-    turned.weight = torch.nn.Parameter(torch.randn(7, 6).t())
-    convolutions = [
-        torch.nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last),
-        torch.nn.Conv3d(2, 4, (1, 3, 2)).to(memory_format=torch.channels_last_3d),
-    ]
-    model = torch.nn.Sequential(*convolutions, turned, torch.nn.Linear(4, 3))
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert sum(not tensor.is_contiguous() for tensor in state.values()) == 3
-    model = FullyShardedDataParallel(model, use_orig_params=original, device_id=CPU)
-    merged, buffers = gathered(wsync.fsdp.layout(model))
-    return check_everything(merged, buffers, state)
-
-
 def cast_buffers(original: bool) -> list[list[str]]:
     """Dtypes and values of what is sent before and after FSDP1 has cast buffers, and by a layout
     that is made then."""
@@ -760,13 +541,6 @@ def cast_buffers(original: bool) -> list[list[str]]:
     mean = layout.tensors()[layout.names.index("0.1.running_mean")]
     assert torch.equal(mean, model[1].running_mean.float())
     return found
-
-
-def gapped_error() -> str:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 8))
-    model[0].weight = torch.nn.Parameter(torch.zeros(8, 3)[::2])
-    unit = FullyShardedDataParallel(model, use_orig_params=True, device_id=CPU)
-    return error_of(lambda: wsync.fsdp.layout(unit))
 
 
 def resharded_error() -> str:
@@ -860,35 +634,6 @@ def megatron_fsdp_uneven_rows(counts: Sequence[int], said: bool) -> tuple[list[f
             at = index * rows + start[0]
             found[at : at + extent[0]] = part.tolist()
     return found, ""
-
-
-def _eight_rows() -> tuple[Any, torch.Tensor]:
-    """A mesh, and this rank's part of 16 rows that it cuts twice."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    first, second = mesh.get_coordinate()
-    whole = torch.arange(64.0).view(16, 4)
-    return mesh, whole.chunk(2)[first].chunk(2)[second].clone()
-
-
-def order_error(order: list[int], strided: bool) -> str:
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    mesh, local = _eight_rows()
-    placements = [_StridedShard(0, split_factor=2) if strided else Shard(0), Shard(0)]
-    tensor = DTensor.from_local(local, mesh, placements, run_check=False)
-    mesh._shard_order = order
-    return error_of(lambda: wsync.fsdp.layout({"w": tensor}))
-
-
-def chunk_error() -> str:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    mesh, local = _eight_rows()
-    first, second = mesh.get_coordinate()
-    chunk = ChunkStorageMetadata(torch.Size([8 * second + 4 * first, 0]), torch.Size([4, 4]))
-    tensor = DTensor.from_local(local, mesh, [Shard(0), Shard(0)], run_check=False)
-    tensor._local_tensor.__create_chunk_list__ = lambda: [chunk]
-    return error_of(lambda: wsync.fsdp.layout({"w": tensor}))
 
 
 def shared_names(how: str) -> dict[str, bool]:

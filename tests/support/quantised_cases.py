@@ -97,13 +97,6 @@ def int4_groups(weight: torch.Tensor, size: int) -> Tensors:
     return {"_packed": packed, "_scale": scales.to(weight.dtype), "_shape": shape}
 
 
-def packed_words(codes: torch.Tensor) -> torch.Tensor:
-    """int32 of eight neighbours of a row, the first one lowest; 0 beyond the last column."""
-    found = torch.nn.functional.pad(codes.to(torch.int64) + 8, (0, -codes.shape[1] % 8))
-    words = (found.view(len(codes), -1, 8) << torch.arange(0, 32, 4)).sum(2)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-
-
 # a quantization_config and what it makes of a weight, by the suffix of each tensor's name
 METHODS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Tensors]]] = {
     "whole blocks": (blocks(8, 16), lambda w: fp8_blocks(w, 8, 16)),
