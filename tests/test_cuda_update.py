@@ -224,12 +224,13 @@ def test_weights_are_not_written_under_a_forward_pass(version: str, tmp_path: Pa
     assert facts == {"read": [True] * 3, "right": True}
 
 
-def test_a_wait_for_other_streams_ends_at_the_deadline(tmp_path: Path) -> None:
-    """As beside a kernel of NCCL that hangs, with a driver that cannot put a stream behind it."""
-    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_VERSION="12040") as ranks:
-        ((error, seconds, right),) = ranks.run(cuda_cases.stuck_in_the_trainer, timeout=60)
+@pytest.mark.parametrize("version", ["12080", "12040"], ids=["by events", "by a wait"])
+def test_a_wait_for_other_streams_ends_at_the_deadline(version: str, tmp_path: Path) -> None:
+    """As beside a kernel of NCCL that hangs."""
+    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_VERSION=version) as ranks:
+        ((error, seconds, right),) = ranks.run(cuda_cases.stuck_in_the_trainer, timeout=120)
     assert error.startswith("DeadlineError: ") and "has not done what it was given" in error
-    assert seconds < 30
+    assert seconds < 10
     assert right
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from wsync._core import (
 from wsync.bucket import FlattenedTensorBucket
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
-from wsync.machine.device import find
+from wsync.machine.device import find, follow
 from wsync.messages import payload
 from wsync.messages.control import PIECES, Control
 from wsync.trainer.sessions.worker import WorkerSession
@@ -504,13 +505,20 @@ def test_an_abort_before_the_first_round_leaves_the_old_weights_in_place(start: 
     check(module, tiny_weights(1))
 
 
-def test_nothing_more_is_written_when_an_update_has_failed(start: Start) -> None:
+def test_nothing_more_is_written_when_an_update_has_failed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = Tiny()
     loader = ModuleLoader(module)
     trainer, receiver, _ = first_update(start, loader, tiny_weights(1))
     gate = Event(Memory(4096, find(trainer.exporter.worker_uuid), control=True), 0)
+    waits = threading.Event()
+    monkeypatch.setattr(
+        "wsync.engine.receiver.follow", lambda *given: (follow(*given), waits.set())
+    )
     handled = start(receiver, trainer.control(2, deadline=0.5))
     trainer.exporter.begin(2, 3, SECONDS)
+    assert waits.wait(SECONDS)  # the worker, for streams of this process: the trainer's is one
     trainer.stream.wait(gate, 1)
     trainer.send(tiny_weights(2), range(1))  # announced, and not there
     assert not handled.result(SECONDS)[0]

@@ -28,6 +28,8 @@ enum {
     POLL_MAX_NS = 200 * 1000,
     /* A device that takes longer to run dry has hung: its memory is left alone. */
     DRAIN_MS = 60 * 1000,
+    /* And for a stream that only follows others, until it can be given back. */
+    FOLLOWS_MS = 1000,
     SLICE_MS = 20, /* of a wait that others may give up */
     /* How long the times of batches are waited for, which nobody needs. */
     TRACE_MS = 1000,
@@ -136,6 +138,18 @@ static void free_timed(cuda_stream_t *self)
     self->timed_count = 0;
 }
 
+/* Whether nothing of its own is enqueued, though it may wait for streams that it follows.
+ */
+static bool is_empty(cuda_stream_t *self)
+{
+    bool empty;
+
+    (void)pthread_mutex_lock(&self->mutex);
+    empty = self->count == 0 && !atomic_load(&self->lost);
+    (void)pthread_mutex_unlock(&self->mutex);
+    return empty;
+}
+
 /* Gives everything back; the device uses none of it any more.  In the context. */
 static void free_stream(cuda_stream_t *self)
 {
@@ -226,13 +240,15 @@ static bool stream_destroy(wsync_stream_t *stream)
 {
     cuda_stream_t *self = own(stream);
     const wsync_cuda_device_t *device = self->device;
+    const int patience_ms = is_empty(self) ? FOLLOWS_MS : DRAIN_MS;
     bool dry;
 
     if (!wsync_cuda_enter_to_free(device)) {
         return true; /* nothing runs without the context, nor in a fork */
     }
     /* What a hung device may still write to is never given back. */
-    dry = drain(self, atomic_load(&self->lost) ? 0 : DRAIN_MS, true) != WSYNC_CU_NOT_READY;
+    dry =
+        drain(self, atomic_load(&self->lost) ? 0 : patience_ms, true) != WSYNC_CU_NOT_READY;
     if (dry) {
         free_stream(self);
     }
@@ -266,10 +282,11 @@ static void *stream_handle(wsync_stream_t *stream)
 static bool stream_abandon(wsync_stream_t *stream, int timeout_ms)
 {
     cuda_stream_t *self = own(stream);
+    const bool empty = is_empty(self);
     bool dry = true;
 
     if (wsync_cuda_enter_to_free(self->device)) {
-        dry = abandon(self, timeout_ms);
+        dry = abandon(self, empty ? 0 : timeout_ms) || empty;
         wsync_cuda_leave(self->device);
     }
     return dry;
@@ -295,8 +312,11 @@ static wsync_status_t stream_synchronize(wsync_stream_t *stream, int timeout_ms,
     count = self->count;
     (void)pthread_mutex_unlock(&self->mutex);
     /* No time in the text: callers wait in slices. */
-    return wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_synchronize",
-                      "%zu entries of the stream are not done", count);
+    return count > 0 ? wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_synchronize",
+                                  "%zu entries of the stream are not done", count)
+                     : wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_synchronize",
+                                  "%s has not done what it was given on other streams",
+                                  self->device->label);
 }
 
 /* Room for one more entry, before anything is enqueued; in the context. */

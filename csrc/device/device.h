@@ -258,7 +258,8 @@ unsigned wsync_stream_ahead(wsync_stream_t *stream);
  * drop queued work: giving up a wait sets its word, and copies and records behind it still
  * run.  So do not commit after abandoning a stream, nor after seeing records of one that
  * was abandoned.  False if the device has hung for timeout_ms, or is blocked by what
- * it follows: what was enqueued may then run at any time, and what it uses has to stay. */
+ * it follows: what was enqueued may then run at any time, and what it uses has to stay.
+ * Where nothing was enqueued behind what it follows, that is not waited for. */
 bool wsync_stream_abandon(wsync_stream_t *stream, int timeout_ms);
 /* Waits in the calling thread until the stream is idle.  TIMEOUT after timeout_ms. */
 wsync_status_t wsync_stream_synchronize(wsync_stream_t *stream, int timeout_ms,

@@ -461,10 +461,11 @@ TEST(streams_of_others_are_followed_and_led)
     wsync_memory_destroy(control);
 }
 
-/* What a stream that does not run dry uses is used yet: somebody else's stream keeps it. */
+/* What a stream that does not run dry uses is used yet: somebody else's stream keeps it.
+ * One that was given nothing itself is not waited for, but is not freed either. */
 TEST(a_stream_that_does_not_run_dry_says_so)
 {
-    static wsync_stream_t *lost; /* never freed, and not lost to who looks for leaks */
+    static wsync_stream_t *idle; /* never freed, and not lost to who looks for leaks */
     const wsync_device_t *device = gpu();
     const wsync_cuda_driver_t *driver = enter_device(0);
     wsync_memory_t *buffer = make_buffer(device, NBYTES);
@@ -478,18 +479,23 @@ TEST(a_stream_that_does_not_run_dry_says_so)
     const wsync_event_t gate = {control, 0};
     wsync_cu_stream_t other = NULL;
     wsync_error_t err = {0};
+    uint64_t begin;
 
-    lost = make_stream(device);
+    idle = make_stream(device);
     fill(reach(span.data), NBYTES, 1);
     CU(driver->stream_create(&other, WSYNC_CU_STREAM_NON_BLOCKING));
     CU(driver->stream_wait_value(other, wsync_cuda_event_address(gate), 1,
                                  WSYNC_CU_WAIT_GEQ));
     CHECK_OK(wsync_stream_follow(stream, &err), err);
-    CHECK_OK(wsync_stream_follow(lost, &err), err);
+    CHECK_OK(wsync_stream_follow(idle, &err), err);
     CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
     CHECK(!wsync_stream_abandon(stream, 20));
-    CHECK(!wsync_stream_abandon(lost, 20));
-    CHECK(!wsync_stream_destroy(lost));
+    begin = wsync_clock_ns();
+    CHECK_EQ(wsync_stream_synchronize(idle, 0, &err), WSYNC_ERR_TIMEOUT);
+    CHECK(strstr(err.message, "has not done what it was given on other streams") != NULL);
+    CHECK(wsync_stream_abandon(idle, PATIENT_MS));
+    CHECK(!wsync_stream_destroy(idle));
+    CHECK(wsync_clock_ns() - begin < UINT64_C(20) * 1000 * 1000 * 1000);
     wsync_event_set(gate, 1);
     CU(driver->stream_synchronize(other));
     CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);

@@ -133,12 +133,18 @@ def _listed(ordinals: Iterable[int]) -> str:
 
 
 def follow(stream: _core.Stream, timeout: float, check: Check) -> None:
-    """What the stream is given from now on starts after what this process has given its GPU by
-    now, on whatever stream.  With a driver that has no such order this waits, as `settle` does."""
+    """Waits here until the stream's GPU has done everything that this process has given it by now,
+    on whatever stream, and calls `check` meanwhile.  DeadlineError after `timeout` seconds.
+
+    Called before an update gives the stream anything: what is enqueued behind another stream that
+    hangs can be neither given up nor freed.
+    """
     try:
         stream.follow()
     except _core.UnsupportedError:  # older than CUDA 12.5
         settle(stream.device, timeout, check)
+    else:
+        stream.synchronize(timeout, check)
 
 
 def settle(device: _core.Device, timeout: float, check: Check = lambda: None) -> None:

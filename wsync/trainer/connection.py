@@ -350,9 +350,11 @@ class Connection:
         plan, stream, timeout = self._rounds_plan, self._stream, self._options.deadline
         assert plan is not None and stream is not None
         report.trace.watch(stream, 3 * plan.round_count)
-        follow(stream, timeout, check)  # some stream may still be writing the weights
         for session in self._sessions:
             session.begin(update, report.version, timeout, check)
+        # some stream may still be writing the weights; if it comes to no end, this is said before
+        # workers miss round 0
+        follow(stream, PUNCTUAL * timeout, check)
         if self._exchange is not None:
             self._exchange.begin(plan)
         messages = self._pack_and_post(0, sources, check, report)
