@@ -247,7 +247,7 @@ class Quantiser:
 
 @final
 class TensorTable:
-    """Where tensors lie; keeps them and their storages alive.  Made by describe()."""
+    """Where tensors lie; keeps them alive.  Made by describe()."""
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, str, tuple[int, ...], tuple[int, ...], int]:
         """(address, dtype, shape, element strides, bytes spanned from the address)"""
@@ -261,8 +261,7 @@ class TensorTable:
     def known(self) -> bool:
         """Whether everything is as the form says that describe() was given."""
     def form(self) -> TensorTable:
-        """The same facts, to compare with later ones: keeps no tensor alive, and cannot be read from.  describe()
-        asks less of tensors that it knows by one."""
+        """The same facts, to compare with later ones: keeps no tensor alive, and cannot be read from."""
     def differs(self, other: TensorTable, /) -> int | None:
         """The first tensor whose dtype, shape or strides are not those of the other table's, or None."""
     def joined(self, other: TensorTable, /) -> TensorTable:
@@ -270,16 +269,13 @@ class TensorTable:
     def moved(self, tensors: Sequence[Any], /) -> int | None:
         """The first of these tensors whose address, dtype, shape or strides are not what the table says, or None.
         There are as many as the table has."""
-    def storages(self, tensors: Sequence[Any], /) -> list[Any] | None:
-        """The storages of these tensors, if their addresses, dtypes, shapes and strides are what the table says, and
-        the storages are where they were and of the same size; else None.  There are as many tensors as the table has."""
     def offsets(self, alignment: int, begin: int = 0, /) -> tuple[list[int], int]:
         """(starts, nbytes): the tensors one after another at multiples of `alignment`, a power of two up to 4096."""
 
 def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bool = False,
              former: TensorTable | None = None) -> TensorTable:
     """Describes torch tensors without copying; names are for error messages.  With gpu they may lie on a GPU, all of
-    those on the same one.  former: form() of a table of them, which says the same in less time where it still holds."""
+    those on the same one.  former: a table of them, or its form(), which says the same in less time where it holds."""
 
 def dict_values(held: dict[Any, _T], keys: tuple[Any, ...], /) -> tuple[_T, ...] | None:
     """The values of a dict as they are at one moment, if its keys are these very objects in this order; else None, as

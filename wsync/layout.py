@@ -121,7 +121,7 @@ class TrainerLayout:
         `weights` ({name: tensor}, names with or without leading `module.`) replaces the model's
         own tensors, as slime's weights_getter does; it may hold more than the layout needs.  A
         given tensor that is contiguous where the layout has other strides is copied for the update.
-        The table keeps the tensors and their storages alive.  Raises LayoutError where a parameter
+        The table keeps the tensors alive.  Raises LayoutError where a parameter
         is missing or differs in dtype, shape or strides from what the layout was built from.
         """
         tensors = self._current(weights)

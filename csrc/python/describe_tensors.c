@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * describe(): reads where torch tensors lie, without copying and without Python calls where
- * torch offers DLPack's C exchange API (2.10 and newer). */
-#include "python/known_tensors.h"
+ * describe(): reads where torch tensors lie, without copying.  Each is asked one question,
+ * by DLPack's C exchange API; only of an answer that is not as it was more is asked. */
+#include "python/tensor_table.h"
 
 #include <stdarg.h>
 #include <stdbool.h>
@@ -13,23 +13,14 @@
 
 /* --- what one call of describe() carries along ---------------------------------------- */
 
-enum { MAX_WRAPPERS = 4 };
-
 typedef struct describer {
     ModuleState *state;
     PyObject *names;    /* borrowed tuple or NULL */
-    PyObject *owners;   /* borrowed from the table: the tensors, and what they lie in; NULL:
-                         * what is read is compared at once, and nothing has to be kept */
     PyTypeObject *type; /* borrowed: the type that `api` belongs to */
     const DLPackExchangeAPI *api;
-    Py_ssize_t index;                /* of the tensor at hand */
-    int depth;                       /* wrappers around the tensor at hand */
-    int gpu_ok;                      /* whether tensors may lie on a GPU */
-    int64_t gpu;                     /* that they lie on; -1: none has so far */
-    const TensorTableObject *former; /* borrowed form of as many tensors, or NULL */
-    Py_ssize_t unknown;              /* tensors that are not as it says */
-    const PyObject *seen; /* borrowed from owners: what the last known one lies in */
-    wsync_py_questions_t questions;
+    Py_ssize_t index; /* of the tensor at hand */
+    int gpu_ok;       /* whether tensors may lie on a GPU */
+    int64_t gpu;      /* that they lie on; -1: none has so far */
 } describer_t;
 
 /* Raises "<name> (<type>): <what>" for one tensor; drops an exception that is set. */
@@ -153,8 +144,7 @@ static int read_dtype(const describer_t *describer, PyObject *tensor, wsync_dtyp
     int result = -1;
 
     if (object == NULL) {
-        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
-                           "not a torch tensor: it has no dtype");
+        return fail_with_cause(describer, tensor);
     }
     known = PyDict_GetItemWithError(describer->state->dtype_codes, object);
     if (known != NULL) {
@@ -168,11 +158,6 @@ static int read_dtype(const describer_t *describer, PyObject *tensor, wsync_dtyp
     text = PyObject_Str(object);
     name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
     if (name == NULL) {
-        goto cleanup;
-    }
-    if (strncmp(name, "torch.", 6) != 0) {
-        result = fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
-                             "not a torch tensor: its dtype is %.64s", name);
         goto cleanup;
     }
     if (wsync_dtype_from_name(name, dtype, NULL) != WSYNC_OK) {
@@ -190,25 +175,6 @@ cleanup:
     Py_XDECREF(text);
     Py_DECREF(object);
     return result;
-}
-
-/* Conjugation and negation are bits on the tensor, not in its bytes, and DLPack drops
- * them. */
-static int refuse_lazy_bit(const describer_t *describer, PyObject *tensor,
-                           wsync_py_question_t *method, const char *what)
-{
-    PyObject *answer = wsync_py_ask(method, tensor);
-    const int set = answer != NULL ? PyObject_IsTrue(answer) : -1;
-
-    Py_XDECREF(answer);
-    if (set < 0) {
-        return fail_with_cause(describer, tensor);
-    }
-    if (set != 0) {
-        return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                           "its %s bit is set: its bytes are not its values", what);
-    }
-    return 0;
 }
 
 /* --- shape, strides and address ------------------------------------------------------- */
@@ -248,11 +214,6 @@ static int finish_row(const describer_t *describer, PyObject *tensor,
     for (uint32_t i = 0; i < row->ndim; i++) {
         int64_t reach = 0;
 
-        if (row->shape[i] < 0 || row->stride[i] < 0) {
-            return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
-                               "dim %u: extent %lld, stride %lld", (unsigned)i,
-                               (long long)row->shape[i], (long long)row->stride[i]);
-        }
         overflow |= __builtin_mul_overflow(count, row->shape[i], &count);
         overflow |= row->shape[i] > 0 &&
                     __builtin_mul_overflow(row->shape[i] - 1, row->stride[i], &reach);
@@ -269,49 +230,6 @@ static int finish_row(const describer_t *describer, PyObject *tensor,
     row->nbytes = (uint64_t)nbytes;
     row->nbytes_spanned = (uint64_t)spanned;
     return 0;
-}
-
-/* Has the table own the storage that a finished row lies in: a tensor may get another one
- * (x.data = y) while the row is in use.  The storage was asked for after the row was read,
- * so it is checked to be the same, and that it was not made smaller than its tensor. */
-static int hold_storage(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
-{
-    PyObject *storage = wsync_py_ask(&describer->questions.untyped_storage, tensor);
-    uint64_t base = 0;
-    uint64_t nbytes = 0;
-    uint64_t offset = 0;
-    int result = storage != NULL ? PyList_Append(describer->owners, storage) : -1;
-
-    if (result == 0) {
-        base = wsync_py_ask_number(&describer->questions.data_ptr, storage);
-    }
-    if (result == 0 && !PyErr_Occurred()) {
-        nbytes = wsync_py_ask_number(&describer->questions.nbytes, storage);
-    }
-    Py_XDECREF(storage);
-    if (PyErr_Occurred()) {
-        return fail_with_cause(describer, tensor);
-    }
-    offset = (uint64_t)(uintptr_t)row->data - base;
-    if (row->nbytes_spanned > 0 && ((uintptr_t)row->data < base || offset > nbytes ||
-                                    row->nbytes_spanned > nbytes - offset)) {
-        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
-                           "its elements span %llu bytes at 0x%llx, but its storage is "
-                           "%llu bytes at 0x%llx: it was made smaller, freed or replaced",
-                           (unsigned long long)row->nbytes_spanned,
-                           (unsigned long long)(uintptr_t)row->data,
-                           (unsigned long long)nbytes, (unsigned long long)base);
-    }
-    row->storage = base;
-    row->storage_nbytes = nbytes;
-    return 0;
-}
-
-static int fail_ndim(const describer_t *describer, PyObject *tensor, long long ndim)
-{
-    return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                       "has %lld dimensions, at most %d are supported", ndim,
-                       (int)WSYNC_MAX_NDIM);
 }
 
 static int fail_device(const describer_t *describer, PyObject *tensor)
@@ -345,55 +263,82 @@ static bool take_gpu(describer_t *describer, int64_t ordinal)
     return true;
 }
 
-/* Copies what DLPack says of a tensor whose dtype is known. */
-static int read_view(const describer_t *describer, PyObject *tensor, const DLTensor *view,
-                     wsync_tensor_row_t *row)
+/* Finds the exchange API of a tensor's type, which may be that of the tensor before it. */
+static int find_api(describer_t *describer, PyObject *tensor)
 {
-    const DLDataType dtype = wsync_py_dlpack_dtype(row->dtype);
-    uintptr_t data = 0;
+    if (Py_TYPE(tensor) != describer->type) {
+        describer->api = wsync_py_exchange_api(describer->state, tensor);
+        describer->type = Py_TYPE(tensor);
+    }
+    return describer->api != NULL
+               ? 0
+               : fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
+                             "not a torch tensor (of torch 2.10 or newer)");
+}
 
-    if (view->ndim < 0 || view->ndim > WSYNC_MAX_NDIM) {
-        return fail_ndim(describer, tensor, view->ndim);
+/* Conjugation and negation are bits on the tensor, not in its bytes, and DLPack drops
+ * them. */
+static int refuse_bit(const describer_t *describer, PyObject *tensor, PyObject *method,
+                      const char *what)
+{
+    PyObject *answer = PyObject_CallMethodObjArgs(tensor, method, NULL);
+    const int set = answer != NULL ? PyObject_IsTrue(answer) : -1;
+
+    Py_XDECREF(answer);
+    if (set < 0) {
+        return fail_with_cause(describer, tensor);
     }
-    if (view->dtype.code != dtype.code || view->dtype.bits != dtype.bits ||
-        view->dtype.lanes != dtype.lanes) {
-        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
-                           "its dtype is %s, but its elements are of DLPack's code %u with "
-                           "%u bits and %u lanes",
-                           wsync_dtype_name(row->dtype), view->dtype.code, view->dtype.bits,
-                           view->dtype.lanes);
-    }
-    if ((view->ndim > 0 && (view->shape == NULL || view->strides == NULL)) ||
-        __builtin_add_overflow((uintptr_t)view->data, view->byte_offset, &data)) {
-        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
-                           "DLPack gives no shape, no strides or no address for it");
-    }
-    row->data = view->data != NULL ? (char *)view->data + view->byte_offset : NULL;
-    row->ndim = (uint32_t)view->ndim;
-    for (uint32_t i = 0; i < row->ndim; i++) {
-        row->shape[i] = view->shape[i];
-        row->stride[i] = view->strides[i];
+    if (set != 0) {
+        return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
+                           "its %s bit is set: its bytes are not its values", what);
     }
     return 0;
 }
 
-static int read_exchange(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
+static int refuse_bits(const describer_t *describer, PyObject *tensor, wsync_dtype_t dtype)
+{
+    const bool is_complex =
+        dtype == WSYNC_DTYPE_COMPLEX64 || dtype == WSYNC_DTYPE_COMPLEX128;
+
+    if (is_complex &&
+        refuse_bit(describer, tensor, describer->state->name_is_conj, "conj") < 0) {
+        return -1;
+    }
+    return refuse_bit(describer, tensor, describer->state->name_is_neg, "neg");
+}
+
+/* Fills a row by what DLPack says.  `data` may be NULL: torch gives wrappers no address. */
+static int read_plain(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
 {
     DLTensor view; /* shape and strides are borrowed from the tensor: copy them at once */
 
+    if (find_api(describer, tensor) < 0 || read_dtype(describer, tensor, &row->dtype) < 0) {
+        return -1;
+    }
     if (describer->api->dltensor_from_py_object_no_sync(tensor, &view) != 0) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_RuntimeError, "DLPack exchange failed");
-        }
         return fail_with_cause(describer, tensor);
     }
-    if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDAHost &&
-        !(view.device.device_type == kDLCUDA &&
-          take_gpu(describer, view.device.device_id))) {
+    row->on_gpu = view.device.device_type == kDLCUDA;
+    if (row->on_gpu
+            ? !take_gpu(describer, view.device.device_id)
+            : view.device.device_type != kDLCPU && view.device.device_type != kDLCUDAHost) {
         return fail_device(describer, tensor);
     }
-    row->on_gpu = view.device.device_type == kDLCUDA;
-    return read_view(describer, tensor, &view, row);
+    if (view.ndim > WSYNC_MAX_NDIM) {
+        return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
+                           "has %d dimensions, at most %d are supported", (int)view.ndim,
+                           (int)WSYNC_MAX_NDIM);
+    }
+    row->data = view.data != NULL ? (char *)view.data + view.byte_offset : NULL;
+    row->ndim = (uint32_t)view.ndim;
+    for (uint32_t i = 0; i < row->ndim; i++) {
+        row->shape[i] = view.shape[i];
+        row->stride[i] = view.strides[i];
+    }
+    if (finish_row(describer, tensor, row) < 0) {
+        return -1;
+    }
+    return row->data != NULL ? refuse_bits(describer, tensor, row->dtype) : 0;
 }
 
 /* Copies tensor.shape or tensor.stride() into out; returns the length or -1. */
@@ -410,85 +355,7 @@ static Py_ssize_t read_integers(PyObject *sequence, int64_t out[WSYNC_MAX_NDIM])
     return PyErr_Occurred() ? -1 : count;
 }
 
-/* By the tensor's attributes; false also with an exception set. */
-static bool on_readable_device(describer_t *describer, PyObject *tensor, bool *on_gpu)
-{
-    PyObject *device = PyObject_GetAttrString(tensor, "device");
-    PyObject *kind = device != NULL ? PyObject_GetAttrString(device, "type") : NULL;
-    PyObject *ordinal = NULL;
-    bool readable = false;
-
-    *on_gpu = false;
-    if (kind != NULL && PyUnicode_Check(kind)) {
-        if (PyUnicode_CompareWithASCIIString(kind, "cpu") == 0) {
-            readable = true;
-        } else if (PyUnicode_CompareWithASCIIString(kind, "cuda") == 0) {
-            ordinal = PyObject_GetAttrString(device, "index");
-            readable = ordinal != NULL && take_gpu(describer, PyLong_AsLongLong(ordinal));
-            *on_gpu = true;
-        }
-    }
-    Py_XDECREF(device);
-    Py_XDECREF(kind);
-    Py_XDECREF(ordinal);
-    return readable && PyErr_Occurred() == NULL;
-}
-
-static int check_item(const describer_t *describer, PyObject *tensor, wsync_dtype_t dtype)
-{
-    PyObject *answer = PyObject_CallMethod(tensor, "element_size", NULL);
-    const size_t nbytes = answer != NULL ? PyLong_AsSize_t(answer) : 0;
-
-    Py_XDECREF(answer);
-    if (PyErr_Occurred()) {
-        return fail_with_cause(describer, tensor);
-    }
-    if (nbytes != wsync_dtype_nbytes(dtype)) {
-        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
-                           "its dtype is %s, but its elements have %zu bytes",
-                           wsync_dtype_name(dtype), nbytes);
-    }
-    return 0;
-}
-
-/* The way of torch before 2.10: five Python calls a tensor. */
-static int read_attributes(describer_t *describer, PyObject *tensor,
-                           wsync_tensor_row_t *row)
-{
-    const bool readable = on_readable_device(describer, tensor, &row->on_gpu);
-    PyObject *address = NULL;
-    Py_ssize_t ndim = -1;
-
-    if (PyErr_Occurred()) {
-        return fail_with_cause(describer, tensor);
-    }
-    if (!readable) {
-        return fail_device(describer, tensor);
-    }
-    ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), row->shape);
-    if (ndim > WSYNC_MAX_NDIM) {
-        return fail_ndim(describer, tensor, ndim);
-    }
-    if (ndim < 0 ||
-        read_integers(PyObject_CallMethod(tensor, "stride", NULL), row->stride) != ndim) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_ValueError, "shape and stride() differ in length");
-        }
-        return fail_with_cause(describer, tensor);
-    }
-    address = PyObject_CallMethod(tensor, "data_ptr", NULL);
-    row->data = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
-    if (PyErr_Occurred()) {
-        return fail_with_cause(describer, tensor);
-    }
-    row->ndim = (uint32_t)ndim;
-    return check_item(describer, tensor, row->dtype);
-}
-
 /* --- one tensor ----------------------------------------------------------------------- */
-
-static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row);
 
 /* All elements of a wrapper are in its local tensor, or its shape would be another. */
 static int check_same_shape(const describer_t *describer, PyObject *tensor,
@@ -517,18 +384,11 @@ static int check_same_shape(const describer_t *describer, PyObject *tensor,
 static int read_local(describer_t *describer, PyObject *tensor, PyObject *local,
                       wsync_tensor_row_t *row)
 {
-    PyObject *placements = NULL;
-    PyObject *tuple = NULL;
-    Py_ssize_t count = 0;
+    PyObject *placements = PyObject_GetAttrString(tensor, "placements");
+    PyObject *tuple = placements != NULL ? PySequence_Tuple(placements) : NULL;
+    const Py_ssize_t count = tuple != NULL ? PyTuple_Size(tuple) : 0;
     int result = 0;
 
-    if (describer->depth == MAX_WRAPPERS) {
-        return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                           "its elements lie below more than %d wrappers", MAX_WRAPPERS);
-    }
-    placements = PyObject_GetAttrString(tensor, "placements");
-    tuple = placements != NULL ? PySequence_Tuple(placements) : NULL;
-    count = tuple != NULL ? PyTuple_Size(tuple) : 0;
     PyErr_Clear(); /* a wrapper of another kind: no placements to judge */
     for (Py_ssize_t i = 0; i < count && result == 0; i++) {
         PyObject *partial =
@@ -544,9 +404,7 @@ static int read_local(describer_t *describer, PyObject *tensor, PyObject *local,
         }
     }
     if (result == 0) {
-        describer->depth++;
-        result = read_tensor(describer, local, row);
-        describer->depth--;
+        result = read_plain(describer, local, row);
     }
     if (result == 0) {
         result = check_same_shape(describer, tensor, row, tuple != NULL);
@@ -556,120 +414,86 @@ static int read_local(describer_t *describer, PyObject *tensor, PyObject *local,
     return result;
 }
 
-/* Torch gave no address: the elements are in an inner tensor, or nowhere. */
+/* Reads the inner tensor of a wrapper, if it has one.  Torch gave no address for the
+ * wrapper, or an exception that says why, which stays where there is no inner tensor. */
 static int read_wrapper(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
 {
     PyObject *type = NULL;
     PyObject *value = NULL;
     PyObject *traceback = NULL;
     PyObject *local = NULL;
-    int result = -1;
+    int result = 0;
 
     PyErr_Fetch(&type, &value, &traceback);
     local = PyObject_GetAttrString(tensor, "_local_tensor");
-    if (local != NULL && local != tensor) {
-        result = read_local(describer, tensor, local, row);
-    } else if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
-        type = value = traceback = NULL;
-    } else {
-        (void)fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
-                          "its %llu bytes lie nowhere: torch gives a NULL pointer (a "
-                          "wrapper subclass, as of a collective before its wait(), or "
-                          "storage that was freed)",
-                          (unsigned long long)row->nbytes);
+    if (local == NULL) {
+        PyErr_Restore(type, value, traceback); /* drops the one that is set */
+        return type != NULL ? -1 : 0;
     }
-    Py_XDECREF(local);
+    result = read_local(describer, tensor, local, row);
+    Py_DECREF(local);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(traceback);
     return result;
 }
 
-/* Finds the exchange API of a tensor's type, which may be that of the tensor before it. */
-static int find_api(describer_t *describer, PyObject *tensor)
+static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
 {
-    if (Py_TYPE(tensor) != describer->type) {
-        describer->api = wsync_py_exchange_api(describer->state, tensor);
-        if (describer->api == NULL && PyErr_Occurred()) {
-            return -1;
-        }
-        describer->type = Py_TYPE(tensor);
+    int result = read_plain(describer, tensor, row);
+
+    if (result < 0 || (row->data == NULL && row->nbytes > 0)) {
+        result = read_wrapper(describer, tensor, row);
+    }
+    if (result < 0) {
+        return -1;
+    }
+    if (row->data == NULL && row->nbytes > 0) {
+        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
+                           "its %llu bytes lie nowhere: torch gives a NULL pointer (a "
+                           "wrapper subclass, as of a collective before its wait(), or "
+                           "storage that was freed)",
+                           (unsigned long long)row->nbytes);
     }
     return 0;
 }
 
-static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
-{
-    int result;
+/* --- against a row -------------------------------------------------------------------- */
 
-    if (find_api(describer, tensor) < 0 || read_dtype(describer, tensor, &row->dtype) < 0) {
-        return -1;
+/* Whether what DLPack says is what a row says.  Each dtype has a code of its own there. */
+static bool same_view(const DLTensor *view, const wsync_tensor_row_t *row, int gpu)
+{
+    const DLDataType dtype = wsync_py_dlpack_dtype(row->dtype);
+    const bool on_gpu = view->device.device_type == kDLCUDA;
+
+    if (view->data == NULL || (char *)view->data + view->byte_offset != (char *)row->data ||
+        view->ndim != (int32_t)row->ndim || view->dtype.code != dtype.code ||
+        view->dtype.bits != dtype.bits || view->dtype.lanes != dtype.lanes ||
+        on_gpu != row->on_gpu || (on_gpu && view->device.device_id != gpu)) {
+        return false;
     }
-    if (describer->api != NULL && describer->api->dltensor_from_py_object_no_sync != NULL) {
-        result = read_exchange(describer, tensor, row);
-    } else {
-        result = read_attributes(describer, tensor, row);
+    for (uint32_t i = 0; i < row->ndim; i++) {
+        if (view->shape[i] != row->shape[i] ||
+            (view->strides[i] != row->stride[i] && row->shape[i] != 1)) {
+            return false;
+        }
     }
-    if (result < 0) {
-        return read_wrapper(describer, tensor, row);
-    }
-    if (finish_row(describer, tensor, row) < 0) {
-        return -1;
-    }
-    if (row->data == NULL && row->nbytes_spanned > 0) {
-        return read_wrapper(describer, tensor, row);
-    }
-    row->type = describer->depth == 0 ? Py_TYPE(tensor) : NULL;
-    if (describer->owners == NULL) {
-        return 0;
-    }
-    if (hold_storage(describer, tensor, row) < 0) {
-        return -1;
-    }
-    if ((row->dtype == WSYNC_DTYPE_COMPLEX64 || row->dtype == WSYNC_DTYPE_COMPLEX128) &&
-        refuse_lazy_bit(describer, tensor, &describer->questions.is_conj, "conj") < 0) {
-        return -1;
-    }
-    return refuse_lazy_bit(describer, tensor, &describer->questions.is_neg, "neg");
+    return true;
 }
 
-/* --- the functions ------------------------------------------------------------------- */
-
-/* Whether two rows are of the same memory, seen in the same way.  Storages are compared if
- * both rows know theirs. */
-static bool same_place(const wsync_tensor_row_t *one, const wsync_tensor_row_t *other,
-                       bool storages)
-{
-    return one->data == other->data && wsync_py_same_form(one, other) &&
-           (!storages || (one->storage == other->storage &&
-                          one->storage_nbytes == other->storage_nbytes));
-}
-
-/* Whether the tensor at hand is where a row says, and in the same storage, which it keeps
- * then.  Asked in few calls; false also where more has to be asked. */
-static bool is_known(describer_t *describer, PyObject *tensor,
-                     const TensorTableObject *table)
-{
-    wsync_py_questions_t *questions = &describer->questions;
-    PyObject *known = wsync_py_known_storage(questions, describer->api, table,
-                                             describer->index, tensor, NULL);
-    PyObject *storage =
-        known != NULL ? wsync_py_ask(&questions->untyped_storage, tensor) : NULL;
-    const bool same = storage != NULL && storage == known &&
-                      PyList_Append(describer->owners, storage) == 0;
-
-    Py_XDECREF(known);
-    Py_XDECREF(storage);
-    return same;
-}
-
-/* The same without a storage. */
+/* Whether a tensor is where a row of a table says, and seen as it says, by one question;
+ * false also where more has to be asked, as of wrappers and of tensors without elements. */
 static bool is_there(describer_t *describer, PyObject *tensor,
                      const TensorTableObject *table)
 {
-    return wsync_py_same_place(describer->api, tensor, &table->rows[describer->index],
-                               table->gpu);
+    DLTensor view;
+
+    if (find_api(describer, tensor) < 0 ||
+        describer->api->dltensor_from_py_object_no_sync(tensor, &view) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    return same_view(&view, &table->rows[describer->index], table->gpu);
 }
 
 /* The index of the first tensor that is not where a row says, or not seen as it says; the
@@ -682,41 +506,31 @@ static Py_ssize_t find_moved(describer_t *describer, PyObject *tensors,
         wsync_tensor_row_t row = {0};
 
         describer->index = i;
-        if (find_api(describer, tensor) == 0 &&
-            (describer->owners == NULL
-                 ? is_there(describer, tensor, table)
-                 : table->storages != NULL && is_known(describer, tensor, table))) {
+        if (is_there(describer, tensor, table)) {
             continue;
-        }
-        if (wsync_py_refused() < 0) {
-            return -1;
         }
         if (read_tensor(describer, tensor, &row) < 0) {
             /* one that lies nowhere, or that cannot be described any more */
             return wsync_py_refused() < 0 ? -1 : i;
         }
-        if (!same_place(&row, &table->rows[i], describer->owners != NULL)) {
+        if (row.data != table->rows[i].data || !wsync_py_same_form(&row, &table->rows[i])) {
             return i;
         }
     }
     return table->count;
 }
 
-/* The same of any sequence; owners: NULL, or a list that gets the storages. */
-static Py_ssize_t compare(const TensorTableObject *table, PyObject *sequence,
-                          PyObject *owners)
+PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence)
 {
+    const TensorTableObject *table = (TensorTableObject *)self;
     PyObject *tensors = PySequence_Tuple(sequence);
-    describer_t describer = {.state = wsync_py_type_state(Py_TYPE((PyObject *)table)),
-                             .owners = owners,
-                             .gpu = -1,
-                             .gpu_ok = 1};
+    describer_t describer = {
+        .state = wsync_py_type_state(Py_TYPE(self)), .gpu = -1, .gpu_ok = 1};
     Py_ssize_t index = -1;
 
     if (tensors == NULL) {
-        return -1;
+        return NULL;
     }
-    describer.questions = wsync_py_questions(describer.state);
     if (PyTuple_Size(tensors) != table->count) {
         (void)wsync_py_fail(describer.state, WSYNC_ERR_INVALID, "TensorTable",
                             "%zd tensors for a table of %zd", PyTuple_Size(tensors),
@@ -725,93 +539,40 @@ static Py_ssize_t compare(const TensorTableObject *table, PyObject *sequence,
         index = find_moved(&describer, tensors, table);
     }
     Py_DECREF(tensors);
-    return index;
-}
-
-PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence)
-{
-    const TensorTableObject *table = (TensorTableObject *)self;
-    const Py_ssize_t index = compare(table, sequence, NULL);
-
     if (index < 0) {
         return NULL;
     }
     return index < table->count ? PyLong_FromSsize_t(index) : Py_NewRef(Py_None);
 }
 
-PyObject *wsync_py_table_storages(PyObject *self, PyObject *sequence)
+/* --- describe() ----------------------------------------------------------------------- */
+
+/* former: a table of as many tensors, whose rows `table` shares until one differs. */
+static int describe_one(describer_t *describer, PyObject *tensor, TensorTableObject *table,
+                        const TensorTableObject *former)
 {
-    const TensorTableObject *table = (TensorTableObject *)self;
-    PyObject *storages = PyList_New(0);
-    const int collects = PyGC_Disable(); /* see describe_undisturbed() */
-    const Py_ssize_t index = storages != NULL ? compare(table, sequence, storages) : -1;
+    wsync_tensor_row_t row = {0};
 
-    if (collects) {
-        (void)PyGC_Enable();
-    }
-    if (index == table->count) {
-        return storages;
-    }
-    Py_XDECREF(storages);
-    return index >= 0 ? Py_NewRef(Py_None) : NULL;
-}
-
-/* Whether all that a row of the former table says still holds; -1 with an exception. */
-static int take_known(describer_t *describer, PyObject *tensor)
-{
-    const TensorTableObject *former = describer->former;
-    const wsync_tensor_row_t *known = &former->rows[describer->index];
-    PyObject *storage;
-    int result;
-
-    if (find_api(describer, tensor) < 0) {
-        return -1;
-    }
-    if (known->on_gpu && !take_gpu(describer, former->gpu)) {
+    if (former != NULL && is_there(describer, tensor, former) &&
+        (!former->rows[describer->index].on_gpu || take_gpu(describer, former->gpu))) {
         return 0;
     }
-    storage = wsync_py_known_storage(&describer->questions, describer->api, former,
-                                     describer->index, tensor, describer->seen);
-    if (storage == NULL) {
-        return PyErr_Occurred() != NULL ? -1 : 0;
-    }
-    describer->seen = storage;
-    result = PyList_Append(describer->owners, storage) < 0 ? -1 : 1;
-    Py_DECREF(storage);
-    return result;
-}
-
-static int describe_one(describer_t *describer, PyObject *tensor, TensorTableObject *table)
-{
-    /* where hardly any is known, as of weights that have all moved, none is asked for */
-    const bool asked =
-        describer->former != NULL && describer->unknown <= describer->index / 2 + 16;
-    const int known = asked ? take_known(describer, tensor) : 0;
-    wsync_tensor_row_t *row;
-
-    if (known != 0) {
-        return known < 0 ? -1 : 0;
-    }
-    describer->unknown++;
-    if (wsync_py_table_part(table) < 0) {
+    table->known = false;
+    if (read_tensor(describer, tensor, &row) < 0 || wsync_py_table_part(table) < 0) {
         return -1;
     }
-    row = &table->rows[describer->index];
-    *row = (wsync_tensor_row_t){0};
-    return read_tensor(describer, tensor, row);
+    table->rows[describer->index] = row;
+    return 0;
 }
 
-static int describe_all(describer_t *describer, PyObject *tensors, TensorTableObject *table)
+static int describe_all(describer_t *describer, TensorTableObject *table,
+                        const TensorTableObject *former)
 {
-    table->owners = PyList_New(0);
-    if (table->owners == NULL || PyList_Append(table->owners, tensors) < 0) {
-        return -1;
-    }
-    describer->owners = table->owners;
+    table->known = former != NULL;
     table->nbytes = 0;
     for (Py_ssize_t i = 0; i < table->count; i++) {
         describer->index = i;
-        if (describe_one(describer, PyTuple_GetItem(tensors, i), table) < 0) {
+        if (describe_one(describer, PyTuple_GetItem(table->owners, i), table, former) < 0) {
             return -1;
         }
         if (__builtin_add_overflow(table->nbytes, table->rows[i].nbytes, &table->nbytes)) {
@@ -819,24 +580,12 @@ static int describe_all(describer_t *describer, PyObject *tensors, TensorTableOb
             return -1;
         }
     }
+    table->gpu = (int)describer->gpu;
     return 0;
 }
 
-/* An object for each storage is new, and many new objects have Python look for garbage, at
- * last among all objects of the process: that took longer than everything else here. */
-static int describe_undisturbed(describer_t *describer, PyObject *tensors,
-                                TensorTableObject *table)
-{
-    const int collects = PyGC_Disable();
-    const int result = describe_all(describer, tensors, table);
-
-    if (collects) {
-        (void)PyGC_Enable();
-    }
-    return result;
-}
-
-static int describer_init(describer_t *describer, PyObject *names, Py_ssize_t count)
+/* A tuple of names, or NULL: -1 with an exception. */
+static int read_names(describer_t *describer, PyObject *names, Py_ssize_t count)
 {
     if (names == NULL || names == Py_None) {
         return 0;
@@ -858,39 +607,36 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"tensors", "names", "gpu", "former", NULL};
     describer_t describer = {.state = wsync_py_state(module), .gpu = -1};
+    const TensorTableObject *former = NULL;
     TensorTableObject *table = NULL;
     PyObject *sequence = NULL;
     PyObject *names = NULL;
     PyObject *tensors = NULL;
-    PyObject *former = Py_None;
+    PyObject *given = Py_None;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|OpO:describe", keywords, &sequence,
-                                     &names, &describer.gpu_ok, &former)) {
+                                     &names, &describer.gpu_ok, &given)) {
         return NULL;
     }
-    if (former != Py_None && !Py_IS_TYPE(former, describer.state->type_TensorTable)) {
+    if (given != Py_None && !Py_IS_TYPE(given, describer.state->type_TensorTable)) {
         return PyErr_Format(PyExc_TypeError, "former must be a TensorTable or None, not %R",
-                            (PyObject *)Py_TYPE(former));
+                            (PyObject *)Py_TYPE(given));
     }
-    describer.questions = wsync_py_questions(describer.state);
     tensors = PySequence_Tuple(sequence);
-    if (tensors == NULL || describer_init(&describer, names, PyTuple_Size(tensors)) < 0) {
+    if (tensors == NULL || read_names(&describer, names, PyTuple_Size(tensors)) < 0) {
         goto cleanup;
     }
-    if (former != Py_None && ((TensorTableObject *)former)->storages != NULL &&
-        ((TensorTableObject *)former)->count == PyTuple_Size(tensors)) {
-        describer.former = (const TensorTableObject *)former;
+    if (given != Py_None && ((TensorTableObject *)given)->count == PyTuple_Size(tensors)) {
+        former = (const TensorTableObject *)given;
     }
-    table = describer.former != NULL
-                ? wsync_py_table_like(describer.state, describer.former)
-                : wsync_py_table_new(describer.state, PyTuple_Size(tensors));
-    if (table != NULL && describe_undisturbed(&describer, tensors, table) < 0) {
-        Py_CLEAR(table);
-    }
+    table = former != NULL ? wsync_py_table_like(describer.state, former)
+                           : wsync_py_table_new(describer.state, PyTuple_Size(tensors));
     if (table != NULL) {
-        table->gpu = (int)describer.gpu;
+        table->owners = Py_NewRef(tensors);
         table->names = Py_XNewRef(describer.names);
-        table->known = describer.former != NULL && describer.unknown == 0;
+        if (describe_all(&describer, table, former) < 0) {
+            Py_CLEAR(table);
+        }
     }
 
 cleanup:
@@ -903,7 +649,8 @@ PyMethodDef wsync_py_functions_describe[] = {
     {"describe", WSYNC_PY_KEYWORDS(describe),
      "describe(tensors, names=None, gpu=False, former=None)\n--\n\n"
      "Describes torch tensors without copying; names are for error messages.  With gpu\n"
-     "they may lie on a GPU, all of those on the same one.  former: form() of a table of\n"
-     "them, which says the same in less time where it still holds."},
+     "they may lie on a GPU, all of those on the same one.  former: a table of them, or "
+     "its\n"
+     "form(), which says the same in less time where it still holds."},
     {NULL, NULL, 0, NULL},
 };

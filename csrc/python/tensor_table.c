@@ -7,9 +7,8 @@
 #include <string.h>
 
 #include "python/convert.h"
-#include "python/known_tensors.h"
 
-enum { MAX_ALIGNMENT = 4096, MAX_APIS = 64 };
+enum { MAX_ALIGNMENT = 4096 };
 
 static const char exchange_capsule[] = "dlpack_exchange_api";
 
@@ -17,21 +16,14 @@ const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *lik
 {
     PyObject *type = PyType_Check(like) ? like : (PyObject *)Py_TYPE(like);
     PyObject *capsule = PyObject_GetAttr(type, state->name___dlpack_c_exchange_api__);
-    const DLPackExchangeAPIHeader *header = NULL;
+    const DLPackExchangeAPIHeader *header =
+        capsule != NULL ? PyCapsule_GetPointer(capsule, exchange_capsule) : NULL;
 
-    if (capsule == NULL || !PyCapsule_IsValid(capsule, exchange_capsule)) {
-        PyErr_Clear();
-        Py_XDECREF(capsule);
-        return NULL;
-    }
-    header = PyCapsule_GetPointer(capsule, exchange_capsule);
-    Py_DECREF(capsule); /* the type keeps it */
-    for (int i = 0; header != NULL && i < MAX_APIS; i++, header = header->prev_api) {
-        if (header->version.major == DLPACK_MAJOR_VERSION) {
-            return (const DLPackExchangeAPI *)header;
-        }
-    }
-    return NULL;
+    PyErr_Clear();
+    Py_XDECREF(capsule); /* the type keeps it */
+    return header != NULL && header->version.major == DLPACK_MAJOR_VERSION
+               ? (const DLPackExchangeAPI *)header
+               : NULL;
 }
 
 /* --- TensorTable ---------------------------------------------------------------------- */
@@ -40,7 +32,6 @@ static int table_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(((TensorTableObject *)self)->owners);
-    Py_VISIT(((TensorTableObject *)self)->storages);
     return 0;
 }
 
@@ -48,7 +39,6 @@ static int table_clear(PyObject *self)
 {
     ((TensorTableObject *)self)->count = 0; /* the rows point to nothing from here on */
     Py_CLEAR(((TensorTableObject *)self)->owners);
-    Py_CLEAR(((TensorTableObject *)self)->storages);
     return 0;
 }
 
@@ -184,13 +174,8 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
 
 static PyObject *table_form(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    const TensorTableObject *table = (TensorTableObject *)self;
-    TensorTableObject *form = wsync_py_table_like(wsync_py_state_of(self), table);
-
-    if (form != NULL) {
-        form->storages = wsync_py_weak_storages(table);
-    }
-    return (PyObject *)form;
+    return (PyObject *)wsync_py_table_like(wsync_py_state_of(self),
+                                           (const TensorTableObject *)self);
 }
 
 int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table)
@@ -203,15 +188,7 @@ int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table)
     return -1;
 }
 
-/* Appends the items of a sequence to a list; moves neither. */
-static int extend(PyObject *list, PyObject *items)
-{
-    const Py_ssize_t end = PyList_Size(list);
-
-    return PyList_SetSlice(list, end, end, items);
-}
-
-static PyObject *join_names(PyObject *one, PyObject *other)
+static PyObject *join(PyObject *one, PyObject *other)
 {
     return one != NULL && other != NULL ? PySequence_Concat(one, other) : NULL;
 }
@@ -244,10 +221,9 @@ static PyObject *table_joined(PyObject *self, PyObject *object)
     }
     joined->nbytes = one->nbytes + other->nbytes;
     joined->gpu = one->gpu >= 0 ? one->gpu : other->gpu;
-    joined->names = join_names(one->names, other->names);
-    joined->owners = PyList_New(0);
-    if (joined->owners == NULL || extend(joined->owners, one->owners) < 0 ||
-        extend(joined->owners, other->owners) < 0 || PyErr_Occurred() != NULL) {
+    joined->names = join(one->names, other->names);
+    joined->owners = join(one->owners, other->owners);
+    if (PyErr_Occurred() != NULL) {
         Py_DECREF((PyObject *)joined);
         return NULL;
     }
@@ -262,7 +238,7 @@ static PyMethodDef table_methods[] = {
      "form($self)\n--\n\n"
      "The same facts, to compare with later ones: keeps no tensor alive, and cannot be "
      "read\n"
-     "from.  describe() asks less of tensors that it knows by one."},
+     "from."},
     {"differs", table_differs, METH_O,
      "differs($self, other, /)\n--\n\n"
      "The first tensor whose dtype, shape or strides are not those of the other table's,\n"
@@ -271,12 +247,6 @@ static PyMethodDef table_methods[] = {
      "moved($self, tensors, /)\n--\n\n"
      "The first of these tensors whose address, dtype, shape or strides are not what the\n"
      "table says, or None.  There are as many as the table has."},
-    {"storages", wsync_py_table_storages, METH_O,
-     "storages($self, tensors, /)\n--\n\n"
-     "The storages of these tensors, if their addresses, dtypes, shapes and strides are\n"
-     "what the table says, and the storages are where they were and of the same size; "
-     "else\n"
-     "None.  There are as many tensors as the table has."},
     {"offsets", table_offsets, METH_VARARGS,
      "offsets($self, alignment, begin=0, /)\n--\n\n"
      "(starts, end): where the tensors lie when they are laid one after another from byte\n"
@@ -308,8 +278,7 @@ static PyGetSetDef table_getset[] = {
 };
 
 static PyType_Slot table_slots[] = {
-    {Py_tp_doc,
-     "Where tensors lie; keeps them and their storages alive.  Made by describe()."},
+    {Py_tp_doc, "Where tensors lie; keeps them alive.  Made by describe()."},
     {Py_tp_dealloc, table_dealloc},
     {Py_tp_traverse, table_traverse},
     {Py_tp_clear, table_clear},

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * TensorTable: addresses, shapes and strides of torch tensors, read through DLPack's C
- * exchange API, and references to the tensors. */
+ * exchange API, and the tensors. */
 #ifndef WSYNC_PYTHON_TENSOR_TABLE_H
 #define WSYNC_PYTHON_TENSOR_TABLE_H
 
@@ -21,12 +21,9 @@ typedef struct wsync_tensor_row {
     void *data; /* the first element; of a form, where it was */
     wsync_dtype_t dtype;
     uint32_t ndim;
-    const void *type; /* of the tensor; NULL: its elements lie in another one */
     bool on_gpu;
     uint64_t nbytes;         /* of all elements */
     uint64_t nbytes_spanned; /* from data to the end of the last element */
-    uint64_t storage;        /* its address, and the bytes that it has: of tables */
-    uint64_t storage_nbytes; /* that own what they describe, and of their forms */
     int64_t shape[WSYNC_MAX_NDIM];
     int64_t stride[WSYNC_MAX_NDIM]; /* elements */
 } wsync_tensor_row_t;
@@ -40,8 +37,7 @@ typedef struct wsync_py_rows {
 /* Immutable.  Recognise it by ModuleState.type_TensorTable. */
 typedef struct TensorTableObject {
     PyObject_HEAD
-    PyObject *owners; /* owned list of tensors and storages, which keep what the rows point
-                       * to as long as the table lives; NULL in a form, whose rows are only
+    PyObject *owners; /* owned tuple of the tensors; NULL in a form, whose rows are only
                        * compared */
     Py_ssize_t count;
     wsync_py_rows_t *shared;
@@ -49,7 +45,6 @@ typedef struct TensorTableObject {
     uint64_t nbytes;          /* of all elements of all tensors */
     int gpu;                  /* the one that some of them lie on; -1: none does */
     PyObject *names;          /* owned tuple, for messages; NULL: they have none */
-    PyObject *storages;       /* of a form: owned tuple of weak references, or NULL */
     bool known;               /* all of it was known from a former table */
 } TensorTableObject;
 
@@ -69,16 +64,15 @@ int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table);
 /* Whether two rows have the same dtype, shape and strides. */
 bool wsync_py_same_form(const wsync_tensor_row_t *one, const wsync_tensor_row_t *other);
 
-/* TensorTable.moved() and .storages(), which read tensors as describe() does. */
+/* TensorTable.moved(), which reads tensors as describe() does. */
 PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence);
-PyObject *wsync_py_table_storages(PyObject *self, PyObject *sequence);
 
 /* DLPack's description of a wsync dtype. */
 DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype);
 
 /* The DLPack exchange API (major version 1) of a tensor's type, or of `like` itself where
- * that is a type; NULL without an exception where there is none, NULL with one on failure.
- * Found once per type; the table lives for the whole process. */
+ * that is a type: torch has it from 2.10 on.  NULL without an exception where there is
+ * none. It lives for the whole process. */
 const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *like);
 
 #endif

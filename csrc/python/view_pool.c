@@ -7,7 +7,6 @@
 #include "python/convert.h"
 #include "python/device_types.h"
 #include "python/layout.h"
-#include "python/tensor_import.h"
 #include "python/tensor_table.h"
 
 static const DLDataType dlpack_dtypes[WSYNC_DTYPE_COUNT] = {
@@ -129,7 +128,7 @@ typedef struct ViewPoolObject {
     view_pool_t *pool; /* counted */
 } ViewPoolObject;
 
-static PyObject *make_view(ModuleState *state, const wsync_py_importer_t *importer,
+static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
                            view_pool_t *pool, const wsync_tensor_t *tensor, uint64_t offset)
 {
     const uint64_t size = pool->memory->nbytes;
@@ -137,6 +136,7 @@ static PyObject *make_view(ModuleState *state, const wsync_py_importer_t *import
     wsync_error_t err = {0};
     uint64_t nbytes = 0;
     view_t *view = NULL;
+    void *made = NULL;
 
     if (wsync_tensor_check(tensor, &nbytes, &err) != WSYNC_OK) {
         return wsync_py_raise(state, &err);
@@ -161,7 +161,23 @@ static PyObject *make_view(ModuleState *state, const wsync_py_importer_t *import
         wsync_memory_unpin(pool->memory);
         return PyErr_NoMemory();
     }
-    return wsync_py_import(importer, &view->managed, tensor, nbytes);
+    /* it owns the view from here on */
+    if (api->managed_tensor_to_py_object_no_sync(&view->managed, &made) != 0) {
+        return NULL;
+    }
+    return made;
+}
+
+/* How tensors of the type of `like` are made: NULL with UnsupportedError. */
+static const DLPackExchangeAPI *find_api(ModuleState *state, PyObject *like)
+{
+    const DLPackExchangeAPI *api = wsync_py_exchange_api(state, like);
+
+    if (api == NULL) {
+        (void)wsync_py_fail(state, WSYNC_ERR_UNSUPPORTED, "view",
+                            "views need a tensor of torch 2.10 or newer");
+    }
+    return api;
 }
 
 /* Reads the dtype and shape arguments of view(). */
@@ -197,10 +213,9 @@ static PyObject *pool_view(PyObject *self, PyTypeObject *cls, PyObject *const *a
 {
     ModuleState *state = wsync_py_type_state(cls);
     wsync_tensor_t tensor = {.name = "view"};
-    wsync_py_importer_t importer = {0};
+    const DLPackExchangeAPI *api = NULL;
     const char *dtype = NULL;
     uint64_t offset = 0;
-    PyObject *view = NULL;
 
     if (count != 4 || kwnames != NULL) {
         return refuse_keywords("view");
@@ -213,12 +228,11 @@ static PyObject *pool_view(PyObject *self, PyTypeObject *cls, PyObject *const *a
     if (PyErr_Occurred()) {
         return NULL;
     }
-    if (wsync_py_importer_init(&importer, state, args[0]) < 0) {
+    api = find_api(state, args[0]);
+    if (api == NULL) {
         return NULL;
     }
-    view = make_view(state, &importer, ((ViewPoolObject *)self)->pool, &tensor, offset);
-    wsync_py_importer_fini(&importer);
-    return view;
+    return make_view(state, api, ((ViewPoolObject *)self)->pool, &tensor, offset);
 }
 
 /* A shard that is its whole tensor, in row-major order without gaps. */
@@ -248,9 +262,8 @@ static int append_view(PyObject *list, const char *name, PyObject *tensor)
     return result;
 }
 
-static int append_views(ModuleState *state, const wsync_py_importer_t *importer,
-                        view_pool_t *pool, LayoutObject *manifest, uint32_t buffer,
-                        PyObject *list)
+static int append_views(ModuleState *state, const DLPackExchangeAPI *api, view_pool_t *pool,
+                        LayoutObject *manifest, uint32_t buffer, PyObject *list)
 {
     size_t count = 0;
     const wsync_shard_t *const *shards =
@@ -265,7 +278,7 @@ static int append_views(ModuleState *state, const wsync_py_importer_t *importer,
 
         if (is_whole(tensor, shards[i]) &&
             append_view(list, tensor->name,
-                        make_view(state, importer, pool, tensor, shards[i]->offset)) < 0) {
+                        make_view(state, api, pool, tensor, shards[i]->offset)) < 0) {
             return -1;
         }
     }
@@ -276,7 +289,7 @@ static PyObject *pool_views(PyObject *self, PyTypeObject *cls, PyObject *const *
                             Py_ssize_t count, PyObject *kwnames)
 {
     ModuleState *state = wsync_py_type_state(cls);
-    wsync_py_importer_t importer = {0};
+    const DLPackExchangeAPI *api = NULL;
     long long number = 0;
     uint32_t buffer = 0;
     PyObject *list = NULL;
@@ -292,15 +305,15 @@ static PyObject *pool_views(PyObject *self, PyTypeObject *cls, PyObject *const *
     if (PyErr_Occurred() || wsync_py_read_u32(number, "buffer", &buffer) < 0) {
         return NULL;
     }
-    if (wsync_py_importer_init(&importer, state, args[0]) < 0) {
+    api = find_api(state, args[0]);
+    if (api == NULL) {
         return NULL;
     }
     list = PyList_New(0);
-    if (list != NULL && append_views(state, &importer, ((ViewPoolObject *)self)->pool,
+    if (list != NULL && append_views(state, api, ((ViewPoolObject *)self)->pool,
                                      (LayoutObject *)args[1], buffer, list) < 0) {
         Py_CLEAR(list);
     }
-    wsync_py_importer_fini(&importer);
     return list;
 }
 

@@ -21,27 +21,86 @@ PIECE: Final = 2 << 20
 Played = dict[str, "PlayedTensor"]
 
 
+class Device(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int32), ("id", ctypes.c_int32)]
+
+
+class View(ctypes.Structure):
+    """DLTensor, as far as it is changed here."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("device", Device), ("rest", ctypes.c_uint64 * 4)]
+
+
+class Exchange(ctypes.Structure):
+    """DLPackExchangeAPI."""
+
+    _fields_ = [
+        ("version", ctypes.c_uint32 * 2),
+        *((name, ctypes.c_void_p) for name in ("previous", "allocate", "from_object", "to_object")),
+        *((name, ctypes.c_void_p) for name in ("view_of_object", "work_stream")),
+    ]
+
+
+_NAME: Final = b"dlpack_exchange_api"
+_Read = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(View))
+
+
+def _torch_exchange() -> Exchange:
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    capsule: Any = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+    return Exchange.from_address(pointer(capsule, _NAME))
+
+
+def _capsule(exchange: Exchange) -> object:
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = (
+        ctypes.py_object,
+        [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+    )
+    return make(ctypes.addressof(exchange), _NAME, None)
+
+
+_TORCH: Final = _torch_exchange()
+_torch_view = _Read(_TORCH.view_of_object)
+
+
+@_Read
+def _view(played: PlayedTensor, view: Any) -> int:
+    """What torch says of a tensor of the same form on the host, but for where it is."""
+    code = _torch_view(played.like, view)
+    view[0].data, view[0].device = played.data_ptr(), Device(2, played.device.index)
+    return int(code)
+
+
+_PLAYED: Final = Exchange(
+    version=_TORCH.version, view_of_object=ctypes.cast(_view, ctypes.c_void_p).value
+)
+
+
 class PlayedTensor:
     """A contiguous tensor at an address of a GPU."""
+
+    __dlpack_c_exchange_api__ = _capsule(_PLAYED)
 
     def __init__(
         self, address: int, like: torch.Tensor, memory: object = None, gpu: int = 0
     ) -> None:
-        self._address, self._like, self._memory = address, like, memory
+        self._address, self.like, self._memory = address, like, memory
         self.dtype, self.shape = like.dtype, like.shape
         self.device = SimpleNamespace(type="cuda", index=gpu)
 
     def stride(self) -> tuple[int, ...]:
-        return self._like.stride()
+        return self.like.stride()
 
     def data_ptr(self) -> int:
         return self._address
 
     def element_size(self) -> int:
-        return self._like.element_size()
+        return self.like.element_size()
 
     def untyped_storage(self) -> SimpleNamespace:
-        return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: self._like.nbytes)
+        return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: self.like.nbytes)
 
     def is_neg(self) -> bool:
         return False

@@ -10,7 +10,7 @@ fuses at run time goes through the rules of `wsync.families.RUNTIME`.
 Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several ranks.  `Partial`
 placements are sums that are not added up, and are refused.
 
-Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.6 to 2.13, and the
+Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.10 to 2.13, and the
 DTensors that Megatron-FSDP makes, whose uneven cuts only the tensors of its state_dict() tell.
 
 On all ranks:

@@ -232,12 +232,12 @@ class ModuleMemory:
             if tensor.device != first or first.type not in ("cpu", "cuda"):
                 raise LayoutError(f"{fact[0]} is on {tensor.device}, other tensors on {first}")
 
-    def kept(self) -> list[torch.UntypedStorage] | None:
-        """The memory of all areas, if the module holds the very same tensors where they were, and
+    def kept(self) -> list[torch.Tensor] | None:
+        """The tensors of all areas, if the module holds the very same tensors where they were, and
         all else as it was: what an update asks each time, at little cost; else None."""
         if self._table is None or (tensors := self._held()) is None:
             return None
-        return self._table.storages(tensors)
+        return tensors if self._table.moved(tensors) is None else None
 
     def count_writes(self, areas: Collection[int]) -> None:
         """Raises the versions of the tensors in areas that were written to without torch."""
