@@ -14,6 +14,7 @@ STOREYS = (
     ("_core",),
     ("boxes", "machine", "pages"),
     ("options", "report", "module_tensors"),
+    ("probing",),
     ("families",),
     ("layout", "bucket", "checkpoints"),
     ("quantise",),

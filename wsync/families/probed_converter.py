@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.families.rules import Piece, key_of, may_step
 from wsync.module_tensors import same_bytes
+from wsync.probing.boxes import boxes
 
 if TYPE_CHECKING:
     import torch
@@ -28,13 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["Convert", "Whole", "converter_of", "is_slimes", "learn"]
 
 Convert = Callable[[str, "Tensor"], list[tuple[str, "Tensor"]]]
-_Read = Callable[[int, int, int], "Tensor"]  # numbers of some rows: one in so many of each
-_Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
 MAX_BOXES = 1 << 16  # of one tensor; what has more is no copy of boxes
 MAX_STEP = 8  # in which boxes may go through a tensor
 _SAMPLE = 61  # elements of a slice that are looked at first
-_BLOCK = 1 << 22  # elements that are looked at at a time
+_BLOCK = 1 << 22  # elements of further windows, at most
 _PERIOD = 1_048_573  # of the random values: a prime, so that no rows or columns repeat
 _BITS = 8  # of a digit: every dtype below has all such integers
 # The dtypes of parameters, and for each those in which nothing is lost.
@@ -368,15 +367,17 @@ class _Reader:
     ) -> _Source:
         import torch
 
-        rows = shape[0] if shape else 1
-        digits = [each[place][1].reshape(rows, -1) for each in self._digits]
+        made = [each[place][1].reshape(shape or (1,)) for each in (self._zeros, *self._digits)]
         affine = scale, offset = self._affine[place]
-        count = math.prod(shape[1:])
 
-        def read(low: int, high: int, every: int) -> Tensor:
-            numbers = torch.zeros(high - low, -(-count // every), dtype=torch.int64, device="cpu")
-            for number, digit in enumerate(digits):
-                part = digit[low:high, ::every]
+        def read(places: tuple[int, ...], low: int, high: int) -> Tensor:
+            sampled = []
+            for each in made:
+                rows = each[places][low:high].reshape(high - low, -1)
+                every = 1 if sample is None else -(-rows.shape[1] // sample)
+                sampled.append(rows[:, ::every])
+            numbers = torch.zeros(sampled[0].shape, dtype=torch.int64, device="cpu")
+            for number, part in enumerate(sampled[1:]):
                 if affine != (1.0, 0.0):
                     part = ((part.double() - offset) / scale).round()
                 numbers += part.to(torch.int64) << number * self._bits
@@ -388,7 +389,7 @@ class _Reader:
         pieces: list[Piece] = []
         for longest in (MAX_STEP, 1):
             pieces = []
-            found = _boxes(read, shape or (1,), units, sample, longest)
+            found = boxes(read, shape or (1,), units, longest)
             for start, extent, axes, steps, number in found:
                 if len(pieces) == MAX_BOXES:
                     raise _refusal(self._name, target, f"it falls into more than {MAX_BOXES} boxes")
@@ -420,78 +421,3 @@ class _Reader:
 
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _boxes(
-    read: _Read,
-    shape: tuple[int, ...],
-    units: Mapping[int, int],
-    sample: int | None,
-    longest: int,
-) -> Iterator[_Box]:
-    """(start, extent, source axes, steps, number of the first element) of boxes that make up a
-    tensor; longest: the largest step.
-
-    Along the first axis, the longest runs of slices of which each is one step of one source axis
-    away from the one before; then the same within the first slice of each run.
-    """
-    for start, count, axis, step in _runs(read, shape, units, sample, longest):
-        first = read(start, start + 1, 1)
-        if len(shape) == 1:
-            yield (start,), (count,), (axis,), (step,), int(first)
-            continue
-        rows = first.reshape(shape[1], -1)
-        left = {unit: other for unit, other in units.items() if other != axis}
-        for starts, counts, axes, steps, number in _boxes(
-            lambda low, high, every, rows=rows: rows[low:high, ::every],  # type: ignore[misc]
-            shape[1:],
-            left,
-            sample,
-            longest,
-        ):
-            yield (start, *starts), (count, *counts), (axis, *axes), (step, *steps), number
-
-
-def _runs(
-    read: _Read,
-    shape: Sequence[int],
-    units: Mapping[int, int],
-    sample: int | None,
-    longest: int,
-) -> Iterator[tuple[int, int, int, int]]:
-    """(start, count, source axis, step) of runs of slices; axis -1: a slice that is alone."""
-    import torch
-
-    count = math.prod(shape[1:])
-    every = 1 if sample is None else -(-count // sample)
-    block = max(1, _BLOCK * every // count)
-    steps: list[int] = []
-    last: list[Tensor] = []
-    for low in range(0, shape[0], block):
-        rows = torch.cat([*last, read(low, min(shape[0], low + block), every)])
-        between = rows[1:] - rows[:-1]
-        even = between.eq(between[:, :1]).all(1)
-        steps += torch.where(even, between[:, 0], 0).tolist()
-        last = [rows[-1:]]
-    start = 0
-    while start < shape[0]:
-        each = (_run(steps, start, step, units) for step in range(1, longest + 1))
-        axis, count, step = next((run for run in each if run[1] > 1), (-1, 1, 1))
-        for offset in range(step):
-            yield start + offset, count, axis, step
-        start += count * step
-
-
-def _run(
-    steps: Sequence[int], start: int, step: int, units: Mapping[int, int]
-) -> tuple[int, int, int]:
-    """(source axis, count, step) of as many runs as `step` says, which alternate from `start` on;
-    steps: from each slice to the next, 0: none."""
-    between = steps[start : start + step]
-    axis = units.get(sum(between), -1) if len(between) == step and 0 not in between else -1
-    if axis < 0:
-        return -1, 1, 1
-    end = start + step
-    while end < len(steps) and steps[end] == steps[end - step]:
-        end += 1
-    return axis, (end - start + 1) // step, step

@@ -1,0 +1,1 @@
+"""Learns what a function does with tensors from tensors whose values number their elements."""
