@@ -1,0 +1,172 @@
+"""What lies in the corners of a tensor's parts, and along lines through them.
+
+A part is what one source is loaded to.  Its corner says which source, and which element; lines say
+along which axes of the source the axes of the tensor go.  One line serves all parts that sources of
+the same forms are loaded to in the same order.  Random values refute that where a part has more
+structure than its lines show.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+_SAMPLE: Final = 61  # elements of a slice that are looked at to find parts
+_WHOLE: Final = 1 << 16  # elements of a tensor that is looked at everywhere
+_RAW: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Index = tuple[torch.Tensor, ...]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, as an integer."""
+    return tensor.detach().view(_RAW[tensor.element_size()])
+
+
+class Lines:
+    """What lies in the corners of a tensor's parts and along its axes, after each of some loads.
+
+    starts: by axis, where a part begins.  written: whether the first load has changed anything.
+    corners: by load, shaped by parts.  same: by load, where it has not changed a corner; from the
+    second on.  chosen: by axis, which line serves, shaped by parts along other axes.
+    lines: by load from `choose` on and axis: (line, place).
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor if tensor.dim() else tensor.view(1)
+        self.shape = tuple(self.tensor.shape)
+        self.starts: list[list[int]] = []
+        self.written = True
+        self.corners: list[torch.Tensor] = []
+        self.same: list[torch.Tensor] = []
+        self.chosen: list[torch.Tensor] = []
+        self.lines: list[list[torch.Tensor]] = []
+        self._line_places: list[_Index] = []
+        self._before: list[torch.Tensor] = []
+
+    def before(self) -> None:
+        """Notes what lies there before a load, which differs from all that the load may write."""
+        self._before = [self._look(index) for index in self._seen()]
+
+    def after(self) -> None:
+        """Notes what lies there after it."""
+        after = [self._look(index) for index in self._seen()]
+        if not self.starts:
+            self.written = not all(map(torch.equal, self._before, after))
+            pairs = enumerate(zip(self._before, after, strict=True))
+            self.starts = [_changes(one, other, axis) for axis, (one, other) in pairs]
+            after = [self._look(_cross(self.starts))]
+        else:
+            self.same.append(self._before[0] == after[0])
+        self.corners.append(after[0].view(self.tensor.dtype))
+        if self.chosen:
+            found = (self._look(index) for index in self._line_places)
+            self.lines.append([each.view(self.tensor.dtype) for each in found])
+
+    def choose(self, forms: torch.Tensor) -> None:
+        """Chooses lines.  forms: shaped by parts, the same number for sources of one form."""
+        for axis, extent in enumerate(self.shape):
+            rows = forms.movedim(axis, -1)
+            kinds, chosen = torch.unique(
+                rows.reshape(-1, rows.shape[-1]), dim=0, return_inverse=True
+            )
+            first = [int((chosen == kind).nonzero()[0]) for kind in range(len(kinds))]
+            others = [places for each, places in enumerate(self.starts) if each != axis]
+            parts = [list(_unravel(at, list(map(len, others)))) for at in first]
+            places = [[starts[at[n]] for at in parts] for n, starts in enumerate(others)]
+            index = [torch.tensor(each, device="cpu").view(-1, 1) for each in places]
+            index.insert(axis, torch.arange(extent, device="cpu").view(1, -1))
+            self._line_places.append(tuple(index))
+            self.chosen.append(chosen.view(rows.shape[:-1]))
+
+    def _seen(self) -> list[_Index]:
+        if self.starts:
+            return [_cross(self.starts)]
+        count = 0 if self.tensor.numel() <= _WHOLE else _SAMPLE
+        return [_cross(self._slices(axis, count)) for axis in range(len(self.shape))]
+
+    def _look(self, index: _Index) -> torch.Tensor:
+        return raw(self.tensor)[tuple(each.to(self.tensor.device) for each in index)].cpu()
+
+    def _slices(self, axis: int, count: int) -> list[Sequence[int]]:
+        """All places on an axis, and so many combinations, evenly, of those on others; 0: all."""
+        each = math.ceil(count ** (1 / max(len(self.shape) - 1, 1)))
+        return [
+            range(extent)
+            if other == axis or not count
+            else sorted({place * (extent - 1) // max(each - 1, 1) for place in range(each)})
+            for other, extent in enumerate(self.shape)
+        ]
+
+
+def _changes(before: torch.Tensor, after: torch.Tensor, axis: int) -> list[int]:
+    """Where on an axis something else begins."""
+    same = before == after
+    seen = torch.stack([after.masked_fill(same, 0), same.to(after.dtype)])
+    rows = seen.movedim(axis + 1, 0).reshape(after.shape[axis], -1)
+    found = (rows[1:] != rows[:-1]).any(1).nonzero().flatten() + 1
+    return [0, *found.tolist()]
+
+
+def _cross(chosen: Sequence[Sequence[int]]) -> _Index:
+    """An index of all combinations of places."""
+    vectors = [torch.tensor(each, device="cpu") for each in chosen]
+    dims = len(vectors)
+    return tuple(each.view(-1, *[1] * (dims - 1 - axis)) for axis, each in enumerate(vectors))
+
+
+def _unravel(number: int, shape: Sequence[int]) -> Sequence[int]:
+    found: list[int] = []
+    for extent in reversed(shape):
+        number, place = divmod(number, extent)
+        found.insert(0, place)
+    return found
+
+
+class Field:
+    """Numbers of all elements of a tensor, made of those of corners and lines.
+
+    corners: shaped by parts; lines: by axis: (line, place).
+    """
+
+    def __init__(self, seen: Lines, corners: torch.Tensor, lines: Sequence[torch.Tensor]) -> None:
+        self._starts, self._chosen, self._corners = seen.starts, seen.chosen, corners
+        self._part = [parts_of(*each) for each in zip(seen.starts, seen.shape, strict=True)]
+        self._steps = [
+            line - line[:, torch.tensor(starts)][:, part]
+            for line, starts, part in zip(lines, seen.starts, self._part, strict=True)
+        ]
+
+    def like(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        """The same where the steps from slice to slice are."""
+        parts, found = self._slices(places)
+        lines = self._chosen[len(places)][parts].flatten()
+        return len(places), *lines.tolist(), *(found[1:] - found[:-1]).flatten().tolist()
+
+    def read(self, places: tuple[int, ...], low: int, high: int) -> torch.Tensor:
+        """See wsync.probing.boxes.Read."""
+        axis = len(places)
+        parts, found = self._slices(places)
+        steps = self._steps[axis][:, low:high].t()[:, self._chosen[axis][parts].flatten()]
+        return found[self._part[axis][low:high]] + steps
+
+    def _slices(self, places: tuple[int, ...]) -> tuple[tuple[int, ...], torch.Tensor]:
+        """The parts of leading places, and there the numbers of the first elements of parts."""
+        pairs = list(zip(self._starts, places, strict=False))
+        parts = tuple(bisect.bisect_right(starts, place) - 1 for starts, place in pairs)
+        found = self._corners[parts]
+        for axis, place in enumerate(places):
+            if place != self._starts[axis][parts[axis]]:
+                line = self._chosen[axis][(*parts[:axis], *parts[axis + 1 :])]
+                found = found + self._steps[axis][:, place][line]
+        return parts, found.reshape(len(found), -1)
+
+
+def parts_of(starts: Sequence[int], extent: int) -> torch.Tensor:
+    """By place on an axis: which part it is in."""
+    ends = torch.tensor([*starts[1:], extent], device="cpu") - torch.tensor(starts, device="cpu")
+    return torch.arange(len(starts), device="cpu").repeat_interleave(ends)

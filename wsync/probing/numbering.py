@@ -1,0 +1,134 @@
+"""Tensors whose values number their elements, a digit at each call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from wsync.probing.codes import base_of, common_base, decode, encode, kind_of
+
+
+class Source(NamedTuple):
+    """A tensor that is loaded."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Digit(NamedTuple):
+    """One of the digits of a place along an axis."""
+
+    axis: int
+    weight: int
+
+
+class Numbering:
+    """Which digit each call brings of each source.
+
+    given: tensors that are brought as they are.  whole: makes all elements of a tensor.
+    """
+
+    def __init__(self, sources: Sequence[Source], given: Mapping[str, torch.Tensor]) -> None:
+        self.sources = sources
+        self.given = given
+        self.whole = False
+        self.kinds: dict[str, list[Source]] = {}
+        self.digits: dict[str, list[_Digit]] = {}
+        for source in sources:
+            if source.name not in given:
+                self.kinds.setdefault(kind_of(source.dtype), []).append(source)
+                self.digits[source.name] = list(_digits(source))
+        self._number = {s.name: n for each in self.kinds.values() for n, s in enumerate(each)}
+        counts = [(len(each), common_base(kind)) for kind, each in self.kinds.items()]
+        self.naming = max((_count(*each) for each in counts), default=1)
+        self.calls = self.naming + max(map(len, self.digits.values()), default=0) + 1
+
+    def pairs(self, call: int) -> list[tuple[str, torch.Tensor]]:
+        sources = self.sources if call < self.calls - 1 else self.sources[::-1]
+        return _Made(sources, lambda source: self._tensor(source, call))
+
+    def of(self, dtype: torch.dtype) -> list[Source]:
+        """The sources that copies may bring to a tensor of a dtype."""
+        return self.kinds.get(kind_of(dtype), [])
+
+    def base(self, dtype: torch.dtype) -> int:
+        return common_base(kind_of(dtype))
+
+    def numbers(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Which of these sources calls have brought the name of; -1: none."""
+        names = [decode(each) for each in values[: self.naming]]
+        found = torch.zeros_like(names[0])
+        for call, digit in enumerate(names):
+            found += digit * self.base(values[0].dtype) ** call
+        known = torch.stack(names).ge(0).all(0) & (found < len(self.of(values[0].dtype)))
+        return found.where(known, -1)
+
+    def forms(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same number for sources of one dtype and shape."""
+        forms: dict[object, int] = {}
+        each = [forms.setdefault(source[1:], len(forms)) for source in self.of(values[0].dtype)]
+        return torch.tensor([*each, -1], device="cpu")[self.numbers(values)]
+
+    def _tensor(self, source: Source, call: int) -> torch.Tensor:
+        if source.name in self.given:
+            return self.given[source.name]
+        kind = kind_of(source.dtype)
+        base, digits = common_base(kind), self.digits[source.name]
+        number, count = self._number[source.name], len(self.kinds[kind])
+        if call < self.naming:
+            made = self._values(source.dtype)[number // base**call % base]
+        elif call == self.calls - 1:
+            made = self._values(source.dtype)[(count - 1 - number) % base]
+        elif call - self.naming < len(digits):
+            axis, weight = digits[call - self.naming]
+            made = self._vector(source.dtype, source.shape[axis], weight)
+            made = made.view(-1, *(1 for _ in source.shape[axis + 1 :]))
+        else:
+            made = self._values(source.dtype)[0]
+        found = made.clone().expand(source.shape)  # a loader may write to it
+        return found.contiguous() if self.whole else found
+
+    @functools.cache  # noqa: B019
+    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Those of all digits."""
+        return encode(torch.arange(base_of(dtype), device="cpu"), dtype)
+
+    @functools.cache  # noqa: B019
+    def _vector(self, dtype: torch.dtype, extent: int, weight: int) -> torch.Tensor:
+        digits = torch.arange(extent, device="cpu") // weight % base_of(dtype)
+        return encode(digits, dtype)
+
+
+class _Made(list[tuple[str, torch.Tensor]]):
+    """A list whose tensors are made when they are taken."""
+
+    def __init__(self, sources: Sequence[Source], make: Callable[[Source], torch.Tensor]) -> None:
+        super().__init__((source.name, torch.empty(0)) for source in sources)
+        self._sources, self._make = sources, make
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _Made(self._sources[index], self._make)
+        return self._sources[index].name, self._make(self._sources[index])
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((source.name, self._make(source)) for source in self._sources)
+
+    def __reversed__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self[::-1])
+
+
+def _digits(source: Source) -> Iterator[_Digit]:
+    base = base_of(source.dtype)
+    for axis in reversed(range(len(source.shape))):
+        for place in range(_count(source.shape[axis], base) if source.shape[axis] > 1 else 0):
+            yield _Digit(axis, base**place)
+
+
+def _count(numbers: int, base: int) -> int:
+    """How many digits of a base tell so many numbers apart."""
+    return next(count for count in range(1, 64) if base**count >= numbers)

@@ -1,0 +1,145 @@
+"""Makes boxes of sources of what numbered tensors have left in a target."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from wsync.probing.boxes import NumberedBox, boxes, units_of
+from wsync.probing.codes import decode
+from wsync.probing.lines import Field, Lines, parts_of, raw
+from wsync.probing.numbering import Numbering
+from wsync.probing.pieces import COMPUTED, CONSTANT, UNWRITTEN, PlacedBox
+
+_OTHERS: Final = (UNWRITTEN, CONSTANT, COMPUTED)
+_LONGEST: Final = 8  # step in which a box goes through a target
+
+
+@dataclass(slots=True)
+class _Local:
+    """What a target's numbers stand for.  The first three are none of a source's elements."""
+
+    names: list[str] = dataclasses.field(default_factory=lambda: list(_OTHERS))
+    twins: list[str] = dataclasses.field(default_factory=lambda: ["", "", ""])
+
+
+class Reading:
+    """Makes boxes of what was read from one target."""
+
+    def __init__(self, target: int, lines: Lines, numbering: Numbering) -> None:
+        self._target, self._lines, self._numbering = target, lines, numbering
+        self._sources = numbering.of(lines.tensor.dtype)
+        self._known = {source.name: source for source in self._sources}
+
+    def pieces(self) -> Iterator[PlacedBox]:
+        lines = self._lines
+        if not lines.written:
+            place = (0,) * len(lines.shape), lines.shape, 0, lines.tensor.stride()
+            yield PlacedBox(self._target, "", *place, why=UNWRITTEN)
+            return
+        local = _Local()
+        rows = self._rows(local)
+        shapes = [lines.shape, *(self._known[name].shape for name in local.names[3:])]
+        dims = max(map(len, shapes))
+        extents = [max(each) for each in zip(*(_padded(s, dims) for s in shapes), strict=True)]
+        *units, unit = units_of(extents)
+        field = self._field(rows, local, units, unit)
+        by_unit = {units[axis]: axis for axis in range(dims) if extents[axis] > 1}
+        for box in boxes(field.read, lines.shape, by_unit, _LONGEST, field.like):
+            yield self._piece(box, local, units, unit)
+
+    def _rows(self, local: _Local) -> torch.Tensor:
+        """Shaped by parts: which of `local` each is."""
+        lines, base = self._lines, self._numbering.base(self._lines.tensor.dtype)
+        values = torch.stack([raw(each) for each in lines.corners])
+        others = torch.where((values == values[0]).all(0), 1, 2)
+        others = torch.where(torch.stack(lines.same).all(0), 0, others)
+        last = decode(lines.corners[-1])
+        number = self._numbering.numbers(lines.corners)
+        found = (number >= 0) & (last >= 0) & (others > 0)
+        keys, rows = torch.unique(
+            (number * base + last % base).where(found, -1), return_inverse=True
+        )
+        known = []
+        for key in keys.tolist():
+            twin = self._twin(*divmod(key, base)) if key >= 0 else None
+            known.append(2 if twin is None else len(local.names))
+            if twin is not None:
+                local.names.append(self._sources[key // base].name)
+                local.twins.append(twin)
+        return torch.tensor(known)[rows].where(found, others)
+
+    def _twin(self, number: int, digit: int) -> str | None:
+        """What the last call has brought, if that is another source of the same form; "" for the
+        same one.  None: something else."""
+        count, base = len(self._sources), self._numbering.base(self._lines.tensor.dtype)
+        ends = range((count - 1 - digit) % base, count, base)
+        if number in ends:
+            return ""
+        others = [n for n in ends if self._sources[n][1:] == self._sources[number][1:]]
+        return self._sources[others[0]].name if len(others) == 1 else None
+
+    def _field(self, rows: torch.Tensor, local: _Local, units: Sequence[int], unit: int) -> Field:
+        """Numbers: those of places in the target itself, where no source is loaded."""
+        lines = self._lines
+        weights = self._weights(local, units)
+        own = units[len(units) - len(lines.shape) :]
+        corners = rows * unit
+        digits = [decode(each) for each in lines.corners[self._numbering.naming :]]
+        corners += sum(weights[rows, call] * each for call, each in enumerate(digits))
+        found = []
+        for axis, (each, starts) in enumerate(zip(own, lines.starts, strict=True)):
+            places = (torch.tensor(starts) * each).view(-1, *[1] * (rows.dim() - 1 - axis))
+            corners += places.where(rows < 3, 0)
+            others = rows.movedim(axis, -1).reshape(-1, len(starts))
+            chosen = lines.chosen[axis].flatten()
+            first = [int((chosen == line).nonzero()[0]) for line in range(int(chosen.max()) + 1)]
+            row = others[first][:, parts_of(starts, lines.shape[axis])]
+            line = (torch.arange(lines.shape[axis]) * each).where(row < 3, 0)
+            for call, values in enumerate(lines.lines):
+                line += weights[row, call] * decode(values[axis])
+            found.append(line)
+        return Field(lines, corners, found)
+
+    def _weights(self, local: _Local, units: Sequence[int]) -> torch.Tensor:
+        """By what numbers stand for, and call after those for names: what a digit adds."""
+        calls = self._numbering.calls - self._numbering.naming
+        found = torch.zeros(len(local.names), calls, dtype=torch.int64)
+        for row, name in enumerate(local.names[3:], 3):
+            shift = len(units) - len(self._known[name].shape)
+            for call, digit in enumerate(self._numbering.digits[name]):
+                found[row, call] = digit.weight * units[digit.axis + shift]
+        return found
+
+    def _piece(self, box: NumberedBox, local: _Local, units: Sequence[int], unit: int) -> PlacedBox:
+        target = self._lines.tensor
+        strides = [step * stride for step, stride in zip(box.steps, target.stride(), strict=True)]
+        offset = sum(at * n for at, n in zip(box.start, target.stride(), strict=True))
+        row, number = divmod(box.number, unit)
+        name, start = local.names[row], list[int]()
+        if row >= 3:
+            for each in units:
+                place, number = divmod(number, each)
+                start.append(place)
+            shape = self._known[name].shape
+            shift = len(units) - len(shape)
+            extent, steps = [1] * len(shape), [0] * len(shape)
+            for axis, count, stride in zip(box.axes, box.extent, strides, strict=True):
+                if axis >= shift:
+                    extent[axis - shift], steps[axis - shift] = count, stride
+            ends = zip(start[shift:], extent, shape, strict=True)
+            inside = all(at + count <= size for at, count, size in ends)
+            if inside and not any(start[:shift]) and math.prod(extent) == math.prod(box.extent):
+                found = tuple(start[shift:]), tuple(extent), offset, tuple(steps)
+                return PlacedBox(self._target, name, *found, local.twins[row])
+        why = name if row < 3 else COMPUTED
+        return PlacedBox(self._target, "", box.start, box.extent, offset, tuple(strides), "", why)
+
+
+def _padded(shape: Sequence[int], dims: int) -> list[int]:
+    return [*(1 for _ in range(dims - len(shape))), *shape]
