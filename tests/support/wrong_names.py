@@ -70,11 +70,11 @@ WRONG: Mapping[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "w1, w2, w3": (_w123, r"it has no: .*experts\.0\.w1\.weight"),
     "no model.": (
         _renamed(r"^model\.", ""),
-        r"the checkpoint has model\.embed_tokens\.weight, which may be embed_",
+        r"it has model\.embed_tokens\.weight, which may be embed_",
     ),
     "model.language_model.": (
         _renamed(r"^model\.", "model.language_model."),
-        r"wsync\.fsdp\.layout\(model\) gives .*; the checkpoint has model\.embed_tokens\.weight, "
+        r"wsync\.fsdp\.layout\(model\) gives .*; it has model\.embed_tokens\.weight, "
         r"which may be model\.language_model\.embed_tokens\.weight; Options\(checkpoint=DIR\)",
     ),
     "a prefix": (_renamed("^", "policy."), r"policy\.lm_head\.weight"),

@@ -76,6 +76,11 @@ _LAYER: Final = re.compile(r"(?:(?:model|language_model|backbone)\.)*layers\.(\d
 _DRAFTING: Final = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")
 _SHARED: Final = (".embed_tokens.weight", ".shared_head.head.weight")  # by drafting layers
 _UNKNOWN: Final = Place("", (), -1, 0)  # of a weight whose codes and scales are there
+_CASTS: Final = (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"))
+_CAST: Final = (
+    "wsync casts float32 to bfloat16 or float16, and bfloat16 to float32: cast others before "
+    "connect"
+)
 _UNWRAP: Final = (
     "wsync.fsdp.layout(model) takes the names of torch's wrappers off, and peft's "
     "merge_and_unload() gives a model without its own"
@@ -175,9 +180,11 @@ class EngineCheck:
         seen = _folder_of(engine, started, deadline)
         if not receives:
             self._check_form(engine, started, seen)
+        told = self._folder != "" and self._check_told(engine, started.get("tensors"), receives)
         folder = seen if self._folder is None else self._folder
         drafts = drafts_itself(started) and not receives
-        return self._compare(folder, engine.name, drafts, whole=not receives) or receives
+        compared = self._compare(folder, engine.name, drafts, whole=not receives)
+        return compared or receives or told
 
     def check_folders(self) -> None:
         """Compares what versions on a disk will have with Options.checkpoint and `base`.
@@ -205,6 +212,18 @@ class EngineCheck:
                 "Options(checkpoint=DIR) names the folder that the engine was started from, where "
                 "another is under its path here)"
             )
+
+    def _check_told(self, engine: EngineHandle, told: Any, receives: bool) -> bool:
+        """Compares what an engine that loads by name says that it has, if it says so: the names,
+        dtype and shape of each tensor."""
+        delivered, places = {each.name for each in self._tensors}, dict[str, Place]()
+        for names, dtype, shape in told or ():
+            given = delivered.intersection(names) or names[:1]
+            places |= {name: Place(dtype, tuple(shape), -1, 0) for name in given}
+        if places:
+            source = _Source(places, {"tie_word_embeddings": False}, told=True)
+            source.compare(self._tensors, f"engine {engine.name}", casts=receives)
+        return bool(places)
 
     def _compare(
         self, folder: str, engine: str = "", drafts: bool = False, whole: bool = True
@@ -257,46 +276,24 @@ def compare(
         LayoutError: by name, for tensors that the checkpoint does not have, has in other shapes, or
             that nobody delivers; for codes and scales of other dtypes, or without each other.
     """
-    facts = [each for each in facts_of(model) if not is_note(each.name)]
+    facts = facts_of(model)
     source = _Source.of(folder, coded=any(map(_is_part, facts)))
     if source is None:
         return False
-    places, claimed = source.places, dict[str, list[TensorFacts]]()
-    for each in facts:
-        claimed.setdefault(source.home(each.name), []).append(each)
-    unknown = [each.name for each in claimed.pop("", ())]
-    lacking = [
-        name
-        for name in places
-        if name not in claimed and not source.stays(name, drafts=drafts)
-        if not any(fnmatchcase(name, pattern) for pattern in keep)
-    ]
-    halves, parts = _in_part(facts, claimed, lacking, places)
-    asked = lacking if whole or unknown else [*halves, *parts]
-    wrong = {
-        "it has no": unknown,
-        "nobody delivers its": asked,
-        "other shapes": list(_other_shapes(claimed, places)),
-        "other dtypes": list(_other_dtypes(facts, places)),
-    }
-    if texts := [f"{text}: {listed(names)}" for text, names in wrong.items() if names]:
-        stays = [] if unknown or halves else asked
-        help = [*_reasons(facts, unknown, places), *_to_keep(facts, stays), _OTHERWISE]
-        raise _core.LayoutError(
-            f"{title or f'the checkpoint {folder}'} has other tensors than those delivered: "
-            f"{'; '.join(texts)} ({'; '.join(help)})"
-        )
+    lacking = source.compare(facts, title or f"the checkpoint {folder}", keep, drafts, whole)
     if lacking:
         _log.warning("only %s has %s", folder, listed(lacking))
     return True
 
 
 class _Source(NamedTuple):
-    """A checkpoint: its tensors, and what its configuration says."""
+    """A checkpoint: its tensors, and what its configuration says.  Or what an engine says that it
+    has and loads by name."""
 
     places: Mapping[str, Place]
     config: Mapping[str, Any]
-    bases: Collection[str]  # of _BASES: those that begin one of its names
+    bases: Collection[str] = ()  # of _BASES: those that begin one of its names
+    told: bool = False  # by an engine
 
     @staticmethod
     def of(folder: str, *, coded: bool) -> _Source | None:
@@ -321,6 +318,48 @@ class _Source(NamedTuple):
             places = {w or name: _UNKNOWN if w else place for w, name, place in weights}
         bases = [base for base in _BASES if any(name.startswith(base) for name in places)]
         return _Source(places, config, bases)
+
+    def compare(
+        self,
+        delivered: Iterable[TensorFacts],
+        title: str,
+        keep: Sequence[str] = (),
+        drafts: bool = False,
+        whole: bool = True,
+        casts: bool = False,
+    ) -> list[str]:
+        """As the function.  Returns what nobody delivers.  casts: whether tensors are cast as wsync
+        does, and in no other way."""
+        facts = [each for each in delivered if not is_note(each.name)]
+        claimed = dict[str, list[TensorFacts]]()
+        for each in facts:
+            claimed.setdefault(self.home(each.name), []).append(each)
+        unknown = [each.name for each in claimed.pop("", ())]
+        lacking = [
+            name
+            for name in self.places
+            if name not in claimed and not self.stays(name, drafts=drafts)
+            if not any(fnmatchcase(name, pattern) for pattern in keep)
+        ]
+        halves, parts = _in_part(facts, claimed, lacking, self.places)
+        asked = lacking if whole or unknown else [*halves, *parts]
+        uncast = list(_uncast(facts, self.places)) if casts else []
+        wrong = {
+            "it has no": unknown,
+            "nobody delivers its": asked,
+            "other shapes": list(_other_shapes(claimed, self.places)),
+            "other dtypes": uncast or list(_other_dtypes(facts, self.places)),
+        }
+        if texts := [f"{text}: {listed(names)}" for text, names in wrong.items() if names]:
+            help = [*_reasons(facts, unknown, self.places), *[_CAST] * bool(uncast)]
+            if not self.told:
+                stays = [] if unknown or halves else asked
+                help += [*_to_keep(facts, stays), _OTHERWISE]
+            raise _core.LayoutError(
+                f"{title} has other tensors than those delivered: {'; '.join(texts)}"
+                + f" ({'; '.join(help)})" * bool(help)
+            )
+        return lacking
 
     def _said(self, field: str) -> list[Any]:
         """What the configuration, and its part for text, say in a field."""
@@ -400,6 +439,14 @@ def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Place]) -> 
             yield f"{name} ({place.dtype}, here {each.dtype}, which has no scales)"
 
 
+def _uncast(facts: Iterable[TensorFacts], places: Mapping[str, Place]) -> Iterator[str]:
+    """Tensors of dtypes that wsync does not cast into those of an engine, in words."""
+    for name, dtype, *_ in facts:
+        here = places.get(name, _UNKNOWN).dtype
+        if here and dtype != here and (dtype, here) not in _CASTS:
+            yield f"{name} ({here}, here {dtype})"
+
+
 def _reasons(
     facts: Sequence[TensorFacts], unknown: Sequence[str], places: Collection[str]
 ) -> Iterator[str]:
@@ -412,7 +459,7 @@ def _reasons(
         for start in range(min(_DEPTH + 1, len(parts) - 1)):
             end = f".{'.'.join(parts[start:])}"
             if near := next((own for own in places if f".{own}".endswith(end)), ""):
-                yield f"the checkpoint has {near}, which may be {name}"
+                yield f"it has {near}, which may be {name}"
                 break
 
 
