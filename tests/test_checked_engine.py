@@ -91,6 +91,27 @@ def test_an_engine_that_was_started_again_in_an_update_fails_it(
         assert engine.told[-1] == other.told[-1] == "resume"
 
 
+def test_a_disk_update_lets_engines_go_on_that_have_loaded_nothing(tmp_path: Path) -> None:
+    """As one over the network does; a note names those that stay paused, and what helps."""
+    fails, loaded = Engine("fails"), Engine("loaded")
+    asked = threading.Event()
+
+    def flush(timeout: float) -> None:
+        asked.wait(timeout)
+        raise wsync.RemoteError("no")
+
+    fails.flush = flush  # type: ignore[method-assign]
+    loaded.update_weights_from_disk = lambda *_, **__: asked.set()  # type: ignore[method-assign]
+    engines, weights = [fails, loaded], {"a": torch.zeros(3)}
+    with DiskSync(weights, engines, folder=tmp_path, options=QUICK) as sync:
+        with pytest.raises(wsync.RemoteError, match="no") as caught:
+            sync.update()
+    assert fails.told == ["pause", "resume"]
+    assert "resume" not in loaded.told
+    (note,) = caught.value.__notes__
+    assert note.startswith("These engines stay paused until an update succeeds: 'loaded'.  Call up")
+
+
 @pytest.mark.parametrize(
     ("version", "told"),
     [
@@ -435,7 +456,7 @@ def test_what_a_failed_update_has_not_asked_yet_it_asks_no_more(late: str) -> No
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(ways[late])
         assert asked.wait(60)
-        requests.abandon([])
+        requests.abandon(wsync.RemoteError("no"))
         (following,) = requests.engines
         following.pause("abort", 10)
         bucket(following)

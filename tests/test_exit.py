@@ -184,4 +184,5 @@ def test_ctrl_c_ends_a_script_that_waits_for_an_engine(
     assert errors.endswith("KeyboardInterrupt\n"), errors
     left = [line for line in errors.splitlines() if "leaves unanswered" in line]
     where = f"engine {server.url}: /{path}"
-    assert left == ([] if path == "server_info" else [f"{LEFT}: {where}"])
+    assert len(left) == (path != "server_info")
+    assert all(line.startswith(f"{LEFT}: {where}.  An engine may still pause") for line in left)

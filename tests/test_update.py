@@ -357,9 +357,11 @@ def test_an_error_says_whether_engines_stay_paused(
         assert engine.paused
         (note,) = late.value.__notes__
         assert note.startswith(
-            "These engines stay paused until an update succeeds: call update again"
+            f"These engines stay paused until an update succeeds: {engine.name!r}.  Call update "
+            "again, or connect again if names"
         )
-        assert note.endswith(f"by wsync.handle(url).resume(30): {engine.name!r}")
+        with pytest.raises(wsync.LayoutError, match="connect again for others"):
+            sync.update(weights)
     with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         sync.update()
     assert not engine.paused

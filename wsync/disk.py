@@ -184,8 +184,8 @@ class DiskSync(Updates):
         Raises:
             StateError: after close, or while another trainer writes into the folder.
             WsyncError: the same on all ranks.  Until the new version is complete, the previous one
-                stays the newest and engines run on; an engine that fails to load it stays
-                paused with those that wait for it.
+                stays the newest and engines run on.  An engine that fails to load it stays
+                paused, with those that have loaded it.
         """
         root = self._versions.root
         with self._updating(version, weights) as report, contextlib.ExitStack() as stack:
@@ -251,7 +251,7 @@ class DiskSync(Updates):
 
     def _abandon(self, error: _core.WsyncError) -> None:
         """What was being written is swept by the next update."""
-        self._requests.abandon([])
+        self._requests.abandon(error)
 
     def _write(self, weights: Weights | None, report: Report, folder_calls: _FileCalls) -> Path:
         """All files of a version, on the disk; returns their hidden folder."""
@@ -297,6 +297,7 @@ class DiskSync(Updates):
 
         def load(_: int, engine: Any, remaining: Callable[[], float]) -> None:
             self._requests.stop(engine, remaining)
+            self._requests.sent.add(engine.name)
             engine.update_weights_from_disk(path, weight_version=version, timeout=remaining())
 
         self._requests.take_on(version, load, Deadline(options.deadline), self._group.check)

@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 _Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]  # of a TensorTable
 
 
+_ANEW: Final = "; update takes tensors like those that connect was given: connect again for others"
 # parts of names that FSDP1, activation checkpointing, torch.compile and Lightning Fabric put in
 WRAPPERS: Final = frozenset(
     {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module"}
@@ -71,7 +72,7 @@ def chosen(known: Mapping[str, _T], names: Sequence[str]) -> list[_T]:
     if missing:
         raise _core.LayoutError(
             f"{missing[0]}: not among the {len(known)} weights given "
-            f"({len(missing)} of {len(names)} missing)"
+            f"({len(missing)} of {len(names)} missing){_ANEW}"
         )
     return [known[name] for name in names]
 
@@ -190,7 +191,7 @@ def _refuse(name: str, expected: tuple[object, ...], found: tuple[object, ...]) 
     pairs = zip(expected[1:4], found[1:4], strict=True)
     for what, (old, new) in zip(("dtype", "shape", "strides"), pairs, strict=True):
         if old != new:
-            raise _core.LayoutError(f"{name}: {what} {new} != {old} of the layout")
+            raise _core.LayoutError(f"{name}: {what} {new} != {old} of the layout{_ANEW}")
 
 
 def from_tensors(
@@ -240,7 +241,7 @@ def from_tensors(
             raise _core.LayoutError(f"{error.args[0]}: no longer among the tensors") from None
         new = [] if len(known) == len(names) else [name for name in known if name not in seen]
         if new:
-            raise _core.LayoutError(f"{new[0]}: not among the layout's tensors: make it anew")
+            raise _core.LayoutError(f"{new[0]}: not among the layout's tensors{_ANEW}")
         return found
 
     return TrainerLayout(_layout(names, table, rank), names, current, table, rank, count, group)

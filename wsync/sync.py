@@ -329,13 +329,7 @@ class Sync(Updates):
             error.add_note(f"Letting go of the engines failed, too: {failure!r}")
         finally:
             self._let_go()
-            self._requests.abandon(under_way)
-            if stopped := self._requests.stopped:
-                error.add_note(
-                    "These engines stay paused until an update succeeds: call update again.  One "
-                    "that still holds the weights of one update goes on by "
-                    f"wsync.handle(url).resume(30): {', '.join(map(repr, stopped))}"
-                )
+            self._requests.abandon(error, under_way)
 
 
 def connect(

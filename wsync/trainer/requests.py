@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -107,7 +108,8 @@ class EngineRequests:
         compare: called, with a timeout, for the handle of an engine that has paused and may have
             been started again since it was compared; raises where it cannot take what it is sent.
         effect: looks at engines around an update.
-        stopped: the engines that the last `pause` has stopped and that have not gone on since.
+        stopped: the engines that have been asked to pause, and have not gone on since.
+        sent: those of them that have been sent weights: they may hold a part of an update.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
@@ -115,7 +117,7 @@ class EngineRequests:
         self.compare: Callable[[EngineHandle, float], object] = lambda engine, timeout: None
         self.effect = FirstEffect()
         self.stopped: list[str] = []
-        self._untouched = False  # all engines, since they were stopped: nothing was sent
+        self.sent = set[str]()
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
@@ -127,8 +129,6 @@ class EngineRequests:
         """Pauses the engines."""
         deadline = Deadline(self._options.deadline)
         self._stops = []
-        self._untouched = not self.stopped  # else by an update that failed: they may hold a part
-        self.stopped = [engine.name for engine in self.engines]
 
         def pause(index: int, engine: Any) -> None:
             self.stop(engine, lambda: deadline.left)
@@ -142,6 +142,8 @@ class EngineRequests:
         if wait(busy, remaining()).not_done:
             raise _core.DeadlineError(f"engine {engine.name}: {_BUSY}")
         times = [time.perf_counter()]
+        if engine.name not in self.stopped:
+            self.stopped.append(engine.name)
         engine.pause(self._options.pause_mode, remaining())
         times.append(time.perf_counter())
         if engine.restarted:
@@ -169,7 +171,7 @@ class EngineRequests:
         """Has workers join the update; after this, engines are sent weights.
         messages: by engine, one for each of its workers."""
         timeout = self._options.request_deadline
-        self._untouched = False
+        self.sent.update(self.stopped)
         self._closing = {
             index: [dataclasses.replace(c, op="close", address="") for c in controls]
             for index, controls in messages.items()
@@ -250,13 +252,15 @@ class EngineRequests:
             given_up.set()
             raise
         self._handover, self.stopped = NO_CALLS, []
+        self.sent.clear()
 
-    def abandon(self, left: UnderWay) -> None:
+    def abandon(self, error: Exception, left: UnderWay | None = None) -> None:
         """After a failure: no engine is asked for anything more.  What has been asked, with what is
         `left` elsewhere, may end for a moment, because what engines answer is their side of the
         failure.  Then nobody waits for it any more, and one line says so.  Engines that were paused
-        and sent nothing go on.
+        and sent nothing go on.  A note of the error says how others do.
         """
+        left = left or []
         engines, self.engines = self.engines, [CheckedEngine(e.handle, e) for e in self.engines]
         for engine in engines:
             engine.give_up()
@@ -274,19 +278,33 @@ class EngineRequests:
                 busy[engine.name] = _unanswered(engine)
         if busy:
             _log.warning(
-                "wsync: the update has failed and leaves unanswered: %s", "; ".join(busy.values())
+                "wsync: the update has failed and leaves unanswered: %s.  An engine may still "
+                "pause when it answers: call update again, or, if its weights are whole, "
+                "wsync.handle(url).resume(30)",
+                "; ".join(busy.values()),
             )
-        if self._untouched:
-            self._untouched = False
-            self._go_on([(i, e) for i, e in enumerate(engines) if e.name not in busy])
+        waiting = set(self.stopped) - self.sent - busy.keys()
+        self._go_on([(i, e) for i, e in enumerate(engines) if e.name in waiting])
+        notes = []
+        if self.stopped:
+            notes = [
+                "These engines stay paused until an update succeeds: "
+                f"{', '.join(map(repr, self.stopped))}.",
+                "Call update again, or connect again if names, shapes or dtypes do not fit.",
+                "wsync.handle(url).resume(30) lets an engine go on: do this only if it holds the "
+                "weights of one update.",
+            ]
+        if isinstance(error, _core.PeerClosedError) and str(error).startswith("engine "):
+            notes.append("If an engine has ended, start it again, or connect without it.")
+        if notes:
+            error.add_note("  ".join(notes))
 
     def _go_on(self, engines: Sequence[tuple[int, CheckedEngine]]) -> None:
-        deadline = Deadline(min(VERDICT_SECONDS, self._options.deadline))
-
-        stopped = self.stopped
+        deadline, stopped = Deadline(min(VERDICT_SECONDS, self._options.deadline)), self.stopped
 
         def go_on(_: int, engine: Any) -> None:
-            engine.go_on(deadline.left)
+            with contextlib.suppress(_core.PeerClosedError):  # it has ended
+                engine.go_on(deadline.left)
             stopped.remove(engine.name)
 
         calls = Calls(engines, go_on)
