@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from support.tiny_qwen3 import Weights, draw, in_server, same, sums
 import wsync
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import INDEX, Checkpoint
-from wsync.demo.engines.serve import _stored_version, command_line, load, serve_in_process
+from wsync.demo.engines.serve import serve_in_process
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.disk import DiskSync, newest
 from wsync.handles.base import handle
@@ -157,27 +155,6 @@ def test_files_that_others_have_written_anew_have_no_version(config: Any, tmp_pa
         assert handle(late.url).model_info(10)["weight_version"] == "default"
 
 
-@pytest.mark.parametrize("ignore", [[], ["--ignore", "model.norm.weight"]])
-@pytest.mark.parametrize("how", ["lacks", "alone has"])
-def test_a_late_engine_does_not_make_up_what_a_checkpoint_lacks(
-    config: Any, how: str, ignore: list[str], tmp_path: Path
-) -> None:
-    weights, name = draw(config, 1), "model.norm.weight"
-    if how == "lacks":
-        del weights[name]
-    else:
-        name = "model.stranger.weight"
-        weights[name] = torch.zeros(3)
-    with disk(weights, tmp_path, base=config) as sync:
-        sync.update()
-    wanted = command_line().parse_args(["--model", str(newest(tmp_path)), *ignore])
-    if name in ignore:
-        load(wanted)
-        return
-    with pytest.raises(wsync.LayoutError, match=f"the checkpoint {how} {name}"):
-        load(wanted)
-
-
 def test_engines_generate_while_a_version_is_written(
     config: Any, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,80 +238,6 @@ def test_a_version_is_never_written_again(tmp_path: Path) -> None:
     assert [stored(tmp_path / name)["a"][0] for name in names] == [1.0, 2.0, 3.0]
 
 
-def test_a_reader_finds_a_whole_version_whenever_it_looks(tmp_path: Path) -> None:
-    weights = {"a": torch.zeros(3), "b": torch.zeros(3)}
-    done = threading.Event()
-    found: list[tuple[float, float]] = []
-    errors: list[Exception] = []
-
-    def read() -> None:
-        while not done.is_set():
-            try:
-                tensors = stored(newest(tmp_path))
-                found.append((float(tensors["a"][0]), float(tensors["b"][0])))
-            except Exception as error:
-                errors.append(error)
-
-    with disk(weights, tmp_path, shard_nbytes=12) as sync:
-        sync.update()
-        reader = threading.Thread(target=read)
-        reader.start()
-        for number in range(1, 20):
-            weights["a"].fill_(number)
-            weights["b"].fill_(number)
-            sync.update(version=number % 4)  # as trainers that start again count
-        done.set()
-        reader.join(20)
-    # a reader that was slow enough for two versions to come finds its own gone, never a part
-    assert not [error for error in errors if not isinstance(error, FileNotFoundError)]
-    assert all(a == b for a, b in found)
-    assert found[-1][0] > 0
-
-
-def test_a_reader_of_a_version_that_is_removed_reads_it_to_its_end(tmp_path: Path) -> None:
-    weights = {f"t{i}": torch.full((5,), float(i)) for i in range(4)}
-    with disk(weights, tmp_path, keep=1, shard_nbytes=40) as sync:
-        sync.update()
-        old = newest(tmp_path)
-        early, late = Checkpoint(old), Checkpoint(old)
-        with early.opened() as descriptors:
-            sync.update()
-            assert not old.exists()
-            found = bytearray()
-            for piece in early.pieces(20)[1]:
-                part = bytearray(piece.nbytes)
-                early.read(descriptors, piece, memoryview(part))
-                found += part
-            early.check()
-        assert torch.equal(
-            torch.frombuffer(found, dtype=torch.float32), torch.cat([*weights.values()])
-        )
-        with (
-            pytest.raises(wsync.SystemCallError, match=r"safetensors: No such file"),
-            late.opened(),
-        ):
-            pass
-
-
-def test_an_engine_that_is_told_of_a_removed_version_keeps_its_own(
-    config: Any, engine: TensorParallelEngine, server: str, tmp_path: Path
-) -> None:
-    weights = draw(config, 9)
-    with disk(weights, tmp_path, engine, server, keep=1) as sync:
-        sync.update(version=1)
-        old = newest(tmp_path)
-        sync.update(version=2)
-    for running in (handle(engine), handle(server)):
-        with pytest.raises(wsync.RemoteError, match=r"index.json: No such file"):
-            running.update_weights_from_disk(  # type: ignore[attr-defined]
-                str(old), weight_version=1, timeout=60
-            )
-        info = running.model_info(10)
-        assert (info["weight_version"], info["consistent"]) == ("2", True)
-    assert same(engine.weights(), weights)
-    assert in_server(server) == sums(weights)
-
-
 # --- what goes wrong --------------------------------------------------------------------------
 
 KILLED = """
@@ -408,19 +311,6 @@ def test_a_full_disk_is_named_and_engines_go_on_with_what_they_have(
             with disk(weights, tmp_path / "elsewhere", engine) as other:
                 other.update(version=3)
     assert same(engine.weights(), weights)
-
-
-def test_a_file_that_may_not_grow_is_named(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with disk({"a": torch.zeros(100_000)}, tmp_path) as sync:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
-        try:
-            with pytest.raises(wsync.SystemCallError, match=r"reserving \d+ bytes: File too large"):
-                sync.update()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        sync.update()
-    assert visible(tmp_path) == ["latest", "weight_v000001"]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -512,25 +402,6 @@ def test_an_engine_that_dies_is_named_and_the_version_stays(config: Any, tmp_pat
     assert newest(tmp_path).name == "weight_v000002"
 
 
-def test_a_stalled_engine_costs_the_deadline(
-    config: Any, engine: TensorParallelEngine, tmp_path: Path
-) -> None:
-    weights = draw(config, 3)
-    options = wsync.Options(deadline=2.0, progress=False)
-    with disk(weights, tmp_path, engine, options=options) as sync:
-        os.kill(engine.pids[1], signal.SIGSTOP)
-        start = time.monotonic()
-        try:
-            with pytest.raises(wsync.DeadlineError):
-                sync.update()
-        finally:
-            os.kill(engine.pids[1], signal.SIGCONT)
-        assert time.monotonic() - start < OPTIONS.deadline
-        sync.options = OPTIONS
-        sync.update()
-    assert same(engine.weights(), weights)
-
-
 def test_an_engine_without_the_call_is_named(tmp_path: Path) -> None:
     class Old:
         name = "old"
@@ -568,13 +439,3 @@ def test_a_version_that_cannot_name_a_folder_is_refused(tmp_path: Path) -> None:
     with disk({"a": torch.zeros(1)}, tmp_path) as sync:
         with pytest.raises(wsync.InvalidArgumentError, match=r"version '\.\./x'"):
             sync.update(version="../x")
-
-
-def test_an_index_says_nothing_of_weights_in_one_file(tmp_path: Path) -> None:
-    """transformers' save_pretrained leaves the index of what it replaces."""
-    with DiskSync({"a": torch.ones(4)}, folder=tmp_path, options=OPTIONS) as sync:
-        sync.update(version=7)
-    folder = newest(tmp_path)
-    assert _stored_version(str(folder)) == "7"
-    (folder / "model.safetensors").touch()
-    assert _stored_version(str(folder)) is None

@@ -33,7 +33,6 @@ QUICK: list[Cell] = [
     ("open", "worker0", "kill"),
     ("attach", "rank1", "raise"),
     ("round", "worker1", "stop"),
-    ("round", "worker0", "truncate"),
     ("done", "rank0", "kill"),
     ("prepared", "worker1", "raise"),
     ("commit", "rank1", "kill"),
@@ -109,16 +108,13 @@ def _name(cell: Cell) -> str:
     return "-".join(cell)
 
 
-def _skip_what_means_nothing(cell: Cell, *, direct: bool = False) -> None:
-    if cell[2] == "truncate" and os.environ.get("WSYNC_DEVICE"):
-        pytest.skip("a ring in the memory of a GPU is no file that could be cut short")
-    if direct and os.environ.get("WSYNC_DEVICE"):
+def _skip_what_gpus_do_not_read() -> None:
+    if os.environ.get("WSYNC_DEVICE"):
         pytest.skip("GPUs do not read what is lent")
 
 
 @pytest.mark.parametrize("cell", QUICK, ids=_name)
 def test_an_update_survives(cell: Cell, attempt: Try) -> None:
-    _skip_what_means_nothing(cell)
     found = attempt(cell, "auto")
     assert found["wrong"] == [], found
 
@@ -126,7 +122,6 @@ def test_an_update_survives(cell: Cell, attempt: Try) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", [cell for cell in cells() if cell not in QUICK], ids=_name)
 def test_an_update_survives_everything(cell: Cell, attempt: Try) -> None:
-    _skip_what_means_nothing(cell)
     found = attempt(cell, "auto")
     assert found["wrong"] == [], found
 
@@ -151,7 +146,7 @@ DIRECT: list[Cell] = [
 
 @pytest.mark.parametrize("cell", DIRECT, ids=_name)
 def test_an_update_of_lent_memory_survives(cell: Cell, attempt: Try) -> None:
-    _skip_what_means_nothing(cell, direct=True)
+    _skip_what_gpus_do_not_read()
     found = attempt(cell, "direct")
     assert found["wrong"] == [], found
 
@@ -169,7 +164,7 @@ def test_an_update_of_lent_memory_survives_everything(
     phase: str, who: str, how: str, attempt: Try
 ) -> None:
     cell = (phase, who, how)
-    _skip_what_means_nothing(cell, direct=True)
+    _skip_what_gpus_do_not_read()
     found = attempt(cell, "direct")
     assert found["wrong"] == [], found
 
@@ -182,7 +177,7 @@ def test_an_update_of_lent_memory_and_rings_survives(
     phase: str, who: str, how: str, attempt: Try
 ) -> None:
     cell = (phase, who, how)
-    _skip_what_means_nothing(cell, direct=True)
+    _skip_what_gpus_do_not_read()
     found = attempt(cell, "mixed")
     assert found["wrong"] == [], found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import pickle
 import subprocess
 import sys
@@ -247,30 +246,3 @@ def test_the_command_asks_a_url(tmp_path: Path) -> None:
     assert gone.returncode == 1
     assert gone.stderr.startswith(f"wsync inspect: engine {server.url}")
     assert run(server.url, "--tensors", "(").returncode == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        *(("1e400", "inf is over 3600 s"), ("3601", "3601.0 is over 3600 s")),
-        *(("nan", "nan is not positive"), ("0", "0.0 is not positive")),
-        ("-inf", "-inf is not positive"),
-    ],
-)
-def test_a_timeout_that_nobody_can_wait_is_refused_by_its_name(
-    given: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        inspection.main(["http://127.0.0.1:1", f"--timeout={given}"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"error: --timeout={said}\n")
-    for ask in (inspection.look, inspection.inspect):
-        with pytest.raises(wsync.InvalidArgumentError, match=f"^timeout={said}"):
-            ask("http://127.0.0.1:1", timeout=float(given))
-
-
-@pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e300])
-def test_a_handle_refuses_what_no_system_can_wait(seconds: float) -> None:
-    engine = wsync.handle("http://127.0.0.1:1", workers=1)
-    with pytest.raises(wsync.InvalidArgumentError, match=r"no system can wait for timeout="):
-        engine.resume(seconds)

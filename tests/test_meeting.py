@@ -14,7 +14,7 @@ from support.counted_store import PATIENCE, CountedStore, meet
 import wsync
 from wsync.exchange import trainer_group
 from wsync.exchange.trainer_group import _Board, _meet
-from wsync.machine.daemon_threads import Lane, start
+from wsync.machine.daemon_threads import Lane
 
 RANKS = 8
 
@@ -24,16 +24,6 @@ def test_ranks_that_wait_ask_nothing(late: float) -> None:
     names, requests = meet(RANKS, late)
     assert len(names) == 1
     assert requests.total() <= 8 * RANKS, requests
-
-
-def test_ranks_that_were_left_in_former_meetings_find_each_other() -> None:
-    store = CountedStore()
-    with ThreadPoolExecutor(3) as pool:
-        assert isinstance(pool.submit(_meet, store, 0, 3, 0.2).exception(), wsync.DeadlineError)
-        for _ in range(2):  # and again, when all have met once
-            names = [pool.submit(_meet, store, rank, 3, PATIENCE) for rank in range(3)]
-            assert len({name.result() for name in names}) == 1
-    assert store.num_keys() == 0
 
 
 def test_ranks_that_came_are_told_who_did_not() -> None:
@@ -96,17 +86,6 @@ def test_a_store_may_take_as_long_to_answer_as_a_rank(
     lane.close()
 
 
-def test_a_lane_that_nobody_closes_ends_with_its_owner() -> None:
-    """As where Ctrl-C comes between making and keeping it."""
-    before = set(threading.enumerate())
-    lane = Lane("test")
-    (thread,) = set(threading.enumerate()) - before
-    assert lane.submit(lambda: 1).result(PATIENCE) == 1
-    del lane
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
 def test_who_has_waited_for_a_deadline_waits_for_no_second_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,22 +97,3 @@ def test_who_has_waited_for_a_deadline_waits_for_no_second_one(
     assert "the trainer's store does not answer" in answer.result()
     store.answer.set()
     lane.close()
-
-
-def test_a_call_that_is_interrupted_when_it_starts_leaves_no_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun: list[threading.Thread] = []
-    begin = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        begin(thread)
-        begun.append(thread)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            start("wsync-test", bool)
-    begun[0].join(60)
-    assert not begun[0].is_alive()

@@ -229,8 +229,6 @@ def two_groups(size: int) -> dict[str, Any]:
         ({"quant_method": "gptq"}, "quant_method='gptq': known are"),
         ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes': known are"),
         ({"quant_method": "mxfp4"}, "quant_method='mxfp4': known are"),
-        ({"quant_method": ["fp8"]}, "quant_method=['fp8']: known are"),
-        ({"bits": 4}, "quant_method=None: known are"),
         (DEEPSEEK_V3 | {"fmt": "e5m2"}, "fmt='e5m2': known is None or 'e4m3'"),
         (
             DEEPSEEK_V3 | {"activation_scheme": "static"},
@@ -246,33 +244,13 @@ def two_groups(size: int) -> dict[str, Any]:
             "weight_block_size=None: known with scale_fmt is [128, 128]",
         ),
         (
-            DEEPSEEK_V3 | {"weight_block_size": [128]},
-            "weight_block_size=[128]: [rows, columns] is wanted",
-        ),
-        (
             {"quant_method": "fp8", "transform_ue8m0": True},
             "weight_block_size=None: known with transform_ue8m0 is [128, 128]",
         ),
-        (DEEPSEEK_V3 | {"transform_ue8m0": 1}, "transform_ue8m0=1: known is None or False or True"),
-        (MXFP8 | {"transform_ue8m0": True}, "transform_ue8m0=True: it is not known what this does"),
-        (DEEPSEEK_V3 | {"weight_block_size": [True, 128]}, "weight_block_size=[True, 128]: [rows"),
-        (DEEPSEEK_V3 | {"weight_block_size": [128, 0]}, "weight_block_size=[128, 0]: [rows"),
-        (DEEPSEEK_V3 | {"weight_block_size": "128"}, "weight_block_size='128': [rows"),
-        (DEEPSEEK_V3 | {"weight_block_size": 128}, "weight_block_size=128: [rows"),
-        (
-            DEEPSEEK_V3 | {"moe_quant_algo": "NVFP4"},
-            "moe_quant_algo='NVFP4': it is not known what this does to weights",
-        ),
-        (DEEPSEEK_V3 | {"ignored_layers": 3}, "ignored_layers=3: a list of names is wanted"),
-        (DEEPSEEK_V3 | {"ignored_layers": [3]}, "ignored_layers=[3]: a list of names is wanted"),
         (
             compressed(INT4_WEIGHTS, ignore=["re:("]),
             "'re:(' is no regular expression: missing )",
         ),
-        (DEEPSEEK_V3 | {"ignore": ["a"]}, "ignore=['a']: it is not known"),
-        (MXFP8 | {"exclude_modules": ["a"]}, "exclude_modules=['a']: it is not known"),
-        (LLM_COMPRESSOR | {"ignored_layers": ["a"]}, "ignored_layers=['a']: it is not known"),
-        (NVFP4 | {"modules_to_not_convert": ["a"]}, "modules_to_not_convert=['a']: it is not"),
         (
             DEEPSEEK_V3 | {"ignored_layers": ["a"], "modules_to_not_convert": ["b"]},
             "modules_to_not_convert=['b']: engines read one list alone: ignored_layers, modules",
@@ -284,37 +262,16 @@ def two_groups(size: int) -> dict[str, Any]:
         (MXFP8 | {"weight_block_size": [1, 16]}, "weight_block_size=(1, 16): known is [1, 32]"),
         (MXFP8 | {"scale_fmt": "float"}, "scale_fmt='float': known is None or 'ue8m0'"),
         (GLM_45_FP8, "format='float-quantized': known is 'pack-quantized'"),
-        (compressed(INT4_WEIGHTS, format=None), "format=None: known is 'pack-quantized'"),
-        (
-            compressed(INT4_WEIGHTS, config_groups={}),
-            "config_groups=[]: one group_size for all groups is wanted",
-        ),
-        (compressed(INT4_WEIGHTS, config_groups=[]), "config_groups=[]: a mapping is wanted"),
         (two_groups(64), "config_groups=[32, 64]: one group_size for all groups is wanted"),
-        (
-            compressed(INT4_WEIGHTS, transform_config={"rotation": "R1"}),
-            "transform_config={'rotation': 'R1'}: it is not known what this does to weights",
-        ),
         (
             compressed(INT4_WEIGHTS, sparsity_config={"format": "sparse-bitmask"}),
             "sparsity_config={'format': 'sparse-bitmask'}: it is not known what this does",
         ),
-        (compressed(INT4_WEIGHTS, sparsity_config="dense"), "sparsity_config='dense': it is not"),
         (group(num_bits=8), "config_groups.group_0.weights.num_bits=8: known is 4"),
-        (group(num_bits=4.0), "config_groups.group_0.weights.num_bits=4.0: known is 4"),
-        (group(type="float"), "weights.type='float': known is None or 'int'"),
         (group(symmetric=False), "weights.symmetric=False: known is None or True"),
         (group(strategy="channel"), "weights.strategy='channel': known is 'group'"),
         (group(actorder="group"), "weights.actorder='group': columns in the order of activations"),
-        (group(actorder=True), "weights.actorder=True: columns in the order of activations"),
-        (group(dynamic=True), "weights.dynamic=True: known is None or False"),
         (group(group_size=-1), "weights.group_size=-1: a multiple of 8 is wanted"),
-        (group(group_size=20), "weights.group_size=20: a multiple of 8 is wanted"),
-        (group(group_size=None), "weights.group_size=None: a multiple of 8 is wanted"),
-        (
-            group(scale_dtype="torch.uint8"),
-            "weights.scale_dtype='torch.uint8': it is not known what this does to weights",
-        ),
         (
             with_group(input_activations={"num_bits": 8}),
             "config_groups.group_0.input_activations={'num_bits': 8}: known is None",
@@ -323,19 +280,12 @@ def two_groups(size: int) -> dict[str, Any]:
             with_group(targets=["Linear", "Embedding"]),
             "config_groups.group_0.targets='Embedding': the class that is known is 'Linear'",
         ),
-        (with_group(weights=None), "config_groups.group_0.weights.num_bits=None: known is 4"),
         (NVFP4 | {"quant_algo": "FP8"}, "quant_algo='FP8': known is 'NVFP4'"),
-        (NVFP4 | {"quant_algo": "W4A16_NVFP4"}, "quant_algo='W4A16_NVFP4': known is 'NVFP4'"),
         (NVFP4 | {"group_size": 32}, "group_size=32: known is None or 16"),
-        (
-            NVFP4 | {"config_groups": {"g": {"weights": FP4 | {"group_size": 32}}}},
-            "config_groups.g.weights.group_size=32: known is None or 16",
-        ),
         (
             NVFP4 | {"quantized_layers": {"a": {"quant_algo": "FP8"}}},
             "quantized_layers={'a': {'quant_algo': 'FP8'}}: it is not known",
         ),
-        ({"quantization": {"quant_algo": "FP8"}}, "quant_algo='FP8': known is 'NVFP4'"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(config: dict[str, Any], text: str) -> None:
@@ -343,11 +293,6 @@ def test_what_is_not_known_is_refused_by_name(config: dict[str, Any], text: str)
         Method.of(config)
     assert str(error.value).startswith("quantization_config: ")
     assert text in str(error.value)
-
-
-def test_what_is_no_configuration_is_refused() -> None:
-    with pytest.raises(wsync.InvalidArgumentError, match="quantization_config='fp8': the mapping"):
-        Method.of("fp8")  # type: ignore[arg-type]
 
 
 def test_groups_of_one_size_are_one_method() -> None:
@@ -418,42 +363,6 @@ def test_entries_mean_what_they_mean_to_engines(
     method = Method.of(base | {key: ["other", entry]})
     assert method.keeps(f"{name}.weight") == (entry if who else "")
     assert method.differs(f"{name}.weight") == (entry if who == "one" else "")
-
-
-@pytest.mark.parametrize(
-    ("entry", "kept"),
-    [
-        ("re:.*(q|k)_proj", True),
-        ("re:.*(q|k)_norm", False),
-        (r"re:.*(l)ay(e)rs\.(\d)\3\.", True),  # a reference to the third group of its own
-        (r"re:.*(l)ay(e)rs\.(\d)\2\.", False),
-        (r"re:.*layers\.(?P<e0>\d)(?P=e0)\.", True),
-        ("re:(?i)MODEL", True),
-        ("re:MODEL", False),
-        ("re:(model)?(?(1)\\.layers|x)", True),
-        ("re:x|model", True),
-        ("*attn*q_proj", True),
-        ("*attn*k_proj", False),
-        ("self_*", True),
-        ("self_*proj", False),
-    ],
-)
-def test_patterns_of_a_list_mean_what_they_mean_alone(entry: str, kept: bool) -> None:
-    others = ["re:(a)(b)", "re:.*(o)_proj(x)?$", "no*ne", "re:y|z", "re:(?P<e1>other)"]
-    name = "model.layers.11.self_attn.q_proj.weight"
-    for at in (0, 2, len(others)):
-        found = Modules([*others[:at], entry, *others[at:]]).find(name)
-        assert found == (entry if kept else "")
-
-
-def test_names_of_all_lengths_are_found_wherever_they_end() -> None:
-    name = "model.layers.1.mlp.experts.0.up_proj.weight"
-    parts = name.split(".")
-    others = ["layers", "other.layers", "a.b.layers", "up_proj.bias", "model.model.layers.1"]
-    for end in range(1, len(parts) + 1):
-        for begin in range(end):
-            entry = ".".join(parts[begin:end])
-            assert Modules([*others[1:], entry]).find(name) == entry
 
 
 def derived(method: Method, shape: tuple[int, ...], dtype: str = "bfloat16") -> list[TensorFacts]:

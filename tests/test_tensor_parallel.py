@@ -2,9 +2,7 @@
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,24 +15,18 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from wsync import Options
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
-    LayoutError,
     PeerClosedError,
-    ProtocolError,
     RemoteError,
     StateError,
-    UnsupportedError,
 )
 from wsync.bucket import FlattenedTensorBucket
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.tensor_parallel_model import ShardedModel
-from wsync.disk import DiskSync, newest
 from wsync.handles.base import EngineHandle, handle
 from wsync.messages import payload
-from wsync.messages.control import Control
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -108,9 +100,17 @@ def test_one_workers_logits_are_transformers_logits(family: str) -> None:
     torch.testing.assert_close(worker.logits(PROMPT), logits_of(model), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("experts", ["tp", "ep"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    ("family", "tp", "experts"),
+    [
+        ("llama", 1, "tp"),
+        ("qwen2", 2, "tp"),
+        ("qwen3", 4, "tp"),
+        ("qwen3 tied", 2, "tp"),
+        ("qwen3_moe", 2, "tp"),
+        ("qwen3_moe", 4, "ep"),
+    ],
+)
 def test_the_workers_boxes_cover_the_model(family: str, tp: int, experts: str) -> None:
     """Every element is on a worker, and every worker holds the elements its layout says."""
     config = CONFIGS[family]
@@ -136,58 +136,6 @@ def test_the_workers_boxes_cover_the_model(family: str, tp: int, experts: str) -
     replicas = max(1, tp // config.num_key_value_heads)
     assert {int(n) for n in held["model.layers.0.self_attn.k_proj.weight"].unique()} == {replicas}
     assert {int(n) for n in held["model.layers.0.self_attn.q_proj.weight"].unique()} == {1}
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "text"),
-    [
-        ("model.norm.weight", torch.ones(1), r"shape \(1,\) delivered, \(32,\) in"),
-        ("model.norm.weight", torch.ones(32, dtype=torch.complex64), "complex64 delivered"),
-    ],
-)
-def test_weights_that_do_not_fit_are_named_and_nothing_is_written(
-    name: str, given: torch.Tensor, text: str
-) -> None:
-    worker = ShardedModel(CONFIGS["qwen3"])
-    before = {key: tensor.clone() for key, tensor in worker.tensors.items()}
-    first = ("model.layers.0.input_layernorm.weight", torch.full((32,), 7.0))
-    with pytest.raises((LayoutError, ProtocolError), match=f"{name}.*{text}"):
-        worker.load_weights([first, (name, given)])
-    assert all(torch.equal(tensor, before[key]) for key, tensor in worker.tensors.items())
-
-
-def test_vocabulary_padding_is_zero_and_no_part_of_the_layout() -> None:
-    worker = ShardedModel(CONFIGS["qwen3"], rank=1, tp=2)
-    table = worker.tensors["model.embed_tokens.weight"]
-    assert table.shape == (64, 32)  # 101 rows padded to 128
-    assert table[: 101 - 64].all() and not table[101 - 64 :].any()
-    layout = worker.layout()
-    (shard,) = layout.shards(layout.find("model.embed_tokens.weight"))
-    assert (shard[3], shard[4]) == ((64, 0), (37, 32))
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "kind", "text"),
-    [
-        ({}, {"rank": 0, "tp": 3}, InvalidArgumentError, "num_attention_heads 4 .* 3 workers"),
-        ({"intermediate_size": 50}, {"tp": 4}, LayoutError, "gate_up_proj.*: .* 50 .* 4 ranks"),
-        ({"num_key_value_heads": 4}, {"rank": 2, "tp": 2}, InvalidArgumentError, "rank 2 of 2"),
-        ({}, {"experts": "dp"}, InvalidArgumentError, "experts 'dp'"),
-        ({"hidden_act": "gelu"}, {}, UnsupportedError, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {}, UnsupportedError, "rope"),
-    ],
-)
-def test_what_cannot_be_cut_or_computed_is_refused(
-    changes: dict[str, Any], options: dict[str, Any], kind: type[Exception], text: str
-) -> None:
-    config = Qwen3Config(**{**SIZES, **changes})
-    with pytest.raises(kind, match=text):
-        ShardedModel(config, **options)
-
-
-def test_a_stranger_among_the_weights_is_named() -> None:
-    with pytest.raises(LayoutError, match="nobody: not in qwen3"):
-        ShardedModel(CONFIGS["qwen3"]).load_weights([("nobody", torch.ones(1))])
 
 
 # --- real processes -------------------------------------------------------------------------
@@ -260,84 +208,6 @@ def test_a_refused_update_names_engine_and_worker_and_keeps_the_version(
     engine.resume(10)
 
 
-def test_logits_are_never_of_a_bucket_that_comes_meanwhile(
-    engine: TensorParallelEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = weights_of(reference(CONFIGS["qwen3_moe"]))
-    load(engine, weights)
-    whole = engine.logits(PROMPT)
-    engine.pause("abort", 10)
-    part = {"model.norm.weight": torch.zeros(32)}
-    told = {"load_format": "flattened_bucket", "weight_version": None, "timeout": 60}
-    comes = threading.Thread(
-        target=engine.update_weights, args=(buckets(part, 2),), kwargs=told, daemon=True
-    )
-    look = engine._check_consistent
-
-    def look_first(timeout: float) -> None:
-        look(timeout)
-        comes.start()
-        comes.join(0.5)  # it has come, or waits
-
-    with monkeypatch.context() as planted:
-        planted.setattr(engine, "_check_consistent", look_first)
-        assert torch.equal(engine.logits(PROMPT), whole)
-    comes.join(60)
-    assert not engine.model_info(10)["consistent"]
-    load(engine, weights)
-    engine.resume(10)
-
-
-def test_workers_load_the_folder_that_a_link_named_when_it_was_given(
-    engine: TensorParallelEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They come one after the other, and the link may move between two."""
-    old, new = (weights_of(reference(CONFIGS["qwen3_moe"], seed)) for seed in (1, 2))
-    for name, weights in (("old", old), ("new", new)):
-        with DiskSync(weights, folder=tmp_path / name, options=Options(progress=False)) as sync:
-            sync.update()
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "old" / "latest")
-    ask = engine._call
-
-    def moves(what: str, *more: Any) -> Any:
-        if what == "disk":
-            link.unlink()
-            link.symlink_to(tmp_path / "new" / "latest")
-        return ask(what, *more)
-
-    with monkeypatch.context() as planted:
-        planted.setattr(engine, "_call", moves)
-        engine.update_weights_from_disk(str(link), weight_version="old", timeout=30)
-    found = engine.weights()
-    assert all(torch.equal(found[name], tensor) for name, tensor in old.items())
-
-
-def test_workers_do_not_load_two_checkpoints_that_follow_each_other_in_one_folder(
-    engine: TensorParallelEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One worker may come to the old files and another to the new ones."""
-    config = CONFIGS["qwen3_moe"]
-    for name, seed in (("old", 1), ("new", 2)):
-        reference(config, seed).save_pretrained(tmp_path / name)
-    path = tmp_path / "old" / "model.safetensors"
-    ask = engine._call
-
-    def saves(what: str, arguments: Any, timeout: float) -> Any:
-        if what == "update_weights_from_disk":
-            (tmp_path / "new" / path.name).replace(path)
-        return ask(what, arguments, timeout)
-
-    with monkeypatch.context() as planted:
-        planted.setattr(engine, "_call", saves)
-        with pytest.raises(RemoteError, match=r"old: was changed while workers came to read it"):
-            engine.update_weights_from_disk(str(tmp_path / "old"), weight_version=9, timeout=60)
-    engine.update_weights_from_disk(str(tmp_path / "old"), weight_version=9, timeout=60)
-    found = engine.weights()
-    wanted = weights_of(reference(config, 2))
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-
-
 def test_a_stalled_worker_costs_the_deadline_and_a_dead_one_is_named() -> None:
     with TensorParallelEngine(CONFIGS["qwen3"], tp=2, name="frail") as frail:
         os.kill(frail.pids[1], signal.SIGSTOP)
@@ -348,75 +218,3 @@ def test_a_stalled_worker_costs_the_deadline_and_a_dead_one_is_named() -> None:
         os.kill(frail.pids[1], signal.SIGKILL)
         with pytest.raises(PeerClosedError, match=r"engine frail: .*worker 1 ended with -9"):
             frail.flush(30)
-
-
-def test_a_worker_that_does_not_get_to_a_checkpoint_leaves_an_inconsistent_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a host where the folder is not mounted: nothing was touched there, all elsewhere."""
-    old, new = (weights_of(reference(CONFIGS["qwen3"], seed)) for seed in (1, 2))
-    for name, weights in (("old", old), ("new", new)):
-        with DiskSync(weights, folder=tmp_path / name, options=Options(progress=False)) as sync:
-            sync.update()
-    with TensorParallelEngine(CONFIGS["qwen3"], tp=2, name="split") as split:
-
-        def take(folder: str) -> None:
-            path = str(newest(tmp_path / folder))
-            split.update_weights_from_disk(path, weight_version=folder, timeout=30)
-
-        take("old")
-        split.pause("abort", 10)
-        ask = split._call
-
-        def unmounted(what: str, arguments: Any, timeout: float) -> Any:
-            if what == "update_weights_from_disk":
-                arguments = [arguments[0], {**arguments[1], "model_path": "/nowhere"}]
-            return ask(what, arguments, timeout)
-
-        with monkeypatch.context() as planted:
-            planted.setattr(split, "_call", unmounted)
-            with pytest.raises(RemoteError, match="/nowhere"):
-                take("new")
-        info = split.model_info(10)
-        assert (info["weight_version"], info["consistent"]) == ("old", False)
-        why = "engine split: the weights are inconsistent: worker 1 has older ones"
-        for go_on in (lambda: split.resume(10), lambda: split.logits(PROMPT)):
-            with pytest.raises(RemoteError, match=why):
-                go_on()
-        take("new")
-        split.resume(10)
-        found = split.weights()
-        assert all(torch.equal(found[name], tensor) for name, tensor in new.items())
-
-
-def test_a_request_that_is_not_for_all_workers_alike_changes_nothing() -> None:
-    """Two updates in one request; a worker that is not there when it comes."""
-    weights = weights_of(reference(CONFIGS["qwen3"], 1))
-    with TensorParallelEngine(CONFIGS["qwen3"], tp=2, name="split") as split:
-        load(split, weights_of(reference(CONFIGS["qwen3"], 2)))
-        before = split.weights()
-        opening: dict[str, Any] = {"op": "open", "session": "a", "deadline": 5.0}
-        opening["address"] = "0" * 32 + "@/tmp/s"
-        two = [Control(update=number, **opening).to_bytes() for number in (1, 2)]
-        with pytest.raises(ProtocolError, match="open of update 1 for worker 0, open of update 2"):
-            split.update_weights(
-                [payload.control(each) for each in two],
-                load_format="wsync.sglang.load_weights",
-                weight_version=None,
-                timeout=30,
-            )
-        os.kill(split.pids[1], signal.SIGSTOP)
-        try:
-            with pytest.raises(DeadlineError, match="worker 1: no answer"):
-                split.update_weights(
-                    buckets(weights, 2),
-                    load_format="flattened_bucket",
-                    weight_version="x",
-                    timeout=0.5,
-                )
-        finally:
-            os.kill(split.pids[1], signal.SIGCONT)
-        info = split.model_info(30)
-        assert (info["consistent"], info["weight_version"]) == (True, "1")
-        now = split.weights()
-        assert all(torch.equal(now[name], tensor) for name, tensor in before.items())

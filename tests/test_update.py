@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -176,45 +175,6 @@ def test_memory_for_no_ring_at_all_is_an_error(
     with wsync.connect(draw(config, 6), engines=[engine], options=options) as sync:
         with pytest.raises(wsync.NoMemoryError, match=r"rank 0: no \d+ bytes"):
             sync.update()
-
-
-def test_updates_from_two_threads_are_told_apart(config: Any, engine: TensorParallelEngine) -> None:
-    weights = draw(config, 8)
-    entered, go = threading.Event(), threading.Event()
-
-    def slowly() -> Weights:
-        entered.set()
-        assert go.wait(30)
-        return weights
-
-    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
-        with ThreadPoolExecutor(1) as other:
-            first = other.submit(sync.update, slowly)
-            assert entered.wait(30)
-            with pytest.raises(wsync.StateError, match="another thread is under way: join it"):
-                sync.close()
-            with pytest.raises(wsync.StateError, match="another thread's update is under way"):
-                sync.update(draw(config, 9))
-            go.set()
-            first.result(60)
-        assert same(engine.weights(), weights)
-        sync.update(draw(config, 10))
-
-
-@pytest.mark.parametrize("what", ["update", "close"])
-def test_a_call_within_an_update_is_told_so(
-    config: Any, engine: TensorParallelEngine, what: str
-) -> None:
-    weights = draw(config, 8)
-    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
-
-        def again() -> Weights:
-            with pytest.raises(wsync.StateError, match=f"^{what}: called within an update of this"):
-                getattr(sync, what)()
-            return weights
-
-        sync.update(again)
-        assert same(engine.weights(), weights)
 
 
 def test_two_kinds_of_engine_in_one_update(
@@ -497,18 +457,3 @@ def test_what_is_closed_keeps_no_weights(source: Any, delivery: str, tmp_path: P
     assert "closed" in repr(sync)
     with pytest.raises(wsync.StateError, match="update after close"):
         sync.update()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_weights_that_one_update_was_given_are_let_go_after_it(shared: bool) -> None:
-    module = torch.nn.Linear(8, 8)
-    weights = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
-    with wsync.connect(weights, [ThreadEngine([ModuleLoader(module)])], options=OPTIONS) as sync:
-        given = {name: tensor + 1 for name, tensor in weights.items()}
-        if shared:
-            share(given)
-        sync.update(lambda: given)
-        storages = [weakref.ref(tensor.untyped_storage()) for tensor in given.values()]
-        given.clear()
-        gc.collect()
-        assert [storage() for storage in storages] == [None, None]

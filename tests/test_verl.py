@@ -302,37 +302,6 @@ def test_the_step_after_one_with_other_tensors_is_right(
             assert all((tensor == step + 1).all() for tensor in server.weights().values())
 
 
-def test_other_tensors_that_servers_take_are_delivered(engine_class: Any) -> None:
-    held = {name: ((8, 4), torch.float32) for name in "ab"}
-    with ProcessEngine(held, name="e", timeout=60) as server:
-        trainer = trainer_of(engine_class, server)
-        steps = [
-            given("ab", 1.0),
-            given("ab", 2.0, dtype=torch.bfloat16),
-            [(name, tensor.t().contiguous().t()) for name, tensor in given("ba", 3.0)],
-            given("ab", 4.0),
-        ]
-        for step, weights in enumerate(steps, 1):
-            send(trainer, weights, step)
-            assert all((tensor == step).all() for tensor in server.weights().values())
-
-
-def test_the_log_says_why_a_step_connects_anew(
-    engine_class: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "wsync.verl")
-    with ProcessEngine({"a": ((8, 4), torch.float32)}, name="e", timeout=60) as server:
-        trainer = trainer_of(engine_class, server)
-        send(trainer, given("a", 1.0), 1)
-        send(trainer, given("a", 2.0), 2)
-        assert caplog.messages == []
-        with pytest.raises(wsync.WsyncError):
-            send(trainer, given("ab", 3.0), 3)
-        send(trainer, given("a", 4.0), 4)
-    why = ["servers or tensors are others than those of the last step", "the last step has failed"]
-    assert caplog.messages == [f"wsync: connects to verl's servers anew: {each}" for each in why]
-
-
 def trainer_of(engine_class: Any, server: ProcessEngine) -> Any:
     """A trainer's only rank, with a server of this host."""
     trainer = engine_class(1 << 20, True, deadline=30.0, progress=False)
@@ -343,31 +312,6 @@ def trainer_of(engine_class: Any, server: ProcessEngine) -> Any:
 def send(trainer: Any, weights: Given, step: int) -> None:
     trainer.finalize()
     asyncio.run(trainer.send_weights(iter(weights), global_steps=step))
-
-
-def test_ranks_that_failed_at_different_tensors_share_out_alike(
-    engine_class: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = [5, 1, 3, 2, 2, 4]
-
-    def weights(end: int) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((str(place), torch.zeros(size)) for place, size in enumerate(sizes[:end]))
-        if end < len(sizes):
-            raise MemoryError
-
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    shares = []
-    for rank in (0, 1):
-        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-        engine = engine_class(bucket_size=1 << 20)
-        with pytest.raises(MemoryError):
-            engine._keep(weights(1 + 2 * rank))
-        engine.finalize()
-        engine._keep(weights(len(sizes)))
-        shares.append(set(engine._kept))
-    assert shares[0].isdisjoint(shares[1])
-    assert shares[0] | shares[1] == set(map(str, range(len(sizes))))
 
 
 class FSDPEngine(SimpleNamespace):

@@ -8,7 +8,6 @@ RANKS = 3  # of a trainer; the third has no worker
 PHASES = ("open", "attach", "round", "done", "prepared", "commit", "close")
 TARGETS = ("rank0", "rank1", "worker0", "worker1")
 TRAINERS, WORKERS = TARGETS[:2], TARGETS[2:]
-FRAMES = ("hello", "attach", "begin", "round", "done", "prepared", "commit")
 
 
 def _cross(phases: tuple[str, ...], who: tuple[str, ...], hows: tuple[str, ...]) -> list[Cell]:
@@ -23,11 +22,7 @@ def cells() -> list[Cell]:
         *_cross(PHASES[1:], TRAINERS, ("interrupt",)),
         *_cross(("open", "round", "prepared", "close"), TARGETS, ("exit",)),
         *_cross(("open", "round", "commit"), TRAINERS, ("fork",)),
-        *_cross(("open",), TRAINERS, ("stranger",)),
-        *_cross(("round",), WORKERS, ("truncate",)),
         *_cross(("listen",), TRAINERS, ("descriptors", "directory")),
         *_cross(("attach",), TRAINERS, ("address-space", "room", "descriptors")),
         *_cross(("open",), WORKERS, ("address-space", "descriptors")),
-        *_cross(FRAMES, ("frames",), ("truncated", "duplicated", "reordered")),
-        *_cross(("hello", "attach"), ("frames",), ("stripped",)),
     ]

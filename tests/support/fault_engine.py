@@ -245,22 +245,9 @@ class _Loader(LayoutLoader):
 
 class _Receiver(Receiver):
     fault = NO_FAULT
-    route = ""  # the socket of a process between the trainer and this worker
 
     def _connect(self, message: Control) -> Any:
         self.fault.at("open")
-        if self.route and self._session != message.session:
-            token, _, path = message.address.partition("@")
-            with open(self.route + ".target", "w", encoding="utf-8") as file:
-                file.write(path)
-            message = Control(
-                op="open",
-                session=message.session,
-                update=message.update,
-                deadline=message.deadline,
-                address=f"{token}@{self.route}",
-            )
-            self.route = ""
         return _Phased(super()._connect(message), self.fault)
 
     def _close(self, message: Control, version: str | None) -> tuple[bool, str]:
@@ -304,8 +291,6 @@ def run_worker(rank: int, pipe: Connection) -> None:
                 answer = (names, receiver.consistent, receiver.state.update)
             elif what == "arm":
                 loader.fault = receiver.fault = Fault(*argument)
-            elif what == "route":
-                receiver.route = argument
             elif what == "disarm":
                 receiver.fault.disarm()
                 answer = (receiver.fault.struck, receiver.fault.notes)

@@ -2,9 +2,9 @@
 
 Run as a program it reads cells as JSON lines and answers each with a JSON line:
 {"phase", "who", "how", "outcome", "errors", "wrong", "seconds"}; nothing in "wrong" is survival.
-`who` is trainer rank 0, trainer rank 1, worker 0 or worker 1 of a tensor-parallel engine, or
-"frames" between worker 0 and its trainer rank.  There are three trainer ranks; the third has no
-worker.  The default group's store lives in rank 0, as it does without an elastic agent.
+`who` is trainer rank 0, trainer rank 1, worker 0 or worker 1 of a tensor-parallel engine.  There
+are three trainer ranks; the third has no worker.  The default group's store lives in rank 0, as it
+does without an elastic agent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import fault_engine, fault_frames
+from support import fault_engine
 from support.fault_cells import RANKS, Cell
 from support.fault_points import Fault, allowed, memory, settled, settled_twice
 from support.played_gpu import PLACES
@@ -50,15 +50,7 @@ OPTIONS: dict[str, Any] = {
 PATIENCE = 120.0
 ENDING = 6.0  # after the first error: an answer of the store, then two calls of engines, 2 s each
 SLOW = 30.0  # a slow machine
-HARMLESS = ("fork", "stranger", "truncate")
-# words that nobody waits for any more, and frames that nothing follows to change places with
-MAY_SUCCEED = {
-    ("commit", "duplicated"),
-    ("commit", "reordered"),
-    ("prepared", "duplicated"),
-    ("prepared", "reordered"),
-    ("hello", "reordered"),
-}
+HARMLESS = ("fork",)
 
 
 # --- trainer ranks ------------------------------------------------------------------------------
@@ -241,7 +233,6 @@ class Bench:
         os.mkdir(self.sockets, 0o700)
         self.trainers: list[Process] = []
         self.heads: list[tuple[int, list[int]]] = []
-        self.between = 0
         self.path = ""
         self.handle = fault_engine.Handle("")
 
@@ -323,10 +314,6 @@ class Bench:
                     os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(head, 0)
-        if self.between:
-            with contextlib.suppress(OSError):
-                os.kill(self.between, signal.SIGKILL)
-            os.waitpid(self.between, 0)
 
 
 class Experiment:
@@ -361,15 +348,7 @@ class Experiment:
 
     def _arm(self) -> None:
         bench = self.bench
-        if self.who == "frames":
-            path = os.path.join(bench.folder, "between")
-            bench.between = os.fork()
-            if bench.between == 0:
-                fault_frames.run_between(path, self.phase, self.how)
-            while not os.path.exists(path):
-                time.sleep(0.01)
-            bench.worker(0, "route", path)
-        elif self.rank is not None:
+        if self.rank is not None:
             trainer = bench.trainers[self.rank]
             trainer.ask("arm", self.phase, self.how)
             trainer.answer(time.monotonic() + PATIENCE)
@@ -439,16 +418,12 @@ class Experiment:
 
     def _may_break_later(self) -> bool:
         """Whether the session may be broken without anybody having noticed."""
-        if self.who == "frames":
-            return (self.phase, self.how) in MAY_SUCCEED
         # after a worker's commit its session has nothing more to say
         return self.phase == "close" and self.how == "cut"
 
     def _check_struck(self, dies: bool) -> None:
         notes: list[str]
-        if self.who == "frames":
-            struck, notes = os.path.exists(f"{self.bench.folder}/between.struck"), []
-        elif self.rank is not None and not dies:
+        if self.rank is not None and not dies:
             trainer = self.bench.trainers[self.rank]
             trainer.ask("outcome")
             good, value = trainer.answer(time.monotonic() + PATIENCE)
@@ -459,14 +434,9 @@ class Experiment:
             return
         if not struck:
             self.wrong.append("the fault did not strike")
-        wanted = {
-            "truncate": ["EPERM"] * 3,
-            "fork": ["the child ended with 0"],
-        }.get(self.how, notes)
+        wanted = ["the child ended with 0"] if self.how == "fork" else notes
         if notes != wanted:
             self.wrong.append(f"{self.how}: {notes} instead of {wanted}")
-        if self.how == "stranger" and "connected" not in notes:
-            self.wrong.append("no stranger could try")
 
     def _look_at_engine(self) -> None:
         """Paused, with the old version, unless all of its workers have every byte."""

@@ -7,7 +7,6 @@ update; a worker's are calls that its receiver makes at the same places (fault_e
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import os
 import resource
@@ -21,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from wsync._core import Exporter, Importer, Memory
+from wsync._core import Exporter, Memory
 from wsync.sync import Sync
 from wsync.trainer.connection import Connection
 from wsync.trainer.lending import Lending
@@ -145,25 +144,6 @@ class Fault:
         """The folder for sockets is gone."""
         shutil.rmtree(self.folder)
         self._undo.append(lambda: os.mkdir(self.folder, 0o700))
-
-    def _stranger(self, *_: object) -> None:
-        """Connects with the right uid and a wrong token wherever somebody listens."""
-        for folder in os.scandir(self.folder):
-            for token in ("0" * 32, "f" * 32):
-                with contextlib.suppress(Exception):
-                    stranger = Importer(f"{token}@{folder.path}/s", b"*", 1.0)
-                    self.notes.append("connected")
-                    self._undo.append(stranger.close)
-
-    def _truncate(self, ring: Memory, *_: object) -> None:
-        """The ring is to shrink and to grow."""
-        for nbytes in (0, ring.nbytes // 2, ring.nbytes + 4096):
-            try:
-                os.ftruncate(ring.fileno(), nbytes)
-            except OSError as error:
-                self.notes.append(errno.errorcode[error.errno or 0])
-            else:
-                self.notes.append("no error")
 
 
 def census() -> dict[str, int]:

@@ -276,23 +276,6 @@ class _Gate:
         driver("cuCtxPopCurrent", None)
 
 
-def kept_for_ever() -> dict[str, Any]:
-    """An update while a stream of the trainer keeps the GPU, and one from other memory, in which
-    that ends; whether the engine has the weights of the latter then and later."""
-    with _connected(by_handle(weights_of(1)), deadline=4.0) as (sync, engine):
-        sync.update()
-        with _Gate() as gate:
-            error = _try(sync, by_handle(weights_of(2)))
-            timer = threading.Timer(0.5, gate.open)
-            timer.start()
-            last = by_handle(weights_of(3))
-            sync.update(last)
-            right = [same(engine.weights(), weights_of(3))]
-        time.sleep(0.2)
-        right.append(same(engine.weights(), weights_of(3)))
-    return {"error": error, "right": right}
-
-
 def late_weights() -> bool:
     """Whether an update brings what a foreign stream still writes when it begins, as torch's does
     behind an optimizer's step."""
@@ -388,19 +371,6 @@ def elsewhere() -> dict[str, Any]:
     ):
         paths = set(sync.update().paths.values())
         return {"paths": paths, "right": same(engine.weights(), weights_of(1))}
-
-
-def many_segments() -> list[str]:
-    """What is said of them in two updates."""
-    played = by_handle(weights_of(1))
-    with (
-        mock.patch.object(lending, "_MANY", 3),
-        Warned() as texts,
-        _connected(played, park=True) as (sync, _),
-    ):
-        for seed in (1, 2):
-            sync.update(by_handle(weights_of(seed)))
-    return texts
 
 
 def beside_mps() -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import tqdm
-
 
 def shared_nbytes(pid: int) -> int:
     """Resident bytes of shared memory that a process maps."""
@@ -17,10 +15,3 @@ def shared_nbytes(pid: int) -> int:
             elif counts and line.startswith("Rss:"):
                 total += int(line.split()[1]) * 1024
     return total
-
-
-def lock_files() -> list[str]:
-    """Makes the lock that every progress bar of tqdm has; the files of this process's locks."""
-    tqdm.tqdm.get_lock()
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        return [line for line in maps if "/sem." in line and "(deleted)" not in line]
