@@ -41,14 +41,14 @@ def learnt(load: Load, targets: list[torch.Tensor], sources: list[Source]) -> Le
 def replay(
     found: LearntLoad, load: Load, targets: list[torch.Tensor], sources: dict[str, torch.Tensor]
 ) -> None:
+    for piece, kept in found.constants.items():
+        piece.view(targets).copy_(kept)
     for piece in found.pieces:
         piece.view(targets).copy_(piece.of(sources[piece.name]))
     if found.computed:
         load([(name, tensor) for name, tensor in sources.items() if name in found.computed])
     for copy in found.copies:
         copy.run(targets)
-    for piece, kept in found.constants.items():
-        piece.view(targets).copy_(kept)
 
 
 def held(targets: list[torch.Tensor]) -> list[bytes]:
@@ -180,6 +180,27 @@ def test_a_load_that_writes_to_what_it_is_given_and_in_threads() -> None:
     assert len(found.pieces) == 8
 
 
+def test_a_shape_is_given_as_it_is() -> None:
+    """A load cuts what it unpacks by it."""
+    target, shape = torch.ones(3, 4), torch.zeros(2, dtype=torch.int64)
+
+    def load(pairs: Any) -> None:
+        given = dict(pairs)
+        rows, columns = given["w.weight_shape"].tolist()
+        shape.copy_(given["w.weight_shape"])
+        target.copy_(given["w.weight_packed"][:rows, :columns])
+
+    sources = [
+        Source("w.weight_packed", F32, (8, 8)),
+        Source("w.weight_shape", torch.int64, (2,)),
+    ]
+    real = {"w.weight_shape": torch.tensor([3, 4])}
+    found = learn(load, [target, shape], sources, real, (values(1), values(2)))
+    assert [piece.extent for piece in found.pieces] == [(3, 4)]
+    assert [kept.tolist() for kept in found.constants.values()] == [[3, 4]]
+    assert not found.computed
+
+
 def test_an_error_of_a_load_leaves_what_it_has_not_written() -> None:
     target = torch.arange(6.0)
 
@@ -193,7 +214,8 @@ def test_an_error_of_a_load_leaves_what_it_has_not_written() -> None:
 
 @st.composite
 def loads(draw: st.DrawFn) -> tuple[Load, list[torch.Tensor], list[Source]]:
-    """Each source goes, transposed or cut or in another dtype, to a box of a target."""
+    """Each source goes, cut or in another dtype, to a box of a target: all of these transposed, or
+    none, as one line tells of all that have the same form."""
     sources: list[Source] = []
     puts: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = []
     targets = []
@@ -204,9 +226,9 @@ def loads(draw: st.DrawFn) -> tuple[Load, list[torch.Tensor], list[Source]]:
         padding = draw(st.integers(0, 2))
         target = torch.ones(sum(rows) + padding, width, dtype=dtype)
         targets.append(target)
-        start = 0
+        start, turned = 0, draw(st.booleans())
         for part, count in enumerate(rows):
-            turned, cut = draw(st.booleans()), draw(st.integers(0, 3))
+            cut = draw(st.integers(0, 3))
             shape = (count + cut, width)
             sources.append(Source(f"{number}.{part}", BF16, shape[::-1] if turned else shape))
 

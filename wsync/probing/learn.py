@@ -23,8 +23,9 @@ class LearntLoad:
     """What a load does.
 
     pieces: where each element of a tensor is copied to; copies: from there to further places.
-    constants: what lies there whatever is loaded.  computed: tensors that the load itself has to be
-    given, and a place that it makes of each.  others: places of no element: unwritten or computed.
+    constants: what lies there whatever is loaded, before anything else is.  computed: tensors that
+    the load itself has to be given, and a place that it makes of each; so have those that it was
+    given as they are.  others: places of no element: unwritten or computed.
     """
 
     pieces: list[PlacedBox]
@@ -50,30 +51,37 @@ def learn(
         NotLearntError: what it computes cannot be told from some of the tensors.
     """
     loads = Overwriting(load, targets)
+    first, second = (_but_for(given, each) for each in values)
     try:
         pieces = probe(loads, sources, given)
         constants = {p: p.view(targets).clone() for p in pieces if p.why == CONSTANT}
-        for each in values:
+        for each in (first, second):
             pieces = verify(loads, pieces, constants, sources, each)
-        computed = _computed(loads, pieces, sources, values)
+        computed = _computed(loads, pieces, sources, first, second)
     finally:
         loads.put_back()
     copied = [piece for piece in pieces if piece.name and piece.name not in computed]
-    first, copies = once(copied, targets)
     kept = {p: value for p, value in constants.items() if p in pieces}
-    return LearntLoad(first, copies, kept, computed, [p for p in pieces if p.why and p not in kept])
+    return LearntLoad(
+        *once(copied, targets), kept, computed, [p for p in pieces if p.why and p not in kept]
+    )
+
+
+def _but_for(given: Mapping[str, torch.Tensor], values: Values) -> Values:
+    return lambda source: given[source.name] if source.name in given else values(source)
 
 
 def _computed(
     loads: Overwriting,
     pieces: Sequence[PlacedBox],
     sources: Sequence[Source],
-    values: tuple[Values, Values],
+    values: Values,
+    others: Values,
 ) -> dict[str, PlacedBox]:
     places = [piece for piece in pieces if piece.why == COMPUTED]
     if not places:
         return {}
-    found = sources_of(loads, places, sources, *values)
-    if not is_made_of(loads, places, found, sources, values[0]):
+    found = sources_of(loads, places, sources, values, others)
+    if not is_made_of(loads, places, found, sources, values):
         raise NotLearntError("what it computes depends on more than the tensors that change it")
     return found

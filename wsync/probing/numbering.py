@@ -48,7 +48,12 @@ class Numbering:
         self.calls = self.naming + max(map(len, self.digits.values()), default=0) + 1
 
     def pairs(self, call: int) -> list[tuple[str, torch.Tensor]]:
-        sources = self.sources if call < self.calls - 1 else self.sources[::-1]
+        """Those of a call.  Of what is given as it is, the last one of a place stays."""
+        sources = list(self.sources)
+        if call == self.calls - 1:
+            sources.sort(key=lambda source: source.name in self.given)
+            count = sum(source.name not in self.given for source in sources)
+            sources[:count] = sources[:count][::-1]
         return _Made(sources, lambda source: self._tensor(source, call))
 
     def of(self, dtype: torch.dtype) -> list[Source]:
