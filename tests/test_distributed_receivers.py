@@ -169,7 +169,7 @@ def test_a_trainer_that_is_struck_does_not_hold_an_engine(how: signal.Signals) -
         try:
             # the trainer reaches the engine through this process, which goes on
             error = cases.relay(ours, engine, timeout=60)
-            assert "worker 0: update 2 since the trainer connected: " in error
+            assert "worker 0: update 2 of this connection: " in error
             assert ("within 5 s" if how == signal.SIGSTOP else "is gone") in error
             info = engine.model_info(10)
             assert not info["consistent"] and info["weight_version"] == "1"

@@ -82,7 +82,7 @@ def test_an_engine_that_is_given_twice_is_named(server: str) -> None:
         ),
         (
             lambda w: {n: t.half() if "norm" in n else t for n, t in w.items()},
-            r"other dtypes: model\.\S*norm\.weight \(float32, here float16\).*cast others before",
+            r"other dtypes: model\.\S*norm\.weight \(float32, here float16\).*convert others in",
         ),
         (
             lambda w: {f"base_model.model.{n}": t for n, t in w.items()},
@@ -332,7 +332,7 @@ class Engine:
         ({"backend": "gloo"}, "backend='gloo' has no effect here: it is for remote engines"),
         ({"exchange": "gloo"}, "exchange='gloo' has no effect here: it is for several trainer"),
         ({"park": True}, "park=True has no effect here: it is for engines that run wsync"),
-        ({"pause_mode": "in_place"}, "pause_mode='in_place' keeps .*flush_cache=False is wanted"),
+        ({"pause_mode": "in_place"}, "pause_mode='in_place' keeps .*flush_cache=False with it"),
     ],
 )
 def test_an_option_without_effect_is_named(options: dict[str, Any], text: str) -> None:
@@ -420,6 +420,17 @@ def test_a_report_that_cannot_be_written_is_said_before_the_demo_runs(
     with pytest.raises(SystemExit):
         cli.main(["--json", str(tmp_path / "no" / "facts.json")])
     assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_a_demo_beside_transformers_5_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "5.19.0")
+    assert cli.main([]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "wsync demo: transformers 5.19.0 is installed, and the demo needs 4.57: pip"
+    )
 
 
 def test_zero_expert_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,7 @@ def test_tensors_are_copied_by_name_update_after_update(start: Start) -> None:
     weights = tiny_weights(2)
     handled = start(receiver, trainer.control(2))  # the same session: nothing is attached again
     trainer.update(2, weights)
-    assert handled.result(SECONDS) == (True, "update 2 since the trainer connected")
+    assert handled.result(SECONDS) == (True, "update 2 of this connection")
     check(module, weights)
     assert pointers == {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
     assert (receiver.consistent, receiver.state.reason, receiver.state.update) == (True, "", 2)
@@ -125,7 +125,7 @@ def test_a_repeated_opening_message_is_refused_and_the_session_stays(start: Star
     trainer, receiver, _ = first_update(start, ModuleLoader(module), tiny_weights(1))
     success, text = receiver.handle(trainer.control(1, deadline=1.0))
     assert not success
-    assert "update 1 since the trainer connected has begun before" in text
+    assert "update 1 of this connection has begun before" in text
     handled = start(receiver, trainer.control(2))
     trainer.update(2, tiny_weights(2))
     assert handled.result(SECONDS)[0]
@@ -221,7 +221,7 @@ def test_an_unknown_name_is_refused_unless_ignored(start: Start) -> None:
 def test_what_is_not_converted_is_named_with_what_is(start: Start) -> None:
     weights = {name: tensor.half() for name, tensor in tiny_weights(1).items()}
     text = failed_update(start, ModuleLoader(Tiny()), weights)
-    assert "no conversion from float16 to float32: there are those from float32 to bfloat16" in text
+    assert "no conversion from float16 to float32: wsync converts float32 to bfloat16" in text
 
 
 def test_a_parameter_that_is_not_delivered_is_named_unless_ignored(start: Start) -> None:
@@ -292,7 +292,7 @@ def test_a_loader_that_keeps_its_input_is_named_and_gets_copies(
             kept = dict(module.kept)
             handled = start(receiver, trainer.control(seed))
             trainer.update(seed, tiny_weights(seed))
-            assert handled.result(SECONDS) == (True, f"update {seed} since the trainer connected")
+            assert handled.result(SECONDS) == (True, f"update {seed} of this connection")
             for name, tensor in tiny_weights(seed - 1).items():
                 assert torch.equal(kept[name], tensor), "what was kept has changed"
     assert "keeps tensors" not in caplog.text  # it is named once
@@ -382,7 +382,7 @@ def test_a_box_that_is_not_delivered_is_named(start: Start) -> None:
     weights = {"a": torch.ones(6, 4), "c": torch.ones(3, 4)}
     text = failed_update(start, LayoutLoader(layout, tensors), weights, [["a"], ["c"]])
     assert "LayoutError" not in text  # wsync's messages speak for themselves
-    assert "b" in text.split("update 1 since the trainer connected: ")[1]
+    assert "b" in text.split("update 1 of this connection: ")[1]
     assert not any(tensor.any() for tensor in tensors)
 
 
@@ -450,7 +450,7 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     trainer.accept()
     with pytest.raises(
         RemoteError,
-        match=r"worker \(pid \d+\) failed: update 1 since the trainer connected: "
+        match=r"worker \(pid \d+\) failed: update 1 of this connection: "
         r"Exploding\.load_weights raised; the last tensor that it had taken is up\.weight: "
         r"KeyError: 'up\.kernel'",
     ):
@@ -465,7 +465,7 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     handled = start(receiver, again.control(2))
     again.accept()
     again.update(2, tiny_weights(2))
-    assert handled.result(SECONDS) == (True, "update 2 since the trainer connected")
+    assert handled.result(SECONDS) == (True, "update 2 of this connection")
     assert (receiver.consistent, receiver.state.reason) == (True, "")
     check(module, tiny_weights(2))
 
@@ -539,7 +539,7 @@ def test_a_trainer_that_stalls_costs_the_messages_deadline(start: Start) -> None
     trainer.exporter.begin(1, 3, SECONDS)
     success, text = handled.result(SECONDS)
     assert not success
-    assert text.startswith("worker 0: update 1 since the trainer connected: ")
+    assert text.startswith("worker 0: update 1 of this connection: ")
 
 
 def test_a_worker_that_does_not_join_is_named_with_the_request_that_hangs() -> None:
@@ -557,7 +557,7 @@ def test_nobody_listening_changes_nothing() -> None:
     trainer.exporter.close()
     success, text = receiver.handle(control)
     assert not success
-    assert text.startswith("worker 0: update 1 since the trainer connected: ")
+    assert text.startswith("worker 0: update 1 of this connection: ")
     assert "this engine was restarted since the trainer connected (call update again" in text
     assert receiver.consistent
 
@@ -637,11 +637,11 @@ def test_a_version_is_refused_where_its_update_is_not(start: Start) -> None:
     trainer, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
     assert receiver.handle(trainer.control(1, "close")) == (
         True,
-        "update 1 since the trainer connected",
+        "update 1 of this connection",
     )
     success, text = receiver.handle(trainer.control(2, "close"))
     assert not success
-    assert "update 2 since the trainer connected was not committed here, the last one is 1" in text
+    assert "update 2 of this connection was not committed here, the last one is 1" in text
 
 
 def test_a_late_version_of_another_trainer_is_refused(start: Start) -> None:
@@ -651,12 +651,12 @@ def test_a_late_version_of_another_trainer_is_refused(start: Start) -> None:
     handled = start(receiver, second.control(1))
     second.accept()
     second.update(1, tiny_weights(2))
-    assert handled.result(SECONDS) == (True, "update 1 since the trainer connected")
+    assert handled.result(SECONDS) == (True, "update 1 of this connection")
     success, text = receiver.handle(first.control(1, "close"))
     assert (success, "have been replaced by others" in text) == (False, True)
     assert receiver.handle(second.control(1, "close")) == (
         True,
-        "update 1 since the trainer connected",
+        "update 1 of this connection",
     )
     with receiver.state.replacing("loading a checkpoint"):
         pass
@@ -669,7 +669,7 @@ def test_another_number_than_the_one_announced_is_refused(start: Start) -> None:
     trainer.accept()
     trainer.exporter.begin(5, 3, SECONDS)
     success, text = handled.result(SECONDS)
-    assert (success, "the trainer has begun update 5 since" in text) == (False, True)
+    assert (success, "the trainer has begun update 5 of this" in text) == (False, True)
 
 
 def test_a_worker_takes_part_in_one_update_at_a_time(start: Start) -> None:

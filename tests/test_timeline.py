@@ -113,7 +113,7 @@ def test_a_trace_that_cannot_be_written_fails_no_update(
         wsync.connect(weights, [engine], options=options) as sync,
     ):
         assert sync.update().version == "1"
-    assert "update 1 since the trainer connected is not traced" in caplog.text
+    assert "update 1 of this connection is not traced" in caplog.text
 
 
 def test_the_demo_refuses_other_kinds_of_files(capsys: pytest.CaptureFixture[str]) -> None:

@@ -256,7 +256,7 @@ def test_wsyncs_update_arrives_over_http(serve: Callable[..., Server]) -> None:
         trainer.update(1, weights)
         assert opened.result().json() == {
             "success": True,
-            "message": "update 1 since the trainer connected",
+            "message": "update 1 of this connection",
         }
     info = server.get("/model_info").json()
     assert (info["weight_version"], info["consistent"]) == ("default", False)

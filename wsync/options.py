@@ -50,13 +50,14 @@ class Options:
             actors of 0.2.2, whose update_weights_from_distributed has no load_format); "auto"
             asks each engine: wsync or bucket.
         backend: of the groups that buckets are broadcast in: "gloo", "nccl", or "auto".
-        pause_mode: what becomes of running requests.  "abort" ends them with the tokens that they
-            have; "retract" computes them anew with the new weights, and "in_place" has them go on
-            with the keys and values of the old ones ("Running requests" in wsync/guide/engines.md).
-        flush_cache: whether engines drop their KV cache before the update; "in_place" wants False.
-            With False, SGLang answers later requests from prefixes that old weights have computed,
-            in every mode.  A request's `extra_key` avoids that if it names the weight version:
-            SGLang shares prefixes only between requests with the same one.
+        pause_mode: what an update does to running requests.  "abort" ends them, and they return the
+            tokens that they have.  "retract" keeps them and computes their keys and values anew
+            with the new weights.  "in_place" keeps them with the keys and values of the old
+            weights.  See "Running requests" in wsync/guide/engines.md.
+        flush_cache: whether engines empty their prefix cache before the update.  "in_place" needs
+            False.  With False, SGLang reuses prefixes that old weights have computed, in every
+            mode.  To avoid that, name the weight version in each request's `extra_key`: SGLang
+            shares a prefix only between requests with the same `extra_key`.
         exchange: "auto", "shared" (all trainer ranks on one host, with GPUs that reach each other's
             memory, and no remote engine runs wsync's receiver), "gloo" or "nccl" (all trainer
             ranks, and remote workers that run wsync's receiver, have a GPU each, and the same
@@ -75,7 +76,7 @@ class Options:
         checkpoint: folder of the model's Hugging Face checkpoint, with whose names and shapes the
             trainer's are compared when it connects; slime's updaters take args.hf_checkpoint.  It
             stands for the folder that engines were started from, which is looked for if this is
-            None.  "" compares nothing.
+            None.  "" switches the comparison off.
         keep: tensors that nobody delivers and that stay as engines without wsync's receiver have
             them: names in the checkpoint, or shell patterns of these ("model.visual.*", where "*"
             stands for dots, too).  What the checkpoint has, no trainer rank delivers and this does
@@ -183,8 +184,8 @@ class Options:
                 )
         if self.pause_mode == "in_place" and self.flush_cache:
             raise _core.InvalidArgumentError(
-                "pause_mode='in_place' keeps requests, and engines do not drop the cache of "
-                "those: flush_cache=False is wanted with it"
+                "pause_mode='in_place' keeps running requests and their cache: give "
+                "flush_cache=False with it"
             )
 
     @staticmethod

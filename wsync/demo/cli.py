@@ -139,7 +139,8 @@ def print_report(facts: dict[str, Any]) -> None:
         + (
             "written by all trainer ranks"
             if unit == "files"
-            else "received by all engine processes"
+            else "received by all engine processes together; the model has "
+            f"{facts['bytes'] / 1e6:.1f}"
         )
     )
     print("\nwhat the trainer's rank 0 waited for in the last update:")

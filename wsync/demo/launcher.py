@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import multiprocessing.forkserver
@@ -126,6 +127,12 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     missing = [name for name in needed if not importable(name)]
     if missing:
         raise DemoFailed(f"{', '.join(missing)}: not installed; wsync's extra [demo] brings it")
+    found = importlib.metadata.version("transformers")
+    if not found.startswith("4."):  # megatron-core 0.16.1 and mbridge are for it
+        raise DemoFailed(
+            f"transformers {found} is installed, and the demo needs 4.57: pip install "
+            "'transformers==4.57.6', in another environment if something here needs the newer one"
+        )
     print(
         f"trainer: megatron-core, {settings.model}, {settings.ranks} processes "
         f"(TP{settings.tp} x PP{settings.pp}, EP{settings.ep})\n"

@@ -415,7 +415,7 @@ def _text(error: Exception) -> str:
 
 def _nth(update: int) -> str:
     """An update, for messages; its version comes when all workers are done."""
-    return f"update {update} since the trainer connected"
+    return f"update {update} of this connection"
 
 
 def connect(address: str, blob: bytes, timeout: float, device: Device) -> Session:

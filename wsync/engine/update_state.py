@@ -83,10 +83,9 @@ REFUSALS: Final = {
     "repeated": "{what} in this update: the request was repeated",
     "two trainers": "{what}: two trainers may be at work",
     "inconsistent": "the weights are inconsistent: {why}",
-    "not committed": "update {number} since the trainer connected was not committed here, the last "
+    "not committed": "update {number} of this connection was not committed here, the last "
     "one is {last}",
-    "replaced": "the weights have been replaced by others after update {number} since the trainer "
-    "connected",
+    "replaced": "the weights have been replaced by others after update {number} of this connection",
     "unnamed": "update {number} is complete, but nobody has said its version yet",
 }
 

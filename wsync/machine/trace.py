@@ -95,4 +95,4 @@ class Trace:
             with open(Path(self._folder, f"{pid}.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(facts) + "\n")
         except OSError as error:
-            _log.warning("update %d since the trainer connected is not traced: %s", update, error)
+            _log.warning("update %d of this connection is not traced: %s", update, error)

@@ -46,7 +46,7 @@ WORKER: Final = {
     "verdict": Kind("#68727d", "#98a3af", "wait for the commit"),
 }
 POST: Final = Kind("#1c2024", "#e8ebee", "here a round is handed over")
-OTHER: Final = Kind("#d3d8dd", "#474e55", "none of these")
+OTHER: Final = Kind("#d3d8dd", "#474e55", "ranks agree to begin, and what lies between the phases")
 KINDS: Final = {**PHASES, **COPIES, **WORKER, "post": POST, "other": OTHER}
 
 

@@ -78,8 +78,8 @@ _SHARED: Final = (".embed_tokens.weight", ".shared_head.head.weight")  # by draf
 _UNKNOWN: Final = Place("", (), -1, 0)  # of a weight whose codes and scales are there
 _CASTS: Final = (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"))
 _CAST: Final = (
-    "wsync casts float32 to bfloat16 or float16, and bfloat16 to float32: cast others before "
-    "connect"
+    "wsync converts float32 to bfloat16 or float16, and bfloat16 to float32: convert others in the "
+    "trainer"
 )
 _UNWRAP: Final = (
     "wsync.fsdp.layout(model) takes the names of torch's wrappers off, and peft's "
@@ -91,7 +91,9 @@ _AT_RUN_TIME: Final = ("model.language_model.", "model.visual.", "model.multi_mo
 _RENAME: Final = (
     "wsync.fsdp.layout(model) gives parameters of transformers the names that checkpoints have"
 )
-_OTHERWISE: Final = "Options(checkpoint=DIR) names another folder; checkpoint='' compares nothing"
+_OTHERWISE: Final = (
+    "Options(checkpoint=DIR) names the folder to compare with, and checkpoint='' switches this off"
+)
 
 
 class _Form(NamedTuple):

@@ -67,8 +67,9 @@ wsync_status_t wsync_tensor_check_copy(const wsync_tensor_t *from, const wsync_t
     if (wsync_dtype_transform(from->dtype, to->dtype, false, &transform, NULL) !=
         WSYNC_OK) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, origin,
-                          "%.256s: no conversion from %s to %s: there are those from "
-                          "float32 to bfloat16 and float16, and from bfloat16 to float32",
+                          "%.256s: no conversion from %s to %s: wsync converts float32 to "
+                          "bfloat16 or float16, and bfloat16 to float32; convert others in "
+                          "the trainer",
                           to->name, wsync_dtype_name(from->dtype),
                           wsync_dtype_name(to->dtype));
     }
