@@ -99,7 +99,8 @@ def test_wrong_counts_are_named() -> None:
 def test_errors_of_a_session_say_whose_it_is() -> None:
     session = WorkerSession(5, engine="http://host:1", index=1, directory=None)
     try:
-        with pytest.raises(wsync.DeadlineError, match="host:1: worker 1 did not join"):
+        late = r"^engine http://host:1: worker 1 did not join the update within 0\.01 s: "
+        with pytest.raises(wsync.DeadlineError, match=late):
             session.accept(0.01, check=lambda: None)
 
         def refuse() -> None:

@@ -77,8 +77,10 @@ def _more_than(before: int) -> int:
 def unfortunate() -> dict[str, Any]:
     """The errors that this rank sees, and how many descriptors they cost it."""
     part = dist.new_group([0, 1])
-    if dist.get_rank() < 2:
-        TrainerGroup(part, timeout=60).close()  # ranks may differ in what else they did
+    if dist.get_rank() < 2:  # ranks may differ in what else they did
+        group = TrainerGroup(part, timeout=60)
+        group.barrier()  # else rank 0 may be connecting yet to one that has left
+        group.close()
     options = wsync.Options(deadline=60.0, progress=False)
     short = wsync.Options(deadline=4.0, progress=False)
     found: dict[str, Any] = {}

@@ -236,11 +236,14 @@ def fail_in_the_trainer(call: str, code: int) -> dict[str, Any]:
         plan_failure(call, 0, code)
         error = _try(sync, _weights(2))
         plan_failure(call, -1, 0)
-        paused = engine.paused
+        paused, version = engine.paused, engine.model_info(10.0)["weight_version"]
+        kept = same(engine.weights(), _weights(1))
         after = _try(sync, _weights(3))
         return {
             "error": error,
             "paused": paused,
+            "version": version,
+            "kept": kept,
             "after": after,
             "right": same(engine.weights(), _weights(3)),
         }
