@@ -172,8 +172,10 @@ def test_an_update_that_transport_has_failed_is_tried_once_more(
     assert "an update failed and is tried once more, when all trainer ranks have" in caplog.text
 
     chosen, engine = updated(gone, gone)
-    with pytest.raises(wsync.PeerClosedError):
+    with pytest.raises(wsync.PeerClosedError) as caught:
         chosen.update_weights()
+    note = caught.value.__notes__[-1]
+    assert note.startswith("This was the second try.  The first one had failed: engine ")
     assert engine.calls == ["pause", "continue"] * 2
 
     chosen, engine = updated(ValueError("no such weight"))

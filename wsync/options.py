@@ -91,8 +91,10 @@ class Options:
             of its lists.  With "select": "slime" it is what slime quantises: by name, whatever
             lists say.  "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM, as
             SGLang keeps them on Blackwell.
-        retry: of slime's classes: whether an update that fails because an engine or rank was gone,
-            restarted or late is tried once more, before slime sees an error.
+        retry: of slime's classes: whether an update that fails because an engine was gone,
+            restarted or late, or a rank late, is tried once more before slime sees an error.  It
+            is not where the process of a rank on this host has ended; for ranks of other hosts
+            all wait, for at most 30 s.
         progress: True or False; None shows a progress bar in a notebook, and where
             stderr is a terminal.
     """

@@ -154,10 +154,19 @@ class TrainerGroup:
         return self._board is None or self._board.begin()
 
     def fail(self, error: BaseException) -> _core.WsyncError:
-        """Publishes `error` unless another rank was first; returns the error to raise."""
+        """Publishes `error` unless another rank was first; returns the error to raise.  Where the
+        process of a rank on this host has ended, that is the error, not a closed connection."""
         if not isinstance(error, _core.WsyncError):
             error = _core.RemoteError(error_text(error))
-        return error if self._board is None else self._board.publish(error)
+        if self._board is None:
+            return error
+        if isinstance(error, _core.PeerClosedError):
+            try:
+                self._board.check_gone()
+            except (RuntimeError, _core.WsyncError) as found:
+                if rank_has_ended(found):
+                    error = _core.PeerClosedError(str(found))  # without the frames of `found`
+        return self._board.publish(error)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Everybody's bytes, by rank."""

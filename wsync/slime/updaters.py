@@ -187,8 +187,12 @@ class Updater:
                 )
             if (all_ranks := self._meet_again()) is None:
                 raise
-            with contextlib.closing(all_ranks):
-                self._update(self._sync)
+            try:
+                with contextlib.closing(all_ranks):
+                    self._update(self._sync)
+            except _core.WsyncError as again:
+                again.add_note(f"This was the second try.  The first one had failed: {error}")
+                raise
 
     def _update(self, sync: Sync | DiskSync) -> None:
         sync.version = self.weight_version
