@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from exchange_ranks import make_plan
 from support import distributed_receivers as cases
 from support.fused import Fused, bytes_of, draw, held
 from support.procs import Ranks, started
@@ -489,6 +488,43 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
     assert session._group is not None and session._group._device == torch.device("cuda", 3)
     assert session._group.timeout == wsync.Options().deadline  # not what the meeting has left
     session.close()
+
+
+RANKS, TENSORS, ROWS, COLUMNS = 3, 9, 4, 256
+PART = ROWS * COLUMNS * 4
+
+
+def make_plan(rank: int) -> _core.Plan:
+    """Each rank holds a third of the rows of every tensor; each serves a worker that wants all."""
+    shape = (ROWS * RANKS, COLUMNS)
+    strides = (COLUMNS * 4, 4)
+    parts = []
+    for owner in range(RANKS):
+        builder = _core.LayoutBuilder(owner)
+        for t in range(TENSORS):
+            builder.add_shard(
+                f"t{t}",
+                "float32",
+                shape,
+                (ROWS * owner, 0),
+                (ROWS, COLUMNS),
+                0,
+                t * PART,
+                strides,
+            )
+        parts.append(builder.build())
+    wanted = _core.LayoutBuilder()
+    for t in range(TENSORS):
+        wanted.add_shard(f"t{t}", "float32", shape, (0, 0), shape, t, 0, strides)
+    return _core.Plan(
+        _core.Layout.merge(parts),
+        [(wanted.build(), True)],
+        [(0, owner) for owner in range(RANKS)],
+        [0] * RANKS,
+        rank,
+        round_nbytes=PART * RANKS,
+        ring_nbytes=1 << 20,
+    )
 
 
 def test_a_round_is_not_loaded_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 `pytest -m slow tests/test_fault_matrix.py` tries the whole table and prints it; with
 WSYNC_FAULT_REPORT=FILE every cell becomes a JSON line of that file.  What is tried elsewhere:
 frames that no peer should send in C (fuzz_frame.c,
-test_channel.c); every system call and allocation failing in turn (fault_*.c, test_faults.py);
+test_channel.c); every system call and allocation failing in turn (test_faults.py);
 engines' APIs that stall or are not there (test_trainer_calls.py); loaders that fail
 (test_receiver.py); the same with sharded Megatron models (test_update_ranks.py).
 """

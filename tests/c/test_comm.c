@@ -123,51 +123,6 @@ TEST(halves_are_guarded_from_one_update_to_the_next)
     close_duo(&duo);
 }
 
-TEST(calls_out_of_order_change_nothing)
-{
-    duo_t duo = {0};
-    wsync_comm_t *comm;
-    wsync_span_t spans[64];
-    wsync_error_t err = {0};
-    const char *none[2] = {0};
-    size_t count = 0;
-
-#define STATE(call) CHECK_EQ(call, WSYNC_ERR_STATE)
-
-    make_duo(&duo, 0);
-    comm = duo.comms[0];
-    STATE(wsync_comm_begin(comm, duo.plans[0], &err));
-    CHECK_HAS(err.message, "not connected");
-    connect_duo(&duo);
-    STATE(wsync_comm_connect(comm, none, SOON_MS, &err));
-    STATE(wsync_comm_acquire(comm, 0, SOON_MS, &err));
-    STATE(wsync_comm_spans(comm, 0, spans, 0, &err));
-    CHECK_OK(wsync_comm_begin(comm, duo.plans[0], &err), err);
-    CHECK_OK(wsync_comm_begin(duo.comms[1], duo.plans[1], &err), err);
-    STATE(wsync_comm_begin(comm, duo.plans[0], &err));
-    STATE(wsync_comm_acquire(comm, 1, SOON_MS, &err));
-    STATE(wsync_comm_post(comm, 0, duo.stream, &err));
-    STATE(wsync_comm_wait(comm, 0, duo.stream, SOON_MS, &err));
-    STATE(wsync_comm_release(comm, 0, duo.stream, &err));
-    send_of(&duo, 0, 0);
-    STATE(wsync_comm_post(comm, 0, duo.stream, &err));
-    STATE(wsync_comm_release(comm, 0, duo.stream, &err));
-    send_of(&duo, 0, 1);
-    STATE(wsync_comm_acquire(comm, 2, SOON_MS,
-                             &err)); /* everybody would wait for everybody */
-    STATE(wsync_comm_spans(comm, 2, spans, 0, &err));
-    (void)wsync_plan_messages(duo.plans[0], 1, &count);
-    CHECK_EQ(wsync_comm_spans(comm, 1, spans, count + 1, &err), WSYNC_ERR_INVALID);
-    CHECK_OK(wsync_comm_spans(comm, 1, spans, count, &err), err);
-    send_of(&duo, 1, 0);
-    receive_of(&duo, 0, 0);
-    receive_of(&duo, 1, 0);
-    send_of(&duo, 0, 2);
-    STATE(wsync_comm_spans(comm, 0, spans, count, &err)); /* the half is round 2's now */
-#undef STATE
-    close_duo(&duo);
-}
-
 TEST(small_staging_is_refused_with_both_sizes)
 {
     duo_t duo = {0};

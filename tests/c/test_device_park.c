@@ -123,58 +123,6 @@ TEST(memory_is_not_parked_under_who_looks_at_it)
     wsync_memory_destroy(memory);
 }
 
-TEST(parking_out_of_order_changes_nothing)
-{
-    wsync_memory_t *memory = make();
-    wsync_memory_t *none = NULL;
-    const int fd = memory->fd;
-    wsync_error_t err = {0};
-
-    CHECK_EQ(wsync_memory_unpark(memory, -1, &err), WSYNC_ERR_STATE);
-    CHECK_HAS(err.message, "not parked");
-    CHECK_EQ(memory->fd, fd);
-    wsync_memory_retain(memory);
-    park(memory);
-    CHECK_EQ(wsync_memory_park(memory, &err), WSYNC_ERR_STATE);
-    CHECK_HAS(err.message, "parked already");
-    CHECK_EQ(wsync_memory_import(device(), memory->fd, NBYTES, &none, &err), WSYNC_ERR_OS);
-    wsync_memory_destroy(memory);
-    CHECK_OK(wsync_memory_unpark(memory, -1, &err), err);
-    bytes_of(memory)[0] = 1;
-    park(memory);
-    wsync_memory_destroy(memory); /* parked as it is */
-}
-
-TEST(descriptors_are_checked_as_those_of_an_import)
-{
-    wsync_memory_t *memory = make();
-    wsync_memory_t *other = NULL;
-    wsync_memory_t *peer = NULL;
-    const int loose = memfd_create("loose", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    const int next = dup(loose);
-    wsync_error_t err = {0};
-
-    CHECK_EQ(ftruncate(loose, NBYTES), 0);
-    CHECK_OK(wsync_memory_create(device(), 1, &other, &err), err);
-    CHECK_OK(wsync_memory_import(device(), memory->fd, NBYTES, &peer, &err), err);
-    park(peer);
-    CHECK_EQ(wsync_memory_unpark(peer, loose, &err), WSYNC_ERR_REFUSED);
-    CHECK_EQ(wsync_memory_unpark(peer, next + 100, &err), WSYNC_ERR_OS);
-    if (on_host()) { /* the GPU's granule is larger */
-        CHECK_EQ(wsync_memory_unpark(peer, other->fd, &err), WSYNC_ERR_INVALID);
-        CHECK_HAS(err.message, "holds 1 bytes, expected 100001");
-    }
-    CHECK_EQ(peer->fd, -1);
-    CHECK_OK(wsync_memory_unpark(peer, memory->fd, &err), err);
-    bytes_of(memory)[9] = 9;
-    CHECK_EQ(bytes_of(peer)[9], 9);
-    (void)close(loose);
-    (void)close(next);
-    wsync_memory_destroy(memory);
-    wsync_memory_destroy(other);
-    wsync_memory_destroy(peer);
-}
-
 TEST(memory_that_runs_out_leaves_it_parked_and_may_come_back)
 {
     wsync_memory_t *memory;

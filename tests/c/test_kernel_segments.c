@@ -141,33 +141,6 @@ TEST(an_index_leads_to_the_segment_of_a_tile)
     wsync_segments_fini(&segments);
 }
 
-TEST(extents_of_one_and_the_order_of_dimensions)
-{
-    wsync_segments_t segments = {0};
-    wsync_copy_t copy = bytes(24);
-    const wsync_segment_t *segment;
-
-    copy.ndim = 4;
-    copy.extent[0] = 5;
-    copy.extent[1] = 1;
-    copy.extent[2] = 7;
-    copy.extent[3] = 3;
-    for (int d = 0; d < 4; d++) {
-        copy.source_stride[d] = 1000 - d;
-        copy.destination_stride[d] = 2000 - d;
-    }
-    (void)append(&segments, &copy);
-    segment = &segments.items[0];
-    CHECK_EQ(segment->ndim, 3);
-    CHECK_EQ(segment->row_total, 105);
-    CHECK_EQ(segment->extent[0].value, 3);
-    CHECK_EQ(segment->extent[1].value, 7);
-    CHECK_EQ(segment->source_stride[0], 997);
-    CHECK_EQ(segment->source_stride[2], 1000);
-    CHECK_EQ(segment->destination_stride[1], 1998);
-    wsync_segments_fini(&segments);
-}
-
 /* A tile of a transposed copy is a square that fills sectors on both sides. */
 TEST(transposed_copies_go_in_squares)
 {
@@ -207,32 +180,6 @@ TEST(transposed_copies_go_in_squares)
     wsync_segments_fini(&segments);
 }
 
-/* A constant over a contiguous range is a fill; one over a few bytes, or along a source
- * that moves, is not. */
-TEST(long_constants_are_fills)
-{
-    wsync_segments_t segments = {0};
-    wsync_copy_t copy = {.row_count = 1,
-                         .source_item_nbytes = 2,
-                         .destination_item_nbytes = 2,
-                         .ndim = 2,
-                         .extent = {6, 4096},
-                         .destination_stride = {10000, 2}};
-
-    (void)append(&segments, &copy);
-    CHECK_EQ(segments.items[0].kind, WSYNC_SEGMENT_FILL);
-    CHECK_EQ(segments.items[0].row_count, 8192);
-    CHECK_EQ(segments.items[0].row_total, 6);
-    copy.extent[1] = 200;
-    (void)append(&segments, &copy);
-    CHECK_EQ(segments.items[1].kind, WSYNC_SEGMENT_COPY);
-    copy.extent[1] = 4096;
-    copy.source_stride[0] = 2;
-    (void)append(&segments, &copy);
-    CHECK_EQ(segments.items[2].kind, WSYNC_SEGMENT_COPY);
-    wsync_segments_fini(&segments);
-}
-
 /* A transposed matrix of 2^33 single bytes: more rows than a segment counts. */
 TEST(copies_of_too_many_rows_are_split)
 {
@@ -263,53 +210,6 @@ TEST(copies_of_too_many_rows_are_split)
     }
     CHECK_EQ(rows, (uint64_t)1 << 33);
     CHECK_EQ(list.tile_count, ((uint64_t)1 << 33) / WSYNC_TILE_ROWS);
-    wsync_segments_fini(&segments);
-}
-
-TEST(empty_copies_become_nothing)
-{
-    wsync_segments_t segments = {0};
-    wsync_copy_t copies[] = {bytes(0), bytes(5), bytes(5)};
-    wsync_segment_list_t list = {.count = 9};
-    wsync_error_t err;
-
-    copies[1].ndim = 1;
-    CHECK_OK(wsync_segments_append(&segments, copies, 2, &list, &err), err);
-    CHECK_EQ(list.count, 0);
-    CHECK_EQ(list.tile_count, 0);
-    CHECK_EQ(wsync_segments_grid(&list, 132), 0);
-    CHECK_OK(wsync_segments_append(&segments, NULL, 0, &list, &err), err);
-    CHECK_OK(wsync_segments_append(&segments, copies, 3, &list, &err), err);
-    CHECK_EQ(list.count, 1);
-    CHECK_EQ(list.first, 0);
-    wsync_segments_fini(&segments);
-    wsync_segments_fini(&segments);
-}
-
-TEST(what_is_no_copy_leaves_the_table_as_it_was)
-{
-    wsync_segments_t segments = {0};
-    wsync_copy_t copies[] = {bytes(100), bytes(100)};
-    wsync_segment_list_t list = {.first = 77};
-    wsync_error_t err;
-
-    (void)append(&segments, copies);
-    copies[1].ndim = 5;
-    CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);
-    CHECK_HAS(err.message, "copy 1: transform 0, 5 dimensions around a row of 100");
-    copies[1].ndim = 0;
-    copies[1].transform = WSYNC_TRANSFORM_F16 + 1;
-    CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);
-    copies[1] = bytes(UINT64_MAX);
-    CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);
-    CHECK_HAS(err.message, "copy 1: its rows of 18446744073709551615 elements");
-    copies[1].source_item_nbytes = 2;
-    CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);
-    CHECK_EQ(list.first, 77);
-    CHECK_EQ(segments.count, 1);
-    list = append(&segments, copies);
-    CHECK_EQ(list.first, 1);
-    CHECK_EQ(list.tile_count, 1);
     wsync_segments_fini(&segments);
 }
 

@@ -134,65 +134,6 @@ TEST(the_next_update_may_be_sent_before_the_verdict_is_read)
     close_session(&s);
 }
 
-TEST(calls_out_of_order_change_nothing)
-{
-    session_t s = open_session();
-    wsync_receipt_t receipt = {0};
-    wsync_error_t err = {0};
-    uint8_t *blob = NULL;
-    size_t nbytes = 0;
-    uint64_t update = 0;
-    uint32_t count = 0;
-
-    CHECK_STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err), err);
-    connect_session(&s);
-    CHECK_STATE(wsync_exporter_accept(s.exporter, SOON_MS, &blob, &nbytes, &err), err);
-    CHECK_STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_acquire(s.exporter, -1, NULL, SOON_MS, &err), err);
-    CHECK_STATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err), err);
-    CHECK_STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err), err);
-    CHECK_STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err), err);
-    CHECK_STATE(wsync_importer_verdict(s.importer, SOON_MS, &err), err);
-    attach_session(&s);
-    CHECK_STATE(wsync_exporter_post(s.exporter, 0, s.stream, SOON_MS, &err), err);
-    CHECK_EQ(
-        wsync_exporter_begin(s.exporter, 1, WSYNC_SESSION_MAX_ROUNDS + 1, SOON_MS, &err),
-        WSYNC_ERR_INVALID);
-    CHECK_HAS(err.message, "1048577 rounds");
-    begin_session(&s, 1, 2);
-    CHECK_STATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err), err);
-    CHECK_STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_acquire(s.exporter, -2, NULL, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_post(s.exporter, 1, s.stream, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_prepared(s.exporter, SOON_MS, &receipt, &err), err);
-    CHECK_STATE(wsync_exporter_commit(s.exporter, false, SOON_MS, &err), err);
-    CHECK_STATE(wsync_importer_take(s.importer, 1, NULL, SOON_MS, &err), err);
-    CHECK_STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err), err);
-    CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_exporter_post(s.exporter, 1, s.stream, PATIENT_MS, &err), err);
-    CHECK_STATE(wsync_exporter_post(s.exporter, 2, s.stream, SOON_MS, &err), err);
-    CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
-    CHECK_STATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err), err);
-    CHECK_STATE(wsync_importer_done(s.importer, 1, NULL, SOON_MS, &err), err);
-    CHECK_OK(wsync_importer_done(s.importer, 0, NULL, PATIENT_MS, &err), err);
-    CHECK_STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err), err);
-    CHECK_HAS((wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err), err.message),
-              "1 of 2 rounds are done");
-    CHECK_OK(wsync_importer_take(s.importer, 1, NULL, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_importer_done(s.importer, 1, NULL, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
-    CHECK_STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_commit(s.exporter, false, SOON_MS, &err), err);
-    CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
-    CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
-    CHECK_STATE(wsync_importer_verdict(s.importer, SOON_MS, &err), err);
-    close_session(&s);
-}
-
 TEST(timeouts_name_what_was_awaited_and_leave_the_session_good)
 {
     session_t s = open_session();

@@ -147,29 +147,6 @@ TEST(a_trainer_that_looks_at_the_ring_keeps_its_side)
     close_session(&s);
 }
 
-TEST(calls_out_of_order_change_nothing)
-{
-    session_t s = attached_session();
-    wsync_error_t err = {0};
-
-    CHECK_STATE(wsync_exporter_park(s.exporter, SOON_MS, &err), err);
-    move(&s, 1, 1);
-    CHECK_STATE(wsync_exporter_park(s.exporter, SOON_MS, &err), err);
-    commit(&s);
-    CHECK_STATE(wsync_exporter_commit(s.exporter, true, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err), err);
-    CHECK_EQ(wsync_exporter_park(s.exporter, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_HAS(err.message, "while the parking of the ring of worker (pid ");
-    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_exporter_park(s.exporter, PATIENT_MS, &err), err);
-    CHECK_STATE(wsync_exporter_park(s.exporter, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_acquire(s.exporter, -1, NULL, SOON_MS, &err), err);
-    CHECK_STATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err), err);
-    move(&s, 2, 2);
-    close_session(&s);
-}
-
 TEST(an_update_for_which_there_is_no_memory_can_be_begun_later)
 {
     session_t s;
