@@ -132,20 +132,6 @@ def test_parameters_of_fsdp1_that_are_assigned_are_seen(two: Ranks, how: str) ->
         assert min(shards) > 20
 
 
-UNSHARDED = "0.weight: differs from its shard, though FSDP2 had it gathered since a pass"
-
-
-@pytest.mark.parametrize(
-    ("how", "change"),
-    [("rows", "nothing"), ("rows", "written"), ("dim1", "data"), ("mixed", "assigned")],
-)
-def test_changes_that_fsdp2_would_undo_are_refused(two: Ranks, how: str, change: str) -> None:
-    """An update reshards what an evaluation pass has left gathered."""
-    for (before, changed, after), held in two.run(cases.unsharded_errors, how, change):
-        assert (before, after, held) == ("", "", [1])
-        assert (UNSHARDED in changed) == (change != "nothing"), changed
-
-
 @pytest.mark.parametrize("how", ["fsdp2", "fsdp1", "fsdp1-orig"])
 def test_training_is_seen(two: Ranks, how: str) -> None:
     for fact in two.run(cases.trained_matches, "dense", how):
@@ -559,10 +545,8 @@ def test_what_lies_inside_of_a_flat_unit_has_no_layout(how: str, two: Ranks) -> 
 
 
 def test_a_module_inside_of_a_unit_of_fsdp2_is_read_from_its_shards(two: Ranks) -> None:
-    for found in two.run(cases.part_of_a_unit):
-        assert found["shards"] > 20
-        assert found["other"] == ""
-        assert "embed_tokens.weight: differs from its shard" in found["changed"]
+    for shards in two.run(cases.part_of_a_unit):
+        assert shards > 20
 
 
 def test_extra_state_of_modules_is_no_tensor() -> None:

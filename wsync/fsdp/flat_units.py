@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.fsdp.parts import TIED, Part, Shape, joined, plain_name
 from wsync.layout import contiguous_strides
-from wsync.module_tensors import same_bytes, two_tensors
+from wsync.module_tensors import two_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,24 +37,6 @@ class FlatUnit:
         yield from getattr(self.flat, "_params", None) or ()
         yield from getattr(self.flat, "_shared_params", None) or ()
 
-    def check_modules(self) -> None:
-        """LayoutError where a module of it is not where it was when the unit was made: its
-        parameters go on being called what they were called then."""
-        paths = defaultdict[int, set[str]](set)
-        for path, part in self.handle._fully_sharded_module.named_modules(remove_duplicate=False):
-            paths[id(part)].add(plain_name(path))
-        flat = self.flat
-        for info in (*flat._param_infos, *flat._shared_param_infos):
-            if plain_name(info.module_name) not in paths[id(info.module)]:
-                now = " or ".join(
-                    sorted(joined(self.prefix, path) for path in paths[id(info.module)])
-                )
-                raise _core.LayoutError(
-                    f"{plain_name(joined(self.prefix, info.module_name, info.param_name))}: was "
-                    "made part of an FSDP1 unit under this name, but its module is "
-                    f"{now or 'no longer there'}: wrap modules in FSDP where they are to stay"
-                )
-
     def names(self) -> Iterator[tuple[str, str, int]]:
         """(name, path, place in the flat parameter) of its parameters: of the distinct ones, then
         of what else they are called."""
@@ -78,7 +59,6 @@ class FlatUnit:
         self.write_back()
         # The parameter itself is the local shard, assigned or not, unless it is whole for a pass.
         tensor = getattr(flat, "_local_shard", flat) if self._is_whole() else flat
-        self._check_gathered(tensor)
         known = list(self.names())
         others = {place for name, _, place in known if name != TIED}
         for name, _, place in known:
@@ -113,29 +93,8 @@ class FlatUnit:
     def _is_whole(self) -> bool:
         """Whether the flat parameter has the elements of all ranks now."""
         flat = self.flat
-        if not self.handle.uses_sharded_strategy or flat.size() != flat._unpadded_unsharded_size:
-            return False
-        if flat.numel() > 1:
-            return True
-        # A shard of one element is as large: what is whole lies where elements are gathered.
-        place = flat.untyped_storage().data_ptr()
-        return any(tensor.untyped_storage().data_ptr() == place for tensor in _gathered(flat))
-
-    def _check_gathered(self, shard: Tensor) -> None:
-        """StateError where it keeps other elements than this rank's for its next forward pass."""
-        if not self.handle.uses_sharded_strategy:
-            return
-        start = self.handle.rank * shard.numel()
-        count = min(shard.numel(), self.flat._unpadded_unsharded_size.numel() - start)
-        for tensor in _gathered(self.flat):
-            kept = tensor.detach().reshape(-1)[start : start + max(count, 0)]
-            mine = shard.detach().reshape(-1)[: max(count, 0)]
-            if not same_bytes(kept, mine.to(kept.device, kept.dtype)):
-                raise _core.StateError(
-                    f"FSDP unit {self.prefix!r}: its parameters have changed since a forward pass "
-                    "gathered them, or before that pass by assignment, and torch keeps both "
-                    "values: update before the pass, or after the next backward pass"
-                )
+        sharded = self.handle.uses_sharded_strategy
+        return bool(sharded and flat.size() == flat._unpadded_unsharded_size)
 
 
 def flat_units(module: Any) -> Iterator[FlatUnit]:
@@ -224,14 +183,6 @@ def _order(name: str, flat: Any, place: int) -> list[int]:
             f"(strides {tuple(steps)} of {tuple(shape)}), and lost some: make it contiguous first"
         )
     return axes
-
-
-def _gathered(flat: Any) -> Iterator[Tensor]:
-    """What a forward pass has gathered of a flat parameter, and torch keeps."""
-    for name in ("_full_param_padded", "_full_prec_full_param_padded"):
-        tensor = getattr(flat, name, None)
-        if tensor is not None and tensor.untyped_storage().size():
-            yield tensor
 
 
 def _boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape, int]]:

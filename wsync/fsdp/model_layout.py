@@ -35,7 +35,7 @@ def layout(
 
     Raises UnsupportedError for a placement that is no weight (`Partial`) or fused experts without
     rules, LayoutError for a tensor that does not fit its placement or is flattened around `model`,
-    StateError where resharding has undone changes, InvalidArgumentError for what is no tensor.
+    InvalidArgumentError for what is no tensor.
     """
     reader = Reader()
     config = getattr(model, "config", None) if config is None else config

@@ -54,7 +54,6 @@ class Reader:
             check_inside(module, flats)
             reshard(units)
             for unit in flats:
-                unit.check_modules()
                 unit.write_back()
             return _slots(module, flats, tied)
 
