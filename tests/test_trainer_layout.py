@@ -4,11 +4,9 @@ import base64
 import ctypes
 import dataclasses
 import gc
-import time
 import weakref
-from collections import UserDict
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from wsync.families.registry import Family
 from wsync.layout import from_tensors, global_name
 from wsync.messages import payload
 from wsync.messages.control import WHOLE
-from wsync.module_tensors.mapping_items import kept
 from wsync.trainer.planning import Planning
 from wsync.trainer.roster import Delivery
 
@@ -174,34 +171,6 @@ def test_only_what_cannot_be_split_has_a_larger_bucket_and_is_named(form, caplog
     assert f"{next(iter(large))} (131,072 bytes)" in text
     assert "bucket_nbytes=65536 (slime's --update-weight-buffer-size)" in text
     assert "0.weight" not in text
-
-
-@pytest.mark.parametrize("slots", [2, 4])
-def test_a_bucket_that_comes_twice_brings_the_same_bytes(slots: int) -> None:
-    """A gateway may have a copy of a request served after its answer, before the next bucket."""
-
-    class Twice(Stock):
-        def __init__(self) -> None:
-            super().__init__()
-            self.former: Any = None
-            self.same: list[bool] = []
-
-        def update_weights_from_tensor(self, **given: Any) -> tuple[bool, str]:
-            if self.former is not None:
-                data, first = self.former
-                time.sleep(0.05)  # in which the trainer goes on
-                self.same.append(torch.equal(payload.load(data)["flattened_tensor"], first))
-            data = base64.b64decode(given["serialized_named_tensors"][0])
-            self.former = data, payload.load(data)["flattened_tensor"].clone()
-            return super().update_weights_from_tensor(**given)
-
-    weights = {str(number): torch.full((256,), float(number)) for number in range(12)}
-    rooms = {"bucket_nbytes": 1024, "ring_nbytes": slots * 1024}
-    options = wsync.Options(progress=False, deadline=60, **rooms)
-    engine = Twice()
-    with wsync.connect(weights, [engine], options=options) as sync:
-        sync.update()
-    assert engine.same == [True] * 11
 
 
 def test_a_stock_engine_is_told_of_tensors_without_elements() -> None:
@@ -528,126 +497,6 @@ def test_what_a_mapping_makes_on_access_is_kept_for_the_update_alone():
     assert all(ref() is not None for ref in made.made)
     del sources
     assert [ref() for ref in made.made] == [None] * 2
-
-
-class Staged(Mapping[str, torch.Tensor]):
-    """Brings each tensor into its part of one buffer when it is asked for."""
-
-    def __init__(self, start: dict[str, int]) -> None:
-        self.weights = {name: torch.full((4,), float(i)) for i, name in enumerate(start)}
-        self.start, self.buffer = start, torch.zeros(16)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.buffer[self.start[name] :][:4].copy_(self.weights[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.start)
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-
-def test_a_buffer_that_serves_for_one_name_after_another_is_refused() -> None:
-    weights = {"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}
-    layout, text = from_tensors(weights), r"a: the mapping has written .* same memory as b: "
-    shared = Staged({"a": 0, "b": 0, "c": 4})
-    with pytest.raises(LayoutError, match=text):
-        from_tensors(shared)
-    with pytest.raises(LayoutError, match=text):
-        layout.bind(shared)
-    apart = Staged({"a": 0, "b": 4, "c": 8})
-    assert layout.bind(apart)[1][0] == from_tensors(apart).bind()[1][0]
-    assert apart.buffer[4] == 1
-    same = weights["a"].requires_grad_()
-    tied = MappingProxyType({"a": same, "b": same, "c": same.data})
-    assert len({from_tensors(tied).bind()[i][0] for i in range(3)}) == 1
-
-
-@pytest.mark.parametrize("count", [3, 4, 5])
-def test_buffers_that_serve_in_turn_are_refused(count: int) -> None:
-    """As where a file is read into one while the other is sent."""
-
-    class InTurn(Mapping[str, torch.Tensor]):
-        def __init__(self) -> None:
-            self.buffers, self.turn = [torch.zeros(4) for _ in range(2)], 0
-
-        def __getitem__(self, name: str) -> torch.Tensor:
-            self.turn += 1
-            buffer = self.buffers[self.turn % 2]
-            buffer.numpy()[:] = ord(name)
-            return buffer
-
-        def __iter__(self) -> Iterator[str]:
-            return iter("abcde"[:count])
-
-        def __len__(self) -> int:
-            return count
-
-    with pytest.raises(
-        LayoutError, match=r"(b|a): the mapping has written .* same memory as (a|c): "
-    ):
-        from_tensors(InTurn())
-
-
-def test_what_shares_memory_is_made_once() -> None:
-    tied = torch.ones(4)
-    pairs = [("a", tied), ("b", tied), ("c", torch.ones(4))]
-    once = iter(pairs)
-    assert kept(lambda: once) == pairs
-
-
-class Averaged(dict[str, torch.nn.Parameter]):
-    """Parameters that have other values while they are given."""
-
-    def __init__(self, parameters: Any, shadow: dict[str, torch.Tensor], how: str) -> None:
-        super().__init__(parameters)
-        self.shadow, self.how = shadow, how
-
-    def fill(self, values: dict[str, torch.Tensor]) -> None:
-        for name, parameter in super().items():
-            if self.how == "swapped":
-                parameter.data = values[name]
-            else:
-                parameter.data.copy_(values[name])
-
-    def items(self) -> Any:
-        own = {name: parameter.data for name, parameter in super().items()}
-        kept = {name: data if self.how == "swapped" else data.clone() for name, data in own.items()}
-        self.fill(self.shadow)
-        try:
-            yield from super().items()
-        finally:
-            self.fill(kept)
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("swapped", "has moved or freed it since"),
-        ("filled", "has written to it since it gave it"),
-    ],
-)
-@pytest.mark.parametrize("width", [8, 600, 1025])
-def test_parameters_that_are_lent_other_values_are_refused(width: int, how: str, text: str) -> None:
-    """As by torch_ema's average_parameters(); from 600 on only some elements are compared."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(2)))
-    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    shadow = {name: torch.randn_like(tensor) for name, tensor in own.items()}
-    with pytest.raises(LayoutError, match=rf"0\.weight: the mapping {text}"):
-        from_tensors(Averaged(model.named_parameters(), shadow, how))
-    assert all(torch.equal(own[name], tensor) for name, tensor in model.state_dict().items())
-    from_tensors(Averaged(model.named_parameters(), own, "filled"))
-
-
-def test_what_cannot_be_sent_is_named_by_whom_it_is_given() -> None:
-    odd = torch.ones(3, dtype=torch.complex64).conj()
-    turned = torch.empty(2, 3, dtype=torch.uint7).t()
-    for tensor in (odd, turned):
-        made = UserDict(a=tensor)
-        with pytest.raises(wsync.UnsupportedError, match=r"^a \(Tensor\)"):
-            from_tensors(made)
-        made["b"] = torch.ones(3)
-        assert from_tensors({"b": torch.zeros(3)}).bind(made)[0][2] == (3,)
 
 
 def test_a_storage_that_is_replaced_is_kept_for_the_update_alone():

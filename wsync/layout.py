@@ -12,7 +12,6 @@ from wsync.families.registry import TOGETHER
 from wsync.families.runtime_names import RuntimeNames
 from wsync.module_tensors import two_tensors
 from wsync.module_tensors.kept_together import group_of
-from wsync.module_tensors.mapping_items import items_of
 from wsync.module_tensors.quantised_names import group_of_parts
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def by_plain_name(
 
     Raises LayoutError where two of them have one name, of those that are wanted (None: all).
     """
-    given = items_of(tensors)
+    given = list(tensors.items())
     found: dict[str, _T] = {}
     for name, tensor in given:
         _check_name(name)
@@ -204,15 +203,15 @@ def from_tensors(
     and where several hold one under the same name they hold the same values.  Not collective.
 
     The mapping is read again at every update, so its tensors may be replaced by others of the
-    same names, dtypes, shapes and strides.  A dict is read at once, any other mapping by and by:
-    what it has given has to stay as it is until the update is done.
+    same names, dtypes, shapes and strides.  What it gives has to stay as it is until the update is
+    done.
     """
     if not isinstance(tensors, Mapping):
         raise _core.InvalidArgumentError(
             f"{type(tensors).__name__}: tensors by name are wanted, as dict(m.named_parameters()) "
             "gives them, or a layout, as wsync.megatron.layout makes one"
         )
-    given = items_of(tensors)
+    given = list(tensors.items())
     names = tuple(name for name, _ in given)
     seen: set[str] = set()
     for name, tensor in given:
@@ -232,7 +231,7 @@ def from_tensors(
     def current() -> Sequence[Tensor]:
         if type(tensors) is dict and (values := _core.dict_values(tensors, names)) is not None:
             return values
-        known = tensors.copy() if type(tensors) is dict else dict(items_of(tensors))
+        known = tensors.copy() if type(tensors) is dict else dict(tensors.items())
         if tuple(known) == names:
             return list(known.values())
         try:

@@ -51,7 +51,6 @@ from vllm.distributed.weight_transfer.base import (
 
 import wsync
 from wsync.engine.receiver import Receiver, refuse
-from wsync.module_tensors.mapping_items import kept
 from wsync.vllm import VllmLoader, register
 
 _log = logging.getLogger(__name__)
@@ -231,9 +230,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         return self._sync
 
     def _from_source(self) -> dict[str, torch.Tensor]:
-        given = kept(
-            lambda: ((name, tensor.detach()) for name, tensor in self.source if tensor is not None)
-        )
+        given = [(name, tensor.detach()) for name, tensor in self.source if tensor is not None]
         weights = dict(given)
         if len(weights) < len(given):
             name, _ = Counter(name for name, _ in given).most_common(1)[0]
