@@ -6,9 +6,9 @@ from multiprocessing import current_process
 from typing import Any
 
 import torch
+from support.weights_only_engine import BareWorker, ProcessEngine, Shapes, digest
 
 from benchmarks import peers, sglang_bucket
-from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine, Shapes, digest
 
 __all__ = ["Consumer", "digest"]
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.weights_only_engine import BareWorker, ProcessEngine, digest
 
 import wsync
 from benchmarks.ranks import on_ranks
 from benchmarks.update import qwen3_config, qwen3_weights, row
-from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine, digest
-from wsync.engine import checkpoint_loader
 from wsync.layout import TrainerLayout
+from wsync.machine.deadline import Deadline
 
 RANKS = 4
 REPEATS = 3
@@ -170,7 +170,7 @@ class _ReaderWorker(BareWorker):
         if what == "disk":
             self.model = None
             path, timeout = argument
-            return checkpoint_loader.load(path, self.targets, self.receiver, timeout=timeout)
+            return self.update_weights_from_disk(path, end=Deadline(timeout))
         if what == "from_pretrained":
             from transformers import AutoModelForCausalLM
 

@@ -23,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from support.weights_only_engine import BareWorker, ProcessEngine, Shapes
 
 import wsync
 from benchmarks import plan_shapes
@@ -31,7 +32,6 @@ from benchmarks.engines import played
 from benchmarks.fused_model import FusedModel
 from benchmarks.ranks import on_ranks
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine, Shapes
 from wsync.engine.learn.recorded_loader import RecordedLoader
 
 VALUES = 32  # of each tensor, in bfloat16

@@ -21,6 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from support.weights_only_engine import BareWorker, ProcessEngine, Shapes
 
 import wsync
 from benchmarks import peers, plan_shapes
@@ -28,7 +29,6 @@ from benchmarks.bucket import bucket_class
 from benchmarks.gpu_device import Gpu
 from wsync import _core
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine, Shapes
 from wsync.engine.ring_loaders import LayoutLoader
 from wsync.machine import device
 from wsync.machine.device import VARIABLE

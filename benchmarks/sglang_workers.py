@@ -9,11 +9,11 @@ from multiprocessing import current_process
 from typing import Any
 
 import torch
+from support.worker_processes import WorkersEngine
 
 from benchmarks.engines import TESTS
 from wsync import sglang
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.engine.learn.module_memory import ModuleMemory
 
 _SECONDS = 600.0

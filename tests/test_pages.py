@@ -9,9 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 import wsync
-from wsync.demo import page as demo_page
 from wsync.pages import bars, html
-from wsync.pages.timeline import file, rounds_of
+from wsync.pages.timeline import rounds_of, timeline
 from wsync.pages.update import update
 
 MS = 1_000_000
@@ -77,9 +76,9 @@ def test_whatever_is_no_markup_is_escaped() -> None:
     [
         html.page("a title", html.fragment("inside")),
         report()._repr_html_(),
-        file([record("r", "trainer"), record("e")], "a title"),
+        html.page("a title", timeline([record("r", "trainer"), record("e")])),
     ],
-    ids=["page", "report", "svg"],
+    ids=["page", "report", "timeline"],
 )
 def test_a_page_needs_nothing_but_itself(text: str) -> None:
     root = parsed(text)
@@ -89,10 +88,7 @@ def test_a_page_needs_nothing_but_itself(text: str) -> None:
         assert element.attrib.keys().isdisjoint({"src", "href"})
         assert not any(name.startswith("on") for name in element.attrib)
     assert "@import" not in text and "url(" not in text
-    # a browser has pages light or dark; what else draws a file knows one way, and no variables
-    alone = root.tag.endswith("svg")
-    assert ("@media (prefers-color-scheme:dark)" in text) == (not alone)
-    assert ("var(--" in text) == (not alone)
+    assert "@media (prefers-color-scheme:dark)" in text
 
 
 def test_a_notebook_shows_the_report_s_own_numbers() -> None:
@@ -143,38 +139,3 @@ def test_the_rounds_are_drawn_without_the_wait_for_the_commit() -> None:
     short = [record("r", "trainer", rounds=300, commit=1), record("e", rounds=300)]
     assert rounds_of(short) is None  # they are most of it
     assert rounds_of([record("r", "trainer", rounds=0)]) is None
-
-
-def demo_facts(**more: Any) -> dict[str, Any]:
-    updates = [{**report().facts(), "version": str(n), "verified": n != 2} for n in (1, 2)]
-    worker = {"engine": NASTY, "way": "buckets", "rank": 0, "tensors": 12, "nbytes": 3_000_000}
-    return {
-        "model": "qwen3",
-        "mode": "colocated",
-        "parallel": {"tp": 2, "pp": 1, "ep": 1},
-        "ranks": 2,
-        "tensors": 1_234,
-        "bytes": 4_000_000,
-        "updates": updates,
-        "deliveries": [{**worker, "worker": n} for n in (0, 1, None)],
-        "engines": [{"name": NASTY, "checked": "all compared", "before": "?<", "after": "words"}],
-        "versions": {"wsync": "0"},
-        "verified": True,
-        "problems": [],
-        "learnt": False,
-        **more,
-    }
-
-
-def test_the_demo_s_page_says_what_the_demo_found() -> None:
-    records = [record("trainer rank 0", "trainer"), record(NASTY)]
-    text = demo_page.report(demo_facts(), records)
-    seen = words(text)
-    assert "Verified: 1234 tensors, 4,000,000 bytes" in seen
-    assert seen.count("3,000,000") == 3 and "9,000,000" in seen and "225.0%" in seen
-    assert "load of round 2: 0.500 ms" in seen
-    assert "all compared" in seen and "words" in seen
-    assert "the model has not learnt its text" in seen
-    assert [cell.text for cell in parsed(text).iter("span") if cell.get("class") == "bad"] == ["NO"]
-    wrong = words(demo_page.report(demo_facts(verified=False, problems=["<a> differs"]), []))
-    assert "NOT VERIFIED" in wrong and "<a> differs" in wrong and "Timeline" not in wrong

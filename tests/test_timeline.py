@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from support.weights_only_engine import ProcessEngine
 
 import wsync
-from wsync.demo import trace_export
-from wsync.demo.engines.weights_only_engine import ProcessEngine
+from wsync.demo import traces
 from wsync.machine import trace
-from wsync.pages.timeline import file
+from wsync.pages import html
+from wsync.pages.timeline import timeline
 
 Records = list[dict[str, Any]]
 
@@ -32,7 +32,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Records, wsync.Re
                 first = sync.update()
                 report = sync.update()
                 assert report.rounds == 8
-            found = trace_export.read(folder, {engine.pids[0]: "the <engine>"})
+            found = traces.read(folder, {engine.pids[0]: "the <engine>"})
     assert [record["update"] for record in found] == [2, 2]
     assert first.trace is not report.trace
     return found, report
@@ -59,7 +59,7 @@ def test_every_round_is_seen_in_both_processes_in_order(records: Records) -> Non
 
 
 def test_the_picture_has_a_bar_for_every_copy(records: Records) -> None:
-    titles = titles_of(file(records, "a & b"))
+    titles = titles_of(html.page("a & b", timeline(records)))
     for number in range(8):
         for what in ("local", "load"):
             assert any(text.startswith(f"{what} of round {number}:") for text in titles)
@@ -93,15 +93,6 @@ def test_copies_on_the_host_are_noted_without_a_folder() -> None:
         assert [span[2] for span in spans if span[1] == "local"] == list(range(8))
 
 
-def test_the_chrome_trace_has_an_event_for_every_span(records: Records, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    trace_export.write(path, records, "title")
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    loads = [event for event in events if event.get("cat") == "load"]
-    assert [event["name"] for event in loads] == [f"load {number}" for number in range(8)]
-    assert all(event["dur"] > 0 and event["ts"] >= 0 for event in loads)
-
-
 def test_a_trace_that_cannot_be_written_fails_no_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,11 +105,3 @@ def test_a_trace_that_cannot_be_written_fails_no_update(
     ):
         assert sync.update().version == "1"
     assert "update 1 of this connection is not traced" in caplog.text
-
-
-def test_the_demo_refuses_other_kinds_of_files(capsys: pytest.CaptureFixture[str]) -> None:
-    from wsync.demo.cli import main
-
-    with pytest.raises(SystemExit):
-        main(["--timeline", "picture.png"])
-    assert "picture.png: ends with neither .svg nor .json" in capsys.readouterr().err

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import re
 import sys
 from collections import defaultdict
@@ -31,14 +30,10 @@ from wsync.handles.sglang_base import ApiHandle
 from wsync.handles.vllm import VllmHandle, VllmServer
 from wsync.machine.deadline import Deadline, check_seconds
 from wsync.messages.control import LOAD_FORMAT, Control
-from wsync.pages import html
-from wsync.pages.bars import length
-from wsync.pages.html import tag
 from wsync.trainer.requests import Calls
 
 _UNKNOWN: Final = "unknown"
 _SINCE: Final = "since wsync's receiver was made"
-_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,78 +311,6 @@ def listing(workers: Sequence[WorkerReport], pattern: str = "") -> str:
     return "\n".join(lines)
 
 
-def page(found: EngineReport, pattern: str | None = None) -> str:
-    """What the engine says, the table, what is out of the ordinary, and what kinds of tensors go
-    where, as a file of HTML; with a pattern also the listing."""
-    workers = found.workers
-    learnt = [each for each in workers if not each.unlearnt]
-    parts = [html.section("Engine", html.table(["", ""], summary(found), left=2))]
-    if workers:
-        head, *rows = _rows(workers)
-        count = f"{len(workers)} workers, of which {len(learnt)} have learnt what they keep."
-        parts += [tag("p", count), html.section("Workers", html.table(head, rows, left=2))]
-    if learnt:
-        kept = [_kept(each) for each in learnt]
-        heads = ["worker", "", "bytes kept", "of the model's", "share"]
-        parts.append(html.section("Kept", html.table(heads, kept, left=2)))
-    if notes := _notes(workers):
-        parts.append(html.section("Out of the ordinary", *(tag("p", note) for note in notes)))
-    if learnt:
-        each = (
-            html.folded(f"Worker {one.worker}", *_details(one), shown=one is learnt[0])
-            for one in learnt
-        )
-        parts.append(html.section("What goes where", *each))
-    if pattern is not None:
-        title = f"Where tensors go whose names match {pattern!r}" if pattern else "All tensors"
-        parts.append(html.section(title, tag("pre", listing(workers, pattern), class_="mono")))
-    return html.page(f"wsync inspect {found.name}", *parts)
-
-
-def _kept(each: WorkerReport) -> list[str]:
-    kept, model = each.kept_nbytes, each.model_nbytes
-    numbers = [f"{kept:,}", f"{model:,}", html.share_text(kept, model)]
-    return [str(each.worker), length(kept, model), *numbers]
-
-
-def _details(each: WorkerReport) -> list[str]:
-    """Of one worker: its tensors by what is left of their names without numbers, and whatever is
-    named."""
-    kinds = defaultdict[tuple[str, ...], list[dict[str, Any]]](list)
-    for tensor in each.tensors:
-        into = sorted({_NUMBER.sub("*", box["into"]) for box in tensor["boxes"]})
-        cast = tensor["dtype"] if tensor["kept_as"] == tensor["dtype"] else tensor["kept_as"]
-        kinds[_NUMBER.sub("*", tensor["name"]), ", ".join(into), cast].append(tensor)
-    rows = [
-        (
-            *(tag("code", text) for text in key[:2]),
-            key[2],
-            f"{len(tensors):,}",
-            f"{sum(len(tensor['boxes']) for tensor in tensors):,}",
-            html.share_text(*map(sum, zip(*map(_elements, tensors), strict=True))),
-        )
-        for key, tensors in kinds.items()
-    ]
-    heads = ["names", "go into", "as", "tensors", "boxes", "of their elements"]
-    named = {
-        "not made use of": each.skipped,
-        "bytes that no tensor fills": [f"{name}: {count:,}" for name, count in each.unwritten],
-        "loaded to one place": [" and ".join(pair) for pair in each.twins],
-    }
-    lists = [
-        html.folded(f"{text} ({len(names)})", *(tag("p", name, class_="mono") for name in names))
-        for text, names in named.items()
-        if names
-    ]
-    return [html.table(heads, rows, left=3), *lists]
-
-
-def _elements(tensor: dict[str, Any]) -> tuple[int, int]:
-    """How many elements of a tensor are kept, and how many it has; a box that is kept twice counts
-    twice."""
-    return sum(math.prod(box["extent"]) for box in tensor["boxes"]), math.prod(tensor["shape"])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what an engine says; 0, 1 where it cannot be asked, 2 for bad arguments."""
     parser = argparse.ArgumentParser(
@@ -397,8 +320,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "list where the tensors go, those whose names match"
     parser.add_argument("--tensors", metavar="REGEX", nargs="?", const="", help=text)
     parser.add_argument("--json", metavar="FILE", help="write everything to FILE (-: print it)")
-    text = "write a page for a browser to FILE; with --tensors, with that list"
-    parser.add_argument("--html", metavar="FILE", help=text)
     parser.add_argument("--workers", type=int, help="tensor-parallel size, if it cannot be asked")
     parser.add_argument("--api-key", help="the engine's bearer key")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds (default 30)")
@@ -415,9 +336,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = look(
             chosen.url, workers=chosen.workers, api_key=chosen.api_key, timeout=chosen.timeout
         )
-        if chosen.html:
-            text = page(found, chosen.tensors)
-            Path(chosen.html).write_text(text, encoding="utf-8")
         if chosen.json:
             text = json.dumps(dataclasses.asdict(found), indent=1)
             if chosen.json == "-":

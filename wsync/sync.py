@@ -22,7 +22,6 @@ from wsync.trainer.quantise_option import config_of, tell_rearranged
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
 from wsync.trainer.updates_base import Updates
-from wsync.trainer.worker_deliveries import WorkerDelivery, deliveries
 
 if TYPE_CHECKING:
     from wsync.trainer.updates_base import Source, Weights
@@ -117,12 +116,6 @@ class Sync(Updates):
     def ways(self) -> dict[str, list[str]]:
         found = {delivery.words: self._roster.taking(delivery) for delivery in Delivery}
         return {way: [e.name for e in taking] for way, taking in found.items() if taking}
-
-    @property
-    def deliveries(self) -> list[WorkerDelivery]:
-        """What each engine worker is sent at every update; known from the first one on."""
-        plan = None if self._connection is None else self._connection.plan
-        return [] if plan is None else deliveries(plan, self._roster)
 
     def _close(self) -> None:
         with contextlib.ExitStack() as last_first:

@@ -23,10 +23,17 @@ from typing import Any
 
 import pytest
 
-from wsync.demo.sglang_requirements import PACKAGES
-
 NEWEST = "newest"
 SGLANG_VERSIONS = ("0.5.17", NEWEST)
+# what SGLang's model classes import, as pip takes it with --no-deps; vLLM's need no more
+PACKAGES = (
+    *("transformers==5.19.0", "huggingface_hub<2", "tokenizers", "safetensors", "regex"),
+    *("psutil", "pybase64", "orjson", "msgspec", "einops", "pyzmq", "pillow", "dill", "gguf"),
+    *("compressed-tensors", "requests", "hf-xet", "typer", "shellingham", "rich", "click"),
+    *("httpx", "httpcore", "h11", "anyio", "sniffio", "pyyaml", "loguru"),
+    *("aiohttp", "multidict", "yarl", "aiosignal", "frozenlist", "propcache", "attrs"),
+    "aiohappyeyeballs",
+)
 
 FIRST_GPU = "WSYNC_TEST_FIRST_GPU"  # of an engine's workers, which have one each
 _DOWNLOAD_SECONDS = 240

@@ -4,8 +4,10 @@ trainer rank has one, where its weights lie, and each engine worker has one of t
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +19,6 @@ from support.played_gpu import by_handle, placed
 import wsync
 from wsync.demo import launcher, two_engines
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.layout import TrainerLayout
 
 _run_rank = launcher._rank
@@ -26,26 +27,21 @@ _run_rank = launcher._rank
 def _rank(rank: int, settings: launcher.Settings, folder: Path) -> None:
     """Main function of a trainer process, which sees its own GPU alone."""
     os.environ |= {"WSYNC_FAKE_CUDA_FIRST": str(rank), "WSYNC_FAKE_CUDA_DEVICES": "1"}
-    layout, first = wsync.megatron.layout, settings.ranks
+    layout, free = wsync.megatron.layout, itertools.count(settings.ranks)
 
     def on_gpu(*arguments: Any) -> TrainerLayout:
         return placed(layout(*arguments), by_handle)
 
     with (
         mock.patch.object(wsync.megatron, "layout", on_gpu),
-        mock.patch.object(two_engines, "serve_in_process", functools.partial(_serve, first)),
-        mock.patch.object(two_engines, "TensorParallelEngine", functools.partial(_start, first)),
+        mock.patch.object(two_engines, "serve_in_process", functools.partial(_serve, free)),
     ):
         _run_rank(rank, settings, folder)
 
 
-def _serve(ranks: int, config: Any, **options: Any) -> ServerProcess:
-    with mock.patch.dict(os.environ, cases.all_gpus(), WSYNC_DEVICE=f"cuda:{ranks}"):
+def _serve(free: Iterator[int], config: Any, **options: Any) -> ServerProcess:
+    with mock.patch.dict(os.environ, cases.all_gpus(), WSYNC_DEVICE=f"cuda:{next(free)}"):
         return serve_in_process(config, **options)
-
-
-def _start(ranks: int, config: Any, tp: int) -> TensorParallelEngine:
-    return cases.engine(config, tp, ranks + 1)
 
 
 if __name__ == "__main__":

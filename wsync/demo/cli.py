@@ -10,20 +10,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from wsync.demo import page, trace_export
+from wsync.demo import traces
 from wsync.demo.launcher import MODES, DemoFailed, Settings, run_demo
 from wsync.machine import trace
+from wsync.pages import html
 from wsync.pages.bars import spent
 from wsync.pages.style import KINDS
+from wsync.pages.timeline import timeline
+from wsync.pages.update import update
 
 _DESCRIPTION = """
 A Megatron trainer in several processes takes optimizer steps and updates two inference engines
-after each: a transformers engine over HTTP and a tensor-parallel one of two processes.  Every
-tensor is compared byte for byte with an independent conversion, and the engines' logits with the
-trainer's.  Everything runs on the CPU.  In mode disk the trainer writes a checkpoint for each
-update, which the engines load, and one more engine starts from the last.  With --engine sglang
-the engine consists of SGLang's own model classes, whose load_weights is learnt from: each worker is
-sent what it keeps, and is compared with what load_weights makes of whole tensors.
+after each, which run a transformers model behind SGLang's HTTP endpoints.  Every tensor is compared
+byte for byte with an independent conversion, and the engines' logits with the trainer's.
+Everything runs on the CPU.  In mode disk the trainer writes a checkpoint for each update, which
+the engines load, and one more engine starts from the last.
 """
 
 
@@ -31,28 +32,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; 0 if everything was verified, 1 if not, 2 for bad arguments."""
     parser = _parser()
     chosen = vars(parser.parse_args(arguments))
-    files = {name: chosen.pop(name) for name in ("json", "timeline", "report")}
-    picture = files["timeline"]
+    files = {name: chosen.pop(name) for name in ("json", "report")}
     if chosen["ep"] is None:
         chosen["ep"] = 2 if chosen["model"] == "qwen3-moe" else 1
     try:
         settings = Settings(**chosen)
     except ValueError as error:
         parser.error(str(error))
-    if picture and picture.suffix not in trace_export.SUFFIXES:
-        parser.error(f"--timeline {picture}: ends with neither .svg nor .json")
-    if picture and settings.mode == "disk":
-        parser.error("--timeline: in mode disk there are no rounds to draw")
     for path in filter(None, files.values()):
         try:
             path.open("a").close()
         except OSError as error:
             parser.error(f"{path}: {error.strerror}")
-    # Four trainer processes and four engine processes share the machine's cores.
+    # four trainer processes and two engines share the machine's cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         with tempfile.TemporaryDirectory(prefix="wsync-trace-") as folder:
-            if picture or files["report"]:
+            if files["report"]:
                 os.environ[trace.VARIABLE] = folder
             facts = run_demo(settings)
             _write(files, Path(folder), facts)
@@ -64,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """All but --json, --timeline and --report are fields of Settings."""
+    """All but --json and --report are fields of Settings."""
     parser = argparse.ArgumentParser(prog="wsync demo", description=_DESCRIPTION)
     for name, default, known, text in (
         ("model", "qwen3", ("qwen3", "qwen3-moe"), "what is trained"),
@@ -76,10 +72,6 @@ def _parser() -> argparse.ArgumentParser:
             *("broadcast", "auto", ("auto", "bucket", "tensor")),
             "bucket, tensor: remote engines get whole tensors in broadcasts, as without wsync",
         ),
-        (
-            *("engine", "transformers", ("transformers", "sglang")),
-            "sglang: SGLang's own model classes, which are learnt from, in place of both engines",
-        ),
     ):
         text += f" (default {default})"
         parser.add_argument(f"--{name}", choices=known, default=default, help=text)
@@ -88,21 +80,10 @@ def _parser() -> argparse.ArgumentParser:
         ("pp", 2, "pipeline-parallel size: 1, 2 or 4"),
         ("ep", None, "expert-parallel size: 1, 2, 4 or 8; 2 for qwen3-moe"),
         ("updates", 3, "weight updates, each after some optimizer steps"),
-        ("engine-tp", 2, "tensor-parallel size of the engine: 1, 2, 4 or 8"),
-        ("engine-ep", 1, "expert-parallel size of the engine, for sglang and qwen3-moe"),
     ):
         text += f" (default {size or 1})"
         parser.add_argument(f"--{name}", type=int, default=size, help=text)
-    parser.add_argument(
-        "--engine-path",
-        metavar="FOLDERS",
-        type=lambda text: tuple(text.split(os.pathsep)),
-        default=(),
-        help="where SGLang and what it imports are looked for first, separated by colons",
-    )
-    text = "draw the last update: FILE.svg, or a trace FILE.json"
-    parser.add_argument("--timeline", metavar="FILE", type=Path, help=text)
-    text = "write a page to FILE.html: what was sent where, phases, the timeline, what was checked"
+    text = "write a page to FILE.html: the last update's phases, bytes and timeline"
     parser.add_argument("--report", metavar="FILE", type=Path, help=text)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the facts to FILE")
     return parser
@@ -110,18 +91,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _write(files: dict[str, Path | None], folder: Path, facts: dict[str, Any]) -> None:
     """The files that are wanted; folder: where the traces are."""
-    last = facts["updates"][-1]
-    records = trace_export.read(
-        folder, {int(pid): name for pid, name in facts["processes"].items()}
-    )
-    if picture := files["timeline"]:
-        title = (
-            f"Update {last['version']}: {facts['model']}, {last['rounds']} rounds to "
-            f"{last['workers']} workers in {1e3 * last['seconds']:.1f} ms"
-        )
-        trace_export.write(picture, records, title)
     if path := files["report"]:
-        path.write_text(page.report(facts, records), encoding="utf-8")
+        last, names = facts["updates"][-1], facts["processes"]
+        records = traces.read(folder, {int(pid): name for pid, name in names.items()})
+        verdict = "verified" if last["verified"] else "NOT VERIFIED"
+        parts = [html.tag("p", verdict), update(last, [], 0), timeline(records)]
+        text = html.page(f"wsync demo: {facts['model']}", *parts)
+        path.write_text(text, encoding="utf-8")
     if path := files["json"]:
         path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
@@ -153,7 +129,7 @@ def print_report(facts: dict[str, Any]) -> None:
         for moment in ("before", "after"):
             if moment in engine:
                 print(f"  generated {moment + ':':<7} {engine[moment]!r}")
-    if facts["learnt"] is False:
+    if not facts["learnt"]:
         print("the model has not learnt its text: what it generates is its own")
     print()
     count, total = facts["tensors"], facts["bytes"]

@@ -11,15 +11,12 @@ import os
 import signal
 import tempfile
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from wsync._core import DeadlineError
 from wsync.demo.progress import shown
-from wsync.demo.sglang_requirements import how_to_get
 from wsync.machine.deadline import Deadline
 from wsync.machine.installed_modules import importable
 from wsync.machine.temporary_environment import variable
@@ -27,10 +24,9 @@ from wsync.machine.temporary_environment import variable
 MODES = {  # and how weights travel in each
     "colocated": "through memory that trainer and engines share",
     "distributed": "over gloo, as to engines on other hosts",
-    "mixed": "over gloo to the HTTP engine, through shared memory to the other one",
+    "mixed": "over gloo to the first engine, through shared memory to the other one",
     "disk": "through a checkpoint, which the engines load",
 }
-LACKING = "lacking"  # a file in which a rank says what the machine lacks
 _FACTS = "facts.json"  # rank 0's
 _SECONDS = 600.0
 _LEAVE_SECONDS = 10.0
@@ -51,10 +47,6 @@ class Settings:
     ep: int
     updates: int = 3
     mode: str = "colocated"
-    engine: str = "transformers"
-    engine_tp: int = 2
-    engine_ep: int = 1
-    engine_path: tuple[str, ...] = ()
     broadcast: str = "auto"
     layers: int = 4
     heads: int = 8
@@ -63,22 +55,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         limits = {"tp": self.heads, "pp": self.layers, "ep": self.experts}
-        limits |= {"engine_tp": self.heads, "engine_ep": self.engine_tp}
         for name, most in limits.items():
             size = getattr(self, name)
             if size < 1 or most % size:
-                raise ValueError(f"{_option(name)} {size}: must divide {most}")
-        for name in ("ep", "engine_ep"):
-            if getattr(self, name) > 1 and self.model != "qwen3-moe":
-                raise ValueError(
-                    f"{_option(name)} {getattr(self, name)}: {self.model} has no experts"
-                )
-        if self.engine == "sglang" and self.mode not in ("colocated", "distributed"):
-            raise ValueError(f"--engine sglang: not in mode {self.mode}")
+                raise ValueError(f"--{name} {size}: must divide {most}")
+        if self.ep > 1 and self.model != "qwen3-moe":
+            raise ValueError(f"--ep {self.ep}: {self.model} has no experts")
         if self.broadcast != "auto" and self.mode not in ("distributed", "mixed"):
             raise ValueError(f"--broadcast {self.broadcast}: not in mode {self.mode}")
-        if self.broadcast != "auto" and self.engine == "sglang":
-            raise ValueError(f"--broadcast {self.broadcast}: not with --engine sglang")
         if self.updates < 1:
             raise ValueError(f"--updates {self.updates}: at least 1")
 
@@ -121,8 +105,6 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     Raises:
         DemoFailed: a process failed or died; the others have been ended.
     """
-    if settings.engine == "sglang" and (lacking := _sglang_missing(settings.engine_path)):
-        raise DemoFailed(lacking)
     needed = ("torch", "transformers", "fastapi", "uvicorn", "megatron.core")
     missing = [name for name in needed if not importable(name)]
     if missing:
@@ -163,7 +145,7 @@ def _run_ranks(settings: Settings, folder: Path) -> None:
             start: Any = start_processes
             given = (settings, folder)
             ranks = start(_rank, given, settings.ranks, join=False, start_method="forkserver")
-        _await(ranks, folder)
+        _await(ranks)
     finally:
         processes = [each for each in multiprocessing.active_children() if each not in others]
         for process in processes:
@@ -173,7 +155,7 @@ def _run_ranks(settings: Settings, folder: Path) -> None:
             process.kill()
 
 
-def _await(ranks: Any, folder: Path) -> None:
+def _await(ranks: Any) -> None:
     from torch.multiprocessing.spawn import ProcessException
 
     deadline = Deadline(_SECONDS)
@@ -183,24 +165,7 @@ def _await(ranks: Any, folder: Path) -> None:
     except DeadlineError as error:
         raise DemoFailed(str(error)) from None
     except ProcessException as error:
-        lacking = folder / LACKING
-        if lacking.exists():
-            raise DemoFailed(lacking.read_text(encoding="utf-8")) from None
         raise DemoFailed(f"trainer rank {error.error_index} failed: {error}") from None
-
-
-def _sglang_missing(path: Sequence[str]) -> str:
-    """What keeps SGLang from being imported, here or from the folders of `path`; or nothing."""
-    if PathFinder.find_spec("sglang", list(path)) or importable("sglang"):
-        return ""
-    return (
-        "sglang is not installed.  Its Python files and what they import are enough here; in a "
-        f"folder of their own they disturb nothing else:\n{how_to_get()}"
-    )
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _leave(*_: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,8 @@ from tqdm import tqdm
 
 import wsync
 from wsync.demo import hf_reference, megatron_cpu
-from wsync.demo.launcher import LACKING, Settings
+from wsync.demo.launcher import Settings
 from wsync.demo.progress import shown
-from wsync.demo.sglang_cpu_engine import SglangEngine
 from wsync.demo.two_engines import Engines
 from wsync.handles.base import EngineHandle
 from wsync.layout import TrainerLayout
@@ -51,27 +49,15 @@ def train(rank: int, settings: Settings, folder: Path) -> dict[str, Any]:
         engines = None
         if rank == 0:
             with shown("starting the engines"):
-                engines = _start_engines(settings, config, folder)
+                engines = Engines(config)
             stack.callback(engines.close)
             print("engines: " + "; ".join(fact["name"] for fact in engines.facts), flush=True)
         return _updates(trainer, engines, settings, folder / "versions")
 
 
-def _start_engines(settings: Settings, config: Any, folder: Path) -> Engines | SglangEngine:
-    if settings.engine == "transformers":
-        return Engines(config, settings.engine_tp)
-    try:
-        return SglangEngine(
-            config, tp=settings.engine_tp, ep=settings.engine_ep, path=settings.engine_path
-        )
-    except wsync.RemoteError as error:
-        (folder / LACKING).write_text(str(error), encoding="utf-8")
-        raise
-
-
 def _updates(
     trainer: megatron_cpu.CpuTrainer,
-    engines: Engines | SglangEngine | None,
+    engines: Engines | None,
     settings: Settings,
     folder: Path,
 ) -> dict[str, Any]:
@@ -84,13 +70,13 @@ def _updates(
     if engines is not None:
         engines.note("before", prompt, NEW_TOKENS)
     expected: dict[str, torch.Tensor] = {}
-    learnt = None  # where engines generate
+    learnt = False
     layout = wsync.megatron.layout(trainer.chunks, trainer.hf)
     with _connect(layout, engines.handles if engines else [], settings, folder) as sync:
         for number in range(1, settings.updates + 1):
             for _ in _shown(range(STEPS_PER_UPDATE), f"training before update {number}"):
                 trainer.step(ids)
-            if number == settings.updates and settings.engine == "transformers":
+            if number == settings.updates:
                 learnt = _train_until_learnt(trainer, ids, 2 * (number - 1) * STEPS_PER_UPDATE)
             report = sync.update(version=number)
             expected = hf_reference.hf_state_dict(trainer.chunks, trainer.hf)
@@ -105,12 +91,11 @@ def _updates(
             print(f"update {number} of {settings.updates}: {seconds}", flush=True)
             problems += [f"update {number}: {problem}" for problem in found]
             updates.append({**report.facts(), "verified": not found})
-        delivered = sync.deliveries if isinstance(sync, wsync.Sync) else []
     if engines is None:
         return {}
     engines.note("after", prompt, NEW_TOKENS)
     _add_paths(engines, report.paths)
-    if isinstance(engines, Engines) and settings.mode == "disk":
+    if settings.mode == "disk":
         found = engines.join_late(folder, expected, str(settings.updates))
         problems += [f"after the last update: {problem}" for problem in found]
     return {
@@ -124,14 +109,12 @@ def _updates(
         "tensors": len(expected),
         "bytes": sum(tensor.nbytes for tensor in expected.values()),
         "updates": updates,
-        "deliveries": [dataclasses.asdict(each) for each in delivered],
         "engines": engines.facts,
         "processes": engines.processes,
-        "versions": _versions(),
     }
 
 
-def _add_paths(engines: Engines | SglangEngine, paths: Mapping[str, str]) -> None:
+def _add_paths(engines: Engines, paths: Mapping[str, str]) -> None:
     for fact, engine in zip(engines.facts, engines.handles, strict=True):
         path = paths[engine.name]
         fact["checked"] = f"weights by {_PATHS.get(path, path)}; {fact['checked']}"
@@ -177,14 +160,3 @@ def _connect(
     # the first engine is beyond the trainer's GPUs, the other one shares them
     offsets = [settings.ranks, 0] if settings.mode == "mixed" else None
     return wsync.Sync(layout, handles, engine_gpu_offsets=offsets, options=options)
-
-
-def _versions() -> dict[str, str]:
-    import importlib.metadata
-
-    names = ("wsync", "torch", "transformers", "megatron-core")
-    found = {}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +11,46 @@ import requests
 import torch
 
 from wsync.demo.engines.serve import serve_in_process
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.transformers import checksum
 from wsync.disk import newest
 from wsync.handles.base import EngineHandle, handle
-from wsync.module_tensors import same_bytes
 
 _SECONDS = 60.0
 
 
 class Engines:
-    """A transformers engine over HTTP and a tensor-parallel engine of tp processes.
+    """Two transformers engines over HTTP.
 
     facts: for each engine its name, and what was seen of it.  processes: what runs in each process,
     by its id.
     """
 
-    def __init__(self, config: Any, tp: int) -> None:
+    def __init__(self, config: Any) -> None:
         with contextlib.ExitStack() as stack:
-            self._server = stack.enter_context(serve_in_process(config, dtype="float32"))
-            self._sharded = stack.enter_context(TensorParallelEngine(config, tp=tp))
             self._http = stack.enter_context(requests.Session())
             self._http.trust_env = False
-            self.handles: list[EngineHandle] = [handle(self._server.url), self._sharded]
+            servers = [
+                stack.enter_context(serve_in_process(config, dtype="float32", seed=number))
+                for number in (1, 2)
+            ]
+            self.handles = [handle(server.url) for server in servers]
             self.close = stack.pop_all().close
-        names = (f"HTTP engine at {self._server.url}", f"tensor-parallel engine, {tp} processes")
-        self.facts: list[dict[str, Any]] = [{"name": name, "checked": ""} for name in names]
-        self.processes = {str(self._server.pid): "HTTP engine"}
-        for rank, pid in enumerate(self._sharded.pids):
-            self.processes[str(pid)] = f"tensor-parallel worker {rank}"
+        self.facts: list[dict[str, Any]] = [
+            {"name": f"engine {number} at {server.url}", "checked": ""}
+            for number, server in enumerate(servers, 1)
+        ]
+        self.processes = {
+            str(server.pid): f"engine {number}" for number, server in enumerate(servers, 1)
+        }
 
     def note(self, moment: str, prompt: list[int], count: int) -> None:
         """Keeps what each engine generates now: so many tokens."""
         sampling = {"max_new_tokens": count, "temperature": 0.0}
-        answer = self._post("/generate", {"input_ids": prompt, "sampling_params": sampling})
-        generated = self._sharded.generate(prompt, max_new_tokens=count)
-        for fact, ids in zip(self.facts, (answer["output_ids"], generated), strict=True):
-            fact[moment] = _text(prompt + ids)
-        self.facts[0][f"weight_version_{moment}"] = answer["meta_info"]["weight_version"]
+        for fact, engine in zip(self.facts, self.handles, strict=True):
+            body = {"input_ids": prompt, "sampling_params": sampling}
+            answer = self._post(engine.name, "/generate", body)
+            fact[moment] = _text(prompt + answer["output_ids"])
+            fact[f"weight_version_{moment}"] = answer["meta_info"]["weight_version"]
 
     def check(
         self,
@@ -60,25 +62,17 @@ class Engines:
         tolerance: float,
     ) -> list[str]:
         """Compares versions, bytes and logits; returns what is wrong."""
-        problems = self._compare_sums("HTTP engine", self._server.url, expected)
-        held = self._sharded.weights()
-        problems += _compare(
-            "tensor-parallel engine", held, expected, lambda n: same_bytes(held[n], expected[n])
-        )
-        over_http = torch.tensor(
-            self._post("/wsync/logits", {"input_ids": ids})["logits"], device="cpu"
-        )
-        pairs = (over_http, self._sharded.logits(ids))
-        versions = [engine.model_info(_SECONDS)["weight_version"] for engine in self.handles]
-        for fact, found, has in zip(self.facts, pairs, versions, strict=True):
+        problems = []
+        for fact, engine in zip(self.facts, self.handles, strict=True):
+            problems += self._compare(fact["name"], engine, expected, version)
+            answer = self._post(engine.name, "/wsync/logits", {"input_ids": ids})
+            found = torch.tensor(answer["logits"], device="cpu")
             worst = float((found - logits.float()).abs().max())
             if not worst <= tolerance:
                 problems.append(f"{fact['name']}: logits differ by {worst:.2e}")
-            if has != version:
-                problems.append(f"{fact['name']}: version {has!r} instead of {version!r}")
             fact["checked"] = (
                 f"{len(expected)} tensors compared; logits within {worst:.1e} of the trainer's; "
-                f"version {has}"
+                f"version {version}"
             )
             fact["logits_difference"] = worst
         return problems
@@ -90,36 +84,29 @@ class Engines:
         path = newest(folder)
         name = f"late engine, started from {path.name}"
         with serve_in_process(path, dtype="float32") as server:
-            problems = self._compare_sums(name, server.url, expected)
-            has = handle(server.url).model_info(_SECONDS)["weight_version"]
-        if has != version:
-            problems.append(f"{name}: version {has!r} instead of {version!r}")
-        checked = f"{len(expected)} tensors compared; version {has}"
+            problems = self._compare(name, handle(server.url), expected, version)
+        checked = f"{len(expected)} tensors compared; version {version}"
         self.facts.append({"name": name, "checked": checked})
         return problems
 
-    def _compare_sums(self, who: str, url: str, expected: Mapping[str, torch.Tensor]) -> list[str]:
-        answer = self._post("/weights_checker", {"action": "checksum"}, url)
+    def _compare(
+        self, who: str, engine: EngineHandle, expected: Mapping[str, torch.Tensor], version: str
+    ) -> list[str]:
+        """What is wrong with an engine's version and bytes."""
+        has = engine.model_info(_SECONDS)["weight_version"]
+        problems = [] if has == version else [f"{who}: version {has!r} instead of {version!r}"]
+        answer = self._post(engine.name, "/weights_checker", {"action": "checksum"})
         sums = answer["ranks"][0]["checksums"]
-        return _compare(who, sums, expected, lambda n: sums[n] == checksum(expected[n]))
+        sides = sorted(sums.keys() ^ expected.keys())
+        problems += [f"{who}: {name} is on one side only" for name in sides]
+        both = sorted(sums.keys() & expected.keys())
+        wrong = [name for name in both if sums[name] != checksum(expected[name])]
+        return problems + [f"{who}: {name} has other bytes" for name in wrong]
 
-    def _post(self, path: str, body: dict[str, Any], url: str | None = None) -> Any:
-        answer = self._http.post((url or self._server.url) + path, json=body, timeout=_SECONDS)
+    def _post(self, url: str, path: str, body: dict[str, Any]) -> Any:
+        answer = self._http.post(url + path, json=body, timeout=_SECONDS)
         answer.raise_for_status()
         return answer.json()
-
-
-def _compare(
-    who: str,
-    found: Mapping[str, object],
-    expected: Mapping[str, object],
-    same: Callable[[str], bool],
-) -> list[str]:
-    problems = [
-        f"{who}: {name} is on one side only" for name in sorted(found.keys() ^ expected.keys())
-    ]
-    both = sorted(found.keys() & expected.keys())
-    return problems + [f"{who}: {name} has other bytes" for name in both if not same(name)]
 
 
 def _text(ids: list[int]) -> str:

@@ -24,7 +24,7 @@ A family from nothing to a verified one, for a model whose feed-forward part has
 3. `wsync.megatron.layout` refuses, by name, a parameter that no rule matches and one that has
    another shape than its rule says.
 4. What no check can know is the order of rows.  Compare one update with an export that you trust:
-   deliver to `wsync.demo.engines.weights_only_engine`, or compare logits of engine and trainer.
+   compare the tensors that an engine then has, or logits of engine and trainer.
 """
 
 from __future__ import annotations

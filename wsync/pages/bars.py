@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from wsync.pages.html import Html, joined, seconds_text, share_text, table, tag
@@ -12,7 +12,7 @@ from wsync.pages.style import KINDS, PHASES, kind_class
 REST: Final = "other"
 _TICKS: Final = 5  # at most, and one more: so many find room on a phone
 AXIS: Final = 24  # pixels, as what follows
-_ROW, _BAR = 38, 16
+_BAR: Final = 16
 _LEAST: Final = 0.12  # percent: what is shorter is drawn this long
 
 
@@ -39,11 +39,6 @@ def svg(height: float, *content: str, title: str = "") -> Html:
 def swatch(kind: str) -> Html:
     box = tag("rect", width=12, height=12, rx=2, class_=kind_class(kind))
     return tag("svg", box, width=12, height=12, class_="swatch", style="display:inline-block")
-
-
-def legend(kinds: Iterable[str]) -> Html:
-    said = ((kind, f"{kind}: {KINDS[kind].words}" if kind in KINDS else kind) for kind in kinds)
-    return tag("div", *(tag("span", swatch(kind), text) for kind, text in said), class_="legend")
 
 
 def block(kind: str, begin: float, end: float, y: float, height: float, title: str) -> Html:
@@ -103,21 +98,6 @@ def phases_bar(seconds: float, phases: Mapping[str, float]) -> Html:
     ]
     bar = svg(_BAR, stacked(parts, 0, whole), title="phases of the update")
     return joined([bar, table(["phase", "waits until", "time", "share"], rows, left=2)])
-
-
-def phases_chart(updates: Sequence[tuple[str, float, Mapping[str, float]]]) -> Html:
-    """One bar for each update (name, seconds, phases), all on one axis."""
-    longest = max((max(s, sum(p.values())) for _, s, p in updates), default=0.0) or 1.0
-    bottom = AXIS + _ROW * len(updates)
-    parts = [axis(0, longest, bottom)]
-    for number, (name, seconds, phases) in enumerate(updates):
-        y = AXIS + number * _ROW
-        said = {"y": y + 13, "font_size": 12}
-        parts.append(tag("text", name, x=0, **said))
-        parts.append(tag("text", seconds_text(seconds), x="100%", text_anchor="end", **said))
-        parts.append(stacked(spent(seconds, phases), y + 18, longest))
-    seen = ordered({name for _, seconds, p in updates for name in spent(seconds, p)})
-    return joined([svg(bottom, *parts, title="phases of each update"), legend(seen)])
 
 
 def length(part: float, whole: float) -> Html:

@@ -107,7 +107,6 @@ color:var(--ink)}}
 .wsync .legend span{{white-space:normal}}
 .wsync svg{{display:block;max-width:100%}}
 .wsync .drawing{{margin:6px 0 14px}}
-.wsync .engine{{margin:10px 0 14px}}
 .wsync .swatch{{display:inline-block;vertical-align:-1px;margin-right:5px}}
 .wsync text{{fill:var(--ink);font-family:system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}}
 .wsync text.dim{{fill:var(--dim)}}
@@ -129,12 +128,3 @@ color:var(--ink)}}
 .wsync text.inside{{fill:#000}}
 {_fills(True)}}}
 """
-
-
-def of_files() -> str:
-    """STYLE for a drawing in a file of its own, on light ground: of the programs that show such
-    files, only browsers know variables and @media."""
-    rules = STYLE.partition("@media")[0]
-    for name, value in (each.split(":") for each in _LIGHT.split(";")):
-        rules = rules.replace(f"var({name})", value)
-    return rules.replace(f"{_LIGHT};", "")

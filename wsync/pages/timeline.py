@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from wsync.pages.bars import AXIS, axis, block, svg, swatch
 from wsync.pages.html import Html, joined, seconds_text, tag
-from wsync.pages.style import COPIES, KINDS, PHASES, POST, WORKER, of_files
+from wsync.pages.style import COPIES, KINDS, PHASES, POST, WORKER
 
 Record = Mapping[str, Any]
 Window = tuple[int, int]
@@ -18,9 +18,6 @@ Span = Sequence[Any]
 
 LANES: Final = ("thread", "stream")
 _NAME, _LANE, _GAP = 17, 12, 9  # pixels
-_HEAD: Final = 22
-_FILE_WIDTH: Final = 1200
-_KEYS_FROM, _KEYS_IN_LINE = 170, 3
 _FULL: Final = 2000  # spans of a lane, which are about as many as it has pixels
 _GROUPS: Final = {
     "lower bars, copies:": COPIES,
@@ -45,37 +42,6 @@ def timeline(records: Sequence[Record]) -> Html:
         parts.append(tag("p", "The shaded part, its rounds:", class_="dim"))
         parts.append(_drawing(records, rounds, whole[0], "the rounds of the update"))
     return joined([*parts, *(tag("div", line, class_="legend") for line in _legend(records))])
-
-
-def file(records: Sequence[Record], title: str) -> str:
-    """The same as one SVG file."""
-    whole, rounds = extent(records), rounds_of(records)
-    drawings = [("The whole update", records if rounds is None else _overview(records), whole)]
-    if rounds is not None:
-        drawings.append(("The shaded part, its rounds", records, rounds))
-    parts, y = [tag("text", title, x=0, y=26, font_size=16)], 40.0
-    for name, shown, window in drawings:
-        parts.append(tag("text", name, x=0, y=y + 14, font_size=13, class_="dim"))
-        shade = rounds if shown is not records else None
-        drawn = _panel(shown, window, whole[0], shade)
-        height = _height(shown)
-        parts.append(tag("svg", drawn, y=f"{y + _HEAD:g}", width="100%", height=f"{height:g}"))
-        y += _HEAD + height + 16
-    for title, keys in _keys(records):
-        for start in range(0, len(keys), _KEYS_IN_LINE):
-            x = float(_KEYS_FROM)
-            said = "" if start else title
-            parts.append(tag("text", said, x=0, y=y + 10, font_size=12, class_="dim"))
-            for kind, words in keys[start : start + _KEYS_IN_LINE]:
-                parts.append(tag("rect", x=x, y=y, width=12, height=12, rx=2, class_=f"k-{kind}"))
-                parts.append(tag("text", words, x=x + 18, y=y + 10, font_size=12))
-                x += 34 + 6.6 * len(words)
-            y += 20
-    ground = tag("rect", width="100%", height="100%", class_="paper")
-    inside = tag("svg", *parts, x="1%", width="98%", height="100%", overflow="visible")
-    size = {"width": _FILE_WIDTH, "height": f"{y + 10:g}", "class_": "wsync"}
-    style = tag("style", Html(of_files()))
-    return tag("svg", style, ground, inside, xmlns="http://www.w3.org/2000/svg", **size) + "\n"
 
 
 def extent(records: Sequence[Record]) -> Window:
@@ -188,23 +154,16 @@ def _sum(record: Record) -> str:
     return f"{words}, {seconds_text(seconds)}" if copies else ""
 
 
-def _keys(records: Sequence[Record]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The legend: of each group of what there is, its title and (kind, words)."""
-    seen = {span[1] for record in records for span in record["spans"]}
-    found = [
-        (title, [(kind, f"{kind}: {known.words}") for kind, known in kinds.items() if kind in seen])
-        for title, kinds in _GROUPS.items()
-    ]
-    return [(title, keys) for title, keys in found if keys]
-
-
 def _legend(records: Sequence[Record]) -> list[Html]:
-    return [
-        joined(
-            [
-                tag("span", title, class_="dim"),
-                *(tag("span", swatch(kind), words) for kind, words in keys),
-            ]
-        )
-        for title, keys in _keys(records)
-    ]
+    """A line for each group of what there is."""
+    seen = {span[1] for record in records for span in record["spans"]}
+    lines = []
+    for title, kinds in _GROUPS.items():
+        keys = [
+            tag("span", swatch(kind), f"{kind}: {known.words}")
+            for kind, known in kinds.items()
+            if kind in seen
+        ]
+        if keys:
+            lines.append(joined([tag("span", title, class_="dim"), *keys]))
+    return lines

@@ -14,7 +14,6 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextvars import ContextVar, copy_context
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final, Self
 
@@ -36,11 +35,7 @@ from wsync.machine.fork_guard import Owner
 from wsync.messages import control, payload
 
 _CLOSE_SECONDS: Final = 10.0
-_update_id: ContextVar[str] = ContextVar("wsync update", default="")
-"""The id of the update that a call of an engine belongs to, "" if it has none."""
-_MAIN: Final = (
-    "import sys; from wsync.demo.engines.worker_processes import serve; serve(int(sys.argv[1]))"
-)
+_MAIN: Final = "import sys; from support.worker_processes import serve; serve(int(sys.argv[1]))"
 
 
 class WorkersEngine:
@@ -94,27 +89,19 @@ class WorkersEngine:
         for process in self._processes:
             process.close()
 
-    def during(self, update_id: str) -> Any:
-        """This handle, for the requests of one update."""
-        return _During(self, update_id)
-
     # --- the handle -------------------------------------------------------------------------
 
     def pause(self, mode: str, timeout: float) -> None:
-        self._call("begin", [{"update_id": _update_id.get()}] * self.workers, timeout)
+        self._call("ping", None, timeout)
         self.paused = True
 
     def flush(self, timeout: float) -> None:
         self._call("ping", None, timeout)
 
     def resume(self, timeout: float) -> None:
-        """RemoteError while a worker's weights are inconsistent or have no version yet, and where
-        it is another update's turn."""
-        end = Deadline(timeout)
-        with self._alone("resume", timeout):
-            self._check_consistent(end.left)
-            if all(self._call("go_on", [{"update_id": _update_id.get()}] * self.workers, end.left)):
-                self.paused = False
+        """RemoteError while a worker's weights are inconsistent or have no version yet."""
+        self._check_consistent(timeout)
+        self.paused = False
 
     def update_weights(
         self,
@@ -137,7 +124,7 @@ class WorkersEngine:
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         # the caller waits no longer, whenever a worker gets to it
         end = Deadline(timeout)
-        told = {**arguments, "update_id": _update_id.get(), "end": end}
+        told = {**arguments, "end": end}
         if method == "init_weights_update_group":
             # what is left for the meeting says nothing of how long a broadcast may take
             told["timeout"] = max(timeout, BROADCAST_SECONDS)
@@ -160,21 +147,16 @@ class WorkersEngine:
     def _state(self, timeout: float) -> str:
         """Why the workers must not run, or ""; learns the version of their weights."""
         states = self._call("state", None, timeout)
-        reasons = [reason for reason, *_ in states if reason]
-        newest = max(weights for _, weights, _ in states)
-        late = [str(rank) for rank, (_, weights, _) in enumerate(states) if weights < newest]
-        if late and not reasons:  # one that has failed before it touched anything has none
-            reasons = [f"the weights are inconsistent: worker {', '.join(late)} has older ones"]
+        reasons = [reason for reason, _ in states if reason]
         if not reasons:  # they may have done what the caller of a request did not wait for
-            self.weight_version = states[0][2]
+            self.weight_version = states[0][1]
         return "; ".join(reasons)
 
     def _write(self, what: str, arguments: Sequence[Mapping[str, Any]], end: Deadline) -> None:
         """Asks for what writes to the weights once all workers are there: of one that comes late
         the others would know too late."""
         self._call("ping", None, end.left)
-        told = {"end": end, "update_id": _update_id.get()}
-        self._call(what, [{**each, **told} for each in arguments], end.left)
+        self._call(what, [{**each, "end": end} for each in arguments], end.left)
 
     # --- the workers ------------------------------------------------------------------------
 
@@ -270,22 +252,6 @@ class _Process(Child):
         wait([closed], _CLOSE_SECONDS)
 
 
-class _During:
-    """An engine that is told with every request which update it belongs to."""
-
-    def __init__(self, engine: WorkersEngine, update_id: str) -> None:
-        self._engine = engine
-        self._update_id = update_id
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._engine, name)
-        if not callable(found):
-            return found
-        context = copy_context()
-        context.run(_update_id.set, self._update_id)
-        return functools.partial(context.run, found)
-
-
 def serve(descriptor: int) -> None:
     """A worker's main loop: until its parent closes the pipe."""
     torch.set_num_threads(1)
@@ -294,7 +260,7 @@ def serve(descriptor: int) -> None:
     worker: ModelWorker | None = None
     while True:
         try:
-            sequence, end, what, argument = pipe.recv()
+            _, end, what, argument = pipe.recv()
         except (EOFError, OSError):
             return
         try:
@@ -304,7 +270,6 @@ def serve(descriptor: int) -> None:
                 make, settings = argument
                 worker, what, argument = make(**settings), "ping", None
             assert worker is not None
-            worker.updates.request = sequence
             reply = (True, worker.answer(what, argument))
         except WsyncError as error:
             reply = (False, str(error))

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 
 import torch
+from support.worker_processes import WorkersEngine
 
 from wsync.demo.engines.model_worker import ModuleWorker
-from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.module_tensors import flat_bytes
 
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]

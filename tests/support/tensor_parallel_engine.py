@@ -5,24 +5,21 @@ delivers those and nothing else; `delivery="full"` asks for whole tensors instea
 worker then cuts itself, as stock engines do.
 """
 
-import contextlib
 import io
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from support.tensor_parallel_model import ShardedModel, box_at
+from support.worker_processes import WorkersEngine
 
-from wsync._core import InvalidArgumentError, LayoutError, StateError, WsyncError
-from wsync.checkpoints.safetensors_layout import Checkpoint, State
+from wsync._core import InvalidArgumentError, LayoutError, StateError
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.demo.engines.tensor_parallel_model import ShardedModel, box_at
-from wsync.demo.engines.worker_processes import WorkersEngine
-from wsync.engine.destination import Boxes
 from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.update_groups import Named
 from wsync.machine.deadline import Deadline
@@ -80,12 +77,9 @@ class TensorParallelEngine(WorkersEngine):
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
         end = Deadline(timeout)
-        state: State = ()
-        with contextlib.suppress(ValueError, WsyncError):  # workers say what ails it
-            path = os.path.realpath(path)  # a link may move while they come to it
-            state = Checkpoint(path).state
+        path = os.path.realpath(path)  # a link may move while they come to it
         version = None if weight_version is None else str(weight_version)
-        told = {"model_path": path, "weight_version": version, "state": state}
+        told = {"model_path": path, "weight_version": version}
         self._write("update_weights_from_disk", [told] * self.workers, end)
         self._state(end.left)
 
@@ -168,11 +162,5 @@ class _Worker(ModelWorker):
         torch.save(held, data := io.BytesIO())
         return data.getvalue()
 
-    def names(self) -> Iterable[str]:
-        return self.model.layout().names()
-
     def load_weights(self, weights: Named) -> None:
         self.model.load_weights(weights)
-
-    def targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
-        return Boxes(self.model.layout(), list(self.model.tensors.values()))
