@@ -22,7 +22,7 @@ from support.server_models import checkpoint as server_model
 from support.wrong_names import WRONG, fused_experts
 
 import wsync
-from wsync.checkpoints.safetensors_layout import Place
+from wsync.checkpoints.safetensors_layout import Stored
 from wsync.handles.sglang_http import HttpHandle
 from wsync.messages.control import LOAD_FORMAT
 from wsync.quantise.config import TensorFacts
@@ -238,7 +238,7 @@ def test_a_base_models_checkpoint_has_no_prefix(tmp_path: Path) -> None:
     folder = saved(tmp_path, ones("layers.0.a.weight", "norm.weight"))
     deliver(ones(*NAMES), Noting(folder))
     many = [TensorFacts(f"layers.{n}.weight", "float32", (2,)) for n in range(12_000)]
-    places = {each.name: Place("", (2,), 0, 0) for each in many}
+    places = {each.name: Stored("", (2,)) for each in many}
     began = time.process_time()
     with mock.patch.object(checkpoint_check, "places_of", lambda _: places):
         assert compare([each._replace(name=f"model.{each.name}") for each in many], str(folder))

@@ -16,14 +16,14 @@ import pytest
 import requests
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import Weights, draw, in_server, same, sums
 
 import wsync
 from wsync import _core
-from wsync.checkpoints.safetensors_layout import INDEX, Checkpoint
+from wsync.checkpoints.safetensors_layout import INDEX
 from wsync.demo.engines.serve import serve_in_process
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.disk import DiskSync, newest
 from wsync.handles.base import handle
 
@@ -140,19 +140,6 @@ def test_a_late_engine_starts_from_the_newest_version_and_reports_it(
             version, weight_version=42, timeout=60
         )
         assert same(other.weights(), weights)
-
-
-def test_files_that_others_have_written_anew_have_no_version(config: Any, tmp_path: Path) -> None:
-    """Tools that change weights in place leave the index as it is."""
-    with disk(draw(config, 1), tmp_path, base=config, shard_nbytes=20_000) as sync:
-        sync.update(version=7)
-    files = sorted(newest(tmp_path).glob("*.safetensors"))
-    assert len(files) > 1
-    assert Checkpoint(newest(tmp_path)).weight_version == "7"
-    save_file(load_file(files[-1]), files[-1])
-    assert Checkpoint(newest(tmp_path)).weight_version is None
-    with serve_in_process(newest(tmp_path)) as late:
-        assert handle(late.url).model_info(10)["weight_version"] == "default"
 
 
 def test_engines_generate_while_a_version_is_written(
@@ -329,7 +316,7 @@ def test_a_half_written_checkpoint_is_refused_before_anything_is_loaded(
     last = sorted(newest(tmp_path).glob("*.safetensors"))[-1]
     os.truncate(last, last.stat().st_size - 1)
     for running in (handle(engine), handle(server)):
-        with pytest.raises(wsync.RemoteError, match="it was not written to its end"):
+        with pytest.raises(wsync.RemoteError, match=r"safetensors: "):
             running.update_weights_from_disk(  # type: ignore[attr-defined]
                 str(newest(tmp_path)), weight_version=2, timeout=60
             )

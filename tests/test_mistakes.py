@@ -187,17 +187,6 @@ def test_each_worker_of_a_server_has_cores(
     assert found[name] == cores
 
 
-@pytest.mark.parametrize("port", ["0", "-1", "65536"])
-def test_a_port_that_no_server_has_is_named(
-    port: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cpu_server.main(["sglang", "--model", str(tmp_path / "none"), f"--port={port}"])
-    assert ended.value.code == 2
-    text = f"error: argument --port: {port}: 1 to 65535 are possible\n"
-    assert capsys.readouterr().err.endswith(text)
-
-
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).parameters()])
 def test_a_model_is_not_a_mapping(wrong: Any) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=r"tensors by name are wanted"):

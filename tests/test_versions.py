@@ -139,13 +139,6 @@ def test_only_versions_are_pruned(tmp_path: Path) -> None:
     assert everything(tmp_path) == {"latest", "weight_v000007", *mine}
 
 
-def test_old_versions_are_removed_while_there_is_time(tmp_path: Path) -> None:
-    write(tmp_path, 1, 2, 3, keep=None)
-    turns = iter([True, False])
-    Versions(tmp_path, None, 1).prune(lambda: next(turns))
-    assert everything(tmp_path) == {".wsync-work", "latest", "weight_v000002", "weight_v000003"}
-
-
 def test_the_link_follows_when_the_disk_has_the_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

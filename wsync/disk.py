@@ -10,19 +10,14 @@ import contextlib
 import functools
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import (
     INDEX,
-    MARK_LENGTH,
     SHARD_NBYTES,
     Arrangement,
     Owned,
@@ -33,8 +28,7 @@ from wsync.checkpoints.safetensors_layout import (
 from wsync.checkpoints.versions import Versions, newest
 from wsync.handles.answers import other_draft
 from wsync.handles.base import EngineHandle, control_only, handles_of, how_started
-from wsync.machine.daemon_threads import Lane, result, start
-from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
+from wsync.machine.deadline import Deadline
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.checkpoint_check import EngineCheck, check_scales
@@ -54,7 +48,6 @@ _T = TypeVar("_T")
 # one write call's share: how much is written between two looks at the other ranks
 _BATCH_NBYTES = 64 << 20
 _PACE_SECONDS = 2.0  # with a call's deadline, less than ranks wait for each other
-_LAST_PART = 1 / 3  # of a deadline, for each call that is made when an update is complete
 _NOT_BY_DISK = dict.fromkeys(
     (
         *("round_nbytes", "ring_nbytes", "delivery", "broadcast", "backend"),
@@ -95,8 +88,8 @@ class DiskSync(Updates):
             read then; else it gets .2 to .999 behind its name.
         published: called on every rank with the folder of each version when it is there under its
             name, before engines load it; the others wait for it up to the deadline.
-        options: deadlines (of each call of the file system; writing all files may take longer),
-            pause mode, threads that write, progress.
+        options: deadlines, pause mode, threads that write, progress.  A file system that does not
+            answer is waited for.
 
     Raises:
         LayoutError: the ranks' layouts disagree, elements are on no rank, or weights are quantised
@@ -147,8 +140,8 @@ class DiskSync(Updates):
                 published=published is not None,
             )
             if self._group.rank == 0:
-                with self._file_calls() as calls:
-                    calls.run([(folder, self._versions.check)])
+                with system_calls(folder):
+                    self._versions.check()
                 handles = handles_of(engines, timeout=self.options.deadline)
                 for engine in handles:
                     _check_engine(engine)
@@ -187,18 +180,16 @@ class DiskSync(Updates):
                 stays the newest and engines run on.  An engine that fails to load it stays
                 paused, with those that have loaded it.
         """
-        root = self._versions.root
         with self._updating(version, weights) as report, contextlib.ExitStack() as stack:
-            calls = stack.enter_context(self._file_calls())
             if self._group.rank == 0:
-                stack.enter_context(calls.within(root, self._versions.writing()))
-            folder = self._write(self._given(weights), report, calls)
+                stack.enter_context(self._versions.writing())
+            folder = self._write(self._given(weights), report)
             self._use_up_version()
             with report.phase("publish"):
-                path = self._publish(folder, calls)
+                path = self._publish(folder)
                 if self._group.rank == 0:
                     # it counts, whatever engines make of it: tries that fail must not add up
-                    stack.callback(self._prune, calls)
+                    stack.callback(self._prune)
                 if self._published is not None:
                     self._published(path)
                     self._group.barrier()
@@ -211,11 +202,10 @@ class DiskSync(Updates):
 
     def _check_engines(self, model: _core.Layout) -> None:
         options, base = self.options, self._base
-        with self._file_calls() as calls:
-            find = functools.partial(config_to_write, options, base, model)
-            self._config, self._config_source = calls.run([(self._versions.root, find)])[0]
+        with system_calls(self._versions.root):
+            self._config, self._config_source = config_to_write(options, base, model)
             check = EngineCheck(options, config_of(options), model, base=self._base)
-            calls.run([(self._versions.root, check.check_folders)])
+            check.check_folders()
         for name in check.check_engines(self._requests.handles, options.deadline):
             self._requests.effect.watch(name)
         self._requests.compare = check.check_engine
@@ -232,63 +222,63 @@ class DiskSync(Updates):
         engines = [engine.name for engine in self._requests.engines]
         return {f"the files of {self._versions.root}": engines} if engines else {}
 
-    def _publish(self, folder: Path, calls: _FileCalls) -> str:
+    def _publish(self, folder: Path) -> str:
         """Gives a version its name; its path, on every rank."""
         path = b""
         if self._group.rank == 0:
-            publish = functools.partial(self._versions.publish, folder, calls.still_wanted)
-            path = os.fsencode(calls.run([(self._versions.root, publish)])[0])
+            path = os.fsencode(self._versions.publish(folder))
         return os.fsdecode(self._group.all_gather(path)[0])
 
-    def _file_calls(self, threads: int = 1) -> _FileCalls:
-        return _FileCalls(threads, self.options.deadline, self._group.check)
-
-    def _prune(self, calls: _FileCalls) -> None:
-        """Removes old versions, as many as there is time for: the new one is there."""
-        deadline = Deadline(_LAST_PART * self.options.deadline)
-        prune = functools.partial(self._versions.prune, lambda: deadline.left > 0)
-        calls.finish("old versions stay until the next update", self._versions.root, prune)
+    def _prune(self) -> None:
+        """Removes old versions.  It raises nothing: the new one is there."""
+        try:
+            self._versions.prune()
+        except (OSError, _core.WsyncError) as error:
+            _log.warning("wsync: old versions stay until the next update: %s", error)
 
     def _abandon(self, error: _core.WsyncError) -> None:
         """What was being written is swept by the next update."""
         self._requests.abandon(error)
 
-    def _write(self, weights: Weights | None, report: Report, folder_calls: _FileCalls) -> Path:
+    def _write(self, weights: Weights | None, report: Report) -> Path:
         """All files of a version, on the disk; returns their hidden folder."""
         sources = _core.BufferTable.of(self._bind(weights, report))
         self._describe(report)
         with report.phase("begin"):
-            folder = self._make(report.version, folder_calls)
+            folder = self._make(report.version)
         bar = self._progress(report, self._writer.nbytes, unit="B", unit_scale=True)
-        calls, pace = self._file_calls(self.options.threads or 1), _Pace(self._group.gather_json)
-        with bar, calls, self._writer.opened(folder, calls, pace) as files:
+        threads, pace = self.options.threads or 1, _Pace(self._group.gather_json)
+
+        def written(nbytes: int) -> None:
+            bar.update(nbytes)
+            pace.step()
+
+        with bar, self._writer.opened(folder) as files:
             with report.phase("write"):
-                self._writer.write(sources, files, calls, pace, bar)
+                self._writer.write(sources, files, threads, written)
             with report.phase("sync"):
-                syncs = [(path, functools.partial(os.fsync, file)) for path, file, _ in files]
-                calls.run(syncs, pace.step)
+                syncs = [functools.partial(_sync, *file) for file in files]
+                _in_threads(threads, syncs, pace.step)
                 pace.end()
         return folder
 
-    def _make(self, version: str, calls: _FileCalls) -> Path:
+    def _make(self, version: str) -> Path:
         """The folder to write to, as rank 0 has made it."""
         made = b""
         if self._group.rank == 0:
-            begin = functools.partial(self._begin, version)
-            made = os.fsencode(calls.run([(self._versions.root, begin)])[0])
+            made = os.fsencode(self._begin(version))
         return Path(os.fsdecode(self._group.all_gather(made)[0]))
 
     def _begin(self, version: str) -> Path:
         """A folder with the files at their full sizes, their headers and the index."""
         folder = self._versions.begin(version)
         files = self._arrangement
-        mark = secrets.token_hex(MARK_LENGTH // 2)
         for number, (name, size) in enumerate(zip(files.names, files.sizes, strict=True)):
             with system_calls(folder / name), open(folder / name, "wb") as file:
                 _core.reserve_file(str(folder / name), file.fileno(), size)
-                file.write(files.header(number, mark))
+                file.write(files.headers[number])
         with system_calls(folder / INDEX):
-            (folder / INDEX).write_bytes(files.index(version, mark))
+            (folder / INDEX).write_bytes(files.index(version))
         return folder
 
     def _load(self, path: str, version: str) -> None:
@@ -349,45 +339,50 @@ class _Writer:
                 first, nbytes = buffer + 1, 0
 
     @contextlib.contextmanager
-    def opened(
-        self, folder: Path, calls: _FileCalls, pace: _Pace
-    ) -> Iterator[list[tuple[str, int, int]]]:
-        """(path, descriptor, nbytes) of the files that this rank writes to."""
-        paths = [os.fspath(folder / self._arrangement.names[number]) for number in self._files]
-        opened: dict[str, int] = {}
-
-        def open_file(path: str) -> None:
-            opened[path] = os.open(path, os.O_WRONLY)
-
-        try:
-            calls.run([(path, functools.partial(open_file, path)) for path in paths], pace.step)
-            sizes = [self._arrangement.sizes[number] for number in self._files]
-            yield [(path, opened[path], size) for path, size in zip(paths, sizes, strict=True)]
-        finally:
-            calls.end(opened)
+    def opened(self, folder: Path) -> Iterator[list[tuple[str, int, int]]]:
+        """(path, descriptor, nbytes) of all files; of those that this rank does not write to, none
+        is opened."""
+        files: list[tuple[str, int, int]] = [("", -1, 0)] * len(self._arrangement.names)
+        with contextlib.ExitStack() as stack:
+            for number in self._files:
+                path = os.fspath(folder / self._arrangement.names[number])
+                with system_calls(path):
+                    descriptor = os.open(path, os.O_WRONLY)
+                stack.callback(os.close, descriptor)
+                files[number] = path, descriptor, self._arrangement.sizes[number]
+            yield files
 
     def write(
         self,
         sources: _core.BufferTable,
         files: list[tuple[str, int, int]],
-        calls: _FileCalls,
-        pace: _Pace,
-        bar: tqdm[None],
+        threads: int,
+        done: Callable[[int], object],
     ) -> None:
-        """Writes everything."""
-
-        def written(nbytes: int) -> None:
-            bar.update(nbytes)
-            pace.step()
-
-        by_number: list[tuple[str, int, int]] = [("", -1, 0)] * len(self._arrangement.names)
-        for number, file in zip(self._files, files, strict=True):
-            by_number[number] = file
-
-        folder = os.path.dirname(files[0][0]) if files else ""  # a batch may go to many files
+        """Writes everything, in batches; `done` gets the bytes of each."""
         write = functools.partial(_core.write_files, self._route)
-        batches = [functools.partial(write, *some, sources, by_number) for some in self._batches]
-        calls.run([(folder, batch) for batch in batches], written)
+        batches = [functools.partial(write, *some, sources, files) for some in self._batches]
+        _in_threads(threads, batches, done)
+
+
+def _sync(path: str, descriptor: int, nbytes: int) -> None:
+    if descriptor >= 0:
+        with system_calls(path):
+            os.fsync(descriptor)
+
+
+def _in_threads(
+    threads: int, calls: Sequence[Callable[[], _T]], done: Callable[[_T], object]
+) -> None:
+    """Makes calls; `done` gets what they return, in order.  When one has failed, those that have
+    not begun do not."""
+    with ThreadPoolExecutor(threads, "wsync-files") as pool:
+        try:
+            for each in pool.map(lambda call: call(), calls):
+                done(each)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 class _Pace:
@@ -411,104 +406,3 @@ class _Pace:
         """Returns when every rank has called it."""
         while not all(self._gather(True)):
             pass
-
-
-class _FileCalls:
-    """Calls of a file system that may never return, each of which has a deadline.  Their errors
-    name the path.
-
-    Args:
-        threads: how many are made at a time.
-        deadline: seconds that one may take.
-        check: called while this waits, and between calls; may raise to end it.
-    """
-
-    def __init__(self, threads: int, deadline: float, check: Check) -> None:
-        self._lanes = [Lane("wsync-files") for _ in range(threads)]
-        self._deadline = deadline
-        self._check = check
-        self._given_up = False
-        self._started: list[Future[Any]] = []
-        self._entered = contextlib.ExitStack()  # used by the first lane alone
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._lanes[0].submit(self._entered.close)
-        finally:
-            for lane in self._lanes:
-                lane.close()
-
-    def run(
-        self,
-        calls: Sequence[tuple[object, Callable[[], _T]]],
-        done: Callable[[_T], object] = bool,
-    ) -> list[_T]:
-        """Makes calls, given with the path that each is about; `done` gets what they return, as
-        does the caller."""
-        started = [
-            self._lanes[number % len(self._lanes)].submit(functools.partial(self._call, *call))
-            for number, call in enumerate(calls)
-        ]
-        self._started += started
-        for number, ((path, _), future) in enumerate(zip(calls, started, strict=True)):
-            if number > 0:
-                self._check()
-            late = f"{path}: the file system did not answer"
-            done(result(future, Deadline(self._deadline), self._check, late))
-        return [future.result() for future in started]
-
-    def finish(self, what: str, path: object, call: Callable[[], object]) -> None:
-        """Makes a call when an update is complete.  Other ranks do not wait for it, and go on: it
-        raises nothing, but warns where it has not ended well within a part of a deadline."""
-        last = self._lanes[0].submit(functools.partial(self._call, path, call))
-        error: object = "the file system did not answer"
-        if wait([last], _LAST_PART * self._deadline).done:
-            error = last.exception()
-        if error is not None:
-            _log.warning("wsync: %s: %s: %s", what, path, error)
-
-    @contextlib.contextmanager
-    def within(self, path: object, context: AbstractContextManager[None]) -> Iterator[None]:
-        """Around what is done while one context is entered; where the block fails, what has to
-        follow does so once it can.
-
-        An interrupt may come at any line.  So a failure queues the context's end again, whatever
-        was queued before, and leaving these calls does once more; only the first has an effect.
-        """
-        try:
-            self.run([(path, lambda: self._entered.enter_context(context))])
-            yield
-            self.finish("the folder is still locked", path, self._entered.close)
-        except BaseException:
-            self._given_up = True
-            last = self._lanes[0].submit(self._entered.close)
-            wait([last], min(LEAVE_SECONDS, self._deadline))
-            raise
-
-    def still_wanted(self) -> None:
-        """Raises StateError once the calls have been given up."""
-        if self._given_up:
-            raise _core.StateError("the update has been given up")
-
-    def end(self, opened: Mapping[str, int]) -> None:
-        """Gives up what is queued, and closes the descriptors of files when no call can open or
-        use them any more: another file may get their numbers."""
-        self._given_up = True
-
-        def close() -> None:
-            wait(self._started)
-            for descriptor in opened.values():
-                os.close(descriptor)
-
-        if wait(self._started, min(LEAVE_SECONDS, self._deadline)).not_done:
-            start("wsync-close", close)
-        else:
-            close()
-
-    def _call(self, path: Any, call: Callable[[], _T]) -> _T:
-        self.still_wanted()
-        with system_calls(path):
-            return call()

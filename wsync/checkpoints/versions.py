@@ -22,7 +22,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,7 @@ class Versions:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _core.StateError(
-                    f"{self.root}: another trainer is writing versions into it, or an update that "
-                    "was given up still waits for the file system"
+                    f"{self.root}: another trainer is writing versions into it"
                 ) from None
             self._sweep()
             try:
@@ -156,9 +155,9 @@ class Versions:
                 config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         return folder
 
-    def publish(self, folder: Path, check: Callable[[], object]) -> Path:
+    def publish(self, folder: Path) -> Path:
         """Gives a hidden folder whose files are on the disk its name, and readers the link to it;
-        returns its path.  `check` is called before each step that readers see; may raise."""
+        returns its path."""
         name = folder.name.rpartition(".")[0]
         final, count = self.root / name, 1
         # an earlier run's or try's, perhaps being read
@@ -170,26 +169,24 @@ class Versions:
             for path in folder.rglob("*"):
                 _sync(path)
             _sync(folder)
-            check()
             replaced = os.path.lexists(final)
             if not (replaced and _exchange(folder, final)):
                 if replaced:  # nobody is to find old weights, or a part of both
                     final.rename(self._hidden(name))
                 folder.rename(final)
             try:
-                self._link(final, check)
+                self._link(final)
             except BaseException:
                 if not replaced:
                     self._take_back(final)
                 raise
         return final
 
-    def _link(self, final: Path, check: Callable[[], object]) -> None:
+    def _link(self, final: Path) -> None:
         _sync(self.root)
         _sync(self._work)
         link = self._hidden(LATEST)
         link.symlink_to(final.name)
-        check()
         link.replace(self.root / LATEST)
         _sync(self.root)
 
@@ -208,9 +205,8 @@ class Versions:
         if _written(folder) <= last:
             os.utime(folder / INDEX, ns=(last + _LATER, last + _LATER))
 
-    def prune(self, go_on: Callable[[], object]) -> None:
-        """Removes the oldest versions; what cannot be removed, or comes when `go_on` says no, stays
-        until the next time."""
+    def prune(self) -> None:
+        """Removes the oldest versions; what cannot be removed stays until the next time."""
         if self._keep is None:
             return
         latest = newest(self.root)
@@ -218,8 +214,6 @@ class Versions:
         others = [p for p in found if p.resolve() != latest and _is_version(p)]
         others.sort(key=_written, reverse=True)
         for old in reversed(others[self._keep - 1 :]):
-            if not go_on():
-                return
             hidden = self._hidden(old.name)
             with contextlib.suppress(OSError):
                 old.rename(hidden)  # at once: nobody is to find half of it
@@ -282,7 +276,7 @@ def _name(version: str) -> str:
 def _is_version(folder: Path) -> bool:
     """Whether `publish` has given a folder its name: its index says of which version it is."""
     try:
-        version = read_index(folder)[0]["metadata"]["weight_version"]
+        version = read_index(folder)["metadata"]["weight_version"]
     except (_core.WsyncError, KeyError, TypeError):
         return False
     name, (again, _, number) = _name(str(version)), folder.name.rpartition(".")

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wsync.demo.engines.serve import whole
 from wsync.machine.installed_modules import importable
 
 _DESCRIPTION = """
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--port",
-        type=whole(1, 65535),
+        type=int,
         help="where it listens (default 30000 for sglang, 8000 for vllm)",
     )
     given, further = parser.parse_known_args(arguments)
@@ -129,9 +128,7 @@ def _sglang_workers(words: Sequence[str]) -> int:
     """How many an SGLang server with these arguments has."""
     parser = argparse.ArgumentParser(prog="wsync serve", add_help=False)
     for short, long in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        parser.add_argument(
-            f"--{short}-size", f"--{long}-parallel-size", type=whole(1, 1024), default=1
-        )
+        parser.add_argument(f"--{short}-size", f"--{long}-parallel-size", type=int, default=1)
     return math.prod(vars(parser.parse_known_args(words)[0]).values())
 
 

@@ -27,7 +27,7 @@ from wsync.checkpoints.safetensors_layout import (
     INDEX,
     SINGLE,
     Checkpoint,
-    Place,
+    Stored,
     read_config,
     system_calls,
 )
@@ -75,7 +75,7 @@ _MADE: Final = re.compile(
 _LAYER: Final = re.compile(r"(?:(?:model|language_model|backbone)\.)*layers\.(\d+)\.")
 _DRAFTING: Final = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")
 _SHARED: Final = (".embed_tokens.weight", ".shared_head.head.weight")  # by drafting layers
-_UNKNOWN: Final = Place("", (), -1, 0)  # of a weight whose codes and scales are there
+_UNKNOWN: Final = Stored("", ())  # of a weight whose codes and scales are there
 _CASTS: Final = (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"))
 _CAST: Final = (
     "wsync converts float32 to bfloat16 or float16, and bfloat16 to float32: convert others in the "
@@ -218,10 +218,10 @@ class EngineCheck:
     def _check_told(self, engine: EngineHandle, told: Any, receives: bool) -> bool:
         """Compares what an engine that loads by name says that it has, if it says so: the names,
         dtype and shape of each tensor."""
-        delivered, places = {each.name for each in self._tensors}, dict[str, Place]()
+        delivered, places = {each.name for each in self._tensors}, dict[str, Stored]()
         for names, dtype, shape in told or ():
             given = delivered.intersection(names) or names[:1]
-            places |= {name: Place(dtype, tuple(shape), -1, 0) for name in given}
+            places |= {name: Stored(dtype, tuple(shape)) for name in given}
         if places:
             source = _Source(places, {"tie_word_embeddings": False}, told=True)
             source.compare(self._tensors, f"engine {engine.name}", casts=receives)
@@ -292,7 +292,7 @@ class _Source(NamedTuple):
     """A checkpoint: its tensors, and what its configuration says.  Or what an engine says that it
     has and loads by name."""
 
-    places: Mapping[str, Place]
+    places: Mapping[str, Stored]
     config: Mapping[str, Any]
     bases: Collection[str] = ()  # of _BASES: those that begin one of its names
     told: bool = False  # by an engine
@@ -399,7 +399,7 @@ def _in_part(
     facts: Iterable[TensorFacts],
     claimed: Collection[str],
     lacking: Sequence[str],
-    places: Mapping[str, Place],
+    places: Mapping[str, Stored],
 ) -> tuple[list[str], list[str]]:
     """What lacks beside codes or scales that are delivered, and what else other layers have."""
     given = {weight_of(each.name, each.dtype) for each in facts} - {""}
@@ -409,7 +409,7 @@ def _in_part(
 
 
 def _other_shapes(
-    claimed: Mapping[str, Sequence[TensorFacts]], places: Mapping[str, Place]
+    claimed: Mapping[str, Sequence[TensorFacts]], places: Mapping[str, Stored]
 ) -> Iterator[str]:
     """Tensors that a checkpoint has in other shapes, in words.  Scales of whole tensors are () in
     some and (1,) in others."""
@@ -425,7 +425,7 @@ def _other_shapes(
             yield f"{each.name} {shape} where it has {place.shape}"
 
 
-def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Place]) -> Iterator[str]:
+def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) -> Iterator[str]:
     """Codes and scales that a checkpoint has in another dtype, in words.  Engines read scales of
     any floating-point dtype into float32: Qwen3's FP8 checkpoints have bfloat16.  INT4's are of the
     weights' dtype."""
@@ -441,7 +441,7 @@ def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Place]) -> 
             yield f"{name} ({place.dtype}, here {each.dtype}, which has no scales)"
 
 
-def _uncast(facts: Iterable[TensorFacts], places: Mapping[str, Place]) -> Iterator[str]:
+def _uncast(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) -> Iterator[str]:
     """Tensors of dtypes that wsync does not cast into those of an engine, in words."""
     for name, dtype, *_ in facts:
         here = places.get(name, _UNKNOWN).dtype
@@ -544,7 +544,7 @@ def _is_part(each: TensorFacts) -> bool:
 # --- what a folder says -----------------------------------------------------------------------
 
 
-def places_of(folder: str | os.PathLike[str]) -> Mapping[str, Place] | None:
+def places_of(folder: str | os.PathLike[str]) -> Mapping[str, Stored] | None:
     """The tensors of a checkpoint; None, and the log says so, for a folder without safetensors
     files (a name on the Hugging Face hub, say).
 
