@@ -26,9 +26,8 @@ import wsync
 if TYPE_CHECKING:
     from support.procs import Ranks
     from support.sglang_server import Nursery as Servers
+    from support.tensor_parallel_engine import TensorParallelEngine
     from support.vllm_server import Nursery as Vllm
-
-    from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 
 _ROOT = Path(__file__).resolve().parent.parent
 MISUSE = "WSYNC_FAKE_CUDA_MISUSE"
@@ -144,7 +143,7 @@ def config() -> Any:
 @pytest.fixture(scope="module")
 def engine(config: Any) -> Iterator["TensorParallelEngine"]:
     """One engine for many tests: each connects to it anew."""
-    from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+    from support.tensor_parallel_engine import TensorParallelEngine
 
     with TensorParallelEngine(config, tp=2) as running:
         yield running

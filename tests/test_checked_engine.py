@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -135,6 +134,7 @@ def test_engines_that_were_sent_nothing_go_on(version: str, told: list[str]) -> 
         assert busy.told == other.told == told
         left = "" if version == "default" else ": 'stock', 'other'"
         assert "".join(getattr(failed.value, "__notes__", "")).endswith(left)
+        assert left in "".join(getattr(failed.value, "__notes__", ""))
 
 
 def test_engines_that_hold_a_part_of_a_failed_update_do_not_go_on_in_the_next() -> None:
@@ -156,30 +156,6 @@ def test_engines_that_hold_a_part_of_a_failed_update_do_not_go_on_in_the_next() 
             sync.update()
     assert engine.told == ["pause", "flush", "update", "pause", "flush"]
     assert "stay paused" in failed.value.__notes__[0]
-
-
-@pytest.mark.parametrize("at", range(1, 7))
-def test_an_engine_with_a_fixed_seed_that_was_started_again_says_so_by_its_version(
-    at: int, tmp_path: Path
-) -> None:
-    """Even between the two last questions."""
-
-    class Fixed(Engine):
-        asked = 0
-
-        def server_info(self, timeout: float) -> dict[str, Any]:
-            self.asked += 1
-            if self.asked == at:
-                self.version = "default"
-            return super().server_info(timeout)
-
-    engine = Fixed()
-    with DiskSync({"a": torch.zeros(3)}, [engine], folder=tmp_path, options=QUICK) as sync:
-        try:
-            sync.update(version=7)
-        except wsync.PeerClosedError:
-            return
-    assert engine.version == "7"
 
 
 def test_an_engine_with_a_fixed_seed_that_was_started_again_gets_no_version() -> None:
@@ -247,25 +223,6 @@ def bucket(checked: EngineHandle, version: int | None = None) -> None:
     checked.update_weights([b""], load_format=None, weight_version=version, timeout=10)
 
 
-def test_two_trainers_at_one_engine_notice_each_other_at_the_next_bucket() -> None:
-    engine = Engine()
-    one, other = CheckedEngine(engine), CheckedEngine(engine)
-    for trainer in (one, other):
-        trainer.pause("abort", 10)
-        bucket(trainer)
-        assert engine.version.startswith("updating-")  # not the version that it had before
-    with pytest.raises(wsync.PeerClosedError, match=r"stock: reports weight version updating-"):
-        bucket(one)
-    bucket(other)
-    bucket(other, 7)
-    other.verify(10)
-    one.pause("abort", 10)
-    bucket(one)
-    bucket(one, 8)
-    one.verify(10)
-    assert engine.version == "8"
-
-
 def control(checked: CheckedEngine, op: str, version: int | None = None) -> None:
     address = f"{'0' * 32}@/none" if op == "open" else ""
     message = Control(op=op, session="0a", update=1, deadline=5.0, address=address)
@@ -303,21 +260,6 @@ def test_a_version_that_has_changed_since_the_last_update_is_told(
     checked.pause("abort", 10)
     (text,) = caplog.messages
     assert "engine stock: reports weight version 2, and the last update gave it 3" in text
-
-
-def test_an_engine_that_does_not_know_whose_requests_it_gets_is_paused_again_at_the_end(
-    tmp_path: Path,
-) -> None:
-    """Another trainer, or a gateway that repeats the last update's continue, may have had it go on,
-    which fills its cache with what mixed weights compute."""
-    engine, weights = Engine(), {"a": torch.zeros(3)}
-    with DiskSync(weights, [engine], folder=tmp_path, options=QUICK) as sync:
-        told = []
-        for version in (None, None, "2 of another trainer", None):
-            engine.version, engine.told = version or engine.version, []
-            sync.update()
-            told.append(engine.told)
-    assert told == [["pause", "flush", "load", "pause", "flush", "resume"]] * 4
 
 
 class Plain:
@@ -371,7 +313,7 @@ def test_a_local_engine_that_was_replaced_is_noticed() -> None:
     checked.pause("abort", 10)
     local.instance = "b"
     with pytest.raises(wsync.PeerClosedError, match="instance was 'a' and is 'b'"):
-        checked.resume(10)
+        checked.verify(10)
 
 
 def test_an_engine_that_tells_its_instance_is_asked_at_the_pause_and_before_it_goes_on(
@@ -411,26 +353,7 @@ def test_an_engine_that_reports_another_version_is_not_continued() -> None:
         checked.verify(10)
 
 
-def test_every_request_of_an_update_says_its_id(server: FakeServer) -> None:
-    ids: list[str | None] = []
-    server.heard = lambda headers: ids.append(headers.get("wsync-update"))
-    good = (200, {"success": True, "message": "", "status": "ok"})
-    for path in ("/pause_generation", "/update_weights_from_tensor", "/continue_generation"):
-        server.answers[path] = good
-    server.answers["/model_info"] = (200, {"weight_version": "1"})
-    server.answers["/server_info"] = (200, {"tp_size": 1, "instance": "i"})
-    checked = CheckedEngine(HttpHandle(server.url))
-    for _ in range(2):
-        ids.clear()
-        checked.pause("abort", 10)
-        checked.update_weights([b""], load_format=None, weight_version=1, timeout=10)
-        checked.verify(10)
-        checked.resume(10)
-        assert len(set(ids) - {None}) == 1
-
-
-@pytest.mark.parametrize("late", ["bucket", "version", "continue"])
-def test_what_a_failed_update_has_not_asked_yet_it_asks_no_more(late: str) -> None:
+def test_what_a_failed_update_has_not_asked_yet_it_asks_no_more() -> None:
     """An engine that answers late who it is: its next update may have begun, or ended, by then."""
     asked, answers = threading.Event(), threading.Event()
 
@@ -448,13 +371,10 @@ def test_what_a_failed_update_has_not_asked_yet_it_asks_no_more(late: str) -> No
     (checked,) = requests.engines
     checked.pause("abort", 10)
     engine.slow = True
-    ways: dict[str, Callable[[], None]] = {
-        "bucket": lambda: bucket(checked),
-        "version": lambda: checked.update_weights_from_disk("a", weight_version=2, timeout=60),
-        "continue": lambda: checked.resume(60),
-    }
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(ways[late])
+        call = pool.submit(
+            lambda: checked.update_weights_from_disk("a", weight_version=2, timeout=60)
+        )
         assert asked.wait(60)
         requests.abandon(wsync.RemoteError("no"))
         (following,) = requests.engines

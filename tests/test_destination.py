@@ -13,7 +13,6 @@ import numpy
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 from support.workers import ThreadEngine
 
 import wsync
@@ -27,10 +26,8 @@ from wsync._core import (
     describe,
 )
 from wsync.demo.engines.transformers import Engine
-from wsync.engine import checkpoint_loader
 from wsync.engine.destination import Boxes, Destination, Snapshot
 from wsync.engine.learn.recorded_loader import RecordedLoader
-from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
 from wsync.machine.deadline import Deadline
 
@@ -289,37 +286,6 @@ def test_parameters_tied_between_updates_are_compared() -> None:
             sync.update()
 
 
-def checkpoint(folder: Any, tensors: Tensors) -> None:
-    save_file(tensors, folder / "model.safetensors")
-
-
-def from_disk(folder: Any, module: torch.nn.Module, receiver: Receiver) -> None:
-    find = lambda shapes: Destination.of(module, shapes)  # noqa: E731
-    checkpoint_loader.load(folder, find, receiver, timeout=60)
-
-
-def test_a_checkpoint_for_parameters_that_share_memory_is_refused(tmp_path: Any) -> None:
-    module = views("rows")
-    checkpoint(tmp_path, weights_of(module))
-    receiver = Receiver(ModuleLoader(module))
-    with pytest.raises(LayoutError, match="a and b are kept in the same memory"):
-        from_disk(tmp_path, module, receiver)
-    assert receiver.consistent
-
-
-def test_a_checkpoint_with_two_values_for_one_tensor_is_refused(tmp_path: Any) -> None:
-    module = tied()
-    same = {"a": torch.ones(6, 4), "b": torch.ones(6, 4), "c": torch.ones(3)}
-    checkpoint(tmp_path, same)
-    receiver = Receiver(ModuleLoader(module))
-    from_disk(tmp_path, module, receiver)
-    assert receiver.consistent and module.get_parameter("a").all()
-    checkpoint(tmp_path, {**same, "b": torch.zeros(6, 4)})
-    with pytest.raises(LayoutError, match="b and a are one tensor"):
-        from_disk(tmp_path, module, receiver)
-    assert not receiver.consistent
-
-
 # --- loaders of the module's own --------------------------------------------------------------
 
 
@@ -433,10 +399,10 @@ def engine_of(module: torch.nn.Module, **options: Any) -> Engine:
     return Engine(module, **options)
 
 
-def bucket(engine: Engine, update_id: str = "", **tensors: torch.Tensor) -> tuple[bool, str]:
+def bucket(engine: Engine, **tensors: torch.Tensor) -> tuple[bool, str]:
     data, end = pickle.dumps(list(tensors.items())), Deadline(60)
     try:
-        return True, engine.update(data, load_format=None, end=end, update_id=update_id)
+        return True, engine.update(data, load_format=None, end=end)
     except WsyncError as error:
         return False, str(error)
 
@@ -449,35 +415,6 @@ def test_a_bucket_may_bring_names_that_the_engine_is_to_ignore() -> None:
     assert (module.a.tolist(), module.b.tolist()) == ([1, 1], [0, 0])
     success, text = bucket(engine, other=torch.ones(2))
     assert not success and "other: not in Module" in text
-
-
-@pytest.mark.parametrize("apart", [True, False])
-def test_buckets_that_bring_two_values_for_one_tensor_are_refused(apart: bool) -> None:
-    module = tied()
-    engine = engine_of(module)
-    values = torch.arange(24.0).view(6, 4)
-
-    def send(update: str, b: torch.Tensor) -> tuple[bool, str]:
-        engine.pause("abort", 10, update)
-        if not apart:
-            return bucket(engine, update, a=values, b=b, c=torch.ones(3))
-        assert bucket(engine, update, a=values, c=torch.ones(3))[0]
-        return bucket(engine, update, b=b)
-
-    assert send("1", values.clone())[0]
-    success, text = send("2", values + 1)
-    assert not success and "b and a are one tensor" in text
-    assert not engine.receiver.consistent
-    assert torch.equal(module.get_parameter("a"), values)
-    assert send("3", values.clone())[0] and engine.receiver.consistent
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_buckets_for_parameters_that_share_memory_are_refused(kind: str) -> None:
-    module = views(kind)
-    success, text = bucket(engine_of(module), a=weights_of(module)["a"])
-    assert not success and "a and b are kept in the same memory" in text
-    assert not any(tensor.any() for tensor in module.state_dict().values())
 
 
 @pytest.mark.parametrize("change", ["rebound", "renamed", "untied"])

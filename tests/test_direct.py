@@ -21,11 +21,11 @@ from unittest import mock
 
 import pytest
 import torch
+from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import Weights, draw, same
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import wsync
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.machine.process_maps import SharedMaps
 from wsync.trainer.lending import Borrower, Lender, Lending
 from wsync.trainer.sessions.direct import DirectSession

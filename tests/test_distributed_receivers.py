@@ -21,12 +21,12 @@ from support.fused import Fused, bytes_of, draw, held
 from support.procs import Ranks, started
 from support.relay import RelayedListener
 from support.tiny_qwen3 import dense, sparse
+from support.weights_only_engine import ProcessEngine
+from support.worker_processes import WorkersEngine
 
 import wsync
 import wsync.engine.remote_session
 from wsync import _core
-from wsync.demo.engines.weights_only_engine import ProcessEngine
-from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.exchange import update_group
 from wsync.exchange.plan_blueprint import Blueprint, Meeting, Orders

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.weights_only_engine import ProcessEngine
 
 import wsync
 from wsync import _core
-from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.disk import DiskSync
 from wsync.machine.daemon_threads import start
 from wsync.messages.tcp_channel import Channel, Frame, Listener

@@ -319,7 +319,7 @@ def test_an_update_goes_by_what_has_been_started_again_in_the_servers_place(
     server.answers[f"/{DISK}"] = (200, {"success": True, "message": "Success"})
     start(version="0.5.23")
     engine = HttpHandle(server.url)
-    during = engine.during("a")
+    during = engine.during()
     during.pause("abort", 60)
     update(during, 60)
     during.resume(60)
@@ -327,7 +327,7 @@ def test_an_update_goes_by_what_has_been_started_again_in_the_servers_place(
     for method in ("begin", "end"):  # an older one, which knows none
         server.answers[f"/{method}_weight_update"] = (404, "Not Found")
     start(version="0.5.17", load_format="dummy")
-    during = engine.during("b")
+    during = engine.during()
     during.pause("abort", 60)
     engine.look_anew(60)
     during.update_weights_from_disk("/v1", weight_version=1, timeout=60)
@@ -350,7 +350,7 @@ def test_an_update_waits_for_who_looks_at_the_engine(server: FakeServer) -> None
         return begin()
 
     server.answers["/begin_weight_update"] = busy
-    trainer = HttpHandle(server.url, workers=2).during("a")
+    trainer = HttpHandle(server.url, workers=2).during()
     trainer.pause("abort", 60)
     update(trainer, 60)
     assert (sessions.open, "end" in sessions.calls) == ("all", False)
@@ -361,7 +361,7 @@ def test_an_engine_that_is_let_go_on_by_hand_ends_what_a_trainer_has_left(
 ) -> None:
     """In a session that is open SGLang has not processed what it has loaded."""
     sessions = Sessions(server)
-    trainer = HttpHandle(server.url, workers=2).during("a")
+    trainer = HttpHandle(server.url, workers=2).during()
     trainer.pause("abort", 60)
     update(trainer, 60)  # and then it is killed
     assert sessions.open is not None
@@ -373,8 +373,8 @@ def test_an_engine_that_is_let_go_on_by_hand_ends_what_a_trainer_has_left(
 def test_a_server_without_sessions_is_asked_for_one_once(server: FakeServer) -> None:
     slimes(server)
     engine = HttpHandle(server.url, workers=2)
-    for identity in "abc":
-        during = engine.during(identity)
+    for _ in "abc":
+        during = engine.during()
         during.pause("abort", 60)
         update(during, 60)
         during.resume(60)
@@ -420,8 +420,8 @@ def test_a_failed_updates_session_goes_on_and_anothers_is_ended(
     sessions = Sessions(server)
     sessions.open = "all"
     engine = HttpHandle(server.url, workers=2)
-    for identity in "ab":
-        told = engine.during(identity)
+    for _ in "ab":
+        told = engine.during()
         told.pause("abort", 60)
         update(told, 60)
     assert sessions.calls == [
@@ -478,8 +478,8 @@ def test_slimes_server_restores_what_it_has_packed(server: FakeServer) -> None:
     slimes(server)
     engine = HttpHandle(server.url, workers=2)
     engine.rearranges(True)
-    for identity in "ab":
-        during = engine.during(identity)
+    for _ in "ab":
+        during = engine.during()
         during.pause("abort", 60)
         update(during, 60)
         update(during, 60)

@@ -17,9 +17,9 @@ from support import quantised_cases
 from support.procs import RankError, Ranks
 from support.quantised_cases import METHODS, blocks, differing, groups, quantised, shapes_of
 from support.tiny_qwen3 import dense, sparse
+from support.weights_only_engine import ProcessEngine
 
 import wsync
-from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.disk import newest
 from wsync.layout import from_tensors

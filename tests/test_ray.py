@@ -16,10 +16,10 @@ from support.ray_actors import AsyncEngine, AsyncTrainer, Engine, Llm, Trainer, 
 from support.ray_cluster import await_death, kill, start
 from support.ray_plain_actors import Asking, Lock, Raising, Served, Silent
 from support.tiny_qwen3 import draw, in_server, sums
+from support.weights_only_engine import digest
 
 import wsync
 from wsync._core import PeerClosedError, RemoteError
-from wsync.demo.engines.weights_only_engine import digest
 from wsync.handles.base import handle
 from wsync.handles.local import RayHandle
 from wsync.trainer.engine_identity import CheckedEngine

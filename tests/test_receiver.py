@@ -585,7 +585,6 @@ def test_a_bad_message_is_answered(control: bytes) -> None:
             lambda r: r.handle(CLOSE, version=10**5000),
             "weight_version: int instead of text or a number of at",
         ),
-        (lambda r: r.handle(CLOSE, update_id=7), "update_id: int instead of text"),
     ],
 )
 def test_what_an_engine_of_ones_own_may_get_wrong_is_answered(
@@ -658,7 +657,7 @@ def test_a_late_version_of_another_trainer_is_refused(start: Start) -> None:
         True,
         "update 1 of this connection",
     )
-    with receiver.state.replacing("loading a checkpoint"):
+    with receiver.state.replacing("loading a checkpoint", None):
         pass
     assert not receiver.handle(second.control(1, "close"))[0]
 
@@ -678,7 +677,7 @@ def test_a_worker_takes_part_in_one_update_at_a_time(start: Start) -> None:
     trainer.accept()
     assert receiver.handle(trainer.control(1)) == (False, "worker 0: another update is running")
     with pytest.raises(StateError, match="another update is running"):
-        with receiver.state.replacing("loading a checkpoint"):
+        with receiver.state.replacing("loading a checkpoint", None):
             pass
     trainer.update(1, tiny_weights(1))
     assert handled.result(SECONDS)[0]
@@ -686,13 +685,13 @@ def test_a_worker_takes_part_in_one_update_at_a_time(start: Start) -> None:
 
 def test_a_worker_whose_weights_were_replaced_in_part_says_so_until_all_are() -> None:
     receiver = Receiver(ModuleLoader(Tiny()))
-    with pytest.raises(SystemCallError), receiver.state.replacing("loading /shared/run7"):
+    with pytest.raises(SystemCallError), receiver.state.replacing("loading /shared/run7", None):
         raise SystemCallError("file 3: Input/output error")
     assert not receiver.consistent
     assert receiver.state.reason == (
         "the weights are inconsistent: loading /shared/run7: file 3: Input/output error"
     )
-    with receiver.state.replacing("loading /shared/run7"):
+    with receiver.state.replacing("loading /shared/run7", None):
         pass
     assert (receiver.consistent, receiver.state.reason) == (True, "")
 

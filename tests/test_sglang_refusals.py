@@ -156,7 +156,7 @@ def test_the_trainer_is_told_what_a_worker_says_to_the_closing_message(
         state = engine.model._wsync.receiver.state
 
         def replace_first(session: str, number: int, version: str | None) -> None:
-            with state.replacing("loading a checkpoint"):
+            with state.replacing("loading a checkpoint", None):
                 pass
             type(state).close(state, session, number, version)
 

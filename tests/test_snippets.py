@@ -19,11 +19,11 @@ import torch
 from support import guide, megatron_cases, snippets, tiny_qwen3
 from support.procs import Ranks
 from support.vllm_engine import VllmEngine
+from support.weights_only_engine import ProcessEngine
 from support.workers import ThreadEngine
 
 import wsync
 from wsync.demo.engines.serve import serve_in_process
-from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.sglang import load_weights
 from wsync.slime import install

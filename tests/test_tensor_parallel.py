@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.tensor_parallel_engine import TensorParallelEngine
+from support.tensor_parallel_model import ShardedModel
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -23,8 +25,6 @@ from wsync._core import (
     StateError,
 )
 from wsync.bucket import FlattenedTensorBucket
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
-from wsync.demo.engines.tensor_parallel_model import ShardedModel
 from wsync.handles.base import EngineHandle, handle
 from wsync.messages import payload
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 from support.memory import shared_nbytes
+from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import Weights, draw, same
+from support.weights_only_engine import ProcessEngine
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.demo import trace_export
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
-from wsync.demo.engines.weights_only_engine import ProcessEngine
+from wsync.demo import traces
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.machine import trace
 from wsync.trainer.sessions.worker import WorkerSession
@@ -224,7 +224,7 @@ def test_what_a_bucket_waits_for_is_in_a_phase(
     options = wsync.Options(deadline=60, delivery="stock", bucket_nbytes=1 << 15, progress=False)
     with wsync.connect(draw(config, 6), engines=[server], options=options) as sync:
         report = sync.update()
-    (record,) = (r for r in trace_export.read(tmp_path, {}) if r["role"] == "trainer")
+    (record,) = (r for r in traces.read(tmp_path, {}) if r["role"] == "trainer")
     order = [what for _, what, *_ in record["spans"] if what in ("copy", "post")]
     assert order == ["copy", "post"] * report.rounds + ["copy"]
 

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.fused import Fused, changed, draw
+from support.weights_only_engine import ProcessEngine
 from support.workers import ThreadEngine
 from tqdm import tqdm
 
 import wsync
-from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.engine.learn import time_limit
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.machine.deadline import PUNCTUAL

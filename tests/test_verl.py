@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support import tiny_qwen3, verl_source
+from support.weights_only_engine import ProcessEngine
 
 import wsync
 import wsync.sglang
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
-from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.messages.tcp_channel import FROM_TRAINERS, UPDATE, Frame, Listener
 
 if TYPE_CHECKING:

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from support import fused
 from support.fakecuda import calls, position
 from support.played_gpu import driver, hold, put, reach, source_of
+from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import Weights, draw, same
+from support.weights_only_engine import ProcessEngine
+from support.worker_processes import WorkersEngine
 
 import wsync
 from wsync import _core
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
-from wsync.demo.engines.weights_only_engine import ProcessEngine
-from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import UpdateGroup

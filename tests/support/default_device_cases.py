@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.errors import error_of
+from support.weights_only_engine import BareWorker, ProcessEngine
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine
 from wsync.engine.learn.recorded_loader import RecordedLoader
 
 ELSEWHERE = torch.device("meta")

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.errors import error_of
+from support.tensor_parallel_engine import TensorParallelEngine
 from support.update_cases import OPTIONS, breaking_rank, compare, slime_arguments
+from support.worker_processes import WorkersEngine
 
 import wsync
 from wsync.demo import hf_reference, megatron_cpu
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
-from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.exchange.update_group import UpdateGroup
 from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.sessions.stock import StockSession

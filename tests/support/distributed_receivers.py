@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from support.errors import error_of
 from support.fused import Fused, bytes_of, held
+from support.tensor_parallel_engine import TensorParallelEngine
 from support.update_cases import before_receiving, breaking_rank, compare
 
 import wsync
 from wsync import megatron
 from wsync.demo import hf_reference, megatron_cpu
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.messages.control import LOAD_FORMAT
 from wsync.trainer.connection import Connection
@@ -146,7 +146,7 @@ class Relayed:
             raise wsync.RemoteError(error)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name == "during":
             raise AttributeError(name)
         return functools.partial(self._ask, name)
 

@@ -14,21 +14,19 @@ import torch.distributed as dist
 import transformers
 from support.errors import error_of
 from support.megatron_cases import check_everything, host_bytes
+from support.tensor_parallel_engine import TensorParallelEngine
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
-    MixedPrecisionPolicy,
     ShardingStrategy,
     StateDictType,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import wsync
 from wsync import _core
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 
 State = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -275,77 +273,15 @@ def parts_of_a_flat_unit(how: str) -> list[str]:
 
 
 @torch.no_grad()
-def part_of_a_unit() -> dict[str, Any]:
+def part_of_a_unit() -> int:
     """The layout of a module of which FSDP2 has embedding, norm and head in a unit around it."""
     model, state = build("dense")
     for layer in model.model.layers:
         fully_shard(layer)
     whole = fully_shard(Valued(model))
-    shards = list(whole.parameters())
     layout = wsync.fsdp.layout(model)
     whole()  # which leaves them gathered
-    found = {"shards": check_everything(*gathered(layout), state)}
-    whole()
-    shards[-1].mul_(2)  # the head for values, which the layout has not
-    found["other"] = error_of(layout.bind)
-    whole()
-    for shard in shards:
-        shard.mul_(2)
-    return {**found, "changed": error_of(layout.bind)}
-
-
-def left_whole(how: str) -> Any:
-    """A model of ones, or of numbers, under FSDP2, of which an evaluation pass leaves the parameter
-    gathered."""
-    count = dist.get_world_size()
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (count,))}
-    rows = 8 if how == "tp" or "mesh, dim1" in how else 5
-    model = torch.nn.Sequential(torch.nn.Linear(4, rows, bias=False))
-    torch.nn.init.ones_(model[0].weight)
-    if "dim1" in how:
-        options["shard_placement_fn"] = lambda parameter: Shard(1)
-    if how == "mixed":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    elif how == "tp":
-        both = init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("outer", "inner"))
-        parallelize_module(model, both["inner"], {"0": ColwiseParallel()})
-        options["mesh"] = both["outer"]
-    elif "smaller mesh" in how:
-        model[0].weight.copy_(torch.arange(model[0].weight.numel()).view_as(model[0].weight))
-        fully_shard(model[0], reshard_after_forward=2, **options)
-    return fully_shard(model, **options)
-
-
-@torch.no_grad()
-def unsharded_errors(how: str, change: str) -> tuple[list[str], list[float]]:
-    """What is said after an evaluation pass, after one and a change, and once more; and the values
-    that are sent after a pass that follows."""
-    model = left_whole(how)
-    layout = wsync.fsdp.layout(model)
-    without_gradients = torch.inference_mode if "inference" in how else torch.no_grad
-    with without_gradients():
-        model(torch.ones(2, 4))
-    said = [error_of(layout.bind)]
-    with without_gradients():
-        model(torch.ones(2, 4))
-    weight = model[0].weight
-    if change == "written":
-        weight.fill_(5)
-    elif "row" in change:
-        added = torch.zeros(weight.shape).index_fill(0, torch.tensor([2]), 50)
-        added = distribute_tensor(added, weight.device_mesh, weight.placements)
-        if "local" in change:
-            weight.to_local().add_(added.to_local())
-        else:
-            weight.add_(added)
-    elif change == "data":
-        weight.data.fill_(5)
-    elif change == "assigned":
-        model[0].weight = torch.nn.Parameter(torch.full_like(weight, 5))
-    said += [error_of(layout.bind), error_of(layout.bind)]
-    with without_gradients():
-        model(torch.ones(2, 4))  # on all ranks, or it would wait
-    return said, layout.tensors()[0].unique().tolist()
+    return check_everything(*gathered(layout), state)
 
 
 def trained_matches(kind: str, how: str) -> dict[str, Any]:

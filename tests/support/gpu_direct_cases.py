@@ -32,12 +32,12 @@ from support.played_gpu import (
     in_pieces,
     source_of,
 )
+from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import Weights, draw, same
+from support.weights_only_engine import ProcessEngine
 
 import wsync
 from wsync import _core
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
-from wsync.demo.engines.weights_only_engine import ProcessEngine
 from wsync.layout import TrainerLayout
 from wsync.trainer import lending
 from wsync.trainer.sessions.direct import DirectSession

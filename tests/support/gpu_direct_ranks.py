@@ -20,13 +20,13 @@ from support.fakecuda import calls, position
 from support.learnt_cases import differing
 from support.played_gpu import PLACES, PlayedTensor, by_handle, placed
 from support.sglang_processes import SglangProcesses
+from support.tensor_parallel_engine import TensorParallelEngine
 from support.update_cases import compare
 from support.vllm_engine import VllmEngine
 
 import wsync
 from wsync import megatron
 from wsync.demo import hf_reference, megatron_cpu
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False, flush_cache=False, delivery="direct")
 UPDATES = (1, 2, 3)  # the last is a steady one

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from support import fused
+from support.weights_only_engine import BareWorker, ProcessEngine
+from support.worker_processes import WorkersEngine
 
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.demo.engines.weights_only_engine import BareWorker, ProcessEngine
-from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import Loader, ModuleLoader
 

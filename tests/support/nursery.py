@@ -35,8 +35,8 @@ _ENGINE = "wsync.demo.engines.transformers"
 _NEEDED = {
     "": (
         "torch",
-        "wsync.demo.engines.worker_processes",
-        "wsync.demo.engines.tensor_parallel_engine",
+        "support.worker_processes",
+        "support.tensor_parallel_engine",
     ),
     "support.forked_demo": ("wsync.demo.preload",),
     "support.played_demo": ("wsync.demo.preload",),

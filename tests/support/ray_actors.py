@@ -7,15 +7,14 @@ import base64
 import datetime
 import json
 import os
-import secrets
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.weights_only_engine import BareWorker
 
 import wsync
-from wsync.demo.engines.weights_only_engine import BareWorker
 from wsync.layout import from_tensors
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, UPDATING
@@ -72,15 +71,12 @@ class Engine:
 
     def pause_generation(self, mode: str = "abort") -> dict[str, str]:
         self.paused = True
-        self._update = secrets.token_hex(8)
-        self._worker.begin(self._update)
         return {"status": "ok"}
 
     def flush_cache(self) -> None:
         pass
 
     def continue_generation(self) -> dict[str, str]:
-        self._worker.go_on(self._update)
         self.paused = False
         return {"status": "ok"}
 
@@ -96,8 +92,8 @@ class Engine:
             os._exit(3)
         (text,) = serialized_named_tensors
         data, end = base64.b64decode(text), Deadline(SECONDS)
-        request = {"update_id": self._update, "weight_version": final(weight_version)}
-        answer = self._worker.update(data, load_format=load_format, end=end, **request)
+        version = final(weight_version)
+        answer = self._worker.update(data, load_format=load_format, end=end, weight_version=version)
         self._version = weight_version or self._version
         return {"success": True, "message": answer}
 
@@ -112,16 +108,13 @@ class Engine:
     ) -> None:
         self._worker.update_weights_from_distributed(
             end=Deadline(SECONDS),
-            update_id=self._update,
             weight_version=final(weight_version),
             **request,
         )
         self._version = weight_version or self._version
 
     def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
-        self._worker.update_weights_from_disk(
-            model_path=model_path, end=Deadline(SECONDS), update_id=self._update
-        )
+        self._worker.update_weights_from_disk(model_path=model_path, end=Deadline(SECONDS))
         self._version = weight_version
 
 

@@ -12,17 +12,17 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from support import tensor_parallel_engine
 from support.engines import FIRST_GPU
 from support.errors import error_of
 from support.played_gpu import PlayedTensor, put
 from support.procs import runs
+from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import draw, same
 from support.update_cases import before_receiving
 
 import wsync
 from wsync import _core
-from wsync.demo.engines import tensor_parallel_engine
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.engine.remote_session import RemoteImporter
 from wsync.exchange import choose_exchange
 from wsync.exchange.choose_exchange import Transport

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support.errors import error_of
+from support.tensor_parallel_engine import TensorParallelEngine
 
 import wsync
 from wsync import megatron
 from wsync.demo import hf_reference, megatron_cpu
-from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.disk import newest
 from wsync.trainer.connection import Connection
 

@@ -54,7 +54,7 @@ class Receiver:
     The session with the trainer rank, its ring and its manifest stay attached between updates;
     a message with another session id replaces it.
 
-    state: whose update it is, what of it has come, and whether the weights are those of one.
+    state: whether the weights are those of one update.
     told: whether its owner tells the state of what is loaded by other means.
     """
 
@@ -79,14 +79,11 @@ class Receiver:
         """Why the engine must not generate, or ""."""
         return self.state.trouble
 
-    def answer(
-        self, content: object, *, version: int | str | None = None, update_id: str | None = None
-    ) -> tuple[bool, str]:
+    def answer(self, content: object, *, version: int | str | None = None) -> tuple[bool, str]:
         """Does what a payload says; (success, text).
 
         content: the payload of wsync.EngineHandle.update_weights for this worker, or what an engine
         has unpickled it to.  version: the weight version of that request, where it has one.
-        update_id: see `handle`.
         """
         try:
             if isinstance(content, bytes | bytearray | memoryview):
@@ -98,34 +95,28 @@ class Receiver:
                 )
         except WsyncError as error:
             return refused(self._worker, error)
-        return self.handle(control, version=version, update_id=update_id)
+        return self.handle(control, version=version)
 
     def handle(
         self,
         control: bytes | str,
         *,
         version: int | str | None = None,
-        update_id: str | None = None,
     ) -> tuple[bool, str]:
         """Does what a control message says; (success, text).
 
         control: its bytes, or the text that they are.
         version: the weight version of the request around a close, if the engine passes it on.
-        update_id: of the update that the request belongs to, "" if it has none; None where the
-        engine does not know of ids.
         """
         try:
             message = Control.from_bytes(_utf8(control))
-            version = _text_of(version, "weight_version")
-            update_id = _text_of(update_id, "update_id", int_too=False)
+            version = _version_text(version)
             named = version is not None and not version.startswith(UPDATING)
             if named and message.op != "close":
                 raise InvalidArgumentError(
                     f"weight_version {version} with {message.op!r}: it comes with the closing "
                     "message"
                 )
-            if update_id is not None and message.op != "inspect":
-                self.state.check(update_id)
             with self.state.only():
                 if message.op == "open":
                     return self._open(message)
@@ -183,7 +174,6 @@ class Receiver:
     def _open(self, message: Control) -> tuple[bool, str]:
         if self._session == message.session and message.update <= self._opened:
             raise StateError(f"{_nth(message.update)} has begun before: the request was repeated")
-        self.state.end_buckets()
         try:
             self._run(message)
         except Exception as error:
@@ -387,14 +377,15 @@ def _utf8(control: object) -> bytes:
     raise ProtocolError(f"control message: a {type(control).__name__} instead of bytes or text")
 
 
-def _text_of(value: object, what: str, *, int_too: bool = True) -> str | None:
-    """A version or id that a caller of one's own gives.  InvalidArgumentError where it is none."""
+def _version_text(value: object) -> str | None:
+    """A version that a caller of one's own gives.  InvalidArgumentError where it is none."""
     if value is None or isinstance(value, str):
         return value
-    if int_too and type(value) is int and abs(value) < _NO_VERSION:
+    if type(value) is int and abs(value) < _NO_VERSION:
         return str(value)
-    wanted = "text or a number of at most 128 digits" if int_too else "text"
-    raise InvalidArgumentError(f"{what}: {type(value).__name__} instead of {wanted}")
+    raise InvalidArgumentError(
+        f"weight_version: {type(value).__name__} instead of text or a number of at most 128 digits"
+    )
 
 
 def _lose(receiver: Receiver | None, timeout: float) -> None:

@@ -1,12 +1,11 @@
 """An engine worker's part in updates over process groups, with SGLang's semantics."""
 
-import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -14,11 +13,9 @@ from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
     LayoutError,
-    ProtocolError,
     StateError,
 )
 from wsync.bucket import FlattenedTensorBucket, metadata_at
-from wsync.engine.update_state import Ended, Repeated
 from wsync.exchange.update_group import Rendezvous, UpdateGroup, connection_of, device_of
 from wsync.machine.deadline import Deadline, seconds
 from wsync.messages.control import FLATTENED_BUCKET
@@ -26,8 +23,6 @@ from wsync.messages.control import FLATTENED_BUCKET
 BROADCAST_SECONDS: Final = 120.0
 """The most that a broadcast may take where an engine is not told otherwise: as many seconds as a
 trainer waits for it by default.  SGLang has no such deadline of its own."""
-_KEPT_NBYTES: Final = 64 << 20
-_MARK_NBYTES: Final = 16
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -35,15 +30,13 @@ Named = list[tuple[str, torch.Tensor]]
 @dataclass(eq=False)
 class _Membership:
     group: UpdateGroup | None = None  # before all members have come
-    used: bool = False  # a bucket was taken from it
 
 
 class UpdateGroups:
     """The groups that trainers had this worker join, by name.
 
-    They are one trainer's: when the worker has joined one, it leaves all of other connections, and
-    those that buckets have come from, be their trainer gone, stopped or about to send.  A group is
-    also left when one of its broadcasts fails, or is not taken.
+    They are one trainer's: when the worker has joined one, it leaves all of other connections.  A
+    group is also left when one of its broadcasts fails, or is not taken.
 
     rank: the worker's, in its engine.
     """
@@ -52,7 +45,6 @@ class UpdateGroups:
         self._rank = rank
         self._lock = threading.Lock()
         self._members: dict[str, _Membership] = {}
-        self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def init(
         self,
@@ -74,8 +66,6 @@ class UpdateGroups:
             DeadlineError: they have not.
             StateError: the worker has been called away.
         """
-        if not group_name:
-            raise InvalidArgumentError("group_name is empty")
         if rank_offset < 1:
             raise InvalidArgumentError(f"rank_offset {rank_offset}: rank 0 is the trainer's")
         mine = _Membership()
@@ -96,31 +86,19 @@ class UpdateGroups:
             self._leave(group_name, mine)
             raise
         for name, member in list(self._members.items()):
-            if member.used or connection_of(name) != connection_of(group_name):
+            if connection_of(name) != connection_of(group_name):
                 self._leave(name, member)
 
     @contextmanager
-    def announced(self, group_name: str) -> Iterator[tuple[Callable[..., Named], str]]:
-        """Around what is done for one bucket that a trainer has announced; gives `receive`, and the
-        connection that the group belongs to, as `connection_of` has it.
-
-        The trainer sends it whatever becomes of the announcement.  A worker that does not take it
-        leaves the group: it would take it for the bucket that is announced next.
-        """
-        member, taken = self._members.get(group_name), False
-
-        def receive(**what: Any) -> Named:
-            nonlocal taken
-            tensors = self.receive(**what)
-            taken = True
-            return tensors
-
+    def announced(self, group_name: str) -> Iterator[None]:
+        """Around what is done for one bucket that a trainer has announced.  The trainer sends it
+        whatever becomes of the announcement: a worker that fails leaves the group, or it would take
+        this bucket for the next one."""
+        member = self._members.get(group_name)
         try:
-            yield receive, connection_of(group_name)
-        except (Repeated, Ended):  # it was sent and taken once, or its trainer meets others anew
-            raise
+            yield
         except BaseException:
-            if member is not None and not taken:
+            if member is not None:
                 self._leave(group_name, member)
             raise
 
@@ -134,8 +112,7 @@ class UpdateGroups:
         load_format: str | None = None,
         timeout: float = math.inf,
     ) -> Named:
-        """Takes one broadcast of a bucket, or one of each tensor; (name, tensor) in order, which
-        are valid until the next call.
+        """Takes one broadcast of a bucket, or one of each tensor; (name, tensor) in order.
 
         dtypes are torch's names.  A flattened bucket has no gaps, so that each tensor has to
         start at a multiple of its item size.  timeout: seconds, where the group's are more.
@@ -145,8 +122,6 @@ class UpdateGroups:
             raise InvalidArgumentError(
                 f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes"
             )
-        if len(set(names)) != len(names):
-            raise InvalidArgumentError(f"{len(names)} names, but {len(set(names))} tensors")
         if load_format not in (None, FLATTENED_BUCKET):
             raise InvalidArgumentError(f"load_format {load_format!r}: None or {FLATTENED_BUCKET!r}")
         metadata, start = [], 0
@@ -156,32 +131,15 @@ class UpdateGroups:
                 raise LayoutError(f"{name}: {dtype_name} at byte {start} of a bucket")
             metadata.append(entry)
             start = entry.end_idx
-        flat = self._flat(start)
+        flat = torch.empty(start, dtype=torch.uint8, device="cpu")
         each = [flat[entry.start_idx : entry.end_idx] for entry in metadata]
         self._broadcast(group_name, member, [flat] if load_format else each, timeout)
         return FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).reconstruct_tensors()
-
-    def _flat(self, nbytes: int) -> torch.Tensor:
-        """Room for a bucket, valid until the next one: fresh pages cost more than their bytes."""
-        if nbytes > _KEPT_NBYTES:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if self._kept.numel() < nbytes:
-            self._kept = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self._kept[:nbytes]
 
     def _broadcast(
         self, name: str, member: _Membership, tensors: list[torch.Tensor], timeout: float
     ) -> None:
         assert member.group is not None
-        member.used = True
-        # A backend takes fewer bytes than announced without a word: those written to the ends are
-        # still there then.  All members write the same, because they pass on what they have.
-        mark = torch.frombuffer(
-            bytearray(hashlib.blake2b(name.encode(), digest_size=_MARK_NBYTES).digest()),
-            dtype=torch.uint8,
-        )
-        ends = [tensor[-_MARK_NBYTES:] for tensor in tensors]
-        marked = [end.copy_(mark) for end in ends if end.numel() == _MARK_NBYTES]
         deadline = Deadline(timeout)
 
         def check() -> None:
@@ -191,11 +149,8 @@ class UpdateGroups:
 
         try:
             member.group.broadcast(tensors, check)
-            if any(torch.equal(end, mark) for end in marked):
-                raise ProtocolError(f"group {name}: a broadcast is shorter than announced")
         except BaseException:
             self._leave(name, member)
-            self._kept = self._kept[:0].clone()  # what is stuck may still write there
             raise
 
     def destroy(self, group_name: str) -> None:

@@ -33,7 +33,6 @@ class LocalHandle(ApiHandle):
     """
 
     _serves = False  # whether there is a server of SGLang behind it
-    pauses_once = True  # in an update: it says no id, and another pause may be another's
 
     def __init__(
         self, engine: object, *, workers: int | None = None, gpus: int | None = None

@@ -62,7 +62,7 @@ class ApiHandle(ABC):
         """How the engine was started, if it says so."""
         return {}
 
-    def during(self, update_id: str) -> Self:
+    def during(self) -> Self:
         """The same handle, for the requests of one update."""
         told = copy.copy(self)
         told._asking = _Asking()

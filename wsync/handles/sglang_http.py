@@ -32,7 +32,6 @@ from wsync.handles.answers import (
 )
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline, seconds
-from wsync.messages.control import UPDATE_HEADER
 from wsync.messages.tcp_channel import KEEPALIVE
 
 _CERTIFICATES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")  # where requests looks for them
@@ -96,14 +95,12 @@ class HttpHandle(ApiHandle):
     def __repr__(self) -> str:
         return f"HttpHandle({self.name!r})"
 
-    def during(self, update_id: str) -> Self:
-        """The same handle, for the requests of one update; engines without wsync do not read its
-        id.  Where the update before has failed, what the engine seemed not to know is asked for
-        anew."""
+    def during(self) -> Self:
+        """The same handle, for the requests of one update.  Where the update before has failed,
+        what the engine seemed not to know is asked for anew."""
         self._sessions["known"] |= not self._sessions["resumed"]
         self._sessions["resumed"] = False
-        told = super().during(update_id)
-        told._headers = {**self._headers, UPDATE_HEADER: update_id}
+        told = super().during()
         told._http = _new_session()
         del told._http.headers["Connection"]
         return told

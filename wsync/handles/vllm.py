@@ -41,7 +41,6 @@ class VllmHandle(LocalHandle):
     """
 
     control_only = True
-    pauses_once = False  # vLLM counts no pauses
 
     def __init__(
         self,
@@ -65,7 +64,6 @@ class VllmHandle(LocalHandle):
             self.name = str(engine)
         # where old weights' work may lie, as the workers say; copies share it
         self._keeps: dict[str, Any] = {}
-        self._named: str | None = None  # by this update
         self.workers = self._count(timeout)
 
     def look_anew(self, timeout: float) -> None:
@@ -106,10 +104,6 @@ class VllmHandle(LocalHandle):
 
     def resume(self, timeout: float) -> None:
         deadline = Deadline(timeout)
-        named = None if self._named is None else self._own("get_weight_version", deadline.left)
-        if named not in (None, self._named):
-            # a request of an update that has failed came late, or another trainer has updated it
-            self._name_as_held(named, deadline)
         if self._may_wake() and isinstance(self._wake(deadline), bool):
             return  # vLLM goes on unless some of its memory sleeps, and says whether it does
         if self._has("resume_generation"):
@@ -127,15 +121,7 @@ class VllmHandle(LocalHandle):
             if not good or answer[0] is not True:
                 check_answer(self.name, "wsync_update", (False, answer[1] if good else answer))
         if version is not None and self._has("update_weight_version"):
-            self._name_as_held(None, deadline)
-            self._named = version
-
-    def _name_as_held(self, named: str | None, deadline: Deadline) -> None:
-        """Has vLLM call its weights, which it calls `named`, what its workers do.  Behind a gateway
-        these may be another one's by now."""
-        held = self.model_info(deadline.left)["weight_version"]
-        if held not in (None, named):
-            self._call("update_weight_version", deadline.left, new_version=held)
+            self._call("update_weight_version", deadline.left, new_version=version)
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise RemoteError(f"engine {self.name}: {method}: vLLM takes wsync's control messages only")

@@ -32,10 +32,6 @@ LOAD_FORMAT: Final = "wsync.sglang.load_weights"
 FLATTENED_BUCKET: Final = "flattened_bucket"
 """load_format of the requests that carry a bucket of SGLang's (wsync.FlattenedTensorBucket)."""
 
-UPDATE_HEADER: Final = "wsync-update"
-"""HTTP header with the id of the update that a request belongs to, in hex: 16 digits of the trainer
-and 8 of its count of updates.  Engines that do not know it pass it over."""
-
 UPDATING: Final = "updating-"
 """Prefix of the temporary version that, during an update, is given to engines that record the
 version of every request (SGLang)."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from wsync._core import PeerClosedError, RemoteError, StateError
 from wsync.handles.answers import identity_of
@@ -17,21 +15,17 @@ from wsync.messages.control import UPDATING, Control
 
 _log = logging.getLogger(__name__)
 
-_RESTART_SECONDS: Final = 0.1  # no engine is started again in less
-
 
 class CheckedEngine:
     """A handle that checks its engine, for the updates of one connection; an EngineHandle itself.
 
-    `pause` begins an update.  It makes up an id, which goes with every request of the update to an
-    engine that can tell by it what is late, repeated or another trainer's (handles with `during`).
-    It also notes which engine this is, and the version that it reports.  A version is given only
-    to the same engine, and only while it reports the same version; it is believed when the engine
-    reports it.
+    `pause` begins an update.  It notes which engine this is, and the version that it reports.  A
+    version is given only to the same engine, and only while it reports the same version.  Before
+    the engine goes on, it has to report the version that it was given.
 
-    SGLang, for one, ignores ids.  Such an engine is given a temporary version with the opening
-    message and with every bucket but the last.  Another trainer's bucket, or a repeated one, then
-    shows at the next request, and a failed update cannot leave the old version in place.
+    SGLang records the version of any request that has one.  It is given a temporary version with
+    the opening message and with every bucket but the last, so that an update that fails cannot
+    leave the old version in place.
 
     before: its object in the connection before.
 
@@ -53,13 +47,8 @@ class CheckedEngine:
         self._reported: object = None  # the version that the engine has to report
         self._version: str | None = None  # that the update has given
         self._given: str | None = None  # that the last update has, if it has ended well
-        # ids of updates: this, and a count, by which an engine tells a late pause from a new one
-        self._series: str = secrets.token_hex(8) if before is None else before._series
-        self._ids: Iterator[int] = itertools.count(1) if before is None else before._ids
-        self._update_id = ""
+        self._updating: str | None = None  # the temporary version, if the engine is given one
         self._given_up = False
-        self._buckets: Iterator[int] | None = None  # numbers, where buckets get versions
-        self._verified = 0.0  # when, on the monotonic clock
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -73,12 +62,9 @@ class CheckedEngine:
     @property
     def _told(self) -> Any:
         """The handle for what this update asks; StateError once the update has been given up."""
-        self._check_not_given_up()
-        return self._during
-
-    def _check_not_given_up(self) -> None:
         if self._given_up:
             raise StateError(f"engine {self.name}: not asked, as its update has been given up")
+        return self._during
 
     def give_up(self) -> None:
         """What threads of this update have not asked of the engine yet they ask no more.  The next
@@ -97,33 +83,28 @@ class CheckedEngine:
         version = str(self.handle.model_info(timeout).get("weight_version"))
         if version.startswith(UPDATING):
             raise RemoteError(f"engine {self.name}: another update has begun: {version}")
+        self._for_one_update().resume(deadline.left)
+
+    def _for_one_update(self) -> Any:
         during = getattr(self.handle, "during", None)
-        told = None if during is None else during(self._update_id)
-        (told or self.handle).resume(deadline.left)
+        return (None if during is None else during()) or self.handle
 
     def pause(self, mode: str, timeout: float) -> None:
         deadline = Deadline(timeout)
-        during = getattr(self.handle, "during", None)
-        self._update_id = f"{self._series}{next(self._ids):08x}"
-        told = None if during is None else during(self._update_id)
-        self._during = told or self.handle
+        self._during = self._for_one_update()
         self._version = None
         given, self._given = self._given, None
         self._told.pause(mode, timeout)
         identity, (self._identity, found) = self._identity, self._ask(deadline)
         self._reported = found.get("weight_version")
         stock = "instance" not in found and self._reported is not None
-        self._buckets = itertools.count(1) if stock else None
+        self._updating = f"{UPDATING}{secrets.token_hex(12)}" if stock else None
         disturbed = stock and str(self._reported) != given
         self.restarted = disturbed or self._identity != identity
-        once = stock or getattr(self.handle, "pauses_once", False)
-        if self._identity != identity and not once:
-            # it may have been started again between the pause and the answer that tells who it is
-            self._told.pause(mode, deadline.left)
         if disturbed and given is not None:
             _log.warning(
                 "engine %s: reports weight version %s, and the last update gave it %s: it was "
-                "restarted, or somebody else has updated it, or a request has come late",
+                "restarted, or somebody else has updated it",
                 self.name,
                 self._reported,
                 given,
@@ -138,54 +119,31 @@ class CheckedEngine:
     def flush(self, timeout: float) -> None:
         self._told.flush(timeout)
 
-    def pause_and_flush_again(self, mode: str, timeout: float, *, flush: bool) -> None:
-        """When the engine has all weights: pauses and flushes it once more where it cannot tell
-        whose requests it gets.  Another trainer, or a gateway that repeats a request, may have had
-        it continue meanwhile, and its cache then has what mixed weights have computed."""
-        if self._buckets is not None:
-            self._check_not_given_up()
-            deadline = Deadline(timeout)
-            self.handle.pause(mode, timeout)  # not `_during`, for which it would begin an update
-            if flush:
-                self.flush(deadline.left)
-
     def update_weights(
         self, payloads: Sequence[bytes] | Callable[[], Sequence[bytes]], **request: Any
     ) -> None:
         """payloads: a function makes them when the engine has been checked."""
-        checked = self._bucket(**request)
+        checked = self._named(**request)
         self._told.update_weights(payloads() if callable(payloads) else payloads, **checked)
 
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:
-        send_control(self._told, messages, **self._message(**request))
+        send_control(self._told, messages, **self._named(**request))
 
     def update_weights_from_disk(self, path: str, **request: Any) -> None:
-        checked = self._checked(**request)
-        self._told.update_weights_from_disk(path, **checked)
+        self._told.update_weights_from_disk(path, **self._checked(**request))
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        checked = self._bucket if method == "update_weights_from_distributed" else self._checked
-        request = checked(arguments.get("weight_version"), timeout)
+        named = self._named if method == "update_weights_from_distributed" else self._checked
+        request = named(arguments.get("weight_version"), timeout)
         timeout = request.pop("timeout")
         given = {name: value for name, value in request.items() if value is not None}
         self._told.call(method, {**arguments, **given}, timeout)
 
     def verify(self, timeout: float) -> None:
-        """Before the engine goes on.
-
-        Raises:
-            PeerClosedError: it is not the one that took the update on, or has another version.
-            RemoteError: it holds a part of an update.
-        """
-        info = self._check_identity(Deadline(timeout))
-        if info.get("consistent") is False:
-            raise RemoteError(f"engine {self.name}: {info.get('reason') or 'inconsistent'}")
-        self._check_held(info)
-        self._verified = time.monotonic()
-
-    def _check_held(self, info: Mapping[str, Any]) -> None:
-        """PeerClosedError if the engine reports another version than this update has given it."""
-        version = info.get("weight_version", self._version)
+        """Before the engine goes on: PeerClosedError if it is not the one that took the update on,
+        or has another version."""
+        found = self._check_identity(Deadline(timeout))
+        version = found.get("weight_version", self._version)
         if self._version is not None and str(version) != self._version:
             raise PeerClosedError(
                 f"engine {self.name}: reports weight version {version} after it was given "
@@ -193,10 +151,7 @@ class CheckedEngine:
             )
 
     def resume(self, timeout: float) -> None:
-        deadline = Deadline(timeout)
-        if time.monotonic() > self._verified + _RESTART_SECONDS:  # other engines have taken long
-            self.verify(deadline.left)
-        self._told.resume(deadline.left)
+        self._told.resume(timeout)
         self._given = self._version
 
     def model_info(self, timeout: float) -> dict[str, Any]:
@@ -207,43 +162,28 @@ class CheckedEngine:
         self, weight_version: int | str | None, timeout: float, **others: Any
     ) -> dict[str, Any]:
         """The arguments of a request.  If it has a version, first checks that the engine may be
-        given it, unless it checks that itself, by the update's id; the timeout is what is left."""
+        given it, unless it checks that itself, by the session; the timeout is what is left."""
         deadline = Deadline(timeout)
         if weight_version is not None:
-            if self._buckets is not None:
-                self._check_version(self._check_identity(deadline))
+            if self._updating is not None:
+                now = self._check_identity(deadline).get("weight_version")
+                if None not in (now, self._reported) and str(now) != str(self._reported):
+                    raise PeerClosedError(
+                        f"engine {self.name}: reports weight version {now}, not {self._reported}: "
+                        "it was restarted since it was paused for this update, or another trainer "
+                        "updates it"
+                    )
             self._reported = self._version = str(weight_version)
         return {"weight_version": weight_version, "timeout": deadline.left, **others}
 
-    def _bucket(
+    def _named(
         self, weight_version: int | str | None, timeout: float, **others: Any
     ) -> dict[str, Any]:
-        """The same for a bucket, which gets a temporary version if it has no other and the engine
-        cannot tell updates apart."""
-        if weight_version is not None or self._buckets is None:
+        """The same for a message or a bucket, which is given the temporary version if no other."""
+        if weight_version is not None or self._updating is None:
             return self._checked(weight_version, timeout, **others)
-        deadline = Deadline(timeout)
-        version = f"{UPDATING}{self._update_id}-{next(self._buckets)}"
-        self._check_version(self._model_info(deadline))
-        self._reported = version
-        return {"weight_version": version, "timeout": deadline.left, **others}
-
-    def _message(self, weight_version: int | str | None, timeout: float) -> dict[str, Any]:
-        """The same for a control message.  The version that the engine reports is checked only
-        before the closing one: SGLang first ends what an earlier update has left under way."""
-        if weight_version is not None or self._buckets is None:
-            return self._checked(weight_version, timeout)
-        self._reported = version = f"{UPDATING}{self._update_id}"
-        return {"weight_version": version, "timeout": timeout}
-
-    def _check_version(self, found: Mapping[str, Any]) -> None:
-        """PeerClosedError if the engine reports another version than this update has left there."""
-        now = found.get("weight_version")
-        if None not in (now, self._reported) and str(now) != str(self._reported):
-            raise PeerClosedError(
-                f"engine {self.name}: reports weight version {now}, not {self._reported}: it was "
-                "restarted since it was paused for this update, or another trainer updates it"
-            )
+        self._reported = self._updating
+        return {"weight_version": self._updating, "timeout": timeout, **others}
 
     def _check_identity(self, deadline: Deadline) -> dict[str, Any]:
         """What the engine says of itself.  PeerClosedError if it is another one."""
@@ -258,22 +198,16 @@ class CheckedEngine:
 
     def _ask(self, deadline: Deadline) -> tuple[dict[str, Any], dict[str, Any]]:
         """Which engine this is, as far as it says, and its model_info; in one request where that
-        tells its instance.  Where it does not, model_info comes last: one that was started again
-        may be like before but for its version, as with a fixed seed.  SGLang answers server_info
-        when its scheduler has done what came before, so that a load from disk which was given up
-        has ended when the next one begins: SGLang itself would take the one for the other."""
+        tells its instance.  Where it does not, server_info comes first.  SGLang answers it when its
+        scheduler has done what came before, so that a load from disk which was given up has ended
+        when the next one begins: SGLang itself would take the one for the other."""
         server = self._server_info(deadline) if self._asks_server else {}
-        found = self._model_info(deadline)
+        found = self._told.model_info(deadline.left) or {}
         asks = "instance" not in found and hasattr(type(self._during), "server_info")
         if asks and not self._asks_server:
-            self._asks_server = True
-            server = self._server_info(deadline)
-            found = self._model_info(deadline)
+            self._asks_server, server = True, self._server_info(deadline)
         known = "instance" in found or "process" in found or server
         return identity_of({**found, **server}) if known else {}, found
 
     def _server_info(self, deadline: Deadline) -> dict[str, Any]:
         return self._told.server_info(deadline.left) or {}
-
-    def _model_info(self, deadline: Deadline) -> dict[str, Any]:
-        return self._told.model_info(deadline.left) or {}

@@ -229,11 +229,8 @@ class EngineRequests:
                 raise _core.StateError(f"version {version} has been given up")
             return deadline.left
 
-        options = self._options
-
         def hand_over(index: int, engine: Any) -> None:
             deliver(index, engine, remaining)
-            engine.pause_and_flush_again(options.pause_mode, remaining(), flush=options.flush_cache)
             engine.verify(remaining())
             self.effect.look(engine.handle, remaining(), after=True)
 

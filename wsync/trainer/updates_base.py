@@ -11,10 +11,10 @@ import operator
 import os
 import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from tqdm import TqdmWarning
@@ -26,7 +26,6 @@ from wsync.machine.error_text import error_text
 from wsync.machine.fork_guard import Owner
 from wsync.machine.host import host_identity
 from wsync.machine.sent_memory import Sent, sending
-from wsync.machine.try_lock import Turn
 from wsync.options import Options
 from wsync.report import Report, counted
 from wsync.trainer.quantise_option import quantise_rules
@@ -67,7 +66,7 @@ class Updates(abc.ABC):
         self._warned: set[str] = set()
         self._owner = Owner()
         self._closed = False
-        self._busy = Turn()
+        self._busy = threading.Lock()
         self._group = TrainerGroup(self._source.group, timeout=timeout)
         self._meeting = self._group.name
 
@@ -81,20 +80,21 @@ class Updates(abc.ABC):
         """
         if not self._owner:
             return  # and what process groups there are stays: their ends wait for threads
-        with self._turn(
-            "close", "an update of another thread is under way: join it before close()"
-        ):
+        with self._turn("close"):
             self._close()
 
-    def _turn(self, what: str, other: str) -> AbstractContextManager[None]:
-        """Around a call that has to run alone.  StateError while another is under way, with the
-        text `other` if that is another thread's."""
-
-        def refusal() -> _core.StateError:
-            own = "called within an update of this connection, as by what gives its weights"
-            return _core.StateError(f"{what}: {own if self._busy.own else other}")
-
-        return self._busy.taken(refusal)
+    @contextlib.contextmanager
+    def _turn(self, what: str) -> Iterator[None]:
+        """Around a call that has to run alone.  StateError while another is under way."""
+        if not self._busy.acquire(blocking=False):
+            raise _core.StateError(
+                f"{what}: an update of this connection is under way, in another thread or around "
+                "this call: wait until it has ended"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _close(self) -> None:
         self._closed = True
@@ -236,8 +236,7 @@ class Updates(abc.ABC):
     def _updating(self, version: int | str | None, weights: object) -> Iterator[Report]:
         """One update at a time: the block fills in its report.  weights: what the caller gave."""
         self._owner.check("update")
-        other = "another thread's update is under way here; call them one after another"
-        with self._turn("update", other):
+        with self._turn("update"):
             if self._closed:
                 raise _core.StateError("update after close: connect anew")
             self._updates += 1  # before anything can fail here that others do not hear of

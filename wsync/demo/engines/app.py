@@ -8,17 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import FastAPI, Header, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wsync._core import StateError, WsyncError, __version__
 from wsync.demo.engines import request_bodies as bodies
 from wsync.demo.engines.gate import REQUEST_SECONDS
-from wsync.handles.answers import cut
 from wsync.machine.deadline import Deadline
-from wsync.messages.control import UPDATE_HEADER
 
 if TYPE_CHECKING:
     from wsync.demo.engines.transformers import Engine, Generation
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _THREADS = 32
-_UPDATE = Header("", alias=UPDATE_HEADER)
 
 
 def _threaded(function: Callable[..., T]) -> Callable[..., Awaitable[T]]:
@@ -54,8 +50,7 @@ def build_app(engine: "Engine", *, api_key: str | None = None) -> FastAPI:
 
 
 def _add_rules(app: FastAPI, api_key: str | None) -> None:
-    """Authorization, a bound of bodies, and SGLang's codes for errors."""
-    app.add_middleware(_BodyLimit)
+    """Authorization, and SGLang's codes for errors."""
 
     async def authorize(
         request: Request, proceed: Callable[[Request], Awaitable[Response]]
@@ -75,41 +70,12 @@ def _add_rules(app: FastAPI, api_key: str | None) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = ".".join(cut(str(part), 80) for part in first["loc"])
-        unknown = "not known here, or not with that value"
-        return _error(f"{where}: {unknown if first['type'] == 'extra_forbidden' else first['msg']}")
-
-    @app.exception_handler(400)
-    @app.exception_handler(413)
-    async def unreadable(request: Request, error: HTTPException) -> Response:
-        return _error(f"body: {error.detail}", error.status_code)
+        where = ".".join(map(str, first["loc"]))
+        return _error(f"{where}: {first['msg']}")
 
     @app.exception_handler(WsyncError)
     async def failed(request: Request, error: WsyncError) -> Response:
         return _error(str(error))
-
-
-class _BodyLimit:
-    """Refuses a body that is too large: at once where its length is announced, else as it comes."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        most = bodies.MAX_NBYTES
-        count = int(dict(scope.get("headers", ())).get(b"content-length", 0))
-        if count <= most:
-            count = 0
-
-        async def counted() -> Message:
-            nonlocal count
-            message = await receive()
-            count += len(message.get("body", b""))
-            if count > most:
-                raise HTTPException(413, f"more than the {most} bytes that are taken")
-            return message
-
-        await self._app(scope, counted, send)
 
 
 def _add_information(app: FastAPI, engine: "Engine") -> None:
@@ -139,7 +105,7 @@ def _add_information(app: FastAPI, engine: "Engine") -> None:
 
     @app.api_route("/weights_checker", methods=["GET", "POST"])
     @_threaded
-    def weights_checker(body: bodies.Check | None = None) -> Any:
+    def weights_checker() -> Any:
         sums = engine.checksums()
         digest = sha256(repr(sorted(sums.items())).encode()).hexdigest()
         rank = {
@@ -153,16 +119,15 @@ def _add_information(app: FastAPI, engine: "Engine") -> None:
 def _add_generation(app: FastAPI, engine: "Engine") -> None:
     @app.post("/pause_generation")
     @_threaded
-    def pause(body: bodies.Pause | None = None, update_id: str = _UPDATE) -> Response:
+    def pause(body: bodies.Pause | None = None) -> Response:
         mode = (body or bodies.Pause()).mode
-        call = functools.partial(engine.pause, mode, REQUEST_SECONDS, update_id)
+        call = functools.partial(engine.gate.pause, mode, REQUEST_SECONDS)
         return _obey(call, f"Generation paused: {mode}.")
 
     @app.post("/continue_generation")
     @_threaded
-    def resume(update_id: str = _UPDATE) -> Response:
-        call = functools.partial(engine.resume, REQUEST_SECONDS, update_id)
-        return _obey(call, "Generation continued.")
+    def resume() -> Response:
+        return _obey(lambda: engine.resume(REQUEST_SECONDS), "Generation continued.")
 
     @app.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush() -> Response:
@@ -256,7 +221,7 @@ def _request(
     engine: "Engine", name: str, kind: Any, done: str, failed: str
 ) -> Callable[..., Awaitable[Response]]:
     @_threaded
-    def endpoint(body: kind, update_id: str = _UPDATE) -> Response:
+    def endpoint(body: kind) -> Response:
         told = body.model_dump()
         if told.pop("abort_all_requests", False):
             engine.gate.abort(None)
@@ -267,7 +232,7 @@ def _request(
             extra["new_version"] = told["new_version"]
         end = Deadline(REQUEST_SECONDS)
         try:
-            text = getattr(engine, name)(**told, end=end, update_id=update_id)
+            text = getattr(engine, name)(**told, end=end)
         except Exception as error:  # torch's, too, of a content that is none of a tensor's
             known = isinstance(error, WsyncError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
@@ -278,14 +243,9 @@ def _request(
 
 
 def _outcome(success: bool, message: str, **more: Any) -> Response:
-    body = {"success": success, "message": _plain(message), **more}
+    body = {"success": success, "message": message, **more}
     return JSONResponse(body, 200 if success else 400)
 
 
-def _error(message: str, status: int = 400) -> Response:
-    return JSONResponse({"error": {"message": _plain(message)}}, status)
-
-
-def _plain(text: str) -> str:
-    """The beginning of a text, which may quote what is no Unicode."""
-    return cut(text).encode("utf-8", "backslashreplace").decode()
+def _error(message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, 400)

@@ -83,12 +83,10 @@ class Gate:
                 self._stepping -= go
                 self._changed.notify_all()
 
-    def pause(self, mode: str, timeout: float, begin: Callable[[], object] = bool) -> None:
-        """`begin` is called first and may raise; nobody pauses or resumes meanwhile."""
+    def pause(self, mode: str, timeout: float) -> None:
         if mode not in PAUSE_MODES:
             raise InvalidArgumentError(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
         with self._changed:
-            begin()
             self._paused = mode
             for ticket in self._running:
                 ticket.aborted |= mode == "abort"
@@ -106,12 +104,9 @@ class Gate:
                 ticket.aborted |= rid is None or ticket.rid == rid
             self._changed.notify_all()
 
-    def resume(self, timeout: float, may: Callable[[], bool] = lambda: True) -> None:
-        """`may` is asked when no update runs, and may raise; nobody pauses or resumes meanwhile."""
+    def resume(self, timeout: float) -> None:
         with self._changed:
             self._wait(lambda: not self._updating, timeout, "a weight update does not end")
-            if not may():
-                return
             self._paused = None
             self._changed.notify_all()
 

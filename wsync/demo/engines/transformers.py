@@ -147,16 +147,10 @@ class Engine(ModuleWorker):
         rows: list[list[float]] = logits.float().tolist()
         return rows
 
-    def pause(self, mode: str, timeout: float, update_id: str = "") -> None:
-        """As Gate.pause; what trainers begin an update with, and say its id."""
-        self.gate.pause(mode, timeout, lambda: self.updates.begin(update_id))
-
-    def resume(self, timeout: float, update_id: str = "") -> None:
-        """Refused while the weights are inconsistent or have no version yet, and to a trainer whose
-        update has been ended by another one's."""
-        if not self.updates.consistent:
-            self.updates.check_whole()  # at once, whatever a bucket that does not come holds up
-        self.gate.resume(timeout, lambda: self.updates.go_on(update_id))
+    def resume(self, timeout: float) -> None:
+        """Refused while the weights are inconsistent or have no version yet."""
+        self.updates.check_whole()
+        self.gate.resume(timeout)
 
     def _check_prompt(self, ids: Sequence[int], sampling: SamplingParams) -> None:
         vocab = int(self.model.config.vocab_size)
@@ -197,10 +191,11 @@ class Engine(ModuleWorker):
             raise InvalidArgumentError(f"serialized_named_tensors: {error}") from error
         return self.update(data, **told)
 
-    def update_weight_version(self, new_version: str, *, end: Deadline, update_id: str = "") -> str:
+    def update_weight_version(self, new_version: str, *, end: Deadline) -> str:
         """Calls the weights something else.  StateError where they are not those of one update."""
         with self.exclusive(end):
-            self.updates.rename(new_version, update_id)
+            self.updates.check_whole()
+            self.updates.rename(new_version)
         return f"Weight version updated to {new_version}"
 
     def checksums(self) -> dict[str, str]:

@@ -84,9 +84,8 @@ def _give_back(owner: Owner, ring: torch.Tensor) -> None:
 class StockSession(BucketSession):
     """A stock engine: rounds are buckets in shared memory, each named in a request of its own.
 
-    A bucket is free again when its request has been answered, and the next one's, and, on a GPU,
-    every worker has let go of it: a copy of its request that a gateway has sent may be served in
-    between.  Such an engine takes on the version with its last bucket; it cannot refuse to run
+    A bucket is free again when its request has been answered and, on a GPU, every worker has let go
+    of it.  Such an engine takes on the version with its last bucket; it cannot refuse to run
     if an update ends before that, so the trainer does not continue it.
 
     on_gpu: whether buckets are to lie on the GPU, where that is the device; else in a file.
@@ -125,17 +124,10 @@ class StockSession(BucketSession):
         super().acquire(round, stream, timeout, check)
         assert self._ring is not None
         slot = self.rounds.slots[round]
-        if slot.wait_round >= 0 and (after := self._next_bucket(slot.wait_round, round)):
-            self.wait(after, deadline.left, check)
         try:
             self._ring.acquire(slot.offset, slot.nbytes, deadline.left, check)
         except _core.DeadlineError as error:
             raise _core.DeadlineError(f"engine {self._engine.name}: {error}") from None
-
-    def _next_bucket(self, first: int, last: int) -> int:
-        """The next round with a bucket after the first of two rounds, before the last; 0 where
-        there is none."""
-        return next((k for k in range(first + 1, last) if self.rounds.buckets[k]), 0)
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the request of a round has been answered."""
