@@ -8,31 +8,6 @@
 #include "fake.h"
 #include "kernel_host.h"
 
-/* Writes value to count words: what tests launch where there is no other kernel. */
-static void fill_words(unsigned grid, unsigned block, void **parameters)
-{
-    uint32_t *words = fakecuda_reach(*(void **)parameters[0]);
-    const uint32_t value = *(const uint32_t *)parameters[1];
-    const uint32_t count = *(const uint32_t *)parameters[2];
-
-    (void)grid;
-    (void)block;
-    for (uint32_t i = 0; i < count; i++) {
-        words[i] = value;
-    }
-}
-
-static wsync_cu_result_t each_of_words(const unsigned char *parameters,
-                                       fake_visit_func_t visit, const void *state)
-{
-    uint32_t count;
-    uintptr_t words;
-
-    memcpy(&words, parameters, sizeof(words));
-    memcpy(&count, parameters + 32, sizeof(count));
-    return visit(state, words, count * sizeof(uint32_t));
-}
-
 /* What a segment touches of one side, if `item_nbytes` is all that it touches of a row. */
 static wsync_cu_result_t visit_side(const wsync_segment_t *segment, uintptr_t base,
                                     const long long stride[WSYNC_KERNEL_NDIM],
@@ -342,12 +317,6 @@ static const fake_kernel_t kernels[FAKE_KERNELS] = {
      WSYNC_QUANTISE_BLOCK,
      1,
      {sizeof(wsync_quantise_args_t)}},
-    {"fake_fill",
-     fill_words,
-     each_of_words,
-     1024,
-     3,
-     {sizeof(void *), sizeof(uint32_t), sizeof(uint32_t)}},
 };
 
 wsync_cu_result_t fake_kernel_of(wsync_cu_function_t function,

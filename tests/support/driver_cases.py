@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any, Final
 
+import torch.distributed as dist
 from support.gpu_mapping import Access, Allocation, Location
 
 _PIECE: Final = 2 << 20  # a multiple of every GPU's granularity
@@ -45,6 +47,74 @@ def _context() -> Iterator[ctypes.c_void_p]:
     yield context
     _call("cuCtxPopCurrent", ctypes.byref(context))
     _call("cuDevicePrimaryCtxRelease", 0)
+
+
+@contextlib.contextmanager
+def _stream() -> Iterator[ctypes.c_void_p]:
+    stream = ctypes.c_void_p()
+    _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(1))  # non-blocking
+    yield stream
+    _call("cuStreamSynchronize", stream)
+    _call("cuStreamDestroy", stream)
+
+
+@contextlib.contextmanager
+def _words() -> Iterator[tuple[Any, int]]:
+    """Words of the host, 0 at first, and where the device has them."""
+    words, at = (ctypes.c_uint64 * 512)(), ctypes.c_uint64()
+    _call("cuMemHostRegister", words, ctypes.c_size_t(ctypes.sizeof(words)), ctypes.c_uint(2))
+    _call("cuMemHostGetDevicePointer", ctypes.byref(at), words, ctypes.c_uint(0))
+    yield words, at.value
+    _call("cuMemHostUnregister", words)
+
+
+@contextlib.contextmanager
+def _allocated() -> Iterator[int]:
+    at = ctypes.c_uint64()
+    _call("cuMemAlloc", ctypes.byref(at), ctypes.c_size_t(_PIECE))
+    yield at.value
+    _call("cuMemFree", at)
+
+
+def _fill(at: int, value: int, stream: ctypes.c_void_p) -> None:
+    place, size = ctypes.c_uint64(at), ctypes.c_size_t(_PIECE)
+    _call("cuMemsetD8Async", place, ctypes.c_ubyte(value), size, stream)
+
+
+def _read(at: int, stream: ctypes.c_void_p) -> Any:
+    """A word, once the stream is through."""
+    word, size = ctypes.c_uint64(), ctypes.c_size_t(8)
+    _call("cuMemcpyDtoHAsync", ctypes.byref(word), ctypes.c_uint64(at), size, stream)
+    return word
+
+
+def _wait(stream: ctypes.c_void_p, at: int, value: int) -> None:
+    """At least the value."""
+    _call(
+        "cuStreamWaitValue64", stream, ctypes.c_uint64(at), ctypes.c_uint64(value), ctypes.c_uint(0)
+    )
+
+
+def _create(nbytes: int = _PIECE) -> tuple[int, ctypes.c_uint64]:
+    """The code, and a handle of memory that can be exported as a descriptor."""
+    handle, none = ctypes.c_uint64(), ctypes.c_uint64(0)
+    wanted = Allocation(type=1, handle_types=1, location=Location(1, 0))
+    size = ctypes.c_size_t(nbytes)
+    return _code("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(wanted), none), handle
+
+
+@contextlib.contextmanager
+def _mapped(handle: ctypes.c_uint64) -> Iterator[int]:
+    """What a handle stands for, which is let go of."""
+    at, none, size = ctypes.c_uint64(), ctypes.c_uint64(0), ctypes.c_size_t(_PIECE)
+    access = Access(Location(1, 0), 3)
+    _call("cuMemAddressReserve", ctypes.byref(at), size, ctypes.c_size_t(0), none, none)
+    _call("cuMemMap", at, size, ctypes.c_size_t(0), handle, none)
+    _call("cuMemSetAccess", at, size, ctypes.byref(access), ctypes.c_size_t(1))
+    _call("cuMemRelease", handle)
+    yield at.value
+    _call("cuMemUnmap", at, size)
+    _call("cuMemAddressFree", at, size)
 
 
 def _attributes(address: int) -> dict[str, int]:
@@ -112,35 +182,151 @@ def pointers() -> dict[str, Any]:
     return different
 
 
-def contexts() -> dict[str, Any]:
-    """An event of a context stands for what its streams were given before, whoever made them."""
-    word, at = (ctypes.c_uint64 * 512)(), ctypes.c_uint64()
-    busy, free = ctypes.c_void_p(), ctypes.c_void_p()
-    event, after = ctypes.c_void_p(), ctypes.c_void_p()
-    no_timing = ctypes.c_uint(2)
-    with _context() as context:
-        _call("cuMemHostRegister", word, ctypes.c_size_t(ctypes.sizeof(word)), ctypes.c_uint(2))
-        _call("cuMemHostGetDevicePointer", ctypes.byref(at), word, ctypes.c_uint(0))
-        for stream in (busy, free):
-            _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(1))  # non-blocking
-        for each in (event, after):
-            _call("cuEventCreate", ctypes.byref(each), no_timing)
-        _call("cuStreamWaitValue64", busy, at, ctypes.c_uint64(1), ctypes.c_uint(0))
-        _call("cuCtxRecordEvent", context, event)
-        _call("cuStreamWaitEvent", free, event, ctypes.c_uint(0))
-        _call("cuEventDestroy", event)
-        _call("cuEventRecord", after, free)
-        time.sleep(0.05)  # what waits for nothing is through by then
-        before = _code("cuEventQuery", after)
-        word[0] = 1
-        _call("cuStreamSynchronize", free)
-        different = _differences(
-            waits=(before, _NOT_READY),
-            goes_on=(_code("cuEventQuery", after), 0),
-            settled=((_code("cuCtxSynchronize"), _code("cuStreamQuery", busy)), (0, 0)),
-        )
-        _call("cuEventDestroy", after)
-        for stream in (busy, free):
-            _call("cuStreamDestroy", stream)
-        _call("cuMemHostUnregister", word)
+def streams() -> dict[str, Any]:
+    """What a stream is given happens in order, behind its caller; an event times what lies before
+    it, and one of a context stands for what its streams were given before, whoever made them."""
+    event, after, begin = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    ms = ctypes.c_float(-1)
+    with _context() as context, _words() as (words, at), _allocated() as memory:
+        with _stream() as busy, _stream() as free:
+            for each, flags in ((event, 2), (after, 0), (begin, 0)):  # 2: without timing
+                _call("cuEventCreate", ctypes.byref(each), ctypes.c_uint(flags))
+            _call("cuEventRecord", begin, busy)
+            _wait(busy, at, 3)
+            for value in (1, 2):
+                _fill(memory, value, busy)
+            found = _read(memory + 8, busy)
+            write = ctypes.c_uint64(at + 8), ctypes.c_uint64(9), ctypes.c_uint(0)
+            _call("cuStreamWriteValue64", busy, *write)
+            _call("cuCtxRecordEvent", context, event)
+            _call("cuStreamWaitEvent", free, event, ctypes.c_uint(0))
+            _call("cuEventDestroy", event)
+            _call("cuEventRecord", after, free)
+            time.sleep(0.05)  # what waits for nothing is through by then
+            before = _code("cuEventQuery", after), _code("cuStreamQuery", busy), words[1]
+            words[0] = 4
+            _call("cuStreamSynchronize", free)
+            _call("cuEventElapsedTime", ctypes.byref(ms), begin, after)
+            different = _differences(
+                waits=(before, (_NOT_READY, _NOT_READY, 0)),
+                goes_on=(_code("cuEventQuery", after), 0),
+                settled=((_code("cuCtxSynchronize"), _code("cuStreamQuery", busy)), (0, 0)),
+                order=((found.value, words[1]), (0x0202020202020202, 9)),
+                timed=(0 < ms.value < 60_000, True),
+            )
+            for each in (after, begin):
+                _call("cuEventDestroy", each)
     return different
+
+
+def mappings() -> dict[str, Any]:
+    """A mapping keeps its memory."""
+    with _context(), _stream() as stream:
+        odd, (large, _) = _create(_PIECE - 1)[0], _create(1 << 50)
+        created, handle = _create()
+        with _mapped(handle) as at:
+            _fill(at, 5, stream)
+            found = _read(at + _PIECE - 8, stream)
+            _call("cuStreamSynchronize", stream)
+        return _differences(
+            sizes=((odd, large, created), (1, 2, 0)),  # INVALID_VALUE, OUT_OF_MEMORY
+            bytes=(found.value, 0x0505050505050505),
+            gone=(_range(at), None),
+        )
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle and CUipcEventHandle of cuda.h, which are passed by value."""
+
+    _fields_ = (("data", ctypes.c_ubyte * 64),)
+
+
+def _pass(descriptor: int) -> int:
+    """A descriptor of rank 0's, in both."""
+    place = [f"\0wsync-driver-{os.getpid()}"]
+    with socket.socket(socket.AF_UNIX) as ours:
+        if dist.get_rank() == 0:
+            ours.bind(place[0])
+            ours.listen()
+        dist.broadcast_object_list(place)
+        if dist.get_rank() == 0:
+            with ours.accept()[0] as theirs:
+                socket.send_fds(theirs, [b"x"], [descriptor])
+            return descriptor
+        ours.connect(place[0])
+        return socket.recv_fds(ours, 1, 1)[1][0]
+
+
+def _export(
+    names: tuple[_Handle, _Handle], lent: ctypes.c_uint64, event: ctypes.c_void_p
+) -> tuple[ctypes.c_uint64, int]:
+    """Makes memory and an event; (a handle of the memory, its descriptor), and in `names` what
+    stands for what is lent and for the event."""
+    handle, descriptor = _create()[1], ctypes.c_int(-1)
+    export = ctypes.byref(descriptor), handle, ctypes.c_int(1), ctypes.c_uint64(0)
+    _call("cuMemExportToShareableHandle", *export)
+    _call("cuIpcGetMemHandle", ctypes.byref(names[0]), lent)
+    _call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(6))  # between processes, untimed
+    _call("cuIpcGetEventHandle", ctypes.byref(names[1]), event)
+    return handle, descriptor.value
+
+
+def processes() -> dict[str, Any]:
+    """Two see each other's memory, by a descriptor and by a handle, as long as they have it open;
+    what waits for an event of another one's waits for its stream."""
+    first, descriptor = dist.get_rank() == 0, -1
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_context())
+        (words, gate), stream = enter(_words()), enter(_stream())
+        event, names = ctypes.c_void_p(), (_Handle(), _Handle())
+        mapping = contextlib.ExitStack()
+        handle, lent = ctypes.c_uint64(), ctypes.c_uint64()
+        if first:
+            lent.value = enter(_allocated())
+            handle, descriptor = _export(names, lent, event)
+        said = [bytes(name) for name in names]
+        dist.broadcast_object_list(said)
+        got = _pass(descriptor)
+        if not first:
+            _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(got), 1)
+            memory, other = map(_Handle.from_buffer_copy, said)
+            _call("cuIpcOpenMemHandle", ctypes.byref(lent), memory, ctypes.c_uint(1))
+            _call("cuIpcOpenEventHandle", ctypes.byref(event), other)
+        os.close(got)
+        at = mapping.enter_context(_mapped(handle))
+        if first:
+            _wait(stream, gate, 1)
+            _fill(at, 6, stream)
+            _fill(lent.value, 7, stream)
+            _call("cuEventRecord", event, stream)
+        dist.barrier()
+        if not first:
+            _call("cuStreamWaitEvent", stream, event, ctypes.c_uint(0))
+            found = [_read(place, stream) for place in (at, lent.value)]
+            before = _code("cuStreamQuery", stream)
+        dist.barrier()
+        if first:
+            words[0] = 1
+            _call("cuStreamSynchronize", stream)
+            mapping.close()
+        dist.barrier()
+        if first:
+            found, before, last = [], _NOT_READY, ctypes.c_uint64(0x0606060606060606)
+        else:
+            last = _read(at, stream)
+            _call("cuStreamSynchronize", stream)
+            mapping.close()
+            _call("cuIpcCloseMemHandle", lent)
+            _call("cuEventDestroy", event)
+        dist.barrier()  # what is lent is freed when it is closed
+        if first:
+            _call("cuEventDestroy", event)
+        return _differences(
+            waits=(before, _NOT_READY),
+            bytes=(
+                [word.value for word in found],
+                [0x0606060606060606, 0x0707070707070707][: len(found)],
+            ),
+            survives=(last.value, 0x0606060606060606),
+        )
