@@ -19,8 +19,6 @@ _SAMPLE: Final = 61  # elements of a slice that are looked at to find parts
 _WHOLE: Final = 1 << 16  # elements of a tensor that is looked at everywhere
 _RAW: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_Index = tuple[torch.Tensor, ...]
-
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each element, as an integer."""
@@ -30,7 +28,8 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 class Lines:
     """What lies in the corners of a tensor's parts and along its axes, after each of some loads.
 
-    starts: by axis, where a part begins.  written: whether the first load has changed anything.
+    starts: by axis, where a part begins; part: by axis and place, which part it is in.  written:
+    whether the first load has changed anything.
     corners: by load, shaped by parts.  same: by load, where it has not changed a corner; from the
     second on.  chosen: by axis, which line serves, shaped by parts along other axes.
     lines: by load from `choose` on and axis: (line, place).
@@ -40,57 +39,72 @@ class Lines:
         self.tensor = tensor if tensor.dim() else tensor.view(1)
         self.shape = tuple(self.tensor.shape)
         self.starts: list[list[int]] = []
+        self.part: list[torch.Tensor] = []
         self.written = True
         self.corners: list[torch.Tensor] = []
         self.same: list[torch.Tensor] = []
         self.chosen: list[torch.Tensor] = []
         self.lines: list[list[torch.Tensor]] = []
-        self._line_places: list[_Index] = []
         self._before: list[torch.Tensor] = []
+        count = 0 if tensor.numel() <= _WHOLE else _SAMPLE
+        self._see([self._cross(self._slices(axis, count)) for axis in range(len(self.shape))])
 
     def before(self) -> None:
         """Notes what lies there before a load, which differs from all that the load may write."""
-        self._before = [self._look(index) for index in self._seen()]
+        self._before = self._look()
 
     def after(self) -> None:
         """Notes what lies there after it."""
-        after = [self._look(index) for index in self._seen()]
+        found = self._look()
         if not self.starts:
-            self.written = not all(map(torch.equal, self._before, after))
-            pairs = enumerate(zip(self._before, after, strict=True))
+            self.written = not all(map(torch.equal, self._before, found))
+            pairs = enumerate(zip(self._before, found, strict=True))
             self.starts = [_changes(one, other, axis) for axis, (one, other) in pairs]
-            after = [self._look(_cross(self.starts))]
+            self.part = [_parts(*each) for each in zip(self.starts, self.shape, strict=True)]
+            self._see([self._cross(self.starts)])
+            found = self._look()
         else:
-            self.same.append(self._before[0] == after[0])
-        self.corners.append(after[0].view(self.tensor.dtype))
-        if self.chosen:
-            found = (self._look(index) for index in self._line_places)
-            self.lines.append([each.view(self.tensor.dtype) for each in found])
+            self.same.append(self._before[0] == found[0])
+        corners, *lines = (each.view(self.tensor.dtype) for each in found)
+        self.corners.append(corners)
+        if lines:
+            self.lines.append(lines)
 
     def choose(self, forms: torch.Tensor) -> None:
         """Chooses lines.  forms: shaped by parts, the same number for sources of one form."""
+        seen = [self._cross(self.starts)]
         for axis, extent in enumerate(self.shape):
             rows = forms.movedim(axis, -1)
             kinds, chosen = torch.unique(
                 rows.reshape(-1, rows.shape[-1]), dim=0, return_inverse=True
             )
             first = [int((chosen == kind).nonzero()[0]) for kind in range(len(kinds))]
-            others = [places for each, places in enumerate(self.starts) if each != axis]
-            parts = [list(_unravel(at, list(map(len, others)))) for at in first]
-            places = [[starts[at[n]] for at in parts] for n, starts in enumerate(others)]
-            index = [torch.tensor(each, device="cpu").view(-1, 1) for each in places]
-            index.insert(axis, torch.arange(extent, device="cpu").view(1, -1))
-            self._line_places.append(tuple(index))
+            others = self._cross([s if n != axis else [0] for n, s in enumerate(self.starts)])
+            line = torch.arange(extent, device="cpu") * self.tensor.stride(axis)
+            seen.append(others.flatten()[first].view(-1, 1) + line)
             self.chosen.append(chosen.view(rows.shape[:-1]))
+        self._see(seen)
 
-    def _seen(self) -> list[_Index]:
-        if self.starts:
-            return [_cross(self.starts)]
-        count = 0 if self.tensor.numel() <= _WHOLE else _SAMPLE
-        return [_cross(self._slices(axis, count)) for axis in range(len(self.shape))]
+    def _see(self, places: list[torch.Tensor]) -> None:
+        """From here on, what lies at these places, in elements from the first one, is looked at."""
+        self._shapes = [each.shape for each in places]
+        self._places = torch.cat([each.flatten() for each in places]).to(self.tensor.device)
 
-    def _look(self, index: _Index) -> torch.Tensor:
-        return raw(self.tensor)[tuple(each.to(self.tensor.device) for each in index)].cpu()
+    def _look(self) -> list[torch.Tensor]:
+        flat = raw(self.tensor)
+        steps = zip(self.shape, flat.stride(), strict=True)
+        flat = flat.as_strided((1 + sum((n - 1) * step for n, step in steps),), (1,))
+        found = flat.index_select(0, self._places).cpu()
+        sizes = [shape.numel() for shape in self._shapes]
+        parts = found.split(sizes)  # type: ignore[no-untyped-call]
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def _cross(self, chosen: Sequence[Sequence[int]]) -> torch.Tensor:
+        """All combinations of places on axes."""
+        found = torch.zeros((), dtype=torch.int64, device="cpu")
+        for places, step in zip(chosen, self.tensor.stride(), strict=True):
+            found = found.unsqueeze(-1) + torch.tensor(places, device="cpu") * step
+        return found
 
     def _slices(self, axis: int, count: int) -> list[Sequence[int]]:
         """All places on an axis, and so many combinations, evenly, of those on others; 0: all."""
@@ -112,19 +126,11 @@ def _changes(before: torch.Tensor, after: torch.Tensor, axis: int) -> list[int]:
     return [0, *found.tolist()]
 
 
-def _cross(chosen: Sequence[Sequence[int]]) -> _Index:
-    """An index of all combinations of places."""
-    vectors = [torch.tensor(each, device="cpu") for each in chosen]
-    dims = len(vectors)
-    return tuple(each.view(-1, *[1] * (dims - 1 - axis)) for axis, each in enumerate(vectors))
-
-
-def _unravel(number: int, shape: Sequence[int]) -> Sequence[int]:
-    found: list[int] = []
-    for extent in reversed(shape):
-        number, place = divmod(number, extent)
-        found.insert(0, place)
-    return found
+def _parts(starts: Sequence[int], extent: int) -> torch.Tensor:
+    """By place on an axis: which part it is in."""
+    found = torch.zeros(extent, dtype=torch.int64, device="cpu")
+    found[starts[1:]] = 1
+    return found.cumsum(0)
 
 
 class Field:
@@ -135,7 +141,7 @@ class Field:
 
     def __init__(self, seen: Lines, corners: torch.Tensor, lines: Sequence[torch.Tensor]) -> None:
         self._starts, self._chosen, self._corners = seen.starts, seen.chosen, corners
-        self._part = [parts_of(*each) for each in zip(seen.starts, seen.shape, strict=True)]
+        self._part = seen.part
         self._steps = [
             line - line[:, torch.tensor(starts)][:, part]
             for line, starts, part in zip(lines, seen.starts, self._part, strict=True)
@@ -164,9 +170,3 @@ class Field:
                 line = self._chosen[axis][(*parts[:axis], *parts[axis + 1 :])]
                 found = found + self._steps[axis][:, place][line]
         return parts, found.reshape(len(found), -1)
-
-
-def parts_of(starts: Sequence[int], extent: int) -> torch.Tensor:
-    """By place on an axis: which part it is in."""
-    ends = torch.tensor([*starts[1:], extent], device="cpu") - torch.tensor(starts, device="cpu")
-    return torch.arange(len(starts), device="cpu").repeat_interleave(ends)

@@ -35,6 +35,7 @@ class Numbering:
     def __init__(self, sources: Sequence[Source], given: Mapping[str, torch.Tensor]) -> None:
         self.sources = sources
         self.given = given
+        self.known = {source.name: source for source in sources}
         self.whole = False
         self.kinds: dict[str, list[Source]] = {}
         self.digits: dict[str, list[_Digit]] = {}
@@ -74,9 +75,13 @@ class Numbering:
 
     def forms(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The same number for sources of one dtype and shape."""
+        return self._forms(kind_of(values[0].dtype))[self.numbers(values)]
+
+    @functools.cache  # noqa: B019
+    def _forms(self, kind: str) -> torch.Tensor:
         forms: dict[object, int] = {}
-        each = [forms.setdefault(source[1:], len(forms)) for source in self.of(values[0].dtype)]
-        return torch.tensor([*each, -1], device="cpu")[self.numbers(values)]
+        each = [forms.setdefault(source[1:], len(forms)) for source in self.kinds.get(kind, [])]
+        return torch.tensor([*each, -1], device="cpu")
 
     def _tensor(self, source: Source, call: int) -> torch.Tensor:
         if source.name in self.given:
@@ -112,7 +117,7 @@ class _Made(list[tuple[str, torch.Tensor]]):
     """A list whose tensors are made when they are taken."""
 
     def __init__(self, sources: Sequence[Source], make: Callable[[Source], torch.Tensor]) -> None:
-        super().__init__((source.name, torch.empty(0)) for source in sources)
+        super().__init__([("", torch.empty(0))] * len(sources))
         self._sources, self._make = sources, make
 
     def __getitem__(self, index: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from wsync.probing.boxes import NumberedBox, boxes, units_of
 from wsync.probing.codes import decode
-from wsync.probing.lines import Field, Lines, parts_of, raw
+from wsync.probing.lines import Field, Lines, raw
 from wsync.probing.numbering import Numbering
 from wsync.probing.pieces import COMPUTED, CONSTANT, UNWRITTEN, PlacedBox
 
@@ -34,7 +34,7 @@ class Reading:
     def __init__(self, target: int, lines: Lines, numbering: Numbering) -> None:
         self._target, self._lines, self._numbering = target, lines, numbering
         self._sources = numbering.of(lines.tensor.dtype)
-        self._known = {source.name: source for source in self._sources}
+        self._known = numbering.known
 
     def pieces(self) -> Iterator[PlacedBox]:
         lines = self._lines
@@ -99,7 +99,7 @@ class Reading:
             others = rows.movedim(axis, -1).reshape(-1, len(starts))
             chosen = lines.chosen[axis].flatten()
             first = [int((chosen == line).nonzero()[0]) for line in range(int(chosen.max()) + 1)]
-            row = others[first][:, parts_of(starts, lines.shape[axis])]
+            row = others[first][:, lines.part[axis]]
             line = (torch.arange(lines.shape[axis]) * each).where(row < 3, 0)
             for call, values in enumerate(lines.lines):
                 line += weights[row, call] * decode(values[axis])
