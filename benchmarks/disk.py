@@ -157,7 +157,7 @@ class _Reader(ProcessEngine):
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
-        self._call("disk", [(path, timeout)], timeout)
+        self._call("disk", [(path, weight_version, timeout)], timeout)
 
     def from_pretrained(self, path: str) -> None:
         self._call("from_pretrained", [path], _SECONDS)
@@ -169,8 +169,10 @@ class _ReaderWorker(BareWorker):
     def answer(self, what: str, argument: Any) -> Any:
         if what == "disk":
             self.model = None
-            path, timeout = argument
-            return self.update_weights_from_disk(path, end=Deadline(timeout))
+            path, version, timeout = argument
+            return self.update_weights_from_disk(
+                path, weight_version=version, end=Deadline(timeout)
+            )
         if what == "from_pretrained":
             from transformers import AutoModelForCausalLM
 
