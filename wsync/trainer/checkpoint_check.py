@@ -107,9 +107,8 @@ class _Form(NamedTuple):
     def takes(self, sent: str) -> bool:
         """Whether an engine that holds such weights is sent the same form, as far as can be
         told."""
-        if _PLAIN in (self.text, sent):
-            return self.text == sent
-        return sent == _OWN or self.vague or self.text == sent
+        coded = _PLAIN not in (self.text, sent)
+        return self.text == sent or (coded and (sent == _OWN or self.vague))
 
 
 class EngineCheck:
@@ -345,15 +344,16 @@ class _Source(NamedTuple):
         ]
         halves, parts = _in_part(facts, claimed, lacking, self.places)
         asked = lacking if whole or unknown else [*halves, *parts]
-        uncast = list(_uncast(facts, self.places)) if casts else []
         wrong = {
             "it has no": unknown,
             "nobody delivers its": asked,
             "other shapes": list(_other_shapes(claimed, self.places)),
-            "other dtypes": uncast or list(_other_dtypes(facts, self.places)),
+            "other dtypes": list(_other_dtypes(facts, self.places, casts)),
         }
         if texts := [f"{text}: {listed(names)}" for text, names in wrong.items() if names]:
-            help = [*_reasons(facts, unknown, self.places), *[_CAST] * bool(uncast)]
+            help = list(_reasons(facts, unknown, self.places))
+            if casts and wrong["other dtypes"]:
+                help.append(_CAST)
             if not self.told:
                 stays = [] if unknown or halves else asked
                 help += [*_to_keep(facts, stays), _OTHERWISE]
@@ -425,28 +425,23 @@ def _other_shapes(
             yield f"{each.name} {shape} where it has {place.shape}"
 
 
-def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) -> Iterator[str]:
+def _other_dtypes(
+    facts: Iterable[TensorFacts], places: Mapping[str, Stored], casts: bool
+) -> Iterator[str]:
     """Codes and scales that a checkpoint has in another dtype, in words.  Engines read scales of
     any floating-point dtype into float32: Qwen3's FP8 checkpoints have bfloat16.  INT4's are of the
-    weights' dtype."""
-    for each in facts:
-        name, place = each.name, places.get(each.name, _UNKNOWN)
-        scale = name.endswith(("_scale", "_scale_inv")) and each.dtype == "float32"
-        packed = f"{name.removesuffix('_scale')}_packed" in places
-        readable = scale and place.dtype in _FLOATS and not packed
-        coded = weight_of(name, each.dtype) or weight_of(name, place.dtype)
-        if coded and place is not _UNKNOWN and place.dtype != each.dtype and not readable:
-            yield f"{name} ({place.dtype}, here {each.dtype})"
-        elif not coded and place.dtype in _FLOATS and "float" not in each.dtype:
-            yield f"{name} ({place.dtype}, here {each.dtype}, which has no scales)"
-
-
-def _uncast(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) -> Iterator[str]:
-    """Tensors of dtypes that wsync does not cast into those of an engine, in words."""
+    weights' dtype.  casts: of all tensors, what wsync does not cast."""
     for name, dtype, *_ in facts:
         here = places.get(name, _UNKNOWN).dtype
-        if here and dtype != here and (dtype, here) not in _CASTS:
+        if here in ("", dtype) or (casts and (dtype, here) in _CASTS):
+            continue
+        scale = name.endswith(("_scale", "_scale_inv")) and dtype == "float32"
+        packed = f"{name.removesuffix('_scale')}_packed" in places
+        readable = scale and here in _FLOATS and not packed
+        if casts or ((weight_of(name, dtype) or weight_of(name, here)) and not readable):
             yield f"{name} ({here}, here {dtype})"
+        elif here in _FLOATS and "float" not in dtype:
+            yield f"{name} ({here}, here {dtype}, which has no scales)"
 
 
 def _reasons(
