@@ -323,8 +323,14 @@ def big() -> Iterator[list[ProcessEngine]]:
         yield [first, other]
 
 
-@pytest.mark.parametrize("delivery", ["distributed", "stock"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "delivery"),
+    [
+        (signal.SIGKILL, "distributed"),
+        (signal.SIGSTOP, "distributed"),
+        (signal.SIGKILL, "stock"),
+    ],
+)
 def test_an_engine_that_dies_or_stalls_between_buckets(
     big: list[ProcessEngine], how: signal.Signals, delivery: str
 ) -> None:

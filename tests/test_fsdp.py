@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.procs import Ranks
-from torch.distributed.tensor import _dtensor_spec
 
 import wsync
 from wsync.families.runtime_names import RuntimeNames
@@ -225,99 +224,10 @@ def test_any_order_of_placements(rows: int) -> None:
         _covers(_played(shape, placements, whole), whole)
 
 
-@pytest.mark.parametrize("ranks", [(3, 2), (3, 4), (2, 3, 2)])
-def test_placements_of_fsdp2_whose_inner_ranks_cut_first(ranks: tuple[int, ...]) -> None:
-    """27 rows on 3 x 4 ranks have shards that are as long by the placements' order, elsewhere."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    *outer, count, inner = ranks
-    placements = [Replicate()] * len(outer) + [_StridedShard(0, split_factor=inner), Shard(0)]
-    for rows in (1, 7, 13, 19, 27, 50):
-        whole = torch.arange(rows * 2).reshape(rows, 2)
-
-        def cut(mesh: Any, whole: torch.Tensor = whole) -> Any:
-            *_, index, first = mesh.get_coordinate()
-            local = _chunk(_chunk(whole, inner, first), count, index)
-            said = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-            return DTensor.from_local(local.clone(), mesh, placements, **said)
-
-        _covers(_cut_by_all(ranks, cut), whole)
-
-
-def _chunk(whole: torch.Tensor, ranks: int, index: int) -> torch.Tensor:
-    """A rank's share, without rows where torch.chunk returns fewer parts."""
-    return [*whole.chunk(ranks), *[whole[:0]] * ranks][index]
-
-
 def test_fsdp2_over_tensor_parallelism_whose_rows_do_not_divide() -> None:
     with contextlib.contextmanager(_ranks)(6) as six:
         for found in six.run(cases.uneven_rows, [1, 7, 13, 19, 26, 50257]):
             assert found == [True] * 6
-
-
-def _in_order(
-    how: str, mesh_shape: tuple[int, ...], order: tuple[int, ...], placements: Any, whole: Any
-) -> list[Any]:
-    """As `_played`, of a tensor that the mesh dimensions cut in another order than one by one."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    found = []
-    count = int(torch.tensor(mesh_shape).prod())
-    for rank in range(count):
-        dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
-        try:
-            mesh = init_device_mesh("cpu", mesh_shape)
-            place = mesh.get_coordinate()
-            local = whole
-            for number in order:
-                if isinstance(placement := placements[number], Shard):
-                    parts = local.chunk(mesh_shape[number], placement.dim)
-                    empty = local.narrow(placement.dim, 0, 0)
-                    parts += (empty,) * (mesh_shape[number] - len(parts))
-                    local = parts[place[number]]
-            local = local.clone()
-            meta = _dtensor_spec.TensorMeta(whole.shape, whole.stride(), whole.dtype)
-            said = {}
-            if how == "mesh":
-                mesh._shard_order = list(order)
-            else:
-                axes = sorted({p.dim for p in placements if isinstance(p, Shard)})
-                said["shard_order"] = tuple(
-                    _dtensor_spec.ShardOrderEntry(
-                        axis, tuple(n for n in order if placements[n] == Shard(axis))
-                    )
-                    for axis in axes
-                )
-            spec = _dtensor_spec.DTensorSpec(mesh, tuple(placements), meta, **said)
-            tensor = DTensor(local, spec, requires_grad=False)
-            found.append((layout({"w": tensor}).layout, tensor._local_tensor))
-        finally:
-            dist.destroy_process_group()
-    return found
-
-
-@pytest.mark.parametrize(
-    "how", ["mesh", *["specification"] * hasattr(_dtensor_spec, "ShardOrderEntry")]
-)
-@pytest.mark.parametrize("rows", [1, 5, 8, 12])
-def test_the_order_in_which_a_mesh_cuts_one_dimension(rows: int, how: str) -> None:
-    """Megatron-FSDP cuts what tensor-parallel ranks have left, and notes the order at the mesh."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    whole = torch.arange(rows * 6).reshape(rows, 6)
-    meshes: list[tuple[tuple[int, ...], tuple[int, ...], Any]] = [
-        ((2, 2), (1, 0), [Shard(0), Shard(0)]),
-        ((2, 3), (1, 0), [Shard(0), Shard(0)]),
-        ((2, 3), (1, 0), [Shard(0), Shard(1)]),
-        ((2, 2, 2), (2, 1, 0), [Shard(0), Shard(0), Shard(0)]),
-        ((2, 2, 2), (2, 1, 0), [Replicate(), Shard(0), Shard(0)]),
-        ((2, 2, 2), (2, 0, 1), [Shard(1), Shard(0), Shard(1)]),
-    ]
-    for shape, order, placements in meshes:
-        _covers(_in_order(how, shape, order, placements, whole), whole)
 
 
 @pytest.mark.parametrize("counts", [(2, 3, 1, 2), (8, 0, 0, 0), (2, 2, 2, 2), (0, 2, 4, 2)])
@@ -336,22 +246,6 @@ def test_megatron_fsdp_over_tensor_parallelism(four: Ranks) -> None:
     pytest.importorskip("megatron.core.distributed.fsdp", reason="megatron-core has none")
     for found in four.run(cases.megatron_fsdp_rows):
         assert found == list(range(16))
-
-
-def test_a_mesh_of_other_ranks_gives_nothing() -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
-    try:
-        mesh = DeviceMesh("cpu", [0, 1])
-        tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)
-        found = layout({"w": tensor, "v": torch.ones(2)})
-        assert found.layout.names() == ["v"]
-        assert (found.rank, found.ranks) == (3, 4)
-    finally:
-        dist.destroy_process_group()
 
 
 # --- names ----------------------------------------------------------------------------------

@@ -313,67 +313,6 @@ TEST(memory_of_another_gpu_is_mapped_where_that_is_reached)
     check_clean();
 }
 
-/* --- hostile descriptors ----------------------------------------------------------------
- */
-
-static int write_note(uint64_t nbytes, const wsync_cuda_device_t *device,
-                      const uint64_t *sizes, size_t count)
-{
-    const wsync_cuda_handle_memfd_t note = {.nbytes = nbytes, .uuid = device->info.uuid};
-    wsync_error_t err = {0};
-    int fd = -1;
-
-    CHECK_OK(wsync_cuda_handle_memfd_write(&note, sizes, count, &fd, &err), err);
-    return fd;
-}
-
-TEST(descriptors_of_something_else_are_refused)
-{
-    static const uint64_t one[] = {PIECE};
-    static const uint64_t double_size[] = {2 * PIECE};
-    static const uint64_t none[] = {0};
-    static const uint64_t overflow[] = {UINT64_MAX, PIECE + 1};
-    const wsync_cuda_device_t *device;
-    const wsync_cuda_device_t *other;
-    mapping_t mapping;
-    found_t found;
-    wsync_memory_t *lent;
-    int fds[3] = {-1, -1, -1};
-
-    choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
-    choose_fake("WSYNC_FAKE_CUDA_PEERS", "0");
-    device = open_device(0);
-    other = open_device(1);
-    mapping = make_mapping(device, 1);
-    found = find_at(device, mapping.at, PIECE);
-    lent = lend(device, &found);
-    check_refused(other, fds_of(lent), 2, WSYNC_ERR_REFUSED,
-                  "holds memory of another GPU than GPU 1");
-    check_refused(device, fds_of(lent), 1, WSYNC_ERR_REFUSED, "holds 128 bytes");
-    fds[0] = lent->more[0];
-    check_refused(device, fds, 1, WSYNC_ERR_REFUSED, "is not the sealed handle");
-    fds[0] = lent->fd;
-    fds[1] = lent->fd;
-    check_refused(device, fds, 2, WSYNC_ERR_REFUSED, "holds no GPU memory");
-    fds[1] = lent->more[0];
-    fds[2] = lent->more[0];
-
-#define REFUSED(nbytes, sizes, count, part)                           \
-    fds[0] = write_note(nbytes, device, sizes, count);                \
-    check_refused(device, fds, (count) + 1, WSYNC_ERR_REFUSED, part); \
-    (void)close(fds[0])
-
-    REFUSED(PIECE + 1, one, 1, "2097153 bytes of GPU memory in 1 pieces of other sizes");
-    REFUSED(0, none, 1, "0 bytes of GPU memory in 1 pieces");
-    REFUSED(PIECE, overflow, 2, "2097152 bytes of GPU memory in 2 pieces");
-    REFUSED(2 * PIECE, double_size, 1, "does not hold 4194304 bytes of GPU memory");
-    REFUSED(0, NULL, 0, "0 bytes of GPU memory in 0 pieces");
-#undef REFUSED
-    wsync_memory_destroy(lent);
-    end_mapping(&mapping);
-    check_clean();
-}
-
 /* --- by IPC handle ----------------------------------------------------------------------
  */
 

@@ -36,17 +36,6 @@ static void check_refused(int fd, uint64_t nbytes, wsync_status_t status, const 
     CHECK_HAS(err.message, part);
 }
 
-/* A memfd of NBYTES with some seals. */
-static int make_fd(int seals)
-{
-    const int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-
-    CHECK(fd >= 0);
-    CHECK_EQ(posix_fallocate(fd, 0, NBYTES), 0);
-    CHECK_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
-    return fd;
-}
-
 TEST(create_gives_zeroed_memory)
 {
     wsync_memory_t *memory = make();
@@ -149,45 +138,6 @@ TEST(import_refuses_memory_that_is_not_there_yet)
     CHECK_EQ(posix_fallocate(fd, 0, 4096), 0);
     CHECK_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
     check_refused(fd, NBYTES, WSYNC_ERR_REFUSED, "4096 of its 100001 bytes");
-    (void)close(fd);
-}
-
-/* Descriptors before and after: a failure must not keep one. */
-static int lowest_free_fd(void)
-{
-    const int fd = dup(0);
-
-    CHECK(fd >= 0);
-    (void)close(fd);
-    return fd;
-}
-
-TEST(failing_calls_leave_no_descriptor)
-{
-    const wsync_device_t *device = wsync_device_host();
-    const int fd = make_fd(F_SEAL_SHRINK | F_SEAL_GROW);
-    const int before = lowest_free_fd();
-    const struct rlimit few = {(rlim_t)before, (rlim_t)before + 64};
-    const struct rlimit enough = {(rlim_t)before + 64, (rlim_t)before + 64};
-    const struct rlimit small = {4096, RLIM_INFINITY};
-    const struct rlimit any = {RLIM_INFINITY, RLIM_INFINITY};
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-
-    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
-    CHECK_EQ(wsync_memory_create(device, NBYTES, &memory, &err), WSYNC_ERR_OS);
-    CHECK_EQ(err.native, EMFILE);
-    CHECK_EQ(wsync_memory_import(device, fd, NBYTES, &memory, &err), WSYNC_ERR_OS);
-    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &enough), 0);
-
-    CHECK(signal(SIGXFSZ, SIG_IGN) != SIG_ERR);
-    CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
-    CHECK_EQ(wsync_memory_create(device, NBYTES, &memory, &err), WSYNC_ERR_NO_MEMORY);
-    CHECK_HAS(err.message, "100001 bytes");
-    CHECK_EQ(setrlimit(RLIMIT_FSIZE, &any), 0);
-
-    CHECK(memory == NULL);
-    CHECK_EQ(lowest_free_fd(), before);
     (void)close(fd);
 }
 
