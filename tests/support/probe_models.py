@@ -122,6 +122,8 @@ def run(case: dict[str, Any], config: Any, shapes: Any) -> dict[str, Any]:
         builder.add_tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     layout = builder.build()
     own, model = (HOST.build(case["family"], config, *options) for _ in range(2))
+    for each in (own, model):  # as an engine has: loading may make further tensors
+        each.load_weights(list(tensors.items()))
     loader = LOADER(own, ignore=("*",))
     start = time.perf_counter()
     loader.learn(layout)
