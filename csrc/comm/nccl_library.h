@@ -80,10 +80,7 @@ enum { WSYNC_NCCL_MIN_VERSION = 21800 }; /* 2.18.0 */
        wsync_nccl_config_t *config))                                                       \
     X(wsync_nccl_result_t, comm_get_async_error, ncclCommGetAsyncError, 20400,             \
       (wsync_nccl_comm_t comm, wsync_nccl_result_t * result))                              \
-    X(wsync_nccl_result_t, comm_finalize, ncclCommFinalize, 21400,                         \
-      (wsync_nccl_comm_t comm))                                                            \
     X(wsync_nccl_result_t, comm_abort, ncclCommAbort, 20400, (wsync_nccl_comm_t comm))     \
-    X(wsync_nccl_result_t, comm_destroy, ncclCommDestroy, 20000, (wsync_nccl_comm_t comm)) \
     X(wsync_nccl_result_t, group_start, ncclGroupStart, 20000, (void))                     \
     X(wsync_nccl_result_t, group_end, ncclGroupEnd, 20000, (void))                         \
     X(wsync_nccl_result_t, send, ncclSend, 20700,                                          \

@@ -39,9 +39,7 @@ EXPORT int ncclCommInitRankConfig(wsync_nccl_comm_t *comm, int rank_count,
                                   wsync_nccl_id_t id, int rank,
                                   wsync_nccl_config_t *config);
 EXPORT int ncclCommGetAsyncError(wsync_nccl_comm_t comm, int *result);
-EXPORT int ncclCommFinalize(wsync_nccl_comm_t comm);
 EXPORT int ncclCommAbort(wsync_nccl_comm_t comm);
-EXPORT int ncclCommDestroy(wsync_nccl_comm_t comm);
 
 static void pause_shortly(void)
 {
@@ -343,9 +341,6 @@ int fake_progress(struct wsync_nccl_comm *comm)
         comm->polls--;
         return WSYNC_NCCL_IN_PROGRESS;
     }
-    if (comm->finalized && atomic_load(&comm->ended) < comm->submitted) {
-        return WSYNC_NCCL_IN_PROGRESS;
-    }
     if (comm->busy && comm->group != NULL) {
         result = fake_launch(comm);
     }
@@ -375,17 +370,7 @@ static int check_state(const struct wsync_nccl_comm *comm, const char *call, fak
         return fake_misuse(WSYNC_NCCL_INVALID_ARGUMENT,
                            "%s: the communicator is in progress", call);
     }
-    if (use == FAKE_FREE) {
-        return WSYNC_NCCL_SUCCESS;
-    }
-    if (error != WSYNC_NCCL_SUCCESS) {
-        return error;
-    }
-    if (comm->finalized) {
-        return fake_refuse(WSYNC_NCCL_INVALID_USAGE, "%s: the communicator is finalized",
-                           call);
-    }
-    return WSYNC_NCCL_SUCCESS;
+    return error;
 }
 
 int fake_hold(struct wsync_nccl_comm *comm, const char *call, fake_use_t use)
@@ -484,31 +469,21 @@ void fake_drop(struct wsync_nccl_comm *comm)
     }
 }
 
-void fake_await(const struct wsync_nccl_comm *comm, bool all)
+int ncclCommAbort(wsync_nccl_comm_t comm)
 {
-    while (atomic_load(&comm->ended) <
-               (all ? comm->submitted : atomic_load(&comm->begun)) &&
-           (!all || (atomic_load(&comm->error) == WSYNC_NCCL_SUCCESS))) {
-        pause_shortly();
-    }
-}
-
-static int end_comm(wsync_nccl_comm_t comm, const char *call, fake_use_t use)
-{
-    const int planned = fake_begin(call);
+    const int planned = fake_begin("ncclCommAbort");
     int result;
 
     fake_lock();
-    result = fake_hold(comm, call, use);
+    result = fake_hold(comm, "ncclCommAbort", FAKE_ABORT);
     fake_unlock();
     if (result != WSYNC_NCCL_SUCCESS) {
         return result;
     }
-    if (use == FAKE_FREE) {
-        fake_await(comm, true);
-    }
     atomic_store(&comm->stop, true);
-    fake_await(comm, false);
+    while (atomic_load(&comm->ended) < atomic_load(&comm->begun)) {
+        pause_shortly();
+    }
     fake_lock();
     fake_work_free(comm->group);
     comm->group = NULL;
@@ -517,29 +492,6 @@ static int end_comm(wsync_nccl_comm_t comm, const char *call, fake_use_t use)
     fake_unlock();
     fake_drop(comm);
     return planned;
-}
-
-int ncclCommAbort(wsync_nccl_comm_t comm)
-{
-    return end_comm(comm, "ncclCommAbort", FAKE_ABORT);
-}
-
-int ncclCommDestroy(wsync_nccl_comm_t comm)
-{
-    return end_comm(comm, "ncclCommDestroy", FAKE_FREE);
-}
-
-static int finalize(struct wsync_nccl_comm *comm, const char *call, void *argument)
-{
-    (void)call;
-    (void)argument;
-    comm->finalized = true;
-    return fake_set_busy(comm);
-}
-
-int ncclCommFinalize(wsync_nccl_comm_t comm)
-{
-    return fake_change(comm, "ncclCommFinalize", FAKE_COMMUNICATE, finalize, NULL);
 }
 
 /* --- what is counted --------------------------------------------------------------------

@@ -93,7 +93,6 @@ struct wsync_nccl_comm {
     bool ready; /* all ranks have joined */
     bool busy;  /* in progress */
     long polls; /* for which it is still in progress */
-    bool finalized;
     bool freed;
     long owner;  /* thread that has made it */
     long holder; /* thread that has a group open, or is in a call; 0 */
@@ -115,7 +114,6 @@ typedef struct fake_settings {
     atomic_long polls;
     atomic_bool never;
     atomic_bool owner;
-    atomic_bool notice;
     atomic_long slow_us;
     atomic_long hang; /* operations; -1: none */
     atomic_long die;
@@ -140,8 +138,7 @@ int fake_misuse(int result, const char *format, ...) __attribute__((format(print
 
 typedef enum fake_use {
     FAKE_COMMUNICATE,
-    FAKE_ASK,  /* ncclCommGetAsyncError */
-    FAKE_FREE, /* ncclCommDestroy */
+    FAKE_ASK, /* ncclCommGetAsyncError */
     FAKE_ABORT,
 } fake_use_t;
 
@@ -161,8 +158,6 @@ int fake_set_busy(struct wsync_nccl_comm *comm);
 int fake_progress(struct wsync_nccl_comm *comm);
 /* One user less: the last one frees what the ranks share. */
 void fake_drop(struct wsync_nccl_comm *comm);
-/* Until no work of it runs; takes no lock. */
-void fake_await(const struct wsync_nccl_comm *comm, bool all);
 /* The hooks of tests/fakecuda, or NULL. */
 void *fake_driver_symbol(const char *name);
 long fake_communicators(void);

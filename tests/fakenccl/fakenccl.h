@@ -20,14 +20,11 @@
  *
  * Environment, read by the first call:
  *   WSYNC_FAKE_NCCL_VERSION  22907
- *   WSYNC_FAKE_NCCL_POLLS    how often a communicator is in progress (2); 0: never
  *   WSYNC_FAKE_NCCL_LOG      file that gets a line "PID TID CALL" per call, one
  *                            "PID TID config BLOCKING MIN_CTAS MAX_CTAS" per communicator,
  *                            and at the process's end "PID TID census" with the numbers of
  *                            fakenccl_census_t, but the last
  *   WSYNC_FAKE_CUDA_MISUSE   file that gets a line "PID TEXT" per misuse
- *   WSYNC_FAKE_NCCL_FAIL     CALL:K:RESULT: the K-th such call (from 0; "*": any) fails
- *   WSYNC_FAKE_NCCL_INJECT   WHAT:K:VALUE, as of fakenccl_inject
  */
 #ifndef WSYNC_TESTS_FAKENCCL_H
 #define WSYNC_TESTS_FAKENCCL_H
@@ -54,11 +51,9 @@ typedef const char *(*fakenccl_failed_func_t)(void);
  *   die    the process is killed when operation K begins
  *   never  no init completes
  *   slow   every piece of work waits VALUE microseconds before it begins
- *   polls  as the variable, VALUE
+ *   polls  a communicator is in progress as often as VALUE, and not 2 times
  *   owner  every call on a communicator is refused but from the thread that has made it
- *   notice a group fails asynchronously (REMOTE_ERROR) where a rank's process has ended, as
- *          over a network; without it the others wait, as over NVLink
- * A negative K takes it back.  The last five want 0 as K. */
+ * A negative K takes it back.  The last four want 0 as K. */
 typedef void (*fakenccl_inject_func_t)(const char *what, long k, long value);
 
 #define FAKENCCL_CENSUS "fakenccl_census"

@@ -1,10 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Operations, groups of them, and what a group does on its stream. */
-#include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -148,26 +146,6 @@ static bool step_part(const fake_work_t *work, fake_part_t *part)
 }
 
 /* Also of one that nobody has waited for yet. */
-static bool has_ended(pid_t pid)
-{
-    struct pollfd entry = {.fd = (int)syscall(SYS_pidfd_open, pid, 0), .events = POLLIN};
-    const bool ended = entry.fd < 0 || poll(&entry, 1, 0) > 0;
-
-    if (entry.fd >= 0) {
-        (void)close(entry.fd);
-    }
-    return ended;
-}
-
-static void notice_end(struct wsync_nccl_comm *comm)
-{
-    for (int i = 0; i < comm->rank_count && atomic_load(&fake_settings.notice); i++) {
-        if (i != comm->rank && has_ended(comm->world->members[i].pid)) {
-            atomic_store(&comm->error, WSYNC_NCCL_REMOTE_ERROR);
-        }
-    }
-}
-
 static void wait_slowly(const struct wsync_nccl_comm *comm)
 {
     const struct timespec slice = {.tv_nsec = SLICE_US * 1000L};
@@ -198,7 +176,6 @@ static bool step_work(void *argument)
     if (atomic_load(&comm->ended) != work->number) {
         return false; /* another stream's, and it came first */
     }
-    notice_end(comm);
     for (size_t i = 0; i < work->part_count; i++) {
         fake_part_t *part = &work->parts[i];
 

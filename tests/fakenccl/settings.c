@@ -14,7 +14,8 @@
 
 enum { DEFAULT_VERSION = 22907, DEFAULT_POLLS = 2 };
 
-fake_settings_t fake_settings = {.hang = -1, .die = -1, .fails = -1};
+fake_settings_t fake_settings = {
+    .polls = DEFAULT_POLLS, .hang = -1, .die = -1, .fails = -1};
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -125,8 +126,6 @@ void fakenccl_inject(const char *what, long k, long value)
         atomic_store(&settings->never, k >= 0);
     } else if (strcmp(what, "owner") == 0) {
         atomic_store(&settings->owner, k >= 0);
-    } else if (strcmp(what, "notice") == 0) {
-        atomic_store(&settings->notice, k >= 0);
     } else if (strcmp(what, "slow") == 0) {
         atomic_store(&settings->slow_us, k >= 0 ? value : 0);
     } else if (strcmp(what, "polls") == 0) {
@@ -139,21 +138,10 @@ void fakenccl_inject(const char *what, long k, long value)
 
 static void read_environment(void)
 {
-    const char *injected = getenv("WSYNC_FAKE_NCCL_INJECT");
-    char name[FAKE_NAME_NBYTES] = "";
-    long k = -1;
-    long value = 0;
-
     log_fd = fake_open_log("WSYNC_FAKE_NCCL_LOG");
     misuse_fd = fake_open_log("WSYNC_FAKE_CUDA_MISUSE");
     atomic_store(&fake_settings.version,
                  (int)fake_read_number("WSYNC_FAKE_NCCL_VERSION", DEFAULT_VERSION));
-    atomic_store(&fake_settings.polls,
-                 (long)fake_read_number("WSYNC_FAKE_NCCL_POLLS", DEFAULT_POLLS));
-    fake_failure_read(&failure, "WSYNC_FAKE_NCCL_FAIL");
-    if (injected != NULL && sscanf(injected, "%63[^:]:%ld:%ld", name, &k, &value) == 3) {
-        fakenccl_inject(name, k, value);
-    }
 }
 
 int fake_begin(const char *call)
