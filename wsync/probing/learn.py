@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from wsync.probing.computed import sources_of
-from wsync.probing.numbering import Source
+from wsync.probing.numbering import Source, backwards
 from wsync.probing.pieces import COMPUTED, CONSTANT, LocalCopy, PlacedBox, once
 from wsync.probing.probe import Load, Overwriting, probe
 from wsync.probing.verify import Values, is_made_of, verify
@@ -55,8 +55,9 @@ def learn(
     try:
         pieces = probe(loads, sources, given)
         constants = {p: p.view(targets).clone() for p in pieces if p.why == CONSTANT}
-        for each in (first, second):
-            pieces = verify(loads, pieces, constants, sources, each)
+        pieces = verify(loads, pieces, constants, sources, first)
+        other = backwards(sources, given)
+        pieces = verify(loads, pieces, constants, other, second, twins=True)
         computed = _computed(loads, pieces, sources, first, second)
     finally:
         loads.put_back()

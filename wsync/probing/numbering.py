@@ -49,12 +49,8 @@ class Numbering:
         self.calls = self.naming + max(map(len, self.digits.values()), default=0) + 1
 
     def pairs(self, call: int) -> list[tuple[str, torch.Tensor]]:
-        """Those of a call.  Of what is given as it is, the last one of a place stays."""
-        sources = list(self.sources)
-        if call == self.calls - 1:
-            sources.sort(key=lambda source: source.name in self.given)
-            count = sum(source.name not in self.given for source in sources)
-            sources[:count] = sources[:count][::-1]
+        last = call == self.calls - 1
+        sources = backwards(self.sources, self.given) if last else self.sources
         return _Made(sources, lambda source: self._tensor(source, call))
 
     def of(self, dtype: torch.dtype) -> list[Source]:
@@ -111,6 +107,12 @@ class Numbering:
     def _vector(self, dtype: torch.dtype, extent: int, weight: int) -> torch.Tensor:
         digits = torch.arange(extent, device="cpu") // weight % base_of(dtype)
         return encode(digits, dtype)
+
+
+def backwards(sources: Sequence[Source], given: Mapping[str, torch.Tensor]) -> list[Source]:
+    """In the reverse order, but for what is given as it is: its last one stays where it lies."""
+    numbered = [source for source in sources if source.name not in given]
+    return [*reversed(numbered), *(source for source in sources if source.name in given)]
 
 
 class _Made(list[tuple[str, torch.Tensor]]):

@@ -23,8 +23,13 @@ def verify(
     constants: Mapping[PlacedBox, torch.Tensor],
     sources: Sequence[Source],
     values: Values,
+    *,
+    twins: bool = False,
 ) -> list[PlacedBox]:
-    """The pieces, with those marked as computed that a load of random values refutes."""
+    """The pieces, with those marked as computed that a load of random values refutes.
+
+    twins: sources come in the reverse order, in which twins are loaded over what is known.
+    """
     loads.invert()
     before = {piece: sum_of(piece, loads) for piece in pieces if piece.why == UNWRITTEN}
     known = {source.name: source for source in sources}
@@ -37,7 +42,8 @@ def verify(
         if piece.why == CONSTANT:
             wanted = constants[piece]
         else:
-            wanted = piece.of(values(known[piece.name])).to(found.device, found.dtype)
+            name = piece.twin if twins and piece.twin else piece.name
+            wanted = piece.of(values(known[name])).to(found.device, found.dtype)
         return torch.equal(raw(found), raw(wanted))
 
     return [
