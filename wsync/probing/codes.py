@@ -60,8 +60,8 @@ def decode(values: torch.Tensor) -> torch.Tensor:
     """The digits that values stand for; -1 where they stand for none."""
     kind = kind_of(values.dtype)
     if kind == BYTE:
-        table = torch.full((256,), -1)
-        table[list(_BYTES)] = torch.arange(len(_BYTES))
+        table = torch.full((256,), -1, device="cpu")
+        table[list(_BYTES)] = torch.arange(len(_BYTES), device="cpu")
         return table[values.contiguous().view(torch.uint8).long()]
     if kind == INTEGER:
         return torch.where((values > 0) & (values <= _INTEGERS), values.long() - 1, -1)

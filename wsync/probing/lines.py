@@ -143,7 +143,7 @@ class Field:
         self._starts, self._chosen, self._corners = seen.starts, seen.chosen, corners
         self._part = seen.part
         self._steps = [
-            line - line[:, torch.tensor(starts)][:, part]
+            line - line[:, torch.tensor(starts, device="cpu")][:, part]
             for line, starts, part in zip(lines, seen.starts, self._part, strict=True)
         ]
 

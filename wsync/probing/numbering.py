@@ -119,7 +119,7 @@ class _Made(list[tuple[str, torch.Tensor]]):
     """A list whose tensors are made when they are taken."""
 
     def __init__(self, sources: Sequence[Source], make: Callable[[Source], torch.Tensor]) -> None:
-        super().__init__([("", torch.empty(0))] * len(sources))
+        super().__init__([("", torch.empty(0, device="cpu"))] * len(sources))
         self._sources, self._make = sources, make
 
     def __getitem__(self, index: Any) -> Any:

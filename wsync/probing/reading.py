@@ -72,7 +72,7 @@ class Reading:
             if twin is not None:
                 local.names.append(self._sources[key // base].name)
                 local.twins.append(twin)
-        return torch.tensor(known)[rows].where(found, others)
+        return torch.tensor(known, device="cpu")[rows].where(found, others)
 
     def _twin(self, number: int, digit: int) -> str | None:
         """What the last call has brought, if that is another source of the same form; "" for the
@@ -94,13 +94,15 @@ class Reading:
         corners += sum(weights[rows, call] * each for call, each in enumerate(digits))
         found = []
         for axis, (each, starts) in enumerate(zip(own, lines.starts, strict=True)):
-            places = (torch.tensor(starts) * each).view(-1, *[1] * (rows.dim() - 1 - axis))
+            places = (torch.tensor(starts, device="cpu") * each).view(
+                -1, *[1] * (rows.dim() - 1 - axis)
+            )
             corners += places.where(rows < 3, 0)
             others = rows.movedim(axis, -1).reshape(-1, len(starts))
             chosen = lines.chosen[axis].flatten()
             first = [int((chosen == line).nonzero()[0]) for line in range(int(chosen.max()) + 1)]
             row = others[first][:, lines.part[axis]]
-            line = (torch.arange(lines.shape[axis]) * each).where(row < 3, 0)
+            line = (torch.arange(lines.shape[axis], device="cpu") * each).where(row < 3, 0)
             for call, values in enumerate(lines.lines):
                 line += weights[row, call] * decode(values[axis])
             found.append(line)
@@ -109,7 +111,7 @@ class Reading:
     def _weights(self, local: _Local, units: Sequence[int]) -> torch.Tensor:
         """By what numbers stand for, and call after those for names: what a digit adds."""
         calls = self._numbering.calls - self._numbering.naming
-        found = torch.zeros(len(local.names), calls, dtype=torch.int64)
+        found = torch.zeros(len(local.names), calls, dtype=torch.int64, device="cpu")
         for row, name in enumerate(local.names[3:], 3):
             shift = len(units) - len(self._known[name].shape)
             for call, digit in enumerate(self._numbering.digits[name]):
