@@ -41,7 +41,8 @@ def groups(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         if row["benchmark"] != "update" or not row["peer"].startswith(PEER):
             continue
         ending = next(end for end in sorted(WAYS, reverse=True) if row["case"].endswith(end))
-        case = found.setdefault(row["case"].removesuffix(ending), {})
+        name = row["case"].removesuffix(ending).replace(", shared", "")
+        case = found.setdefault(name, {})
         case[WAYS[ending]] = row["seconds"]
         case[SLIME] = min(case.get(SLIME, row["peer_seconds"]), row["peer_seconds"])
     order = [*WAYS.values(), SLIME]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from support import fakecuda
@@ -131,3 +132,14 @@ def test_rounds_by_nccl_are_verified_and_counted_without_a_gpu(tmp_path: Path) -
     # what two want is there once more, what all want twice more
     again = [int(str(row["peer_repeated_nbytes"])) for row in hosts]
     assert again[0] == 0 < 4 * again[1] == again[2]
+
+
+def test_the_picture_in_the_readme_is_that_of_the_rows_beside_it() -> None:
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/update.jsonl").open()]
+    assert all(row["verified"] for row in rows)
+    command = [sys.executable, "-B", "-m", "benchmarks.chart", "benchmarks/update.jsonl"]
+    drawn = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert (ROOT / "benchmarks/update.svg").read_text() == drawn
+    assert "(benchmarks/update.svg)" in (ROOT / "README.md").read_text()
+    bars = [bar.get("class") for bar in ElementTree.fromstring(drawn).iter() if "rect" in bar.tag]
+    assert bars.count("slime") >= 3 < bars.count("wsync")
