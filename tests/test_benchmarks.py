@@ -80,9 +80,9 @@ def test_without_the_tests_extra_sglang_alone_is_skipped() -> None:
     assert without("pytest", code) == "()\npytest is not installed: pip install '.[test]'\n"
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-B", "-c", code],
+        [sys.executable, "-B", "-c", code, *arguments],
         env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
         capture_output=True,
         text=True,
@@ -138,8 +138,7 @@ def test_the_picture_in_the_readme_is_that_of_the_rows_beside_it() -> None:
     text = (ROOT / "benchmarks/update.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert all(row["verified"] for row in rows)
-    command = [sys.executable, "-B", "-m", "benchmarks.chart", "benchmarks/update.jsonl"]
-    drawn = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    drawn = run("from benchmarks.chart import main; main()", "benchmarks/update.jsonl").stdout
     assert (ROOT / "benchmarks/update.svg").read_text() == drawn
     assert "(benchmarks/update.svg)" in (ROOT / "README.md").read_text()
     bars = [bar.get("class") for bar in ElementTree.fromstring(drawn).iter() if "rect" in bar.tag]
