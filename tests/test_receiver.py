@@ -4,6 +4,7 @@ import contextlib
 import resource
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -411,6 +412,24 @@ def test_a_round_that_was_not_announced_costs_nothing(by_layout: bool) -> None:
         loader.attach(Memory(64), manifest.build())
         with pytest.raises(ProtocolError, match="of 3 rounds: the manifest has 4294967295"):
             loader.begin(3)
+
+
+@pytest.mark.parametrize("by_layout", [True, False])
+def test_an_update_that_is_given_up_keeps_no_memory(by_layout: bool) -> None:
+    tensor = torch.zeros(4)
+    module = torch.nn.Module()
+    module.register_buffer("a", tensor)
+    builder = LayoutBuilder()
+    builder.add_shard("a", "float32", [4], [0], [4], 0, 0, [4])
+    layout = builder.build()
+    loader: Loader = LayoutLoader(layout, [tensor]) if by_layout else ModuleLoader(module)
+    loader.attach(Memory(64), layout)
+    loader.begin(1)
+    storage = weakref.ref(tensor.untyped_storage())
+    tensor.data = torch.ones(4)
+    assert storage() is not None  # it is being written to
+    loader.abandon()
+    assert storage() is None
 
 
 # --- failures -------------------------------------------------------------------------------

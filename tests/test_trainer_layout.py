@@ -499,6 +499,20 @@ def test_what_a_mapping_makes_on_access_is_kept_for_the_update_alone():
     assert [ref() for ref in made.made] == [None] * 2
 
 
+def test_a_storage_that_is_replaced_is_kept_for_the_update_alone():
+    tensors = {name: torch.full((1 << 16,), 3.0) for name in "ab"}
+    layout = from_tensors(tensors)
+    table = layout.bind()
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors.values()]
+    for tensor in tensors.values():
+        tensor.data = torch.zeros(1 << 16)
+    tensors.clear()
+    noise = [torch.zeros(1 << 16) for _ in range(8)]
+    assert values_at(table) == [{3.0}] * 2
+    del table, noise
+    assert [ref() for ref in storages] == [None] * 2
+
+
 @pytest.mark.parametrize("strides", [(1, 1), (0, 1), (2, 1), (3, 2)])
 def test_weights_are_not_laid_out_over_each_other(strides):
     """They would be written over each other; with strides apart they are copied."""

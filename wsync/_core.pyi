@@ -247,7 +247,7 @@ class Quantiser:
 
 @final
 class TensorTable:
-    """Where tensors lie; keeps them alive.  Made by describe()."""
+    """Where tensors lie; keeps them and their storages alive.  Made by describe()."""
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, str, tuple[int, ...], tuple[int, ...], int]:
         """(address, dtype, shape, element strides, bytes spanned from the address)"""

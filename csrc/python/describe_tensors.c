@@ -16,6 +16,8 @@
 typedef struct describer {
     ModuleState *state;
     PyObject *names;    /* borrowed tuple or NULL */
+    PyObject *owners;   /* borrowed from the table: the tensors, and what they lie in; NULL:
+                         * what is read is compared at once, and nothing has to be kept */
     PyTypeObject *type; /* borrowed: the type that `api` belongs to */
     const DLPackExchangeAPI *api;
     Py_ssize_t index; /* of the tensor at hand */
@@ -307,6 +309,19 @@ static int refuse_bits(const describer_t *describer, PyObject *tensor, wsync_dty
     return refuse_bit(describer, tensor, describer->state->name_is_neg, "neg");
 }
 
+/* Has the table own the storage of a tensor that is read: the tensor may get another one
+ * (x.data = y) while copies run. */
+static int hold_storage(const describer_t *describer, PyObject *tensor)
+{
+    PyObject *storage =
+        PyObject_CallMethodObjArgs(tensor, describer->state->name_untyped_storage, NULL);
+    const int result = storage != NULL ? PyList_Append(describer->owners, storage)
+                                       : fail_with_cause(describer, tensor);
+
+    Py_XDECREF(storage);
+    return result;
+}
+
 /* Fills a row by what DLPack says.  `data` may be NULL: torch gives wrappers no address. */
 static int read_plain(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
 {
@@ -338,7 +353,13 @@ static int read_plain(describer_t *describer, PyObject *tensor, wsync_tensor_row
     if (finish_row(describer, tensor, row) < 0) {
         return -1;
     }
-    return row->data != NULL ? refuse_bits(describer, tensor, row->dtype) : 0;
+    if (row->data == NULL) {
+        return 0;
+    }
+    if (describer->owners != NULL && hold_storage(describer, tensor) < 0) {
+        return -1;
+    }
+    return refuse_bits(describer, tensor, row->dtype);
 }
 
 /* Copies tensor.shape or tensor.stride() into out; returns the length or -1. */
@@ -555,7 +576,7 @@ static int describe_one(describer_t *describer, PyObject *tensor, TensorTableObj
 
     if (former != NULL && is_there(describer, tensor, former) &&
         (!former->rows[describer->index].on_gpu || take_gpu(describer, former->gpu))) {
-        return 0;
+        return hold_storage(describer, tensor);
     }
     table->known = false;
     if (read_tensor(describer, tensor, &row) < 0 || wsync_py_table_part(table) < 0) {
@@ -565,14 +586,18 @@ static int describe_one(describer_t *describer, PyObject *tensor, TensorTableObj
     return 0;
 }
 
-static int describe_all(describer_t *describer, TensorTableObject *table,
+static int describe_all(describer_t *describer, PyObject *tensors, TensorTableObject *table,
                         const TensorTableObject *former)
 {
+    describer->owners = table->owners;
+    if (PyList_Append(table->owners, tensors) < 0) {
+        return -1;
+    }
     table->known = former != NULL;
     table->nbytes = 0;
     for (Py_ssize_t i = 0; i < table->count; i++) {
         describer->index = i;
-        if (describe_one(describer, PyTuple_GetItem(table->owners, i), table, former) < 0) {
+        if (describe_one(describer, PyTuple_GetItem(tensors, i), table, former) < 0) {
             return -1;
         }
         if (__builtin_add_overflow(table->nbytes, table->rows[i].nbytes, &table->nbytes)) {
@@ -582,6 +607,20 @@ static int describe_all(describer_t *describer, TensorTableObject *table,
     }
     table->gpu = (int)describer->gpu;
     return 0;
+}
+
+/* An object for each storage may be new, and many new objects have Python look for garbage,
+ * at last among all objects of the process: that took longer than everything else here. */
+static int describe_undisturbed(describer_t *describer, PyObject *tensors,
+                                TensorTableObject *table, const TensorTableObject *former)
+{
+    const int collects = PyGC_Disable();
+    const int result = describe_all(describer, tensors, table, former);
+
+    if (collects) {
+        (void)PyGC_Enable();
+    }
+    return result;
 }
 
 /* A tuple of names, or NULL: -1 with an exception. */
@@ -632,9 +671,10 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
     table = former != NULL ? wsync_py_table_like(describer.state, former)
                            : wsync_py_table_new(describer.state, PyTuple_Size(tensors));
     if (table != NULL) {
-        table->owners = Py_NewRef(tensors);
+        table->owners = PyList_New(0);
         table->names = Py_XNewRef(describer.names);
-        if (describe_all(&describer, table, former) < 0) {
+        if (table->owners == NULL ||
+            describe_undisturbed(&describer, tensors, table, former) < 0) {
             Py_CLEAR(table);
         }
     }

@@ -66,6 +66,7 @@ WSYNC_FUNCTIONS_MAP(WSYNC_DECLARE_FUNCTIONS)
     X(dtype)              \
     X(is_conj)            \
     X(is_neg)             \
+    X(untyped_storage)    \
     X(__dlpack_c_exchange_api__)
 
 /* Tuples with named fields that methods return (records.c). */

@@ -222,7 +222,7 @@ static PyObject *table_joined(PyObject *self, PyObject *object)
     joined->nbytes = one->nbytes + other->nbytes;
     joined->gpu = one->gpu >= 0 ? one->gpu : other->gpu;
     joined->names = join(one->names, other->names);
-    joined->owners = join(one->owners, other->owners);
+    joined->owners = PySequence_Concat(one->owners, other->owners);
     if (PyErr_Occurred() != NULL) {
         Py_DECREF((PyObject *)joined);
         return NULL;
@@ -278,7 +278,8 @@ static PyGetSetDef table_getset[] = {
 };
 
 static PyType_Slot table_slots[] = {
-    {Py_tp_doc, "Where tensors lie; keeps them alive.  Made by describe()."},
+    {Py_tp_doc,
+     "Where tensors lie; keeps them and their storages alive.  Made by describe()."},
     {Py_tp_dealloc, table_dealloc},
     {Py_tp_traverse, table_traverse},
     {Py_tp_clear, table_clear},

@@ -37,8 +37,8 @@ typedef struct wsync_py_rows {
 /* Immutable.  Recognise it by ModuleState.type_TensorTable. */
 typedef struct TensorTableObject {
     PyObject_HEAD
-    PyObject *owners; /* owned tuple of the tensors; NULL in a form, whose rows are only
-                       * compared */
+    PyObject *owners; /* owned list of the tensors and their storages; NULL in a form, whose
+                       * rows are only compared */
     Py_ssize_t count;
     wsync_py_rows_t *shared;
     wsync_tensor_row_t *rows; /* those of `shared`: written by whoever makes the table */
