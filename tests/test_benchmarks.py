@@ -135,10 +135,10 @@ def test_rounds_by_nccl_are_verified_and_counted_without_a_gpu(tmp_path: Path) -
 
 
 def test_the_picture_in_the_readme_is_that_of_the_rows_beside_it() -> None:
-    text = (ROOT / "benchmarks/update.jsonl").read_text()
+    text = (ROOT / "benchmarks/update.json").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert all(row["verified"] for row in rows)
-    drawn = run("from benchmarks.chart import main; main()", "benchmarks/update.jsonl").stdout
+    drawn = run("from benchmarks.chart import main; main()", "benchmarks/update.json").stdout
     assert (ROOT / "benchmarks/update.svg").read_text() == drawn
     assert "(benchmarks/update.svg)" in (ROOT / "README.md").read_text()
     bars = [bar.get("class") for bar in ElementTree.fromstring(drawn).iter() if "rect" in bar.tag]

@@ -380,14 +380,6 @@ def test_slots_are_found_anew_after_they_were_found_in_vain(raises: bool) -> Non
         assert beside == [first]
 
 
-def test_memory_of_another_size_at_the_same_place_is_other_memory() -> None:
-    module, array = Part(random.Random(0), 0), np.zeros(16, np.float32)
-    module.a.data = torch.from_numpy(array)[:8].view(4, 2)
-    held = ModuleMemory(module)
-    module.a.data = torch.from_numpy(array[:8]).view(4, 2)
-    assert held.kept() is None and not held.current()
-
-
 def test_a_module_with_a_tensor_that_cannot_be_described_is_looked_at_in_whole() -> None:
     module = Part(random.Random(0), 0)
     module.count = torch.zeros((1,) * 9)

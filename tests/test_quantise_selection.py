@@ -543,7 +543,7 @@ def test_a_checkpoint_that_cannot_be_read_does_not_leave_the_choice_to_lists(
     checkpoint: Path,
 ) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(wsync.LayoutError, match="cannot hold a header"):
+    with pytest.raises(wsync.LayoutError, match=r"model\.safetensors: .*header too small"):
         select_quantised(LAYOUT, FP8, str(checkpoint))
 
 
@@ -616,7 +616,7 @@ def test_slimes_updaters_have_slimes_arithmetic(checkpoint: Path, kind: Any, con
 def test_a_checkpoint_that_cannot_say_it_is_named(checkpoint: Path) -> None:
     options = wsync.Options(quantise="checkpoint", checkpoint=str(checkpoint))
     (checkpoint / "config.json").write_text("[]")
-    with pytest.raises(wsync.LayoutError, match=r"config\.json: not a configuration: list"):
+    with pytest.raises(wsync.LayoutError, match=r"config\.json: list instead of an object"):
         config_of(options)
     (checkpoint / "config.json").unlink()
     with pytest.raises(wsync.SystemCallError, match=r"config\.json: No such file"):

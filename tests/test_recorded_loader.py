@@ -83,17 +83,6 @@ def test_parameters_may_move_and_what_else_changes_is_learnt_anew() -> None:
     assert differing(held(module), loaded(other, 4)) == []
 
 
-def test_a_parameter_whose_memory_holds_other_values_is_named() -> None:
-    """Such as an imaginary part of conjugates: what is copied there would be read negated."""
-    module = Fused()
-    engine = ThreadEngine([RecordedLoader(module)])
-    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
-        sync.update()
-        module.o.data = torch._neg_view(module.o.data)
-        with pytest.raises(wsync.WsyncError, match="o: its memory holds other values"):
-            sync.update()
-
-
 def test_a_parameter_without_memory_is_named() -> None:
     module = Fused()
     engine = ThreadEngine([RecordedLoader(module)])

@@ -265,17 +265,19 @@ static bool take_gpu(describer_t *describer, int64_t ordinal)
     return true;
 }
 
-/* Finds the exchange API of a tensor's type, which may be that of the tensor before it. */
-static int find_api(describer_t *describer, PyObject *tensor)
+/* The exchange API of a tensor's type, which may be that of the tensor before it; NULL with
+ * an exception. */
+static const DLPackExchangeAPI *find_api(describer_t *describer, PyObject *tensor)
 {
     if (Py_TYPE(tensor) != describer->type) {
         describer->api = wsync_py_exchange_api(describer->state, tensor);
         describer->type = Py_TYPE(tensor);
     }
-    return describer->api != NULL
-               ? 0
-               : fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
-                             "not a torch tensor (of torch 2.10 or newer)");
+    if (describer->api == NULL) {
+        (void)fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
+                          "not a torch tensor (of torch 2.10 or newer)");
+    }
+    return describer->api;
 }
 
 /* Conjugation and negation are bits on the tensor, not in its bytes, and DLPack drops
@@ -325,12 +327,13 @@ static int hold_storage(const describer_t *describer, PyObject *tensor)
 /* Fills a row by what DLPack says.  `data` may be NULL: torch gives wrappers no address. */
 static int read_plain(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
 {
+    const DLPackExchangeAPI *api = find_api(describer, tensor);
     DLTensor view; /* shape and strides are borrowed from the tensor: copy them at once */
 
-    if (find_api(describer, tensor) < 0 || read_dtype(describer, tensor, &row->dtype) < 0) {
+    if (api == NULL || read_dtype(describer, tensor, &row->dtype) < 0) {
         return -1;
     }
-    if (describer->api->dltensor_from_py_object_no_sync(tensor, &view) != 0) {
+    if (api->dltensor_from_py_object_no_sync(tensor, &view) != 0) {
         return fail_with_cause(describer, tensor);
     }
     row->on_gpu = view.device.device_type == kDLCUDA;
@@ -507,10 +510,10 @@ static bool same_view(const DLTensor *view, const wsync_tensor_row_t *row, int g
 static bool is_there(describer_t *describer, PyObject *tensor,
                      const TensorTableObject *table)
 {
+    const DLPackExchangeAPI *api = find_api(describer, tensor);
     DLTensor view;
 
-    if (find_api(describer, tensor) < 0 ||
-        describer->api->dltensor_from_py_object_no_sync(tensor, &view) != 0) {
+    if (api == NULL || api->dltensor_from_py_object_no_sync(tensor, &view) != 0) {
         PyErr_Clear();
         return false;
     }
