@@ -3,7 +3,7 @@ here.  As SGLang does, it passes over others."""
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -24,6 +24,8 @@ class Update(_Update):
 
 
 class FromDisk(_Update):
+    model_config = ConfigDict(protected_namespaces=())  # of which pydantic before 2.10 warns
+
     model_path: str
 
 
