@@ -24,7 +24,7 @@ class Update(_Update):
 
 
 class FromDisk(_Update):
-    model_config = ConfigDict(protected_namespaces=())  # of which pydantic before 2.10 warns
+    model_config = ConfigDict(protected_namespaces=())  # pydantic before 2.10 warns of the name
 
     model_path: str
 
