@@ -72,7 +72,7 @@ class Engine:
         self.told.append(what)
 
 
-@pytest.mark.parametrize("restarts", ["flush", "load"])
+@pytest.mark.parametrize("restarts", ["flush", "load", "resume"])
 def test_an_engine_that_was_started_again_in_an_update_fails_it(
     restarts: str, tmp_path: Path
 ) -> None:
@@ -85,7 +85,7 @@ def test_an_engine_that_was_started_again_in_an_update_fails_it(
             sync.update(version=7)
         # what it takes on before it is missed is not the next update's version
         assert ("load" in engine.told) == (restarts != "flush")
-        assert "resume" not in other.told
+        assert ("resume" in other.told) == (restarts == "resume")
         assert sync.update().version == "8"
         assert engine.told[-1] == other.told[-1] == "resume"
 
@@ -155,6 +155,31 @@ def test_engines_that_hold_a_part_of_a_failed_update_do_not_go_on_in_the_next() 
             sync.update()
     assert engine.told == ["pause", "flush", "update", "pause", "flush"]
     assert "stay paused" in failed.value.__notes__[0]
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_an_engine_with_a_fixed_seed_that_was_started_again_says_so_by_its_version(
+    at: int, tmp_path: Path
+) -> None:
+    """Even between the two last questions."""
+
+    class Fixed(Engine):
+        asked = 0
+
+        def server_info(self, timeout: float) -> dict[str, Any]:
+            self.asked += 1
+            if self.asked == at:
+                self.version = "default"
+            return super().server_info(timeout)
+
+    engine = Fixed()
+    with DiskSync({"a": torch.zeros(3)}, [engine], folder=tmp_path, options=QUICK) as sync:
+        try:
+            sync.update(version=7)
+        except wsync.PeerClosedError:
+            return
+    assert engine.asked >= at
+    assert engine.version == "7"
 
 
 def test_an_engine_with_a_fixed_seed_that_was_started_again_gets_no_version() -> None:
@@ -315,10 +340,10 @@ def test_a_local_engine_that_was_replaced_is_noticed() -> None:
         checked.verify(10)
 
 
-def test_an_engine_that_tells_its_instance_is_asked_at_the_pause_and_before_it_goes_on(
+def test_an_engine_is_asked_who_it_is_at_the_pause_and_before_and_after_it_goes_on(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one connection, unless that has been idle for so long that servers end it."""
+    """An update has one connection, unless that is idle for so long that servers end it."""
     opened = []
     accept = server.get_request
     monkeypatch.setattr(server, "get_request", lambda: opened.append(1) or accept())
@@ -333,12 +358,12 @@ def test_an_engine_that_tells_its_instance_is_asked_at_the_pause_and_before_it_g
     checked.verify(10)
     checked.resume(10)
     asked = [path for path, *_ in server.seen if path == "/model_info"]
-    assert asked == ["/model_info"] * 2
-    assert len(opened) == 1
+    assert asked == ["/model_info"] * 3
+    assert len(opened) == 2  # the last question comes by a new one
     checked.pause("abort", 10)
     monkeypatch.setattr(sglang_http, "_IDLE_SECONDS", -1.0)
     checked.flush(10)
-    assert len(opened) == 3
+    assert len(opened) == 4
 
 
 def test_an_engine_that_reports_another_version_is_not_continued() -> None:

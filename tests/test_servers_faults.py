@@ -138,16 +138,19 @@ def test_ctrl_c_ends_a_trainer_whose_server_has_stopped(lasting: Lab, way: str) 
     for phase in ("pause", "tensors", "continue"):
         folder = lasting.models[0].folder
         command = [sys.executable, "-P", str(TRAINER), lasting.server.url, str(folder), way, phase]
-        path = os.pathsep.join([str(TRAINER.parent.parent), os.environ.get("PYTHONPATH", "")])
+        # an empty entry would stand for the folder that this runs in
+        folders = [str(TRAINER.parent.parent), os.environ.get("PYTHONPATH")]
         trainer = subprocess.Popen(
             [*command, "1"],
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         with trainer:
-            assert trainer.stdout is not None and trainer.stdout.readline() == f"{phase}\n"
+            assert trainer.stdout is not None
+            if trainer.stdout.readline() != f"{phase}\n":
+                pytest.fail(f"the trainer has ended: {trainer.communicate()[1]}")
             lasting.server.signal(signal.SIGSTOP)
             try:
                 time.sleep(3)  # it asks, and waits

@@ -21,7 +21,7 @@ class CheckedEngine:
 
     `pause` begins an update.  It notes which engine this is, and the version that it reports.  A
     version is given only to the same engine, and only while it reports the same version.  Before
-    the engine goes on, it has to report the version that it was given.
+    the engine goes on, and after, it has to report the version that it was given.
 
     SGLang records the version of any request that has one.  It is given a temporary version with
     the opening message and with every bucket but the last, so that an update that fails cannot
@@ -151,7 +151,12 @@ class CheckedEngine:
             )
 
     def resume(self, timeout: float) -> None:
-        self._told.resume(timeout)
+        """The engine may be started again between the check before this and its answer: it would
+        go on with the weights of its checkpoint.  So it is asked once more, by a new connection."""
+        deadline = Deadline(timeout)
+        self._told.resume(deadline.left)
+        self._during = self.handle
+        self.verify(deadline.left)
         self._given = self._version
 
     def model_info(self, timeout: float) -> dict[str, Any]:
