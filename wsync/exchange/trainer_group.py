@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _STORE_SECONDS: Final = 2.0  # for one answer of the store, where a deadline has passed already
 _GLOO_SECONDS: Final = 10.0
+_SIZE_NBYTES: Final = 8
+_SHORT_NBYTES: Final = 504
 _STORE_SILENT: Final = (
     "the trainer's store does not answer: the process that hosts it is stuck or stopped"
 )
@@ -169,21 +171,18 @@ class TrainerGroup:
         return self._board.publish(error)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Everybody's bytes, by rank."""
+        """Everybody's bytes, by rank.  What all say in few bytes takes one collective."""
         if self.size == 1:
             return [data]
-        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-        self._gather(sizes, torch.tensor([len(data)], device="cpu"))
-        widest = max(int(size) for size in sizes)
-        mine = torch.zeros(widest, dtype=torch.uint8, device="cpu")
-        if data:
-            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty(widest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
-        if widest:
-            self._gather(parts, mine)
-        return [
-            part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)
-        ]
+        first = len(data).to_bytes(_SIZE_NBYTES, "little") + data[:_SHORT_NBYTES]
+        parts = self._gather(first, _SIZE_NBYTES + _SHORT_NBYTES)
+        sizes = [int.from_bytes(part[:_SIZE_NBYTES], "little") for part in parts]
+        widest = max(sizes)
+        if widest > _SHORT_NBYTES:
+            parts = self._gather(data, widest)
+        else:
+            parts = [part[_SIZE_NBYTES:] for part in parts]
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def gather_json(self, value: object) -> list[Any]:
         """Everybody's values, by rank, as JSON has them."""
@@ -191,7 +190,8 @@ class TrainerGroup:
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self.all_gather(b"")
+        if self.size > 1:
+            self.finish(self._start("barrier"), self.timeout)
 
     def confirm(self) -> None:
         """A barrier, and a look at the board: one who was late may be let through a barrier that
@@ -220,8 +220,12 @@ class TrainerGroup:
             self._board.check_gone()
             raise
 
-    def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+    def _gather(self, data: bytes, width: int) -> list[bytes]:
+        """So many bytes of each rank, the first of which are its data."""
+        mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
         self.finish(self._start("allgather", [parts], [mine]), self.timeout)
+        return [part.numpy().tobytes() for part in parts]
 
 
 def rank_has_ended(error: BaseException) -> bool:
