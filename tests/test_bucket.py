@@ -95,21 +95,6 @@ def test_bytes_and_metadata_are_those_of_sglang(sglang: ModuleType, tensors: Nam
     assert fields(mine.get_metadata()) == fields(theirs.get_metadata())
 
 
-@settings(deadline=None, max_examples=40)
-@given(tensors=stock_tensors)
-def test_either_reads_what_the_other_filled(sglang: ModuleType, tensors: Named) -> None:
-    theirs = sglang.FlattenedTensorBucket(named_tensors=tensors)
-    mine = FlattenedTensorBucket(named_tensors=tensors)
-    for reader, writer in (
-        (FlattenedTensorBucket, theirs),
-        (sglang.FlattenedTensorBucket, mine),
-    ):
-        bucket = reader(
-            flattened_tensor=writer.get_flattened_tensor(), metadata=writer.get_metadata()
-        )
-        assert same(bucket.reconstruct_tensors(), tensors)
-
-
 def test_an_odd_tensor_ahead_of_a_wider_one(sglang: ModuleType) -> None:
     """SGLang's own packing of these cannot be read back by SGLang."""
     tensors = [("odd", random_tensor((3,), torch.bfloat16)), ("wide", torch.ones(2, 2))]
@@ -143,20 +128,6 @@ def test_tensors_of_any_stride_are_flattened() -> None:
     assert same(bucket.reconstruct_tensors(), tensors)
     parameter = torch.nn.Parameter(base)
     assert same(FlattenedTensorBucket([("p", parameter)]).reconstruct_tensors(), [("p", base)])
-
-
-def test_rebuilt_tensors_are_views() -> None:
-    bucket = FlattenedTensorBucket([("a", torch.zeros(2)), ("b", torch.zeros(3))])
-    tensors = dict(bucket.reconstruct_tensors())
-    bucket.get_flattened_tensor().fill_(0xFF)
-    assert content(tensors["b"]) == b"\xff" * 12
-
-
-def test_gaps_are_zero() -> None:
-    tensors = [(f"t{i}", torch.full((5,), 255, dtype=torch.uint8)) for i in range(50)]
-    flat = FlattenedTensorBucket(tensors).get_flattened_tensor()
-    assert flat.numel() == 49 * 16 + 5
-    assert int(flat.count_nonzero()) == 250
 
 
 def test_a_warm_buffer_is_filled_in_place() -> None:

@@ -209,14 +209,6 @@ def test_a_gpu_that_is_lost_to_an_engine_is_an_error_and_the_trainer_s_own_goes_
     assert facts["right"]
 
 
-def test_a_kernel_that_faults_in_the_trainer_ends_its_updates(tmp_path: Path) -> None:
-    with _ranks(1, tmp_path) as ranks:
-        (facts,) = ranks.run(cuda_cases.fault_in_the_trainer, timeout=120)
-    assert facts["paused"]
-    for error in facts["errors"]:
-        assert error.startswith("DeviceError: ") and ", 700)" in error, facts
-
-
 @pytest.mark.parametrize("version", ["12080", "12040"], ids=["by events", "by a wait"])
 def test_weights_are_not_written_under_a_forward_pass(version: str, tmp_path: Path) -> None:
     """A pause may leave one on a stream that nobody names: before the engine learns, and before it
@@ -335,25 +327,6 @@ def test_one_rank_does_not_serve_engines_on_two_gpus(trainer: Ranks) -> None:
     assert facts["error"].startswith("InvalidArgumentError: rank 0 serves worker 0 of engine 0")
     assert "engine_gpu_offsets says whose GPU" in facts["error"]
     assert facts["alone"] == ["", "", "", ""]
-
-
-def test_what_a_stream_uses_is_kept_until_it_has_passed(trainer: Ranks) -> None:
-    (found,) = trainer.run(cuda_cases.holds, timeout=120)
-    dry, (said,), kept = found.pop("stuck")
-    assert found == {"kept": True, "left": [False, False]}
-    assert not dry and kept
-    assert "are kept" in said
-
-
-def test_who_waits_for_room_in_a_queue_holds_no_other_thread(tmp_path: Path) -> None:
-    room = str(1 + cuda_cases.BATCHES_PER_MARK)  # a wait and these
-    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_QUEUE=room) as ranks:
-        assert ranks.run(cuda_cases.fill_the_queue, timeout=60) == [True]
-
-
-def test_a_stream_that_is_being_closed_keeps_what_it_uses(trainer: Ranks) -> None:
-    (found,) = trainer.run(cuda_cases.close_twice, timeout=120)
-    assert found == {"text": "another thread is closing the stream", "kept": True, "left": False}
 
 
 @pytest.mark.parametrize(("mark", "least"), [("gpu", 10), ("multigpu", 3)])

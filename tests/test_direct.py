@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import wsync
 from wsync.machine.process_maps import SharedMaps
-from wsync.trainer.lending import Borrower, Lender, Lending
+from wsync.trainer.lending import Borrower
 from wsync.trainer.sessions.direct import DirectSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False, delivery="direct")
@@ -105,22 +104,6 @@ def test_memory_that_has_moved_is_found_again_and_the_old_let_go_of(
     assert len(counts) == 1
 
 
-def test_a_tensor_that_moves_within_its_segment_is_found(
-    config: Any, sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
-) -> None:
-    """As a trainer's own buffers do, from which parameters are cut."""
-    sizes = {name: tensor.numel() for name, tensor in weights.items()}
-    flat = torch.zeros(2 * sum(sizes.values())).share_memory_()
-    for seed, names in ((2, list(sizes)), (3, list(sizes)[::-1])):
-        start, cut = 0, {}
-        for name in names:
-            cut[name] = flat[start : start + sizes[name]].view(weights[name].shape)
-            start += sizes[name]
-        overwrite(cut, draw(config, seed))
-        sync.update(cut)
-        assert same(engine.weights(), cut)
-
-
 def test_private_memory_goes_through_a_ring_in_the_same_update_and_is_named_once(
     config: Any, weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,20 +172,6 @@ def test_auto_reads_in_place_what_lies_in_shared_memory_wholly(
     assert said.startswith(f"wsync: {name}: rank 0 has 1 of {len(weights)} parameters")
     assert "Options(delivery='direct') has them read the others so" in said
     assert said.endswith("; all of its weights go through rings")
-
-
-def test_auto_looks_once_where_nothing_can_be_lent(
-    config: Any, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    weights = draw(config, 1)
-    with wsync.connect(weights, engines=[engine], options=AUTO) as sync:
-        assert set(sync.update().paths.values()) == {"ring"}
-        with (
-            mock.patch.object(Lender, "look", side_effect=AssertionError("looks")),
-            mock.patch.object(Lending, "share", side_effect=AssertionError("asks")),
-        ):
-            sync.update()
-    assert not [text for text in caplog.messages if PRIVATE in text]
 
 
 @pytest.mark.parametrize("delivery", ["auto", "direct"])
@@ -290,40 +259,6 @@ def test_the_trainer_waits_until_the_workers_have_copied(
         os.kill(worker, signal.SIGCONT)
         thread.join(120)
     assert same(engine.weights(), wanted)
-
-
-def test_workers_read_nothing_before_they_are_told(
-    config: Any, sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
-) -> None:
-    """Who does not wait for round 0 gets what lay there when the update began."""
-    sync.update()
-    wanted = draw(config, 8)
-    original = DirectSession.post
-
-    def post(self: DirectSession, *rest: Any) -> None:
-        time.sleep(0.2)  # an eager worker has read everything by now
-        overwrite(weights, wanted)
-        original(self, *rest)
-
-    with mock.patch.object(DirectSession, "post", post):
-        sync.update()
-    assert same(engine.weights(), wanted)
-
-
-def test_an_update_that_does_not_wait_for_its_workers_is_not_committed(
-    config: Any, sync: wsync.Sync, engine: TensorParallelEngine, weights: Weights
-) -> None:
-    sync.update()
-    overwrite(weights, draw(config, 8))
-    with (
-        mock.patch.object(DirectSession, "wait"),
-        mock.patch.object(DirectSession, "prepared"),
-        pytest.raises(wsync.StateError, match="commit: "),
-    ):
-        sync.update()
-    assert engine.weight_version == "1"
-    sync.update()
-    assert same(engine.weights(), weights)
 
 
 def test_memory_is_kept_until_the_workers_have_read_it(

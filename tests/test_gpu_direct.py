@@ -116,10 +116,6 @@ def test_what_cannot_be_lent_goes_through_a_ring_in_the_same_update(trainer: Ran
     assert "torch_memory_saver" in said[0]
 
 
-def test_auto_reads_no_memory_of_gpus_yet(trainer: Ranks) -> None:
-    assert trainer.run(gpu_direct_cases.keeps_to_rings, timeout=120) == [{"ring"}]
-
-
 def test_auto_reads_in_place_all_weights_or_none(trainer: Ranks) -> None:
     (facts,) = trainer.run(gpu_direct_cases.cannot_be_lent, "auto", timeout=120)
     assert facts["right"] == [True] * 3
@@ -205,24 +201,4 @@ def test_workers_in_another_pid_namespace_get_rings(trainer: Ranks) -> None:
     ]
 
 
-def test_workers_on_the_other_side_of_mps_get_rings(trainer: Ranks) -> None:
-    assert trainer.run(gpu_direct_cases.beside_mps, timeout=120) == [
-        {"paths": {"ring"}, "right": True}
-    ]
-
-
 # --- processes that take turns at a GPU -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("delivery", ["direct", "wsync"])
-@pytest.mark.parametrize("holds", ["0", "1"], ids=["waits yield", "waits hold"])
-def test_updates_end_where_a_gpu_does_the_work_of_one_process_at_a_time(
-    holds: str, delivery: str, tmp_path: Path
-) -> None:
-    """A wait that keeps its turn costs a slice of it, and no more."""
-    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_SLICE_US="500", WSYNC_FAKE_CUDA_HOLDS=holds) as ranks:
-        rounds = {"round_nbytes": 1 << 13, "ring_nbytes": 1 << 15}
-        case = (gpu_direct_cases.steady, dense(), "by handle", [0], delivery, 2, rounds)
-        (facts,) = ranks.run(*case, timeout=300)
-    assert facts["right"] == [True] * 3
-    assert facts["paths"] == {"direct" if delivery == "direct" else "ring"}

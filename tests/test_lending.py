@@ -6,7 +6,6 @@ import ctypes
 import os
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -84,60 +83,6 @@ def test_buffers_lie_where_they_are_bound_until_they_are_bound_anew(
     assert at(bound[0]) == b"eco"  # but not under the feet of who has it
 
 
-def test_lent_memory_is_given_back_with_a_parked_ring(
-    session: tuple[_core.Exporter, _core.Importer],
-) -> None:
-    exporter, importer = session
-    for number in (1, 2):  # it is lent while the ring is parked, too
-        fd = os.memfd_create(f"given-back-{number}")
-        os.write(fd, b"lent" + bytes(PAGE - 4))
-        lent = exporter.lend(_core.Memory.borrow(fd), PATIENCE)
-        os.close(fd)
-        exporter.bind(bindings((lent, 0, 4)), PATIENCE)
-        update(exporter, importer, number, park=True)
-        assert importer.segments == ()
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-        assert f"given-back-{number}" not in maps, maps
-    update(exporter, importer, 3)
-    assert importer.bound is None  # nothing has been lent anew
-
-
-def test_lent_memory_that_somebody_looks_at_is_not_given_back(
-    session: tuple[_core.Exporter, _core.Importer],
-) -> None:
-    exporter, importer = session
-    lent = exporter.lend(memory_of(b"lent"), PATIENCE)
-    exporter.bind(bindings((lent, 0, 4)), PATIENCE)
-    update(exporter, importer, 1)
-    view = memoryview(importer.segments[0])
-    with pytest.raises(_core.PeerRefusedError, match="the worker keeps the ring: "):
-        update(exporter, importer, 2, park=True)
-    assert bytes(view[:4]) == b"lent"
-    update(exporter, importer, 3)
-
-
-@pytest.mark.parametrize(
-    ("places", "text"),
-    [
-        (((0, 0, PAGE + 1),), "buffer 0: 4097 bytes at 0 of segment 0, which has 4096"),
-        (((0, PAGE - 1, 2),), "buffer 0: 2 bytes at 4095 of segment 0, which has 4096"),
-        (((0, 2**64 - 1, 2),), "buffer 0: 2 bytes at 18446744073709551615 of segment 0"),
-        (((0, 0, 1), (1, 0, 1)), "buffer 1: 1 bytes at 0 of segment 1, which has 0"),
-    ],
-)
-def test_nothing_is_bound_beyond_a_segment(
-    session: tuple[_core.Exporter, _core.Importer],
-    places: tuple[tuple[int, int, int], ...],
-    text: str,
-) -> None:
-    exporter, importer = session
-    exporter.lend(memory_of(b""), PATIENCE)
-    exporter.bind(bindings(*places), PATIENCE)
-    exporter.begin(1, 1, PATIENCE)
-    with pytest.raises(_core.ProtocolError, match=text):
-        importer.begin(PATIENCE)
-
-
 def test_memory_that_has_shrunk_is_not_read(
     session: tuple[_core.Exporter, _core.Importer],
 ) -> None:
@@ -152,20 +97,6 @@ def test_memory_that_has_shrunk_is_not_read(
     with pytest.raises(_core.PeerRefusedError, match="shrunk from 16384 bytes to 8192"):
         importer.begin(PATIENCE)
     os.close(fd)
-
-
-def test_only_shared_memory_is_borrowed_and_for_reading_alone() -> None:
-    with (
-        open(__file__, "rb") as file,
-        pytest.raises(_core.PeerRefusedError, match="is not of shared memory"),
-    ):
-        _core.Memory.borrow(file.fileno())
-    made = memory_of(b"read")
-    borrowed = _core.Memory.borrow(made.fileno())
-    view = memoryview(borrowed)
-    assert (view.readonly, bytes(view[:4]), borrowed.nbytes) == (True, b"read", PAGE)
-    memoryview(made)[:4] = b"seen"
-    assert bytes(view[:4]) == b"seen"
 
 
 def test_shared_mappings_are_found_by_address() -> None:

@@ -174,14 +174,6 @@ def test_replicas_share_the_load() -> None:
     assert [count(plan, _core.PACK) for plan in plans] == [2, 2, 2, 0]
 
 
-def test_replicas_share_the_load_of_a_tensor_that_is_cut() -> None:
-    made = [matrix("w", 12)]
-    shards = [Shard(0, rank, whole(made[0])) for rank in range(3)]
-    wanted = Destination(False, {0: [whole(made[0])]})
-    world = World(made, shards, [wanted], [(0, 3)], [0] * 4, {"round_nbytes": 256})
-    assert [count(plan, _core.PACK) for plan in play(world)] == [1, 1, 1, 0]
-
-
 def test_homes_served_by_one_source_share_a_message() -> None:
     made = [matrix("w")]
     shards = [Shard(0, 0, whole(made[0]))]
@@ -211,42 +203,6 @@ def test_all_owners_send_in_every_round() -> None:
     assert plans[0].round_count == 4
     for k in range(4):
         assert [source for n, source, _ in messages(plans) if n == k] == [0, 1, 2, 3]
-
-
-def test_all_destinations_receive_in_every_round() -> None:
-    made = [matrix(f"experts.{i}") for i in range(16)]
-    shards = [Shard(i, 0, whole(made[i])) for i in range(16)]
-    quarters = [
-        Destination(False, {i: [whole(made[i])] for i in range(4 * d, 4 * d + 4)}) for d in range(4)
-    ]
-    world = World(made, shards, quarters, [(d, d) for d in range(4)], [0] * 4)
-    world.budgets = {"round_nbytes": 256, "send_nbytes": 1024}
-    plans = play(world)
-    assert plans[0].round_count == 4
-    for k in range(4):
-        assert [plans[0].slot(worker, k)[1] for worker in range(4)] == [256] * 4
-
-
-def test_owners_of_one_destination_do_not_close_rounds_for_the_others() -> None:
-    made = [matrix(f"experts.{i}") for i in range(32)]
-    shards = [Shard(i, i // 4, whole(made[i])) for i in range(32)]  # two owners a destination
-    quarters = [
-        Destination(False, {i: [whole(made[i])] for i in range(8 * d, 8 * d + 8)}) for d in range(4)
-    ]
-    world = World(made, shards, quarters, [(d, 8 + d) for d in range(4)], [0] * 12)
-    world.budgets = {"round_nbytes": 256}
-    plans = play(world)
-    assert plans[0].round_count == 8
-    for k in range(8):
-        assert [plans[0].slot(worker, k)[1] for worker in range(4)] == [256] * 4
-
-
-def test_a_tensor_that_fits_nowhere_does_not_close_the_round_for_smaller_ones() -> None:
-    made = [matrix("a", 6), matrix("b", 8), matrix("c", 2)]
-    world = two_ranks(made, [Shard(i, 0, whole(made[i])) for i in range(3)], everything(made))
-    world.budgets = {"round_nbytes": 512}
-    manifest = play(world)[0].manifest(0)
-    assert [manifest.shards(manifest.find(n))[0][1] for n in "abc"] == [0, 1, 0]
 
 
 @settings(deadline=None)
@@ -322,12 +278,6 @@ def test_default_rounds_are_32_mib_but_for_tensors_that_are_larger() -> None:
     assert big([8 * mib] * 3).ring_nbytes(0) == 24 * mib  # never more than the model
 
 
-def test_an_explicit_ring_makes_rounds_a_quarter_of_it() -> None:
-    plan = big([1024] * 64, ring_nbytes=16384)
-    assert plan.ring_nbytes(0) == 16384
-    assert {plan.slot(0, k)[1] for k in range(plan.round_count)} == {4096}
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(0, 20))
 def test_a_slot_waits_for_the_last_round_that_it_overlaps(sizes: list[int], more: int) -> None:
@@ -343,14 +293,6 @@ def test_a_slot_waits_for_the_last_round_that_it_overlaps(sizes: list[int], more
             if at < offset + nbytes and offset < at + size:
                 wait = max(wait, j)
         assert wait_round == wait
-
-
-def test_zero_size_tensors_are_in_the_manifest_of_a_whole_destination() -> None:
-    made = [Tensor("empty", "float32", (0, 3)), matrix("w")]
-    world = World(made, [Shard(1, 0, whole(made[1]))], [everything(made)], [(0, 0)], [0])
-    manifest = play(world)[0].manifest(0)
-    assert manifest.tensor(manifest.find("empty"))[1:3] == ("float32", (0, 3))
-    assert manifest.shards(manifest.find("empty")) == []
 
 
 def test_a_narrowing_cast_is_done_at_the_source_and_a_widening_one_is_not() -> None:
@@ -423,13 +365,6 @@ def test_overlapping_boxes_of_one_parameter_are_replicas() -> None:
     play(two_ranks(made, shards, everything(made)))
 
 
-def test_one_box_twice_on_one_rank_is_a_replica() -> None:
-    made = [matrix("w")]
-    shards = [Shard(0, 0, whole(made[0])), Shard(0, 0, whole(made[0]), order=(1, 0))]
-    plans = play(two_ranks(made, shards, everything(made)))
-    assert messages(plans) == [(0, 0, (1,))]
-
-
 @pytest.mark.parametrize("boxes", [[rows(0, 3), rows(2, 2)], [rows(0, 3), rows(0, 3)]])
 def test_a_destination_that_wants_an_element_twice_is_named(boxes: list[Box]) -> None:
     made = [matrix("w")]
@@ -463,19 +398,6 @@ def test_a_tensor_that_both_sides_describe_differently_is_named(
     wanted.add_tensor("w", dtype, shape)
     with pytest.raises(error, match=text):
         _core.Plan(source.build(), [(wanted.build(), True)], [(0, 0)], [0], 0)
-
-
-def test_a_whole_destination_takes_boxes_of_a_tensor_one_by_one() -> None:
-    made = [matrix("experts", 8), matrix("small", 1)]
-    shards = [Shard(i, 0, whole(tensor)) for i, tensor in enumerate(made)]
-    boxes = {0: [rows(at, 2) for at in (0, 2, 4, 6)], 1: []}
-    world = two_ranks(made, shards, Destination(True, boxes))
-    world.budgets = {"round_nbytes": 256}
-    plans = play(world)
-    sizes = [plans[0].slot(0, k).nbytes for k in range(plans[0].round_count)]
-    assert max(sizes) == 256 and plans[0].round_count == 3
-    world.budgets = {"round_nbytes": 64}
-    refused(world, _core.InvalidArgumentError, "round_nbytes is 64", "experts", "128")
 
 
 def test_rounds_grow_for_what_cannot_be_cut_alone() -> None:
@@ -522,57 +444,6 @@ def test_a_budget_that_cannot_hold_a_whole_tensor_is_named(name: str) -> None:
     refused(world, _core.InvalidArgumentError, f"{name} is 448", "large", "512")
     world.budgets = {name: 512}
     play(world)
-
-
-def test_a_budget_that_cannot_hold_a_group_names_its_ends() -> None:
-    made = [matrix("a", group=3), matrix("b"), matrix("c", group=3)]
-    world = two_ranks(made, [Shard(i, 0, whole(made[i])) for i in range(3)], everything(made))
-    world.budgets = {"round_nbytes": 256}
-    refused(world, _core.InvalidArgumentError, "round_nbytes is 256", "a together with c", "512")
-
-
-def test_a_budget_below_one_element_is_named() -> None:
-    made = [matrix("w")]
-    wanted = Destination(False, {0: [whole(made[0])]})
-    world = two_ranks(made, [Shard(0, 0, whole(made[0]))], wanted)
-    world.budgets = {"recv_nbytes": 63}
-    refused(world, _core.InvalidArgumentError, "recv_nbytes is 63", "w", "64")
-
-
-@pytest.mark.parametrize(
-    ("workers", "hosts", "rank", "text"),
-    [
-        ([(1, 0)], [0, 0], 0, "worker 0: destination 1"),
-        ([(0, 0), (0, 2)], [0, 0], 0, "worker 1: destination 0 on rank 2"),
-        ([(0, 0)], [0, 0], 2, "rank 2 is not one of 2"),
-        ([(0, 0)], [0], 0, "shards on rank 1, the plan has 1"),
-    ],
-)
-def test_numbers_out_of_range_are_named(
-    workers: list[tuple[int, int]], hosts: list[int], rank: int, text: str
-) -> None:
-    made = [matrix("w")]
-    world = two_ranks(made, [Shard(0, 1, whole(made[0]))], everything(made))
-    destination = world.destination(world.destinations[0])
-    with pytest.raises(_core.InvalidArgumentError, match=text):
-        _core.Plan(world.source(), [destination], workers, hosts, rank)
-
-
-def test_arguments_of_the_wrong_type_are_refused() -> None:
-    layout = _core.LayoutBuilder().build()
-    with pytest.raises(TypeError, match="destination 0"):
-        _core.Plan(layout, [layout], [], [0], 0)  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="worker 0"):
-        _core.Plan(layout, [(layout, True)], [0], [0], 0)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="round_nbytes -1"):
-        _core.Plan(layout, [], [], [0], 0, round_nbytes=-1)
-    plan = _core.Plan(layout, [(layout, True)], [(0, 0)], [0], 0)
-    assert plan.round_count == 0 and plan.ring_nbytes(0) == 0
-    for call in (plan.slot, plan.copies):
-        with pytest.raises(IndexError):
-            call(0, 0)
-    with pytest.raises(IndexError):
-        plan.manifest(1)
 
 
 # --- what is computed ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
-from layout_cases import Box, box_in, one, patient, strides_of
+from layout_cases import Box, box_in, patient, strides_of
 
 from wsync import _core
 
@@ -148,29 +148,3 @@ def test_a_route_names_shapes_and_dtypes_that_do_not_fit() -> None:
         _core.Route(source, contiguous("a.weight", "bfloat16", 3, total=4).build())
     with pytest.raises(_core.UnsupportedError, match=r"a\.weight: .* bfloat16 to float16"):
         _core.Route(source, contiguous("a.weight", "float16", 3).build())
-
-
-def test_a_route_names_both_writers_of_one_byte() -> None:
-    source = contiguous("a", "int16", 4)
-    extend(source, "b", "int16", 4, 8)
-    destination = contiguous("a", "int16", 4, 100)
-    extend(destination, "b", "int16", 4, 106)
-    with pytest.raises(_core.LayoutError, match=r"a and b both write byte 106 of .* buffer 0"):
-        _core.Route(source.build(), destination.build())
-
-
-def test_a_route_stays_in_one_process() -> None:
-    both = _core.Layout.merge([one(0), one(4)])
-    with pytest.raises(_core.InvalidArgumentError, match="ranks 0 and 4"):
-        _core.Route(both, one(0))
-
-
-def test_a_route_ignores_tensors_nobody_wants() -> None:
-    source = contiguous("a", "int16", 4)
-    extend(source, "b", "int16", 4, 8)
-    wanted = contiguous("b", "int16", 4)
-    wanted.add_tensor("c", "int16", (4,))  # known, but no box of it is wanted
-    route = _core.Route(source.build(), wanted.build())
-    assert route.copies(0) == [(0, 0, 8, 0, 4, 0, (), (), ())]
-    with pytest.raises(IndexError, match="buffer 1 of a route with 1"):
-        route.copies(1)

@@ -22,10 +22,8 @@ from wsync._core import (
     InvalidArgumentError,
     PeerClosedError,
     RemoteError,
-    StateError,
 )
 from wsync.bucket import FlattenedTensorBucket
-from wsync.handles.base import EngineHandle, handle
 from wsync.messages import payload
 
 SIZES: dict[str, Any] = {
@@ -52,7 +50,6 @@ CONFIGS: dict[str, Any] = {
     "qwen3 tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, head_dim=8, tie_word_embeddings=False),
 }
-PROMPT = [3, 100, 7, 55, 0, 12]
 
 
 def reference(config: Any, seed: int = 0) -> Any:
@@ -67,12 +64,6 @@ def reference(config: Any, seed: int = 0) -> Any:
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([PROMPT])).logits[0]
-    return logits
 
 
 def buckets(weights: dict[str, torch.Tensor], workers: int) -> list[bytes]:
@@ -90,14 +81,6 @@ def load(engine: TensorParallelEngine, weights: dict[str, torch.Tensor]) -> None
 
 
 # --- one worker's share, without processes --------------------------------------------------
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_one_workers_logits_are_transformers_logits(family: str) -> None:
-    model = reference(CONFIGS[family])
-    worker = ShardedModel(CONFIGS[family])
-    worker.load_weights(weights_of(model).items())
-    torch.testing.assert_close(worker.logits(PROMPT), logits_of(model), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -145,43 +128,6 @@ def test_the_workers_boxes_cover_the_model(family: str, tp: int, experts: str) -
 def engine() -> Iterator[TensorParallelEngine]:
     with TensorParallelEngine(CONFIGS["qwen3_moe"], tp=2, experts="ep", name="tiny") as running:
         yield running
-
-
-def test_two_workers_give_transformers_logits(engine: TensorParallelEngine) -> None:
-    model = reference(CONFIGS["qwen3_moe"], seed=1)
-    before = engine.logits(PROMPT)
-    load(engine, weights_of(model))
-    expected = logits_of(model)
-    assert not torch.allclose(before, expected, atol=1e-3)
-    torch.testing.assert_close(engine.logits(PROMPT), expected, rtol=0, atol=1e-5)
-    found = engine.weights()
-    assert found.keys() == weights_of(model).keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights_of(model).items())
-    prompt = torch.tensor([PROMPT])
-    generated = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),  # or the token 0 is taken for padding
-        do_sample=False,
-        max_new_tokens=5,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens = generated[0, len(PROMPT) :].tolist()
-    assert engine.generate(PROMPT, max_new_tokens=5) == tokens
-
-
-def test_the_engine_is_its_own_handle(engine: TensorParallelEngine) -> None:
-    assert isinstance(engine, EngineHandle)
-    assert handle(engine) is engine
-    load(engine, weights_of(reference(CONFIGS["qwen3_moe"])))
-    info = engine.model_info(10)
-    assert (info["weight_version"], info["tp_size"], info["consistent"]) == ("1", 2, True)
-    engine.pause("abort", 10)
-    with pytest.raises(StateError, match="engine tiny: generation is paused"):
-        engine.generate(PROMPT)
-    engine.flush(10)
-    engine.resume(10)
-    assert len(engine.generate(PROMPT, max_new_tokens=2)) == 2
 
 
 def test_a_refused_update_names_engine_and_worker_and_keeps_the_version(

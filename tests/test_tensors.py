@@ -1,24 +1,18 @@
 """Tensors described in C, and views of shared memory handed out as tensors."""
 
 import gc
-import math
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.played_gpu import PlayedTensor
 from torch import nn
 
 from wsync._core import (
     BufferTable,
     InvalidArgumentError,
-    LayoutBuilder,
     Memory,
     StateError,
     Stream,
@@ -29,9 +23,7 @@ from wsync._core import (
     checksums,
     describe,
     pack,
-    reserve_file,
 )
-from wsync.layout import contiguous_strides
 
 DTYPES = [
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz"),
@@ -84,16 +76,6 @@ def test_views_of_a_tensor_are_described_like_torch_sees_them(data: st.DataObjec
         assert [s for s, n in mine if n > 1] == [s for s, n in theirs if n > 1]
         last = sum((n - 1) * s for n, s in zip(sizes, tensor.stride(), strict=True))
         assert spanned == 2 * (last + 1)
-
-
-def test_a_table_counts_its_tensors_and_bytes() -> None:
-    tensors = [torch.ones(3), torch.ones(2, 2, dtype=torch.bfloat16).t(), torch.tensor(1.0)]
-    table = describe(tensors)
-    assert (len(table), table.nbytes) == (3, 12 + 8 + 4)
-    assert [row[2] for row in (table[0], table[1], table[2])] == [(3,), (2, 2), ()]
-    with pytest.raises(IndexError):
-        table[3]
-    assert len(describe([])) == 0
 
 
 @pytest.mark.usefixtures("group_of_one")
@@ -152,30 +134,6 @@ def test_a_quantized_tensor_is_refused() -> None:
         describe([tensor])
 
 
-def test_empty_tensors_need_no_memory() -> None:
-    assert describe([torch.empty(0, 3), freed()[:0]])[1][4] == 0
-
-
-def test_names_must_be_as_many_as_tensors() -> None:
-    with pytest.raises(InvalidArgumentError, match="2 tensors but 1 names"):
-        describe([torch.ones(1), torch.ones(1)], ["w"])
-
-
-def test_as_many_tensors_as_a_large_model_has() -> None:
-    """Qwen3-30B-A3B; the time is printed, not judged, because test machines are shared."""
-    tensors = [nn.Parameter(torch.empty(2, 2)) for _ in range(18867)]
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        table = describe(tensors)
-        seconds.append(time.perf_counter() - start)
-    print(f"described {len(table)} tensors in {min(seconds) * 1e3:.1f} ms")
-    assert len(table) == 18867
-    assert [table[i][0] for i in (0, 9000, 18866)] == [
-        tensors[i].data_ptr() for i in (0, 9000, 18866)
-    ]
-
-
 # --- pack --------------------------------------------------------------------------------------
 
 
@@ -226,21 +184,6 @@ def test_tables_differ_where_a_tensor_has_another_form() -> None:
         table.differs([])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "shape, strides",
-    [((1, 4), (1, 1)), ((4, 1), (1, 7)), ((2, 1, 3), (3, 0, 1)), ((0, 4), (1, 9)), ((1,), (5,))],
-)
-def test_strides_that_mean_nothing_are_not_compared(
-    shape: tuple[int, ...], strides: tuple[int, ...]
-) -> None:
-    memory = torch.zeros(8)
-    plain, odd = memory[: math.prod(shape)].view(shape), memory.as_strided(shape, strides)
-    table = describe([odd])
-    assert table.differs(describe([plain])) is None
-    assert describe([plain]).form().moved([odd]) is None
-    assert table[0][3] == contiguous_strides(shape)
-
-
 def test_pack_on_a_stream_has_happened_when_the_stream_is_idle() -> None:
     tensors = [torch.full((1 << 18,), i, dtype=torch.int32) for i in range(4)]
     table = describe(tensors)
@@ -254,16 +197,6 @@ def test_pack_on_a_stream_has_happened_when_the_stream_is_idle() -> None:
     stream.close()
     with pytest.raises(StateError, match="closed"):
         pack(table, out.data_ptr(), end, starts, stream)
-
-
-def test_the_stride_of_a_dimension_of_one_element_means_nothing() -> None:
-    tensor = torch.arange(4.0).as_strided((1, 4), (2**61, 1))
-    table, packed = describe([tensor]), torch.zeros(4)
-    pack(table, packed.data_ptr(), packed.nbytes, [0])
-    assert packed.tolist() == [0.0, 1.0, 2.0, 3.0]
-    builder = LayoutBuilder()
-    builder.add_tensors(["a"], table)
-    assert builder.build().shards(0)[0][4] == (1, 4)
 
 
 def test_pack_refuses_what_does_not_fit() -> None:
@@ -298,20 +231,6 @@ def test_a_view_shows_the_bytes_of_the_memory(dtype: str) -> None:
     view.view(torch.uint8).fill_(7)
     nbytes = 6 * view.itemsize
     assert bytes(memoryview(memory)[63 : 65 + nbytes]) == b"\0" + b"\x07" * nbytes + b"\0"
-
-
-def test_views_are_counted_until_they_are_released() -> None:
-    pool = ViewPool(Memory(4096))
-    views = [pool.view(torch.ones(1), "float32", shape, 0) for shape in ((4,), (), (0, 3))]
-    assert pool.live == 3
-    part = views[0][1:3]
-    del views[0]
-    assert pool.live == 3, "a slice still shows the bytes"
-    del part
-    assert pool.live == 2
-    assert [tuple(view.shape) for view in views] == [(), (0, 3)]
-    views.clear()
-    assert pool.live == 0
 
 
 def test_a_view_keeps_the_memory_alive_and_may_die_in_another_thread() -> None:
@@ -359,67 +278,6 @@ def test_views_outside_the_memory_are_refused(arguments: tuple[object, ...], tex
     with pytest.raises(InvalidArgumentError, match=text):
         pool.view(torch.Tensor, *arguments)  # type: ignore[arg-type]
     assert pool.live == 0
-
-
-def test_threads_of_the_host_pack_no_memory_of_a_gpu() -> None:
-    tensors: Any = [PlayedTensor(1 << 40, torch.zeros(64, dtype=torch.uint8))]
-    table, room = describe(tensors, gpu=True), Memory(64)
-    for stream in ((), (Stream(),)):
-        with pytest.raises(InvalidArgumentError, match="GPU 0"):
-            pack(table, room.address, 64, [0], *stream)
-
-
-def test_sizes_that_do_not_fit_are_no_other_sizes(tmp_path: Path) -> None:
-    table, room = describe([torch.ones(8)]), Memory(64)
-    for nbytes in (-1, 2**64 + 64):
-        with pytest.raises((OverflowError, ValueError)):
-            pack(table, room.address, nbytes, [0])
-        with (tmp_path / "file").open("wb") as file, pytest.raises((OverflowError, ValueError)):
-            reserve_file("file", file.fileno(), nbytes)
-
-
-def test_views_need_a_type_that_can_be_made() -> None:
-    pool = ViewPool(Memory(4096))
-    with pytest.raises(UnsupportedError, match=r"views need a tensor of torch 2\.10 or newer"):
-        pool.view(object(), "float32", (1,), 0)
-    with pytest.raises(UnsupportedError, match="7 dimensions, at most 6"):
-        pool.view(torch.Tensor, "float32", (1,) * 7, 0)
-
-
-def test_views_of_a_manifest_are_its_whole_tensors_in_order() -> None:
-    builder = LayoutBuilder()
-    builder.add_shard("b", "float32", (2, 2), (0, 0), (2, 2), 0, 64, (8, 4))
-    builder.add_shard("a", "bfloat16", (3,), (0,), (3,), 0, 0, (2,))
-    builder.add_shard("half", "float32", (4,), (0,), (2,), 0, 128, (4,))
-    builder.add_shard("transposed", "float32", (2, 2), (0, 0), (2, 2), 0, 192, (4, 8))
-    builder.add_shard("later", "float32", (1,), (0,), (1,), 1, 256, (4,))
-    layout = builder.build()
-    memory = Memory(4096)
-    pool = ViewPool(memory)
-    views = pool.views(torch.Tensor, layout, 0)
-    assert [
-        (name, v.dtype, tuple(v.shape), v.data_ptr() - memory.address) for name, v in views
-    ] == [
-        ("b", torch.float32, (2, 2), 64),
-        ("a", torch.bfloat16, (3,), 0),
-    ]
-    assert [name for name, _ in pool.views(torch.Tensor, layout, 1)] == ["later"]
-    assert pool.live == 2
-
-
-def test_views_of_all_buffers_are_all_whole_tensors() -> None:
-    builder = LayoutBuilder()
-    expected: dict[int, list[str]] = {buffer: [] for buffer in range(7)}
-    for i in range(300):
-        buffer = i * i % 7  # out of order, and some never
-        builder.add_shard(f"t{i}", "uint8", (8,), (0,), (8,), buffer, 8 * i, (1,))
-        expected[buffer].append(f"t{i}")
-    layout, pool = builder.build(), ViewPool(Memory(4096))
-    found = {buffer: pool.views(torch.Tensor, layout, buffer) for buffer in range(7)}
-    assert {buffer: [name for name, _ in pairs] for buffer, pairs in found.items()} == expected
-    for buffer in (-1, 2**32):
-        with pytest.raises(ValueError, match="buffer"):
-            pool.views(torch.Tensor, layout, buffer)
 
 
 def test_what_is_not_where_a_table_says_is_found() -> None:
@@ -482,19 +340,6 @@ def _some() -> list[torch.Tensor]:
 
 def _rows(table: TensorTable) -> list[object]:
     return [table[index] for index in range(len(table))]
-
-
-def test_what_a_former_table_says_is_said_again_where_it_still_holds() -> None:
-    tensors = _some()
-    first = describe(tensors)
-    form, rows = first.form(), _rows(first)
-    del first
-    again = describe(tensors, former=form)
-    assert _rows(again) == rows and not again.known  # of one without elements all is asked
-    again = describe(tensors[:-1], former=describe(tensors[:-1]).form())
-    assert _rows(again) == rows[:-1] and again.known
-    assert not describe(tensors[:-1]).known
-    assert not describe(tensors[:2], former=form).known  # of others
 
 
 def _move(tensor: torch.Tensor) -> None:

@@ -29,25 +29,6 @@ static inline void inject(const char *what, long k, long value)
     function(what, k, value);
 }
 
-static inline void fail_nccl(const char *call, long k, int result)
-{
-    fakenccl_fail_func_t function;
-    void *address = fakenccl_symbol(FAKENCCL_FAIL);
-
-    memcpy(&function, &address, sizeof(function));
-    function(call, k, result);
-}
-
-/* The call that has failed, if it has been made. */
-static inline const char *failed_nccl(void)
-{
-    fakenccl_failed_func_t function;
-    void *address = fakenccl_symbol(FAKENCCL_FAILED);
-
-    memcpy(&function, &address, sizeof(function));
-    return function();
-}
-
 static inline fakenccl_census_t nccl_census(void)
 {
     fakenccl_census_func_t function;

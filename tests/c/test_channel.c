@@ -167,51 +167,6 @@ TEST(directory_is_private_and_removed_by_its_maker_only)
     CHECK(access(directory, F_OK) < 0 && errno == ENOENT);
 }
 
-TEST(a_fork_neither_sends_nor_receives)
-{
-    pair_t pair = make_pair();
-    const wsync_frame_t frame = {.kind = 9};
-    wsync_frame_t got = {0};
-    wsync_error_t err = {0};
-    int status = 0;
-    pid_t child;
-
-    CHECK_OK(wsync_channel_send(pair.there, &frame, SOON_MS, &err), err);
-    child = fork();
-    if (child == 0) {
-        CHECK_EQ(wsync_channel_send(pair.there, &frame, SOON_MS, &err), WSYNC_ERR_STATE);
-        CHECK_HAS(err.message, "cannot be used in its fork");
-        CHECK_EQ(wsync_channel_receive(pair.here, &got, SOON_MS, &err), WSYNC_ERR_STATE);
-        free_pair(&pair);
-        _exit(0);
-    }
-    CHECK_EQ(waitpid(child, &status, 0), child);
-    CHECK_EQ(status, 0);
-    CHECK_OK(wsync_channel_receive(pair.here, &got, PATIENT_MS, &err), err);
-    CHECK_EQ(wsync_channel_receive(pair.here, &got, 0, &err), WSYNC_ERR_TIMEOUT);
-    free_pair(&pair);
-}
-
-TEST(an_end_is_heard_of_while_a_fork_goes_on)
-{
-    pair_t pair = make_pair();
-    wsync_frame_t got = {0};
-    wsync_error_t err = {0};
-    const pid_t child = fork();
-
-    if (child == 0) {
-        for (;;) {
-            (void)pause();
-        }
-    }
-    wsync_channel_destroy(pair.there);
-    pair.there = NULL;
-    CHECK_EQ(wsync_channel_receive(pair.here, &got, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
-    CHECK_EQ(kill(child, SIGKILL), 0);
-    CHECK_EQ(waitpid(child, NULL, 0), child);
-    free_pair(&pair);
-}
-
 TEST(long_parent_is_refused_with_both_numbers)
 {
     char parent[150] = "/tmp/";

@@ -41,32 +41,6 @@ TEST(a_rank_that_is_needed_cannot_leave_in_order)
     close_duo(&duo);
 }
 
-TEST(a_fork_that_closes_what_it_inherited_says_nothing_to_others)
-{
-    duo_t duo = {0};
-    wsync_error_t err = {0};
-    int status = 0;
-    pid_t child;
-
-    make_duo(&duo, 0);
-    connect_duo(&duo);
-    child = fork();
-    if (child == 0) {
-        wsync_comm_close(duo.comms[0]);
-        wsync_comm_close(duo.comms[1]);
-        _exit(0);
-    }
-    CHECK_EQ(waitpid(child, &status, 0), child);
-    CHECK_EQ(status, 0);
-    for (int r = 0; r < 2; r++) {
-        CHECK_OK(wsync_comm_begin(duo.comms[r], duo.plans[r], &err), err);
-        send_of(&duo, r, 0);
-    }
-    receive_of(&duo, 0, 0);
-    receive_of(&duo, 1, 0);
-    close_duo(&duo);
-}
-
 TEST(spans_outlive_close)
 {
     duo_t duo = open_duo();
@@ -82,38 +56,5 @@ TEST(spans_outlive_close)
     for (size_t i = 0; i < count; i++) {
         memset(reach(spans[i].data), 1, spans[i].nbytes);
     }
-    close_duo(&duo);
-}
-
-TEST(a_killed_rank_is_named)
-{
-    duo_t duo = {0};
-    wsync_error_t err = {0};
-    char text[64];
-    int ends[2];
-    char byte;
-    pid_t child;
-
-    make_duo(&duo, 0);
-    CHECK_EQ(pipe(ends), 0);
-    child = fork();
-    if (child == 0) {
-        const char *addresses[2] = {wsync_comm_address(duo.comms[0]), NULL};
-
-        CHECK_OK(wsync_comm_connect(duo.comms[1], addresses, PATIENT_MS, &err), err);
-        CHECK_EQ(write(ends[1], "c", 1), 1);
-        (void)pause();
-        _exit(1);
-    }
-    CHECK_OK(wsync_comm_connect(duo.comms[0], NULL, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_comm_begin(duo.comms[0], duo.plans[0], &err), err);
-    send_of(&duo, 0, 0);
-    CHECK_EQ(read(ends[0], &byte, 1), 1);
-    CHECK_EQ(kill(child, SIGKILL), 0);
-    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, duo.stream, PATIENT_MS, &err),
-             WSYNC_ERR_CLOSED);
-    (void)snprintf(text, sizeof(text), "rank 1 (pid %d) closed the connection", (int)child);
-    CHECK_HAS(err.message, text);
-    CHECK_EQ(waitpid(child, NULL, 0), child);
     close_duo(&duo);
 }

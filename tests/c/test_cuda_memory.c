@@ -110,65 +110,6 @@ TEST(an_import_sees_what_the_peer_writes_and_survives_it)
     peer_end(peer);
 }
 
-static void second_main(int socket)
-{
-    const wsync_cuda_device_t *device;
-    const int fd = hear_fd(socket);
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-
-    choose_fake("WSYNC_FAKE_CUDA_DEVICES", "1");
-    choose_fake("WSYNC_FAKE_CUDA_FIRST", "1");
-    device = open_device(0);
-    CHECK_EQ(device->info.uuid.bytes[15], 1);
-    CHECK_OK(wsync_memory_import(&device->base, fd, NBYTES, &memory, &err), err);
-    (void)close(fd);
-    bytes_of(memory)[0] = 7;
-    wsync_memory_destroy(memory);
-    check_clean();
-}
-
-TEST(processes_number_one_gpu_differently)
-{
-    const peer_t peer = peer_start(second_main);
-    wsync_memory_t *memory;
-
-    choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
-    memory = make_memory(open_device(1), NBYTES);
-    say_fd(peer.socket, memory->fd);
-    peer_end(peer);
-    CHECK_EQ(bytes_of(memory)[0], 7);
-    wsync_memory_destroy(memory);
-    check_clean();
-}
-
-TEST(a_fork_has_no_gpu_and_takes_nothing_away)
-{
-    const wsync_cuda_device_t *device = open_device(0);
-    wsync_memory_t *memory = make_memory(device, NBYTES);
-    wsync_memory_t *control = make_control(device);
-    int status = 0;
-    const pid_t child = fork();
-
-    if (child == 0) {
-        wsync_memory_t *mine = NULL;
-        wsync_error_t err = {0};
-
-        CHECK_EQ(wsync_memory_create(&device->base, NBYTES, &mine, &err), WSYNC_ERR_STATE);
-        CHECK_HAS(err.message, "fork");
-        CHECK_EQ(wsync_control_create(&device->base, 64, &mine, &err), WSYNC_ERR_STATE);
-        wsync_memory_destroy(memory);
-        wsync_memory_destroy(control);
-        _exit(0);
-    }
-    CHECK_EQ(waitpid(child, &status, 0), child);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    bytes_of(memory)[0] = 1;
-    wsync_memory_destroy(memory);
-    wsync_memory_destroy(control);
-    check_clean();
-}
-
 TEST(events_are_words_of_control_memory)
 {
     const wsync_cuda_device_t *device = open_device(0);
@@ -195,47 +136,6 @@ TEST(events_are_words_of_control_memory)
     wsync_memory_destroy(control);
     wsync_memory_destroy(memory);
     check_clean();
-}
-
-static void control_main(int socket)
-{
-    const wsync_cuda_device_t *device = open_device(0);
-    const int fd = hear_fd(socket);
-    wsync_memory_t *control = NULL;
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-
-    CHECK_EQ(wsync_control_import(&device->base, fd, CONTROL_NBYTES + 8, &memory, &err),
-             WSYNC_ERR_INVALID);
-    CHECK_OK(wsync_control_import(&device->base, fd, CONTROL_NBYTES, &control, &err), err);
-    (void)close(fd);
-    CHECK_OK(wsync_event_wait((wsync_event_t){control, 8}, 5, PATIENT_MS, &err), err);
-    wsync_event_set((wsync_event_t){control, 16}, 6);
-    wsync_memory_destroy(control);
-    check_clean();
-}
-
-/* Streams write the words through the device's address of them. */
-TEST(a_stream_s_word_reaches_another_process)
-{
-    const peer_t peer = peer_start(control_main);
-    const wsync_cuda_device_t *device = open_device(0);
-    const wsync_cuda_driver_t *cu = enter_device(0);
-    wsync_memory_t *control = make_control(device);
-    const wsync_event_t event = {control, 8};
-    wsync_cu_stream_t stream = NULL;
-    wsync_error_t err = {0};
-
-    CU(cu->stream_create(&stream, WSYNC_CU_STREAM_NON_BLOCKING));
-    say_fd(peer.socket, control->fd);
-    CU(cu->stream_write_value(stream, wsync_cuda_event_address(event), 5, 0));
-    CU(cu->stream_wait_value(stream, wsync_cuda_event_address((wsync_event_t){control, 16}),
-                             6, WSYNC_CU_WAIT_GEQ));
-    CU(cu->stream_synchronize(stream));
-    CHECK_OK(wsync_event_wait((wsync_event_t){control, 16}, 6, 0, &err), err);
-    CU(cu->stream_destroy(stream));
-    wsync_memory_destroy(control);
-    peer_end(peer);
 }
 
 TEST(a_gpu_that_registers_no_memory_of_the_host_is_named)

@@ -154,26 +154,6 @@ static void end_crowd(wsync_stream_t *crowd[CROWD])
     }
 }
 
-TEST(slots_of_all_streams_are_counted)
-{
-    const rig_t rig = make_rig(LEAST_RING + SLOT);
-    const wsync_span_t source = new_source(LEAST_RING + SLOT, 12);
-    const wsync_copy_t copy = {.row_count = LEAST_RING + SLOT,
-                               .source_item_nbytes = 1,
-                               .destination_item_nbytes = 1};
-    wsync_stream_t *crowd[CROWD];
-
-    make_crowd(&rig, crowd);
-    check_copies(&rig, &copy, 1, &source, 1);
-    CHECK_EQ(wsync_cuda_pageable_feed_slots(),
-             WSYNC_CUDA_FEED_MAX_SLOTS + WSYNC_CUDA_FEED_LEAST_SLOTS);
-    end_crowd(crowd);
-    end_rig(&rig);
-    CHECK_EQ(wsync_cuda_pageable_feed_slots(), 0);
-    CHECK_EQ(fake_census().registered, 0);
-    free(source.data);
-}
-
 /* The host fills slots much faster than this device empties them. */
 TEST(a_slow_device_is_not_overtaken)
 {
@@ -238,51 +218,6 @@ TEST(sources_are_read_when_the_stream_comes_to_them)
     CHECK_OK(wsync_event_wait(done, 1, PATIENT_MS, &err), err);
     check_target(&rig, &whole, 1, &source);
     wsync_stream_destroy(other);
-    end_crowd(crowd);
-    end_rig(&rig);
-    free(source.data);
-}
-
-TEST(a_stream_that_is_destroyed_finishes_what_it_was_given)
-{
-    rig_t rig = make_rig(WHOLE);
-    const wsync_span_t source = new_source(WHOLE, 8);
-    wsync_stream_t *crowd[CROWD];
-
-    make_crowd(&rig, crowd);
-    enqueue(&rig, &whole, 1, &source, 1);
-    wsync_stream_destroy(rig.stream);
-    rig.stream = NULL;
-    check_target(&rig, &whole, 1, &source);
-    end_crowd(crowd);
-    end_rig(&rig);
-    free(source.data);
-}
-
-/* What was abandoned may be freed at once, and the stream goes on to be right. */
-TEST(an_abandoned_stream_lets_go_of_its_sources)
-{
-    const rig_t rig = make_rig(WHOLE);
-    const wsync_span_t source = new_source(WHOLE, 9);
-    wsync_stream_t *crowd[CROWD];
-    wsync_error_t err = {0};
-
-    make_crowd(&rig, crowd);
-    for (uint64_t i = 1; i <= 6; i++) {
-        const wsync_span_t lost = new_source(WHOLE, 10);
-
-        if (i % 2 == 0) {
-            CHECK_OK(
-                wsync_stream_wait(rig.stream, (wsync_event_t){rig.control, 0}, i, &err),
-                err);
-        }
-        enqueue(&rig, &whole, 1, &lost, 1);
-        enqueue(&rig, &whole, 1, &lost, 1);
-        (void)usleep((useconds_t)(i * 500));
-        (void)wsync_stream_abandon(rig.stream, PATIENT_MS);
-        free(lost.data);
-        check_copies(&rig, &whole, 1, &source, 1);
-    }
     end_crowd(crowd);
     end_rig(&rig);
     free(source.data);

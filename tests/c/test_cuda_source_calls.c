@@ -96,96 +96,6 @@ TEST(memory_that_became_other_memory_is_noticed)
     free(source.data);
 }
 
-TEST(a_destination_must_be_in_reach_of_the_device)
-{
-    const rig_t rig = make_rig(NBYTES);
-    const wsync_span_t source = rig.target;
-    const wsync_span_t destinations[2] = {new_source(NBYTES, 14), new_source(NBYTES, 15)};
-    const wsync_copy_t run = {.destination_buffer = 1,
-                              .row_count = 1000,
-                              .source_item_nbytes = 1,
-                              .destination_item_nbytes = 1};
-    char place[64];
-    wsync_error_t err = {0};
-
-    fill(reach(source.data), NBYTES, 16);
-    CHECK_EQ(wsync_stream_copy_list(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
-             WSYNC_ERR_UNSUPPORTED);
-    (void)snprintf(place, sizeof(place), "destination buffer 1, %d bytes at %#zx", NBYTES,
-                   (size_t)(uintptr_t)destinations[1].data);
-    CHECK_HAS(err.message, place);
-    CHECK_HAS(err.message, "pageable");
-    pin(&rig, destinations[1].data, NBYTES);
-    CHECK_OK(wsync_stream_copy_list(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
-             err);
-    synchronize(&rig);
-    CHECK(memcmp(reach(source.data), destinations[1].data, 1000) == 0);
-    unpin(&rig, destinations[1].data);
-    end_rig(&rig);
-    free(destinations[0].data);
-    free(destinations[1].data);
-}
-
-/* Copies 1000 bytes of one of two buffers, which are known by a number, or 0. */
-static void run_of(const rig_t *rig, const wsync_span_t *sources, uint64_t id,
-                   uint32_t buffer)
-{
-    const wsync_copy_t run = {.source_buffer = buffer,
-                              .row_count = 1000,
-                              .source_item_nbytes = 1,
-                              .destination_item_nbytes = 1};
-    wsync_error_t err = {0};
-
-    CHECK_OK(wsync_stream_copy(rig->stream,
-                               &(wsync_batch_t){.copies = &run,
-                                                .count = 1,
-                                                .sources = sources,
-                                                .source_count = 2,
-                                                .sources_id = id,
-                                                .destinations = &rig->target,
-                                                .destination_count = 1},
-                               &err),
-             err);
-}
-
-static bool came(const rig_t *rig, wsync_span_t source)
-{
-    synchronize(rig);
-    return memcmp(reach(rig->target.data), source.data, 1000) == 0;
-}
-
-/* A list that changes keeps its number here, as no caller may do: so it shows whether the
- * stream looks at the list. */
-TEST(what_a_list_of_spans_is_holds_until_the_stream_is_idle)
-{
-    const rig_t rig = make_rig(NBYTES);
-    wsync_span_t all[4];
-    wsync_span_t list[2];
-
-    for (uint32_t i = 0; i < 4; i++) {
-        all[i] = new_source(NBYTES, 30 + i);
-        pin(&rig, all[i].data, NBYTES);
-    }
-    for (uint64_t id = 0; id < 2; id++) {
-        memcpy(list, all, sizeof(list));
-        run_of(&rig, list, id, 0);
-        run_of(&rig, list, id, 1);
-        list[0] = all[2];
-        run_of(&rig, list, id, 0);
-        CHECK(came(&rig, id == 0 ? all[2] : all[0]));
-        run_of(&rig, list, id, 0); /* it was idle */
-        CHECK(came(&rig, all[2]));
-        list[1] = all[3];
-        run_of(&rig, list, id + 2, 1); /* another list */
-        CHECK(came(&rig, all[3]));
-    }
-    for (int i = 0; i < 4; i++) {
-        unpin(&rig, all[i].data);
-        free(all[i].data);
-    }
-    end_rig(&rig);
-}
-
 /* An allocator that pauses gives the memory back and keeps the addresses, after the stream
  * has read from them as well as before. */
 TEST(memory_that_is_gone_from_its_address_is_an_error)
@@ -287,26 +197,6 @@ TEST(a_hole_between_mappings_is_no_memory)
     CU(cu->mem_unmap(at + 2 * PIECE, PIECE));
     CU(cu->mem_unreserve(at, 3 * PIECE));
     end_rig(&rig);
-}
-
-TEST(managed_memory_is_the_device_s)
-{
-    const rig_t rig = make_rig(NBYTES);
-    fakecuda_managed_func_t declare =
-        (fakecuda_managed_func_t)fake_symbol(FAKECUDA_MANAGED);
-    const wsync_copy_t run = {
-        .row_count = NBYTES, .source_item_nbytes = 1, .destination_item_nbytes = 1};
-    const wsync_span_t managed = new_source(NBYTES, 21);
-    wsync_error_t err = {0};
-
-    fill(reach(rig.target.data), NBYTES, 22);
-    declare(managed.data, NBYTES);
-    CHECK_OK(wsync_stream_copy_list(rig.stream, &run, 1, &rig.target, 1, &managed, 1, &err),
-             err);
-    synchronize(&rig);
-    CHECK(memcmp(reach(rig.target.data), managed.data, NBYTES) == 0);
-    end_rig(&rig);
-    free(managed.data);
 }
 
 /* A device that reaches all memory takes what malloc gave, on both sides, as it is. */

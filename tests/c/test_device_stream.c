@@ -85,24 +85,6 @@ TEST(events_only_grow)
     wsync_memory_destroy(memory);
 }
 
-TEST(events_outside_their_memory_are_refused)
-{
-    wsync_memory_t *memory = make_memory();
-    wsync_stream_t *stream = make_stream(1);
-    const uint64_t offsets[] = {4, NBYTES - 4, NBYTES, UINT64_MAX - 7};
-    wsync_error_t err = {0};
-
-    for (size_t i = 0; i < sizeof(offsets) / sizeof(offsets[0]); i++) {
-        const wsync_event_t event = {memory, offsets[i]};
-
-        CHECK_EQ(wsync_stream_record(stream, event, 1, &err), WSYNC_ERR_INVALID);
-        CHECK_EQ(wsync_event_wait(event, 1, 0, &err), WSYNC_ERR_INVALID);
-        CHECK_HAS(err.message, "4096 bytes");
-    }
-    wsync_stream_destroy(stream);
-    wsync_memory_destroy(memory);
-}
-
 typedef struct waiter {
     wsync_event_t event;
     uint64_t value;
@@ -141,54 +123,6 @@ TEST(waiters_wake_for_values_beyond_32_bits)
     }
     wsync_stream_destroy(stream);
     wsync_memory_destroy(memory);
-}
-
-TEST(thread_counts_are_checked)
-{
-    wsync_stream_t *stream = NULL;
-    wsync_error_t err = {0};
-
-    CHECK_EQ(wsync_stream_create(test_device(), 0, &stream, &err), WSYNC_ERR_INVALID);
-    CHECK_EQ(wsync_stream_create(test_device(), 100000, &stream, &err), WSYNC_ERR_INVALID);
-    CHECK_HAS(err.message, "100000 threads");
-    CHECK(stream == NULL);
-    wsync_stream_destroy(NULL);
-}
-
-TEST(copies_out_of_bounds_enqueue_nothing)
-{
-    wsync_stream_t *stream = make_stream(1);
-    wsync_memory_t *from = make_buffer(64);
-    wsync_memory_t *to = make_buffer(64);
-    const wsync_span_t source = span_of(from);
-    const wsync_span_t destination = span_of(to);
-    wsync_copy_t copies[2] = {
-        {.row_count = 64, .source_item_nbytes = 1, .destination_item_nbytes = 1},
-        {.row_count = 32, .source_item_nbytes = 1, .destination_item_nbytes = 1},
-    };
-    wsync_error_t err = {0};
-
-    memset(reach(source.data), 1, 64);
-    copies[1].source_offset = 33;
-    CHECK_EQ(wsync_stream_copy_list(stream, copies, 2, &source, 1, &destination, 1, &err),
-             WSYNC_ERR_INVALID);
-    copies[1].source_offset = 0;
-    copies[1].destination_offset = 33;
-    CHECK_EQ(wsync_stream_copy_list(stream, copies, 2, &source, 1, &destination, 1, &err),
-             WSYNC_ERR_INVALID);
-    copies[1].destination_offset = 0;
-    copies[1].source_buffer = 1;
-    CHECK_EQ(wsync_stream_copy_list(stream, copies, 2, &source, 1, &destination, 1, &err),
-             WSYNC_ERR_INVALID);
-    CHECK_OK(wsync_stream_copy_list(stream, copies, 0, &source, 1, &destination, 1, &err),
-             err);
-    CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
-    for (size_t i = 0; i < 64; i++) {
-        CHECK_EQ(((unsigned char *)reach(destination.data))[i], 0);
-    }
-    wsync_stream_destroy(stream);
-    wsync_memory_destroy(from);
-    wsync_memory_destroy(to);
 }
 
 TEST(synchronize_ends_at_its_deadline)
@@ -357,37 +291,6 @@ TEST(abandoned_streams_give_up_their_waits)
     wsync_memory_destroy(memory);
 }
 
-TEST(a_traced_stream_says_when_each_batch_ran)
-{
-    wsync_memory_t *memory = make_memory();
-    wsync_stream_t *stream = make_stream(2);
-    wsync_stream_span_t *spans = NULL;
-    wsync_memory_t *buffer = make_buffer(1024);
-    const wsync_copy_t copy = slow_copy(4096); /* several pieces */
-    const wsync_span_t span = {buffer->data, 1024};
-    wsync_error_t err = {0};
-    size_t count = 9;
-
-    CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
-    CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
-    wsync_stream_trace(stream, calloc(2, sizeof(*spans)), 2, &spans, &count);
-    CHECK(spans == NULL && count == 0);
-    for (int i = 0; i < 3; i++) {
-        CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
-        CHECK_OK(wsync_stream_record(stream, (wsync_event_t){memory, 2048}, 1, &err), err);
-    }
-    CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
-    wsync_stream_trace(stream, NULL, 0, &spans, &count);
-    CHECK_EQ(count, 2);
-    CHECK(spans[0].begin < spans[0].end && spans[0].end <= spans[1].begin);
-    free(spans);
-    wsync_stream_trace(stream, calloc(2, sizeof(*spans)), 2, &spans, &count);
-    CHECK(spans == NULL && count == 0);
-    wsync_stream_destroy(stream);
-    wsync_memory_destroy(buffer);
-    wsync_memory_destroy(memory);
-}
-
 TEST(destroying_a_stream_gives_up_its_waits)
 {
     wsync_memory_t *memory = make_memory();
@@ -427,60 +330,4 @@ TEST(streams_do_not_run_in_a_fork)
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     wsync_stream_destroy(stream);
     wsync_memory_destroy(memory);
-}
-
-/* One block of 16 halves. */
-TEST(pieces_are_quantised_in_order_with_copies)
-{
-    wsync_memory_t *weights = make_buffer(NBYTES);
-    wsync_memory_t *image = make_buffer(NBYTES);
-    wsync_stream_t *stream = make_stream(2);
-    const wsync_span_t spans[2] = {span_of(weights), span_of(image)};
-    const wsync_copy_t spread = {.row_count = 2, /* the first two over the next 14 */
-                                 .source_item_nbytes = 2,
-                                 .destination_item_nbytes = 2,
-                                 .destination_offset = 4,
-                                 .ndim = 1,
-                                 .extent = {7},
-                                 .destination_stride = {4}};
-    const wsync_quantise_piece_t piece = {
-        .method = {WSYNC_QUANTISE_FP8_BLOCK, true, 1, 16},
-        .dtype = WSYNC_DTYPE_BFLOAT16,
-        .source_stride = {32, 2},
-        .extent = {1, 16},
-        .scales = 16,
-        .amaxes = WSYNC_QUANTISE_NONE,
-        .overall = WSYNC_QUANTISE_NONE,
-        .second = WSYNC_QUANTISE_NONE,
-    };
-    const wsync_quantise_batch_t batch = {.pieces = &piece,
-                                          .count = 1,
-                                          .sources = spans,
-                                          .source_count = 1,
-                                          .image = spans[1],
-                                          .pass = WSYNC_QUANTISE_CODES};
-    const wsync_copy_t back = {
-        .row_count = 20, .source_item_nbytes = 1, .destination_item_nbytes = 1};
-    wsync_error_t err = {0};
-
-    if (on_host()) { /* of a GPU nothing can be looked at here */
-        const uint16_t first[2] = {0x43e0, 0xc360}; /* 448, -224 */
-        const unsigned char *codes = weights->data;
-        float scale;
-
-        memcpy(weights->data, first, sizeof(first));
-        CHECK_OK(wsync_stream_copy_list(stream, &spread, 1, spans, 1, spans, 1, &err), err);
-        CHECK_OK(wsync_stream_quantise(stream, &batch, &err), err);
-        CHECK_OK(wsync_stream_copy_list(stream, &back, 1, spans + 1, 1, spans, 1, &err),
-                 err);
-        CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
-        for (int i = 0; i < 16; i++) {
-            CHECK_EQ(codes[i], i % 2 == 0 ? 0x7e : 0xf6);
-        }
-        memcpy(&scale, codes + 16, sizeof(scale));
-        CHECK(scale == 1.0F);
-    }
-    wsync_stream_destroy(stream);
-    wsync_memory_destroy(image);
-    wsync_memory_destroy(weights);
 }

@@ -449,59 +449,6 @@ TEST(every_cast_rounds_as_the_host_backend)
     free(expected);
 }
 
-/* One table, several lists, other addresses at every launch: a plan over its updates. */
-TEST(lists_of_one_table_run_apart_and_again)
-{
-    enum { LISTS = 5, NBYTES = 20000 };
-    unsigned char source[2][NBYTES];
-    unsigned char destination[2][NBYTES];
-    wsync_segments_t segments = {0};
-    wsync_segment_list_t lists[LISTS];
-    wsync_error_t err;
-
-    for (int i = 0; i < LISTS; i++) {
-        const uint64_t offset = (uint64_t)i * (NBYTES / LISTS);
-        const wsync_copy_t copies[] = {
-            {.source_offset = offset,
-             .destination_offset = NBYTES / LISTS * 4 - offset,
-             .source_buffer = 1,
-             .destination_buffer = 1,
-             .row_count = 1000,
-             .source_item_nbytes = 1,
-             .destination_item_nbytes = 1},
-            {.source_offset = offset + 1000,
-             .destination_offset = NBYTES / LISTS * 4 - offset + 1000,
-             .source_buffer = 1,
-             .destination_buffer = 1,
-             .row_count = 3000,
-             .source_item_nbytes = 1,
-             .destination_item_nbytes = 1},
-        };
-
-        CHECK_OK(wsync_segments_append(&segments, copies, 2, &lists[i], &err), err);
-        CHECK_EQ(lists[i].count, 2);
-    }
-    for (int again = 0; again < 2; again++) {
-        const wsync_span_t from[BUFFERS] = {{NULL, 0}, {source[again], NBYTES}};
-        const wsync_span_t to[BUFFERS] = {{NULL, 0}, {destination[again], NBYTES}};
-
-        for (int i = 0; i < NBYTES; i++) {
-            source[again][i] = (unsigned char)(i * 7 + i / 251 + again);
-        }
-        memset(destination[again], 0, NBYTES);
-        for (int i = LISTS - 1; i >= 0; i--) {
-            launch(&segments, &lists[i], from, to, 2, 64);
-            for (int k = 0; k < NBYTES; k++) {
-                const int list = LISTS - 1 - k / (NBYTES / LISTS);
-                const int at = list * (NBYTES / LISTS) + k % (NBYTES / LISTS);
-
-                CHECK_EQ(destination[again][k], list >= i ? source[again][at] : 0);
-            }
-        }
-    }
-    wsync_segments_fini(&segments);
-}
-
 static void *run_small_rounds(void *argument)
 {
     scene_t scene = {.random = {(uint64_t)(uintptr_t)argument}, .nbytes = 3000};
@@ -522,16 +469,4 @@ TEST(threads_launch_at_once)
     for (int i = 0; i < THREADS; i++) {
         CHECK_EQ(pthread_join(threads[i], NULL), 0);
     }
-}
-
-TEST(launches_that_the_kernel_is_not_made_for_are_refused)
-{
-    wsync_kernel_args_t args = {0};
-    void *params[] = {&args};
-
-    CHECK_EQ(wsync_host_kernel_launch("wsync_move", 1, 32, params), 500);
-    CHECK_EQ(wsync_host_kernel_launch(WSYNC_KERNEL_NAME, 0, 32, params), 1);
-    CHECK_EQ(wsync_host_kernel_launch(WSYNC_KERNEL_NAME, 1, 0, params), 1);
-    CHECK_EQ(wsync_host_kernel_launch(WSYNC_KERNEL_NAME, 1, 33, params), 1);
-    CHECK_EQ(wsync_host_kernel_launch(WSYNC_KERNEL_NAME, 1, 2048, params), 1);
 }

@@ -140,16 +140,6 @@ TEST(a_group_waits_for_what_fills_its_memory)
     run_ranks(2, -1, wait_rightly);
 }
 
-static void wait_for_nothing(rank_t *rank)
-{
-    fill_late(rank, NO_WAIT);
-}
-
-TEST(a_wait_that_is_left_out_sends_old_bytes)
-{
-    run_ranks(2, -1, wait_for_nothing);
-}
-
 /* Both ranks end with an error, and the fake has said why. */
 static void mistake(rank_t *rank, mistake_t mistake, const char *words)
 {
@@ -174,16 +164,6 @@ static void mistake(rank_t *rank, mistake_t mistake, const char *words)
         forget_misuse(words);
     }
     close_end(rank, &end);
-}
-
-static void swap(rank_t *rank)
-{
-    mistake(rank, SWAPPED, "rank 1 waits for 3000 bytes from rank 0");
-}
-
-TEST(receives_in_another_order_end_the_communicator)
-{
-    run_ranks(2, -1, swap);
 }
 
 static void shorten(rank_t *rank)

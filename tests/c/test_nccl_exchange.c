@@ -51,11 +51,6 @@ TEST(streams_may_share_a_queue)
     run_ranks(3, -1, serve_all);
 }
 
-TEST(two_ranks_serve_a_worker_each)
-{
-    run_ranks(2, -1, serve_all);
-}
-
 TEST(some_ranks_only_send)
 {
     run_ranks(3, -1, serve_one);
@@ -277,40 +272,4 @@ static void hang(rank_t *rank)
 TEST(a_round_that_does_not_move_names_the_ranks)
 {
     run_ranks(2, -1, hang);
-}
-
-static void fail(rank_t *rank)
-{
-    wsync_error_t err = {0};
-    wsync_plan_t *plan = connect_rank(rank, HURRY_MS);
-
-    if (rank->rank == 1) {
-        inject("error", 3, WSYNC_NCCL_REMOTE_ERROR);
-    }
-    CHECK_EQ(run_until_failure(rank, plan, &err), WSYNC_ERR_CLOSED);
-    CHECK_HAS(err.message, "round ");
-    wsync_plan_destroy(plan);
-}
-
-TEST(an_asynchronous_error_ends_the_exchange)
-{
-    run_ranks(2, -1, fail);
-}
-
-static void die(rank_t *rank)
-{
-    wsync_error_t err = {0};
-    wsync_plan_t *plan = connect_rank(rank, HURRY_MS);
-
-    if (rank->rank == 1) {
-        inject("die", 3, 0);
-    }
-    CHECK_EQ(run_until_failure(rank, plan, &err), WSYNC_ERR_CLOSED);
-    CHECK_HAS(err.message, "round ");
-    wsync_plan_destroy(plan);
-}
-
-TEST(a_rank_that_dies_ends_the_exchange)
-{
-    run_ranks(2, 1, die);
 }

@@ -111,29 +111,6 @@ TEST(every_round_of_every_update_arrives)
     close_session(&s);
 }
 
-TEST(the_next_update_may_be_sent_before_the_verdict_is_read)
-{
-    session_t s = updating_session(0);
-    wsync_receipt_t receipt = {0};
-    wsync_error_t err = {0};
-    uint64_t update = 0;
-    uint32_t count = 0;
-
-    CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
-    CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
-    attach_session(&s);
-    CHECK_OK(wsync_exporter_begin(s.exporter, 2, 1, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
-    CHECK_EQ(wsync_importer_generation(s.importer), 1);
-    CHECK_OK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err), err);
-    CHECK_EQ(update, 2);
-    CHECK_EQ(wsync_importer_generation(s.importer), 2);
-    CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
-    close_session(&s);
-}
-
 TEST(timeouts_name_what_was_awaited_and_leave_the_session_good)
 {
     session_t s = open_session();
@@ -268,46 +245,6 @@ static wsync_stream_t *steady_stream(wsync_memory_t *memory)
     return stream;
 }
 
-TEST(no_call_waits_for_data_where_there_are_streams)
-{
-    session_t s = updating_session(2);
-    wsync_stream_t *loading = steady_stream(s.ring);
-    wsync_stream_t *keeper = NULL;
-    wsync_memory_t *gate = NULL;
-    const wsync_receipt_t receipt = {0};
-    wsync_receipt_t received;
-    wsync_error_t err = {0};
-
-    wsync_stream_destroy(s.stream);
-    s.stream = steady_stream(s.ring);
-    CHECK_OK(wsync_stream_create(device(), 1, &keeper, &err), err);
-    CHECK_OK(wsync_control_create(device(), 64, &gate, &err), err);
-    CHECK_OK(wsync_stream_wait(s.stream, (wsync_event_t){gate, 0}, 1, &err), err);
-    for (uint32_t round = 0; round < 2; round++) {
-        CHECK_OK(wsync_exporter_acquire(s.exporter, (int64_t)round - 1, s.stream,
-                                        PATIENT_MS, &err),
-                 err);
-        CHECK_OK(wsync_exporter_post(s.exporter, round, s.stream, PATIENT_MS, &err), err);
-        CHECK_OK(wsync_importer_take(s.importer, round, loading, PATIENT_MS, &err), err);
-        CHECK_OK(wsync_importer_done(s.importer, round, loading, PATIENT_MS, &err), err);
-    }
-    CHECK_EQ(wsync_exporter_loaded(s.exporter), 0);
-    CHECK_EQ(wsync_importer_wait(s.importer, 0, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_HAS(err.message, "round 0");
-    CHECK_EQ(wsync_exporter_acquire(s.exporter, 1, NULL, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_HAS(err.message, "the end of round 1");
-    CHECK_OK(wsync_stream_record(keeper, (wsync_event_t){gate, 0}, 1, &err), err);
-    CHECK_OK(wsync_importer_wait(s.importer, 1, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_exporter_acquire(s.exporter, 1, NULL, PATIENT_MS, &err), err);
-    CHECK_EQ(wsync_exporter_loaded(s.exporter), 2);
-    CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &received, &err), err);
-    wsync_stream_destroy(loading);
-    wsync_stream_destroy(keeper);
-    wsync_memory_destroy(gate);
-    close_session(&s);
-}
-
 /* A queue of a device has room for so much. */
 TEST(hosts_run_ahead_by_so_many_rounds_and_no_more)
 {
@@ -342,19 +279,6 @@ TEST(hosts_run_ahead_by_so_many_rounds_and_no_more)
     wsync_stream_destroy(loading);
     wsync_stream_destroy(keeper);
     wsync_memory_destroy(gate);
-    close_session(&s);
-}
-
-/* What a GPU needs for a first batch may stay behind what waits in its streams. */
-TEST(no_new_stream_of_a_gpu_runs_ahead)
-{
-    session_t s = open_session();
-    wsync_stream_t *steady = steady_stream(s.ring);
-
-    CHECK_EQ(wsync_stream_ahead(s.stream),
-             device() == wsync_device_host() ? WSYNC_STREAM_AHEAD : 0);
-    CHECK_EQ(wsync_stream_ahead(steady), WSYNC_STREAM_AHEAD);
-    wsync_stream_destroy(steady);
     close_session(&s);
 }
 
@@ -440,70 +364,4 @@ TEST(importer_sees_the_trainer_leave_or_abort_in_every_state)
         CHECK_EQ(call_in(&s, place, &err), WSYNC_ERR_STATE);
         close_session(&s);
     }
-}
-
-TEST(a_commit_counts_even_if_the_trainer_leaves_at_once)
-{
-    session_t s = session_in(IN_VERDICT);
-    wsync_receipt_t receipt = {0};
-    wsync_error_t err = {0};
-
-    CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
-    CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
-    wsync_exporter_destroy(s.exporter);
-    s.exporter = NULL;
-    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
-    close_session(&s);
-}
-
-TEST(a_killed_worker_is_named)
-{
-    session_t s = {0};
-    wsync_error_t err = {0};
-    uint8_t *blob = NULL;
-    size_t nbytes = 0;
-    int address[2];
-    int ends[2];
-    char text[WSYNC_PATH_NBYTES] = "";
-    uint8_t token[WSYNC_TOKEN_NBYTES];
-    char byte;
-    pid_t worker;
-
-    CHECK_EQ(pipe(ends), 0);
-    CHECK_EQ(pipe(address), 0);
-    worker = fork(); /* before either uses a device */
-    if (worker == 0) {
-        uint64_t update;
-        uint32_t count;
-
-        CHECK_EQ(read(address[0], text, sizeof(text)), sizeof(text));
-        CHECK_EQ(read(address[0], token, sizeof(token)), sizeof(token));
-        CHECK_OK(wsync_importer_create(device(), text, token, NULL, 0, PATIENT_MS,
-                                       &s.importer, &err),
-                 err);
-        CHECK_OK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err), err);
-        CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
-        CHECK_EQ(write(ends[1], "k", 1), 1);
-        (void)pause();
-        _exit(1);
-    }
-    s = open_session();
-    (void)snprintf(text, sizeof(text), "%s", wsync_exporter_path(s.exporter));
-    CHECK_EQ(write(address[1], text, sizeof(text)), sizeof(text));
-    CHECK_EQ(write(address[1], wsync_exporter_token(s.exporter), sizeof(token)),
-             sizeof(token));
-    CHECK_OK(wsync_exporter_accept(s.exporter, PATIENT_MS, &blob, &nbytes, &err), err);
-    CHECK_EQ(nbytes, 0);
-    free(blob);
-    attach_session(&s);
-    CHECK_OK(wsync_exporter_begin(s.exporter, 1, 2, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
-    CHECK_EQ(read(ends[0], &byte, 1), 1);
-    CHECK_EQ(kill(worker, SIGKILL), 0);
-    CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, NULL, PATIENT_MS, &err),
-             WSYNC_ERR_CLOSED);
-    (void)snprintf(text, sizeof(text), "worker (pid %d) closed", (int)worker);
-    CHECK_HAS(err.message, text);
-    CHECK_EQ(waitpid(worker, NULL, 0), worker);
-    close_session(&s);
 }

@@ -64,29 +64,6 @@ static session_t parked_session(void)
     return s;
 }
 
-TEST(rings_lie_where_they_were_in_every_update)
-{
-    session_t s = attached_session();
-    const void *ours = s.ring->data;
-    const void *theirs = NULL;
-    wsync_error_t err = {0};
-
-    for (uint64_t update = 1; update < 6; update++) {
-        move(&s, update, (int)update);
-        CHECK(s.ring->data == ours);
-        CHECK(theirs == NULL || wsync_importer_ring(s.importer)->data == theirs);
-        theirs = wsync_importer_ring(s.importer)->data;
-        CHECK_EQ(wsync_importer_generation(s.importer), 1);
-        if (update == 3) { /* not parked for once */
-            CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
-            CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
-        } else {
-            park(&s);
-        }
-    }
-    close_session(&s);
-}
-
 TEST(a_new_ring_takes_the_place_of_a_parked_one)
 {
     session_t s = parked_session();
@@ -125,43 +102,6 @@ TEST(a_ring_that_is_looked_at_stays_on_both_sides)
     wsync_memory_unpin(theirs);
     park(&s);
     move(&s, 3, 3);
-    close_session(&s);
-}
-
-TEST(a_trainer_that_looks_at_the_ring_keeps_its_side)
-{
-    session_t s = attached_session();
-    wsync_error_t err = {0};
-
-    move(&s, 1, 1);
-    CHECK_OK(wsync_memory_pin(s.ring, &err), err);
-    commit(&s);
-    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
-    CHECK_EQ(wsync_exporter_park(s.exporter, PATIENT_MS, &err), WSYNC_ERR_REFUSED);
-    CHECK_HAS(err.message, "the trainer keeps its side of the ring: ");
-    CHECK(s.ring->fd >= 0);
-    CHECK_EQ(wsync_importer_ring(s.importer)->fd, -1);
-    move(&s, 2, 2);
-    wsync_memory_unpin(s.ring);
-    park(&s);
-    close_session(&s);
-}
-
-TEST(an_update_for_which_there_is_no_memory_can_be_begun_later)
-{
-    session_t s;
-    wsync_error_t err = {0};
-
-    starve_prepare();
-    s = parked_session();
-    starve();
-    for (int i = 0; i < 2; i++) {
-        CHECK_EQ(wsync_exporter_begin(s.exporter, 2, 1, PATIENT_MS, &err),
-                 WSYNC_ERR_NO_MEMORY);
-    }
-    starve_no_more();
-    move(&s, 2, 2);
-    park(&s);
     close_session(&s);
 }
 
@@ -204,32 +144,6 @@ TEST(a_worker_that_dies_takes_nothing_of_the_update_with_it)
                      WSYNC_ERR_CLOSED);
         }
         wsync_exporter_abort(s.exporter, "over");
-        close_session(&s);
-    }
-}
-
-TEST(a_trainer_that_dies_leaves_a_committed_update)
-{
-    for (int parked = 0; parked < 2; parked++) {
-        session_t s = attached_session();
-        wsync_error_t err = {0};
-        uint64_t update = 0;
-        uint32_t count = 0;
-
-        move(&s, 1, 1);
-        commit(&s);
-        if (parked == 1) {
-            CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
-        }
-        wsync_exporter_destroy(s.exporter);
-        s.exporter = NULL;
-        if (parked == 0) {
-            CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
-        }
-        CHECK_EQ(wsync_importer_ring(s.importer)->fd, -1);
-        CHECK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err) !=
-              WSYNC_OK);
-        CHECK_HAS(err.message, "closed the connection");
         close_session(&s);
     }
 }

@@ -278,9 +278,7 @@ wsync_cu_result_t fake_init(unsigned flags)
             fake_read_number("WSYNC_FAKE_CUDA_PRIORITIES", 0) == 1 ? 1 : FAKE_PRIORITIES;
         fake.syncs = fake_read_number("WSYNC_FAKE_CUDA_SYNCS", 0) != 0;
         fake.queue = fake_read_number("WSYNC_FAKE_CUDA_QUEUE", 0);
-        fake.slice_us = fake_read_number("WSYNC_FAKE_CUDA_SLICE_US", 0);
-        fake.holds = fake_read_number("WSYNC_FAKE_CUDA_HOLDS", 0) != 0;
-        fake.seed = (unsigned)fake_read_number("WSYNC_FAKE_CUDA_SEED", 1);
+        fake.seed = 1;
         if (!fake_board_open(getenv("WSYNC_FAKE_CUDA_BOARD"))) {
             fake_unlock();
             return WSYNC_CU_OPERATING_SYSTEM;

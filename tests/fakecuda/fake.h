@@ -72,7 +72,6 @@ typedef enum fake_kind {
     FAKE_ALLOCATED, /* cuMemAlloc */
     FAKE_OPENED,    /* cuIpcOpenMemHandle */
     FAKE_HOST,      /* cuMemHostRegister; `host` is the caller's */
-    FAKE_MANAGED,   /* fakecuda_managed: as cuMemAllocManaged would give it */
     FAKE_GRAVE,     /* was one of these: its addresses are not used again */
 } fake_kind_t;
 
@@ -188,10 +187,8 @@ typedef struct fake_state {
     bool sizes;
     size_t connections; /* queues of a priority that streams share; 0: each has its own */
     int priorities;
-    bool syncs;        /* calls that may wait for all that runs do */
-    size_t queue;      /* operations that a stream holds; 0: any number */
-    uint64_t slice_us; /* of a process's turn at a device; 0: all run side by side */
-    bool holds;        /* a stream that waits keeps its process's turn */
+    bool syncs;   /* calls that may wait for all that runs do */
+    size_t queue; /* operations that a stream holds; 0: any number */
     uint64_t next_number;
     size_t next_channels[FAKE_PRIORITIES];
     unsigned seed;
@@ -259,12 +256,6 @@ wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes
 /* Of all processes that share a board; locked. */
 bool fake_board_open(const char *path);
 size_t fake_free_nbytes(int device);
-/* Around an operation that a device does: waits for this process's turn, which is kept for
- * a slice while there are further ones, and others wait. */
-void fake_turn_begin(int device);
-void fake_turn_end(int device, bool gives_it_back);
-/* Whether another process is to have the device now. */
-bool fake_turn_is_over(int device);
 uint64_t fake_now_ns(void);
 /* A moment, between two looks at something. */
 void fake_pause(void);

@@ -13,7 +13,6 @@
  *   WSYNC_FAKE_CUDA_BOARD     file of the processes that have these devices together, and
  *                             count their memory together (each process by itself)
  *   WSYNC_FAKE_CUDA_DELAY_US  longest random pause before an operation of a stream (100)
- *   WSYNC_FAKE_CUDA_SEED      of the pauses (1)
  *   WSYNC_FAKE_CUDA_CONNECTIONS
  *                             N: streams of one priority, whoever made them, take turns at
  *                             so many queues, where what waits blocks what came later, as
@@ -23,12 +22,6 @@
  *   WSYNC_FAKE_CUDA_SYNCS     1: calls that may wait for the device, which are those that
  *                             take and give back memory and modules, do (0)
  *   WSYNC_FAKE_CUDA_QUEUE     operations that a stream takes before it keeps callers (any)
- *   WSYNC_FAKE_CUDA_SLICE_US  a device does the work of one process of a board at a
- *                             time, in turns that end after so long, between operations
- *                             or in one that waits, if another process has work (0: they
- *                             run side by side)
- *   WSYNC_FAKE_CUDA_HOLDS     1: a stream that waits for a word or an event keeps its
- *                             process's turn to the end of that; 0: it gives it back (0)
  *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
  *   WSYNC_FAKE_CUDA_LACKS     numbers of attributes of devices that are 0, between commas
  *   WSYNC_FAKE_CUDA_PEERS     0: no device reaches another one's memory (1)
@@ -83,9 +76,6 @@ typedef void (*fakecuda_fault_func_t)(long k, int code);
 /* The call that was failed, or NULL. */
 typedef const char *(*fakecuda_failed_func_t)(void);
 
-/* The host's memory counts as managed from now on. */
-typedef void (*fakecuda_managed_func_t)(void *data, size_t nbytes);
-
 /* Where the processor reads and writes what the device has at an address, until that is
  * given back; other addresses are the host's own. */
 typedef void *(*fakecuda_reach_func_t)(const void *at);
@@ -117,7 +107,6 @@ typedef int (*fakecuda_current_func_t)(uint8_t *uuid);
 
 #define FAKECUDA_ENQUEUE "fakecuda_enqueue"
 #define FAKECUDA_CURRENT "fakecuda_current"
-#define FAKECUDA_MANAGED "fakecuda_managed"
 #define FAKECUDA_REACH "fakecuda_reach"
 #define FAKECUDA_CENSUS "fakecuda_census"
 #define FAKECUDA_FAIL "fakecuda_fail"

@@ -82,9 +82,6 @@ wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes
     if (range == NULL) {
         range = find(FAKE_OPENED, FAKE_HOST, at, nbytes);
     }
-    if (range == NULL) {
-        range = find(FAKE_MANAGED, FAKE_MANAGED, at, nbytes);
-    }
     if (range != NULL) {
         return WSYNC_CU_SUCCESS;
     }
@@ -732,13 +729,4 @@ wsync_cu_result_t fake_host_pointer(wsync_cu_ptr_t *at, void *data, unsigned fla
     }
     fake_unlock();
     return code;
-}
-
-__attribute__((visibility("default"))) void fakecuda_managed(void *data, size_t nbytes);
-
-void fakecuda_managed(void *data, size_t nbytes)
-{
-    fake_lock();
-    (void)add_range(FAKE_MANAGED, (uintptr_t)data, nbytes);
-    fake_unlock();
 }

@@ -12,8 +12,7 @@ static unsigned type_of(const fake_range_t *range)
     if (range == NULL || (range->kind == FAKE_RESERVED && !fake.reserved)) {
         return fake.pageable && range == NULL ? WSYNC_CU_MEMORY_HOST : 0;
     }
-    return range->kind == FAKE_HOST || range->kind == FAKE_MANAGED ? WSYNC_CU_MEMORY_HOST
-                                                                   : WSYNC_CU_MEMORY_DEVICE;
+    return range->kind == FAKE_HOST ? WSYNC_CU_MEMORY_HOST : WSYNC_CU_MEMORY_DEVICE;
 }
 
 /* Whether an address is in a range that begins there. */
@@ -42,9 +41,8 @@ static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_
     const unsigned type = type_of(range);
     const bool known = range != NULL && type != 0;
     const unsigned long long buffer =
-        known && range->kind != FAKE_RESERVED && range->kind != FAKE_MANAGED ? range->buffer
-                                                                             : 0;
-    const bool managed = range != NULL && range->kind == FAKE_MANAGED;
+        known && range->kind != FAKE_RESERVED ? range->buffer : 0;
+    const bool managed = false;
     const bool mapped = known && range->kind != FAKE_RESERVED;
     const bool by_host = known && range->kind == FAKE_HOST && in(at, range->host, range);
     const wsync_cu_ptr_t start = !known    ? 0

@@ -76,37 +76,21 @@ static bool has_come(const fake_op_t *op, const uint64_t *word)
                : atomic_load(&op->event->shared->completed) >= op->value;
 }
 
-/* Polls in the process's turn, or without one, which it gets back before it ends. */
-static void await(const fake_op_t *op, const uint64_t *word, int device)
+static void await(const fake_op_t *op, const uint64_t *word)
 {
     while (!has_come(op, word)) {
-        if (!fake.holds) {
-            fake_turn_end(device, true);
-            while (!has_come(op, word)) {
-                fake_pause();
-            }
-            fake_turn_begin(device);
-        } else if (fake_turn_is_over(device)) {
-            fake_turn_end(device, false);
-            fake_turn_begin(device);
-        } else {
-            fake_pause();
-        }
-    }
-}
-
-static void work(const fakecuda_work_t *work, int device)
-{
-    while (atomic_load(&fake.lost) == 0 && !work->step(work->argument)) {
-        if (fake_turn_is_over(device)) {
-            fake_turn_end(device, false);
-            fake_turn_begin(device);
-        }
         fake_pause();
     }
 }
 
-static void run(const fake_op_t *op, int device)
+static void work(const fakecuda_work_t *work)
+{
+    while (atomic_load(&fake.lost) == 0 && !work->step(work->argument)) {
+        fake_pause();
+    }
+}
+
+static void run(const fake_op_t *op)
 {
     void *destination = reach(op->destination);
 
@@ -122,7 +106,7 @@ static void run(const fake_op_t *op, int device)
         return;
     case FAKE_WAIT_VALUE:
     case FAKE_WAIT_EVENT:
-        await(op, destination, device);
+        await(op, destination);
         return;
     case FAKE_RECORD:
         record(op->event, op->value);
@@ -136,38 +120,9 @@ static void run(const fake_op_t *op, int device)
         fake_call_host(op->function, op->argument);
         return;
     case FAKE_WORK:
-        work(&op->work, device);
+        work(&op->work);
         return;
     }
-}
-
-/* Whether work of the device waits: the host runs its functions without it. */
-static bool has_work(const fake_op_t *op)
-{
-    while (op != NULL && op->kind == FAKE_CALL_HOST) {
-        op = op->next;
-    }
-    return op != NULL;
-}
-
-static void run_in_turn(const struct wsync_cu_stream *stream, const fake_op_t *op)
-{
-    const int device = stream->context->device;
-    bool last = true;
-
-    if (op->kind == FAKE_CALL_HOST) {
-        run(op, device);
-        return;
-    }
-    fake_turn_begin(device);
-    run(op, device);
-    fake_lock();
-    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
-        last = last && (at->context != stream->context ||
-                        !has_work(at == stream ? op->next : at->head));
-    }
-    fake_unlock();
-    fake_turn_end(device, last);
 }
 
 /* Its spans are its own, and go with it. */
@@ -246,7 +201,7 @@ static void *stream_main(void *argument)
             pause_ns((long)((unsigned)rand_r(&stream->seed) % fake.delay_us) * 1000);
         }
         if (atomic_load(&fake.lost) == 0) {
-            run_in_turn(stream, op);
+            run(op);
         }
         end_work(op);
         fake_lock();

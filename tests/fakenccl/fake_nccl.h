@@ -107,16 +107,13 @@ struct wsync_nccl_comm {
     atomic_int users; /* itself, and its works */
 };
 
-/* --- settings.c: the log, planned failures, what is injected --- */
+/* --- settings.c: misuse, what is injected --- */
 
 typedef struct fake_settings {
     atomic_int version;
-    atomic_long polls;
     atomic_bool never;
     atomic_bool owner;
-    atomic_long slow_us;
     atomic_long hang; /* operations; -1: none */
-    atomic_long die;
     atomic_long fails;
     atomic_int error;
 } fake_settings_t;
@@ -126,9 +123,6 @@ extern fake_settings_t fake_settings;
 void fake_lock(void);
 void fake_unlock(void);
 long fake_thread(void);
-/* Log and planned failure of a call; reads the environment before the first one. */
-int fake_begin(const char *call);
-void fake_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* Is what ncclGetLastError says from then on; gives the result back. */
 int fake_refuse(int result, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* The same, with a line in the log of misuse. */
@@ -146,12 +140,6 @@ typedef enum fake_use {
  * remains so. */
 int fake_hold(struct wsync_nccl_comm *comm, const char *call, fake_use_t use);
 void fake_let_go(struct wsync_nccl_comm *comm);
-/* What a call changes of a communicator; locked. */
-typedef int (*fake_change_t)(struct wsync_nccl_comm *comm, const char *call,
-                             void *argument);
-/* A whole call: its log, whether it may be made now, and what it changes. */
-int fake_change(struct wsync_nccl_comm *comm, const char *call, fake_use_t use,
-                fake_change_t change, void *argument);
 /* The communicator is in progress from now on, which is what a call returns; locked. */
 int fake_set_busy(struct wsync_nccl_comm *comm);
 /* The result of ncclCommGetAsyncError, which the asking moves on; locked. */

@@ -18,12 +18,8 @@
  * A communicator that does not block is in progress for some polls after its init and
  * after each group, whose work is on the stream only then.
  *
- * Environment, read by the first call:
+ * Environment, read as the library is loaded:
  *   WSYNC_FAKE_NCCL_VERSION  22907
- *   WSYNC_FAKE_NCCL_LOG      file that gets a line "PID TID CALL" per call, one
- *                            "PID TID config BLOCKING MIN_CTAS MAX_CTAS" per communicator,
- *                            and at the process's end "PID TID census" with the numbers of
- *                            fakenccl_census_t, but the last
  *   WSYNC_FAKE_CUDA_MISUSE   file that gets a line "PID TEXT" per misuse
  */
 #ifndef WSYNC_TESTS_FAKENCCL_H
@@ -39,26 +35,15 @@ typedef struct fakenccl_census {
 
 typedef void (*fakenccl_census_func_t)(fakenccl_census_t *census);
 
-/* The K-th call from now on fails with `result`; negative: none does.  A call that gives
- * something back does so and fails all the same. */
-typedef void (*fakenccl_fail_func_t)(const char *call, long k, int result);
-/* The call that was failed, or NULL. */
-typedef const char *(*fakenccl_failed_func_t)(void);
-
 /* Operations (sends, receives, collectives) of the process are counted from 0 on.
  *   hang   operation K never ends
  *   error  operation K never ends, and the communicator has the asynchronous error VALUE
- *   die    the process is killed when operation K begins
  *   never  no init completes
- *   slow   every piece of work waits VALUE microseconds before it begins
- *   polls  a communicator is in progress as often as VALUE, and not 2 times
  *   owner  every call on a communicator is refused but from the thread that has made it
- * A negative K takes it back.  The last four want 0 as K. */
+ * A negative K takes it back.  The last two want 0 as K. */
 typedef void (*fakenccl_inject_func_t)(const char *what, long k, long value);
 
 #define FAKENCCL_CENSUS "fakenccl_census"
-#define FAKENCCL_FAIL "fakenccl_fail"
-#define FAKENCCL_FAILED "fakenccl_failed"
 #define FAKENCCL_INJECT "fakenccl_inject"
 
 #endif

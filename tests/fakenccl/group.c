@@ -8,7 +8,7 @@
 
 #include "fake_nccl.h"
 
-enum { GROUP_COMMS = 8, SLICE_US = 1000 };
+enum { GROUP_COMMS = 8 };
 
 /* Of a thread: the group that it has open. */
 static _Thread_local struct {
@@ -46,9 +46,6 @@ EXPORT int ncclBroadcast(const void *source, void *destination, size_t count, in
 /* Whether a part may begin: some are injected. */
 static bool may_begin(const fake_work_t *work, const fake_part_t *part)
 {
-    if (part->operation == atomic_load(&fake_settings.die)) {
-        (void)kill(getpid(), SIGKILL);
-    }
     if (part->operation == atomic_load(&fake_settings.fails)) {
         atomic_store(&work->comm->error, atomic_load(&fake_settings.error));
         return false;
@@ -145,17 +142,6 @@ static bool step_part(const fake_work_t *work, fake_part_t *part)
                        : step_receive(&world->channels[part->peer][self], work, part);
 }
 
-/* Also of one that nobody has waited for yet. */
-static void wait_slowly(const struct wsync_nccl_comm *comm)
-{
-    const struct timespec slice = {.tv_nsec = SLICE_US * 1000L};
-
-    for (long us = atomic_load(&fake_settings.slow_us); us > 0 && !atomic_load(&comm->stop);
-         us -= SLICE_US) {
-        (void)nanosleep(&slice, NULL);
-    }
-}
-
 /* All parts go on at the same time, but for those with one peer in one direction, which do
  * so in their order. */
 static bool step_work(void *argument)
@@ -168,7 +154,6 @@ static bool step_work(void *argument)
     if (!work->begun) {
         work->begun = true;
         atomic_fetch_add(&comm->begun, 1);
-        wait_slowly(comm);
     }
     if (atomic_load(&comm->stop)) {
         return true;
@@ -284,8 +269,7 @@ static int close_group(struct wsync_nccl_comm *comm)
         comm->group = NULL;
         return group.error;
     }
-    return comm->blocking || atomic_load(&fake_settings.polls) == 0 ? fake_launch(comm)
-                                                                    : fake_set_busy(comm);
+    return comm->blocking ? fake_launch(comm) : fake_set_busy(comm);
 }
 
 static int leave_group(void)
@@ -310,21 +294,14 @@ static int leave_group(void)
 
 int ncclGroupStart(void)
 {
-    const int result = fake_begin("ncclGroupStart");
-
-    group.depth += result == WSYNC_NCCL_SUCCESS;
-    return result;
+    group.depth++;
+    return WSYNC_NCCL_SUCCESS;
 }
 
 int ncclGroupEnd(void)
 {
-    const int result = fake_begin("ncclGroupEnd");
-
     if (group.depth == 0) {
         return fake_misuse(WSYNC_NCCL_INVALID_USAGE, "ncclGroupEnd without ncclGroupStart");
-    }
-    if (result != WSYNC_NCCL_SUCCESS) {
-        group.error = result;
     }
     return leave_group();
 }
@@ -332,13 +309,11 @@ int ncclGroupEnd(void)
 int fake_operation_begin(struct wsync_nccl_comm *comm, wsync_cu_stream_t stream,
                          const char *call)
 {
-    int result = fake_begin(call);
+    int result;
 
     group.depth++;
     fake_lock();
-    if (result == WSYNC_NCCL_SUCCESS) {
-        result = fake_hold(comm, call, FAKE_COMMUNICATE);
-    }
+    result = fake_hold(comm, call, FAKE_COMMUNICATE);
     return result == WSYNC_NCCL_SUCCESS ? join_group(comm, stream) : result;
 }
 

@@ -12,8 +12,6 @@ import os
 import signal
 import threading
 import time
-import warnings
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -46,8 +44,6 @@ from wsync.trainer.sessions.worker import WorkerSession
 OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 14, ring_nbytes=1 << 16, flush_cache=False
 )
-
-BATCHES_PER_MARK = 64  # of a stream of a GPU
 
 
 def sharded(whole: Weights) -> TrainerLayout:
@@ -294,19 +290,6 @@ def weights_on_the_gpu() -> list[bool]:
     return right
 
 
-def fault_in_the_trainer() -> dict[str, Any]:
-    """A kernel of the second update faults, after whose launch calls have gone well; then this
-    process has lost its GPU."""
-    driver = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
-    with _engine() as engine:
-        with wsync.connect(_weights(1), [engine], options=OPTIONS) as sync:
-            sync.update(_weights(1))
-            driver.fakecuda_fault(ctypes.c_long(1), 700)
-            errors = [_try(sync, _weights(2)) for _ in range(2)]
-            paused = engine.paused
-        return {"errors": errors, "paused": paused}
-
-
 def short_of_memory() -> dict[str, Any]:
     """Rings that the GPU has no room for, chosen by wsync and then asked for."""
     weights = {f"t{index}": torch.randn(1 << 20) for index in range(12)}
@@ -394,48 +377,6 @@ def two_devices() -> dict[str, Any]:
                 alone.append(_try(sync, _weights(2)))
                 alone.append("" if same(engine.weights(), _weights(2)) else "wrong bytes")
     return {"error": error, "alone": alone}
-
-
-def close_twice() -> dict[str, Any]:
-    """What a second thread is told that closes a stream while the first waits for the GPU, and
-    whether what a copy uses is there until the first is through."""
-    gpu = find(uuid(0))
-    builder = _core.LayoutBuilder()
-    builder.add_shard("a", "uint8", [64], [0], [64], 0, 0, [1])
-    layout = builder.build()
-    route, memory = _core.Route(layout, layout), _core.Memory(64, gpu)
-    stream, owner = _core.Stream(1, gpu), _Owner(memory)
-    alive = weakref.ref(owner)
-    with _Blocked():
-        stream.follow()
-        table = _core.BufferTable([(memory.address, 64)], owner=owner)
-        stream.copy(route, 0, 0, table, table)
-        del owner, table
-        first = threading.Thread(target=stream.close)
-        first.start()
-        end = time.monotonic() + 60.0
-        try:
-            while time.monotonic() < end:
-                stream.lead(0)  # until it is closed
-                time.sleep(0.001)
-            text = "the stream is open yet"
-        except wsync.StateError:
-            try:
-                stream.close()
-                text = ""
-            except wsync.StateError as error:
-                text = str(error)
-        kept = alive() is not None
-    first.join()
-    stream.close()
-    return {"text": text, "kept": kept, "left": alive() is not None}
-
-
-class _Owner:
-    """Whose end can be seen."""
-
-    def __init__(self, memory: _core.Memory) -> None:
-        self.memory = memory
 
 
 class _Blocked:
@@ -531,73 +472,6 @@ def stuck_in_the_trainer() -> tuple[str, float, bool]:
             seconds = time.monotonic() - begin
         sync.update(_weights(3))
         return error, seconds, same(engine.weights(), _weights(3))
-
-
-def holds() -> dict[str, Any]:
-    """Whether a stream keeps what a copy uses while that waits, and lets go of it when it is
-    through and when it is abandoned; and keeps it for good where the GPU does not come to it."""
-    gpu = find(uuid(0))
-    builder = _core.LayoutBuilder()
-    builder.add_shard("a", "uint8", [64], [0], [64], 0, 0, [1])
-    layout = builder.build()
-    route, words = _core.Route(layout, layout), _core.Memory(4096, gpu, control=True)
-    memory, event = _core.Memory(64, gpu), _core.Event(words, 0)
-    writer = _core.Stream(1, gpu)
-    kept, left = True, []
-    for number in range(2):
-        stream, owner = _core.Stream(1, gpu), _Owner(memory)
-        alive = weakref.ref(owner)
-        stream.wait(event, number + 1)
-        table = _core.BufferTable([(memory.address, 64)], owner=owner)
-        stream.copy(route, 0, 0, table, table)
-        del owner, table
-        kept = kept and alive() is not None
-        if number == 0:
-            writer.record(event, 1)
-            stream.synchronize(10.0)
-        else:
-            stream.abandon()
-        left.append(alive() is not None)
-    with _Blocked(), warnings.catch_warnings(record=True) as said:
-        stream, owner = _core.Stream(1, gpu), _Owner(memory)
-        alive = weakref.ref(owner)
-        stream.follow()
-        table = _core.BufferTable([(memory.address, 64)], owner=owner)
-        stream.copy(route, 0, 0, table, table)
-        del owner, table
-        dry = stream.abandon(0.1)
-        stream.close()
-        stuck = (dry, [str(warning.message) for warning in said], alive() is not None)
-    return {"kept": kept, "left": left, "stuck": stuck}
-
-
-def fill_the_queue() -> bool:
-    """Whether a thread ends whose stream has no room for a mark, when another one lets it go on."""
-    gpu = find(uuid(0))
-    builder = _core.LayoutBuilder()
-    builder.add_shard("a", "uint8", [64], [0], [64], 0, 0, [1])
-    layout = builder.build()
-    route, words = _core.Route(layout, layout), _core.Memory(4096, gpu, control=True)
-    memory, event = _core.Memory(64, gpu), _core.Event(words, 0)
-    stream, writer = _core.Stream(1, gpu), _core.Stream(1, gpu)
-    table = _core.BufferTable([(memory.address, 64)], owner=memory)
-    begin, end = position(), time.monotonic() + 60.0
-
-    def copy() -> None:
-        for _ in range(BATCHES_PER_MARK):
-            stream.copy(route, 0, 0, table, table)
-
-    stream.wait(event, 1)
-    thread = threading.Thread(target=copy, daemon=True)
-    thread.start()
-    while time.monotonic() < end:
-        if calls(begin).get(os.getpid(), Counter())["cuStreamWriteValue64"]:
-            break
-        time.sleep(0.001)
-    full = thread.is_alive()
-    writer.record(event, 1)
-    thread.join(60.0)
-    return full and not thread.is_alive()
 
 
 def quantise() -> dict[str, Any]:

@@ -293,7 +293,7 @@ def run_worker(rank: int, pipe: Connection) -> None:
                 loader.fault = receiver.fault = Fault(*argument)
             elif what == "disarm":
                 receiver.fault.disarm()
-                answer = (receiver.fault.struck, receiver.fault.notes)
+                answer = receiver.fault.struck
                 loader.fault = receiver.fault = NO_FAULT
             elif what == "census":
                 found = settled(limits)

@@ -6,21 +6,15 @@ update; a worker's are calls that its receiver makes at the same places (fault_e
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import resource
-import shutil
 import signal
-import socket
-import stat
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from wsync._core import Exporter, Memory
+from wsync._core import Memory
 from wsync.sync import Sync
 from wsync.trainer.connection import Connection
 from wsync.trainer.lending import Lending
@@ -41,8 +35,6 @@ TRAINER: dict[str, tuple[type, str]] = {
 
 SLACK_NBYTES = 4 << 20  # per process: what an allocator may keep
 
-Notes = list[str]
-
 
 class Fault:
     """A fault that strikes once, at its phase."""
@@ -50,7 +42,6 @@ class Fault:
     def __init__(self, phase: str, how: str, folder: str) -> None:
         self.phase, self.how, self.folder = phase, how, folder
         self.struck = False
-        self.notes: Notes = []
         self._undo: list[Callable[[], object]] = []
 
     def at(self, phase: str, ring: Memory | None = None) -> None:
@@ -89,61 +80,6 @@ class Fault:
 
     def _exit(self, *_: object) -> None:
         sys.exit(3)
-
-    def _cut(self, *_: object) -> None:
-        """Every connected packet socket of this process is shut down."""
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                descriptor = int(name)
-                if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                    continue
-                with socket.socket(fileno=os.dup(descriptor)) as copy:
-                    if copy.family == socket.AF_UNIX and copy.type == socket.SOCK_SEQPACKET:
-                        copy.shutdown(socket.SHUT_RDWR)
-
-    def _interrupt(self, *_: object) -> None:
-        """Ctrl-C during one of the extension's waits."""
-        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        Exporter(self.folder).accept(60.0)
-        raise AssertionError("the wait has not ended")
-
-    def _fork(self, *_: object) -> None:
-        """A child that lets go of what it has inherited, and ends."""
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
-            for item in gc.get_objects():
-                if isinstance(item, Connection):
-                    item.close()
-            gc.collect()
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        self.notes.append(f"the child ended with {status}")
-
-    def _address_space(self, *_: object) -> None:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        self._limit(resource.RLIMIT_AS, used)
-
-    def _descriptors(self, *_: object) -> None:
-        lowest = os.dup(0)  # the number that the next descriptor would have
-        os.close(lowest)
-        self._limit(resource.RLIMIT_NOFILE, lowest)
-
-    def _room(self, *_: object) -> None:
-        """As if the file system of memory files were full."""
-        self._limit(resource.RLIMIT_FSIZE, 0)
-
-    def _limit(self, which: int, value: int) -> None:
-        before = resource.getrlimit(which)
-        resource.setrlimit(which, (value, before[1]))
-        self._undo.append(lambda: resource.setrlimit(which, before))
-
-    def _directory(self, *_: object) -> None:
-        """The folder for sockets is gone."""
-        shutil.rmtree(self.folder)
-        self._undo.append(lambda: os.mkdir(self.folder, 0o700))
 
 
 def census() -> dict[str, int]:

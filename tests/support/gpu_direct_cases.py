@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -186,17 +185,6 @@ def moves(place: str, park: bool) -> dict[str, Any]:
     return {"right": right, "paths": paths, "worker": asked}
 
 
-def keeps_to_rings() -> set[str]:
-    """Where nobody has asked for anything else."""
-    with (
-        mock.patch.object(lending, "GPUS_UNASKED", False),
-        _connected(by_handle(weights_of(1)), delivery="auto") as (sync, engine),
-    ):
-        paths = set(sync.update().paths.values())
-        assert same(engine.weights(), weights_of(1))
-    return paths
-
-
 def pauses() -> dict[str, Any]:
     """An allocator takes its memory away between updates, and brings other memory to the same
     addresses."""
@@ -241,39 +229,6 @@ def cannot_be_lent(delivery: str) -> dict[str, Any]:
         found["paths"].append(set(sync.update(private).paths.values()))
         found["right"].append(same(engine.weights(), weights_of(3)))
     return found
-
-
-class _Gate:
-    """A foreign stream of this process that waits on GPU 0 until it is opened, in a context."""
-
-    def __init__(self) -> None:
-        self._words = (ctypes.c_uint64 * 2)()  # the gate, and whether the wait has begun
-        self._at = ctypes.c_uint64(ctypes.addressof(self._words))
-        self.stream = ctypes.c_void_p()
-
-    def open(self) -> None:
-        self._words[0] = 1
-
-    def __enter__(self) -> _Gate:
-        context, at = ctypes.c_void_p(), ctypes.c_uint64()
-        driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-        driver("cuCtxPushCurrent", context)
-        driver("cuMemHostRegister", self._at, ctypes.c_size_t(16), 0)
-        driver("cuStreamCreate", ctypes.byref(self.stream), 1)
-        driver("cuMemHostGetDevicePointer", ctypes.byref(at), self._at, 0)
-        begun = ctypes.c_uint64(at.value + 8)
-        driver("cuStreamWriteValue64", self.stream, begun, ctypes.c_uint64(1), 0)
-        driver("cuStreamWaitValue64", self.stream, at, ctypes.c_uint64(1), 0)
-        while not self._words[1]:
-            time.sleep(0.001)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.open()
-        driver("cuStreamSynchronize", self.stream)
-        driver("cuStreamDestroy", self.stream)
-        driver("cuMemHostUnregister", self._at)
-        driver("cuCtxPopCurrent", None)
 
 
 def late_weights() -> bool:
@@ -364,14 +319,6 @@ def elsewhere() -> dict[str, Any]:
         mock.patch.object(lending, "place_of", lambda gpu, **_: f"{gpu}@1"),
         _connected(by_handle(weights_of(1)), delivery="auto") as (sync, engine),
     ):
-        paths = set(sync.update().paths.values())
-        return {"paths": paths, "right": same(engine.weights(), weights_of(1))}
-
-
-def beside_mps() -> dict[str, Any]:
-    """The worker is a client of MPS, and the trainer is none."""
-    played = by_handle(weights_of(1))
-    with mock.patch.dict(os.environ, WSYNC_FAKE_CUDA_MPS="1"), _connected(played) as (sync, engine):
         paths = set(sync.update().paths.values())
         return {"paths": paths, "right": same(engine.weights(), weights_of(1))}
 

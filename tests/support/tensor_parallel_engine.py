@@ -7,26 +7,19 @@ worker then cuts itself, as stock engines do.
 
 import io
 import os
-import tempfile
-from collections.abc import Sequence
-from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from support.tensor_parallel_model import ShardedModel, box_at
 from support.worker_processes import WorkersEngine
 
-from wsync._core import InvalidArgumentError, LayoutError, StateError
+from wsync._core import LayoutError
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.update_groups import Named
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors import dtype_of, same_bytes
-
-DELIVERIES: Final = ("needed", "full")
-_GROUP_SECONDS: Final = 120.0
 
 
 class TensorParallelEngine(WorkersEngine):
@@ -49,12 +42,7 @@ class TensorParallelEngine(WorkersEngine):
         seed: int = 0,
         timeout: float = 120.0,
     ) -> None:
-        if delivery not in DELIVERIES:
-            raise InvalidArgumentError(f"delivery {delivery!r}: one of {', '.join(DELIVERIES)}")
-        if tp < 1:
-            raise InvalidArgumentError(f"tp {tp}: at least 1")
         self._config = config
-        self._folder = tempfile.TemporaryDirectory(prefix="wsync-tp-")
         settings = {
             # plain values: a worker need not import transformers
             "config": SimpleNamespace(**{**config.to_dict(), "model_type": config.model_type}),
@@ -63,15 +51,9 @@ class TensorParallelEngine(WorkersEngine):
             "dtype": dtype,
             "delivery": delivery,
             "seed": seed,
-            "store": os.path.join(self._folder.name, "store"),
         }
         ranks = [{**settings, "rank": rank} for rank in range(tp)]
         super().__init__(_Worker, ranks, name=name, timeout=timeout)
-
-    def close(self) -> None:
-        """Ends the workers."""
-        super().close()
-        self._folder.cleanup()
 
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
@@ -87,26 +69,6 @@ class TensorParallelEngine(WorkersEngine):
         return {**super().model_info(timeout), "model_type": self._config.model_type}
 
     # --- what a user looks at ---------------------------------------------------------------
-
-    def logits(self, ids: Sequence[int], timeout: float = 60.0) -> torch.Tensor:
-        """fp32 logits [len(ids), vocab] of one prompt."""
-        end = Deadline(timeout)
-        with self._alone("logits", timeout):  # they are of the weights that were looked at
-            self._check_consistent(end.left)
-            data, shape = self._call("logits", [{"ids": list(ids)}] * self.workers, end.left)[0]
-        return torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
-
-    def generate(
-        self, ids: Sequence[int], *, max_new_tokens: int = 16, timeout: float = 60.0
-    ) -> list[int]:
-        """Greedy continuation of a prompt; StateError while the engine is paused."""
-        if self.paused:
-            raise StateError(f"engine {self.name}: generation is paused")
-        tokens = list(ids)
-        deadline = Deadline(timeout)
-        for _ in range(max_new_tokens):
-            tokens.append(int(self.logits(tokens, deadline.left)[-1].argmax()))
-        return tokens[len(ids) :]
 
     def weights(self, timeout: float = 60.0) -> dict[str, torch.Tensor]:
         """Whole Hugging Face tensors put together from the workers' live parameters.
@@ -136,26 +98,14 @@ class TensorParallelEngine(WorkersEngine):
 class _Worker(ModelWorker):
     """A worker process: its share of the model, its receiver."""
 
-    def __init__(
-        self, *, rank: int, tp: int, dtype: str, delivery: str, store: str, **model: Any
-    ) -> None:
+    def __init__(self, *, rank: int, tp: int, dtype: str, delivery: str, **model: Any) -> None:
         self.model = ShardedModel(rank=rank, tp=tp, dtype=dtype_of(dtype), **model)
-        if tp > 1:
-            timeout = timedelta(seconds=_GROUP_SECONDS)
-            dist.init_process_group(
-                "gloo", init_method="file://" + store, rank=rank, world_size=tp, timeout=timeout
-            )
         loader: Loader
         if delivery == "needed":
             loader = LayoutLoader(self.model.layout(), list(self.model.tensors.values()))
         else:
             loader = ModuleLoader(self.model)
         super().__init__(loader, rank=rank)
-
-    def logits(self, ids: list[int]) -> tuple[bytes, torch.Size] | None:
-        logits = self.model.logits(ids).float().contiguous()
-        # plain bytes: torch would share tensors by descriptors
-        return (logits.numpy().tobytes(), logits.shape) if self.rank == 0 else None
 
     def boxes(self) -> bytes:
         held = [(*box[:3], box.held.clone()) for box in self.model.boxes]

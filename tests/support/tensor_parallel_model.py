@@ -13,18 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
-from wsync._core import InvalidArgumentError, Layout, LayoutBuilder, LayoutError, UnsupportedError
+from wsync._core import Layout, LayoutBuilder, LayoutError
 from wsync.demo.engines.model_worker import check_fit
 from wsync.families.blocks import gated, renamed, vocabulary
 from wsync.families.registry import read_model
 from wsync.families.rules import Cut, Rule, Target
 from wsync.layout import contiguous_strides
 
-FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
-EXPERTS: Final = ("tp", "ep")
 _VOCAB_MULTIPLE: Final = 64
 
 
@@ -82,10 +78,10 @@ def box_at(start: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
 
 
 class ShardedModel(torch.nn.Module):
-    """The parameters of worker `rank` of `tp`, and the forward pass over all workers.
+    """The parameters of worker `rank` of `tp`.
 
     tensors: local parameters by SGLang's names.  boxes: what they hold of the Hugging Face tensors;
-    padding belongs to none.  With tp > 1 the forward pass needs a process group of the workers.
+    padding belongs to none.
     """
 
     def __init__(
@@ -99,13 +95,11 @@ class ShardedModel(torch.nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        _check(config, rank, tp, experts)
         self.config, self.dtype = config, dtype
         self.rank, self.tp, self.experts = rank, tp, experts
         sizes = read_model(config).sizes
-        self.head_dim, heads, groups = sizes["d"], sizes["heads"], sizes["g"]
-        self.local_heads, self.local_kv_heads = heads // tp, max(1, groups // tp)
-        self._sizes = {**sizes, "q": heads * self.head_dim, "kv": groups * self.head_dim}
+        head_dim, heads, groups = sizes["d"], sizes["heads"], sizes["g"]
+        self._sizes = {**sizes, "q": heads * head_dim, "kv": groups * head_dim}
         self.tensors: dict[str, torch.Tensor] = {}
         self._layout = self._build()
         self.boxes = list(self._find_boxes())
@@ -184,124 +178,3 @@ class ShardedModel(torch.nn.Module):
                     shard.extent, strides, shard.offset // size
                 )
                 yield HeldBox(name, shape, shard.start, held)
-
-    # --- forward ----------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """[len(ids), vocab] of one prompt; every worker calls it with the same ids."""
-        tokens = torch.tensor(list(ids), device="cpu")
-        hidden = self._embed(tokens)
-        rotation = self._rotation(len(tokens))
-        for layer in range(self._sizes["layers"]):
-            prefix = f"model.layers.{layer}."
-            normed = self._norm(hidden, prefix + "input_layernorm.weight")
-            hidden = hidden + self._attend(normed, prefix + "self_attn.", rotation)
-            normed = self._norm(hidden, prefix + "post_attention_layernorm.weight")
-            mix = self._mix_experts if self._is_sparse(layer) else self._mix
-            hidden = hidden + mix(normed, prefix + "mlp.")
-        hidden = self._norm(hidden, "model.norm.weight")
-        tied = self.config.tie_word_embeddings
-        head = self.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
-        return self._gather(hidden @ head.T)[:, : self._sizes["vocab"]]
-
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        table = self.tensors["model.embed_tokens.weight"]
-        local = tokens - self.rank * len(table)
-        here = (local >= 0) & (local < len(table))
-        rows = table[local.clamp(0, len(table) - 1)]
-        return self._reduce(rows * here[:, None])
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self.tensors[name]
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
-
-    def _rotation(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        exponents = torch.arange(0, self.head_dim, 2, device="cpu").float() / self.head_dim
-        frequency = 1.0 / self.config.rope_theta**exponents
-        angle = torch.arange(length, device="cpu").float()[:, None] * frequency
-        angle = torch.cat([angle, angle], -1)[:, None]
-        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
-
-    def _attend(
-        self, x: torch.Tensor, prefix: str, rotation: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        length = len(x)
-        bias = self.tensors.get(prefix + "qkv_proj.bias")
-        fused = F.linear(x, self.tensors[prefix + "qkv_proj.weight"], bias)
-        fused = fused.view(length, -1, self.head_dim)
-        q, k, v = torch.split(
-            fused, [self.local_heads, self.local_kv_heads, self.local_kv_heads], 1
-        )
-        if prefix + "q_norm.weight" in self.tensors:
-            q = self._norm(q, prefix + "q_norm.weight")
-            k = self._norm(k, prefix + "k_norm.weight")
-        q, k, v = (part.transpose(0, 1) for part in (_rotate(q, rotation), _rotate(k, rotation), v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        mixed = mixed.transpose(0, 1).reshape(length, -1)
-        return self._reduce(mixed @ self.tensors[prefix + "o_proj.weight"].T)
-
-    def _mix(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
-        fused = x @ self.tensors[prefix + "gate_up_proj.weight"].T
-        return self._reduce(_activate(fused) @ self.tensors[prefix + "down_proj.weight"].T)
-
-    def _mix_experts(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
-        config = self.config
-        chances = (x @ self.tensors[prefix + "gate.weight"].T).softmax(-1, dtype=torch.float32)
-        weights, chosen = chances.topk(int(config.num_experts_per_tok), dim=-1)
-        if config.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        weights = weights.to(self.dtype)
-        w13 = self.tensors[prefix + "experts.w13_weight"]
-        w2 = self.tensors[prefix + "experts.w2_weight"]
-        total = torch.zeros_like(x)
-        first = self.rank * len(w13) if self.experts == "ep" else 0
-        for local in range(len(w13)):
-            rows, slots = (chosen == first + local).nonzero(as_tuple=True)
-            inner = _activate(x[rows] @ w13[local].T) @ w2[local].T
-            total.index_add_(0, rows, inner * weights[rows, slots, None])
-        return self._reduce(total)
-
-    def _reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tp > 1:
-            x = x.contiguous()
-            dist.all_reduce(x)
-        return x
-
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tp == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.tp)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, -1)
-
-
-def _rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return x * rotation[0] + torch.cat([-second, first], -1) * rotation[1]
-
-
-def _activate(fused: torch.Tensor) -> torch.Tensor:
-    gate, up = fused.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def _check(config: Any, rank: int, tp: int, experts: str) -> None:
-    """Refuses what this engine cannot compute or cut, with names and numbers."""
-    if config.model_type not in FAMILIES:
-        raise UnsupportedError(f"model_type {config.model_type!r}: one of {', '.join(FAMILIES)}")
-    if experts not in EXPERTS:
-        raise InvalidArgumentError(f"experts {experts!r}: one of {', '.join(EXPERTS)}")
-    if not 0 <= rank < tp:
-        raise InvalidArgumentError(f"rank {rank} of {tp} workers")
-    if getattr(config, "rope_scaling", None) or getattr(config, "use_sliding_window", False):
-        raise UnsupportedError("rope_scaling and sliding windows are not computed here")
-    if config.hidden_act != "silu":
-        raise UnsupportedError(f"hidden_act {config.hidden_act!r}: only silu")
-    if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
-        raise UnsupportedError("attention_bias is not computed here")
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    if heads % tp:
-        raise InvalidArgumentError(f"num_attention_heads {heads} is not a multiple of {tp} workers")
-    if groups % tp and tp % groups:
-        raise InvalidArgumentError(f"num_key_value_heads {groups} does not fit {tp} workers")
