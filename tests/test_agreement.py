@@ -9,14 +9,11 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from support import agreement_cases
 from support.procs import RankError, Ranks
 
-import wsync
 from wsync.machine.sweep import sweep
 
 
@@ -99,12 +96,6 @@ def test_codes_that_another_rank_holds_are_the_models(ranks: Ranks, tmp_path: Pa
         assert errors == ["", ""]
 
 
-def test_a_failure_after_the_others_have_returned_does_not_part_the_ranks(ranks: Ranks) -> None:
-    first, second = ranks.run(agreement_cases.fail_at_the_very_end)
-    assert (first["error"], second["error"]) == ("", "KeyboardInterrupt")
-    assert first["versions"] == ["1", "2", "3"]
-
-
 def test_ranks_that_have_called_for_different_numbers_of_updates_say_which_they_mean(
     ranks: Ranks,
 ) -> None:
@@ -113,47 +104,6 @@ def test_ranks_that_have_called_for_different_numbers_of_updates_say_which_they_
         assert "version=''" in refused
         assert re.search(r"trainer ranks have called update\(\) \[2, 3\] times", apart)
         assert later == ["", ""]
-
-
-@pytest.mark.parametrize(
-    "version", [-1, True, 1.5, "", "a\nb", "x" * 129, 10**128, pytest.param(10**5000, id="long")]
-)
-def test_odd_versions_are_refused(version: Any) -> None:
-    options = agreement_cases.OPTIONS
-    with wsync.connect({"a": torch.ones(1)}, [agreement_cases.Stock()], options=options) as sync:
-        with pytest.raises(wsync.InvalidArgumentError, match="version="):
-            sync.update(version=version)
-
-
-def test_foreign_errors_are_named_ones_with_a_cause() -> None:
-    def weights() -> dict[str, torch.Tensor]:
-        raise KeyError("no such backup")
-
-    options = agreement_cases.OPTIONS
-    with wsync.connect({"a": torch.ones(1)}, [agreement_cases.Stock()], options=options) as sync:
-        with pytest.raises(wsync.RemoteError, match="KeyError: 'no such backup'") as caught:
-            sync.update(weights)
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-class Mute(Exception):
-    """As one has whose text is made of an attribute that is not there."""
-
-    def __str__(self) -> str:
-        raise AttributeError("response")
-
-
-def test_an_engines_error_without_a_text_is_told() -> None:
-    class Silent(agreement_cases.Stock):
-        def update_weights_from_tensor(self, **given: Any) -> tuple[bool, str]:
-            raise Mute
-
-    options = agreement_cases.OPTIONS
-    with (
-        wsync.connect({"a": torch.ones(1)}, [Silent()], options=options) as sync,
-        pytest.raises(wsync.RemoteError, match=r"Mute: \(no text: "),
-    ):
-        sync.update()
 
 
 def test_folders_of_killed_processes_are_swept(tmp_path: Path) -> None:
@@ -177,19 +127,6 @@ def test_folders_of_killed_processes_are_swept(tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"wsync-alive0", "wsync-young0", "wsync-other-0", "wsync-empty0"}
     kept[0].close()
-
-
-def test_folders_are_swept_where_sockets_are_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    exporter = wsync._core.Exporter()
-    assert str(tmp_path) in exporter.address
-    exporter.close()
-    (tmp_path / "wsync-killed").mkdir()
-    os.utime(tmp_path / "wsync-killed", (1, 1))
-    sweep(None)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_is_killed_is_named() -> None:

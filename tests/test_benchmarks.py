@@ -47,39 +47,6 @@ def test_without_a_driver_it_says_why_it_measures_nothing(tmp_path: Path) -> Non
     assert rows == []
 
 
-def without(module: str, code: str) -> str:
-    """What code prints where a module is not installed."""
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", f"import sys; sys.modules[{module!r}] = None\n{code}"],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_what_is_not_installed_is_named() -> None:
-    text = without("benchmarks.control", "from benchmarks.__main__ import main; main(['control'])")
-    assert "control    skipped: benchmarks.control is not installed: pip install '.[test]'" in text
-
-
-def test_without_the_tests_extra_sglang_alone_is_skipped() -> None:
-    code = "\n".join(
-        (
-            "from benchmarks import sharded",
-            "sharded.on_ranks = lambda *given: [given[2]]",
-            "rows = sharded.sharded(2)",
-            "print(next(rows))",
-            "try: next(rows)",
-            "except sharded.Skipped as reason: print(reason)",
-        )
-    )
-    assert without("pytest", code) == "()\npytest is not installed: pip install '.[test]'\n"
-
-
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-B", "-c", code, *arguments],
@@ -90,35 +57,6 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         check=True,
     )
-
-
-def test_a_benchmark_for_which_memory_is_short_is_skipped_before_it_begins() -> None:
-    done = run(
-        "import benchmarks, sys\n"
-        "from wsync import _core\n"
-        "_core.host_memory_available = lambda: 13_999_999_999\n"
-        "from benchmarks.__main__ import main\n"
-        "main(['update'])\n"
-        "print([name for name in ('benchmarks.update', 'torch') if name in sys.modules])\n"
-    )
-    text = "needs about 14,000,000,000 bytes of memory, and 13,999,999,999 are available"
-    assert f"update     skipped: update {text}" in done.stdout
-    assert done.stdout.endswith("0 cases, 0 with wrong bytes, 1 skipped\n[]\n")
-
-
-def test_a_benchmark_says_how_much_memory_it_needs() -> None:
-    done = run("from benchmarks.__main__ import main; main(['--help'])")
-    assert "update (14 GB of memory)" in " ".join(done.stdout.split())
-
-
-def test_warnings_of_third_parties_are_not_shown() -> None:
-    done = run(
-        "import benchmarks, warnings\n"
-        "for module in ('megatron.core.a', 'torch', 'torchless', 'benchmarks.update'):\n"
-        "    warnings.warn_explicit(f'of {module}', UserWarning, 'file', 1, module=module)\n"
-    )
-    lines = done.stderr.splitlines()
-    assert [line.rpartition(" of ")[2] for line in lines] == ["torchless", "benchmarks.update"]
 
 
 def test_rounds_by_nccl_are_verified_and_counted_without_a_gpu(tmp_path: Path) -> None:

@@ -97,18 +97,6 @@ def test_layers_of_mtp_that_cannot_be_counted_are_refused(family, known, text):
         wsync.megatron.layout(model, config, model_name=family)
 
 
-def test_two_chunks_of_a_rank_may_hold_the_embedding():
-    """Megatron's own pipeline layouts may put the MTP layers on the first stage's rank."""
-    chunks = [torch.nn.Module(), torch.nn.Module()]
-    for chunk in chunks:
-        chunk.embedding = torch.nn.Module()
-        chunk.embedding.word_embeddings = torch.nn.Embedding(8, 4)
-    config = SimpleNamespace(hidden_size=4, num_attention_heads=2, vocab_size=8)
-    layout = wsync.megatron.layout(chunks, config, model_name="deepseek_v3")
-    assert layout.names == (EMBEDDING,)
-    assert layout.tensors()[0] is chunks[0].embedding.word_embeddings.weight
-
-
 def test_the_bias_of_the_router_is_float32_whatever_the_model_is(ranks):
     _, tensors = _matches(ranks, CASES["te-grouped-etp2-bf16"])
     kinds = {name: dtype for name, dtype, *_ in tensors}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,13 +11,11 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 from support import fakecuda, nursery
 
-from wsync.demo import cli, launcher
 from wsync.demo.trainer import NEW_TOKENS, PROMPT_LENGTH, SENTENCE
 
 
@@ -94,12 +90,6 @@ def test_engines_say_the_text_when_it_is_learnt(tmp_path: Path) -> None:
     assert "its own" not in text
 
 
-def test_a_text_that_is_not_learnt_is_called_the_models_own(tmp_path: Path) -> None:
-    facts, text = run_demo(tmp_path, "--tp", "1", "--pp", "1", "--updates", "1")
-    assert (facts["verified"], facts["learnt"]) == (True, False)
-    assert "the model has not learnt its text: what it generates is its own" in text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", "qwen3-moe"])
 def test_mode_disk_updates_all_engines_and_a_late_one(model: str, tmp_path: Path) -> None:
@@ -163,45 +153,3 @@ def test_between_gpus_distributed_mode_travels_by_nccl(tmp_path: Path) -> None:
     assert [engine["checked"].rpartition("; ")[2] for engine in facts["engines"]] == [
         "version 2"
     ] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (("--tp", "3"), "--tp 3: must divide 8"),
-        (("--ep", "2"), "--ep 2: qwen3 has no experts"),
-        (("--broadcast", "bucket"), "--broadcast bucket: not in mode colocated"),
-    ],
-)
-def test_sizes_that_make_no_sense_are_named(
-    options: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(list(options))
-    assert text in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("module", "fails"),
-    [
-        ("multiprocessing.forkserver", "ensure_running"),
-        ("torch.multiprocessing.spawn", "start_processes"),
-    ],
-)
-def test_a_demo_that_cannot_start_leaves_its_caller_as_it_was(
-    module: str, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: None)
-    failing = mock.Mock(side_effect=OSError("no memory"))
-    monkeypatch.setattr(importlib.import_module(module), fails, failing)
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-    child.start()
-    try:
-        with pytest.raises(OSError, match="no memory"):
-            launcher._run_ranks(mock.Mock(ranks=1), tmp_path)
-        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        assert child.is_alive()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
-        child.kill()
-        child.join()

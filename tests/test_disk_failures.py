@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,19 +101,6 @@ def test_an_engine_that_was_slow_does_not_load_a_version_that_was_given_up(
     assert slow.told == ["pause", "flush"][: 1 if what == "pause" else 2]
 
 
-def test_a_load_under_way_is_over_before_the_engine_is_told_anything(tmp_path: Path) -> None:
-    slow, go_on = Engine("slow"), threading.Event()
-    sync = fail_once(tmp_path, slow, "load 1", go_on)
-    timer = threading.Timer(0.5, go_on.set)
-    timer.start()
-    del sync._requests.engines[0]
-    with sync:
-        sync.update(version=2)
-    timer.join()
-    end_calls()
-    assert slow.told == ["pause", "flush", "load 1", "pause", "flush", "load 2", "resume"]
-
-
 def test_a_load_that_does_not_end_costs_the_next_update_its_deadline_and_is_named(
     tmp_path: Path,
 ) -> None:
@@ -169,41 +153,4 @@ def test_a_version_counts_though_a_rank_dies_when_it_is_published(
         assert sync.update().version == "2"
 
 
-def test_a_reader_is_not_told_that_there_is_no_version_when_a_newer_one_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Path.resolve
-    with disk(tmp_path, keep=1) as sync:
-        sync.update()
-
-        def resolve(self: Path, strict: bool = False) -> Path:
-            found = original(self, strict)
-            if self.name == "latest" and found.name == "weight_v000001":
-                monkeypatch.undo()
-                sync.update()
-            return found
-
-        monkeypatch.setattr(Path, "resolve", resolve)
-        assert newest(tmp_path).name == "weight_v000002"
-
-
 # --- what the file system does ----------------------------------------------------------------
-
-
-def test_old_versions_that_cannot_be_removed_fail_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = Engine("engine")
-    with disk(tmp_path, engine) as sync:
-        for error in (OSError(errno.ESTALE, "stale file"), wsync.StateError("no version yet")):
-
-            def refuse(*_: Any, error: Exception = error) -> None:
-                raise error
-
-            monkeypatch.setattr("wsync.checkpoints.versions.newest", refuse)
-            with caplog.at_level(logging.WARNING, "wsync"):
-                sync.update()
-            said = getattr(error, "strerror", None) or str(error)
-            assert re.search(f"old versions stay until the next update: .*{said}", caplog.text)
-        assert sync.version == 2
-    assert engine.told[-2:] == ["load 2", "resume"]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +14,7 @@ import pytest
 import torch
 import transformers
 from support import distributed_cases as cases
-from support.procs import RankError, Ranks, started, stopped
+from support.procs import Ranks
 from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import dense, sparse
 from support.weights_only_engine import ProcessEngine
@@ -109,21 +104,6 @@ def test_every_engine_gets_every_byte(engines: list[ProcessEngine], broadcast: s
     assert report.rounds > 1
 
 
-def test_a_connection_may_be_made_within_an_exportable_block(engines: list[ProcessEngine]) -> None:
-    """When that ends, what was made in it moves; the ring of broadcasts stays where it is."""
-    with contextlib.ExitStack() as stack:
-        with wsync.exportable():
-            weights = drawn(0)
-            sync = wsync.connect(weights, engines, options=wsync.Options(**OPTIONS))
-            stack.enter_context(sync)
-            sync.update()
-        for seed in (1, 2):
-            for name, tensor in drawn(seed).items():
-                weights[name].copy_(tensor)
-            sync.update()
-            assert [same(engine, weights) for engine in engines] == [True, True]
-
-
 def slime(weights: dict[str, torch.Tensor], **more: Any) -> wsync.UpdateWeightFromDistributed:
     return wsync.UpdateWeightFromDistributed(
         SimpleNamespace(),
@@ -185,20 +165,6 @@ def test_a_lock_that_does_not_answer_is_named_and_given_back(engines: list[Proce
     assert lock.acquire(timeout=60.0)  # the answer that came too late has taken nothing
     lock.release()
     updater.update_weights()
-    updater.disconnect_rollout_engines()
-
-
-def test_a_lock_that_stays_taken_is_named(engines: list[ProcessEngine]) -> None:
-    lock = Lock()
-    lock.held = True
-    updater = slime(drawn(4), deadline=1.0)
-    updater.connect_rollout_engines(engines[:1], lock)
-    with pytest.raises(wsync.DeadlineError, match="rollout_engine_lock: held by somebody else"):
-        updater.update_weights()
-    assert engines[0].paused and "release" not in lock.calls
-    lock.held = False
-    updater.update_weights()
-    assert not engines[0].paused
     updater.disconnect_rollout_engines()
 
 
@@ -403,17 +369,6 @@ def test_a_rank_that_fails_leaves_engines_paused_and_the_next_update_works(ranks
     assert [facts["wrong"] for facts in found] == [[]] * 4
 
 
-def test_a_source_that_dies_in_its_broadcast_is_reported_by_all_others(tmp_path: Path) -> None:
-    with Ranks(4, path=sys.path) as ranks, pytest.raises(RankError):
-        ranks.run(cases.lose_a_source, dense(), Parallel(tp=2, pp=2), str(tmp_path), timeout=200)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1", "rank3"]
-    facts = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1, 3)]
-    (text,) = {text for text, _, _ in facts}
-    assert re.fullmatch(r"PeerClosedError: trainer rank 2 \(pid \d+\) has ended", text)
-    assert max(seconds for _, seconds, _ in facts) < 60  # which the shortest deadline is
-    assert facts[0][2] == [True, True]
-
-
 def test_http_engines_take_broadcasts() -> None:
     config = dense()
     with serve_in_process(config) as server, TensorParallelEngine(config, tp=2) as sharded:
@@ -425,35 +380,6 @@ def test_http_engines_take_broadcasts() -> None:
         found = sharded.weights()
         assert [n for n in weights if not torch.equal(found[n], weights[n])] == []
         check_http(server, weights)
-
-
-@pytest.mark.parametrize(
-    ("where", "how"),
-    [*((where, signal.SIGKILL) for where in cases.WHERE), ("broadcasting", signal.SIGSTOP)],
-)
-def test_a_trainer_that_is_struck_between_buckets_is_followed_by_another(
-    where: str, how: signal.Signals
-) -> None:
-    config = dense()
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    with serve_in_process(config) as server:
-        trainer = started(cases.die, server.url, shapes, where, how)
-        end = time.monotonic() + 100
-        while trainer.is_alive() and not stopped(trainer.pid) and time.monotonic() < end:
-            time.sleep(0.05)  # join would wait for what the trainer has started, too
-        assert trainer.exitcode == (None if how == signal.SIGSTOP else -how)
-        engine = wsync.handle(server.url)
-        assert engine.model_info(30)["weight_version"] == "default"
-        # it still is in the first trainer's group, and may wait there, which is no hindrance
-        delivery = "stock" if where == "sending" else "distributed"
-        options = wsync.Options(**{**delivered(delivery), "bucket_nbytes": 1 << 15})
-        with wsync.connect(weights, [engine], options=options) as sync:
-            sync.update(version=5)
-        check_http(server, weights)
-        assert engine.model_info(5)["consistent"]
-        trainer.kill()
 
 
 def check_http(server: ServerProcess, weights: dict[str, torch.Tensor]) -> None:

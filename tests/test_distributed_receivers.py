@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
 import re
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -29,8 +26,7 @@ import wsync.engine.remote_session
 from wsync import _core
 from wsync.demo.megatron_cpu import Parallel
 from wsync.exchange import update_group
-from wsync.exchange.plan_blueprint import Blueprint, Meeting, Orders
-from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
+from wsync.exchange.update_group import UpdateGroup
 from wsync.layout import from_tensors
 from wsync.machine.host import own_address
 from wsync.messages.tcp_channel import Channel, Frame, Listener
@@ -38,7 +34,7 @@ from wsync.trainer.planning import whole
 from wsync.trainer.roster import Delivery, RolloutEngine
 from wsync.trainer.sessions import remote
 from wsync.trainer.sessions.broadcast import BroadcastSession
-from wsync.trainer.sessions.remote import RemoteExporter, RemoteSession
+from wsync.trainer.sessions.remote import RemoteSession
 
 PARALLEL = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2)),
@@ -243,15 +239,6 @@ def test_remote_workers_and_shared_memory_exclude_each_other(engine: ProcessEngi
 # --- the connection of a worker and its trainer rank --------------------------------------------
 
 
-def pair() -> tuple[Channel, Channel]:
-    """The trainer's end and the worker's."""
-    listener = Listener("127.0.0.1", "worker 0")
-    worker = Channel.connect(listener.address, 5)
-    trainer = listener.accept(5)
-    listener.close()
-    return trainer, worker
-
-
 def test_a_worker_may_come_by_an_address_that_is_not_the_hosts_own() -> None:
     """As behind NAT, whose address is given by WSYNC_ADDRESS."""
     listener = Listener("203.0.113.5", "worker 0")
@@ -268,66 +255,6 @@ def test_a_worker_may_come_by_an_address_that_is_not_the_hosts_own() -> None:
 def test_an_address_where_nobody_can_listen_is_named() -> None:
     with pytest.raises(wsync.SystemCallError, match=r"listening at no\.such\.host"):
         Listener("no.such.host.invalid", "worker 0")
-
-
-def test_a_connection_sends_at_once_and_gives_signs_of_life_in_silence() -> None:
-    for end in pair():
-        assert end._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        assert end._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert end._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
-        end.close()
-
-
-def test_frames_arrive_whole_and_in_order() -> None:
-    trainer, worker = pair()
-    large = os.urandom(3 << 20)
-    sender = threading.Thread(target=worker.send, args=(Frame.BLOB, large, 20))
-    sender.start()
-    assert trainer.wait((Frame.BLOB,), 20) == (Frame.BLOB, large)
-    sender.join()
-    trainer.send(Frame.BEGIN, b"1" * 16, 5)
-    trainer.send(Frame.COMMIT, b"", 5)
-    assert worker.wait((Frame.BEGIN,), 5)[1] == b"1" * 16
-    with pytest.raises(wsync.ProtocolError, match="sent COMMIT instead of BEGIN"):
-        worker.wait((Frame.BEGIN,), 5)
-    with pytest.raises(wsync.DeadlineError, match=r"worker 0 did not send PREPARED within 0.1 s"):
-        trainer.wait((Frame.PREPARED,), 0.1)
-    worker.fail("no room\0")
-    worker.close()
-    with pytest.raises(wsync.RemoteError, match=r"worker 0: no room\?"):
-        trainer.wait((Frame.PREPARED,), 5)
-    trainer.close()
-
-
-def test_a_peer_that_goes_is_missed() -> None:
-    trainer, worker = pair()
-    trainer.close()
-    with pytest.raises(wsync.PeerClosedError, match="is gone"):
-        worker.wait((Frame.PLAN,), 5)
-    worker.close()
-
-
-def test_a_worker_that_connects_late_has_less_time_to_say_what_it_keeps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: list[float] = []
-    wait = Channel.wait
-
-    def noting(self: Channel, wanted: Any, timeout: float, check: Any = None) -> Any:
-        given.append(timeout)
-        return wait(self, wanted, timeout, check)
-
-    monkeypatch.setattr(Channel, "wait", noting)
-    exporter = RemoteExporter("127.0.0.1", "worker 0")
-    connecting = threading.Timer(0.5, lambda: ends.append(Channel.connect(exporter.address, 5)))
-    ends: list[Channel] = []
-    connecting.start()
-    with pytest.raises(wsync.DeadlineError, match="worker 0 did not send INTRODUCTION"):
-        exporter.accept(1.0, lambda: None)
-    assert given[0] < 1.0  # what is left of it, and not all
-    connecting.join()
-    exporter.close()
-    ends[0].close()
 
 
 def test_other_hosts_are_never_told_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,11 +288,6 @@ def test_the_environment_has_the_last_word_on_the_address(monkeypatch: pytest.Mo
         own_address([])
 
 
-def test_the_own_address_is_found_whatever_an_engine_is_called() -> None:
-    for name in ("http://[half", "http://host:99999999", "actor 7"):
-        assert socket.inet_aton(own_address([name]))
-
-
 def test_connections_without_the_token_are_closed_and_keep_nobody_out() -> None:
     listener = Listener("127.0.0.1", "worker 0")
     host, port = listener.address.partition("@")[2].split(":")
@@ -387,79 +309,9 @@ def test_connections_without_the_token_are_closed_and_keep_nobody_out() -> None:
         end.close()
 
 
-def test_addresses_that_lead_nowhere() -> None:
-    with pytest.raises(wsync.ProtocolError, match="expected <token>@<host>:<port>"):
-        Channel.connect("0" * 32 + "@nowhere", 1)
-    with pytest.raises(wsync.PeerClosedError, match=r"no trainer at 127\.0\.0\.1:1"):
-        Channel.connect("0" * 32 + "@127.0.0.1:1", 1)
-    with pytest.raises(wsync.PeerClosedError, match=r"no trainer at 127\.0\.0\.1:99999"):
-        Channel.connect("0" * 32 + "@127.0.0.1:99999", 1)
-
-
-@pytest.mark.parametrize("meeting", [Rendezvous("h", 7, 1, "nccl", "n"), ["nccl 22907 00 -"]])
-def test_orders_say_where_ranks_meet(meeting: Meeting) -> None:
-    source = from_tensors({"a": torch.ones(3)}).layout
-    blueprint = Blueprint(source, [(whole(source, [0]), True)], [(0, 0)], [0], 0, 0, False)
-    told = Orders(0, 0, 5, meeting, blueprint).to_bytes()
-    assert Orders.from_bytes(told).meeting == meeting
-    for other in (b'["nccl 22907 00 -", 7]', b'[""]', b"[]", b'["%s"]' % (b"x" * 600), b"7"):
-        bad = re.sub(rb'"meeting": .*?[]}], "whole', b'"meeting": ' + other + b', "whole', told)
-        assert bad != told
-        with pytest.raises(wsync.ProtocolError, match="the trainer's plan: "):
-            Orders.from_bytes(bad)
-
-
-@contextlib.contextmanager
-def group_of_two(**more: Any) -> Iterator[list[UpdateGroup]]:
-    """Both members of a group, in this process."""
-    settings = {"timeout": 20, **more}
-    store = Store(20)
-    place = Rendezvous("127.0.0.1", store.port, 2, name="g")
-    with ThreadPoolExecutor(2) as pool:
-        joining = [pool.submit(UpdateGroup, place, rank, **settings) for rank in (0, 1)]
-        groups = [future.result(30) for future in joining]
-    try:
-        yield groups
-    finally:
-        for group in groups:
-            group.close()
-        store.close()
-
-
 def start(group: UpdateGroup) -> Any:
     """A collective that the other member never takes part in."""
     return group.exchange(torch.empty(8), torch.ones(8), [4, 4], [4, 4])
-
-
-def test_a_collective_that_has_failed_is_not_under_way() -> None:
-    """Neither does one that nobody saw the end of pass for one that has."""
-    with group_of_two() as groups:
-        works = [start(groups[0]), start(groups[0])]
-        groups[1].close()
-        for work in works:
-            assert groups[0]._group._underway
-            with pytest.raises(wsync.PeerClosedError, match="a member of group g is gone"):
-                groups[0].finish(work, 20)
-        assert not groups[0]._group._underway
-        groups[0].close()
-        with pytest.raises(wsync.StateError, match="the group of group g is closed"):
-            start(groups[0])
-
-
-def test_a_meeting_has_a_deadline_of_its_own() -> None:
-    """What it leaves of one is none of a collective's."""
-    with group_of_two(meeting=1.0, timeout=2.0) as groups:
-        # nor does the backend's come first where a collective was started ahead of another one
-        with pytest.raises(wsync.DeadlineError, match="of group g did not end within 5 s"):
-            groups[0].finish(start(groups[0]), 5.0)
-    store = Store(20)
-    place = Rendezvous("127.0.0.1", store.port, 1)
-    alone = place.join(0, 7.0, lambda: None, device=torch.device("cpu"), greet=True)
-    assert alone.timeout == 7.0
-    alone.close()
-    with pytest.raises(wsync.DeadlineError, match=r"2 members did not meet at .* within 0\.1 s"):
-        UpdateGroup(Rendezvous("127.0.0.1", store.port, 2), 0, timeout=60, meeting=0.0)
-    store.close()
 
 
 def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

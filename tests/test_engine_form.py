@@ -4,7 +4,6 @@ and scales against those of a checkpoint."""
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,30 +141,6 @@ def test_arguments_of_the_server_are_read(tmp_path: Path) -> None:
         connect([quantising], PER_TENSOR)
 
 
-def test_what_no_engine_says_is_said_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    engines = [
-        Engine("a"),
-        Engine("b", model_path="org/name"),
-        Engine("c", model_path=str(tmp_path / "elsewhere"), quantization="fp8"),
-    ]
-    connect(engines, blocks(8, 16))
-    (text,) = caplog.messages
-    assert "convert into the form that they hold, all without a word: a, b, c (Options" in text
-    with pytest.raises(REFUSAL, match="engine c: its weights are quantised, by quant"):
-        connect(engines, None)
-
-
-def test_a_checkpoint_says_what_another_folder_of_the_same_path_does_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    made = quantised(WEIGHTS, "one block")
-    named = model(tmp_path, METHODS["one block"][0], "named", made)
-    for engine in (Engine(model_path=model(tmp_path, None)), Engine()):
-        connect([engine], "checkpoint", checkpoint=named)
-    assert caplog.messages == []
-
-
 @pytest.mark.parametrize(
     "started",
     [
@@ -188,24 +163,6 @@ def test_experts_are_not_sent_where_adapters_rename_them(
     attention = started | {"lora_target_modules": ["q_proj", "down_proj"]}
     wsync.connect(weights, [Engine(**attention)]).close()
     wsync.connect(weights, [Engine(**started | {"enable_lora": False})]).close()
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_scales_are_not_sent_where_adapters_rename_them(own: bool, tmp_path: Path) -> None:
-    """SGLang's wrapper of a dense layer has its weight and bias, and no scales."""
-    config, quantise = METHODS["one block"][0], None if own else METHODS["one block"][0]
-    weights = {
-        "model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 64, dtype=torch.bfloat16),
-        "model.layers.0.self_attn.k_proj.bias": torch.zeros(16, dtype=torch.bfloat16),
-    }
-    given = quantised(weights, "one block") if own else weights
-    options = wsync.Options(quantise=quantise, progress=False)
-    started = {"model_path": model(tmp_path, config, weights=given), "enable_lora": True}
-    text = r"LoRA.* pass over those of model\.layers\.0\.self_attn\.k_proj\.weight"
-    for targets in (["q_proj"], ["all"], None):
-        engine = Engine(**started, lora_target_modules=targets)
-        with pytest.raises(wsync.UnsupportedError, match=text):
-            wsync.connect(given, [engine], options=options)
 
 
 def test_plain_weights_for_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -237,31 +194,12 @@ def test_codes_without_scales_are_refused(method: str, part: str, tmp_path: Path
     wsync.connect(made, [Engine()]).close()
 
 
-OWN = {
-    "own int4": quantised(WEIGHTS, "int4"),
-    "own blocks": quantised(WEIGHTS, "one block"),
-    "own mxfp8": {
-        "x.weight": torch.zeros(4, 32, dtype=torch.float8_e4m3fn),
-        "x.weight_scale_inv": torch.zeros(4, 1, dtype=torch.uint8),
-    },
-}
 CONFIGS: dict[str, Any] = {
     "int4": METHODS["int4"][0],
     "mxfp8": {"quant_method": "mxfp8"},
     "nvfp4": {"quant_method": "nvfp4"},
     "blocks": METHODS["one block"][0],
 }
-
-
-@pytest.mark.parametrize("case", [*OWN, *CONFIGS, "plain"])
-def test_only_what_engines_rearrange_is_restored(case: str) -> None:
-    engine = Packing()
-    options = wsync.Options(quantise=CONFIGS.get(case), progress=False, stock_memory="host")
-    with wsync.connect(OWN.get(case, WEIGHTS), [engine], options=options) as sync:
-        sync.update()
-    plain = ["load", "continue"]
-    rearranged = any(kind in case for kind in ("int4", "mxfp8", "nvfp4"))
-    assert engine.calls == (["restore", "load", "pack", "continue"] if rearranged else plain)
 
 
 def test_after_a_failure_weights_are_restored_again() -> None:
@@ -276,28 +214,6 @@ def test_after_a_failure_weights_are_restored_again() -> None:
             sync.update()
         sync.update()
     assert engine.calls == ["restore", "restore", "load", "pack", "continue"]
-
-
-def test_codes_for_stock_engines_take_no_memory_in_between() -> None:
-    config = METHODS["one block"][0]
-    options = wsync.Options(quantise=config, park=True, progress=False, stock_memory="host")
-    with wsync.connect(WEIGHTS, [Packing()], options=options) as sync:
-        for _ in range(2):
-            sync.update()
-            assert sync._image is not None
-            assert sync._image._memory is None
-
-
-def test_a_trainer_with_codes_of_its_own_needs_engines_that_hold_some(tmp_path: Path) -> None:
-    own = quantised(WEIGHTS, "one block")
-    coded = model(tmp_path, blocks(128, 128), weights=own)
-    wsync.connect(own, [Engine(model_path=coded)]).close()
-    plain = Engine(model_path=model(tmp_path, None, "plain"))
-    text = "not quantised, .* delivered is codes and scales that the trainer holds"
-    with pytest.raises(REFUSAL, match=text):
-        wsync.connect(own, [plain])
-    options = wsync.Options(checkpoint=coded, progress=False)
-    wsync.connect(own, [plain], options=options).close()
 
 
 # --- codes and scales of a checkpoint -----------------------------------------------------------

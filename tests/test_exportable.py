@@ -99,16 +99,6 @@ def test_what_is_free_when_the_block_ends_goes_back(trainer: Peer) -> None:
     assert counts == ((2, 2, 2), (1, 1, 1))
 
 
-def test_other_threads_keep_their_allocator(trainer: Peer) -> None:
-    assert trainer(
-        "found = []\n"
-        "with played() as gpu, wsync.exportable():\n"
-        "    thread = threading.Thread(target=lambda: found.append(gpu.empty(1)))\n"
-        "    thread.start(); thread.join()\n"
-        "found"
-    ) == [None]
-
-
 def test_a_tensor_for_which_there_is_no_memory_says_what_the_driver_has_left(
     trainer: Peer,
 ) -> None:
@@ -144,17 +134,6 @@ def test_a_gpu_that_wsync_cannot_use_is_named_and_torch_keeps_its_own_memory(
     assert made == (None, True)
     (text,) = said
     assert "torch's own, GPU 1: this process sees 1" in text
-
-
-def test_an_allocator_of_torch_s_that_has_no_pools_is_named(trainer: Peer) -> None:
-    (text,) = trainer(
-        "def refuse(allocator): raise RuntimeError('no pools with cudaMallocAsync')\n"
-        "with played():\n"
-        "    torch.cuda.MemPool = refuse\n"
-        "    with wsync.exportable(): pass\n"
-        "said"
-    )
-    assert text.endswith("torch's own, no pools with cudaMallocAsync")
 
 
 def test_a_gpu_that_is_first_used_in_the_block_is_named(trainer: Peer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -101,37 +100,3 @@ def test_a_full_device_is_an_error_that_names_file_and_place() -> None:
         ) as (caught):
             _core.write_files(route, 0, 1, sources, [("shard", full.fileno(), 400)])
     assert caught.value.native == errno.ENOSPC
-
-
-def test_nothing_is_written_beyond_a_files_size(tmp_path: Path) -> None:
-    route, sources = route_to_one_file(torch.ones(100))
-    with open(tmp_path / "f", "wb") as file:
-        with pytest.raises(wsync.InvalidArgumentError, match="not inside its 399 bytes"):
-            _core.write_files(route, 0, 1, sources, [("f", file.fileno(), 399)])
-        with pytest.raises(wsync.InvalidArgumentError, match="not one of the 0"):
-            _core.write_files(route, 0, 1, sources, [])
-    assert (tmp_path / "f").read_bytes() == b""
-
-
-def test_a_closed_descriptor_is_named(tmp_path: Path) -> None:
-    route, sources = route_to_one_file(torch.ones(2))
-    descriptor = os.open(tmp_path / "f", os.O_CREAT | os.O_RDONLY)
-    try:
-        with pytest.raises(wsync.SystemCallError, match=r"f: writing 8 bytes at 0: Bad file"):
-            _core.write_files(route, 0, 1, sources, [("f", descriptor, 8)])
-    finally:
-        os.close(descriptor)
-
-
-@pytest.mark.parametrize("bounds", [(-1, 1), (1, 0), (0, 2)])
-def test_buffers_that_a_route_does_not_have_are_refused(bounds: tuple[int, int]) -> None:
-    route, sources = route_to_one_file(torch.ones(2))
-    with pytest.raises(IndexError, match="of a route with 1"):
-        _core.write_files(route, *bounds, sources, [])
-
-
-def test_files_are_name_descriptor_and_size() -> None:
-    route, sources = route_to_one_file(torch.ones(2))
-    for files in (["f"], [("f", 1)], [(1, "f", 2)]):
-        with pytest.raises(TypeError):
-            _core.write_files(route, 0, 1, sources, files)  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from support.weights_only_engine import ProcessEngine
 
 import wsync
 from wsync import _core
-from wsync.disk import DiskSync
 from wsync.machine.daemon_threads import start
 from wsync.messages.tcp_channel import Channel, Frame, Listener
 
@@ -126,26 +124,3 @@ sys.exit(os.waitstatus_to_exitcode(status))
 def test_a_fork_of_a_process_with_a_group_ends_as_it_wants_to() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", FORKS], timeout=SECONDS, check=False)
     assert done.returncode == 3
-
-
-def test_a_fork_leaves_its_parents_folder_alone(tmp_path: Path) -> None:
-    with DiskSync(WEIGHTS, folder=tmp_path) as sync:
-        assert in_a_child(sync.update).startswith("StateError: update: this belongs to process ")
-        assert in_a_child(sync.close) == "None"
-        sync.update()
-
-
-ENDS = """
-import pathlib, sys, time
-from wsync.machine.daemon_threads import Lane
-lane = Lane("last")
-lane.submit(lambda: (time.sleep(0.2), pathlib.Path(sys.argv[1]).touch()))
-lane.close()
-"""
-
-
-def test_what_a_closed_lane_does_last_is_waited_for(tmp_path: Path) -> None:
-    """Python would stop its thread midway, and the process with it where it drops a tensor."""
-    file = tmp_path / "done"
-    subprocess.run([sys.executable, "-P", "-c", ENDS, str(file)], timeout=SECONDS, check=True)
-    assert file.exists()

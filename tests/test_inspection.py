@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from support.fused import Fused, changed, draw
-from support.local_servers import Packing
 from support.workers import ThreadEngine
 
 import wsync
@@ -106,20 +105,6 @@ def test_an_engine_without_wsync_is_named() -> None:
         inspection.inspect(Stock())
 
 
-def test_an_engine_without_wsync_says_its_version_and_no_more() -> None:
-    engine = Packing()
-    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
-        sync.update(version="seventh")
-    found = inspection.look(engine)
-    assert (found.weight_version, found.workers) == ("seventh", [])
-    assert dict(inspection.summary(found)) == {
-        "server": "unknown",
-        "weight version": "seventh",
-        "loads by buckets, broadcasts or files": "unknown",
-        "what workers keep": f"unknown: {found.unasked}",
-    }
-
-
 def test_sglangs_workers_count_what_others_load() -> None:
     class Engine(ThreadEngine):
         def update_weights(self, payloads: Any, **_: Any) -> None:
@@ -133,11 +118,6 @@ def test_sglangs_workers_count_what_others_load() -> None:
     found = inspection.look(engine)
     assert [worker.loads for worker in found.workers] == [3]
     assert "broadcasts or files: 3 since" in ": ".join(inspection.summary(found)[2])
-
-
-def test_workers_that_are_not_told_of_others_loads_say_so() -> None:
-    rows = dict(inspection.summary(inspection.look(learnt_engine()[0])))
-    assert rows["loads by buckets, broadcasts or files"] == "unknown"
 
 
 def test_a_server_of_vllm_without_the_extension_says_what_it_is() -> None:

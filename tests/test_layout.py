@@ -66,21 +66,6 @@ def test_composed_shards_are_where_the_oracle_puts_every_element(
     assert layout.tensor_count == len(parameter["maps"])
 
 
-def test_a_maps_own_dtype_is_used_where_the_parameter_has_none() -> None:
-    builder = _core.LayoutBuilder()
-    region = ((0,), (4,), (0,))
-    maps = [
-        ("a", "float32", (2,), (0,), (0,), (2,), (0,), 0),
-        ("b", "torch.bfloat16", (2,), (0,), (2,), (2,), (0,), 7),
-    ]
-    assert builder.add_parameter("p", 0, "", (1,), [region], maps) == 4
-    layout = builder.build()
-    assert layout.tensor(0) == ("a", "float32", (2,), 0)
-    assert layout.tensor(1) == ("b", "bfloat16", (2,), 7)
-    assert layout.shards(0) == [(0, 0, 0, (0,), (2,), (4,), "p")]
-    assert layout.shards(1) == [(0, 0, 4, (0,), (2,), (2,), "p")]
-
-
 # --- bytes ----------------------------------------------------------------------------------
 
 
@@ -156,22 +141,6 @@ def test_changed_bytes_are_refused_or_another_layout(
         assert other.to_bytes() == wire
 
 
-@patient
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_refused(data: bytes) -> None:
-    for prefix in (b"", b"WSLY\1"):
-        try:
-            _core.Layout.from_bytes(prefix + data)
-        except _core.ProtocolError:
-            continue
-        assert prefix
-
-
-def test_only_bytes_are_parsed() -> None:
-    with pytest.raises(TypeError):
-        _core.Layout.from_bytes(bytearray(b"WSLY"))  # type: ignore[arg-type]
-
-
 # --- merging --------------------------------------------------------------------------------
 
 
@@ -205,11 +174,6 @@ def test_a_merge_names_tensor_ranks_and_both_values(
     assert first.startswith("up.weight: rank 4 has ")
     assert mine in first and theirs in second
     assert isinstance(caught.value, ValueError)
-
-
-def test_a_merge_takes_layouts_alone() -> None:
-    with pytest.raises(TypeError, match="item 1"):
-        _core.Layout.merge([one(0), b"WSLY"])  # type: ignore[list-item]
 
 
 # --- bad input ------------------------------------------------------------------------------
@@ -360,14 +324,6 @@ def test_bad_input_is_named(
     builder.build()
 
 
-def test_tensors_are_indexed_within_bounds() -> None:
-    layout = one(0)
-    for call in (layout.tensor, layout.shards):
-        for index in (-1, 1):
-            with pytest.raises(IndexError, match=f"tensor {index} of a layout of 1"):
-                call(index)
-
-
 # --- tensors --------------------------------------------------------------------------------
 
 
@@ -390,29 +346,3 @@ def test_described_tensors_become_whole_shards() -> None:
     assert layout.shards(2) == []
     assert layout.shards(3) == [(1, 3, 0, (), (), (), "scalar")]
     assert layout.nbytes == 24 + 40 + 4
-
-
-def test_names_and_tensors_must_be_as_many() -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    table = _core.describe([torch.zeros(2)])
-    builder = _core.LayoutBuilder()
-    with pytest.raises(ValueError, match="2 names and 0 groups for 1 tensors"):
-        builder.add_tensors(["a", "b"], table)
-    with pytest.raises(ValueError, match="1 names and 2 groups for 1 tensors"):
-        builder.add_tensors(["a"], table, [1, 2])
-    with pytest.raises(TypeError, match=r"names\[0\]"):
-        builder.add_tensors([7], table)  # type: ignore[list-item]
-
-
-def test_a_name_that_c_would_cut_off_is_refused() -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    table = _core.describe([torch.zeros(2)])
-    with pytest.raises(_core.InvalidArgumentError, match=r"names\[0\]: 'a\\x00b' has a null"):
-        _core.LayoutBuilder().add_tensors(["a\0b"], table)
-    exchange = _core.Exchange.shared(0, 1, 4096)
-    with pytest.raises(_core.InvalidArgumentError, match=r"addresses\[0\]: 'a\\x00b' has a null"):
-        exchange.connect(["a\0b"], 1.0)
-    with pytest.raises(_core.InvalidArgumentError, match=r"libraries\[0\]: 'a\\x00b' has a null"):
-        _core.gpu("GPU-" + "0" * 32, ["a\0b"])
-    with pytest.raises(_core.InvalidArgumentError, match=r"dtype: 'int8\\x00' has a null"):
-        _core.ViewPool(_core.Memory(4096)).view(torch.Tensor, "int8\0", (1,), 0)

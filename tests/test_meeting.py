@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from support.counted_store import PATIENCE, CountedStore, meet
 
 import wsync
@@ -34,13 +33,6 @@ def test_ranks_that_came_are_told_who_did_not() -> None:
             pass
         errors = [str(pool.submit(_meet, store, 0, 4, 0.2).exception()), str(came.exception())]
     assert errors == ["trainer ranks [2, 3] did not come within 0.2 s"] * 2
-
-
-def test_a_rank_that_gives_up_is_not_waited_for_in_vain() -> None:
-    store = dist.HashStore()
-    with pytest.raises(wsync.DeadlineError, match=r"trainer rank 0 did not come within 0.1 s"):
-        _meet(store, 1, 2, 0.1)
-    assert store.num_keys() == 0
 
 
 class SlowStore:
@@ -83,17 +75,4 @@ def test_a_store_may_take_as_long_to_answer_as_a_rank(
             given.result(0.5)
         store.answer.set()
         assert given.result(PATIENCE) == outcome
-    lane.close()
-
-
-def test_who_has_waited_for_a_deadline_waits_for_no_second_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(trainer_group, "_STORE_SECONDS", 0.05)
-    store, lane = SlowStore(), Lane("test")
-    board = _Board(store, 1, lane, PATIENCE)
-    answer: Future[str] = Future()
-    answer.set_result(str(board.publish(wsync.DeadlineError("a collective took over 1 s"))))
-    assert "the trainer's store does not answer" in answer.result()
-    store.answer.set()
     lane.close()

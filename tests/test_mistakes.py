@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support import guide
@@ -24,9 +23,6 @@ from wsync.disk import DiskSync, newest
 from wsync.handles.base import handles_of
 from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
-from wsync.machine.installed_modules import importable
-from wsync.trainer import updates_base
-from wsync.trainer.planning import joined
 
 
 def test_a_source_folder_that_hides_the_package_is_named(tmp_path: Path) -> None:
@@ -52,11 +48,6 @@ def test_a_source_folder_that_hides_the_package_is_named(tmp_path: Path) -> None
 def test_one_url_is_not_a_list_of_engines() -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=r"a list is wanted, \['http://x'\]"):
         wsync.connect({}, engines="http://x")
-
-
-def test_engines_that_are_no_list_are_named() -> None:
-    with pytest.raises(wsync.InvalidArgumentError, match=r"engines=None: a list is wanted"):
-        wsync.connect({}, engines=None)  # type: ignore[arg-type]
 
 
 def test_an_engine_that_is_given_twice_is_named(server: str) -> None:
@@ -187,12 +178,6 @@ def test_each_worker_of_a_server_has_cores(
     assert found[name] == cores
 
 
-@pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).parameters()])
-def test_a_model_is_not_a_mapping(wrong: Any) -> None:
-    with pytest.raises(wsync.InvalidArgumentError, match=r"tensors by name are wanted"):
-        wsync.connect(wrong, engines=["http://x"])
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -203,34 +188,6 @@ def test_a_model_is_not_a_mapping(wrong: Any) -> None:
 def test_an_option_of_another_type_is_named(name: str, value: Any) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=f"{name}={value!r} is no "):
         wsync.Options(**{name: value})
-
-
-def test_numbers_of_numpy_and_paths_are_taken(tmp_path: Path, server: str) -> None:
-    options = wsync.Options(
-        deadline=np.float32(30),
-        threads=np.int64(2),
-        round_nbytes=np.int32(1 << 20),
-        directory=tmp_path,  # type: ignore[arg-type]
-        checkpoint=tmp_path,  # type: ignore[arg-type]
-        progress=False,
-    )
-    assert (options.directory, options.checkpoint) == (str(tmp_path), str(tmp_path))
-    assert (type(options.threads), type(options.round_nbytes)) == (int, int)
-    assert updates_base.version_text(np.int64(7)) == "7"
-    assert wsync.handle(server.replace("http", "HTTP")).name == server
-
-
-def test_weights_beside_codes_are_not_said_to_lie_outside_exportable(
-    server: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    shapes = {"model.layers.0.mlp.up_proj.weight": (128, 128), "model.norm.weight": (128,)}
-    weights = {name: torch.ones(shape) for name, shape in shapes.items()}
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    options = wsync.Options(quantise=fp8, checkpoint="", progress=False)
-    with wsync.connect(weights, [server], options=options) as sync:
-        with pytest.raises(wsync.WsyncError, match="up_proj"):
-            sync.update()
-    assert "exportable" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -288,13 +245,6 @@ def test_what_a_disk_cannot_take_is_named(name: str, value: Any, tmp_path: Path)
     if name == "folder":
         with pytest.raises(wsync.InvalidArgumentError, match=rf"folder={value!r}"):
             newest(value)
-
-
-def test_weights_without_names_are_refused(tmp_path: Path) -> None:
-    weights: Any = [torch.ones(1)]
-    with DiskSync({"w": torch.ones(1)}, folder=tmp_path) as sync:
-        with pytest.raises(wsync.InvalidArgumentError, match="weights: a list, where tensors by"):
-            sync.update(weights)
 
 
 @pytest.mark.parametrize("version", [7, "step-7"])
@@ -392,17 +342,6 @@ def test_what_an_updater_is_made_of_is_named() -> None:
         wsync.UpdateWeightFromTensor(SimpleNamespace(), source, getter, model_name="any")
 
 
-def test_a_folder_that_an_uninstaller_left_is_no_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "leftover_of_wsync_tests" / "core").mkdir(parents=True)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert not importable("leftover_of_wsync_tests")
-    assert not importable("leftover_of_wsync_tests.core")
-    assert not importable("never_there_in_wsync_tests.core")
-    assert importable("wsync.demo")
-
-
 def test_a_report_that_cannot_be_written_is_said_before_the_demo_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -420,28 +359,6 @@ def test_a_demo_beside_transformers_5_says_what_it_needs(
     assert line.startswith(
         "wsync demo: transformers 5.19.0 is installed, and the demo needs 4.57: pip"
     )
-
-
-def test_zero_expert_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--model", "qwen3-moe", "--ep", "0"])
-    assert "--ep 0: must divide 8" in capsys.readouterr().err
-
-
-def test_an_object_with_a_url_is_not_the_url() -> None:
-    server = SimpleNamespace(url="http://127.0.0.1:1")
-    with pytest.raises(
-        wsync.InvalidArgumentError, match=r"its url is one: 'http://127\.0\.0\.1:1'"
-    ):
-        wsync.connect({"w": torch.ones(1)}, engines=[server])
-
-
-def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = from_tensors({"q_proj.weight": torch.ones(1, dtype=torch.bfloat16)}).layout
-    monkeypatch.delattr(torch, "bfloat16")
-    text = f"torch {torch.__version__} has no dtype 'bfloat16'"
-    with pytest.raises(wsync.LayoutError, match=re.escape(text)):
-        joined(layout, 0)
 
 
 def by_connect(url: str, options: wsync.Options, _: Path) -> object:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 from xml.etree import ElementTree
-
-import pytest
 
 import wsync
 from wsync.pages import bars, html
-from wsync.pages.timeline import rounds_of, timeline
-from wsync.pages.update import update
 
-MS = 1_000_000
 NASTY = 'x</title><script>alert("1")</script> & \x00\x1b\ud800' + "n" * 30
 
 
@@ -24,22 +18,6 @@ def parsed(text: str) -> ElementTree.Element:
 def words(text: str) -> str:
     """What a reader sees, tooltips included."""
     return " ".join(" ".join(parsed(text).itertext()).split())
-
-
-def record(name: str, role: str = "engine", rounds: int = 3, commit: int = 500) -> dict[str, Any]:
-    """Rounds from 40 ms on, one a millisecond, after which a commit takes long."""
-    spans: list[list[Any]] = []
-    what, waits = ("load", "take") if role == "engine" else ("local", "engine")
-    for number in range(rounds):
-        begin = (40 + number) * MS
-        spans.append(["thread", waits, number, begin, begin + MS // 2])
-        spans.append(["stream", what, number, begin + MS // 2, begin + MS])
-        if role == "trainer":
-            spans.append(["thread", "post", number, begin + MS // 2, begin + MS // 2])
-    if role == "trainer":
-        spans.append(["thread", "pause", -1, 0, 40 * MS])
-        spans.append(["thread", "commit", -1, (40 + rounds) * MS, (40 + rounds + commit) * MS])
-    return {"role": role, "name": name, "rank": 0, "spans": spans}
 
 
 def report() -> wsync.Report:
@@ -69,26 +47,6 @@ def test_whatever_is_no_markup_is_escaped() -> None:
     seen = NASTY.replace("\x00", "\ufffd").replace("\x1b", "\ufffd").replace("\ud800", "\ufffd")
     assert (root.text, root.attrib["title"]) == (seen, seen)
     made.encode("utf-8")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        html.page("a title", html.fragment("inside")),
-        report()._repr_html_(),
-        html.page("a title", timeline([record("r", "trainer"), record("e")])),
-    ],
-    ids=["page", "report", "timeline"],
-)
-def test_a_page_needs_nothing_but_itself(text: str) -> None:
-    root = parsed(text)
-    tags = {element.tag.split("}")[-1] for element in root.iter()}
-    assert tags.isdisjoint({"script", "link", "img", "iframe", "object", "image", "use"})
-    for element in root.iter():
-        assert element.attrib.keys().isdisjoint({"src", "href"})
-        assert not any(name.startswith("on") for name in element.attrib)
-    assert "@import" not in text and "url(" not in text
-    assert "@media (prefers-color-scheme:dark)" in text
 
 
 def test_a_notebook_shows_the_report_s_own_numbers() -> None:
@@ -123,19 +81,3 @@ def test_phases_add_up_to_the_update() -> None:
         "other: 75.0 ms": 30.0,
         "of tomorrow: 25.0 ms": 10.0,
     }
-
-
-def test_an_update_that_moved_nothing_can_be_shown() -> None:
-    assert "redundancy" in words(wsync.Report()._repr_html_())
-    assert "redundancy" in words(update(wsync.Report().facts(), [], 0))
-
-
-def test_the_rounds_are_drawn_without_the_wait_for_the_commit() -> None:
-    records = [record("r", "trainer"), record("e")]
-    window = rounds_of(records)
-    assert window is not None
-    assert 40 * MS < window[0] < 41 * MS
-    assert 43 * MS <= window[1] < 44 * MS
-    short = [record("r", "trainer", rounds=300, commit=1), record("e", rounds=300)]
-    assert rounds_of(short) is None  # they are most of it
-    assert rounds_of([record("r", "trainer", rounds=0)]) is None

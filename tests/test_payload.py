@@ -6,17 +6,14 @@ import ctypes
 import gc
 import hashlib
 import io
-import multiprocessing
 import os
 import pickle
 import pickletools
-import signal
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Iterator
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,8 @@ import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import SGLANG_VERSIONS, SglangReceiver, engine_tree
-from support.pickled_sender import send_pickled
 
-from wsync import InvalidArgumentError, NoMemoryError, ProtocolError, _core
+from wsync import ProtocolError, _core
 from wsync.bucket import FlattenedTensorBucket
 from wsync.messages import payload
 from wsync.trainer.sessions.stock import SharedRing
@@ -48,9 +44,6 @@ def sglang(request: pytest.FixtureRequest) -> Iterator[SglangReceiver]:
     receiver = SglangReceiver(engine_tree("sglang", request.param))
     yield receiver
     receiver.close()
-
-
-CONTROL = payload.control(b"0123456789")
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -128,28 +121,6 @@ def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")}
 
 
-def test_whoever_reads_a_senders_output_does_not_wait_for_its_receivers() -> None:
-    code = (
-        "from wsync.messages import payload\n"
-        "from wsync.bucket import FlattenedTensorBucket as Bucket\n"
-        "import sys, torch\n"
-        "sent = payload.bucket(Bucket(named_tensors=[('a', torch.ones(3))]))\n"
-        "print(sent.hex(), file=sys.stderr, flush=True)\n"
-        "sys.stdin.readline()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", code],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as sender:
-        assert sender.stderr is not None
-        received: Any = payload.load(bytes.fromhex(sender.stderr.readline()))
-        _, rest = sender.communicate("go on\n", timeout=60)  # the manager lives as long as this
-    assert (sender.returncode, rest) == (0, "")
-    assert received["flattened_tensor"].view(torch.float32).tolist() == [1.0, 1.0, 1.0]
-
-
 def test_no_copy_is_made_of_shared_bytes() -> None:
     out = payload.shared_bytes(4096)
     address, before = out.data_ptr(), segments()
@@ -176,23 +147,6 @@ def test_shared_files_go_with_their_processes() -> None:
     while file.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not file.exists()
-
-
-def test_what_ends_all_processes_of_a_job_leaves_the_manager_of_files() -> None:
-    """Torch ends a process whose manager is gone."""
-    kept = payload.shared_bytes(4096)
-    (manager,) = payload._managers
-    status = Path(f"/proc/{manager.pid}/status").read_text(encoding="ascii")
-    blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        assert blocked & 1 << (number - 1)
-        assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    payload.remove(kept)
-
-
-def test_more_than_the_machine_has_is_refused() -> None:
-    with pytest.raises(NoMemoryError, match=r"/dev/shm has [0-9]+ bytes left"):
-        payload.shared_bytes(1 << 60)
 
 
 # --- wsync's reader ----------------------------------------------------------------------------
@@ -243,21 +197,6 @@ def test_other_payloads_are_no_control(value: object) -> None:
     assert payload.control_bytes(value) is None
 
 
-def test_tensors_that_torch_pickled_are_read() -> None:
-    tensors = [("w", torch.nn.Parameter(torch.randn(3, 2))), ("t", torch.randn(4, 3).t()[1:])]
-    assert rows(payload.load(pickle.dumps([(n, t.detach()) for n, t in tensors]))) == rows(tensors)
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    try:
-        for name in ("file_descriptor", "file_system"):
-            torch.multiprocessing.set_sharing_strategy(name)
-            copies = [(n, t.detach().clone()) for n, t in tensors]
-            data = io.BytesIO()
-            ForkingPickler(data).dump([*copies, ("none", torch.empty(0))])
-            assert rows(payload.load(data.getvalue()))[:2] == rows(copies)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
-
-
 def reduce_to(module: str, name: str, *arguments: object) -> bytes:
     """A pickle that calls a global."""
     data = pickle.dumps(arguments, 3)[2:-1]
@@ -293,11 +232,6 @@ def test_everything_else_is_refused(data: bytes, text: str) -> None:
         payload.load(data)
 
 
-def test_only_plain_values_are_written() -> None:
-    with pytest.raises(InvalidArgumentError, match="object cannot be written"):
-        payload.values([object()])
-
-
 @settings(deadline=None, max_examples=100)
 @given(
     st.recursive(
@@ -318,18 +252,3 @@ def test_the_writer_writes_pickles(value: object) -> None:
     data = payload.values(value)
     pickletools.dis(data, io.StringIO())
     assert pickle.loads(data) == value
-
-
-def test_a_related_process_can_pass_a_descriptor() -> None:
-    """SGLang's own serialiser between a parent and its child."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=send_pickled, args=(theirs,))
-    process.start()
-    try:
-        assert ours.poll(120)
-        value = payload.load(ours.recv_bytes())
-        assert rows(value) == rows([("w", torch.arange(6).reshape(2, 3))])
-    finally:
-        ours.send("done")
-        process.join(30)

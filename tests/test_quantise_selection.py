@@ -11,12 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 import wsync
-from wsync.families.registry import TOGETHER
 from wsync.layout import from_tensors
-from wsync.module_tensors.kept_together import group_of
 from wsync.quantise.config import Method, TensorFacts
 from wsync.quantise.selection import Row, Selection, select
-from wsync.trainer.checkpoint_check import compare
 from wsync.trainer.quantise_option import config_of, select_quantised
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -182,47 +179,7 @@ def test_a_row_says_what_the_quantiser_needs() -> None:
     assert (row.second, row.shape) == ("a.b.weight_scale_2", None)
 
 
-def test_codes_and_scales_are_in_the_group_of_the_weight() -> None:
-    names = [f"model.layers.0.self_attn.{m}" for m in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
-    model = [
-        fact._replace(group=group_of(fact.name, TOGETHER))
-        for fact in [*weights(*names), TensorFacts("model.norm.weight", "bfloat16", (64,))]
-    ]
-    assert model[0].group == model[1].group != 0 == model[2].group
-    found = select(BLOCKS, model)
-    assert [each.name.removeprefix("model.layers.0.self_attn.") for each in found.tensors] == [
-        *("q_a_proj.weight", "q_a_proj.weight_scale_inv"),
-        *("kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.weight_scale_inv"),
-        *("o_proj.weight", "o_proj.weight_scale_inv"),
-        "model.norm.weight",
-    ]
-    groups = [each.group for each in found.tensors]
-    assert groups[:4] == [model[0].group] * 4
-    assert groups[4:7] == [0] * 3
-    assert [row.group for row in found.rows] == groups[0:6:2]
-    # as Megatron's and FSDP's layouts find it for the names of the checkpoint
-    assert groups[1] == group_of(found.tensors[1].name, TOGETHER)
-
-
-def test_a_layout_is_selected_from_as_its_facts_are() -> None:
-    tensors = {"a.weight": torch.zeros(4, 4, dtype=torch.bfloat16), "b.bias": torch.zeros(4)}
-    found = select(BLOCKS, from_tensors(tensors).layout)
-    assert [each[:3] for each in found.tensors] == [
-        ("a.weight", "float8_e4m3fn", (4, 4)),
-        ("a.weight_scale_inv", "float32", (1, 1)),
-        ("b.bias", "float32", (4,)),
-    ]
-
-
 # --- by a checkpoint ---------------------------------------------------------------------------
-
-
-def test_the_scales_in_the_checkpoint_decide() -> None:
-    held = ["model.embed_tokens.weight", "lm_head.weight", "a.weight", "b.weight"]
-    held += ["a.weight_scale_inv", "lm_head.weight_scale_inv"]
-    found = select(BLOCKS, weights("model.embed_tokens", "a", "b", "c", "lm_head"), held)
-    assert chosen(found) == ["a", "lm_head"]
-    assert found.left == ("b.weight",)  # which the checkpoint has as it is
 
 
 def test_a_list_that_the_checkpoint_contradicts_is_named() -> None:
@@ -233,15 +190,6 @@ def test_a_list_that_the_checkpoint_contradicts_is_named() -> None:
         "a.mlp.gate.weight: the checkpoint has a.mlp.gate.weight_scale_inv, but by 'mlp.gate' of "
         "its quantization_config this module is not quantised"
     )
-
-
-def test_a_parent_in_a_list_of_compressed_tensors_is_nothing() -> None:
-    """llm-compressor writes such entries, whose children are quantised."""
-    method = Method.of(int4(["Linear"], ignore=["a.experts.0"]))
-    model = weights("a.experts.0.up_proj")
-    assert chosen(select(method, model, ["a.experts.0.up_proj.weight_scale"])) == [
-        "a.experts.0.up_proj"
-    ]
 
 
 def test_entries_that_engines_read_differently_are_named() -> None:
@@ -257,12 +205,6 @@ def test_entries_that_engines_read_differently_are_named() -> None:
     assert chosen(select(method, model, ["b.up_proj.weight_scale_inv"])) == ["b.up_proj"]
 
 
-def test_a_tensor_that_a_list_keeps_is_not_missed_in_the_checkpoint() -> None:
-    method = Method.of({**FP8, "modules_to_not_convert": ["b"]})
-    found = select(method, weights("a", "b"), ["a.weight", "b.weight", "a.weight_scale_inv"])
-    assert (chosen(found), found.left) == (["a"], ())
-
-
 def test_a_checkpoint_without_any_scale_is_refused() -> None:
     with pytest.raises(wsync.LayoutError, match=r"fp8_block: .*the checkpoint has no _scale_inv"):
         select(BLOCKS, weights("a"), ["a.weight"])
@@ -273,12 +215,6 @@ def test_a_checkpoint_without_any_scale_is_refused() -> None:
 def test_shapes_that_a_method_cannot_take_are_named_before_anything_else() -> None:
     with pytest.raises(wsync.UnsupportedError, match=r"a\.weight \(8, 48\): int4: its 48 columns"):
         select(Method.of(int4(["Linear"])), weights("a", shape=(8, 48)))
-
-
-def test_names_that_are_taken_are_refused() -> None:
-    model = [*weights("a"), TensorFacts("a.weight_scale_inv", "float32", (1, 1))]
-    with pytest.raises(wsync.LayoutError, match=r"a\.weight_scale_inv: the model has it, and so"):
-        select(BLOCKS, model)
 
 
 # --- experts in one parameter ------------------------------------------------------------------
@@ -335,14 +271,6 @@ def test_slimes_rule_goes_by_name_whatever_lists_and_checkpoints_say() -> None:
     assert found.left == ()
     with pytest.raises(wsync.InvalidArgumentError, match="select='slim' is none of"):
         select(method, [], rule="slim")
-
-
-def test_slimes_rule_for_int4_is_its_list_of_exceptions() -> None:
-    config = int4(["Linear"], ignore=["lm_head", "re:.*gate$"], producer={"name": "slime"})
-    model = [*weights("model.embed_tokens", "lm_head", "a.gate", "a.up_proj"), *BIASES]
-    found = select(Method.of(config), model, rule="slime")
-    assert chosen(found) == ["model.embed_tokens", "a.up_proj"]
-    assert {row.kind for row in found.rows} == {"int4_slime"}
 
 
 def test_an_option_selects_as_slime_does(checkpoint: Path) -> None:
@@ -513,20 +441,6 @@ def test_codes_and_scales_of_other_dtypes_are_errors(
     assert f"other dtypes: {name} {text}" in str(error.value)
 
 
-def test_a_scale_of_a_whole_tensor_has_either_shape(tmp_path: Path) -> None:
-    for scale in (torch.ones(()), torch.ones(1), torch.ones(2)):
-        save_file({**MODEL, "a.weight_scale": scale}, tmp_path / "model.safetensors")
-        facts = [
-            *(TensorFacts(*LAYOUT.tensor(index)) for index in range(LAYOUT.tensor_count)),
-            TensorFacts("a.weight_scale", "float32", (1,)),
-        ]
-        if scale.numel() == 1:
-            compare(facts, tmp_path)
-        else:
-            with pytest.raises(wsync.LayoutError, match=r"a\.weight_scale \(1,\) where it has"):
-                compare(facts, tmp_path)
-
-
 def test_tensors_that_the_checkpoint_holds_unquantised_are_warned_of(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -547,11 +461,6 @@ def test_a_checkpoint_that_cannot_be_read_does_not_leave_the_choice_to_lists(
         select_quantised(LAYOUT, FP8, str(checkpoint))
 
 
-def test_a_name_on_the_hub_leaves_the_choice_to_lists() -> None:
-    found = select_quantised(LAYOUT, FP8, "some/name-on-the-hub")
-    assert chosen(found) == ["model.layers.0.mlp.up_proj"]
-
-
 # --- options -----------------------------------------------------------------------------------
 
 
@@ -565,34 +474,6 @@ def test_the_checkpoint_says_how_it_is_quantised(checkpoint: Path) -> None:
     modelopt = {"quantization": {"quant_algo": "NVFP4"}}
     (checkpoint / "hf_quant_config.json").write_text(json.dumps(modelopt))
     assert config_of(options) == modelopt["quantization"]
-
-
-@pytest.mark.parametrize("producer", ["slime", {"name": "slime", "version": "1"}])
-def test_a_producer_alone_is_of_the_checkpoints_configuration(
-    checkpoint: Path, producer: Any
-) -> None:
-    options = wsync.Options(quantise={"producer": producer}, checkpoint=str(checkpoint))
-    found = config_of(options)
-    assert found == FP8 | {"producer": producer}
-    assert Method.of(found).reciprocal
-    (checkpoint / "config.json").write_text("{}")
-    assert config_of(options) is None
-
-
-def test_packed_scales_are_those_of_a_checkpoint_that_has_them_as_they_come(
-    checkpoint: Path,
-) -> None:
-    options = wsync.Options(quantise={"transform_ue8m0": True}, checkpoint=str(checkpoint))
-    found = config_of(options)
-    assert found == FP8 | {"transform_ue8m0": True}
-    selected = select_quantised(LAYOUT, found, options.checkpoint)
-    scales = TensorFacts(f"{chosen(selected)[0]}.weight_scale_inv", "int32", (256, 1))
-    assert [each[:3] for each in selected.tensors if each.dtype == "int32"] == [scales[:3]]
-    (checkpoint / "model.safetensors").unlink()
-    tensors = CODES | {f"{chosen(selected)[0]}.weight_scale_inv": torch.ones(1, 1)}
-    save_file(tensors, checkpoint / "model.safetensors")
-    with pytest.raises(wsync.LayoutError, match=r"\(2, 1\) where it has \(1, 1\)"):
-        select_quantised(LAYOUT, found, options.checkpoint)
 
 
 WHOLE = {"model_type": "qwen3", "quantization_config": FP8 | {"producer": {"name": "other"}}}
@@ -638,16 +519,6 @@ def test_a_checkpoint_that_cannot_say_it_is_named(checkpoint: Path) -> None:
 def test_other_choices_are_refused(value: Any, text: str) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         wsync.Options(quantise=value)
-
-
-def test_options_keep_a_configuration_of_their_own_and_can_be_hashed() -> None:
-    given = int4(["Linear"])
-    options, same = wsync.Options(quantise=given), wsync.Options(quantise=int4(["Linear"]))
-    given["config_groups"]["group_0"]["targets"].append("re:.*")
-    assert options.quantise == int4(["Linear"])
-    assert options == same
-    assert hash(options) == hash(same)
-    assert options != wsync.Options()
 
 
 def test_a_name_in_a_list_that_no_module_has_is_warned_of(

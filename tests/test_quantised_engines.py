@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support import quantised_models, tiny_models
 from support.engines import NEWEST, engine_results
 from support.quantised_models import EXPERTS, Method
@@ -19,7 +16,6 @@ from support.vllm_engine import VllmEngine
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.disk import newest
 from wsync.engine.learn.quantisation_mismatch import Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import ModuleLoader
@@ -371,74 +367,6 @@ def test_shapes_of_packed_tensors_are_loaded_once(monkeypatch: pytest.MonkeyPatc
     assert calls[1] == calls[0] and calls[2] == calls[1] + 1
 
 
-def test_shapes_that_the_engine_has_lost_are_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WSYNC_KEEP", "weight_shape")
-    module = Packed()
-    loader = RecordedLoader(module)
-    with wsync.connect(packed(16), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        for _ in range(3):
-            sync.update()
-            assert module.weight_shape[0].tolist() == [5, 16]
-            module.weight_shape.data.zero_()
-    assert loader.recording is not None and [*loader.recording.fallback] == ["b.weight_shape"]
-
-
-class Unpacking(torch.nn.Module):
-    """Keeps what codes stand for, as compressed-tensors unpacks them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, rows in (("embed", 512), ("linear", 4)):
-            data = torch.zeros(rows, 16)
-            self.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        given = dict(pairs)
-        if "embed" in given:
-            self.embed.data.copy_(given["embed"])
-        if "a.weight_shape" in given:
-            rows, columns = given["a.weight_shape"].tolist()
-            codes = [given["a.weight_packed"] >> 4 * i & 15 for i in range(8)]
-            values = torch.stack(codes, -1).flatten(1)[:rows, :columns] - 8
-            scales = given["a.weight_scale"].repeat_interleave(8, 1)
-            self.linear.data.copy_(values * scales)
-
-
-def test_a_loader_that_goes_by_shapes_may_leave_weights_as_they_are() -> None:
-    """It is tried with made-up tensors, whose shapes are what they say."""
-    module = Unpacking()
-    weights = {name: t for name, t in packed(16).items() if name.startswith("a")}
-    weights["embed"] = torch.rand(512, 16)
-    loader = RecordedLoader(module)
-    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        for _ in range(2):
-            weights["a.weight_scale"].mul_(2)  # the embedding stays
-            sync.update()
-            assert torch.equal(module.embed, weights["embed"])
-
-
-def test_shapes_of_packed_tensors_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang loads experts by threads, and the last one's shape stays."""
-    monkeypatch.setenv("WSYNC_KEEP", "weight_shape")
-
-    class Threaded(Packed):
-        def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-            caller, load = threading.get_ident(), super().load_weights
-
-            def work() -> None:  # in another order than where wsync has pools work at once
-                load(pairs if threading.get_ident() == caller else pairs[::-1])
-
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(work).result()
-
-    loader = RecordedLoader(Threaded())
-    weights = packed(16) | {"b.weight_shape": torch.tensor([4, 16])}
-    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update()
-    assert loader.reason == ""
-    assert loader.recording is not None
-
-
 def test_what_sglang_restores_without_values_cannot_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would pack once more what it has packed."""
     monkeypatch.setenv("WSYNC_KEEP", "weight_*")
@@ -476,13 +404,6 @@ def test_a_rehearsal_names_both_sides() -> None:
     text = r"loading a.weight \(float32 \(4, 2\)\) to weight \(float32 \(2, 2\)\): AssertionError"
     with pytest.raises(wsync.LayoutError, match=text):
         rehearse(loader)
-
-
-@pytest.mark.parametrize(
-    "load", [lambda _, t: t.max().item(), lambda _, t: t.numpy(), lambda _, t: t.tolist()]
-)
-def test_a_rehearsal_has_no_values(load: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-    rehearse(load)
 
 
 def test_a_rehearsal_knows_what_goes_to_one_place() -> None:
@@ -583,16 +504,6 @@ def test_every_dtype_reaches_a_module(
             check_bytes(dict(module.named_parameters()), seed)
     if isinstance(loader, RecordedLoader):
         assert loader.recording is not None and not loader.recording.fallback
-
-
-def test_every_dtype_is_stored(tmp_path: Path) -> None:
-    """dtype: of what is not quantised."""
-    weights = any_bytes(1)
-    options = wsync.Options(deadline=60, progress=False)
-    with wsync.DiskSync(weights, folder=tmp_path, dtype="bfloat16", options=options) as sync:
-        sync.update()
-    [file] = newest(tmp_path).glob("*.safetensors")
-    check_bytes(load_file(file), 1)
 
 
 def test_codes_and_scales_of_a_weight_stay_together() -> None:

@@ -7,8 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +21,7 @@ from support.weights_only_engine import ProcessEngine
 import wsync
 from wsync.demo.megatron_cpu import Parallel
 from wsync.disk import newest
-from wsync.layout import from_tensors
 from wsync.messages import payload
-from wsync.trainer import quantised_image
-from wsync.trainer.quantise_option import quantise_rules
 
 CASES = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2), "auto"),
@@ -84,52 +80,6 @@ def test_a_rank_that_dies_while_it_quantises_is_reported_by_all_others(
     assert found["rank0"]["after"] == [[], True, "7"]
 
 
-class TwoRanks:
-    """A group in which the other rank has a table of its own."""
-
-    size = 2
-
-    def __init__(self, other: torch.Tensor) -> None:
-        self._other = other.contiguous().numpy().tobytes()
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        part, self._other = self._other[: len(data)], self._other[len(data) :]
-        return [data, part]
-
-
-def test_ranks_take_the_largest_of_both_and_a_nan_of_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    nan, inf, small = torch.nan, torch.inf, 1e-40
-    mine = [1.0, nan, 3.0, 0.0, 2.0, small]
-    other = [0.5, inf, nan, 0.5, inf, 0.0]
-    merged = [1.0, nan, nan, 0.5, inf, small]
-    given, theirs, wanted = map(torch.tensor, (mine, other, merged))
-    for nbytes in (1 << 20, 12):  # at a time
-        monkeypatch.setattr(quantised_image, "_MERGED_NBYTES", nbytes)
-        found = given.clone()
-        torch.set_flush_denormal(True)
-        try:
-            quantised_image._merge(found, cast(Any, TwoRanks(theirs)))
-        finally:
-            torch.set_flush_denormal(False)
-        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
-
-
-def test_memory_that_is_not_there_is_named(tmp_path: Path) -> None:
-    def none(nbytes: int, *_: object) -> None:
-        raise wsync.NoMemoryError(f"Memory: {nbytes} bytes are not there")
-
-    given = weights(1)
-    options = wsync.Options(quantise=METHODS["cut blocks"][0], progress=False)
-    with wsync.DiskSync(given, folder=tmp_path, options=options) as sync:
-        with mock.patch.object(quantised_image._core, "Memory", none):
-            text = r"\d+ bytes for codes and scales: Memory: \d+ bytes are not there"
-            with pytest.raises(wsync.NoMemoryError, match=text):
-                sync.update()
-        sync.update()
-
-
 def test_versions_are_quantised_without_memory_in_between(tmp_path: Path) -> None:
     given, config = weights(1), METHODS["cut blocks"][0]
     options = wsync.Options(quantise=config, park=True, progress=False)
@@ -143,19 +93,6 @@ def test_versions_are_quantised_without_memory_in_between(tmp_path: Path) -> Non
             assert differing(found, quantised(given, "cut blocks")) == []
     with pytest.raises(wsync.InvalidArgumentError, match="park=True has no effect here"):
         wsync.DiskSync(given, folder=tmp_path, options=wsync.Options(park=True))
-
-
-def test_files_have_scales_as_they_come(tmp_path: Path) -> None:
-    """Packed ones are for engines' memory."""
-    config, given = METHODS["one block"][0], weights(1)
-    options = wsync.Options(quantise=config | {"transform_ue8m0": True}, progress=False)
-    base = Configuration(BASES)
-    with wsync.DiskSync(given, folder=tmp_path, base=base, options=options) as sync:
-        sync.update()
-    (file,) = newest(tmp_path).glob("*.safetensors")
-    assert differing(load_file(file), quantised(given, "one block")) == []
-    facts = json.loads((newest(tmp_path) / "config.json").read_text())
-    assert facts == BASES | {"quantization_config": config | DYNAMIC}
 
 
 DYNAMIC = {"activation_scheme": "dynamic"}  # which engines ask FP8's configurations for
@@ -315,16 +252,6 @@ def test_weights_as_they_are_are_not_written_beside_a_quantised_configuration(
     assert written(tmp_path / "plain", Configuration(BASES), None) == BASES
 
 
-def test_other_arithmetic_of_one_method_is_no_other_method(tmp_path: Path) -> None:
-    facts = BASES | {"quantization_config": METHODS["int4"][0] | {"producer": "other"}}
-    assert written(tmp_path / "versions", Configuration(facts), METHODS["int4"][0]) == facts
-
-
-def test_versions_without_a_base_have_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        written(tmp_path, None, METHODS["cut blocks"][0])
-
-
 def weights(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"a": (96, 64), "b": (50, 80), "c": (1, 32)}
@@ -420,20 +347,6 @@ def test_a_part_of_a_model_is_sent_in_whole_pairs(method: str) -> None:
             sync.update(lacking)
 
 
-@pytest.mark.parametrize("method", ["cut blocks", "per tensor", "int4"])
-def test_codes_and_scales_have_the_group_of_a_trainers_own(method: str) -> None:
-    given = weights(1)
-    model = from_tensors(given).layout
-    made = quantised(given, method)
-    own = from_tensors(made).layout
-    rules = quantise_rules(model, wsync.Options(quantise=METHODS[method][0]))
-    assert rules is not None
-    assert len(rules) == 3
-    for _, _, _, _, _, codes, scales, _, shape, _, group in rules:
-        for name in filter(None, (codes, scales, shape)):
-            assert own.tensor(own.find(name)).group == group != 0
-
-
 def test_a_transposed_weight_is_quantised_as_its_matrix() -> None:
     given = {"x_proj.weight": torch.randn(64, 96, dtype=torch.bfloat16).T}
     options = wsync.Options(quantise=METHODS["cut blocks"][0], progress=False)
@@ -442,19 +355,6 @@ def test_a_transposed_weight_is_quantised_as_its_matrix() -> None:
         with wsync.connect(given, [engine], options=options) as sync:
             sync.update()
             assert differing(engine.weights(), quantised(given, "cut blocks")) == []
-    finally:
-        engine.close()
-
-
-def test_a_tensor_without_elements_may_come_last() -> None:
-    given = weights(1) | {"model.empty": torch.zeros(0, 4)}
-    options = wsync.Options(quantise=METHODS["cut blocks"][0], progress=False)
-    expected = quantised(given, "cut blocks")
-    engine = ProcessEngine(shapes_of(expected))
-    try:
-        with wsync.connect(given, [engine], options=options) as sync:
-            sync.update()
-            assert differing(engine.weights(), expected) == []
     finally:
         engine.close()
 

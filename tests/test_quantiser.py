@@ -200,36 +200,6 @@ def test_ranks_make_together_what_is_made_of_the_whole(
     assert not made
 
 
-def test_what_several_ranks_quantise_is_counted_again() -> None:
-    """Rank 1 has all of what ranks 0 and 2 share, and rank 2 four of rank 0's columns."""
-    whole = {"w": matrix((8, 32), torch.bfloat16, 1), "norm": torch.ones(4)}
-    boxes = [((0, 0), (8, 16)), ((0, 0), (8, 32)), ((0, 12), (8, 20))]
-    ranks = [Rank(n, whole, {"w": [b], "norm": [((0,), (4,))]}) for n, b in enumerate(boxes)]
-    model = _core.Layout.merge([rank.layout for rank in ranks])
-    for rank in ranks:
-        stats = _core.Quantiser(model, rank.rank, 2, [rule("fp8_block")]).stats
-        assert stats == {"quantised_nbytes": 2 * 8 * 68, "repeated_nbytes": 2 * 8 * 36}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_subnormals_count_where_the_process_flushes_them(dtype: torch.dtype) -> None:
-    """As it does where a library sets the processor so: threads begin with what their maker has."""
-    whole = matrix((64, 96), dtype, 3)
-    expected = {kind: KINDS[kind].make(whole) for kind in KINDS}
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor does not flush subnormals")
-    try:
-        made = {
-            kind: quantise([Rank(0, {"w": whole}, {"w": [((0, 0), (64, 96))]})], [rule(kind)])
-            for kind in KINDS
-        }
-    finally:
-        torch.set_flush_denormal(False)
-    for kind, wanted in expected.items():
-        assert same(made[kind]["w_scales"], wanted.scale), kind
-        assert same(made[kind]["w_codes"], wanted.codes), kind
-
-
 def test_tensors_of_one_number_share_the_second_scale() -> None:
     whole = {name: matrix((8, 32), torch.bfloat16, seed) for seed, name in enumerate("abc")}
     box = [((0, 0), (8, 32))]
@@ -254,17 +224,6 @@ def test_each_of_stacked_matrices_has_blocks_of_its_own() -> None:
         expected = reference.fp8_block(whole[number], (16, 24), reciprocal=False)
         assert same(made["w_codes"][number], expected.codes)
         assert same(made["w_scales"][number], expected.scale)
-
-
-def test_what_is_not_quantised_stays_where_it_lies() -> None:
-    whole = {"w": matrix((4, 32), torch.bfloat16, 1), "norm": torch.ones(4)}
-    rank = Rank(0, whole, {"w": [((0, 0), (4, 32))], "norm": [((0,), (4,))]})
-    layout = _core.Quantiser(rank.layout, 0, 2, [rule("int4")]).layout
-    (kept,) = layout.shards(layout.find("norm"))
-    assert (kept.buffer, kept.offset) == (1, 0)
-    names = ["w_codes", "w_scales", "w_shape", "norm"]
-    assert layout.names() == names
-    assert [layout.tensor(i).group for i in range(4)] == [7, 7, 7, 0]
 
 
 @pytest.mark.parametrize(
@@ -296,39 +255,3 @@ def test_what_cannot_be_quantised_is_named(rules: Any, error: type, text: str) -
     boxes["odd"] = [((0, 0), (4, 12)), ((0, 12), (4, 20))]
     with pytest.raises(error, match=text):
         _core.Quantiser(Rank(0, whole, boxes).layout, 0, 6, rules)
-
-
-def test_memory_that_a_tensor_does_not_have_is_named() -> None:
-    whole = {name: torch.zeros(4, 32) for name in ("v", "w")}
-    rank = Rank(0, whole, {name: [((0, 0), (4, 32))] for name in whole})
-    rank.begin(rank.layout, [rule("fp8_block", "v"), rule("fp8_block", "w")])
-    rank.sources = _core.BufferTable.of(_core.describe([rank.parts[0], rank.parts[1][:3]]))
-    with pytest.raises(_core.InvalidArgumentError, match=r"^w: buffer 1: bytes .* 384 bytes$"):
-        rank.run(codes=True)
-    rank.sources = _core.BufferTable.of(_core.describe(rank.parts))
-    rank.results = _core.BufferTable.of(_core.describe([rank.image[:-8], rank.amaxes]))
-    with pytest.raises(_core.InvalidArgumentError, match=r"^w: scales: 1 rows of 2 times 4"):
-        rank.run(codes=True)
-
-
-def test_computed_and_stepped_elements_are_refused() -> None:
-    builder = _core.LayoutBuilder(0)
-    builder.add_shard("w", "float32", (4, 32), (0, 0), (4, 16), 0, 0, (64, 4), steps=(1, 2))
-    builder.add_shard("w", "float32", (4, 32), (0, 1), (4, 16), 1, 0, (64, 4), steps=(1, 2))
-    with pytest.raises(_core.UnsupportedError, match="w: rank 0 has every 2-th index of dim 1"):
-        _core.Quantiser(builder.build(), 0, 2, [rule("fp8_block")])
-    builder = _core.LayoutBuilder(0)
-    region = ((0, 0), (4, 32), (0, 0))
-    target = ("w", "", (4, 32), (0, 0), (0, 0), (4, 32), (0, 1), 0, 1.0, 1.0)
-    builder.add_parameter("p", 0, "float32", (32, 1), [region], [target])
-    with pytest.raises(_core.UnsupportedError, match="w: its elements are computed"):
-        _core.Quantiser(builder.build(), 0, 2, [rule("fp8_block")])
-
-
-def test_codes_lie_behind_parameters_that_hold_nothing() -> None:
-    """As a rank's last one does that has only rows which pad the vocabulary."""
-    rank = Rank(0, {"w": torch.zeros(4, 32)}, {"w": [((0, 0), (4, 32))]})
-    layout = _core.Quantiser(rank.layout, 0, 3, [rule("int4")]).layout
-    assert {shard.buffer for i in range(3) for shard in layout.shards(i)} == {3}
-    with pytest.raises(_core.InvalidArgumentError, match=r"from buffer 0 on, but .* in 1 buffers"):
-        _core.Quantiser(rank.layout, 0, 0, [rule("int4")])

@@ -20,7 +20,7 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
-from wsync.handles.base import handle, handles_of
+from wsync.handles.base import handle
 from wsync.handles.local import RayHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
@@ -94,12 +94,6 @@ def test_an_actor_with_a_url_is_its_server(server: str, config: Any) -> None:
     assert engine.asked == ["get_url", "get_url"]
 
 
-def test_one_server_behind_two_actors_is_one_engine(server: str) -> None:
-    actors = [Actor(SlimesEngine(server)) for _ in range(2)]
-    with pytest.raises(InvalidArgumentError, match="is given twice"):
-        handles_of(actors, timeout=30)
-
-
 def test_an_actor_says_how_many_workers_its_engine_has() -> None:
     started = {"tp_size": 4, "pp_size": 1, "custom_weight_loader": [LOAD_FORMAT]}
     made = handle(Actor(Engine(started)), gpus=8)
@@ -113,14 +107,6 @@ def test_an_actor_says_how_many_workers_its_engine_has() -> None:
     drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}
     with pytest.raises(UnsupportedError, match="another model, /head, and an actor takes no"):
         handle(Actor(Engine(started | drafting)))
-
-
-def test_gpus_stand_for_the_workers_that_nobody_says() -> None:
-    assert handle(Actor(Engine()), gpus=2).workers == 2
-    assert handle(Actor(Engine()), gpus=4, workers=2).workers == 2
-    assert handle(Actor(SlimesEngine(None)), gpus=2).workers == 2  # of another node of its engine
-    with pytest.raises(InvalidArgumentError, match=r"neither get_url nor server_info; workers="):
-        handle(Actor(Engine()))
 
 
 def test_an_actor_that_does_not_say_its_url_is_named() -> None:

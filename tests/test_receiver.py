@@ -1,7 +1,5 @@
 """A receiver and its loaders against a real exporter in the same process."""
 
-import contextlib
-import resource
 import threading
 import warnings
 import weakref
@@ -21,7 +19,6 @@ from wsync._core import (
     LayoutBuilder,
     Memory,
     PeerClosedError,
-    ProtocolError,
     RemoteError,
     StateError,
     Stream,
@@ -120,18 +117,6 @@ def test_tensors_are_copied_by_name_update_after_update(start: Start) -> None:
     assert (receiver.consistent, receiver.state.reason, receiver.state.update) == (True, "", 2)
 
 
-def test_a_repeated_opening_message_is_refused_and_the_session_stays(start: Start) -> None:
-    module = Tiny()
-    trainer, receiver, _ = first_update(start, ModuleLoader(module), tiny_weights(1))
-    success, text = receiver.handle(trainer.control(1, deadline=1.0))
-    assert not success
-    assert "update 1 of this connection has begun before" in text
-    handled = start(receiver, trainer.control(2))
-    trainer.update(2, tiny_weights(2))
-    assert handled.result(SECONDS)[0]
-    check(module, tiny_weights(2))
-
-
 def test_a_late_message_of_a_trainer_that_is_gone_does_not_end_anothers_session(
     start: Start,
 ) -> None:
@@ -145,26 +130,6 @@ def test_a_late_message_of_a_trainer_that_is_gone_does_not_end_anothers_session(
     trainer.update(2, tiny_weights(2))
     assert handled.result(SECONDS)[0]
     check(module, tiny_weights(2))
-
-
-class Unborrowing:
-    """A loader of a user's own, which knows nothing of lent memory."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "borrow":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-
-def test_a_worker_says_whether_its_loader_can_borrow(start: Start) -> None:
-    for wrap, lends in ((lambda loader: loader, True), (Unborrowing, False)):
-        module = Tiny()
-        trainer, *_ = first_update(start, wrap(ModuleLoader(module)), tiny_weights(1))
-        assert (trainer.blob, trainer.lends) == (PIECES, lends)
-        check(module, tiny_weights(1))
 
 
 def test_parameters_may_move_between_updates(start: Start) -> None:
@@ -191,16 +156,6 @@ def test_a_tied_head_may_be_delivered_or_not(start: Start) -> None:
     check(module, weights)
     del weights["embed.weight"]
     first_update(start, ModuleLoader(module), weights, [*ROUNDS[1:], ["head.weight"]])
-    check(module, weights)
-
-
-def test_empty_tensors_count_as_delivered(start: Start) -> None:
-    module = torch.nn.Module()
-    module.register_buffer("empty", torch.empty(3, 0))
-    module.register_buffer("full", torch.zeros(3))
-    weights = {"empty": torch.empty(3, 0), "full": torch.ones(3)}
-    _, _, receipt = first_update(start, ModuleLoader(module), weights, [["full"]])
-    assert receipt[:2] == (2, 12)
     check(module, weights)
 
 
@@ -299,17 +254,6 @@ def test_a_loader_that_keeps_its_input_is_named_and_gets_copies(
     check(module, tiny_weights(3))
 
 
-def test_a_loader_that_begins_to_keep_later_costs_one_update(start: Start) -> None:
-    module = Loading(keep_from=1)
-    loader = ModuleLoader(module)
-    text = failed_update(start, loader, tiny_weights(1))
-    assert "Loading.load_weights keeps 1 tensors of round 1" in text
-    module.kept.clear()
-    first_update(start, loader, tiny_weights(2))
-    assert torch.equal(module.kept["bias"], tiny_weights(2)["bias"])
-    check(module, tiny_weights(2))
-
-
 @pytest.mark.parametrize("at_once", [(), tuple(tiny_weights(1))])
 def test_a_loader_may_copy_to_parameters_that_require_gradients(
     start: Start, at_once: tuple[str, ...]
@@ -375,43 +319,6 @@ def test_boxes_of_fused_parameters_are_filled_and_padding_is_left_alone(start: S
     assert torch.equal(tensors[1][:, 1:], weights["c"][:, 1:3])
     assert not tensors[0][4].any() and not tensors[1][:, 0].any()
     assert receipt[:2] == (3, 2 * 96 + 48)
-
-
-def test_a_box_that_is_not_delivered_is_named(start: Start) -> None:
-    layout, tensors = fused()
-    weights = {"a": torch.ones(6, 4), "c": torch.ones(3, 4)}
-    text = failed_update(start, LayoutLoader(layout, tensors), weights, [["a"], ["c"]])
-    assert "LayoutError" not in text  # wsync's messages speak for themselves
-    assert "b" in text.split("update 1 of this connection: ")[1]
-    assert not any(tensor.any() for tensor in tensors)
-
-
-@contextlib.contextmanager
-def little_memory(nbytes: int = 2**31) -> Iterator[None]:
-    """Allocations of more than `nbytes` fail, instead of taking the machine down."""
-    with open("/proc/self/statm") as statm:
-        used = int(statm.read().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-@pytest.mark.parametrize("by_layout", [True, False])
-def test_a_round_that_was_not_announced_costs_nothing(by_layout: bool) -> None:
-    tensor = torch.zeros(4)
-    module = torch.nn.Module()
-    module.register_buffer("a", tensor)
-    manifest, wanted = LayoutBuilder(), LayoutBuilder()
-    manifest.add_shard("a", "float32", [4], [0], [4], 2**32 - 2, 0, [4])
-    wanted.add_shard("a", "float32", [4], [0], [4], 0, 0, [4])
-    loader: Loader = LayoutLoader(wanted.build(), [tensor]) if by_layout else ModuleLoader(module)
-    with little_memory():
-        loader.attach(Memory(64), manifest.build())
-        with pytest.raises(ProtocolError, match="of 3 rounds: the manifest has 4294967295"):
-            loader.begin(3)
 
 
 @pytest.mark.parametrize("by_layout", [True, False])
@@ -594,17 +501,6 @@ def test_what_an_engine_of_ones_own_may_get_wrong_is_answered(
     assert not success and said.startswith(f"worker 2: {text}")
 
 
-@pytest.mark.parametrize("form", [bytes, bytearray, memoryview, bytes.decode])
-def test_an_engine_of_ones_own_may_give_text_and_numbers(start: Start, form: Any) -> None:
-    trainer, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
-    close = trainer.control(1, "close")
-    assert receiver.handle(form(close), version=7)[0]
-    assert receiver.state.weight_version == "7"
-    if form is not bytes.decode:
-        assert receiver.answer(form(payload.control(close)), version=8)[0]
-        assert receiver.state.weight_version == "8"
-
-
 BUCKET = FlattenedTensorBucket(named_tensors=[("w", torch.ones(3))])
 
 
@@ -624,14 +520,6 @@ def test_another_payload_than_a_message_is_named(content: object, text: str) -> 
     assert said.startswith("worker 2: ") and text in said
 
 
-def test_a_payload_in_a_messages_place_is_named() -> None:
-    trainer = Trainer(tiny_weights(1), ROUNDS)
-    message = payload.control(trainer.control(1))
-    success, text = Receiver(ModuleLoader(Tiny())).handle(message)
-    assert not success
-    assert "a pickled payload, which Receiver.answer takes" in text
-
-
 def test_a_version_is_refused_where_its_update_is_not(start: Start) -> None:
     trainer, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
     assert receiver.handle(trainer.control(1, "close")) == (
@@ -641,34 +529,6 @@ def test_a_version_is_refused_where_its_update_is_not(start: Start) -> None:
     success, text = receiver.handle(trainer.control(2, "close"))
     assert not success
     assert "update 2 of this connection was not committed here, the last one is 1" in text
-
-
-def test_a_late_version_of_another_trainer_is_refused(start: Start) -> None:
-    """Every trainer counts from 1."""
-    first, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
-    second = Trainer(tiny_weights(2), ROUNDS, session="b2")
-    handled = start(receiver, second.control(1))
-    second.accept()
-    second.update(1, tiny_weights(2))
-    assert handled.result(SECONDS) == (True, "update 1 of this connection")
-    success, text = receiver.handle(first.control(1, "close"))
-    assert (success, "have been replaced by others" in text) == (False, True)
-    assert receiver.handle(second.control(1, "close")) == (
-        True,
-        "update 1 of this connection",
-    )
-    with receiver.state.replacing("loading a checkpoint", None):
-        pass
-    assert not receiver.handle(second.control(1, "close"))[0]
-
-
-def test_another_number_than_the_one_announced_is_refused(start: Start) -> None:
-    trainer, receiver = Trainer(tiny_weights(1), ROUNDS), Receiver(ModuleLoader(Tiny()))
-    handled = start(receiver, trainer.control(1))
-    trainer.accept()
-    trainer.exporter.begin(5, 3, SECONDS)
-    success, text = handled.result(SECONDS)
-    assert (success, "the trainer has begun update 5 of this" in text) == (False, True)
 
 
 def test_a_worker_takes_part_in_one_update_at_a_time(start: Start) -> None:

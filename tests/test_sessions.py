@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from support import call_cases
 
 import wsync
 from wsync import _core
@@ -68,11 +66,6 @@ def test_an_offset_names_the_rank_on_the_engines_gpu() -> None:
     assert servers([2, 2], [0, 0, 0, 0], [2, 0]) == [2, 3, 0, 1]
 
 
-def test_an_offset_counts_on_any_host() -> None:
-    assert servers([2, 2], [0, 0, 2, 2], [2, 0]) == [2, 3, 0, 1]
-    assert servers([2], [0, 0, 2, 2], [4]) == [0, 1]
-
-
 def test_workers_beyond_the_trainer_go_to_the_least_busy_rank() -> None:
     assert servers([2], [0, 0], [7]) == [0, 1]
 
@@ -84,16 +77,6 @@ def test_a_stock_engine_is_served_by_rank_0() -> None:
         (0, 0, True),
         (1, 1, False),
     ]
-
-
-def test_wrong_counts_are_named() -> None:
-    with pytest.raises(wsync.InvalidArgumentError, match="engine e1 has -1 workers"):
-        servers([1, -1], [0])
-    engine = call_cases.Engine()
-    with pytest.raises(wsync.InvalidArgumentError, match="3 engine_gpu_offsets for 1 engines"):
-        wsync.Sync({"a": torch.zeros(1)}, [engine], engine_gpu_offsets=[0, 1, 2])
-    with pytest.raises(wsync.InvalidArgumentError, match="3 engine_gpu_offsets for 1 engines"):
-        wsync.connect({"a": torch.zeros(1)}, [engine], engine_gpu_offsets=[0, 1, 2])
 
 
 def test_errors_of_a_session_say_whose_it_is() -> None:

@@ -11,16 +11,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support.engines import SGLANG_VERSIONS, engine_tree, results_of
 
 import wsync
 from wsync import UnsupportedError
-from wsync._core import InvalidArgumentError, LayoutBuilder
+from wsync._core import InvalidArgumentError
 from wsync.handles.base import handle
 from wsync.handles.sglang_engine import SglangHandle
-from wsync.messages import payload
-from wsync.sglang import SglangLoader
 from wsync.trainer.roster import RolloutEngine
 
 SCRIPT = Path(__file__).parent / "support" / "sglang_engine.py"
@@ -132,20 +129,3 @@ def test_what_sglang_does_not_update_wholly_is_refused(
     engine.server_args = SimpleNamespace(tp_size=2, pp_size=1, custom_weight_loader=["a.b"])
     found = handle(engine)
     assert (found.workers, found.load_formats) == (2, ("a.b",))
-
-
-def test_a_worker_of_several_pipeline_stages_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    state: Any = ModuleType("sglang.srt.distributed.parallel_state")
-    state._PP = SimpleNamespace(world_size=2)
-    monkeypatch.setitem(sys.modules, state.__name__, state)
-    module = torch.nn.Linear(2, 2)
-    module.load_weights = lambda pairs: None  # type: ignore[assignment]
-    with pytest.raises(UnsupportedError, match="pp_size 2: SGLang gives every pipeline stage"):
-        SglangLoader(module).learn(LayoutBuilder().build())
-
-
-def test_an_sglang_without_the_form_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="has no UpdateWeightsFromTensorReqInput"):
-        handle(Engine()).update_weights(
-            [payload.control(b"x")], load_format="a.b", weight_version=None, timeout=5
-        )

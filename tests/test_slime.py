@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from support import ray_double, slime_cases, slime_double
-from support.local_servers import Engine, Packing
+from support.local_servers import Packing
 from support.procs import Ranks
 from support.quantised_cases import METHODS
 from support.ray_double import Actor
@@ -23,8 +23,6 @@ import wsync
 from wsync.handles.base import handle
 from wsync.layout import from_tensors
 from wsync.slime import install
-
-NEW = ("UpdateWeightFromDisk", "UpdateWeightFromDistributed", "UpdateWeightFromTensor")
 
 
 class Served:
@@ -132,17 +130,6 @@ def test_servers_of_slime_repack_int4_around_an_update(slime: Any) -> None:
     assert engine.calls == ["restore", "load", "pack", "continue"]
 
 
-def test_an_engine_of_another_form_is_an_error_and_not_slimes_affair(
-    slime: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    weights = {"mlp.x_proj.weight": torch.ones(16, 64, dtype=torch.bfloat16)}
-    chosen = started(slime, weights, quantization_config=METHODS["int4"][0])
-    engine = Actor(Engine(model_path=str(tmp_path)))
-    with pytest.raises(wsync.InvalidArgumentError, match="which it would convert without a word"):
-        chosen.connect_rollout_engines([engine], None, engine_gpu_counts=[1])
-
-
 class Failing(Packing):
     """Raises these errors, one in each of its first pauses."""
 
@@ -247,33 +234,10 @@ def test_an_engine_that_wsync_cannot_update_changes_over(
     assert "UpdateWeightFromTensor runs: engine_parallel_configs: pp_size 2" in text
 
 
-def test_changing_over_lets_go_of_the_engines_before(slime: Any, server: str, config: Any) -> None:
-    chosen = started(slime, draw(config, 1))
-    chosen.connect_rollout_engines([Actor(Served(server))], None, [1], [0])
-    ours, connected = chosen._updater, chosen._updater._sync
-    chosen.connect_rollout_engines(["e"], None, [2], [0], [{"tp_size": 1, "pp_size": 2}])
-    assert (chosen._updater is ours, ours._sync) == (False, None)
-    with pytest.raises(wsync.StateError, match="after close"):
-        connected.update()
-
-
-def test_other_ranks_say_nothing(slime: Any, caplog: pytest.LogCaptureFixture) -> None:
-    more = {"model": [torch.nn.Linear(2, 2)], "model_name": "mamba"}
-    started(slime, {"w": torch.ones(2)}, rank=1, **more)
-    assert caplog.messages == []
-
-
 def test_a_users_mistake_is_an_error(slime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WSYNC_OPTIONS", '{"dead_line": 7}')
     with pytest.raises(wsync.InvalidArgumentError, match="no option 'dead_line'"):
         started(slime, {"w": torch.ones(2)})
-
-
-def test_installing_twice_is_installing_once(slime: Any) -> None:
-    install(SimpleNamespace())
-    before = [getattr(slime, name) for name in NEW]
-    install(SimpleNamespace())
-    assert [getattr(slime, name) for name in NEW] == before
 
 
 def _renamed(slime: Any) -> None:

@@ -106,22 +106,6 @@ def test_what_alternates_is_delivered_as_it_lies():
     assert [shard[3:6] for shard in manifest.shards(0)] == [((0, 40), (16, 60), (4, 64))]
 
 
-def test_what_layouts_say_of_steps():
-    builder = _core.LayoutBuilder()
-    shape = (4, 6)
-    builder.add_shard("a", "int8", shape, (0, 1), (4, 3), 0, 0, (3, 1), steps=(1, 2))
-    builder.add_shard("a", "int8", shape, (0, 0), (1, 1), 0, 9, (3, 1), steps=(7, 9))
-    layout = builder.build()
-    assert [shard.steps for shard in layout.shards(0)] == [(1, 2), (1, 1)]
-    data = layout.to_bytes()
-    assert data[4] == 3
-    assert _core.Layout.from_bytes(data).to_bytes() == data
-    merged = _core.Layout.merge([layout])
-    assert merged.to_bytes() == data
-    assert merged.nbytes == 24
-    assert merged.shard_nbytes == 13
-
-
 @pytest.mark.parametrize(
     ("start", "extent", "steps", "text"),
     [
@@ -135,55 +119,3 @@ def test_steps_that_leave_the_tensor(start, extent, steps, text):
         _core.LayoutBuilder().add_shard(
             "a", "int8", (4, 6), start, extent, 0, 0, (6, 1), steps=steps
         )
-
-
-@pytest.mark.parametrize(
-    ("steps", "text"),
-    [
-        (
-            [(1, 2, 1), (1, 3, 1)],
-            "dim 1: steps of 3 are taken, and do not go with steps of 2 along",
-        ),
-        ([(1, 4, 1)], "dim 1: steps of 4 are taken, and do not go with steps of 1 along"),
-        ([(2, 2, 2)] * 2, None),
-    ],
-)
-def test_steps_that_no_plan_is_made_of(steps, text):
-    shape = (4, 6, 4)
-    builder = _core.LayoutBuilder()
-    for number, each in enumerate(steps):
-        builder.add_shard(
-            "t", "int8", shape, (0, 0, number), (2, 2, 1), number, 0, (2, 1, 1), steps=each
-        )
-    layout = builder.build()
-    if text is None:
-        _core.Route(layout, layout)
-        return
-    for make in (lambda: _core.Route(layout, layout), lambda: _core.Plan(layout, [], [], [0], 0)):
-        with pytest.raises(_core.UnsupportedError, match=text):
-            make()
-
-
-def test_more_dimensions_than_there_may_be():
-    builder = _core.LayoutBuilder()
-    shape, ones = (4, 4, 1, 1, 1), (1, 1, 1)
-    strides = (2, 1, 1, 1, 1)
-    builder.add_shard(
-        "t", "int8", shape, (0,) * 5, (2, 2, *ones), 0, 0, strides, steps=(2, 2, *ones)
-    )
-    layout = builder.build()
-    with pytest.raises(_core.UnsupportedError, match="t: steps in so many of its 5 dimensions"):
-        _core.Route(layout, layout)
-
-
-def test_a_map_in_steps():
-    """A share of a parameter whose rows are every third row of a tensor, from the second on."""
-    builder = _core.LayoutBuilder()
-    place = ("t", "", (9, 2), (1, 0), (0, 0), (3, 2), (0, 1), 0, 0.0, 0.0, (3, 1))
-    assert builder.add_parameter("p", 0, "int8", (2, 1), [((1, 0), (2, 2), (0, 0))], [place]) == 4
-    (shard,) = builder.build().shards(0)
-    assert shard == (0, 0, 0, (4, 0), (2, 2), (2, 1), "p")
-    assert shard.steps == (3, 1)
-    for steps, error in (((3,), ValueError), ((-1, 1), ValueError), (3, TypeError)):
-        with pytest.raises(error, match="step"):
-            builder.add_parameter("p", 0, "int8", (2, 1), [], [(*place[:10], steps)])

@@ -13,8 +13,6 @@ from support.weights_only_engine import ProcessEngine
 import wsync
 from wsync.demo import traces
 from wsync.machine import trace
-from wsync.pages import html
-from wsync.pages.timeline import timeline
 
 Records = list[dict[str, Any]]
 
@@ -58,13 +56,6 @@ def test_every_round_is_seen_in_both_processes_in_order(records: Records) -> Non
         assert written[3] < written[4] <= read[3] < read[4]
 
 
-def test_the_picture_has_a_bar_for_every_copy(records: Records) -> None:
-    titles = titles_of(html.page("a & b", timeline(records)))
-    for number in range(8):
-        for what in ("local", "load"):
-            assert any(text.startswith(f"{what} of round {number}:") for text in titles)
-
-
 def test_an_engine_says_what_it_waits_for(records: Records) -> None:
     waits = [span[1] for span in records[1]["spans"] if span[0] == "thread"]
     assert waits[0] == "join"
@@ -79,18 +70,6 @@ def test_a_report_draws_what_its_own_rank_did(updated: tuple[Records, wsync.Repo
     titles = titles_of(report._repr_html_())
     assert [f"local of round {n}:" in " ".join(titles) for n in range(8)] == [True] * 8
     assert "load" not in " ".join(titles)
-
-
-def test_copies_on_the_host_are_noted_without_a_folder() -> None:
-    weights = {"large": torch.arange(1 << 16, dtype=torch.float32)}
-    options = wsync.Options(deadline=60, round_nbytes=1 << 15, progress=False)
-    with (
-        ProcessEngine({"large": (weights["large"].shape, torch.float32)}) as engine,
-        wsync.connect(weights, engines=[engine], options=options) as sync,
-    ):
-        found = [sync.update().trace.spans for _ in range(2)]
-    for spans in found:
-        assert [span[2] for span in spans if span[1] == "local"] == list(range(8))
 
 
 def test_a_trace_that_cannot_be_written_fails_no_update(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import sys
 import threading
 import time
@@ -21,7 +19,6 @@ from support.procs import Ranks
 import wsync
 from wsync import _core
 from wsync.handles.base import handles_of
-from wsync.trainer.connection import Connection
 from wsync.trainer.requests import Calls
 from wsync.trainer.sessions.stock import StockSession
 
@@ -61,14 +58,6 @@ def test_an_engine_that_ends_its_opening_request_early_is_named() -> None:
             time.sleep(0.05)
 
 
-def test_the_error_of_an_engine_keeps_its_cause() -> None:
-    engine = call_cases.Engine(pause=KeyError("a bug"))
-    with wsync.connect({"a": torch.zeros(1)}, [engine], options=OPTIONS) as sync:
-        with pytest.raises(wsync.RemoteError) as caught:
-            sync.update()
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
 def test_an_update_waits_for_what_one_that_failed_has_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,22 +85,6 @@ def test_an_update_waits_for_what_one_that_failed_has_left(
     made[1].pause("abort", 60)
 
 
-def test_a_close_that_was_interrupted_can_be_called_again() -> None:
-    options = agreement_cases.OPTIONS
-    sync = wsync.connect({"a": torch.zeros(1)}, [agreement_cases.Stock()], options=options)
-    sync.update()
-    with (
-        mock.patch.object(Connection, "close", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        sync.close()
-    with mock.patch.object(Connection, "close", autospec=True) as closed:
-        sync.close()
-        sync.close()
-    closed.assert_called_once()
-    closed.call_args[0][0].close()
-
-
 def test_an_engine_that_was_started_again_is_looked_at_anew() -> None:
     made = handles_of([agreement_cases.Stock()], timeout=60)[0]
     looks: list[float] = []
@@ -127,21 +100,6 @@ def test_an_engine_that_was_started_again_is_looked_at_anew() -> None:
             found["instance"] = instance
             sync.update()
             assert len(looks) == times
-
-
-def test_a_trainer_without_standard_error_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = dataclasses.replace(agreement_cases.OPTIONS, progress=None)
-    closed = io.StringIO()
-    closed.close()
-    with wsync.connect({"a": torch.zeros(1)}, [agreement_cases.Stock()], options=options) as sync:
-        for stream in (None, closed, object()):
-            monkeypatch.setattr(sys, "stderr", stream)
-            sync.update()
-
-
-def test_a_deadline_that_engines_would_refuse_is_refused_at_once() -> None:
-    with pytest.raises(wsync.InvalidArgumentError, match=r"deadline=3601 is over 3600 s"):
-        wsync.Options(deadline=3601)
 
 
 class OneRound:
@@ -216,26 +174,6 @@ def test_a_ring_whose_buckets_were_not_read_is_removed(
     assert file.exists() == stays
     ring._bytes[:] = 1  # for streams that still write to it
     file.unlink(missing_ok=True)
-
-
-class LateFuture(Future[None]):
-    """Is done just when somebody has waited in vain."""
-
-    def result(self, timeout: float | None = None) -> None:
-        if timeout is not None and not self.done():
-            self.set_result(None)
-            raise TimeoutError
-        super().result(timeout)
-
-
-def test_a_bucket_that_is_answered_late_is_no_error() -> None:
-    engine: Any = SimpleNamespace(name="stock", workers=1)
-    session = StockSession(0, engine, timeout=60)
-    answer = LateFuture()
-    session._sent = [answer]
-    session.prepared(60, lambda: answer.done() or answer.set_result(None))
-    assert answer.done()
-    session.close()
 
 
 def test_all_ranks_hear_of_what_one_rank_finds() -> None:

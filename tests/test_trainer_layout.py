@@ -2,8 +2,6 @@
 
 import base64
 import ctypes
-import dataclasses
-import gc
 import weakref
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -11,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.agreement_cases import OPTIONS, Stock
 
 import wsync
 from wsync import LayoutError, _core
-from wsync._core import BufferTable
-from wsync.disk import DiskSync, newest
 from wsync.families import registry
 from wsync.families.blocks import eh_proj, mtp
 from wsync.families.registry import Family
@@ -352,64 +347,12 @@ def test_a_list_of_more_or_fewer_chunks_is_refused(chunks, change):
         layout.bind()
 
 
-def test_a_replaced_layer_that_takes_its_bytes_for_others_is_refused():
-    model = [chunk_of(0, 1.0)]
-    args = SimpleNamespace(hidden_size=4, num_attention_heads=2, num_layers=1, vocab_size=8)
-    layout = wsync.megatron.layout(model, args, model_name="llama")
-    model[0] = chunk_of(0, 2.0, layernorm_zero_centered_gamma=True)
-    with pytest.raises(LayoutError, match="layernorm_zero_centered_gamma is True"):
-        layout.bind()
-    model[0] = chunk_of(0, 3.0)
-    model[0].decoder.layers[0] = chunk_of(0, 4.0, rotary_interleaved=True).decoder.layers[0]
-    with pytest.raises(LayoutError, match="rotary_interleaved is True"):
-        layout.bind()
-
-
-def test_a_setting_that_is_changed_in_place_is_refused():
-    model = [chunk_of(0, 1.0, rotary_interleaved=False)]
-    args = SimpleNamespace(hidden_size=4, num_attention_heads=2, num_layers=1, vocab_size=8)
-    layout = wsync.megatron.layout(model, args, model_name="llama")
-    config = model[0].decoder.layers[0].config
-    for _ in range(2):
-        layout.bind()
-        config.rotary_interleaved = True
-        with pytest.raises(
-            LayoutError, match=r"layers\.0: the trainer's rotary_interleaved is True"
-        ):
-            layout.bind()
-        config.rotary_interleaved = False
-
-
 def test_bind_finds_tensors_that_moved(tensors):
     layout = from_tensors(tensors)
     first = layout.bind()
     assert first[1][0] == tensors["model.proj.weight"].data_ptr()
     tensors["model.proj.weight"] = torch.zeros(3, 4)
     assert layout.bind()[1][0] == tensors["model.proj.weight"].data_ptr()
-
-
-class Published(dict):
-    """A dict that gets new tensors as soon as one has been looked up: another thread's work."""
-
-    def __getitem__(self, name):
-        found = super().__getitem__(name)
-        self.update({name: tensor + 1 for name, tensor in self.items()})
-        return found
-
-
-@pytest.mark.parametrize("make", [from_tensors, wsync.fsdp.layout], ids=["tensors", "fsdp"])
-def test_a_dict_is_read_at_one_time(make):
-    layout = make(Published({name: torch.zeros(2) for name in "abc"}))
-    assert len({tensor[0].item() for tensor in layout.tensors()}) == 1
-
-
-def test_a_tensor_that_a_mapping_gets_later_is_refused(tensors):
-    layout = from_tensors(tensors)
-    tensors["extra"] = torch.zeros(1)
-    with pytest.raises(LayoutError, match="extra: not among the layout's tensors"):
-        layout.bind()
-    del tensors["extra"]
-    assert len(layout.bind()) == 2
 
 
 def test_bind_takes_the_trainers_own_weights(tensors):
@@ -419,15 +362,6 @@ def test_bind_takes_the_trainers_own_weights(tensors):
     table = layout.bind(backup)
     assert len(table) == 2
     assert table[0][0] == backup["module.module.model.norm.weight"].data_ptr()
-
-
-def test_strided_tensors_keep_their_strides():
-    tensors = {"a": torch.arange(12.0).reshape(3, 4).t()}
-    layout = from_tensors(tensors)
-    assert layout.made_from[0][1:4] == ("float32", (4, 3), (1, 4))
-    tensors["a"] = tensors["a"].contiguous()
-    with pytest.raises(LayoutError, match=r"a: strides \(3, 1\) != \(1, 4\)"):
-        layout.bind()
 
 
 @pytest.mark.parametrize(
@@ -477,42 +411,6 @@ class Made(Mapping[str, torch.Tensor]):
         return 2
 
 
-def values_at(table) -> list[set[float]]:
-    spans = [(address, nbytes) for address, _, _, _, nbytes in (table[i] for i in range(2))]
-    views = [(ctypes.c_float * (nbytes // 4)).from_address(at) for at, nbytes in spans]
-    return [set(view) for view in views]
-
-
-def test_what_a_mapping_makes_on_access_is_kept_for_the_update_alone():
-    made = Made()
-    layout = from_tensors(made)
-    assert all(ref() is None for ref in made.made)
-    made.made.clear()
-    table = layout.bind()
-    noise = [torch.zeros(1 << 16) for _ in range(8)]  # takes what has been freed
-    assert values_at(table) == [{3.0}] * 2
-    sources = BufferTable.of(table)
-    del table, noise
-    gc.collect()
-    assert all(ref() is not None for ref in made.made)
-    del sources
-    assert [ref() for ref in made.made] == [None] * 2
-
-
-def test_a_storage_that_is_replaced_is_kept_for_the_update_alone():
-    tensors = {name: torch.full((1 << 16,), 3.0) for name in "ab"}
-    layout = from_tensors(tensors)
-    table = layout.bind()
-    storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors.values()]
-    for tensor in tensors.values():
-        tensor.data = torch.zeros(1 << 16)
-    tensors.clear()
-    noise = [torch.zeros(1 << 16) for _ in range(8)]
-    assert values_at(table) == [{3.0}] * 2
-    del table, noise
-    assert [ref() for ref in storages] == [None] * 2
-
-
 @pytest.mark.parametrize("strides", [(1, 1), (0, 1), (2, 1), (3, 2)])
 def test_weights_are_not_laid_out_over_each_other(strides):
     """They would be written over each other; with strides apart they are copied."""
@@ -522,27 +420,6 @@ def test_weights_are_not_laid_out_over_each_other(strides):
         layout.bind({"w": torch.rand(3, 4)})
     apart = from_tensors({"w": base.as_strided((3, 4), (1, 3))})
     assert len(apart.bind({"w": torch.rand(3, 4)})) == 1
-
-
-def test_a_written_update_reads_what_it_described(tmp_path, monkeypatch):
-    """Another thread may replace what it likes; afterwards nothing is kept."""
-    made, original = Made(), _core.write_files
-    noise = []
-
-    def write(*arguments):
-        made.made[:] = [ref for ref in made.made if ref() is not None]
-        noise.extend(torch.zeros(1 << 16) for _ in range(8))
-        return original(*arguments)
-
-    monkeypatch.setattr(_core, "write_files", write)
-    with DiskSync(made, folder=tmp_path) as sync:
-        sync.update()
-        assert [ref() for ref in made.made] == [None] * 2
-    for path in newest(tmp_path).glob("*.safetensors"):
-        assert {name: set(t.tolist()) for name, t in load_file(path).items()} == {
-            "a": {3.0},
-            "b": {3.0},
-        }
 
 
 def test_a_sent_update_keeps_nothing():
@@ -583,38 +460,6 @@ def test_contiguous_backups_of_a_parameter_with_other_strides_are_delivered():
 
 def layout_tensors(layout):
     return zip(layout.names, layout.tensors(), strict=True)
-
-
-def test_other_names_count_where_no_tensor_has_its_own(tensors):
-    first, second = tensors
-    layout = dataclasses.replace(
-        from_tensors(tensors), other_names={first: "local.0", second: "local.1"}
-    )
-    local = {"module.local.0": tensors[first], "module.local.1": tensors[second]}
-    assert layout.bind(local)[1][0] == tensors[second].data_ptr()
-    with pytest.raises(LayoutError, match=r"model.proj.weight: not among the 3 weights given"):
-        layout.bind({**local, first: tensors[first]})
-
-
-@pytest.mark.parametrize("way", ["sync", "disk", "updater"])
-def test_a_function_that_returns_none_is_refused(way, tmp_path):
-    weights = {"a": torch.ones(2)}
-    text = "weights: the function returned None, where tensors by global name are wanted"
-    if way == "sync":
-        update = wsync.connect(weights, [Stock()], options=OPTIONS).update
-    elif way == "disk":
-        update = DiskSync(weights, folder=tmp_path).update
-    else:
-        updater = wsync.UpdateWeightFromTensor(
-            SimpleNamespace(), from_tensors(weights), lambda: None, model_name="", options=OPTIONS
-        )
-        updater.connect_rollout_engines([Stock()])
-
-        def update(_):
-            updater.update_weights()
-
-    with pytest.raises(wsync.InvalidArgumentError, match=text):
-        update(lambda: None)
 
 
 def test_what_deepspeed_has_partitioned_is_refused() -> None:

@@ -151,36 +151,6 @@ def wait_until(condition: Callable[[], object]) -> None:
 # --- generation -----------------------------------------------------------------------------
 
 
-def test_greedy_generation_is_what_transformers_generates(shared: Server) -> None:
-    model = model_of(0)
-    expected = model.generate(
-        torch.tensor([PROMPT]), do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0
-    )[0, len(PROMPT) :].tolist()
-    answer = shared.generate().json()
-    assert answer["output_ids"] == expected
-    assert answer["text"] == " ".join(map(str, expected))
-    meta = answer["meta_info"]
-    assert meta["weight_version"] == "default"
-    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 8)
-    assert meta["finish_reason"] == {"type": "length", "length": 8}
-
-
-def test_text_is_token_ids_where_there_is_no_tokenizer(shared: Server) -> None:
-    by_ids = shared.generate().json()
-    by_text = shared.post("/generate", {"text": "5 6 7", "sampling_params": GREEDY}).json()
-    assert by_text["output_ids"] == by_ids["output_ids"]
-    refused = shared.post("/generate", {"text": "hello"})
-    assert refused.status_code == 400
-    assert "without a tokenizer" in refused.json()["error"]["message"]
-
-
-def test_logits_are_transformers_logits(shared: Server) -> None:
-    with torch.no_grad():
-        expected = model_of(0)(torch.tensor([PROMPT])).logits[0]
-    got = torch.tensor(shared.post("/wsync/logits", {"input_ids": PROMPT}).json()["logits"])
-    assert torch.equal(got, expected)
-
-
 # --- information and authorization ----------------------------------------------------------
 
 
@@ -219,33 +189,6 @@ def test_stock_payloads_replace_the_weights(
     assert after["per_engine_checksum"] != before["per_engine_checksum"]
 
 
-@pytest.mark.parametrize(
-    ("pairs", "text"),
-    [
-        ([("model.norm.weight", torch.ones(32)), ("nobody", torch.ones(1))], "nobody: not in"),
-        (
-            [("model.norm.weight", torch.ones(32)), ("lm_head.weight", torch.ones(95, 32))],
-            r"lm_head.weight: shape (95, 32) delivered, (96, 32)",
-        ),
-        ([1, 2], "not a list of (name, tensor)"),
-        (
-            [("model.norm.weight", torch.ones(32, dtype=torch.complex64))],
-            "model.norm.weight: torch.complex64 delivered, torch.float32 in",
-        ),
-    ],
-)
-def test_a_bad_payload_is_refused_and_changes_nothing(
-    shared: Server, pairs: Any, text: str
-) -> None:
-    before = shared.get("/weights_checker").json()["per_engine_checksum"]
-    answer = update(shared, pairs, weight_version="9")
-    assert answer.status_code == 400
-    assert answer.json()["success"] is False
-    assert text in answer.json()["message"]
-    assert shared.get("/model_info").json()["weight_version"] == "default"
-    assert shared.get("/weights_checker").json()["per_engine_checksum"] == before
-
-
 def test_wsyncs_update_arrives_over_http(serve: Callable[..., Server]) -> None:
     server, weights = serve(model_of(0)), model_of(1).state_dict()
     names = list(weights)
@@ -271,63 +214,7 @@ def test_wsyncs_update_arrives_over_http(serve: Callable[..., Server]) -> None:
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_inconsistent_weights_are_not_generated_with(serve: Callable[..., Server]) -> None:
-    server, weights = serve(model_of(0)), model_of(1).state_dict()
-    names = list(weights)
-    trainer = Trainer(weights, [names[:9], names[9:]])
-    server.post("/pause_generation", {})
-    with ThreadPoolExecutor() as pool:
-        opened = pool.submit(steer, server, trainer.control(1))
-        trainer.accept()
-        trainer.exporter.begin(1, 2, 10)
-        trainer.send(weights, range(1))
-        trainer.exporter.acquire(0, None, 10)
-        trainer.exporter.abort("rank 3 is out of memory")
-        assert opened.result().status_code == 400
-    assert steer(server, trainer.control(1, "close"), weight_version="7").status_code == 400
-    info = server.get("/model_info").json()
-    assert (info["weight_version"], info["consistent"]) == ("default", False)
-    refused = server.post("/continue_generation", {})
-    assert (refused.status_code, refused.json()["status"]) == (400, "error")
-    assert "rank 3 is out of memory" in refused.json()["message"]
-    # whole weights by other means heal it
-    assert update(server, list(weights.items()), weight_version="8").status_code == 200
-    assert server.post("/continue_generation", {}).status_code == 200
-    assert server.generate().status_code == 200
-
-
-PAIRS = list(model_of(1).state_dict().items())
-
-
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
-
-
-DELIVERIES: dict[str, dict[str, Any]] = {
-    "stock": {"delivery": "stock"},
-    "bucket": {"delivery": "distributed", "broadcast": "bucket"},
-    "tensor": {"delivery": "distributed", "broadcast": "tensor"},
-}
-
-
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("last", ["lm_head.weight", "mtp.weight"])
-def test_the_last_bucket_may_bring_nothing_that_is_waited_for(
-    serve: Callable[..., Server], last: str, delivery: str
-) -> None:
-    tied = last == "lm_head.weight"
-    server = serve(model_of(0, tie_word_embeddings=tied), ignore=["mtp.weight"])
-    trained = model_of(1, tie_word_embeddings=tied).state_dict()
-    weights = trained if tied else {**trained, last: torch.ones(300, 64)}
-    assert list(weights)[-1] == last
-    options = wsync.Options(
-        deadline=60, progress=False, bucket_nbytes=96 * 32 * 4, **DELIVERIES[delivery]
-    )
-    with wsync.connect(weights, engines=[server.url], options=options) as sync:
-        for version in (1, 2):
-            assert sync.update(version=version).rounds > 1
-    assert server.get("/model_info").json()["weight_version"] == "2"
-    state = server.engine.model.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in trained.items())
 
 
 class Wrapped:
@@ -380,29 +267,6 @@ def test_pause_ends_running_requests_and_holds_new_ones(serve: Callable[..., Ser
         assert not held.done()
         assert server.post("/continue_generation", {}).json()["status"] == "ok"
         assert held.result().json()["output_ids"]
-
-
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_frozen_request_goes_on_with_the_new_weights(
-    serve: Callable[..., Server], mode: str
-) -> None:
-    server, other = serve(model_of(0)), model_of(1)
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(server.generate, max_new_tokens=3000)
-        wait_until(server.engine.gate.busy)
-        assert server.post("/pause_generation", {"mode": mode}).status_code == 200
-        # a retracted one keeps nothing
-        assert server.post("/flush_cache").status_code == (200 if mode == "retract" else 400)
-        answer = update(server, list(other.state_dict().items()), weight_version="2")
-        assert answer.status_code == 200
-        steps: list[Any] = []
-        server.engine.model.register_forward_hook(lambda *_: steps.append(1))
-        server.post("/continue_generation", {})
-        wait_until(lambda: steps)
-        server.post("/abort_request", {"abort_all": True})
-        done = running.result().json()
-    assert done["meta_info"]["finish_reason"]["type"] in ("abort", "length")
-    assert done["meta_info"]["weight_version"] == "2"
 
 
 # --- the process ----------------------------------------------------------------------------

@@ -7,8 +7,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -78,41 +76,6 @@ def test_a_broadcast_that_does_not_come_costs_its_deadline_and_the_group() -> No
                 groups.receive(group_name="g", **BUCKET, **few)
             with pytest.raises(wsync.InvalidArgumentError, match="in none of that name"):
                 groups.receive(group_name="g", **BUCKET)
-
-
-def test_a_worker_that_waits_for_a_broadcast_can_be_called_away() -> None:
-    groups = UpdateGroups()
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
-        first = stack.enter_context(joined(groups, name="first"))
-        stack.enter_context(joined(groups, name="stage"))  # of the same trainer, so far
-        taken = pool.submit(groups.receive, group_name="first", **BUCKET)
-        first.broadcast([torch.arange(3.0)])
-        assert torch.equal(taken.result(PATIENCE)[0][1], torch.arange(3.0))
-        waiting = pool.submit(groups.receive, group_name="first", **BUCKET)
-        time.sleep(0.3)
-        assert not waiting.done()
-        groups.destroy("first")
-        with pytest.raises(wsync.StateError, match="group 'first': this worker has left it"):
-            waiting.result(PATIENCE)
-        groups.destroy("stage")
-
-
-def test_a_worker_is_in_the_groups_of_one_connection() -> None:
-    """A trainer that has joined and not sent yet is in nobody's way, and leaves nothing behind."""
-    groups = UpdateGroups()
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
-        for name in ("wsync-0a-pp_0", "slime-pp_0", "wsync-0b-pp_0", "wsync-0b-pp_1"):
-            member = stack.enter_context(joined(groups, name=name))
-            if name == "wsync-0b-pp_0":
-                first = member
-        for name in ("wsync-0a-pp_0", "slime-pp_0"):
-            with pytest.raises(wsync.InvalidArgumentError, match="in none of that name"):
-                groups.receive(group_name=name, **BUCKET)
-        for name, group in (("wsync-0b-pp_0", first), ("wsync-0b-pp_1", member)):
-            taken = pool.submit(groups.receive, group_name=name, **BUCKET)
-            group.broadcast([torch.arange(3.0)])
-            assert torch.equal(taken.result(PATIENCE)[0][1], torch.arange(3.0))
-            groups.destroy(name)
 
 
 def test_a_worker_that_does_not_take_a_bucket_leaves_its_group() -> None:
@@ -207,83 +170,6 @@ def test_torch_does_not_end_a_process_whose_nccl_group_has_lost_a_member(
     assert seen == ["0", "0"]
 
 
-class Failed:
-    """A collective that has ended badly."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        raise RuntimeError("ncclRemoteError: a peer is gone")
-
-
-class Stuck:
-    """A backend's group, which ends when it is let go."""
-
-    def __init__(self) -> None:
-        self.let_go, self.ended = threading.Event(), threading.Event()
-
-    def allreduce(self) -> Failed:
-        return Failed()
-
-    def __del__(self) -> None:
-        self.let_go.wait(PATIENCE)
-        self.ended.set()
-
-
-def test_a_group_that_has_failed_is_left_without_waiting_for_its_end() -> None:
-    stuck = Stuck()
-    let_go, ended = stuck.let_go, stuck.ended
-    group = Collectives(stuck, whole="2 ranks", member="a rank", lingers=True)
-    del stuck
-    with pytest.raises(wsync.PeerClosedError, match="a rank is gone"):
-        group.finish(group.start("allreduce"), PATIENCE)
-    group.close()
-    assert not ended.is_set()
-    let_go.set()
-    assert ended.wait(PATIENCE)
-
-
-# a collective that is stuck when its group is left, and ends after the interpreter has begun to
-ENDING = """
-import sys, time
-from concurrent.futures import ThreadPoolExecutor
-import torch
-from wsync import DeadlineError
-from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
-
-store = Store(60.0)
-place = Rendezvous("localhost", store.port, 2)
-with ThreadPoolExecutor(2) as pool:
-    make = lambda rank: UpdateGroup(place, rank, timeout=60.0)
-    first, second = pool.map(make, (0, 1))
-second.timeout = 0.0
-try:
-    second.broadcast([torch.zeros(4)])
-except DeadlineError:
-    second.close()
-
-class Late:
-    def __init__(self, peer):
-        self.peer = peer
-
-    def __del__(self, sleep=time.sleep):
-        self.peer = None
-        sleep(0.5)
-
-late = Late(first._group._held[0])
-del first, second
-sys.exit(3)
-"""
-
-
-def test_a_process_ends_as_it_wants_to_whatever_is_stuck_in_a_group() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", ENDING], stderr=subprocess.PIPE, text=True, timeout=180.0
-    )
-    assert ended.returncode == 3, ended.stderr
-
-
 ONE = Introduction(gpu="GPU-1", version=22907, address="nccl 22907 1 -", lacks="", in_torch=True)
 TWO = dataclasses.replace(ONE, gpu="GPU-2")
 OLD = dataclasses.replace(TWO, version=22809)
@@ -348,8 +234,3 @@ def test_remote_workers_that_nccl_does_not_serve_are_reached_by_torch_s_groups(
     assert chosen(wsync.Options(exchange="gloo"), ONE, TWO, three) == "gloo"
     with pytest.raises(wsync.InvalidArgumentError, match=why):
         chosen(wsync.Options(exchange="nccl"), ONE, TWO, three, worker)
-
-
-def test_nothing_is_said_where_all_are_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    assert chosen(wsync.Options(), Introduction(), Introduction(), Introduction()) == "gloo"
-    assert caplog.messages == []

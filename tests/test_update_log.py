@@ -20,7 +20,6 @@ import wsync
 from wsync.engine.learn import time_limit
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.machine.deadline import PUNCTUAL
-from wsync.messages.control import Learnt
 from wsync.trainer import updates_base
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
@@ -95,14 +94,6 @@ def test_a_line_says_what_learning_took_where_that_is_much(learning: float, said
     assert said in str(report)
 
 
-def test_a_line_says_what_is_read_in_place() -> None:
-    ring, direct = ({"a": "ring"}, {"a": "ring", "b": "direct and ring"})
-    assert [str(wsync.Report(paths=paths))[-15:] for paths in (ring, direct)] == [
-        "edundancy 1.00)",
-        ", read in place",
-    ]
-
-
 def test_an_update_by_files_is_a_line_too(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level("INFO")
     weights, way = {"w": torch.ones(3, 5)}, f"the files of {tmp_path}"
@@ -132,28 +123,6 @@ def test_an_engines_own_loading_is_reported_and_told_once(
     begins = "wsync: engine threads gets every weight, but by its own load_weights, which takes"
     (text,) = (text for text in said(caplog, logging.WARNING) if text.startswith(begins))
     assert report.own_loading["threads"] in text
-
-
-def test_what_is_learnt_whole_is_not_the_engines_own_loading() -> None:
-    engine = ThreadEngine([RecordedLoader(Fused(2, rank, ep=True)) for rank in range(2)])
-    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
-        report = sync.update()
-    assert report.own_loading == {}
-    assert "load_weights" not in str(report)
-
-
-@pytest.mark.parametrize(("notable", "count"), [(0.0, 1), (float("inf"), 0)])
-def test_learning_that_takes_long_is_told_once(
-    notable: float, count: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(updates_base, "_NOTABLE_SECONDS", notable)
-    engine = ThreadEngine([RecordedLoader(changed(Fused.load_weights))])
-    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
-        first, second = sync.update(), sync.update()
-    assert 0 < first.learning_seconds <= first.phases["open"]
-    assert second.learning_seconds == 0
-    found = [text for text in said(caplog, logging.WARNING) if "s of this update to learn" in text]
-    assert len(found) == count
 
 
 class Watched(tqdm):
@@ -245,12 +214,3 @@ def test_metrics_have_names_of_slime_and_of_wsync() -> None:
     assert metrics["perf/update_weights_wire_bytes"] == report.delivered_nbytes
     assert metrics["wsync/learning_seconds"] == report.learning_seconds
     assert metrics.keys() - report.metrics(whole=False).keys() == {"perf/update_weights_time"}
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"layout", b"[]\n", b'{"own_loading": 1}\n', b"{}\n", b"\xff"]
-)
-def test_workers_that_have_learnt_and_say_something_else_are_refused(data: bytes) -> None:
-    assert Learnt.from_bytes(Learnt(b"\n\0", "why").to_bytes()) == Learnt(b"\n\0", "why")
-    with pytest.raises(wsync.ProtocolError, match="use the same wsync on both sides"):
-        Learnt.from_bytes(data)

@@ -52,20 +52,6 @@ def test_weights_that_are_lost_get_no_version() -> None:
         state.close("f0", 3, "v3")
 
 
-@pytest.mark.parametrize(("version", "called"), [("7", "7"), (None, "unknown")])
-def test_what_is_replaced_by_other_means_is_whole_afterwards(
-    version: str | None, called: str
-) -> None:
-    state = UpdateState(told=True)
-    with pytest.raises(KeyError), state.replacing("loading x", "6"):
-        assert not state.consistent
-        raise KeyError("planted")
-    assert seen(state) == ("default", False, "the weights are inconsistent: loading x: 'planted'")
-    with state.replacing("loading x", version):
-        pass
-    assert (*seen(state), state.loads) == (called, True, "", 1)
-
-
 def test_the_bucket_with_the_version_is_the_last_one() -> None:
     state = UpdateState()
     state.lose("update 4 is running")

@@ -48,19 +48,6 @@ def test_what_a_dead_writer_left_is_removed_and_other_hidden_files_are_not(tmp_p
     assert everything(tmp_path) == {"latest", "weight_v000002", *mine}
 
 
-def test_what_cannot_be_removed_stays_until_the_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, 1)
-    died(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
-        write(tmp_path, 2)
-    assert {versions._WORK, "weight_v000002"} <= everything(tmp_path)
-    write(tmp_path, 3)
-    assert everything(tmp_path) == {"latest", "weight_v000003"}
-
-
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_version_takes_anothers_place(
     exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,18 +96,6 @@ def test_a_base_is_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "root").mkdir()
     folder = Versions(tmp_path / "root", link, 2).begin("1")
     assert {path.read_text() for path in folder.iterdir()} == {"one"}
-
-
-def test_a_version_has_a_tokenizers_further_templates(tmp_path: Path) -> None:
-    base, root = tmp_path / "base", tmp_path / "root"
-    for folder in (base / "additional_chat_templates", base / "onnx", root):
-        folder.mkdir(parents=True)
-    for file in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "onnx/x.json"):
-        (base / file).write_text(file)
-    folder = Versions(root, base, 2).begin("1")
-    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    assert found == ["additional_chat_templates/tool_use.jinja", "chat_template.jinja"]
-    assert all((folder / file).read_text() == file for file in found)
 
 
 def test_only_versions_are_pruned(tmp_path: Path) -> None:

@@ -102,22 +102,6 @@ def test_a_remote_engine_is_sent_what_its_workers_keep(engine: VllmEngine) -> No
     assert [worker.consistent for worker in inspection.inspect(engine)] == [True, True]
 
 
-def test_a_loader_that_raises_midway_is_named_and_survived(engine: VllmEngine) -> None:
-    engine.prepare("qwen3")
-    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
-        engine.collective_rpc("set_fault", args=(3,))
-        with pytest.raises(wsync.RemoteError, match=r"worker [01] .*KeyError: 'half way'"):
-            sync.update(engine.weights(1), version=1)
-        assert [process.poll() for process in engine.processes] == [None, None]
-        assert wsync.handle(engine).model_info(5)["weight_version"] is None
-        assert engine.calls[-1][0] != "wake_up"
-        engine.collective_rpc("set_fault", args=(0,))
-        sync.update(engine.weights(2), version=2)
-    assert engine.differing(2) == [[], []]
-    assert wsync.handle(engine).model_info(5)["weight_version"] == "2"
-    assert engine.calls[-1][0] == "wake_up"
-
-
 def test_what_is_shuffled_after_loading_goes_through_vllms_own_reload(engine: VllmEngine) -> None:
     path = "model.layers.1.mlp.down_proj"
     engine.prepare("qwen3", shuffled=path)
@@ -166,25 +150,6 @@ def test_what_a_models_own_hook_makes_is_made_of_the_new_weights(
     assert [worker["derived"] for worker in engine.collective_rpc("places")] == places
 
 
-def test_a_reload_compares_what_goes_to_one_tensor(engine: VllmEngine) -> None:
-    """A trainer whose head is its own, for an engine whose head is the embedding."""
-    engine.prepare(
-        "qwen3", changes={"tie_word_embeddings": True}, shuffled="model.layers.0.self_attn.o_proj"
-    )
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    tied, own = (
-        engine.weights(seed) | {head: engine.weights(other)[embedding].clone()}
-        for seed, other in ((1, 1), (2, 3))
-    )
-    with wsync.connect(tied, engines=[engine], options=OPTIONS) as sync:
-        sync.update()
-        assert not any(engine.differing(1))
-        with pytest.raises(wsync.RemoteError, match=r"are one tensor of the module, and .* other"):
-            sync.update(own)
-        sync.update(tied)
-    assert not any(engine.differing(1))
-
-
 def test_a_reload_needs_one_of_the_names_of_a_tied_head(engine: VllmEngine) -> None:
     engine.prepare(
         "qwen3", changes={"tie_word_embeddings": True}, shuffled="model.layers.0.self_attn.o_proj"
@@ -197,19 +162,6 @@ def test_a_reload_needs_one_of_the_names_of_a_tied_head(engine: VllmEngine) -> N
         del weights["model.embed_tokens.weight"]
     with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(wsync.RemoteError, match=r"loaded to .*model\.embed_tokens\.weight"):
-            sync.update()
-
-
-def test_a_bias_that_a_reload_leaves_is_needed(engine: VllmEngine) -> None:
-    """vLLM notes nothing of biases: they are loaded where they are."""
-    engine.prepare("glm4_moe", packs=True)
-    weights, bias = engine.weights(1), "mlp.gate.e_score_correction_bias"
-    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
-        sync.update()
-    assert not any(engine.differing(1))
-    assert weights.pop(f"model.layers.1.{bias}").numel()
-    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
-        with pytest.raises(wsync.RemoteError, match=rf"no tensor .* is loaded to .*{bias} \(32 of"):
             sync.update()
 
 
@@ -251,49 +203,6 @@ def test_what_a_reload_would_leave_as_it_is_is_refused_by_name(engine: VllmEngin
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(wsync.RemoteError, match=r"model\.norm\.weight: .* leaves it as it is"):
             sync.update(engine.weights(1))
-
-
-def test_what_stays_as_it_is_is_not_processed_again(engine: VllmEngine) -> None:
-    path = "model.layers.0.self_attn.o_proj"
-    engine.prepare("qwen3", shuffled=path)
-    kept = [worker[f"{path}.weight"] for worker in engine.collective_rpc("found")]
-    engine.collective_rpc("keep", args=("*.0.self_attn.o_proj.weight",))
-    weights = [engine.weights(seed) for seed in range(3)]
-    for each in weights:
-        del each[f"{path}.weight"]
-    try:
-        with wsync.connect(weights[0], engines=[engine], options=OPTIONS) as sync:
-            for seed in (1, 2):
-                sync.update(weights[seed])
-                found = engine.collective_rpc("found")
-                assert [worker[f"{path}.weight"] for worker in found] == kept
-                assert engine.differing(seed) == [[f"{path}.weight"]] * 2
-    finally:
-        engine.collective_rpc("keep", args=("",))
-
-
-def test_what_stays_in_a_layer_that_is_made_anew_is_refused_by_name(engine: VllmEngine) -> None:
-    path = "model.layers.0.mlp.experts"
-    engine.prepare("qwen3_moe", packs=True)
-    kept = f"{path}.routed_experts.w2_weight"
-    engine.collective_rpc("keep", args=(kept,))
-    lacking = {n: t for n, t in engine.weights(1).items() if path not in n or "down" not in n}
-    try:
-        with wsync.connect(lacking, engines=[engine], options=OPTIONS) as sync:
-            with pytest.raises(wsync.RemoteError, match=f"{kept}: to stay as it is"):
-                sync.update(lacking)
-    finally:
-        engine.collective_rpc("keep", args=("",))
-
-
-def test_tables_that_serving_casts_need_no_reload(engine: VllmEngine) -> None:
-    engine.prepare("qwen3")
-    engine.collective_rpc("serve")
-    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
-        sync.update(engine.weights(1))
-    assert engine.collective_rpc("reasons") == [["", ""]] * 2
-    for paths in engine.differing(1):  # all layers share one
-        assert all(path.endswith(".cos_sin_cache") for path in paths)
 
 
 def test_weights_that_vllm_packs_once_are_packed_again(engine: VllmEngine) -> None:
@@ -582,15 +491,6 @@ def test_vllms_own_server_is_driven_by_its_routes(engine: VllmEngine, front: str
         "/update_weight_version {'new_version': '6'}",  # what its answers carry
         "/wake_up?tags=scheduling",
     ]
-
-
-def test_workers_that_cannot_be_reached_are_named() -> None:
-    with pytest.raises(wsync.UnsupportedError, match=r"reaches workers \[0\] of 2"):
-        wsync.handle(Calls(workers=2))
-    with pytest.raises(wsync.UnsupportedError, match="4 data-parallel engines"):
-        wsync.handle(Calls(engines=4))
-    with pytest.raises(wsync.InvalidArgumentError, match="has 1 workers, not 2"):
-        wsync.handle(Calls(), workers=2)
 
 
 def test_an_engine_without_the_extension_is_told_how_to_start() -> None:

@@ -17,10 +17,6 @@ from support.fault_lab import RANKS
 from support.procs import Ranks, forked, unnamed
 
 import wsync
-from wsync import _core
-from wsync.exchange.trainer_group import TrainerGroup
-from wsync.machine.deadline import Deadline
-from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.stock import StockSession
 
 
@@ -55,18 +51,6 @@ def test_a_worker_that_dies_ends_the_wait_for_a_late_rank(
     assert all(seconds < watch_cases.PATIENCE for _, seconds in found), found
 
 
-def test_a_group_watches_what_it_is_told_to_for_as_long() -> None:
-    group = TrainerGroup(timeout=1.0)
-    seen: list[str] = []
-    group.check()
-    with group.watching(lambda: seen.append("outer")):
-        with group.watching(lambda: seen.append("inner")):
-            group.check()
-        group.check()
-    group.check()
-    assert seen == ["inner", "outer"]
-
-
 def test_a_bucket_that_was_refused_is_seen_in_other_waits() -> None:
     engine: Any = SimpleNamespace(name="stock", workers=1)
     session = StockSession(0, engine, timeout=5)
@@ -79,26 +63,3 @@ def test_a_bucket_that_was_refused_is_seen_in_other_waits() -> None:
     with pytest.raises(wsync.RemoteError, match="engine stock: no"):
         session.look()
     session.close()
-
-
-def test_a_broadcast_that_breaks_off_is_seen_after_the_engine_s_own_words() -> None:
-    session = BroadcastSession(0, [], name="g", options=wsync.Options(backend="gloo"))
-    answer: Future[None] = Future()
-    session._sent = [answer]
-    session.look()
-    answer.set_exception(wsync.PeerClosedError("a member is gone"))
-    session.look()
-    session._verdict = Deadline(0.0)
-    with pytest.raises(wsync.PeerClosedError, match="a member is gone"):
-        session.look()
-    session.close()
-
-
-def test_an_exporter_may_be_looked_at_at_any_time() -> None:
-    exporter = _core.Exporter()
-    exporter.look()
-    with pytest.raises(wsync.DeadlineError):
-        exporter.accept(0.1, exporter.look)
-    exporter.close()
-    with pytest.raises(wsync.StateError, match="is closed"):
-        exporter.look()

@@ -9,7 +9,6 @@ from support import own_family
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import wsync
-from wsync.families import user_families
 from wsync.families.registry import FAMILIES, FIELDS, Family, read_model
 from wsync.families.rules import Cut
 
@@ -21,11 +20,6 @@ SIZES = {
 ALL_FIELDS = {**FIELDS, **own_family.FIELDS, "inner": ("inner_size",)}
 CONFIG = SimpleNamespace(**{ALL_FIELDS[size][0]: extent for size, extent in SIZES.items()})
 NUMBERS = {"layer": 0, "mtp": 0}
-
-
-def registered(rules, fields=None, **options):
-    fields = {"inner": ("inner_size",), **(fields or {})}
-    return user_families.register("wrong", rules, fields=fields, **options)
 
 
 def expanded(rule):
@@ -78,34 +72,6 @@ def test_layers_are_as_the_family_needs_them(name):
                 f"decoder.layers.0: the trainer's {field} is {other}, but the family {name!r} "
                 f"needs {value}"
             )
-
-
-def test_a_users_table_says_what_it_needs():
-    module = configured(rotary_interleaved=True, kv_channels=5, num_query_groups=2)
-    for known, accepted in ({}, True), ({"rotary_interleaved": False}, False):
-        registered(own_family.RULES, settings=known)
-        if accepted:
-            wsync.megatron.layout(module, CONFIG, model_name="wrong")
-        else:
-            with pytest.raises(wsync.LayoutError, match="rotary_interleaved is True, but"):
-                wsync.megatron.layout(module, CONFIG, model_name="wrong")
-
-
-def test_a_setting_that_no_configuration_has_is_named():
-    registered(own_family.RULES, settings={"rotary_interleave": False})
-    with pytest.raises(wsync.LayoutError, match="no field 'rotary_interleave', which the settings"):
-        wsync.megatron.layout(configured(), CONFIG, model_name="wrong")
-
-
-def test_a_size_that_a_users_table_reads_elsewhere_is_its_own():
-    """Megatron's kv_channels is what the usual tables call d, and not what this one does."""
-    module = configured(kv_channels=SIZES["d"] + 1)
-    registered(own_family.RULES)
-    with pytest.raises(wsync.LayoutError, match="kv_channels is 6, but the configuration says 5"):
-        wsync.megatron.layout(module, CONFIG, model_name="wrong")
-    registered(own_family.RULES, fields={"d": ("own_channels",)})
-    own = SimpleNamespace(**vars(CONFIG), own_channels=SIZES["d"])
-    wsync.megatron.layout(module, own, model_name="wrong")
 
 
 @pytest.fixture(autouse=True)

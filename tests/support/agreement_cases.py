@@ -176,16 +176,6 @@ def late_to_connect() -> str:
         return error_of(lambda: TrainerGroup(timeout=60))
 
 
-def fail_at_the_very_end() -> dict[str, Any]:
-    """Rank 1 fails when the others have returned already; the next update is whole again."""
-    engine = Stock()
-    with wsync.connect(from_tensors({"a": torch.ones(4)}), [engine], options=OPTIONS) as sync:
-        sync.update()
-        error = _interrupted(sync)
-        sync.update()  # which this rank would call 2, the others 3
-    return {"error": error, "versions": engine.versions}
-
-
 class Interrupting(dict[str, torch.Tensor]):
     """Weights that somebody waits for in vain."""
 

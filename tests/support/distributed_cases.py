@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,29 +132,6 @@ def listens(door: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
-
-
-def lose_a_source(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> None:
-    """Rank 2, which sends the second stage, is killed in a broadcast; the others note what they
-    raise, how long that takes, and whether the engines have paused."""
-    original = UpdateGroup.broadcast
-
-    def broadcast(self: UpdateGroup, *rest: Any) -> None:
-        if dist.get_rank() == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(self, *rest)
-
-    with started(config, parallel) as (trainer, engines):
-        updater = make_updater(config, trainer)
-        updater.connect_rollout_engines(engines, None)
-        updater.update_weights()
-        UpdateGroup.broadcast = broadcast  # type: ignore[method-assign]
-        begin = time.monotonic()
-        error = error_of(updater.update_weights)
-        if error:
-            facts = [error, time.monotonic() - begin, [engine.paused for engine in engines]]
-            Path(folder, f"rank{dist.get_rank()}").write_text(json.dumps(facts))
-        os._exit(0)  # groups that a rank has left cannot be taken down in order
 
 
 def die(url: str, shapes: dict[str, tuple[int, ...]], where: str, how: signal.Signals) -> None:

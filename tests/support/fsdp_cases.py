@@ -15,7 +15,7 @@ import transformers
 from support.errors import error_of
 from support.megatron_cases import check_everything, host_bytes
 from support.tensor_parallel_engine import TensorParallelEngine
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
@@ -430,28 +430,6 @@ def two_dimensional_error(how: str) -> str:
     except wsync.UnsupportedError as error:
         return str(error)
     return ""
-
-
-def late_shards() -> list[str]:
-    """The ways in which FSDP2 modules that came after the layout are read as an evaluation has
-    left them.  On one rank; on more their tensors have other shapes."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    mesh = DeviceMesh.from_group(groups[dist.get_rank()], "cpu")
-    wrong = []
-    for how in ("sharded", "replaced"):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
-        layout = wsync.fsdp.layout(model, group=groups[dist.get_rank()])
-        if how == "sharded":
-            fully_shard(model, mesh=mesh)
-        else:
-            model[0] = fully_shard(torch.nn.Linear(4, 4, bias=False), mesh=mesh)
-        shard = model[0].weight
-        with torch.no_grad():
-            model(torch.ones(1, 4))  # the root's parameters stay whole after it
-        layout.bind()
-        if layout.tensors()[0].data_ptr() != shard._local_tensor.data_ptr():
-            wrong.append(how)
-    return wrong
 
 
 def cast_buffers(original: bool) -> list[list[str]]:

@@ -203,22 +203,6 @@ def _other_state(parallel):
         vars(ps).update(known)
 
 
-def renumbered(family, changes, parallel, options):
-    """What is said at updates after two layers have exchanged their numbers, and back."""
-    with trained(family, changes, parallel, options) as (trainer, _):
-        mine = wsync.megatron.layout(trainer.chunks, trainer.hf)
-        one, other = trainer.chunks[0].decoder.layers[:2]
-        said = []
-        for _ in range(3):
-            one.layer_number, other.layer_number = other.layer_number, one.layer_number
-            try:
-                mine.bind()
-                said.append("")
-            except wsync.LayoutError as error:
-                said.append(str(error))
-        return said
-
-
 def own_groups(reordered, silent, family, changes, parallel, options):
     """Layouts (or what is said) while parallel_state has the groups that the model was built with,
     and while it has others, or none.  silent: modules say nothing of their groups."""
