@@ -12,7 +12,7 @@ from test_handles import FakeServer, Handler, server
 
 import wsync
 from wsync.disk import DiskSync
-from wsync.handles import sglang_http
+from wsync.handles import http_connections
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.messages.control import UPDATING, Control
@@ -361,7 +361,7 @@ def test_an_engine_is_asked_who_it_is_at_the_pause_and_before_and_after_it_goes_
     assert asked == ["/model_info"] * 3
     assert len(opened) == 2  # the last question comes by a new one
     checked.pause("abort", 10)
-    monkeypatch.setattr(sglang_http, "_IDLE_SECONDS", -1.0)
+    monkeypatch.setattr(http_connections, "_IDLE_SECONDS", -1.0)
     checked.flush(10)
     assert len(opened) == 4
 

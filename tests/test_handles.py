@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,10 +29,11 @@ from wsync._core import (
 )
 from wsync.engine import Receiver
 from wsync.engine.ring_loaders import ModuleLoader
+from wsync.handles import http_connections
 from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.handles.local import LocalHandle
 from wsync.handles.sglang_engine import SglangHandle
-from wsync.handles.sglang_http import HttpHandle, _new_session
+from wsync.handles.sglang_http import HttpHandle
 from wsync.inspection import inspect
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT, Control
@@ -289,14 +291,31 @@ def test_a_server_with_made_up_weights_is_told_to_load_files(
     assert server.seen[-1][1].get("load_format") == sent
 
 
-def test_certificates_are_looked_for_where_requests_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the environment its sessions read nothing else, as proxies."""
+def test_certificates_are_looked_for_where_requests_does(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, trusting = list[dict[str, Any]](), ssl.create_default_context
+    http_connections._trusting.cache_clear()
+
+    def note(**where: Any) -> ssl.SSLContext:
+        seen.append(where)
+        return trusting()
+
+    monkeypatch.setattr(ssl, "create_default_context", note)
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
-    assert _new_session().verify is True
-    monkeypatch.setenv("CURL_CA_BUNDLE", "/ours.pem")
-    session = _new_session()
-    assert (session.verify, session.trust_env) == ("/ours.pem", False)
+    for certificates in (None, "/ours.pem", str(Path(__file__).parent)):
+        if certificates is not None:
+            monkeypatch.setenv("CURL_CA_BUNDLE", certificates)
+        with pytest.raises(PeerClosedError):
+            handle(server.url.replace("http:", "https:"))
+    folder = str(Path(__file__).parent)
+    assert seen == [{"cafile": None}, {"cafile": "/ours.pem"}, {"capath": folder}]
+    http_connections._trusting.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/ours.pem")
+    with pytest.raises(PeerClosedError, match=r"No such file or directory: '/ours\.pem'"):
+        handle(server.url.replace("http:", "https:"))
 
 
 def test_a_users_password_is_in_no_name(server: FakeServer) -> None:

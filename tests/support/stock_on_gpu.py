@@ -13,9 +13,9 @@ import torch
 from support.engines import SglangReceiver
 from support.played_gpu import put, source_of
 from support.sglang_receiver import digest
-from urllib3.exceptions import NewConnectionError
 
 import wsync
+from wsync.handles.http_connections import NotConnected
 from wsync.messages import gpu_payload
 from wsync.trainer.sessions.stock import StockSession
 
@@ -111,7 +111,7 @@ class _Failing:
             raise wsync.RemoteError("HTTP 400")
         error = wsync.PeerClosedError(self._how)
         if self._how == "not there":
-            error.__cause__ = NewConnectionError(None, "refused")  # type: ignore[arg-type]
+            error.__cause__ = NotConnected("refused")
         raise error
 
 

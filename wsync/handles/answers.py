@@ -214,25 +214,9 @@ def engine_text(text: str) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """The innermost text of a requests error: what the system said."""
-    text = cut(str(_innermost(error)))
+    """What the system said of a connection."""
+    text = cut(str(error)) or type(error).__name__
     return f"{text}; is it http:// there?" if "WRONG_VERSION_NUMBER" in text else text
-
-
-def is_refused(error: BaseException) -> bool:
-    """Whether nobody was there to take the request that a PeerClosedError was raised for."""
-    from urllib3.exceptions import NewConnectionError
-
-    made = error.__cause__
-    return made is not None and isinstance(_innermost(made), NewConnectionError)
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """Of requests' error, which has urllib3's in it."""
-    while error.args and isinstance(error.args[0], BaseException):
-        error = error.args[0]
-    reason = getattr(error, "reason", None)
-    return reason if isinstance(reason, BaseException) else error
 
 
 def cut(text: str, limit: int = _TEXT_LIMIT) -> str:

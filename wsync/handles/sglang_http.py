@@ -2,17 +2,12 @@
 
 import contextlib
 import functools
-import os
 import re
 import threading
-import time
 from collections.abc import Mapping
+from http.client import HTTPException, InvalidURL
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
-
-import requests
-from requests.adapters import HTTPAdapter
-from urllib3.connection import HTTPConnection
 
 from wsync._core import (
     DeadlineError,
@@ -30,25 +25,13 @@ from wsync.handles.answers import (
     engine_text,
     json_or_text,
 )
+from wsync.handles.http_connections import Connections
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline, seconds
-from wsync.messages.tcp_channel import KEEPALIVE
 
-_CERTIFICATES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")  # where requests looks for them
-_SHORTEST_SECONDS: Final = 0.001  # none at all is refused
 _MAX_ANSWER_NBYTES: Final = 16 << 20
-# A server may end a connection just when the next request is sent by it: uvicorn does after 5 s.
-_IDLE_SECONDS: Final = 1.0
 # what SGLang answers with a status, and without flush_cache
 _STEERING: Final = ("pause_generation", "continue_generation")
-
-
-class _Adapter(HTTPAdapter):
-    """Connections that notice where the other end is gone for good."""
-
-    def init_poolmanager(self, *arguments: Any, **named: Any) -> None:
-        options = [*HTTPConnection.default_socket_options, *KEEPALIVE]
-        super().init_poolmanager(*arguments, socket_options=options, **named)
 
 
 class HttpHandle(ApiHandle):
@@ -87,8 +70,10 @@ class HttpHandle(ApiHandle):
         self._server: dict[str, Any] = {}  # as it was started; copies share it
         self._known: set[str] = set()  # what it has answered for, of what not all engines have
         self._timeout = timeout
-        self._http = _new_session()
-        self._used = 0.0  # when it last was, on the monotonic clock
+        try:
+            self._http = self._connections(kept=False)
+        except ValueError as error:
+            raise InvalidArgumentError(f"engine {self.name}: {error}") from error
         self._said = workers
         self.workers = self._setup.workers if workers is None else workers
 
@@ -101,8 +86,7 @@ class HttpHandle(ApiHandle):
         self._sessions["known"] |= not self._sessions["resumed"]
         self._sessions["resumed"] = False
         told = super().during()
-        told._http = _new_session()
-        del told._http.headers["Connection"]
+        told._http = self._connections(kept=True)
         return told
 
     def resume(self, timeout: float) -> None:
@@ -265,47 +249,25 @@ class HttpHandle(ApiHandle):
     def _exchange(
         self, where: str, method: str, path: str, body: Any, deadline: Deadline
     ) -> tuple[int, str]:
-        """requests' timeout is that of each read; who waits for the whole has its own."""
-        if time.monotonic() > self._used + _IDLE_SECONDS:
-            self._http.close()  # it can be used again, with new connections
-        late = f"{where}: no answer within {seconds(deadline.seconds)}"
+        """The deadline is that of each read; who waits for the whole has its own."""
         try:
-            with self._http.request(
-                method,
-                self._url + path,
-                json=body,
-                headers=self._headers,
-                timeout=max(deadline.left, _SHORTEST_SECONDS),
-                allow_redirects=False,
-                stream=True,
-            ) as response:
-                data = bytearray()
-                for piece in response.iter_content(1 << 16):
-                    data += piece
-                    if len(data) > _MAX_ANSWER_NBYTES:
-                        raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
-                self._used = time.monotonic()
-                return response.status_code, data.decode("utf-8", "replace")
-        except requests.Timeout:
-            raise DeadlineError(late) from None
-        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
-            # a read timeout inside the body arrives as a ConnectionError
-            if not deadline.left:
+            status, data = self._http.request(
+                method, path, body, deadline.left, _MAX_ANSWER_NBYTES + 1
+            )
+        except (InvalidURL, UnicodeError) as error:
+            raise RemoteError(f"{where}: {cut(str(error))}") from error
+        except (OSError, HTTPException) as error:
+            timed_out = isinstance(error, TimeoutError) and error.errno is None
+            if timed_out or not deadline.left:
+                late = f"{where}: no answer within {seconds(deadline.seconds)}"
                 raise DeadlineError(late) from None
             raise PeerClosedError(f"{where}: {cause(error)}") from error
-        except (requests.RequestException, ValueError) as error:
-            raise RemoteError(f"{where}: {cut(str(error))}") from error
+        if len(data) > _MAX_ANSWER_NBYTES:
+            raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
+        return status, data.decode("utf-8", "replace")
 
-
-def _new_session() -> requests.Session:
-    """One for requests to an engine, each of which has a connection of its own."""
-    session = requests.Session()
-    session.trust_env = False  # which has proxies, too
-    session.verify = next(filter(None, map(os.environ.get, _CERTIFICATES)), True)
-    session.headers["Connection"] = "close"
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, _Adapter())
-    return session
+    def _connections(self, *, kept: bool) -> Connections:
+        return Connections(self._url, self._headers, kept=kept)
 
 
 def _without_user(url: str) -> str:

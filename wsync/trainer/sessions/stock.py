@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
-from wsync.handles.answers import is_refused
+from wsync.handles.http_connections import NotConnected
 from wsync.machine.daemon_threads import result
 from wsync.machine.deadline import Check, Deadline
 from wsync.machine.fork_guard import Owner
@@ -163,7 +163,7 @@ class StockSession(BucketSession):
                 timeout=self._timeout,
             )
         except _core.PeerClosedError as error:
-            if is_refused(error) and isinstance(ring, GpuRing):
+            if _was_absent(error) and isinstance(ring, GpuRing):
                 ring.take_back(slot.offset, slot.nbytes)
             raise
 
@@ -203,9 +203,14 @@ def _close(engine: str, ring: SharedRing, sent: Sequence[Future[None]]) -> None:
                 each.ring.remove()
 
 
+def _was_absent(error: BaseException) -> bool:
+    """Whether nobody was there to take the request."""
+    return isinstance(error.__cause__, NotConnected)
+
+
 def _is_unanswered(error: BaseException | None) -> bool:
     """Whether a request may be in the engine's hands: also where a gateway gave up, or was cut off
     when it had taken the request."""
     gave_up = isinstance(error, _core.RemoteError) and error.native in _GATEWAYS
-    cut_off = isinstance(error, _core.PeerClosedError) and not is_refused(error)
+    cut_off = isinstance(error, _core.PeerClosedError) and not _was_absent(error)
     return gave_up or cut_off or isinstance(error, _core.DeadlineError)
