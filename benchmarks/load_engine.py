@@ -19,8 +19,10 @@ import torch
 from support import sglang_host, tiny_models
 
 from wsync._core import Layout, LayoutBuilder, Memory, ViewPool
-from wsync.engine.learn.module_memory import ModuleMemory
-from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.engine.learn.loader import RecordedLoader
+from wsync.module_tensors import flat_bytes
+from wsync.module_tensors.held import bound_tensors
+from wsync.probing.lines import raw
 
 # as many tensors as Qwen3-30B-A3B, each of a few hundred bytes
 SIZES = {
@@ -50,7 +52,7 @@ def ring_of(tensors: dict[str, torch.Tensor]) -> tuple[Memory, Layout]:
 
 
 def held(model: torch.nn.Module) -> list[bytes]:
-    return [area.bytes().numpy().tobytes() for area in ModuleMemory(model).areas]
+    return [flat_bytes(tensor).numpy().tobytes() for *_, tensor in bound_tensors(model)]
 
 
 def timed(function: Callable[[], object], repeats: int) -> float:
@@ -85,9 +87,9 @@ def main() -> None:
         loader.load(0)
         loader.finish(60.0)
 
-    for area in ModuleMemory(model).areas:
-        if area.path.endswith("weight"):
-            area.bytes().bitwise_not_()
+    for path, *_, tensor in bound_tensors(model):
+        if path.endswith("weight"):
+            raw(tensor).bitwise_not_()
     seconds = timed(replay, REPLAYS)
     result = {"seconds": seconds, "peer_seconds": peer, "learning": learning}
     result |= {"tensors": len(tensors), "bytes": sum(t.nbytes for t in tensors.values())}

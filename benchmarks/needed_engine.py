@@ -9,7 +9,6 @@ that of the model to FOLDER/model, and prints a JSON list of facts, one a worker
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -42,21 +41,19 @@ def learn(case: dict[str, Any], rank: int, config: Any, model: Layout, folder: P
     start = time.perf_counter()
     (folder / str(rank)).write_bytes(loader.learn(model))
     seconds = time.perf_counter() - start
-    recording = loader.recording
-    if recording is None:
+    if loader.learnt is None:
         raise SystemExit(loader.reason)
+    found, does = loader.facts(), loader.learnt.does
+    tensors = loader.learnt.memory.tensors() or []
     # without wsync: what the parameters hold, less what no tensor fills
     parameters = {path: p.nbytes for path, p in module.named_parameters()}
-    unfilled = sum(n for path, n in recording.unwritten if path in parameters)
-    unfilled += sum(
-        math.prod(n for n, _, _ in fill.move.dims) * fill.dtypes[-1].itemsize
-        for fill in recording.fills
-    )
+    unfilled = sum(n for path, n in found["unwritten"] if path in parameters)
+    unfilled += sum(piece.view(tensors).nbytes for piece in does.constants)
     return {
         "seconds": seconds,
         "parameters": sum(parameters.values()) - unfilled,
-        "fallback": len(recording.fallback),
-        "skipped": len(recording.skipped),
+        "fallback": len(found["fallbacks"]),
+        "skipped": len(found["skipped"]),
     }
 
 

@@ -14,7 +14,7 @@ from support.worker_processes import WorkersEngine
 from benchmarks.engines import TESTS
 from wsync import sglang
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.engine.learn.module_memory import ModuleMemory
+from wsync.module_tensors.held import bound_tensors
 
 _SECONDS = 600.0
 
@@ -93,9 +93,8 @@ class _Worker(ModelWorker):
 
     def _digest(self) -> str:
         total = hashlib.blake2b()
-        held = ModuleMemory(self._model)
-        for fact, tensor in zip(held.facts, held.tensors, strict=True):
-            total.update(fact[0].encode())
+        for path, _, _, tensor in bound_tensors(self._model):
+            total.update(path.encode())
             data = tensor.detach().contiguous().view(-1).view(torch.uint8)
             total.update(data.numpy().data)
         return total.hexdigest()

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import copy
 import dataclasses
-import enum
 import functools
 import itertools
-import re
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import wsync
 from wsync._core import DeadlineError, LayoutBuilder, WsyncError, describe
-from wsync.engine.learn.module_memory import ModuleMemory
-from wsync.engine.learn.recorded_loader import RecordedLoader
-from wsync.engine.learn.time_limit import learning
+from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
+from wsync.probing.time_limit import learning
 
 OPTIONS = wsync.Options(deadline=20, progress=False)
 Tensors = dict[str, torch.Tensor]
@@ -72,7 +66,7 @@ class Computing(Loading):
     """What its load_weights does cannot be learnt."""
 
     def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        super().load_weights([(name, tensor * 1.0) for name, tensor in pairs])
+        super().load_weights([(n, t) for n, t in pairs if t.abs().max() < 1e9])
 
 
 class Rebinding(Pair):
@@ -274,73 +268,6 @@ def test_what_others_have_patched_on_torch_stays(
     assert torch.equal(module.a, draw(0)["a"]) and not loader.reason
 
 
-class Noting(Pair):
-    """Its load_weights notes where a parameter lies."""
-
-    def __init__(self, note: Callable[[Noting], object]) -> None:
-        super().__init__()
-        self.notes: dict[str, Any] = {"views": [None]}
-        self.register_buffer("table", torch.zeros(3, dtype=torch.int64), persistent=False)
-        self._note = note
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in pairs:
-            getattr(self, name).data.copy_(tensor)
-        self._note(self)
-
-
-def view_in_containers(module: Noting) -> None:
-    module.notes["views"][0] = (module.a.data.t(),)
-
-
-def view_on_parameter(module: Noting) -> None:
-    module.b.transposed = module.a.data.t()  # type: ignore[attr-defined]
-
-
-def address(module: Noting) -> None:
-    module.notes["address"] = module.a.data_ptr() + 4
-
-
-def table_of_addresses(module: Noting) -> None:
-    module.table[1] = module.a.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("note", "noted"),
-    [
-        (view_in_containers, lambda module: module.notes["views"][0][0].data_ptr()),
-        (view_on_parameter, lambda module: module.b.transposed.data_ptr()),
-        (address, lambda module: module.notes["address"] - 4),
-        (table_of_addresses, lambda module: module.table[1].item()),
-    ],
-)
-def test_a_parameter_whose_place_was_noted_is_not_moved_unseen(
-    note: Callable[[Noting], object], noted: Callable[[Noting], int]
-) -> None:
-    module = Noting(note)
-    loader = RecordedLoader(module)
-    with wsync.connect(draw(0), [ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update()
-        module.b.data = module.b.data.clone()  # is noted by nobody
-        sync.update(draw(1))
-        assert not loader.reason
-        module.a.data = module.a.data.clone()
-        with pytest.raises(WsyncError, match="a has moved, and the module notes where it was"):
-            sync.update(draw(2))
-        sync.update(draw(2))
-    assert noted(module) == module.a.data_ptr()
-    assert torch.equal(module.a, draw(2)["a"]) and torch.equal(module.b, draw(2)["b"])
-
-
-def test_a_list_of_parameters_themselves_goes_with_them() -> None:
-    module = Noting(lambda module: module.notes.update(flat=[module.a, module.b]))
-    with wsync.connect(draw(0), [ThreadEngine([RecordedLoader(module)])], options=OPTIONS) as sync:
-        sync.update()
-        other_data(module)
-        sync.update(draw(1))
-    assert torch.equal(module.notes["flat"][0], draw(1)["a"])
-
-
 class Fused(torch.nn.Module):
     """Its state_dict has views of its only parameter."""
 
@@ -404,19 +331,6 @@ def test_torch_may_swap_the_tensors_of_a_module_that_was_updated(
         torch.utils.swap_tensors(module.a, parameter(torch.zeros_like(module.a)))
         sync.update(draw(1))
     assert torch.equal(module.a, draw(1)["a"]) and torch.equal(module.b, draw(1)["b"])
-
-
-def test_memory_that_is_not_kept_is_not_written_to() -> None:
-    """Another thread may replace it at any line."""
-    module = Pair()
-    held, first = ModuleMemory(module), module.a.detach()
-    kept = held.memory()
-    assert [t.untyped_storage().data_ptr() for t in kept] == [start for start, _ in held.spans()]
-    other_data(module)
-    assert module.a.data_ptr() != first.data_ptr()
-    for keep in (held.memory, held.table):
-        with pytest.raises(wsync.StateError, match="a: its memory was replaced"):
-            keep()
 
 
 @pytest.mark.parametrize("when", ["begin", "finish"])
@@ -529,7 +443,6 @@ def test_load_weights_and_what_follows_it_may_replace_tensors(make: Callable[...
             sync.update(draw(seed))
             assert torch.equal(module.a, draw(seed)["a"])
             assert torch.equal(module.b, draw(seed)["b"])
-    assert make is ModuleLoader or "cannot be learnt" in loader.reason
 
 
 @pytest.mark.parametrize("when", ["begin", "finish"])
@@ -543,408 +456,93 @@ def test_tensors_of_a_layout_that_move_in_the_midst_of_an_update(when: str) -> N
     assert torch.equal(module.a, draw(2)["a"])
 
 
-def test_an_attribute_that_becomes_a_tensor_is_learnt_anew() -> None:
-    module, loader = learnt()
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update(draw(1))
-        module.later = torch.zeros(32, 8)
-        with pytest.raises(WsyncError, match="later is new"):
-            sync.update(draw(2))
-        sync.update(draw(3))
-    assert torch.equal(module.later, draw(3)["b"])
-
-
-# --- what load_weights goes by outside the module ---------------------------------------------
-
-
-def closing_over(kind: str) -> tuple[Loading, torch.Tensor]:
-    """A loader that goes by a tensor outside its module."""
-    module = Loading()
-    outside = torch.arange(32).flip(0) if kind in ("index", "list") else torch.full((32, 8), 3.0)
-
-    def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
-        tensors = dict(pairs)
-        module.b.data.copy_(tensors["b"])
-        if kind == "constant":
-            module.a.data.copy_(tensors["a"])
-            module.a.data[:4].copy_(outside[:4])
-        elif kind == "by way of a copy":
-            module.a.data.copy_(tensors["a"])
-            module.a.data[:4].copy_(outside.clone()[:4])
-        elif kind == "joined":
-            module.a.data.copy_(torch.cat([outside[:4], tensors["a"][4:]]))
-        elif kind == "index":
-            module.a.data.copy_(tensors["a"][outside])
-        else:
-            module.a.data.copy_(torch.stack([tensors["a"][i] for i in outside.tolist()]))
-
-    module.load_weights = load  # type: ignore[method-assign]
-    return module, outside
-
-
-@pytest.mark.parametrize("kind", ["constant", "by way of a copy", "joined", "index", "list"])
-def test_a_tensor_outside_the_module_that_changes_is_noticed(kind: str) -> None:
-    module, outside = closing_over(kind)
-    loader = RecordedLoader(module)
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update(draw(1))
-        sync.update(draw(2))
-        assert loader.reason == ""
-        outside.copy_(outside.roll(1, 0) + (kind not in ("index", "list")))
-        with pytest.raises(WsyncError, match="outside the module"):
-            sync.update(draw(3))
-        sync.update(draw(4))
-    found = module.a.clone(), module.b.clone()
-    module.load_weights(list(draw(4).items()))
-    assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
-
-
-# --- flags ------------------------------------------------------------------------------------
-
-
-class Flagged(Loading):
-    """Goes by attributes, counts its loads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turned = False
-        self.loads = 0
-        self.part = torch.nn.Module()
-        self.part.rows = 4
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        self.loads += 1
-        for name, tensor in pairs:
-            found = tensor[torch.arange(31, -1, -1)] if self.turned else tensor
-            getattr(self, name).data.copy_(found)
-            getattr(self, name).data[8 : 8 + self.part.rows].fill_(1)
-
-
-@pytest.mark.parametrize("which", ["turned", "rows"])
-def test_a_flag_that_load_weights_goes_by_is_noticed(which: str) -> None:
-    module = Flagged()
-    loader = RecordedLoader(module)
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update(draw(1))
-        module.unread = 5
-        module.loads += 1  # it is read, and changes with every load: no flag
-        module.training = not module.training
-        sync.update(draw(2))
-        if which == "turned":
-            module.turned = True
-        else:
-            module.part.rows = 6
-        with pytest.raises(WsyncError, match=f"{which}, which load_weights goes by, was"):
-            sync.update(draw(3))
-        sync.update(draw(4))
-    assert loader.reason == ""
-    found = module.a.clone(), module.b.clone()
-    module.load_weights(list(draw(4).items()))
-    assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
-
-
-class Place(enum.Enum):
-    LOW = 0
-    HIGH = 1
-
-
-class Ordered(Loading):
-    """Places rows by an attribute that is no single word or number."""
-
-    def __init__(self, order: Any, find: Callable[[Any], list[int]]) -> None:
-        super().__init__()
-        self.order = order
-        self.seen: set[str] = set()  # read, and changed by every load: no flag
-        self._find = find
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in pairs:
-            self.seen.add(f"{name} {len(self.seen)}")
-            getattr(self, name).data.copy_(tensor[self._find(self)])
+# --- what load_weights goes by ----------------------------------------------------------------
 
 
 def rows(first: int) -> list[int]:
     return [first, *(row for row in range(32) if row != first)]
 
 
-@pytest.mark.parametrize(
-    ("order", "other", "find"),
-    [
-        (rows(0), rows(3), lambda m: m.order),
-        (tuple(rows(0)), tuple(rows(3)), lambda m: list(m.order)),
-        ({"rows": [rows(0)]}, {"rows": [rows(3)]}, lambda m: m.order["rows"][0]),
-        ({0, 1}, {3, 1}, lambda m: rows(min(m.order))),
-        (np.array(rows(0)), np.array(rows(3)), lambda m: m.order.tolist()),
-        (np.int64(0), np.int64(3), lambda m: rows(int(m.order))),
-        (Place.LOW, Place.HIGH, lambda m: rows(m.order.value)),
-        (torch.int8, torch.int32, lambda m: rows(m.order.itemsize)),
-        (torch.device("cpu"), torch.device("meta"), lambda m: rows(len(m.order.type))),
-        (torch.Size([1]), torch.Size([3]), lambda m: rows(m.order[0])),
-        (slice(0), slice(3), lambda m: rows(m.order.stop)),
-        (range(1), range(3), lambda m: rows(len(m.order))),
-        (None, None, lambda m: rows(getattr(m, "first", 0))),
-    ],
-)
-def test_an_attribute_of_many_values_that_load_weights_goes_by_is_noticed(
-    order: Any, other: Any, find: Any
-) -> None:
-    module = Ordered(copy.deepcopy(order), find)
+class Ordered(Loading):
+    """Places rows by something."""
+
+    order: Any = 0
+
+    def __init__(self, find: Callable[[Any], int]) -> None:
+        super().__init__()
+        self._find = find
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            getattr(self, name).data.copy_(tensor[rows(self._find(self))])
+
+
+class Slotted:
+    __slots__ = ("first",)
+
+    def __init__(self) -> None:
+        self.first = 0
+
+
+class Locked:
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        self.first, self.lock = 0, threading.Lock()
+
+
+settings = {"first": 0}
+outside = torch.zeros(1, dtype=torch.int64)
+slotted, locked = Slotted(), Locked()
+
+
+@functools.cache
+def cached() -> int:
+    return settings["first"]
+
+
+def cleared() -> None:
+    settings["first"] = 3
+    cached.cache_clear()
+
+
+GOES_BY: dict[str, tuple[Callable[[Any], int], Callable[[Any], object]]] = {
+    "a global": (lambda _: settings["first"], lambda _: settings.update(first=3)),
+    "a cache": (lambda _: cached(), lambda _: cleared()),
+    "a tensor outside": (lambda _: int(outside), lambda _: outside.fill_(3)),
+    "slots": (lambda _: slotted.first, lambda _: setattr(slotted, "first", 3)),
+    "an object with a lock": (lambda _: locked.first, lambda _: setattr(locked, "first", 3)),
+    "an attribute": (lambda m: m.order, lambda m: setattr(m, "order", 3)),
+    "its class": (lambda m: m.order, lambda m: setattr(type(m), "order", 3)),
+    "a parameter's attribute": (
+        lambda m: getattr(m.a, "first", 0),
+        lambda m: setattr(m.a, "first", 3),
+    ),
+    "a number in a list": (lambda m: m.listed[0], lambda m: m.listed.insert(0, 3)),
+}
+
+
+@pytest.mark.parametrize("what", GOES_BY)
+def test_what_load_weights_goes_by_may_change(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update after that fails before it has written anything; the next one is right."""
+    find, change = GOES_BY[what]
+    monkeypatch.setitem(settings, "first", 0)
+    monkeypatch.setattr(Ordered, "order", 0)
+    module = Ordered(find)
+    module.listed = [0]
     loader = RecordedLoader(module)
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+    engine = ThreadEngine([loader])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
         sync.update(draw(1))
         sync.update(draw(2))
         assert loader.reason == ""
-        if other is None:
-            module.first = 3
-        elif isinstance(order, list | np.ndarray):
-            module.order[:] = other
-        elif isinstance(order, dict | set):
-            module.order.clear()
-            module.order.update(other)
-        else:
-            module.order = other
-        with pytest.raises(WsyncError, match=r"(order|first), which load_weights goes by, "):
+        change(module)
+        with pytest.raises(WsyncError, match="load_weights loads a, b elsewhere by now"):
             sync.update(draw(3))
+        assert torch.equal(module.a, draw(2)["a"]) and engine.receivers[0].consistent
         sync.update(draw(4))
-    found = module.a.clone(), module.b.clone()
-    module.load_weights(list(draw(4).items()))
-    assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
-
-
-class Config:
-    """As those of transformers."""
-
-    def __init__(self) -> None:
-        self.text = {"first": 0}
-
-    def to_dict(self) -> dict[str, Any]:
-        return copy.deepcopy(vars(self))
-
-
-@dataclasses.dataclass
-class Plain:
-    first: int = 0
-
-
-@dataclasses.dataclass
-class PerLayer(Plain):
-    """As configurations of transformers whose layers differ: not to be asked for all of them."""
-
-    second: int = 0
-
-    def __post_init__(self) -> None:
-        del self.second  # each layer has its own
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "second":
-            raise RuntimeError("which layer's?")
-        return super().__getattribute__(name)
-
-
-@dataclasses.dataclass(slots=True)
-class Settings:
-    first: int = 0
-    plain: Plain = dataclasses.field(default_factory=Plain)
-
-
-def in_order(data: torch.Tensor, tensor: torch.Tensor) -> None:
-    data.copy_(tensor)
-
-
-def turned(data: torch.Tensor, tensor: torch.Tensor) -> None:
-    data.copy_(tensor.flip(0))
-
-
-def rolled(first: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    return lambda data, tensor: data.copy_(tensor[rows(first)])
-
-
-def by_default(first: int) -> Callable[..., None]:
-    return lambda data, tensor, first=first: data.copy_(tensor[rows(first)])
-
-
-class Indirect(Loading):
-    """Goes by objects of its own, and by attributes of its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config, self.settings = Config(), Settings()
-        self.by_name = dict(self.named_parameters())
-        self.mode = ""
-        self.a.first = 0  # type: ignore[attr-defined]
-        self.a.weight_loader = functools.partial(by_default(0))  # type: ignore[attr-defined]
-        self.b.weight_loader = rolled(0)  # type: ignore[attr-defined]
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        self.mode = self.mode or "plain"
-        first = self.config.text["first"] + self.settings.first + self.settings.plain.first
-        for name, tensor in pairs:
-            target = self.by_name[name]
-            found = tensor[rows(first + getattr(target, "first", 1))]
-            if getattr(target, "backwards", self.mode == "backwards") or target.requires_grad:
-                found = found.flip(1)
-            target.weight_loader(target.data, found)
-
-
-def unfinished() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """A function that refers to a variable which nothing has set."""
-    if not Pair:
-        unset = None
-
-    def copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
-        if tensor is None:
-            print(unset)
-        target.copy_(tensor)
-
-    return copy
-
-
-@pytest.mark.parametrize("odd", ["function", "configuration"])
-def test_what_cannot_be_read_whole_is_no_reason_not_to_learn(odd: str) -> None:
-    module = Indirect()
-    if odd == "function":
-        module.a.weight_loader = unfinished()  # type: ignore[attr-defined]
-    else:
-        module.settings.plain = PerLayer()
-    loader = RecordedLoader(module)
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        for seed in range(2):
-            sync.update(draw(seed))
-            assert torch.equal(module.a, draw(seed)["a"])
     assert loader.reason == ""
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda m: m.config.text.update(first=3), "config, which"),
-        (lambda m: setattr(m.settings, "first", 3), "settings, which"),
-        (lambda m: setattr(m.settings.plain, "first", 3), "settings, which"),
-        (lambda m: setattr(m.a, "first", 3), "a.first, which load_weights goes by, was 0 and is 3"),
-        (lambda m: setattr(m.b, "backwards", True), "b.backwards, which .* was absent and is True"),
-        (lambda m: delattr(m.a, "first"), "a.first, which load_weights goes by, was 0 and is abs"),
-        (lambda m: m.a.requires_grad_(), "a.requires_grad, which"),
-        (lambda m: setattr(m.a, "weight_loader", turned), "a.weight_loader, which"),
-        (lambda m: setattr(m.b, "weight_loader", rolled(2)), "b.weight_loader, which"),
-        (
-            lambda m: setattr(m.a, "weight_loader", functools.partial(by_default(2))),
-            "a.weight_loader, which",
-        ),
-        (
-            lambda m: setattr(m.a, "weight_loader", functools.partial(by_default(0), first=2)),
-            "a.weight_loader, which",
-        ),
-        (lambda m: setattr(m, "mode", "backwards"), "mode, which .* was 'plain' and is 'backw"),
-        (lambda m: setattr(m, "a", parameter(m.a.data)), "a.first, which .* was 0 and is absent"),
-    ],
-)
-def test_what_load_weights_reads_of_parameters_and_configurations_is_noticed(
-    change: Callable[[Any], object], text: str
-) -> None:
-    module = Indirect()
-    loader = RecordedLoader(module)
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update(draw(1))
-        module.a.unread = module.config.text.get("unread")  # type: ignore[attr-defined]
-        module.b.data = module.b.data.clone()
-        sync.update(draw(2))
-        assert loader.reason == ""
-        change(module)
-        module.by_name = dict(module.named_parameters())
-        if "weight_loader" not in vars(module.a):
-            module.a.weight_loader = in_order  # type: ignore[attr-defined]
-        with pytest.raises(WsyncError, match=text):
-            sync.update(draw(3))
-        sync.update(draw(4))
-    found = module.a.detach().clone(), module.b.detach().clone()
-    module.load_weights(list(draw(4).items()))
-    assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
-
-
-class Flag(torch.nn.Module):
-    def __init__(self, value: bool) -> None:
-        super().__init__()
-        self.value = value
-
-
-class OfParts(Loading):
-    """Goes by what its parts and parameters are called and are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Flag(False), Flag(True)
-        self.queue, self.sign = deque([1]), 0.0
-        self.listed = [torch.zeros(3)]
-        self.chain = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.ReLU()])
-        self.alias = self.a
-        self.register_buffer("kept", torch.zeros(3))
-
-    def more(self) -> int:
-        return 0
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in pairs:
-            times = 1 + self.first.value + isinstance(self.second, torch.nn.Identity)
-            times += isinstance(self.a, Buffered) + len(self.queue) + len(self.listed[0])
-            times += (
-                self.more()
-                + len(self.first.extra_repr())
-                + len(self.chain)
-                + (self.alias is self.a)
-            )
-            times += "kept" in self.state_dict() and "chain.0" in dict(self.named_modules())
-            getattr(self, name).data.copy_(tensor[rows(times)])
-            if str(self.sign)[0] == "-":
-                self.b.data.zero_()
-        self.chain.load_state_dict({})
-
-
-class Buffered(torch.nn.Parameter):
-    pass
-
-
-def buffered(module: OfParts) -> None:
-    module.a = module.alias = Buffered(module.a.data, requires_grad=False)
-
-
-def zeroed_after(module: OfParts) -> None:
-    def zero(*_: object) -> None:
-        module.b.data.zero_()
-
-    module.chain.register_load_state_dict_post_hook(zero)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda m: setattr(m, "first", Flag(True)), "first.value, which .* was False and is True"),
-        (lambda m: m.__dict__["_modules"].update(first=m.second, second=m.first), "first.value, "),
-        (lambda m: setattr(m, "second", torch.nn.Identity()), "second.__class__, which .*Flag"),
-        (buffered, "a.__class__, which"),
-        (lambda m: m.queue.append(2), "queue, which"),
-        (lambda m: m.listed.__setitem__(0, torch.zeros(4)), "listed, which"),
-        (lambda m: setattr(m, "sign", -0.0), "sign, which .* was 0.0 and is -0.0"),
-        (lambda m: setattr(m, "more", lambda: 2), "more, which .* its class's and is a function"),
-        (lambda m: setattr(m.first, "extra_repr", lambda: "x"), "first.extra_repr, which"),
-        (lambda m: m.chain.append(torch.nn.Identity()), "the name chain.2 is new"),
-        (lambda m: setattr(m, "alias", parameter(m.a.data)), "alias was that of a and is that of"),
-        (lambda m: m.register_buffer("kept", m.kept, persistent=False), "_non_persistent"),
-        (zeroed_after, "_load_state_dict_post_hooks, which load_weights goes by, was"),
-    ],
-)
-def test_parts_that_become_others_are_noticed(change: Callable[[Any], object], text: str) -> None:
-    module = OfParts()
-    loader = RecordedLoader(module)
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update(draw(1))
-        assert loader.reason == ""
-        change(module)
-        with pytest.raises(WsyncError, match=text):
-            sync.update(draw(3))
-        sync.update(draw(4))
-    found = module.a.detach().clone(), module.b.detach().clone()
-    module.load_weights(list(draw(4).items()))
-    assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
+    assert torch.equal(module.a, draw(4)["a"][rows(3)])
 
 
 # --- which of its parts and tensors ----------------------------------------------------------
@@ -1081,7 +679,7 @@ def test_experts_that_are_dealt_out_anew_get_their_own_weights(how: str) -> None
         sync.update(draw(2))
         assert loader.reason == ""
         module.deal([1, 0])
-        with pytest.raises(WsyncError, match="which load_weights goes by, was"):
+        with pytest.raises(WsyncError, match="load_weights loads a, b elsewhere by now"):
             sync.update(draw(3))
         sync.update(draw(4))
     found = [tensor.clone() for tensor in module.state_dict().values()]
@@ -1089,97 +687,17 @@ def test_experts_that_are_dealt_out_anew_get_their_own_weights(how: str) -> None
     assert all(map(torch.equal, found, module.state_dict().values()))
 
 
-@pytest.mark.parametrize("how", ["parts", "parameters", "buffers", "methods", "closures"])
-def test_parts_and_tensors_may_be_replaced_by_such_as_they_are(how: str) -> None:
-    module = Dealt(*DEALT[how])
-    loader = RecordedLoader(module, ignore=["*"])
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update(draw(1))
-        module.slots[0].weight = parameter(torch.zeros(32, 8))
-        module.slots[1] = Expert()
-        module.deal([0, 1])
-        for seed in (2, 3):
-            sync.update(draw(seed))
-            found = [tensor.clone() for tensor in module.state_dict().values()]
-            module.load_weights(list(draw(seed).items()))
-            assert all(map(torch.equal, found, module.state_dict().values()))
-
-
-def test_a_part_that_is_the_modules_no_more_is_noticed() -> None:
-    module = Dealt(*DEALT["methods"])
-    loader = RecordedLoader(module, ignore=["*"])
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update(draw(1))
-        module.slots[1] = Expert()
-        with pytest.raises(WsyncError, match="of, which load_weights goes by, was"):
-            sync.update(draw(2))
-
-
-class Own:
-    """Holds numbers and words, and perhaps something else."""
-
-    def __init__(self, *more: Any) -> None:
-        self.first, self.more = 0, more
-
-
-@pytest.mark.parametrize(
-    ("hold", "find"),
-    [
-        (lambda m: m.register_buffer("kept", torch.zeros(3)), lambda m: m.kept),
-        (lambda m: setattr(m, "kept", torch.zeros(3)), lambda m: m.kept),
-        (lambda m: setattr(m, "own", argparse.Namespace()), lambda m: m.own),
-        (lambda m: setattr(m, "own", Own(m.a)), lambda m: m.own),
-        (lambda m: setattr(m, "own", Own(Own())), lambda m: m.own.more[0]),
-    ],
-    ids=["a buffer", "a tensor", "a namespace", "an object", "an object in one"],
-)
-def test_what_load_weights_reads_of_tensors_and_plain_objects_is_noticed(
-    hold: Callable[[Any], object], find: Callable[[Any], Any]
-) -> None:
-    module = Ordered(0, lambda module: rows(getattr(find(module), "first", 0)))
-    hold(module)
-    find(module).first = 0
-    loader = RecordedLoader(module, ignore=["*"])
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update(draw(1))
-        sync.update(draw(2))
-        assert loader.reason == ""
-        for change in (
-            lambda: setattr(find(module), "first", 3),
-            lambda: delattr(find(module), "first"),
-        ):
-            change()
-            with pytest.raises(WsyncError, match="which load_weights goes by, was"):
-                sync.update(draw(3))
-            sync.update(draw(4))
-            assert torch.equal(module.a, draw(4)["a"][rows(getattr(find(module), "first", 0))])
-
-
-def test_an_object_that_holds_what_cannot_be_compared_is_none_that_is_noticed() -> None:
-    module = Ordered(Own(threading.Lock()), lambda module: rows(module.order.first))
-    loader = RecordedLoader(module)
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update(draw(1))
-        module.order.count = 1  # as an engine's own objects count
-        sync.update(draw(2))
-    assert torch.equal(module.a, draw(2)["a"]) and loader.reason == ""
-
-
 # --- learning has an end ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("swallows", [False, True])
-def test_learning_ends_when_the_trainer_waits_no_longer(swallows: bool) -> None:
+def test_learning_ends_when_the_trainer_waits_no_longer() -> None:
     stop, ended = threading.Event(), threading.Event()
     module = Loading()
 
     def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
         try:
             while not stop.is_set():
-                torch.zeros(1)
-        except Exception:
-            if not swallows:
-                raise
+                list(pairs)
         finally:
             ended.set()
 
@@ -1203,9 +721,9 @@ def test_what_cannot_be_learnt_in_time_is_not_left_to_the_loader() -> None:
     _, loader = learnt()
     with learning(-1.0), pytest.raises(DeadlineError, match=r"learning .* took over"):
         loader.learn(model)
-    assert loader.recording is None
+    assert loader.learnt is None
     loader.learn(model)
-    assert loader.recording is not None
+    assert loader.learnt is not None
 
 
 def test_memory_of_another_size_at_the_same_place_is_learnt_anew() -> None:
@@ -1218,18 +736,3 @@ def test_memory_of_another_size_at_the_same_place_is_learnt_anew() -> None:
             sync.update(draw(seed))
             assert torch.equal(module.a, draw(seed)["a"])
     assert loader.reason == ""
-
-
-def test_of_tensors_that_share_memory_no_more_the_first_is_named() -> None:
-    class Tied(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = parameter(torch.zeros(4))
-            self.head = self.embedding
-            self.later = parameter(torch.zeros(4))
-
-    module = Tied()
-    before = ModuleMemory(module)
-    module.head = parameter(torch.zeros(4))
-    text = ModuleMemory(module).difference(before.facts, before.names)
-    assert re.match(r"head was .* embedding's storage and is .* head's storage$", text)

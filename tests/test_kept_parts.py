@@ -12,7 +12,7 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync import _core
-from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.engine.learn.loader import RecordedLoader
 
 OPTIONS = wsync.Options(progress=False, deadline=60)
 

@@ -44,11 +44,11 @@ UNDRAFTED = {
 }
 # tensors of which more is kept than copies, and why: SGLang has 1 + weight beside such norms, both
 # engines keep -exp(A_log)
-_ADDED = (r"norm(_embedding|_hidden)?\.weight", r"norm(_embedding|_hidden)?\.gemma_weight: add")
+_ADDED = (r"norm(_embedding|_hidden)?\.weight", r"norm(_embedding|_hidden)?\.gemma_weight is no")
 _ZERO = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_6_moe")
 COMPUTED = {
     **{("sglang", family): _ADDED for family in _ZERO},
-    **{(engine, "nemotron_h"): ("A_log", "mixer.A: neg") for engine in ("sglang", "vllm")},
+    **{(engine, "nemotron_h"): ("A_log", "mixer.A is no copy") for engine in ("sglang", "vllm")},
 }
 # what Kimi's vision tower makes of positions
 CONSTANT = "pos_emb.time_weight"

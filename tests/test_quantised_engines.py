@@ -16,13 +16,14 @@ from support.vllm_engine import VllmEngine
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.engine.learn.quantisation_mismatch import Rehearsal
-from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.vllm.rehearsal import Rehearsal
+from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.module_tensors.quantised_names import group_of_parts, without_scales
 from wsync.sglang import SglangLoader
 from wsync.sync import Sync
 from wsync.vllm import processed_once
+from wsync.vllm.rehearsal import Rehearsal
 
 SCRIPT = Path(__file__).parent / "support" / "sglang_quantised.py"
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 19, ring_nbytes=1 << 20)
@@ -363,7 +364,7 @@ def test_shapes_of_packed_tensors_are_loaded_once(monkeypatch: pytest.MonkeyPatc
             assert module.weight_shape[0].tolist() == [5, columns]
             both = [weights[f"{name}.weight_packed"] for name in "ab"]
             assert torch.equal(module.weight_packed, torch.cat(both))
-    assert loader.recording is not None and [*loader.recording.fallback] == ["b.weight_shape"]
+    assert loader.learnt is not None and [*loader.computed()] == ["b.weight_shape"]
     assert calls[1] == calls[0] and calls[2] == calls[1] + 1
 
 
@@ -503,7 +504,7 @@ def test_every_dtype_reaches_a_module(
             sync.update(any_bytes(seed))
             check_bytes(dict(module.named_parameters()), seed)
     if isinstance(loader, RecordedLoader):
-        assert loader.recording is not None and not loader.recording.fallback
+        assert loader.learnt is not None and not loader.computed()
 
 
 def test_codes_and_scales_of_a_weight_stay_together() -> None:

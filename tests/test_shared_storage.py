@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.engine.learn.loader import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
 Tensors = dict[str, torch.Tensor]
@@ -105,68 +104,3 @@ def test_what_another_model_has_in_a_storage_is_its_own(place: Place, load: Load
 
 
 # --- loaders that go by memory of a storage that is no tensor -----------------------------------
-
-
-def scratch(part: Part) -> torch.Tensor:
-    return part.a.data.as_strided((8, 8), (8, 1), 200)
-
-
-def by_scratch(part: Part, tensors: Tensors, behind_torch: Any) -> None:
-    copied(part, {name: tensor for name, tensor in tensors.items() if name != "b"})
-    if "b" in tensors:
-        scratch(part).copy_(tensors["b"])
-        part.b.copy_(scratch(part))
-
-
-def by_scratch_behind_torch(part: Part, tensors: Tensors, behind_torch: Any) -> None:
-    copied(part, {name: tensor for name, tensor in tensors.items() if name != "b"})
-    behind_torch += 1
-    part.b.copy_(scratch(part))
-
-
-def by_scratch_of_others(part: Part, tensors: Tensors, behind_torch: Any) -> None:
-    copied(part, {name: tensor for name, tensor in tensors.items() if name != "b"})
-    part.b.copy_(scratch(part))
-
-
-def made(load: Callable[[Part, Tensors, Any], None]) -> Part:
-    flat = torch.zeros(400)
-    behind_torch = flat[200:264].view(8, 8).numpy()
-    return Part(flat[:200].view(25, 8), lambda part, tensors: load(part, tensors, behind_torch))
-
-
-@pytest.mark.parametrize(
-    ("load", "reason"),
-    [
-        (by_scratch, ""),
-        (by_scratch_behind_torch, "it goes by values outside the module, which it changes"),
-    ],
-)
-def test_what_a_loader_leaves_beside_its_tensors_is_right(load: Any, reason: str) -> None:
-    module, plain = made(load), made(load)
-    loader = RecordedLoader(module, ignore=["b"])
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        for seed in (1, 2):
-            sync.update(draw(seed))
-            plain.load_weights(list(draw(seed).items()))
-            for name in "ac":
-                assert torch.equal(getattr(module, name), getattr(plain, name)), name
-            if load is by_scratch:
-                assert torch.equal(module.b, plain.b)
-    assert loader.reason.endswith(reason)
-    assert bool(loader.reason) == bool(reason)
-
-
-def test_other_values_beside_its_tensors_that_a_loader_goes_by_are_noticed() -> None:
-    module = made(by_scratch_of_others)
-    scratch(module).fill_(3)
-    loader = RecordedLoader(module, ignore=["b"])
-    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update()
-        assert (module.b == 3).all()
-        assert loader.reason == ""
-        scratch(module).fill_(4)
-        with pytest.raises(wsync.RemoteError, match="values outside the module"):
-            sync.update()
-        sync.update()
-        assert (module.b == 4).all()

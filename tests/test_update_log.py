@@ -17,8 +17,7 @@ from support.workers import ThreadEngine
 from tqdm import tqdm
 
 import wsync
-from wsync.engine.learn import time_limit
-from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.engine.learn.loader import RecordedLoader
 from wsync.machine.deadline import PUNCTUAL
 from wsync.trainer import updates_base
 

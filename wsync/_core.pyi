@@ -277,9 +277,9 @@ def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bo
     """Describes torch tensors without copying; names are for error messages.  With gpu they may lie on a GPU, all of
     those on the same one.  former: a table of them, or its form(), which says the same in less time where it holds."""
 
-def dict_values(held: dict[Any, _T], keys: tuple[Any, ...], /) -> tuple[_T, ...] | None:
-    """The values of a dict as they are at one moment, if its keys are these very objects in this order; else None, as
-    for keys that are only equal."""
+def dict_values(dicts: list[dict[Any, _T]], keys: list[tuple[Any, ...]], /) -> list[_T] | None:
+    """The values of dicts, one after another, as they are at one moment, if the keys of each are these, in this order;
+    else None."""
 
 @final
 class BufferTable:

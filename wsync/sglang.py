@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from wsync._core import Layout, UnsupportedError
-from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.post_load import wait_for_device
 from wsync.engine.receiver import Receiver, refuse
 from wsync.engine.ring_loaders import Loader, LoadWeights, Losing, ModuleLoader, keeps
@@ -147,9 +147,9 @@ class SglangLoader(RecordedLoader):
         method = super().method()
         return method.own if isinstance(method, _Watched) else method
 
-    def _stays(self, path: str) -> bool:
+    def stays(self, path: str) -> bool:
         cache = any(fnmatch.fnmatchcase(path, pattern) for pattern in _CACHE_SCALES)
-        stays = cache or made_anew(path) or super()._stays(path)
+        stays = cache or made_anew(path) or super().stays(path)
         if stays and undone(self._module, path):
             _log.error("%s cannot stay as it is: SGLang packs it again from what is loaded", path)
             return False

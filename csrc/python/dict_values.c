@@ -1,43 +1,74 @@
 /* SPDX-License-Identifier: Apache-2.0
- * dict_values(): the values of a dict whose keys are known, at one moment. */
+ * dict_values(): the values of dicts whose keys are known, at one moment. */
 #include "python/module.h"
+
+#include <stdbool.h>
+
+static bool same_key(PyObject *key, PyObject *known)
+{
+    return key == known || (PyUnicode_CheckExact(key) && PyUnicode_CheckExact(known) &&
+                            PyUnicode_Compare(key, known) == 0);
+}
+
+/* Appends the values of a dict; 0 where its keys are others, -1 with an exception.  Nothing here
+ * runs code of Python, which might change the dict. */
+static int append_values(PyObject *values, PyObject *dict, PyObject *keys)
+{
+    PyObject *key = NULL;
+    PyObject *value = NULL;
+    Py_ssize_t place = 0;
+    Py_ssize_t i;
+
+    if (!PyDict_Check(dict) || !PyTuple_Check(keys)) {
+        PyErr_SetString(PyExc_TypeError, "dict_values: a list of dicts and a list of tuples");
+        return -1;
+    }
+    if (PyDict_Size(dict) != PyTuple_Size(keys)) {
+        return 0;
+    }
+    for (i = 0; PyDict_Next(dict, &place, &key, &value); i++) {
+        if (!same_key(key, PyTuple_GetItem(keys, i))) {
+            return 0;
+        }
+        if (PyList_Append(values, value) < 0) {
+            return -1;
+        }
+    }
+    return 1;
+}
 
 static PyObject *dict_values(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *dict;
+    PyObject *dicts;
     PyObject *keys;
-    PyObject *key = NULL;
-    PyObject *value = NULL;
     PyObject *values;
-    Py_ssize_t place = 0;
     Py_ssize_t count;
-    Py_ssize_t i = 0;
+    Py_ssize_t i;
+    int found = 1;
 
-    if (!PyArg_ParseTuple(args, "O!O!:dict_values", &PyDict_Type, &dict, &PyTuple_Type,
-                          &keys)) {
+    if (!PyArg_ParseTuple(args, "O!O!:dict_values", &PyList_Type, &dicts, &PyList_Type, &keys)) {
         return NULL;
     }
-    count = PyTuple_Size(keys);
-    if (PyDict_Size(dict) != count) {
-        Py_RETURN_NONE;
+    count = PyList_Size(dicts);
+    if (PyList_Size(keys) != count) {
+        PyErr_SetString(PyExc_ValueError, "dict_values: as many dicts as tuples of keys");
+        return NULL;
     }
-    values = PyTuple_New(count); /* may collect garbage, whose end may change the dict */
-    while (values != NULL && i < count && PyDict_Next(dict, &place, &key, &value) &&
-           key == PyTuple_GetItem(keys, i)) {
-        (void)PyTuple_SetItem(values, i, Py_NewRef(value));
-        i++;
+    values = PyList_New(0);
+    for (i = 0; values != NULL && found > 0 && i < count; i++) {
+        found = append_values(values, PyList_GetItem(dicts, i), PyList_GetItem(keys, i));
     }
-    if (values != NULL && (i < count || PyDict_Size(dict) != count)) {
+    if (values != NULL && found <= 0) {
         Py_DECREF(values);
-        Py_RETURN_NONE;
+        return found < 0 ? NULL : Py_NewRef(Py_None);
     }
     return values;
 }
 
 PyMethodDef wsync_py_functions_dict_values[] = {
     {"dict_values", dict_values, METH_VARARGS,
-     "dict_values(held, keys, /)\n--\n\n"
-     "The values of a dict as they are at one moment, if its keys are these very objects\n"
-     "in this order; else None, as for keys that are only equal."},
+     "dict_values(dicts, keys, /)\n--\n\n"
+     "The values of dicts, one after another, as they are at one moment, if the keys of each are\n"
+     "these, in this order; else None."},
     {NULL, NULL, 0, NULL},
 };

@@ -8,10 +8,14 @@ import torch
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
-    from wsync.engine.learn.module_memory import ModuleMemory
+    return {path: digest(tensor) for path, tensor in everything(model).items()}
 
-    held = ModuleMemory(model)
-    return {fact[0]: digest(tensor) for fact, tensor in zip(held.facts, held.tensors, strict=True)}
+
+def everything(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors that a model has, plain attributes too."""
+    from wsync.module_tensors.held import bound_tensors
+
+    return {path: tensor for path, *_, tensor in bound_tensors(model) if tensor.numel()}
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -31,11 +31,11 @@ sys.path.insert(1, str(Path(__file__).parent.parent))
 import torch
 from support import draft_models, tiny_models
 from support.call_cases import Engine
+from support.digests import everything
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.engine.learn.module_memory import ModuleMemory
-from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.engine.learn.loader import RecordedLoader
 from wsync.messages import payload
 from wsync.sglang import SglangLoader
 
@@ -52,10 +52,9 @@ OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_
 
 def held(model: torch.nn.Module) -> dict[str, bytes]:
     """The bytes of everything that a model holds, plain attributes too."""
-    found = ModuleMemory(model)
     return {
-        fact[0]: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        for fact, tensor in zip(found.facts, found.tensors, strict=True)
+        path: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for path, tensor in everything(model).items()
     }
 
 
@@ -71,11 +70,10 @@ def update(
     with sync:
         for seed in (1, 2):
             report = sync.update(tiny_models.tensors(shapes, seed))
-    recording = loader.recording
     return {
         "reason": loader.reason,
-        "fallback": {} if recording is None else recording.fallback,
-        "unwritten": [] if recording is None else [path for path, _ in recording.unwritten],
+        "fallback": loader.computed(),
+        "unwritten": [path for path, _ in loader.facts().get("unwritten", ())],
         "delivered": report.delivered_nbytes,
         "redundancy": report.redundancy,
         "model": report.model_nbytes,

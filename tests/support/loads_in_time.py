@@ -14,7 +14,7 @@ from support.workers import ThreadEngine
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import wsync
-from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.engine.learn.loader import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
 PATIENCE = 45.0

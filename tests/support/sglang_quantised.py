@@ -171,13 +171,12 @@ def run(case: Case) -> dict[str, Any]:
         for seed in (1, 2):
             report = sync.update(case.data(seed))
             differing.append(difference(case, model, seed))
-    recording = loader.recording
     return {
         "differing": differing,
         "reason": loader.reason,
         "redundancy": report.redundancy,
-        "fallback": sorted({} if recording is None else recording.fallback),
-        "twins": 0 if recording is None else len(recording.twins),
+        "fallback": sorted(loader.computed()),
+        "twins": len(loader.facts().get("twins", ())),
     }
 
 

@@ -138,8 +138,7 @@ class Worker:
 
     def fallback(self) -> list[str]:
         """Tensors that go through load_weights itself."""
-        recording = self.loader.recording
-        return sorted({} if recording is None else recording.fallback)
+        return sorted(self.loader.computed())
 
     def reason(self) -> str:
         """Why load_weights could not be replaced."""

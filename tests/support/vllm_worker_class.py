@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from support import quantised_models, tiny_models, vllm_host
-from support.digests import digests
+from support.digests import digests, everything
 from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
@@ -161,11 +161,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def places(self) -> dict[str, int]:
         """Where everything lies."""
-        from wsync.engine.learn.module_memory import ModuleMemory
-
-        held = ModuleMemory(self.model)
-        pairs = zip(held.facts, held.tensors, strict=True)
-        return {fact[0]: tensor.data_ptr() for fact, tensor in pairs}
+        return {path: tensor.data_ptr() for path, tensor in everything(self.model).items()}
 
     def serve(self) -> None:
         """Casts a table of positions, as a forward does that is given other activations."""

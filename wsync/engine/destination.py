@@ -8,7 +8,8 @@ delivered if they bring the same bytes, and nothing is copied to memory that is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,25 +25,11 @@ from wsync._core import (
     WsyncError,
     describe,
 )
-from wsync.engine.learn.module_memory import (
-    Seen,
-    bound_tensors,
-    parts_in_memory,
-    seen,
-    usable,
-)
 from wsync.families.runtime_names import RuntimeNames
 from wsync.module_tensors import dtype_of, same_bytes
+from wsync.module_tensors.held import Seen, bound_tensors, parts_in_memory, seen, usable
 from wsync.module_tensors.names_in_messages import listed, unfused
-from wsync.module_tensors.value_forms import (
-    KEEP,
-    Form,
-    at,
-    atom,
-    items,
-    module_pattern,
-    own,
-)
+from wsync.module_tensors.tree import ModuleTree
 
 
 class MissingError(LayoutError):
@@ -66,18 +53,6 @@ class LoadTarget(Protocol):
         """StateError: a tensor is not where it was any more."""
 
 
-class Snapshot:
-    """Which tensors a module holds at one moment, under which names.  Keeps none of them."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._held = module_pattern([module], _tensors_of)
-
-    def tensors(self) -> list[torch.Tensor] | None:
-        """The tensors, as long as the module holds those and no others; else None.  Another one
-        may take the place of one that is gone: its memory is to be compared, too."""
-        return self._held()
-
-
 class HeldMemory:
     """The parameters and buffers that a module has at one moment, and where they lie.  Keeps that
     memory: nothing else can come to lie there.
@@ -85,9 +60,9 @@ class HeldMemory:
     former: a snapshot of the module, to save another one where it still holds.
     """
 
-    def __init__(self, module: torch.nn.Module, former: Snapshot | None = None) -> None:
+    def __init__(self, module: torch.nn.Module, former: ModuleTree | None = None) -> None:
         if former is None or former.tensors() is None:
-            former = Snapshot(module)
+            former = ModuleTree([module])
         self.snapshot = former
         self._module = module
         tensors = self._tensors()
@@ -129,14 +104,6 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for _, part in parts_in_memory("", tensor)]
 
 
-def _tensors_of(part: torch.nn.Module) -> Iterator[Form]:
-    """Forms of a part, of the tensors that it holds: all of them are kept."""
-    for store in ("_parameters", "_buffers"):
-        held = getattr(part, store).items()
-        forms = {name: at(value, KEEP) if value is not None else atom(None) for name, value in held}
-        yield from own(vars(part), **{store: items(forms)})
-
-
 class OtherName(NamedTuple):
     """A further name that a tensor is delivered under; `first` is the place of its first one."""
 
@@ -161,10 +128,11 @@ class Destination:
         names: Sequence[str],
         tensors: Sequence[torch.Tensor],
         twins: Sequence[OtherName] = (),
-        snapshot: Snapshot | None = None,
+        snapshot: ModuleTree | None = None,
         former: TensorTable | None = None,
     ) -> None:
         self.snapshot = snapshot
+        self._held = (snapshot.tensors() if snapshot is not None else None) or []
         self.names = list(names)
         self.tensors = list(tensors)
         self.twins = list(twins)
@@ -190,7 +158,7 @@ class Destination:
             LayoutError: something else does not fit; the text names it.
         """
         who = type(module).__name__
-        snapshot = Snapshot(module)
+        snapshot = ModuleTree([module])
         state = state_of(module)
         unknown = delivered.keys() - state.keys() - ignore
         if unknown:
@@ -236,7 +204,8 @@ class Destination:
         moved += [n for n, first, twin in self.twins if seen(twin) != seen(self.tensors[first])]
         if moved:
             raise StateError(f"{moved[0]}: its memory was replaced while the update ran")
-        if self.snapshot is not None and self.snapshot.tensors() is None:
+        held = self._held if self.snapshot is None else self.snapshot.tensors()
+        if held is None or not all(map(operator.is_, held, self._held)):
             raise StateError("a tensor of the module was replaced while the update ran")
 
     def complete(self) -> None:

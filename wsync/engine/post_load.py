@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from wsync._core import DeadlineError, StateError
-from wsync.engine.learn.module_memory import bound_tensors, seen, usable
 from wsync.machine.deadline import seconds
+from wsync.module_tensors.held import bound_tensors, seen, usable
 
 # (path, where it is bound, under which name, tensor, what memory it was)
 _Bound = tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]

@@ -20,7 +20,6 @@ from wsync._core import (
     WsyncError,
     host,
 )
-from wsync.engine.learn.time_limit import PASSES, learning
 from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
@@ -32,6 +31,7 @@ from wsync.machine.trace import Trace
 from wsync.messages import payload
 from wsync.messages.control import BORROWS, LEARN, UPDATING, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
+from wsync.probing.time_limit import PASSES, learning
 
 if TYPE_CHECKING:
     from wsync.engine.remote_session import RemoteImporter

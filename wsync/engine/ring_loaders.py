@@ -10,7 +10,7 @@ A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
 
 The loaders here copy into a layout of the worker's (LayoutLoader) or to the tensors of a module by
 name (ModuleLoader), or call a load_weights.  RecordedLoader, which learns from load_weights where
-tensors go and copies them there directly, is in wsync.engine.learn.recorded_loader.
+tensors go and copies them there directly, is in wsync.engine.learn.loader.
 """
 
 import contextlib
@@ -49,15 +49,14 @@ from wsync.engine.destination import (
     HeldMemory,
     LoadTarget,
     OtherName,
-    Snapshot,
     aliases,
 )
-from wsync.engine.sent_destinations import Made, check_not_sent
 from wsync.machine import device
 from wsync.machine.error_text import error_text
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
 from wsync.module_tensors.names_in_messages import listed, unfused
+from wsync.module_tensors.tree import ModuleTree
 
 _log = logging.getLogger(__name__)
 
@@ -233,7 +232,6 @@ class RoutedLoader(_Loading):
         self._first = 0  # of the route's buffers that is a round
         self._destinations: BufferTable | None = None  # between `begin` and the last copy
         self._target: LoadTarget | None = None  # while an update runs
-        self._made: Sequence[Made] = ()  # what the target writes to its buffers when it is complete
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._route = None
@@ -254,7 +252,7 @@ class RoutedLoader(_Loading):
     def _aim(self, target: LoadTarget) -> None:
         """Sets where rounds are copied to from now on: parameters may move between updates.
         Called after check_rounds: until then the manifest's largest round number is unchecked.
-        LayoutError where two tensors lie in the same memory, or where a trainer sends from."""
+        LayoutError where two tensors lie in the same memory."""
         if self._route is None or self._boxes is None:
             manifest, self._boxes = self._attached(), target.layout()
             self._route, ring = Route(manifest.layout, self._boxes), manifest.ring
@@ -263,7 +261,6 @@ class RoutedLoader(_Loading):
             )
         destinations = target.buffers()
         self._boxes.check_apart(destinations)
-        check_not_sent(self._boxes, destinations, self._made)
         self._target, self._destinations = target, destinations
 
     def load(self, round: int) -> None:
@@ -541,7 +538,7 @@ class _ByCall(_Loading):
         self._tied: Twins = {}
         self._sums: dict[str, tuple[str, int]] = {}  # of those tensors, and the name it came by
         self._held: HeldMemory | None = None  # since the last call of the update
-        self._snapshot: Snapshot | None = None  # of the last of these
+        self._snapshot: ModuleTree | None = None  # of the last of these
 
     def blob(self) -> bytes:
         return WHOLE
@@ -577,7 +574,6 @@ class _ByCall(_Loading):
         kept = Destination([g[0] for g in groups], [state[g[0]] for g in groups])
         layout, buffers = kept.layout(), kept.buffers()
         layout.check_apart(buffers)
-        check_not_sent(layout, buffers)
 
     def _current(self) -> LoadWeights:
         method: Any = self._module.load_weights if self._given is None else self._given

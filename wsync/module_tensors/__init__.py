@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wsync import _core
-from wsync.module_tensors.value_forms import (
-    Form,
-    at,
-    atom,
-    call,
-    module_pattern,
-    own,
-    typed,
-)
+from wsync.module_tensors.tree import ModuleTree
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -39,7 +31,7 @@ class _Found(NamedTuple):
     names: tuple[str, ...]
     slots: list[Slot]
     others: list[tuple[Slot, int]]  # further names, and whose tensor they are of
-    same: Callable[[], object]  # None when modules hold other parts or dicts, or other names
+    same: Callable[[], bool]  # whether modules hold the same parts and names
     beside: object  # what `beside` said
 
 
@@ -79,10 +71,10 @@ class Slots:
             LayoutError: one is gone or new, or is no longer the one of all its names.
         """
         known = self._found
-        same = tuple(self._roots) == known.roots and known.same() is not None
+        same = tuple(self._roots) == known.roots and known.same()
         if not same or self._beside() != known.beside:
             # what `find` has of its own is found anew, too, until all of it fits together
-            self._found = known._replace(same=lambda: None)
+            self._found = known._replace(same=lambda: False)
             found = self._scan()
             if found.names != self.names:
                 odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
@@ -121,24 +113,9 @@ class Slots:
             else:
                 slots.append(slot)
                 tensors.append(tensor)
-        same = module_pattern(roots, _stores_of)  # after `find`, which may reshard
+        same = ModuleTree(roots).same  # after `find`, which may reshard
         names = tuple(slot.name for slot in slots)
         return _Found(roots, names, slots, others, same, self._beside())
-
-
-def _stores_of(module: Module) -> Iterator[Form]:
-    """Forms of a module: its class, which of its buffers are weights, and the dicts where it keeps
-    tensors, with the keys that have some, in any order.  The tensors may be others."""
-    yield typed(type(module))
-    scratch, held = "_non_persistent_buffers_set", vars(module)
-    yield from own(held, **{scratch: atom(set(getattr(module, scratch)))})
-    for store in ("_parameters", "_buffers"):
-        home = getattr(module, store)
-        each = [("item", key, (atom(None) if t is None else _SOME,)) for key, t in home.items()]
-        yield from own(held, **{store: at(home, call("__len__", atom(len(home))), *each)})
-
-
-_SOME: Final[Form] = ("other", type(None), ())
 
 
 def homes_of(

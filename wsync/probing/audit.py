@@ -14,13 +14,15 @@ from typing import Final
 
 import torch
 
+from wsync.module_tensors import checksum_of
 from wsync.probing.learn import LearntLoad
 from wsync.probing.lines import raw
 from wsync.probing.numbering import Source
-from wsync.probing.pieces import PlacedBox
+from wsync.probing.pieces import PlacedBox, as_kept
 from wsync.probing.probe import Load
 
-NBYTES: Final = 64 << 20  # of the tensors of a sample
+NBYTES: Final = 64 << 20  # of tensors that are loaded at a time
+SAMPLE_NBYTES: Final = 4 << 20
 _NUMBER: Final = re.compile(r"\d+")
 _STRIDE: Final = 7919  # units that follow each other in turn lie far apart
 
@@ -44,12 +46,12 @@ class Audit:
     def __init__(
         self,
         load: Load,
-        targets: Sequence[torch.Tensor],
         learnt: LearntLoad,
         sources: Iterable[Source],
         nbytes: int = NBYTES,
     ) -> None:
-        self._load, self._targets, self._most = load, targets, nbytes
+        self._load, self._most = load, nbytes
+        self._sample = min(SAMPLE_NBYTES, nbytes)
         self._places: dict[str, list[PlacedBox]] = {}
         for piece in (*learnt.pieces, *(copy.target for copy in learnt.copies)):
             self._places.setdefault(piece.name, []).append(piece)
@@ -63,21 +65,39 @@ class Audit:
             self._alike.setdefault(kind, []).append(names)
         self._turn = 0
 
-    def some(self) -> list[str]:
-        """Checks the next sample.  AuditError where that fails; all is as it was, then."""
-        names: list[str] = []
-        for units in self._alike.values():
-            unit = units[self._turn * _STRIDE % len(units)]
-            names += self._within(unit, self._most - sum(map(self._nbytes, names)))
-        self._turn += 1
-        self._check(names)
+    def is_possible(self, targets: Sequence[torch.Tensor]) -> bool:
+        """Whether the load does with a sample: some want all tensors in one call."""
+        names = self._next()
+        touched = {piece.target for name in names for piece in self._places[name]}
+        before = [checksum_of(targets[number]) for number in touched]
+        try:
+            self._check(names, targets)
+        except AuditError:
+            return False
+        return [checksum_of(targets[number]) for number in touched] == before
+
+    def some(self, targets: Sequence[torch.Tensor]) -> list[str]:
+        """Checks the next sample.  AuditError where that fails; all is as it was, then.
+
+        targets: those of the load, wherever they lie by now.
+        """
+        names = self._next()
+        self._check(names, targets)
         return names
 
-    def all(self) -> None:
+    def all(self, targets: Sequence[torch.Tensor]) -> None:
         """Checks every tensor, in parts."""
         for units in self._alike.values():
             for names in self._parts(units):
-                self._check(names)
+                self._check(names, targets)
+
+    def _next(self) -> list[str]:
+        names: list[str] = []
+        for units in self._alike.values():
+            unit = units[self._turn * _STRIDE % len(units)]
+            names += self._within(unit, self._sample - sum(map(self._nbytes, names)))
+        self._turn += 1
+        return names
 
     def _within(self, unit: Sequence[str], room: int) -> list[str]:
         found = []
@@ -100,11 +120,11 @@ class Audit:
         _, dtype, shape = self._known[name]
         return math.prod(shape) * dtype.itemsize
 
-    def _check(self, names: Sequence[str]) -> None:
+    def _check(self, names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
         pairs, kept = [], []
         with torch.no_grad():
             for name in names:
-                whole, places = self._read_back(name)
+                whole, places = self._read_back(name, targets)
                 pairs.append((name, whole))
                 kept += [(name, place, place.clone()) for place in places]
             for _, place, _ in kept:
@@ -120,12 +140,14 @@ class Audit:
                     place.copy_(was)
                 raise AuditError(list(dict.fromkeys(wrong)), raised)
 
-    def _read_back(self, name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _read_back(
+        self, name: str, targets: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A tensor as far as this worker has it, and its places, as integers."""
         _, dtype, shape = self._known[name]
         pieces = self._places[name]
-        views = [piece.view(self._targets) for piece in pieces]
+        views = [piece.view(targets) for piece in pieces]
         whole = torch.zeros(shape, dtype=dtype, device=views[0].device)
         for piece, view in zip(pieces, views, strict=True):
-            piece.of(whole).copy_(view)
+            piece.of(whole).copy_(as_kept(view, dtype))
         return whole, [raw(view) for view in views]

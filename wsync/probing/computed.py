@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from wsync.module_tensors.quantised_names import weight_of
-from wsync.probing.numbering import Source
+from wsync.probing.numbering import Made, Source
 from wsync.probing.pieces import PlacedBox
 from wsync.probing.probe import Overwriting
 from wsync.probing.verify import Values, sum_of
@@ -36,11 +36,11 @@ def sources_of(
     groups: dict[str, list[Source]] = {}
     for source in sources:
         groups.setdefault(group_of(source), []).append(source)
-    loads.load([(source.name, values(source)) for source in sources])
+    loads.load(Made(sources, values))
     found: dict[str, PlacedBox] = {}
     for group in groups.values():
         before = [sum_of(piece, loads) for piece in computed]
-        loads.load([(source.name, others(source)) for source in group])
+        loads.load(Made(group, others))
         after = [sum_of(piece, loads) for piece in computed]
         changed = [p for p, one, other in zip(computed, before, after, strict=True) if one != other]
         if changed:

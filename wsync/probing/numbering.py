@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wsync.probing.codes import base_of, common_base, decode, encode, kind_of
+from wsync.probing.time_limit import taken
 
 
 class Source(NamedTuple):
@@ -29,11 +30,18 @@ class _Digit(NamedTuple):
 class Numbering:
     """Which digit each call brings of each source.
 
-    given: tensors that are brought as they are.  whole: makes all elements of a tensor.
+    given: tensors that are brought as they are.  device: where the others lie.  whole: makes all
+    elements of a tensor.
     """
 
-    def __init__(self, sources: Sequence[Source], given: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        given: Mapping[str, torch.Tensor],
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.sources = sources
+        self._device = device
         self.given = given
         self.known = {source.name: source for source in sources}
         self.whole = False
@@ -51,7 +59,7 @@ class Numbering:
     def pairs(self, call: int) -> list[tuple[str, torch.Tensor]]:
         last = call == self.calls - 1
         sources = backwards(self.sources, self.given) if last else self.sources
-        return _Made(sources, lambda source: self._tensor(source, call))
+        return Made(sources, lambda source: self._tensor(source, call))
 
     def of(self, dtype: torch.dtype) -> list[Source]:
         """The sources that copies may bring to a tensor of a dtype."""
@@ -101,12 +109,12 @@ class Numbering:
     @functools.cache  # noqa: B019
     def _values(self, dtype: torch.dtype) -> torch.Tensor:
         """Those of all digits."""
-        return encode(torch.arange(base_of(dtype), device="cpu"), dtype)
+        return encode(torch.arange(base_of(dtype), device="cpu"), dtype).to(self._device)
 
     @functools.cache  # noqa: B019
     def _vector(self, dtype: torch.dtype, extent: int, weight: int) -> torch.Tensor:
         digits = torch.arange(extent, device="cpu") // weight % base_of(dtype)
-        return encode(digits, dtype)
+        return encode(digits, dtype).to(self._device)
 
 
 def backwards(sources: Sequence[Source], given: Mapping[str, torch.Tensor]) -> list[Source]:
@@ -115,20 +123,24 @@ def backwards(sources: Sequence[Source], given: Mapping[str, torch.Tensor]) -> l
     return [*reversed(numbered), *(source for source in sources if source.name in given)]
 
 
-class _Made(list[tuple[str, torch.Tensor]]):
+class Made(list[tuple[str, torch.Tensor]]):
     """A list whose tensors are made when they are taken."""
 
     def __init__(self, sources: Sequence[Source], make: Callable[[Source], torch.Tensor]) -> None:
         super().__init__([("", torch.empty(0, device="cpu"))] * len(sources))
         self._sources, self._make = sources, make
+        self.last = ""  # the name of what was taken last
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return _Made(self._sources[index], self._make)
-        return self._sources[index].name, self._make(self._sources[index])
+            return Made(self._sources[index], self._make)
+        source = self._sources[index]
+        taken()
+        self.last = source.name
+        return source.name, self._make(source)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((source.name, self._make(source)) for source in self._sources)
+        return (self[number] for number in range(len(self)))
 
     def __reversed__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self[::-1])

@@ -11,6 +11,12 @@ import torch
 
 from wsync.boxes import Box, outside, overlap
 
+# conversions that copies can do on their way (csrc/core/layout/dtype.h)
+_CASTS: Final = {
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float32),
+}
 UNWRITTEN: Final = "unwritten"
 CONSTANT: Final = "constant"
 COMPUTED: Final = "computed"
@@ -55,6 +61,23 @@ class PlacedBox:
         return replace(self, start=box[0], extent=box[1], offset=offset)
 
 
+def kept_as(source: torch.dtype, target: torch.dtype) -> torch.dtype | None:
+    """The dtype in which copies bring a source to a target; None: they cannot.  Codes of one byte
+    stay as they are, by whatever name."""
+    if source == target or source.itemsize == target.itemsize == 1:
+        return source
+    return target if (source, target) in _CASTS else None
+
+
+def as_kept(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a copy of a tensor is in a target of a dtype."""
+    return tensor.view(dtype) if tensor.element_size() == dtype.itemsize == 1 else tensor.to(dtype)
+
+
+def as_computed(piece: PlacedBox) -> PlacedBox:
+    return replace(piece, name="", twin="", why=COMPUTED)
+
+
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
     """A further place of elements that are delivered once."""
@@ -63,7 +86,8 @@ class LocalCopy:
     target: PlacedBox
 
     def run(self, targets: Sequence[torch.Tensor]) -> None:
-        self.target.view(targets).copy_(self.source.view(targets))
+        target = self.target.view(targets)
+        target.copy_(as_kept(self.source.view(targets), target.dtype))
 
 
 def once(

@@ -13,12 +13,22 @@ from typing import Any
 
 import torch
 
+from wsync._core import WsyncError
+from wsync.machine.error_text import error_text
 from wsync.probing.lines import Lines, raw
 from wsync.probing.numbering import Numbering, Source
 from wsync.probing.pieces import PlacedBox
 from wsync.probing.reading import Reading
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
+
+
+class RaisedError(Exception):
+    """A load failed.  last: the name of the tensor that it had taken last."""
+
+    def __init__(self, last: str, error: Exception) -> None:
+        self.last, self.error = last, error
+        super().__init__(f"it raised {error_text(error)}")
 
 
 class Overwriting:
@@ -36,8 +46,14 @@ class Overwriting:
             raw(target).bitwise_not_()
 
     def load(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        with torch.no_grad():
-            self._load(pairs)
+        """RaisedError where the load fails."""
+        try:
+            with torch.no_grad():
+                self._load(pairs)
+        except WsyncError:
+            raise
+        except Exception as error:
+            raise RaisedError(getattr(pairs, "last", ""), error) from error
 
     def put_back(self) -> None:
         """What no load has written is as it was; what one has written is lost."""
@@ -52,7 +68,8 @@ def probe(
 
     given: tensors whose values matter, brought as they are.  Targets share no elements.
     """
-    numbering = Numbering(sources, given)
+    device = loads.targets[0].device if loads.targets else "cpu"
+    numbering = Numbering(sources, given, device)
     lines = [Lines(target) for target in loads.targets]
     for call in range(numbering.calls):
         loads.invert()
@@ -60,7 +77,7 @@ def probe(
             each.before()
         try:
             loads.load(numbering.pairs(call))
-        except Exception:
+        except RaisedError:
             if numbering.whole:
                 raise
             numbering.whole = True  # it may have written to a tensor, or asked for its strides

@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from wsync.module_tensors import checksum_of
 from wsync.probing.lines import raw
-from wsync.probing.numbering import Source
-from wsync.probing.pieces import COMPUTED, CONSTANT, UNWRITTEN, PlacedBox
+from wsync.probing.numbering import Made, Source
+from wsync.probing.pieces import (
+    COMPUTED,
+    CONSTANT,
+    UNWRITTEN,
+    PlacedBox,
+    as_computed,
+    as_kept,
+)
 from wsync.probing.probe import Overwriting
 
 # One of a model's tensors, with random values; the same each time that it is asked for.
 Values = Callable[[Source], torch.Tensor]
+
+
+class Expected:
+    """What places hold when tensors have been loaded."""
+
+    def __init__(
+        self,
+        loads: Overwriting,
+        constants: Mapping[PlacedBox, torch.Tensor],
+        sources: Sequence[Source],
+        values: Values,
+    ) -> None:
+        self._loads, self._constants, self._values = loads, constants, values
+        self._known = {source.name: source for source in sources}
+
+    def at(self, piece: PlacedBox, *, twins: bool = False) -> bool:
+        """Whether a copy or a constant lies in a place.  twins: of two sources that go there it is
+        the other one."""
+        found = piece.view(self._loads.targets)
+        if piece.why == CONSTANT:
+            wanted = self._constants[piece]
+        else:
+            name = piece.twin if twins and piece.twin else piece.name
+            wanted = as_kept(piece.of(self._values(self._known[name])), found.dtype)
+        return torch.equal(raw(found), raw(wanted.to(found.device).expand(found.shape)))
 
 
 def verify(
@@ -32,24 +63,15 @@ def verify(
     """
     loads.invert()
     before = {piece: sum_of(piece, loads) for piece in pieces if piece.why == UNWRITTEN}
-    known = {source.name: source for source in sources}
-    loads.load([(source.name, values(source)) for source in sources])
+    expected = Expected(loads, constants, sources, values)
+    loads.load(Made(sources, values))
 
     def holds(piece: PlacedBox) -> bool:
         if piece.why in (UNWRITTEN, COMPUTED):
             return piece.why == COMPUTED or sum_of(piece, loads) == before[piece]
-        found = piece.view(loads.targets)
-        if piece.why == CONSTANT:
-            wanted = constants[piece]
-        else:
-            name = piece.twin if twins and piece.twin else piece.name
-            wanted = piece.of(values(known[name])).to(found.device, found.dtype)
-        return torch.equal(raw(found), raw(wanted))
+        return expected.at(piece, twins=twins)
 
-    return [
-        piece if holds(piece) else replace(piece, name="", twin="", why=COMPUTED)
-        for piece in pieces
-    ]
+    return [piece if holds(piece) else as_computed(piece) for piece in pieces]
 
 
 def sum_of(piece: PlacedBox, loads: Overwriting) -> int:
@@ -65,9 +87,9 @@ def is_made_of(
 ) -> bool:
     """Whether a load of these tensors leaves in the places what a load of all leaves there.  The
     load of all has been the last one, of other values."""
-    loads.load([(source.name, values(source)) for source in sources])
+    loads.load(Made(sources, values))
     wanted = [sum_of(piece, loads) for piece in computed]
     for piece in computed:
         raw(piece.view(loads.targets)).bitwise_not_()
-    loads.load([(s.name, values(s)) for s in sources if s.name in names])
+    loads.load(Made([source for source in sources if source.name in names], values))
     return wanted == [sum_of(piece, loads) for piece in computed]

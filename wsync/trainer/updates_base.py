@@ -25,7 +25,6 @@ from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.error_text import error_text
 from wsync.machine.fork_guard import Owner
 from wsync.machine.host import host_identity
-from wsync.machine.sent_memory import Sent, sending
 from wsync.options import Options
 from wsync.report import Report, counted
 from wsync.trainer.quantise_option import quantise_rules
@@ -58,7 +57,6 @@ class Updates(abc.ABC):
             else together(lambda: from_tensors(source), timeout=timeout)
         )
         self._layout = self._source.layout  # of what this rank has to give
-        self._sent: list[Sent] = []  # by the update that runs
         self._image: Image | None = None  # of codes and scales, where weights are quantised
         self._updates = 0  # calls of update() since this was made; their number names each
         self._next_version = 1
@@ -225,7 +223,6 @@ class Updates(abc.ABC):
     def _bind(self, weights: Weights | None, report: Report) -> _core.TensorTable:
         """What the buffers of this rank stand for now; codes and scales are made anew."""
         table = self._source.bind(weights)
-        self._sent.append((self._source.layout, table))
         if self._image is None:
             return table
         self._image.describe(report)
@@ -242,7 +239,7 @@ class Updates(abc.ABC):
             self._updates += 1  # before anything can fail here that others do not hear of
             start = time.perf_counter()
             self._renew()
-            with sending() as self._sent, self._one_error():
+            with self._one_error():
                 given = weights is not None if self._source.names else None
                 text, self._updates = agree(
                     self._group, version, self.version, given, self._updates

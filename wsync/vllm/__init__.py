@@ -21,20 +21,19 @@ import torch
 
 from wsync._core import Layout, LayoutError, UnsupportedError
 from wsync.checkpoints.hub_cache import folder_of
-from wsync.engine.learn.module_memory import ModuleMemory
-from wsync.engine.learn.quantisation_mismatch import Rehearsal
-from wsync.engine.learn.recorded_loader import RecordedLoader
-from wsync.engine.learn.recording import Recording
+from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.replay import LearntModule
 from wsync.engine.post_load import wait_for_device
 from wsync.engine.receiver import Receiver, refused
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
-from wsync.module_tensors import same_bytes
+from wsync.module_tensors import checksum_of, same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
 from wsync.quantise.config import TensorFacts, facts_of
 from wsync.trainer.checkpoint_check import check_room
 from wsync.vllm.made_once import BoundTensor, made_once, run_anew
+from wsync.vllm.rehearsal import Rehearsal
 
 
 def register() -> None:
@@ -164,7 +163,7 @@ class VllmLoader(ChoosingLoader):
         self._device = torch.device("cpu" if device is None else device)
         self.recorded = _Recorded(model, after=self._process)
         self._chosen = self.recorded
-        self._tried: tuple[Recording | None, str] = (None, "")
+        self._tried: tuple[LearntModule | None, str] = (None, "")
         self._once: list[BoundTensor] = []
         self._roomy: list[TensorFacts] = []  # what there is room for
 
@@ -179,7 +178,6 @@ class VllmLoader(ChoosingLoader):
                 "when it started"
             )
         self._check_room(facts_of(model))
-        self.recorded.check_private()  # processing writes there, too
         self.reason = rewritten(self._model) or processed_once(self._model)
         for path, method in packed_when_made(self._model):
             kernel = type(method.moe_kernel.fused_experts).__name__
@@ -191,14 +189,12 @@ class VllmLoader(ChoosingLoader):
             self.reason = self._process_kept()  # from here on there is all that it makes
         if not self.reason:
             blob = self.recorded.learn(model, losing)
-            recording = self.recorded.recording
-            if recording is not None and recording is not self._tried[0]:
-                self._tried = (recording, self._changes(recording))
-            self.reason = "" if recording is None else self._tried[1]
+            learnt = self.recorded.learnt
+            if learnt is not None and learnt is not self._tried[0]:
+                self._tried = (learnt, self._changes(learnt))
+            self.reason = "" if learnt is None else self._tried[1]
             if not self.reason:
                 return blob
-        else:
-            self.recorded.note_rows()
         names = (model.tensor(index)[:2] for index in range(model.tensor_count))
         if missing := without_scales(names):
             # a layer that is made anew is processed with whatever memory it has for them
@@ -220,12 +216,6 @@ class VllmLoader(ChoosingLoader):
             chosen = self._model_config
             check_room(facts, folder_of(chosen.model, chosen.revision))
             self._roomy = facts
-
-    def finish(self, timeout: float) -> Receipt:
-        receipt = super().finish(timeout)
-        if self._chosen is not self.recorded:
-            self.recorded.tell_of_rows()
-        return receipt
 
     @property
     def own_loading(self) -> str:
@@ -266,35 +256,33 @@ class VllmLoader(ChoosingLoader):
             data.copy_(copy)
         return f"{changed[0]} is changed by process_weights_after_loading" if changed else ""
 
-    def _changes(self, recording: Recording) -> str:
+    def _changes(self, learnt: LearntModule) -> str:
         """What processing changes of that which load_weights has written just now, or ""."""
         from vllm.config import set_current_vllm_config
 
-        held = ModuleMemory(self._model)
-        areas = [held.areas[number] for number in recording.areas]
-        before = [area.checksum() for area in areas]
+        places = learnt.does.written
+        tensors = learnt.memory.tensors() or []
+        before = [checksum_of(place.view(tensors)) for place in places]
         self._process()
         with set_current_vllm_config(self._config):
             self._once += made_once(self._model)
-        for area, sum in zip(areas, before, strict=True):
-            if area.checksum() != sum:
-                return f"{area.path} is changed by process_weights_after_loading"
+        tensors = learnt.memory.tensors() or []
+        for place, sum in zip(places, before, strict=True):
+            if checksum_of(place.view(tensors)) != sum:
+                path = learnt.memory.targets[place.target].path
+                return f"{path} is changed by process_weights_after_loading"
         return ""
 
 
 class _Recorded(RecordedLoader):
     """Does not ask for what attention makes of other weights each time that it is processed."""
 
-    def stays(self, path: str) -> bool:
-        """Whether that parameter is to stay as it is."""
-        return self._stays(path)
-
     def is_named(self, path: str) -> bool:
-        """Whether it is because somebody has said so."""
-        return super()._stays(path)
+        """Whether a parameter is to stay as it is because somebody has said so."""
+        return super().stays(path)
 
-    def _stays(self, path: str) -> bool:
-        return _made_by_attention(self._module, path) or super()._stays(path)
+    def stays(self, path: str) -> bool:
+        return _made_by_attention(self._module, path) or super().stays(path)
 
 
 def is_attention(layer: torch.nn.Module) -> bool:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wsync.engine.learn.module_memory import slots, usable
-from wsync.engine.learn.module_state import Bindings
 from wsync.engine.post_load import run_in_place
 from wsync.module_tensors import checksum_of
+from wsync.module_tensors.held import seen, slots, usable
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ def made_once(model: torch.nn.Module) -> list[BoundTensor]:
     if hook is None:
         return []
     before = [(slot, slot.values[slot.name]) for slot in _not_constructed(model)]
-    bindings = Bindings(model)
+    bound = _Bound(model)
     try:
         with torch.no_grad(), _removed([slot for slot, _ in before]):
             hook()
@@ -40,7 +39,7 @@ def made_once(model: torch.nn.Module) -> list[BoundTensor]:
         _log.info("what the model's own hook makes once is not known: %s", repr(error))
         return []
     finally:
-        bindings.restore()
+        bound.restore()
 
 
 def run_anew(
@@ -64,6 +63,28 @@ def _removed(found: Sequence[BoundTensor]) -> Iterator[None]:
     finally:
         for slot, tensor in held:
             slot.values.setdefault(slot.name, tensor)
+
+
+class _Bound:
+    """Which tensors a module's attributes are bound to, and to which memory these are."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._slots = [(slot, dict(slot)) for part in module.modules() for slot in slots(part)]
+        held = (value for _, values in self._slots for value in values.values())
+        self._data = [(t, t.detach()) for t in held if isinstance(t, torch.Tensor) and usable(t)]
+
+    def restore(self) -> None:
+        for slot, values in self._slots:
+            for name in [*slot, *(values.keys() - slot.keys())]:
+                old, new = values.get(name), slot.get(name)
+                if new is not old and any(isinstance(each, torch.Tensor) for each in (old, new)):
+                    if name in values:
+                        slot[name] = old
+                    else:
+                        del slot[name]
+        for tensor, data in self._data:
+            if seen(tensor) != seen(data):
+                tensor.data = data
 
 
 def _not_constructed(model: torch.nn.Module) -> Iterator[BoundTensor]:

@@ -1,7 +1,4 @@
-"""Tensors that a trainer quantises in another way than the engine that is to keep them.
-
-Loaders copy, copies convert, and codes that were converted are numbers without a meaning.
-"""
+"""A load of tensors without values, to see what vLLM's layerwise reload would not take."""
 
 from __future__ import annotations
 
@@ -13,15 +10,16 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wsync._core import Layout, LayoutError
-from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.module_memory import ModuleMemory
-from wsync.engine.learn.tracer import Tracer
-from wsync.engine.learn.writes import SOURCE
+from wsync._core import Layout
+from wsync.engine.learn.mismatch import (
+    NotTakenError,
+    converting,
+    meaningless,
+    refusing,
+)
 from wsync.machine.error_text import error_text
 from wsync.module_tensors import dtype_of
-from wsync.module_tensors.names_in_messages import listed
-from wsync.module_tensors.quantised_names import QUANTISED, is_note
+from wsync.module_tensors.quantised_names import is_note
 
 _WRITES: Final = (
     torch.ops.aten.copy_.default,
@@ -29,67 +27,7 @@ _WRITES: Final = (
     torch.ops.aten.fill_.Tensor,
     torch.ops.aten.zero_.default,
 )
-_REMEDY: Final = "Options(quantise=) of the trainer says how weights are delivered"
 _View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
-
-
-class NotTakenError(LayoutError):
-    """load_weights does not take what the trainer delivers: it is quantised in another way than
-    what the engine keeps, or has names that the module has not."""
-
-
-def _converting(module: torch.nn.Module, what: Iterable[str]) -> NotTakenError:
-    return NotTakenError(
-        f"{type(module).__name__} and the trainer do not quantise alike: its load_weights converts "
-        f"{listed(what)} ({_REMEDY})"
-    )
-
-
-def _refusing(module: torch.nn.Module, what: str, error: Exception) -> NotTakenError:
-    return NotTakenError(
-        f"{type(module).__name__} does not take what the trainer delivers: loading {what}: "
-        f"{error_text(error)}"
-    )
-
-
-def refuse_other_forms(held: ModuleMemory, model: MadeUpModel, tracer: Tracer) -> None:
-    """Raises NotTakenError where a loader was seen to convert codes, or to codes."""
-    found: dict[str, str] = {}
-    sources, targets = _source_texts(model), _target_texts(held)
-    for number, writes in enumerate(tracer.writes):
-        for write in writes:
-            if write.kind != SOURCE or not meaningless(write.dtypes[0], write.dtypes[-1]):
-                continue
-            name = tracer.name_at(write.move.source)
-            path = held.name(number, write.move.destination - held.areas[number].start)
-            found.setdefault(name, f"{sources[name]} to {targets[path]}")
-    if found:
-        raise _converting(held.parts[""], found.values())
-
-
-def refuse_unloadable(
-    error: Exception, held: ModuleMemory, model: MadeUpModel, tracer: Tracer
-) -> None:
-    """Raises NotTakenError where a loader raised over a quantised tensor.  Values that it could
-    have gone by were not there to be looked at."""
-    places = model.address, model.address + model.nbytes
-
-    def source(tensor: torch.Tensor) -> str:
-        inside = places[0] <= tensor.data_ptr() < places[1]
-        return tracer.name_at(tensor.data_ptr()) if inside else ""
-
-    def target(tensor: torch.Tensor) -> str:
-        area = held.find(tensor.data_ptr())
-        return "" if area < 0 else held.name(area, tensor.data_ptr() - held.areas[area].start)
-
-    name, path = _at_work(error.__traceback__, source, target)
-    unknown = isinstance(error, KeyError | AttributeError)  # the module has no such parameter
-    involved = {name, *held.parameters} if unknown else {name, path}
-    codes = any(fact[0] == name and dtype_of(fact[1]).itemsize == 1 for fact in model.tensors)
-    if not name or not (codes or any(map(QUANTISED.search, involved))):
-        return
-    into = f" to {_target_texts(held)[path]}" if path and not unknown else ""
-    raise _refusing(held.parts[""], f"{_source_texts(model)[name]}{into}", error) from error
 
 
 def _refuse_names(module: torch.nn.Module, error: Exception) -> None:
@@ -99,24 +37,6 @@ def _refuse_names(module: torch.nn.Module, error: Exception) -> None:
         raise NotTakenError(
             f"{type(module).__name__} does not take what the trainer delivers: {error_text(error)}"
         ) from error
-
-
-def meaningless(first: torch.dtype, last: torch.dtype) -> bool:
-    """Whether a conversion of values makes no weights of weights: formats of one byte are codes,
-    or scales without a sign, and integers are no rounded weights."""
-    if first == last or torch.bool in (first, last):
-        return False
-    return 1 in (first.itemsize, last.itemsize) or (
-        first.is_floating_point and not last.is_floating_point
-    )
-
-
-def _source_texts(model: MadeUpModel) -> dict[str, str]:
-    return {name: f"{name} ({dtype} {shape})" for name, dtype, shape, _, _ in model.tensors}
-
-
-def _target_texts(held: ModuleMemory) -> dict[str, str]:
-    return {path: f"{path} ({dtype} {shape})" for path, dtype, shape, *_ in held.facts}
 
 
 def _at_work(
@@ -206,11 +126,11 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self._converted and name and not _wants_values(error):
                 unknown = isinstance(error, KeyError | AttributeError)
                 into = f" to {target}" if target and not unknown else ""
-                raise _refusing(module, f"{self._texts[name]}{into}", error) from error
+                raise refusing(module, f"{self._texts[name]}{into}", error) from error
             if not name and not _wants_values(error):
                 _refuse_names(module, error)
         if self._converted:
-            raise _converting(module, self._converted.values())
+            raise converting(module, self._converted.values())
         return ended
 
     def written(self, tensor: torch.Tensor) -> int:

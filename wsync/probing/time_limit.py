@@ -12,7 +12,7 @@ from typing import Final
 from wsync._core import DeadlineError
 from wsync.machine.deadline import Deadline
 
-PASSES: Final = 3  # that load_weights makes over all tensors: two are recorded, one is compared
+PASSES: Final = 9  # that load_weights makes over all tensors: most are numbered, two have values
 
 _limit: ContextVar[Deadline | None] = ContextVar("wsync_learning", default=None)
 _tell: ContextVar[Callable[[], object] | None] = ContextVar("wsync_learning_tell", default=None)

@@ -1,0 +1,349 @@
+"""A loader that learns what an engine's load_weights does, and does it without Python."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from wsync import _core
+from wsync.engine.destination import MissingError
+from wsync.engine.learn.made_up import MadeUpTensors, given_values
+from wsync.engine.learn.memory import ModuleMemory, wrapped_parameters
+from wsync.engine.learn.mismatch import not_taken, refuse_conversions
+from wsync.engine.learn.replay import LearntModule, ReplayLoader, has_changed
+from wsync.engine.learn.unlearnt import UnlearntLoader
+from wsync.engine.post_load import in_place
+from wsync.engine.ring_loaders import (
+    ChoosingLoader,
+    Loader,
+    LoadWeights,
+    Losing,
+    ModuleLoader,
+    Receipt,
+    keeps,
+    loading_stream,
+)
+from wsync.machine import device
+from wsync.messages.control import LEARN, WHOLE
+from wsync.module_tensors import dtype_of
+from wsync.module_tensors.names_in_messages import listed, unfused
+from wsync.module_tensors.quantised_names import is_note
+from wsync.probing.learn import LearntLoad, NotLearntError, learn
+from wsync.probing.numbering import Source
+from wsync.probing.pieces import UNWRITTEN, PlacedBox
+from wsync.probing.probe import RaisedError
+
+KEEP: Final = "WSYNC_KEEP"
+
+_log = logging.getLogger(__name__)
+_Model = list[_core.TensorInfo]
+_NOT_ASKED: Final = (
+    "no trainer has asked for it yet; updates by buckets, broadcasts or files go without"
+)
+
+
+class RecordedLoader(ChoosingLoader):
+    """Replaces a module's load_weights by one list of copies.
+
+    When a trainer lists its tensors for the first time, load_weights is called a few times, with
+    tensors whose values number their elements: what lies in the module then says where it puts
+    them, and random values prove it.  Tensors that load_weights computes with still go through
+    it, all together, when every round has arrived.  A loader that cannot be replaced is used as it
+    is, by an UnlearntLoader; `reason` is why.  What it does must not depend on the weights that the
+    module holds: these are lost when it is learnt.
+
+    At each update the module has to have the same tensors, wherever they lie, and load_weights has
+    to put some of them where it put them before.  Otherwise the update fails before it has written
+    anything, and the next one learns anew.
+
+    Refused, by name, are parameters that the trainer does not deliver completely, because they
+    would keep their old values, and tensors that load_weights writes to one place although their
+    bytes differ.
+
+    ignore: shell patterns ("visual.*") for the paths of parameters that the trainer does not have
+    and that stay as they are; where a part of one may stay, as its padding, its full path.  The
+    environment variable WSYNC_KEEP adds more, separated by commas, for engines that make their
+    loader themselves.
+    needed: ask the trainer only for what the module keeps, not for whole tensors.
+    after: called with the module when everything is loaded.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        load_weights: LoadWeights | None = None,
+        *,
+        ignore: Iterable[str] = (),
+        needed: bool = True,
+        after: Callable[[Any], object] | None = None,
+        threads: int = 1,
+    ) -> None:
+        self._given = load_weights
+        self._module = module
+        self._load = self.method()
+        self.learnt: LearntModule | None = None
+        self.reason = ""
+        self._ignore = (*ignore, *filter(None, os.environ.get(KEEP, "").split(",")))
+        self._needed = needed
+        self._after = after
+        self._threads = threads
+        self._stream = loading_stream(device.of_module(module), threads)
+        self._model: _Model = []  # the facts of what the trainer delivers
+        self._went_by: object = None
+        self._chosen: Loader = ModuleLoader(module, self._load)
+
+    def blob(self) -> bytes:
+        return LEARN
+
+    def learn(self, model: _core.Layout, losing: Losing = keeps) -> bytes:
+        """Learns what the module keeps of a model's tensors, and returns it as a blob.
+
+        The module's weights are lost, unless this model was learnt before.
+
+        Raises:
+            LayoutError: they do not take what the trainer delivers.
+            StateError: they have no memory now.
+        """
+        facts = [model.tensor(index) for index in range(model.tensor_count)]
+        if facts == self._model and self._is_current():
+            return self._chosen.blob() if self._needed else WHOLE
+        sources = [Source(name, dtype_of(dtype), shape) for name, dtype, shape, _ in facts]
+        memory = ModuleMemory(self._module)
+        losing()
+        self._load, self._went_by = self.method(), self.goes_by()
+        self._model, self.learnt, self.reason = [], None, ""
+        self._chosen = ModuleLoader(self._module, self._load)
+        given = given_values(sources)
+        try:
+            learnt = self._learn(memory, sources, given)
+        except NotLearntError as error:
+            self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
+            together = _together(facts, sources)
+            own = _in_place(self._module, self._load)
+            unlearnt = UnlearntLoader(self._module, own, sources, together, given)
+            known = _lacking(ModuleMemory(self._module), error.pieces) if error.pieces else None
+            self.check_delivered(unlearnt.lacking if known is None else known)
+            self._chosen = unlearnt
+            how = ", all in one call" if unlearnt.at_once else ""
+            _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
+            return WHOLE
+        self._check_learnt(learnt)
+        replay = ReplayLoader(learnt, self._stream, self._threads)
+        self.learnt, self._model, self._chosen = learnt, facts, replay
+        for name, reason in self.computed().items():
+            _log.warning("%s goes through load_weights: %s", name, reason)
+        return replay.blob() if self._needed else WHOLE
+
+    def _is_current(self) -> bool:
+        """Whether what was learnt is still true."""
+        if not isinstance(self._chosen, ReplayLoader) or self._stale():
+            return False
+        try:
+            return self._chosen.is_current()
+        except _core.StateError as error:
+            _log.info("%s", error)
+            return False
+
+    def _learn(
+        self, memory: ModuleMemory, sources: Sequence[Source], given: Mapping[str, torch.Tensor]
+    ) -> LearntModule:
+        """Raises NotLearntError, and NotTakenError."""
+        if wrapped := wrapped_parameters(self._module):
+            raise NotLearntError(f"{listed(wrapped)}: a wrapper around other tensors")
+        made = [MadeUpTensors(sources, seed) for seed in (0, 1)]
+        own = _in_place(self._module, self._load)
+
+        def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
+            own(pairs)
+            for each in made:
+                each.restore()
+
+        values = made[0].of, made[1].of
+        while True:
+            tensors = memory.tensors() or []
+            try:
+                does = learn(load, tensors, sources, given, values)
+            except RaisedError as error:
+                raise not_taken(self._module, sources, error) from error.error
+            former, memory = memory, ModuleMemory(self._module)
+            if [target.path for target in memory.targets] == [t.path for t in former.targets]:
+                break  # load_weights has made no further tensors
+        does = _with_names(memory, sources, does)
+        refuse_conversions(self._module, load, memory, sources, does)
+        _check_share(sources, does)
+        return LearntModule(self._module, own, memory, sources, given, does)
+
+    def _check_learnt(self, learnt: LearntModule) -> None:
+        does = learnt.does
+        used = {piece.name for piece in does.pieces} | does.computed.keys()
+        unused = [source.name for source in learnt.sources if source.name not in used]
+        self.check_delivered(_lacking(learnt.memory, does.others), unused)
+
+    def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
+        """Raises MissingError for parameters that lack bytes.  unused: tensors of the trainer."""
+        sizes = {path: t.numel() * t.element_size() for path, t in self._module.named_parameters()}
+        missing = []
+        for path, nbytes in lacking.items():
+            size = sizes.get(path, nbytes)
+            pattern = self._named_by(path)
+            stays = self.stays(path)
+            if stays and (nbytes == size or not pattern or pattern == path):
+                continue
+            part = f", of which {pattern!r} lets no part stay, as its full name would"
+            missing.append(f"{path} ({nbytes} of its {size} bytes{part if stays else ''})")
+        if missing:
+            instead = f", and none of {listed(unused)} is made use of" if unused else ""
+            raise MissingError(
+                f"{type(self._module).__name__}: no tensor of the trainer is loaded to "
+                f"{listed(missing)}{instead}; {KEEP} or RecordedLoader(ignore=...) names what is "
+                f"to stay as it is{unfused(unused)}"
+            )
+
+    def stays(self, path: str) -> bool:
+        """Whether a parameter that nothing is loaded to is to stay as it is; for subclasses."""
+        return bool(self._named_by(path))
+
+    def _named_by(self, path: str) -> str:
+        """The name, or else the pattern, by which a parameter is to stay as it is; or ""."""
+        patterns = [pattern.strip() for pattern in self._ignore]
+        if path in patterns:
+            return path
+        return next((each for each in patterns if fnmatch.fnmatchcase(path, each)), "")
+
+    def goes_by(self) -> object:
+        """What load_weights depends on outside the module and may change; for subclasses."""
+        return None
+
+    def computed(self) -> dict[str, str]:
+        """The tensors that load_weights computes with, and what it makes of them."""
+        if self.learnt is None:
+            return {}
+        targets = self.learnt.memory.targets
+        return {
+            name: f"{targets[piece.target].path} is no copy of it"
+            for name, piece in self.learnt.does.computed.items()
+            if not is_note(name)
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What has been learnt, for wsync.inspection."""
+        module = type(self._module).__name__
+        if self.learnt is None:
+            return {"module": module, "unlearnt": self.reason or _NOT_ASKED}
+        return {"module": module, **self.learnt.describe(), "fallbacks": self.computed()}
+
+    @property
+    def own_loading(self) -> str:
+        """Which tensors go through load_weights as it is, and why; "" for none."""
+        if self.learnt is None:
+            return self.reason and f"all tensors: {self.reason}"
+        computed = self.computed()
+        return f"{listed(computed)}: {next(iter(computed.values()))}" if computed else ""
+
+    def begin(self, rounds: int) -> None:
+        if change := self._stale():
+            self._model = []
+            raise has_changed(self._module, change)
+        try:
+            super().begin(rounds)
+        except _core.StateError:
+            self._model = []  # it is learnt anew
+            raise
+
+    def finish(self, timeout: float) -> Receipt:
+        receipt = super().finish(timeout)
+        if self._after is not None:
+            chosen = self._chosen
+            if isinstance(chosen, ModuleLoader):
+                with chosen.loading():
+                    self._after(self._module)
+            else:
+                with in_place(self._module):
+                    self._after(self._module)
+        return receipt
+
+    def method(self) -> LoadWeights:
+        """The module's load_weights as it is now, unless another one was given; for subclasses."""
+        method = self._given
+        if method is None:
+            method = getattr(self._module, "load_weights", None)
+        if method is None:
+            name = type(self._module).__name__
+            raise _core.LayoutError(f"{name} has no load_weights to learn from")
+        return method
+
+    def _stale(self) -> str:
+        """What load_weights goes by that has changed; or ""."""
+        method = self.method()
+        if self._load != method == self.method():  # some are made anew each time
+            return "load_weights is another one"
+        if self.goes_by() != self._went_by:
+            return "load_weights goes by something outside it, as where experts were balanced"
+        return ""
+
+
+def _in_place(module: torch.nn.Module, load: LoadWeights) -> LoadWeights:
+    """An engine's load_weights; tensors that it binds anew lie where the former ones did."""
+
+    def load_in_place(pairs: list[tuple[str, torch.Tensor]]) -> Any:
+        with in_place(module):
+            return load(pairs)
+
+    load_in_place.__qualname__ = getattr(load, "__qualname__", type(load).__qualname__)
+    return load_in_place
+
+
+def _with_names(memory: ModuleMemory, sources: Sequence[Source], does: LearntLoad) -> LearntLoad:
+    """With the tensors that load_weights passes over because the module has them under two names,
+    of which the other one is loaded: a tied head.  Both have to bring the same."""
+    known = {source.name: source for source in sources}
+    loaded = {piece.name for piece in does.pieces}
+    twins: dict[str, str] = {}
+    for names in memory.names.values():
+        one = next((name for name in names if name in loaded), "")
+        for other in names:
+            if one and other in known.keys() - loaded and known[other][1:] == known[one][1:]:
+                twins.setdefault(one, other)
+    pieces = [
+        replace(piece, twin=twins[piece.name]) if piece.name in twins and not piece.twin else piece
+        for piece in does.pieces
+    ]
+    return replace(does, pieces=pieces)
+
+
+def _lacking(memory: ModuleMemory, pieces: Iterable[PlacedBox]) -> dict[str, int]:
+    """The bytes of parameters that nothing is loaded to."""
+    tensors = memory.tensors() or []
+    lacking: dict[str, int] = {}
+    for piece in pieces:
+        target = memory.targets[piece.target]
+        if piece.why == UNWRITTEN and target.parameter:
+            lacking[target.path] = lacking.get(target.path, 0) + piece.view(tensors).nbytes
+    return lacking
+
+
+def _check_share(sources: Sequence[Source], does: LearntLoad) -> None:
+    """NotLearntError where most of what is loaded is computed."""
+    sizes = {name: dtype.itemsize * _count(shape) for name, dtype, shape in sources}
+    aside = sum(sizes[name] for name in does.computed)
+    if 2 * aside > sum(sizes.values()):
+        text = f"most of it is no copy, as {next(iter(does.computed))}"
+        raise NotLearntError(text, does.others)
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _together(facts: _Model, sources: Sequence[Source]) -> list[list[Source]]:
+    """The tensors, by those that no rounds bring apart."""
+    groups: dict[int, list[Source]] = {}
+    for number, (fact, source) in enumerate(zip(facts, sources, strict=True)):
+        groups.setdefault(fact[3] or -1 - number, []).append(source)
+    return list(groups.values())

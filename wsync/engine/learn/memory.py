@@ -1,0 +1,100 @@
+"""The tensors of a module that load_weights may write to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from wsync._core import StateError
+from wsync.machine import device
+from wsync.module_tensors.held import bound_tensors, usable
+from wsync.module_tensors.names_in_messages import listed
+from wsync.module_tensors.places import MemoryPlace, places_of
+from wsync.module_tensors.tree import ModuleTree
+from wsync.probing.codes import kind_of
+
+_CACHE_NBYTES: Final = 16 << 20  # an engine's caches are larger
+
+
+class Target(NamedTuple):
+    """A tensor of a module: home[key]."""
+
+    path: str
+    home: dict[str, Any]
+    key: str
+    parameter: bool
+
+
+class ModuleMemory:
+    """The tensors of a module that load_weights may write to, at one moment.  Keeps none of them,
+    but the parts of the module.
+
+    targets: they share no elements.  Parameters come first.  Plain attributes are among them, but
+    for caches; integers are not, if they are no parameters: loaders go by them.
+
+    Raises:
+        StateError: there is no memory for a parameter, as while an engine sleeps.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._tree = ModuleTree([module])
+        found = [
+            (Target(path, home, key, isinstance(tensor, torch.nn.Parameter)), tensor)
+            for path, home, key, tensor in bound_tensors(module)
+            if tensor.numel()
+        ]
+        self.names: dict[int, list[str]] = {}  # of all that begin at one address
+        for target, tensor in found:
+            self.names.setdefault(tensor.data_ptr(), []).append(target.path)
+        found.sort(key=lambda each: (not each[0].parameter, -each[1].numel()))
+        self.targets = list(_apart(found))
+
+    def tensors(self) -> list[torch.Tensor] | None:
+        """The targets as they are now; None where the module has other parts, or other names."""
+        if not self._tree.same():
+            return None
+        found = [target.home.get(target.key) for target in self.targets]
+        return found if all(isinstance(each, torch.Tensor) for each in found) else None  # type: ignore[return-value]
+
+
+def _apart(found: Sequence[tuple[Target, torch.Tensor]]) -> Iterator[Target]:
+    taken: dict[int, list[MemoryPlace]] = {}  # by storage
+    asleep: list[str] = []
+    for target, tensor in found:
+        if not _may_be_loaded(target, tensor):
+            continue
+        if not device.has_memory(tensor):
+            asleep += [target.path] if target.parameter else []
+            continue
+        others = taken.setdefault(tensor.untyped_storage().data_ptr(), [])
+        mine = places_of(tensor)
+        if not any(place.meets(other) for place in mine for other in others):
+            others += mine
+            yield target
+    if asleep:
+        raise StateError(
+            f"{listed(asleep)}: no memory of a GPU lies there, as while an engine sleeps: wake its "
+            "weights before the update"
+        )
+
+
+def _may_be_loaded(target: Target, tensor: torch.Tensor) -> bool:
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    if not kind_of(tensor.dtype) or any(step == 0 and extent > 1 for step, extent in steps):
+        return False
+    is_plain = "_parameters" in target.home  # which holds all that a part has
+    cache = is_plain and tensor.nbytes > _CACHE_NBYTES
+    return target.parameter or (tensor.is_floating_point() and not cache)
+
+
+def wrapped_parameters(module: torch.nn.Module) -> list[str]:
+    """Parameters that have values, but no memory of their own: wrappers around other tensors."""
+    return [
+        path
+        for path, parameter in module.named_parameters()
+        if not usable(parameter) and not is_lazy(parameter)
+        if parameter.numel() and not parameter.is_meta
+    ]

@@ -1,0 +1,59 @@
+"""The tensors that a module holds: parameters, buffers and plain attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from wsync.module_tensors.places import parts_of
+
+Seen = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def seen(tensor: torch.Tensor) -> Seen:
+    """What memory a tensor is, and how it is seen."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def slots(part: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """Where a module keeps tensors."""
+    return part._parameters, part._buffers, vars(part)
+
+
+def usable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, in which its elements lie at strides: not one on the
+    meta device, sparse, nested, uninitialised, or a wrapper around others."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def bound_tensors(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """(path, where it is bound, under which name, tensor) of those that are usable."""
+    for prefix, part in module.named_modules():
+        for slot in slots(part):
+            for name, tensor in slot.items():
+                if isinstance(tensor, torch.Tensor) and usable(tensor):
+                    yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
+
+
+def parts_in_memory(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Paths and parts of a tensor that have memory of their own: of a usable one, itself."""
+    if usable(tensor):
+        yield path, tensor
+        return
+    inside = {str(number): part for number, part in enumerate(parts_of(tensor))}
+    if inside.get("0") is tensor:
+        flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol of wrappers
+        inside = {name: getattr(tensor, name) for name in (flatten()[0] if flatten else ())}
+    for name, part in inside.items():
+        if isinstance(part, torch.Tensor):
+            yield from parts_in_memory(path if len(inside) == 1 else f"{path}.{name}", part)

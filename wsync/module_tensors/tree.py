@@ -1,0 +1,61 @@
+"""Which parts modules have, under which names, and what tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from wsync._core import UnsupportedError, dict_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+
+class ModuleTree:
+    """The parts of modules, and the names of their tensors, at one moment.
+
+    Keeps the parts, but no tensors: an engine may replace its weights between updates.
+    """
+
+    def __init__(self, roots: Iterable[Module]) -> None:
+        parts = list(dict.fromkeys(part for root in roots for part in root.modules()))
+        if script := next((p for p in parts if not isinstance(p._parameters, dict)), None):
+            raise UnsupportedError(
+                f"{type(script).__name__} is TorchScript: what it holds is not Python's"
+            )
+        self._parts, self._kinds = parts, list(map(type, parts))
+        self._children: list[dict[str, Any]] = [part._modules for part in parts]
+        self._stores: list[dict[str, Any]] = [
+            store for part in parts for store in (part._parameters, part._buffers)
+        ]
+        self._keys = list(map(tuple, self._children)), list(map(tuple, self._stores))
+        self._below = list(chain.from_iterable(map(dict.values, self._children)))
+        held = list(chain.from_iterable(map(dict.values, self._stores)))
+        self._form = _form(held, _distinct(held))
+
+    def same(self) -> bool:
+        """Whether all parts are the same objects of the same classes, with as many tensors, of the
+        same names."""
+        return self.tensors() is not None
+
+    def tensors(self) -> list[Tensor] | None:
+        """The distinct tensors of all parts, in order; None where `same` is not true."""
+        children, stores = self._keys
+        held = dict_values(self._stores, stores)
+        if held is None or dict_values(self._children, children) != self._below:
+            return None
+        found = _distinct(held)
+        same = list(map(type, self._parts)) == self._kinds and _form(held, found) == self._form
+        return found if same else None
+
+
+def _form(held: list[Any], distinct: list[Any]) -> tuple[int, list[int]]:
+    return len(distinct), [number for number, value in enumerate(held) if value is None]
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    found = {id(value): value for value in values}
+    found.pop(id(None), None)
+    return list(found.values())
