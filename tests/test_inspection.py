@@ -81,7 +81,7 @@ def test_the_table_has_a_line_a_worker_and_names_what_is_unusual_once() -> None:
     assert head.split("  ")[0] == "worker"
     assert [row.split()[0] for row in rows] == ["0", "1"]
     assert f"{found[0].kept_nbytes:,} (" in rows[0]
-    assert note.startswith("worker 0, 1: norm goes through load_weights: norm: ")
+    assert note.startswith("worker 0, 1: norm goes through load_weights: norm is no")
     lines = inspection.listing(found, "^o$").splitlines()
     assert lines
     assert all("  o[0:" in line and " -> o" in line for line in lines)

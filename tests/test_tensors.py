@@ -309,26 +309,7 @@ def test_a_form_describes_but_is_not_read() -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         BufferTable.of(form)
     with pytest.raises(InvalidArgumentError, match=text):
-        BufferTable([]).meeting(form)
-    with pytest.raises(InvalidArgumentError, match=text):
         pack(form, tensor.data_ptr(), 24, [0])
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=6),
-    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=6),
-)
-def test_buffers_that_meet_tensors_are_found(
-    tensors: list[tuple[int, int]], spans: list[tuple[int, int]]
-) -> None:
-    memory = torch.zeros(80, dtype=torch.uint8)
-    base = memory.data_ptr()
-    table = describe([memory[start : start + nbytes] for start, nbytes in tensors])
-    bytes_of = [set(range(start, start + nbytes)) for start, nbytes in spans]
-    described = set().union(*(range(start, start + nbytes) for start, nbytes in tensors))
-    found = BufferTable([(base + start, nbytes) for start, nbytes in spans]).meeting(table)
-    assert found == [number for number, each in enumerate(bytes_of) if each & described]
 
 
 def _some() -> list[torch.Tensor]:

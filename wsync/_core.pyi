@@ -298,18 +298,8 @@ class BufferTable:
     def lend(self, allocations: Sequence[tuple[int, int, int, bool]], /) -> Memory:
         """Memory of a GPU to be lent to another process: pieces side by side, or one allocation that is none.  It keeps
         pieces from being given back.  StateError if one has been replaced since `allocations`."""
-    def meeting(self, tensors: TensorTable, /) -> list[int]:
-        """The buffers, by number, that share memory with what tensors of a table span."""
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
-
-@final
-class Pattern:
-    """What a value is, as rows (operation, what, numbers of inner rows, which come before).  See
-    csrc/python/value_pattern.c for the operations; wsync.module_tensors.value_forms.pattern makes the rows."""
-    def __new__(cls, rows: Sequence[tuple[str, object, tuple[int, ...]]]) -> Self: ...
-    def match(self, value: object, /) -> list[Any] | None:
-        """What `keep` met, in order, if the last row is true of the value; else None."""
 
 @final
 class ViewPool:

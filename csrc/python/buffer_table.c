@@ -302,99 +302,6 @@ static PyObject *buffers_lend(PyObject *object, PyObject *argument)
                               : wsync_py_raise(state, &err);
 }
 
-/* --- what of it are tensors ------------------------------------------------------------
- */
-
-typedef struct range {
-    uintptr_t low;
-    uintptr_t high; /* the byte after the last */
-} range_t;
-
-static int compare_ranges(const void *left, const void *right)
-{
-    return WSYNC_COMPARE(((const range_t *)left)->low, ((const range_t *)right)->low);
-}
-
-/* The memory of a table's tensors as ranges that lie apart, in order. */
-static size_t find_ranges(const TensorTableObject *table, range_t *ranges)
-{
-    size_t count = 0;
-    size_t merged = 0;
-
-    for (Py_ssize_t i = 0; i < table->count; i++) {
-        const wsync_tensor_row_t *row = &table->rows[i];
-
-        if (row->nbytes_spanned > 0) {
-            const uintptr_t low = (uintptr_t)row->data;
-
-            ranges[count++] = (range_t){low, low + row->nbytes_spanned};
-        }
-    }
-    qsort(ranges, count, sizeof(*ranges), compare_ranges);
-    for (size_t i = 0; i < count; i++) {
-        if (merged == 0 || ranges[i].low > ranges[merged - 1].high) {
-            ranges[merged++] = ranges[i];
-        } else if (ranges[i].high > ranges[merged - 1].high) {
-            ranges[merged - 1].high = ranges[i].high;
-        }
-    }
-    return merged;
-}
-
-static bool meets(const range_t *ranges, size_t count, const wsync_span_t *span)
-{
-    const uintptr_t low = (uintptr_t)span->data;
-    size_t first = 0; /* that ends behind the span's start */
-
-    while (first < count) {
-        const size_t middle = first + (count - first) / 2;
-
-        if (ranges[middle].high > low) {
-            count = middle;
-        } else {
-            first = middle + 1;
-        }
-    }
-    return span->nbytes > 0 && ranges[first].low < low + span->nbytes;
-}
-
-static PyObject *buffers_meeting(PyObject *object, PyObject *tensors)
-{
-    const BufferTableObject *self = (BufferTableObject *)object;
-    ModuleState *state = wsync_py_state_of(object);
-    const TensorTableObject *table = (const TensorTableObject *)tensors;
-    range_t *ranges;
-    size_t count;
-    PyObject *list;
-
-    if (!Py_IS_TYPE(tensors, (PyTypeObject *)state->type_TensorTable)) {
-        return PyErr_Format(PyExc_TypeError, "meeting() takes a TensorTable, not %R",
-                            (PyObject *)Py_TYPE(tensors));
-    }
-    if (wsync_py_table_readable(state, table) < 0) {
-        return NULL;
-    }
-    ranges = calloc((size_t)table->count + 1, sizeof(*ranges));
-    if (ranges == NULL) {
-        return PyErr_NoMemory();
-    }
-    count = find_ranges(table, ranges);
-    ranges[count].low = UINTPTR_MAX; /* no span ends behind it */
-    list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < self->count; i++) {
-        if (meets(ranges, count, &self->spans[i])) {
-            PyObject *number = PyLong_FromSize_t(i);
-
-            if (number == NULL || PyList_Append(list, number) < 0) {
-                Py_CLEAR(list);
-            }
-            Py_XDECREF(number);
-        }
-    }
-    free(ranges);
-    return list;
-}
-
 static int buffers_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(object));
@@ -445,9 +352,6 @@ static PyMethodDef buffers_methods[] = {
     {"spans", buffers_spans, METH_NOARGS,
      "spans($self, /)\n--\n\n"
      "All addresses and lengths, to compare with another table's."},
-    {"meeting", buffers_meeting, METH_O,
-     "meeting($self, tensors, /)\n--\n\n"
-     "The buffers that share memory with what tensors of a TensorTable span."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -23,7 +23,6 @@
     X(Stream)             \
     X(BufferTable)        \
     X(ViewPool)           \
-    X(Pattern)            \
     X(IpcMemory)          \
     X(Exporter)           \
     X(Importer)           \

@@ -56,7 +56,7 @@ class Numbering:
         self.naming = max((_count(*each) for each in counts), default=1)
         self.calls = self.naming + max(map(len, self.digits.values()), default=0) + 1
 
-    def pairs(self, call: int) -> list[tuple[str, torch.Tensor]]:
+    def pairs(self, call: int) -> Made:
         last = call == self.calls - 1
         sources = backwards(self.sources, self.given) if last else self.sources
         return Made(sources, lambda source: self._tensor(source, call))
@@ -130,14 +130,16 @@ class Made(list[tuple[str, torch.Tensor]]):
         super().__init__([("", torch.empty(0, device="cpu"))] * len(sources))
         self._sources, self._make = sources, make
         self.last = ""  # the name of what was taken last
+        self.names: dict[int, str] = {}  # by the storages' addresses
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return Made(self._sources[index], self._make)
         source = self._sources[index]
         taken()
-        self.last = source.name
-        return source.name, self._make(source)
+        tensor = self._make(source)
+        self.last = self.names[tensor.untyped_storage().data_ptr()] = source.name
+        return source.name, tensor
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return (self[number] for number in range(len(self)))

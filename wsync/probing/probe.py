@@ -9,14 +9,16 @@ What lies in a target after all calls says which element of which tensor it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from wsync._core import WsyncError
 from wsync.machine.error_text import error_text
+from wsync.module_tensors.held import usable
 from wsync.probing.lines import Lines, raw
-from wsync.probing.numbering import Numbering, Source
+from wsync.probing.numbering import Made, Numbering, Source
 from wsync.probing.pieces import PlacedBox
 from wsync.probing.reading import Reading
 
@@ -24,11 +26,27 @@ Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
 
 
 class RaisedError(Exception):
-    """A load failed.  last: the name of the tensor that it had taken last."""
+    """A load failed.  name: of the tensor that it was at work on."""
 
-    def __init__(self, last: str, error: Exception) -> None:
-        self.last, self.error = last, error
+    def __init__(self, name: str, error: Exception) -> None:
+        self.name, self.error = name, error
         super().__init__(f"it raised {error_text(error)}")
+
+
+def _at_work(trace: TracebackType | None, pairs: Any) -> str:
+    """The name of a tensor that the innermost functions have in their variables, or that was taken
+    last."""
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, torch.Tensor) and usable(value):
+                name = pairs.names.get(value.untyped_storage().data_ptr()) if value.numel() else ""
+                if name:
+                    return str(name)
+    return str(pairs.last)
 
 
 class Overwriting:
@@ -45,7 +63,7 @@ class Overwriting:
         for target in self.targets:
             raw(target).bitwise_not_()
 
-    def load(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+    def load(self, pairs: Made) -> None:
         """RaisedError where the load fails."""
         try:
             with torch.no_grad():
@@ -53,7 +71,7 @@ class Overwriting:
         except WsyncError:
             raise
         except Exception as error:
-            raise RaisedError(getattr(pairs, "last", ""), error) from error
+            raise RaisedError(_at_work(error.__traceback__, pairs), error) from error
 
     def put_back(self) -> None:
         """What no load has written is as it was; what one has written is lost."""

@@ -56,7 +56,7 @@ def not_taken(module: torch.nn.Module, sources: Sequence[Source], error: RaisedE
     """What to raise where a load has failed: NotTakenError for a name that the module does not
     have, and for a quantised tensor, else NotLearntError: values may have been the reason."""
     known = {source.name: source for source in sources}
-    source, why = known.get(error.last), error.error
+    source, why = known.get(error.name), error.error
     if source is None:
         return NotLearntError(str(error))
     codes = source.dtype.itemsize == 1 or QUANTISED.search(source.name)
@@ -64,7 +64,7 @@ def not_taken(module: torch.nn.Module, sources: Sequence[Source], error: RaisedE
     stem = source.name.rpartition(".")[0] or source.name
     named = isinstance(why, ValueError) and stem in str(why)
     if isinstance(why, KeyError | AttributeError) or named or codes:
-        return refusing(module, text_of(source.name, source.dtype, source.shape), why)
+        return refusing(module, text_of(*source), why)
     return NotLearntError(f"loading {source.name}, {error}")
 
 

@@ -117,6 +117,7 @@ class ReplayLoader(RoutedLoader):
             s for s in learnt.sources if s.name in does.computed or s.name in learnt.given
         ]
         self._last: dict[str, torch.Tensor] = dict(learnt.given)  # of these, what was loaded last
+        self.constants = dict(does.constants)
         self.layout = self._destination([*tensors, *beside])
         audit = Audit(learnt.load, does, learnt.sources)
         self._audit = audit if audit.is_possible(tensors) else None
@@ -159,9 +160,11 @@ class ReplayLoader(RoutedLoader):
         super().confirm()
         self._whole = True
 
-    def load_aside(self, staged: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def load_aside(
+        self, staged: Sequence[tuple[str, torch.Tensor]], tensors: Sequence[torch.Tensor]
+    ) -> None:
         """Has the loader load what it computes with; and shapes, unless these are those that it has
-        loaded last."""
+        loaded last: what it makes of them is constant from then on."""
         computed, changed = self._learnt.does.computed, dict[str, torch.Tensor]()
         for name, tensor in staged:
             if name in self._last and not torch.equal(tensor.cpu(), self._last[name]):
@@ -170,6 +173,8 @@ class ReplayLoader(RoutedLoader):
         if pairs:
             self._learnt.load(pairs)
         self._last |= changed
+        if changed:
+            self.constants = {p: p.view(tensors).clone() for p in self.constants}
 
     def _destination(self, tensors: Sequence[torch.Tensor]) -> Layout:
         """A buffer for each tensor of the module that is used; then twins, and then tensors that
@@ -254,11 +259,11 @@ class _Filling:
         own = [number for number in self._replay.used if number < len(self.tensors)]
         increment_version([self.tensors[number] for number in own])
         with torch.no_grad():
-            for piece, value in self._does.constants.items():
+            for piece, value in self._replay.constants.items():
                 piece.view(self.tensors).copy_(value)
             if self._staged:
                 self.check_places()
-                self._replay.load_aside(self._staged)
+                self._replay.load_aside(self._staged, self.tensors)
                 self.check_places()
             for copy in self._does.copies:
                 copy.run(self.tensors)
