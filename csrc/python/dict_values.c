@@ -10,8 +10,8 @@ static bool same_key(PyObject *key, PyObject *known)
                             PyUnicode_Compare(key, known) == 0);
 }
 
-/* Appends the values of a dict; 0 where its keys are others, -1 with an exception.  Nothing here
- * runs code of Python, which might change the dict. */
+/* Appends the values of a dict; 0 where its keys are others, -1 with an exception.  Nothing
+ * here runs code of Python, which might change the dict. */
 static int append_values(PyObject *values, PyObject *dict, PyObject *keys)
 {
     PyObject *key = NULL;
@@ -20,7 +20,8 @@ static int append_values(PyObject *values, PyObject *dict, PyObject *keys)
     Py_ssize_t i;
 
     if (!PyDict_Check(dict) || !PyTuple_Check(keys)) {
-        PyErr_SetString(PyExc_TypeError, "dict_values: a list of dicts and a list of tuples");
+        PyErr_SetString(PyExc_TypeError,
+                        "dict_values: a list of dicts and a list of tuples");
         return -1;
     }
     if (PyDict_Size(dict) != PyTuple_Size(keys)) {
@@ -46,7 +47,8 @@ static PyObject *dict_values(PyObject *Py_UNUSED(module), PyObject *args)
     Py_ssize_t i;
     int found = 1;
 
-    if (!PyArg_ParseTuple(args, "O!O!:dict_values", &PyList_Type, &dicts, &PyList_Type, &keys)) {
+    if (!PyArg_ParseTuple(args, "O!O!:dict_values", &PyList_Type, &dicts, &PyList_Type,
+                          &keys)) {
         return NULL;
     }
     count = PyList_Size(dicts);
@@ -68,7 +70,8 @@ static PyObject *dict_values(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef wsync_py_functions_dict_values[] = {
     {"dict_values", dict_values, METH_VARARGS,
      "dict_values(dicts, keys, /)\n--\n\n"
-     "The values of dicts, one after another, as they are at one moment, if the keys of each are\n"
+     "The values of dicts, one after another, as they are at one moment, if the keys of "
+     "each are\n"
      "these, in this order; else None."},
     {NULL, NULL, 0, NULL},
 };
