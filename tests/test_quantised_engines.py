@@ -16,7 +16,6 @@ from support.vllm_engine import VllmEngine
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.vllm.rehearsal import Rehearsal
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.module_tensors.quantised_names import group_of_parts, without_scales

@@ -19,6 +19,7 @@ from tqdm import tqdm
 import wsync
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.machine.deadline import PUNCTUAL
+from wsync.probing import time_limit
 from wsync.trainer import updates_base
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
