@@ -107,7 +107,7 @@ class ReplayLoader(RoutedLoader):
             PlacedBox(number, each.twin, each.start, each.extent, 0, _contiguous(each.extent))
             for number, each in enumerate(self.twins, len(tensors))
         ]
-        beside = [torch.empty(0, dtype=tensors[piece.target].dtype) for piece in self.twins]
+        beside = [tensors[piece.target].new_empty(0) for piece in self.twins]
         # what twins bring goes to memory of its own, to be compared
         self._pieces, self.shadow_copies = once((*does.pieces, *others), (*tensors, *beside))
         written = (*does.constants, *(copy.target for copy in does.copies))
