@@ -229,53 +229,10 @@ wsync_status_t wsync_copies_find_overlap(const wsync_copy_t *copies, size_t coun
     return status;
 }
 
-/* One of the spans that buffers lie in, as addresses. */
-typedef struct place {
-    uintptr_t low;
-    uintptr_t high;
-    size_t span;
-} place_t;
-
-static int compare_places(const void *left, const void *right)
-{
-    const place_t *a = left;
-    const place_t *b = right;
-
-    return WSYNC_COMPARE(a->low, b->low);
-}
-
-/* Sets shared[i] for spans that lie in one piece of memory with others; returns whether any
- * does. */
-static bool mark_shared(const wsync_span_t *spans, place_t *places, size_t count,
-                        bool *shared)
-{
-    bool any = false;
-
-    for (size_t i = 0; i < count; i++) {
-        const uintptr_t low = (uintptr_t)spans[i].data;
-
-        places[i] = (place_t){low, low + (uintptr_t)spans[i].nbytes, i};
-        shared[i] = false;
-    }
-    qsort(places, count, sizeof(*places), compare_places);
-    for (size_t i = 0, next = 0; i < count; i = next) {
-        uintptr_t high = places[i].high;
-
-        for (next = i + 1; next < count && places[next].low < high; next++) {
-            high = places[next].high > high ? places[next].high : high;
-        }
-        for (size_t j = i; next > i + 1 && j < next; j++) {
-            shared[places[j].span] = true;
-            any = true;
-        }
-    }
-    return any;
-}
-
-/* Copies to those shards of a tensor that lie in shared memory, by address. */
+/* Copies to the shards of a tensor, by address. */
 static wsync_status_t append_shards(const wsync_layout_t *layout, size_t tensor,
-                                    const wsync_span_t *spans, const bool *shared,
-                                    wsync_copies_t *copies, wsync_error_t *err)
+                                    const wsync_span_t *spans, wsync_copies_t *copies,
+                                    wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;
     size_t count;
@@ -283,14 +240,11 @@ static wsync_status_t append_shards(const wsync_layout_t *layout, size_t tensor,
 
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         const wsync_shard_t *shard = &shards[i];
+        wsync_place_t place = wsync_layout_place(layout, shard, &shard->box);
 
-        if (shared[shard->buffer]) {
-            wsync_place_t place = wsync_layout_place(layout, shard, &shard->box);
-
-            place.buffer = 0;
-            place.offset += (uintptr_t)spans[shard->buffer].data;
-            status = wsync_copies_append(copies, shard->box.extent, &place, &place, err);
-        }
+        place.buffer = 0;
+        place.offset += (uintptr_t)spans[shard->buffer].data;
+        status = wsync_copies_append(copies, shard->box.extent, &place, &place, err);
     }
     return status;
 }
@@ -306,8 +260,8 @@ static const char *name_of(const wsync_layout_t *layout, const size_t *ends, siz
     return wsync_layout_tensor(layout, tensor)->name;
 }
 
-static wsync_status_t check_shared(const wsync_layout_t *layout, const wsync_span_t *spans,
-                                   const bool *shared, wsync_error_t *err)
+static wsync_status_t check_shards(const wsync_layout_t *layout, const wsync_span_t *spans,
+                                   wsync_error_t *err)
 {
     const size_t tensor_count = wsync_layout_tensor_count(layout);
     size_t *ends = calloc(tensor_count + 1, sizeof(*ends));
@@ -320,7 +274,7 @@ static wsync_status_t check_shared(const wsync_layout_t *layout, const wsync_spa
                           "no memory to order %zu tensors", tensor_count);
     }
     for (size_t i = 0; i < tensor_count && status == WSYNC_OK; i++) {
-        status = append_shards(layout, i, spans, shared, &copies, err);
+        status = append_shards(layout, i, spans, &copies, err);
         ends[i] = copies.count;
     }
     if (status == WSYNC_OK) {
@@ -338,34 +292,53 @@ static wsync_status_t check_shared(const wsync_layout_t *layout, const wsync_spa
     return status;
 }
 
+static int compare_spans(const void *left, const void *right)
+{
+    const wsync_span_t *a = left;
+    const wsync_span_t *b = right;
+
+    return WSYNC_COMPARE((uintptr_t)a->data, (uintptr_t)b->data);
+}
+
+/* Whether spans share memory, which hardly any do: then two that are neighbours when they
+ * are sorted do. */
+static wsync_status_t find_shared(const wsync_span_t *spans, size_t count, bool *shared,
+                                  wsync_error_t *err)
+{
+    wsync_span_t *sorted = malloc((count + 1) * sizeof(*sorted));
+
+    if (sorted == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "overlap",
+                          "no memory to order %zu spans", count);
+    }
+    for (size_t i = 0; i < count; i++) {
+        sorted[i] = spans[i];
+    }
+    qsort(sorted, count, sizeof(*sorted), compare_spans);
+    *shared = false;
+    for (size_t i = 1; i < count && !*shared; i++) {
+        *shared = (uintptr_t)sorted[i].data - (uintptr_t)sorted[i - 1].data <
+                  sorted[i - 1].nbytes;
+    }
+    free(sorted);
+    return WSYNC_OK;
+}
+
 wsync_status_t wsync_layout_check_apart(const wsync_layout_t *layout,
                                         const wsync_span_t *spans, size_t span_count,
                                         wsync_error_t *err)
 {
-    place_t *places = malloc((span_count + 1) * sizeof(*places));
-    bool *shared = malloc((span_count + 1) * sizeof(*shared));
-    wsync_status_t status = WSYNC_OK;
+    bool shared = false;
+    wsync_status_t status;
 
-    if (places == NULL || shared == NULL) {
-        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "overlap",
-                            "no memory to order %zu spans", span_count);
-        goto cleanup;
-    }
     for (uint32_t rank = 0; rank < wsync_layout_rank_count(layout); rank++) {
         const uint32_t count = wsync_layout_buffer_count(layout, rank);
 
         if (count > span_count) {
-            status = wsync_fail(err, WSYNC_ERR_INVALID, 0, "overlap",
-                                "%zu spans for %u buffers", span_count, count);
-            goto cleanup;
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "overlap",
+                              "%zu spans for %u buffers", span_count, count);
         }
     }
-    if (mark_shared(spans, places, span_count, shared)) {
-        status = check_shared(layout, spans, shared, err);
-    }
-
-cleanup:
-    free(places);
-    free(shared);
-    return status;
+    status = find_shared(spans, span_count, &shared, err);
+    return status == WSYNC_OK && shared ? check_shards(layout, spans, err) : status;
 }

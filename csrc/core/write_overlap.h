@@ -23,9 +23,9 @@ typedef struct wsync_overlap {
 wsync_status_t wsync_copies_find_overlap(const wsync_copy_t *copies, size_t count,
                                          wsync_overlap_t *overlap, wsync_error_t *err);
 
-/* Checks that the shards of different buffers lie apart when buffer i lies in span i: spans
- * may share memory.  LAYOUT names two tensors that do not; INVALID where there are fewer
- * spans than buffers. */
+/* Checks that the shards lie apart when buffer i lies in span i: spans may share memory.
+ * LAYOUT names two tensors that do not; INVALID where there are fewer spans than buffers.
+ */
 wsync_status_t wsync_layout_check_apart(const wsync_layout_t *layout,
                                         const wsync_span_t *spans, size_t span_count,
                                         wsync_error_t *err);

@@ -5,6 +5,8 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "core/base/divide.h"
+
 /* In the context. */
 static wsync_status_t allocate(wsync_cuda_ipc_t *memory, wsync_error_t *err)
 {
@@ -98,8 +100,6 @@ static wsync_status_t make(const wsync_cuda_ipc_t *wanted,
 wsync_status_t wsync_cuda_ipc_create(const wsync_cuda_device_t *device, uint64_t nbytes,
                                      wsync_cuda_ipc_t **memory, wsync_error_t *err)
 {
-    const uint64_t grain = device->granularity;
-
     if (nbytes == 0) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_cuda_ipc_create",
                           "GPU memory of 0 bytes");
@@ -109,7 +109,7 @@ wsync_status_t wsync_cuda_ipc_create(const wsync_cuda_device_t *device, uint64_t
                           "GPU memory of %" PRIu64 " bytes", nbytes);
     }
     return make(&(wsync_cuda_ipc_t){.device = device,
-                                    .nbytes = (nbytes + grain - 1) / grain * grain},
+                                    .nbytes = wsync_round_up(nbytes, device->granularity)},
                 allocate, memory, err);
 }
 

@@ -14,6 +14,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "core/base/divide.h"
+
 #include "device/cuda.h"
 
 enum { CONTROL_MAX_NBYTES = 1 << 20 };
@@ -34,13 +36,6 @@ static wsync_cu_property_t exportable(const wsync_cuda_device_t *device)
         .type = WSYNC_CU_ALLOCATION_PINNED,
         .handle_types = WSYNC_CU_HANDLE_FD,
         .location = {WSYNC_CU_LOCATION_DEVICE, device->base.ordinal}};
-}
-
-static uint64_t mapped_nbytes(const wsync_cuda_device_t *device, uint64_t nbytes)
-{
-    const uint64_t grain = device->granularity;
-
-    return (nbytes + grain - 1) / grain * grain;
 }
 
 /* A record without a mapping; INVALID for a size that cannot be. */
@@ -64,7 +59,7 @@ static wsync_status_t make_record(const wsync_cuda_device_t *device, uint64_t nb
                           nbytes);
     }
     wsync_memory_init(&made->base, &device->base, nbytes);
-    made->mapped_nbytes = mapped_nbytes(device, nbytes);
+    made->mapped_nbytes = wsync_round_up(nbytes, device->granularity);
     *memory = made;
     return WSYNC_OK;
 }
@@ -488,8 +483,9 @@ _Atomic uint64_t *wsync_cuda_event_recorded(wsync_event_t event)
 
 static wsync_cuda_memory_t record_of(const wsync_cuda_device_t *device, uint64_t nbytes)
 {
-    return (wsync_cuda_memory_t){.base = {.device = &device->base, .nbytes = nbytes},
-                                 .mapped_nbytes = mapped_nbytes(device, nbytes)};
+    return (wsync_cuda_memory_t){
+        .base = {.device = &device->base, .nbytes = nbytes},
+        .mapped_nbytes = wsync_round_up(nbytes, device->granularity)};
 }
 
 wsync_status_t wsync_cuda_can_take(const wsync_cuda_device_t *device, wsync_error_t *err)

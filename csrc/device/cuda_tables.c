@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "core/base/checksum.h"
+#include "core/base/divide.h"
 
 enum {
     SLAB_NBYTES = 2 * 1024 * 1024,
@@ -38,8 +39,7 @@ static wsync_status_t reserve(wsync_cuda_tables_t *tables, uint64_t nbytes,
                               wsync_cu_ptr_t *at, wsync_error_t *err)
 {
     const wsync_cuda_driver_t *driver = tables->device->driver;
-    const uint64_t wanted =
-        (nbytes + TABLE_ALIGNMENT - 1) & ~(uint64_t)(TABLE_ALIGNMENT - 1);
+    const uint64_t wanted = wsync_round_up(nbytes, TABLE_ALIGNMENT);
     wsync_cuda_slab_t *slab = tables->slabs;
 
     if (slab == NULL || slab->nbytes - slab->used < wanted) {

@@ -6,6 +6,7 @@
 
 #include <stdbool.h>
 
+#include "core/base/divide.h"
 #include "device/host_copy_rows.h"
 
 enum {
@@ -257,19 +258,14 @@ static void run_units(const job_t *whole, const division_t *division, uint64_t f
     }
 }
 
-static uint64_t ceil_divide(uint64_t value, uint64_t by)
-{
-    return value / by + (value % by != 0);
-}
-
 /* Units of a copy whose work begins at `start` that begin in [begin, end). */
 static void run_part(const wsync_host_list_t *list, const wsync_copy_t *copy,
                      const division_t *division, uint64_t start, uint64_t begin,
                      uint64_t end)
 {
     const uint64_t first =
-        begin > start ? ceil_divide(begin - start, division->unit_work) : 0;
-    uint64_t last = ceil_divide(end - start, division->unit_work);
+        begin > start ? wsync_ceil_divide(begin - start, division->unit_work) : 0;
+    uint64_t last = wsync_ceil_divide(end - start, division->unit_work);
     const unsigned char *source = list->sources[copy->source_buffer].data;
     unsigned char *destination = list->destinations[copy->destination_buffer].data;
     job_t job = {

@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "core/base/divide.h"
 #include "core/quantise/piece_check.h"
 #include "device/host_copy_rows.h"
 #include "device/host_quantise_rows.h"
@@ -40,11 +41,6 @@ _Static_assert((int)WSYNC_QUANTISER_FP8_BLOCK == (int)WSYNC_QUANTISE_FP8_BLOCK &
                    (int)WSYNC_QUANTISER_NVFP4 == (int)WSYNC_QUANTISE_NVFP4 &&
                    (int)WSYNC_QUANTISER_FP8_PACKED == (int)WSYNC_QUANTISE_FP8_PACKED,
                "kernels number the kinds alike");
-
-static uint64_t ceil_divide(uint64_t value, uint64_t by)
-{
-    return value / by + (value % by != 0);
-}
 
 static uint64_t least(uint64_t a, uint64_t b)
 {
@@ -107,8 +103,8 @@ static division_t divide(const wsync_quantise_batch_t *batch,
 
         division.origin[d] =
             block > 0 ? piece->start[d] - piece->start[d] % block : piece->start[d];
-        division.count[d] =
-            ceil_divide(piece->start[d] - division.origin[d] + piece->extent[d], size[d]);
+        division.count[d] = wsync_ceil_divide(
+            piece->start[d] - division.origin[d] + piece->extent[d], size[d]);
     }
     division.part_work =
         least(size[0], piece->extent[0]) * least(size[1], piece->extent[1]) * item;
@@ -342,7 +338,7 @@ static void store_words(const part_t *part, const band_t *band, const unsigned *
     const uint64_t last = band->block_col + band->count - 1;
     const uint64_t end = least(piece->grid[1], last - last % in_word + in_word);
     const uint64_t at = (first / in_word - wsync_quantise_scales(piece).first) * in_word;
-    const size_t nbytes = ceil_divide(end - first, in_word) * in_word;
+    const size_t nbytes = wsync_ceil_divide(end - first, in_word) * in_word;
     unsigned char words[STRIP_COUNT + 8] = {0};
 
     for (uint64_t col = first; col < end; col++) {
@@ -428,7 +424,7 @@ static void store_codes(part_t *part, const band_t *band, const float *factors)
 
     for (uint64_t column = part->begin[1]; column < part->end[1];) {
         const strip_t strip = strip_at(part, band, column);
-        const size_t nbytes = ceil_divide(strip.count, codes) * word;
+        const size_t nbytes = wsync_ceil_divide(strip.count, codes) * word;
 
         part->functions->spread(factors + strip.block, strip.count, strip.head, band->width,
                                 columns);
@@ -531,8 +527,9 @@ static void run_parts(const wsync_host_quantise_t *list,
     const uint64_t start = range[0];
     const uint64_t total = division->count[0] * division->count[1];
     const uint64_t from =
-        range[1] > start ? ceil_divide(range[1] - start, division->part_work) : 0;
-    const uint64_t to = least(total, ceil_divide(range[2] - start, division->part_work));
+        range[1] > start ? wsync_ceil_divide(range[1] - start, division->part_work) : 0;
+    const uint64_t to =
+        least(total, wsync_ceil_divide(range[2] - start, division->part_work));
     part_t part;
 
     if (from >= to) {

@@ -11,6 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/base/divide.h"
 #include "device/deadline.h"
 #include "device/host.h"
 #include "device/host_copy.h"
@@ -368,7 +369,7 @@ static wsync_status_t enqueue_work(wsync_stream_t *stream, entry_t *entry, uint6
 {
     const wsync_status_t status = check_process(own(stream), err);
 
-    entry->pieces = work / each + (work % each != 0);
+    entry->pieces = wsync_ceil_divide(work, each);
     return status == WSYNC_OK && work > 0 ? enqueue(own(stream), entry, err) : status;
 }
 

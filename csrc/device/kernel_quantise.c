@@ -4,6 +4,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
+#include "core/base/divide.h"
 #include "core/layout/dtype.h"
 #include "core/quantise/piece_check.h"
 #include "device/kernel_segments.h"
@@ -34,11 +35,6 @@ void wsync_quantise_tasks_fini(wsync_quantise_tasks_t *tasks)
 static uint64_t least(uint64_t a, uint64_t b)
 {
     return a < b ? a : b;
-}
-
-static uint64_t ceil_divide(uint64_t value, uint64_t by)
-{
-    return value / by + (value % by != 0);
 }
 
 static uint64_t block_of(const wsync_quantise_piece_t *piece, int d)
@@ -139,7 +135,7 @@ static uint64_t cut(const wsync_quantise_piece_t *piece, int d, purpose_t purpos
     const uint64_t rows = local ? WSYNC_QUANTISE_LOCAL_ROWS : WSYNC_QUANTISE_UNIT_ROWS;
     const uint64_t columns = local ? WSYNC_QUANTISE_LOCAL_COLS : WSYNC_QUANTISE_OCTET;
     const uint64_t width = least(block, d == 0 ? rows : columns);
-    const uint64_t strips = ceil_divide(block, width);
+    const uint64_t strips = wsync_ceil_divide(block, width);
 
     *dim = (wsync_quantise_cut_t){
         .extent = (unsigned)piece->extent[d],
@@ -148,7 +144,7 @@ static uint64_t cut(const wsync_quantise_piece_t *piece, int d, purpose_t purpos
         .width = (unsigned)width,
         .strips = wsync_divisor((uint32_t)strips),
     };
-    return (whole ? 1 : ceil_divide(block_count(piece, d), blocks)) * strips;
+    return (whole ? 1 : wsync_ceil_divide(block_count(piece, d), blocks)) * strips;
 }
 
 /* How many threads take a batch each of a block's row. */
@@ -249,7 +245,7 @@ static wsync_status_t append(wsync_quantise_tasks_t *tasks,
     place_entries(piece, purpose, &tasks->lists.scratch_count, &task);
     place_words(piece, &task);
     tasks->items[tasks->count++] = task;
-    threads = ceil_divide(threads, WSYNC_KERNEL_WARP) * WSYNC_KERNEL_WARP;
+    threads = wsync_ceil_divide(threads, WSYNC_KERNEL_WARP) * WSYNC_KERNEL_WARP;
     tasks->thread_starts[tasks->count] = (uint32_t)(begin + threads);
     return WSYNC_OK;
 }
@@ -304,5 +300,5 @@ wsync_status_t wsync_quantise_tasks_init(wsync_quantise_tasks_t *tasks,
 
 uint32_t wsync_quantise_grid(const wsync_quantise_list_t *list)
 {
-    return (uint32_t)ceil_divide(list->thread_count, WSYNC_QUANTISE_BLOCK);
+    return (uint32_t)wsync_ceil_divide(list->thread_count, WSYNC_QUANTISE_BLOCK);
 }

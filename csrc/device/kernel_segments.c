@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "core/base/array.h"
+#include "core/base/divide.h"
 
 enum {
     /* A fill is worth a path of its own if its rows hold some vectors for every lane. */
@@ -40,11 +41,6 @@ wsync_divisor_t wsync_divisor(uint32_t value)
     }
     missing = ((uint64_t)1 << shift) - value;
     return (wsync_divisor_t){value, (uint32_t)((missing << 32) / value + 1), shift};
-}
-
-static uint64_t ceil_divide(uint64_t value, uint64_t by)
-{
-    return value / by + (value % by != 0);
 }
 
 /* The dimension along which a copy repeats the same few bytes, if it is a fill with long
@@ -130,19 +126,20 @@ static uint64_t cut_tiles(wsync_segment_t *segment)
         segment->rows_per_tile =
             (uint32_t)(rows < WSYNC_TILE_ROWS ? rows : WSYNC_TILE_ROWS);
         segment->row = wsync_divisor((uint32_t)segment->row_count);
-        return ceil_divide(segment->row_total, segment->rows_per_tile);
+        return wsync_ceil_divide(segment->row_total, segment->rows_per_tile);
     }
     /* Equal chunks, so that a row that is a little longer than a tile leaves no crumb. */
     segment->chunk_count =
-        (uint32_t)ceil_divide(
-            ceil_divide(segment->row_count, ceil_divide(segment->row_count, limit)),
+        (uint32_t)wsync_ceil_divide(
+            wsync_ceil_divide(segment->row_count,
+                              wsync_ceil_divide(segment->row_count, limit)),
             WSYNC_TILE_GRAIN) *
         WSYNC_TILE_GRAIN;
-    if (ceil_divide(segment->row_count, segment->chunk_count) >= count_limit) {
+    if (wsync_ceil_divide(segment->row_count, segment->chunk_count) >= count_limit) {
         return count_limit;
     }
-    segment->chunks =
-        wsync_divisor((uint32_t)ceil_divide(segment->row_count, segment->chunk_count));
+    segment->chunks = wsync_divisor(
+        (uint32_t)wsync_ceil_divide(segment->row_count, segment->chunk_count));
     return (uint64_t)segment->row_total * segment->chunks.value;
 }
 
@@ -170,7 +167,7 @@ static wsync_status_t reserve(wsync_segments_t *segments, wsync_error_t *err)
 /* Groups that begin before this tile. */
 static size_t groups_before(uint64_t tile)
 {
-    return (size_t)ceil_divide(tile, WSYNC_TILE_GROUP);
+    return (size_t)wsync_ceil_divide(tile, WSYNC_TILE_GROUP);
 }
 
 /* Notes the segment that is about to be appended, and ends before tile `tiles`, for the
@@ -409,7 +406,7 @@ wsync_status_t wsync_segments_append(wsync_segments_t *segments, const wsync_cop
 uint32_t wsync_segments_grid(const wsync_segment_list_t *list, uint32_t multiprocessors)
 {
     const uint64_t wanted =
-        ceil_divide(list->tile_count, WSYNC_KERNEL_BLOCK / WSYNC_KERNEL_WARP);
+        wsync_ceil_divide(list->tile_count, WSYNC_KERNEL_BLOCK / WSYNC_KERNEL_WARP);
     const uint64_t resident = (uint64_t)multiprocessors * WSYNC_KERNEL_BLOCKS_PER_SM;
 
     return (uint32_t)(wanted < resident ? wanted : resident);

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "core/base/counting_sort.h"
 #include "ipc/sealed_blob.h"
 
 static void close_coming(wsync_lent_t *lent)
@@ -87,22 +88,24 @@ wsync_status_t wsync_lent_add(wsync_lent_t *lent, const wsync_device_t *device,
     return status;
 }
 
+static int compare_numbers(const void *left, const void *right)
+{
+    const uint64_t *a = left;
+    const uint64_t *b = right;
+
+    return WSYNC_COMPARE(*a, *b);
+}
+
 /* Index of a segment, or SIZE_MAX. */
 static size_t find(const wsync_lent_t *lent, uint64_t number)
 {
-    size_t low = 0;
-    size_t high = lent->numbers.count;
+    const uint64_t *numbers = lent->numbers.items;
+    const uint64_t *found = lent->numbers.count > 0
+                                ? bsearch(&number, numbers, lent->numbers.count,
+                                          sizeof(number), compare_numbers)
+                                : NULL;
 
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-
-        if (lent->numbers.items[middle] < number) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low < lent->numbers.count && lent->numbers.items[low] == number ? low : SIZE_MAX;
+    return found != NULL ? (size_t)(found - numbers) : SIZE_MAX;
 }
 
 /* Writes the span of every binding and notes which segments they use. */

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/base/counting_sort.h"
+
 static uint64_t hash_ids(const uint32_t *ids, size_t count)
 {
     uint64_t hash = 0x9e3779b97f4a7c15U + count;
@@ -61,25 +63,20 @@ const uint32_t *wsync_idsets_get(const wsync_idsets_t *sets, uint32_t index, siz
     return sets->ids.items + sets->items[index].first;
 }
 
+static int compare_ids(const void *left, const void *right)
+{
+    const uint32_t *a = left;
+    const uint32_t *b = right;
+
+    return WSYNC_COMPARE(*a, *b);
+}
+
 bool wsync_idsets_contains(const wsync_idsets_t *sets, uint32_t index, uint32_t id)
 {
-    size_t low = 0;
-    size_t high;
-    const uint32_t *ids = wsync_idsets_get(sets, index, &high);
+    size_t count;
+    const uint32_t *ids = wsync_idsets_get(sets, index, &count);
 
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-
-        if (ids[middle] == id) {
-            return true;
-        }
-        if (ids[middle] < id) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return false;
+    return count > 0 && bsearch(&id, ids, count, sizeof(id), compare_ids) != NULL;
 }
 
 void wsync_idsets_fini(wsync_idsets_t *sets)

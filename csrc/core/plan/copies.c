@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/base/counting_sort.h"
+#include "core/base/divide.h"
 #include "core/plan/planner.h"
 
 /* Where messages begin if there is room: NCCL and GPUs move whole lines of so many bytes.
@@ -132,11 +133,6 @@ static int compare_keys(const void *left, const void *right)
     return sources != 0 ? sources : WSYNC_COMPARE(a->peers, b->peers);
 }
 
-static uint64_t align_up(uint64_t nbytes, uint64_t alignment)
-{
-    return (nbytes + alignment - 1) / alignment * alignment;
-}
-
 /* Where messages of a rank's staging begin: at multiples of this.  They are those of one
  * source, from `first` on in their order, or, from 0 on, those that this rank receives.
  * Rounds are filled as if messages began at multiples of WSYNC_PLAN_ALIGN: with more
@@ -156,7 +152,7 @@ static uint64_t choose_alignment(const emitter_t *emitter, size_t first, bool re
         }
         if (!received || wsync_idsets_contains(&emitter->planner->ranks, order[i].peers,
                                                emitter->plan->rank)) {
-            end = align_up(end, MESSAGE_ALIGN) +
+            end = wsync_round_up(end, MESSAGE_ALIGN) +
                   emitter->messages.items[order[i].number].nbytes;
         }
     }
@@ -205,7 +201,7 @@ static void place_messages(emitter_t *emitter)
         }
         made.peers = wsync_idsets_get(&planner->ranks, key->peers, &peer_count);
         made.peer_count = (uint32_t)peer_count;
-        made.send_offset = align_up(send_end, send_align);
+        made.send_offset = wsync_round_up(send_end, send_align);
         send_end = made.send_offset + message->nbytes;
         plan->stats.message_count++;
         plan->stats.sent_nbytes += message->nbytes * peer_count;
@@ -214,7 +210,7 @@ static void place_messages(emitter_t *emitter)
         if (sent) {
             plan->send_nbytes = send_end > plan->send_nbytes ? send_end : plan->send_nbytes;
         } else if (wsync_idsets_contains(&planner->ranks, key->peers, plan->rank)) {
-            made.recv_offset = align_up(recv_end, recv_align);
+            made.recv_offset = wsync_round_up(recv_end, recv_align);
             recv_end = made.recv_offset + message->nbytes;
         } else {
             continue;

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/base/counting_sort.h"
+#include "core/base/divide.h"
 #include "core/layout/layout_parts.h"
 #include "core/plan/planner.h"
 
@@ -268,11 +269,6 @@ static wsync_status_t check_fixed(const wsync_planner_t *planner,
     return WSYNC_OK;
 }
 
-static uint64_t divide_up(uint64_t a, uint64_t b)
-{
-    return a / b + (a % b != 0);
-}
-
 /* How many times the fullest budget is needed.  planner->use holds the item alone. */
 static uint64_t count_parts(const wsync_planner_t *planner)
 {
@@ -280,8 +276,8 @@ static uint64_t count_parts(const wsync_planner_t *planner)
 
     for (size_t i = 0; i < planner->use.touched_count; i++) {
         const uint32_t counter = planner->use.touched[i];
-        const uint64_t need =
-            divide_up(planner->use.slots[counter], wsync_plan_limit(planner, counter));
+        const uint64_t need = wsync_ceil_divide(planner->use.slots[counter],
+                                                wsync_plan_limit(planner, counter));
 
         parts = need > parts ? need : parts;
     }

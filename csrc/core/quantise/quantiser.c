@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/base/array.h"
+#include "core/base/divide.h"
 #include "core/base/names.h"
 #include "core/box_cover.h"
 
@@ -55,11 +56,6 @@ typedef struct maker {
     WSYNC_ARRAY(uint64_t) shared; /* entry of every share number, or NONE */
 } maker_t;
 
-static uint64_t ceil_div(uint64_t value, uint64_t by)
-{
-    return (value + by - 1) / by;
-}
-
 static wsync_status_t no_memory(const char *name, wsync_error_t *err)
 {
     return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "quantise", "%.256s: no memory", name);
@@ -72,7 +68,7 @@ static wsync_status_t take_image(maker_t *maker, uint64_t nbytes, uint64_t *offs
     wsync_quantiser_t *made = maker->made;
     const size_t count = made->starts.count;
 
-    *offset = ceil_div(made->image_nbytes, ALIGNMENT) * ALIGNMENT;
+    *offset = wsync_round_up(made->image_nbytes, ALIGNMENT);
     if (count == 0 || *offset - made->starts.items[count - 1] >= BUFFER_NBYTES) {
         if (!WSYNC_ARRAY_RESERVE(made->starts, 1)) {
             return no_memory("the image", err);
@@ -145,8 +141,8 @@ static wsync_status_t add_rule(maker_t *maker, const wsync_quantise_rule_t *rule
     if (found->method.block_cols == 0) {
         found->method.block_cols = (uint32_t)(found->size[COL] > 0 ? found->size[COL] : 1);
     }
-    found->blocks[ROW] = ceil_div(found->size[ROW], found->method.block_rows);
-    found->blocks[COL] = ceil_div(found->size[COL], found->method.block_cols);
+    found->blocks[ROW] = wsync_ceil_divide(found->size[ROW], found->method.block_rows);
+    found->blocks[COL] = wsync_ceil_divide(found->size[COL], found->method.block_cols);
     return WSYNC_OK;
 }
 
@@ -342,9 +338,10 @@ static wsync_tensor_t derive(const matrices_t *matrices, const char *name,
         const uint64_t start = (uint64_t)box->start[dim];
         const uint64_t end = start + (uint64_t)box->extent[dim];
 
-        tensor.shape[dim] = (int64_t)ceil_div(matrices->size[axis], unit[axis]);
+        tensor.shape[dim] = (int64_t)wsync_ceil_divide(matrices->size[axis], unit[axis]);
         box->start[dim] = (int64_t)(start / unit[axis]);
-        box->extent[dim] = (int64_t)(ceil_div(end, unit[axis]) - start / unit[axis]);
+        box->extent[dim] =
+            (int64_t)(wsync_ceil_divide(end, unit[axis]) - start / unit[axis]);
     }
     return tensor;
 }
