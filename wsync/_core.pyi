@@ -96,14 +96,17 @@ class LayoutBuilder:
         """Composes the regions of a local parameter (element strides) with the maps from the full parameter to
         target tensors.  The source dtype is `dtype`, which is also the layout's dtype of the tensor (a map's own dtype
         is used only where `dtype` is empty).  Returns the number of local elements that were mapped."""
-    def build(self) -> Layout: ...
+    def build(self) -> Layout:
+        """The layout; the builder is empty afterwards."""
 
 @final
 class Layout:
     @staticmethod
-    def from_bytes(data: bytes) -> Layout: ...
+    def from_bytes(data: bytes) -> Layout:
+        """Parses what to_bytes() made.  ProtocolError names the byte that is wrong."""
     @staticmethod
-    def merge(layouts: Sequence[Layout]) -> Layout: ...
+    def merge(layouts: Sequence[Layout]) -> Layout:
+        """The union of layouts.  LayoutError names the tensor and the two ranks that disagree."""
     @staticmethod
     def short(layouts: Sequence[Layout]) -> list[tuple[str, tuple[int, ...], int, int, int]]:
         """Tensors that the shards of all layouts, between them, do not reach both ends of: (name, shape, axis, first,
@@ -121,9 +124,11 @@ class Layout:
     @property
     def rank_count(self) -> int: ...
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each counted once and whole."""
     @property
-    def shard_nbytes(self) -> int: ...
+    def shard_nbytes(self) -> int:
+        """Bytes of all shards, replicas counted each time."""
     def buffer_count(self, rank: int = 0) -> int: ...
     def join(self, wanted: Layout | None = None, lent: bytes = ...) -> Layout:
         """What a process that reads the memory of all ranks sees of the tensors and boxes that `wanted` has (None:
@@ -202,7 +207,8 @@ class Plan:
     def slot(self, worker: int, round: int) -> Slot: ...
     def messages(self, round: int) -> list[Message]: ...
     def copies(self, round: int, phase: int) -> list[CopyTuple]: ...
-    def manifest(self, worker: int) -> Layout: ...
+    def manifest(self, worker: int) -> Layout:
+        """The layout of the worker's ring: rank 0, buffer = round, offsets from the ring's start, boxes contiguous."""
 
 @final
 class Route:
@@ -211,7 +217,8 @@ class Route:
     @property
     def buffer_count(self) -> int: ...
     def copies(self, buffer: int) -> list[CopyTuple]: ...
-    def nbytes(self, buffer: int) -> int: ...
+    def nbytes(self, buffer: int) -> int:
+        """Bytes that the copies of a source buffer write."""
 
 # tensor, kind, reciprocal, rows and columns of a block (0: all of the tensor's), names of the codes,
 # the scales, the second scale (NVFP4) and the shape (INT4), number of those that share a second
@@ -377,7 +384,8 @@ class Memory:
 @final
 class Event:
     def __new__(cls, memory: Memory, offset: int) -> Self: ...
-    def wait(self, value: int, timeout: float, check: Check = None) -> None: ...
+    def wait(self, value: int, timeout: float, check: Check = None) -> None:
+        """Waits until the event is at least `value`; DeadlineError after `timeout` seconds."""
     @property
     def value(self) -> int: ...
 
@@ -393,12 +401,10 @@ class Stream:
         """Enqueues one pass of a quantiser over its rank's parameters.  results: the spans of the image and of the
         table of amaxes; codes: codes and scales are written into the image, else the amaxes of pieces are merged
         into the table, which begins with 0.  Everything is kept alive until the stream has passed."""
-    def record(self, event: Event, value: int) -> None: ...
+    def record(self, event: Event, value: int) -> None:
+        """Enqueues: the event becomes `value` once everything enqueued before has happened."""
     def wait(self, event: Event, value: int) -> None:
         """What follows starts once the event is at least `value`."""
-    def follow(self) -> None:
-        """What is enqueued from now on starts after what this process has given the GPU by now, on whatever stream.
-        UnsupportedError if the driver is older than CUDA 12.5.  Nothing on the host."""
     def lead(self, other: int, /) -> None:
         """What another stream of the GPU (torch's cuda_stream) is given from now on starts after what is enqueued here
         by now.  Nothing on the host."""
@@ -407,11 +413,13 @@ class Stream:
         a GPU has not come to that within `timeout` seconds (at most 60): what was enqueued keeps all that it uses."""
     def look(self) -> None:
         """Raises what has ended its GPU's work for good; waits for nothing."""
-    def synchronize(self, timeout: float, check: Check = None) -> None: ...
+    def synchronize(self, timeout: float, check: Check = None) -> None:
+        """Waits for what is enqueued; DeadlineError after `timeout` seconds."""
     def trace(self, capacity: int, /) -> list[tuple[int, int, int, int]]:
         """(index, phase, begin, end) of the copies that ran since the last call, in ns of CLOCK_MONOTONIC; those of the
         next calls of copy that write anything are noted, up to `capacity` of them (0: none).  For an idle stream."""
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Waits for what is enqueued, up to the first wait whose event has not come, and ends the threads."""
 
 # --- sessions (csrc/python/exporter.c, importer.c) -------------------------------------------
 
@@ -427,20 +435,24 @@ class Exporter:
     @property
     def worker_uuid(self) -> str:
         """The GPU that the worker is on, once it has been accepted; "" for the host."""
-    def accept(self, timeout: float, check: Check = None) -> bytes: ...
-    def attach(self, ring: Memory, manifest: bytes, timeout: float, check: Check = None) -> None: ...
+    def accept(self, timeout: float, check: Check = None) -> bytes:
+        """Waits for the worker; returns what it says of itself."""
+    def attach(self, ring: Memory, manifest: bytes, timeout: float, check: Check = None) -> None:
+        """Gives the worker a ring and the manifest of what will lie in it."""
     def lend(self, memory: Memory, timeout: float, check: Check = None) -> int:
         """Lends a segment of memory to the worker until a bind that does not name it; returns its number."""
     def bind(self, bindings: bytes, timeout: float, check: Check = None) -> None:
         """Says where the manifest's buffers lie: of each the segment (2**64 - 1: none), offset and size, three
         uint64."""
-    def begin(self, update: int, rounds: int, timeout: float, check: Check = None) -> None: ...
+    def begin(self, update: int, rounds: int, timeout: float, check: Check = None) -> None:
+        """Starts an update."""
     def acquire(self, wait_round: int, stream: Stream | None, timeout: float, check: Check = None) -> None:
         """Has the stream wait until the worker has finished a round (None: waits here); -1: nothing to wait for."""
     def look(self) -> None:
         """Raises what the worker has said, or that it is gone; waits for nothing, and does nothing
         while another call is under way."""
-    def post(self, round: int, stream: Stream, timeout: float, check: Check = None) -> None: ...
+    def post(self, round: int, stream: Stream, timeout: float, check: Check = None) -> None:
+        """Announces a round, ready when the stream gets here."""
     def prepared(self, timeout: float, check: Check = None) -> tuple[int, int, int]:
         """(tensors, bytes, checksum)"""
     def commit(self, timeout: float, check: Check = None, park: bool = False) -> None:
@@ -448,7 +460,8 @@ class Exporter:
     def park(self, timeout: float, check: Check = None) -> None:
         """Gives the ring's memory back on both sides until the next begin.  PeerRefusedError: it
         stays where it is, because somebody looks at it; the session goes on."""
-    def abort(self, text: str) -> None: ...
+    def abort(self, text: str) -> None:
+        """Ends the update badly and the session with it."""
     def close(self) -> None: ...
 
 @final
@@ -457,7 +470,8 @@ class Importer:
     def begin(self, timeout: float, check: Check = None) -> tuple[int, int]:
         """(update, rounds)"""
     @property
-    def generation(self) -> int: ...
+    def generation(self) -> int:
+        """Counts attaches: a change means that ring and manifest are new ones."""
     @property
     def ring(self) -> Memory: ...
     @property
@@ -475,12 +489,15 @@ class Importer:
     @property
     def arrived(self) -> int:
         """Rounds of this update that were taken and lie in the ring, as far as is known."""
-    def done(self, round: int, stream: Stream | None, timeout: float, check: Check = None) -> None: ...
-    def prepared(self, tensors: int, nbytes: int, checksum: int, timeout: float, check: Check = None) -> None: ...
+    def done(self, round: int, stream: Stream | None, timeout: float, check: Check = None) -> None:
+        """Gives the slot back when the stream gets here (None: now)."""
+    def prepared(self, tensors: int, nbytes: int, checksum: int, timeout: float, check: Check = None) -> None:
+        """Says that everything is loaded."""
     def verdict(self, timeout: float, check: Check = None) -> None:
         """Waits for the commit; where that asks for it the ring is parked: no view of it, and
         no buffer, can be had before the next begin."""
-    def fail(self, text: str) -> None: ...
+    def fail(self, text: str) -> None:
+        """Tells the trainer that the update failed here; ends the session."""
     def close(self) -> None: ...
 
 # --- exchange between ranks (csrc/python/exchange.c) ----------------------------------------
@@ -509,19 +526,27 @@ class Exchange:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's own staging: both halves."""
-    def connect(self, addresses: Sequence[str], timeout: float, check: Check = None) -> None: ...
-    def begin(self, plan: Plan) -> None: ...
-    def acquire(self, round: int, timeout: float, check: Check = None) -> None: ...
-    def spans(self, round: int) -> BufferTable: ...
-    def post(self, round: int, stream: Stream) -> None: ...
-    def wait(self, round: int, stream: Stream, timeout: float, check: Check = None) -> None: ...
-    def release(self, round: int, stream: Stream) -> None: ...
+    def connect(self, addresses: Sequence[str], timeout: float, check: Check = None) -> None:
+        """Meets the other ranks; addresses[i] is rank i's address."""
+    def begin(self, plan: Plan) -> None:
+        """Starts an update."""
+    def acquire(self, round: int, timeout: float, check: Check = None) -> None:
+        """Waits until the send staging of a round may be written."""
+    def spans(self, round: int) -> BufferTable:
+        """Where the messages of a round are packed to and unpacked from."""
+    def post(self, round: int, stream: Stream) -> None:
+        """What was packed is on its way when the stream gets here."""
+    def wait(self, round: int, stream: Stream, timeout: float, check: Check = None) -> None:
+        """Waits until what the others sent can be read by what the stream is given next."""
+    def release(self, round: int, stream: Stream) -> None:
+        """What the others sent has been read when the stream gets here."""
     def check(self) -> None:
         """Raises what has gone wrong by itself, but while a wait is under way, which raises it.  Once
         a stream has passed all rounds, only this, on all ranks, says that their bytes are right."""
     def park(self) -> None:
         """Gives staging that is this rank's alone back until the next update."""
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leaves; the others see an end in the middle of an update as PeerClosedError."""
 
 # --- the GPU's memory for torch (csrc/python/exportable.c) -------------------------------------
 #

@@ -341,25 +341,14 @@ static PyObject *buffers_item(PyObject *object, Py_ssize_t index)
 }
 
 static PyMethodDef buffers_methods[] = {
-    {"allocations", buffers_allocations, METH_NOARGS,
-     "allocations($self, /)\n--\n\n"
-     "What the driver has allocated around the buffers on a GPU now, by address:\n"
-     "(address, nbytes, identity, piece)."},
-    {"lend", buffers_lend, METH_O,
-     "lend($self, allocations, /)\n--\n\n"
-     "Memory of a GPU to be lent to another process: pieces side by side, or one\n"
-     "allocation that is none.\n\nStateError if one has been replaced since."},
-    {"spans", buffers_spans, METH_NOARGS,
-     "spans($self, /)\n--\n\n"
-     "All addresses and lengths, to compare with another table's."},
+    {"allocations", buffers_allocations, METH_NOARGS, "allocations($self, /)\n--\n\n"},
+    {"lend", buffers_lend, METH_O, "lend($self, allocations, /)\n--\n\n"},
+    {"spans", buffers_spans, METH_NOARGS, "spans($self, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot buffers_slots[] = {
-    {Py_tp_doc,
-     "BufferTable(spans, owner=None)\n--\n\n"
-     "Spans (address, nbytes) that buffer indices stand for while copies run.\n\n"
-     "owner is kept alive with the table."},
+    {Py_tp_doc, "BufferTable(spans, owner=None)\n--\n\n"},
     {Py_tp_new, buffers_new},
     {Py_tp_dealloc, buffers_dealloc},
     {Py_tp_traverse, buffers_traverse},
@@ -371,10 +360,7 @@ static PyType_Slot buffers_slots[] = {
 };
 
 static PyMethodDef buffers_static_methods[] = {
-    {"of", WSYNC_PY_KEYWORDS(buffers_of),
-     "of(tensors, owner=None)\n--\n\n"
-     "Span i covers what tensors[i] describes, and is kept alive with the table.\n\n"
-     "StateError names a tensor whose memory on a GPU is not there now."},
+    {"of", WSYNC_PY_KEYWORDS(buffers_of), "of(tensors, owner=None)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

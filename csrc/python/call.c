@@ -208,25 +208,9 @@ static int check_type(ModuleState *state, wsync_py_parameter_t parameter,
     return 0;
 }
 
-/* Arguments without names, as calls of every round have them: no format to be written and
- * read. */
-static int convert_in_order(PyObject *args, Py_ssize_t count,
-                            const wsync_py_method_t *method, wsync_py_call_t *call)
-{
-    for (Py_ssize_t i = 0; i < count && method->parameters[i] != WSYNC_PY_END; i++) {
-        const wsync_py_parameter_t parameter = method->parameters[i];
-
-        if (!parameters[parameter].convert(PyTuple_GetItem(args, i),
-                                           (char *)call + parameters[parameter].field)) {
-            PyBuffer_Release(&call->manifest);
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int convert_by_name(PyObject *args, PyObject *kwargs,
-                           const wsync_py_method_t *method, wsync_py_call_t *call)
+/* Fills a call from the arguments of a method; on success its buffer has to be released. */
+static int parse_call(ModuleState *state, PyObject *args, PyObject *kwargs,
+                      const wsync_py_method_t *method, wsync_py_call_t *call)
 {
     static const char all[] = "O&O&O&O&O&";
     char format[64];
@@ -236,14 +220,13 @@ static int convert_by_name(PyObject *args, PyObject *kwargs,
     unsigned count = 0;
     unsigned optional = 0;
 
-    for (unsigned i = 0; method->parameters[i] != WSYNC_PY_END; i++) {
-        const wsync_py_parameter_t parameter = method->parameters[i];
+    for (; method->parameters[count] != WSYNC_PY_END; count++) {
+        const wsync_py_parameter_t parameter = method->parameters[count];
 
-        count++;
         optional += parameters[parameter].optional;
-        keywords[i] = parameters[parameter].name;
-        convert[i] = parameters[parameter].convert;
-        fields[i] = (char *)call + parameters[parameter].field;
+        keywords[count] = parameters[parameter].name;
+        convert[count] = parameters[parameter].convert;
+        fields[count] = (char *)call + parameters[parameter].field;
     }
     (void)PyOS_snprintf(format, sizeof(format), "%.*s|%.*s:%s",
                         (int)(2 * (count - optional)), all, (int)(2 * optional), all,
@@ -253,29 +236,7 @@ static int convert_by_name(PyObject *args, PyObject *kwargs,
                                      convert[3], fields[3], convert[4], fields[4])) {
         return -1;
     }
-    return 0;
-}
-
-/* Fills a call from the arguments of a method; on success its buffer has to be released. */
-static int parse_call(ModuleState *state, PyObject *args, PyObject *kwargs,
-                      const wsync_py_method_t *method, wsync_py_call_t *call)
-{
-    const Py_ssize_t given =
-        kwargs == NULL || PyDict_Size(kwargs) == 0 ? PyTuple_Size(args) : -1;
-    Py_ssize_t least = 0;
-    Py_ssize_t count = 0;
-    int result;
-
-    while (method->parameters[count] != WSYNC_PY_END) {
-        least += !parameters[method->parameters[count]].optional;
-        count++;
-    }
-    result = given >= least && given <= count ? convert_in_order(args, given, method, call)
-                                              : convert_by_name(args, kwargs, method, call);
-    if (result < 0) {
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (unsigned i = 0; i < count; i++) {
         if (check_type(state, method->parameters[i], call) < 0) {
             PyBuffer_Release(&call->manifest);
             return -1;

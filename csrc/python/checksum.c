@@ -145,14 +145,7 @@ static PyObject *checksums(PyObject *module, PyObject *object)
 }
 
 PyMethodDef wsync_py_functions_checksum[] = {
-    {"checksum", checksum, METH_O,
-     "checksum(data, /)\n--\n\n"
-     "64-bit checksum (FNV-style over 8-byte words) of a contiguous buffer, or of the one\n"
-     "contiguous tensor of a TensorTable; 0 is never returned."},
-    {"checksums", checksums, METH_O,
-     "checksums(table, /)\n--\n\n"
-     "Of each tensor of a TensorTable: of all its elements, or, where it takes more than 1 "
-     "MiB,\n"
-     "of 1024, in runs of 8 all over it and at both ends.  0 for one on a GPU."},
+    {"checksum", checksum, METH_O, "checksum(data, /)\n--\n\n"},
+    {"checksums", checksums, METH_O, "checksums(table, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };

@@ -690,10 +690,6 @@ cleanup:
 
 PyMethodDef wsync_py_functions_describe[] = {
     {"describe", WSYNC_PY_KEYWORDS(describe),
-     "describe(tensors, names=None, gpu=False, former=None)\n--\n\n"
-     "Describes torch tensors without copying; names are for error messages.  With gpu\n"
-     "they may lie on a GPU, all of those on the same one.  former: a table of them, or "
-     "its\n"
-     "form(), which says the same in less time where it still holds."},
+     "describe(tensors, names=None, gpu=False, former=None)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };

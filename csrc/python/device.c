@@ -197,30 +197,22 @@ static PyObject *device_settle(PyObject *object, PyObject *Py_UNUSED(unused))
 }
 
 static PyMethodDef device_methods[] = {
-    {"settle", device_settle, METH_NOARGS,
-     "settle($self)\n--\n\n"
-     "Waits until a GPU has done everything that this process has given it, without an "
-     "end."},
+    {"settle", device_settle, METH_NOARGS, "settle($self)\n--\n\n"},
     {"memory_available", device_memory_available, METH_NOARGS,
-     "memory_available($self)\n--\n\n"
-     "Bytes that may still be allocated there now."},
+     "memory_available($self)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef device_getset[] = {
-    {"name", device_get_name, NULL, "\"host\" or \"cuda\".", NULL},
-    {"uuid", device_get_uuid, NULL, "\"GPU-...\"; \"\" for the host.", NULL},
-    {"ordinal", device_get_ordinal, NULL, "Of the GPU in this process; -1: the host.",
-     NULL},
-    {"mps", device_get_mps, NULL, "Whether this process uses the GPU as a client of MPS.",
-     NULL},
-    {"peers", device_get_peers, NULL,
-     "UUIDs of the other GPUs of this process whose memory it can map.", NULL},
+    {"name", device_get_name, NULL, NULL, NULL},
+    {"uuid", device_get_uuid, NULL, NULL, NULL},
+    {"ordinal", device_get_ordinal, NULL, NULL, NULL},
+    {"mps", device_get_mps, NULL, NULL, NULL},
+    {"peers", device_get_peers, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot device_slots[] = {
-    {Py_tp_doc, "Where memory and streams are made.  Made by host() and gpu()."},
     {Py_tp_dealloc, device_dealloc},
     {Py_tp_repr, device_repr},
     {Py_tp_methods, device_methods},
@@ -433,23 +425,12 @@ static PyObject *host_register(PyObject *module, PyObject *args, PyObject *kwarg
 }
 
 PyMethodDef wsync_py_functions_device[] = {
-    {"host", host, METH_NOARGS, "host()\n--\n\nThe host as a device."},
-    {"gpu", WSYNC_PY_KEYWORDS(gpu),
-     "gpu(uuid, libraries=(), cache=None)\n--\n\n"
-     "A GPU of this process, with its kernels compiled and loaded.\n\n"
-     "libraries: paths at which NVRTC may lie; cache: folder for compiled kernels.\n"
-     "UnsupportedError says why it cannot be used."},
-    {"cuda_devices", cuda_devices, METH_NOARGS,
-     "cuda_devices()\n--\n\n"
-     "(version, [(uuid, name, bytes, (major, minor)), ...]) of the GPUs that this process\n"
-     "sees.  UnsupportedError says why there is none to use."},
+    {"host", host, METH_NOARGS, "host()\n--\n\n"},
+    {"gpu", WSYNC_PY_KEYWORDS(gpu), "gpu(uuid, libraries=(), cache=None)\n--\n\n"},
+    {"cuda_devices", cuda_devices, METH_NOARGS, "cuda_devices()\n--\n\n"},
     {"host_memory_available", host_memory_available, METH_NOARGS,
-     "host_memory_available()\n--\n\n"
-     "Bytes that may still be allocated: the machine's, or what this process's control\n"
-     "group leaves of its limit."},
+     "host_memory_available()\n--\n\n"},
     {"host_register", WSYNC_PY_KEYWORDS(host_register),
-     "host_register(address, nbytes, device, owner)\n--\n\n"
-     "Has a GPU reach memory of the host for as long as the result lives, which keeps\n"
-     "owner.  Nothing to do for the host as the device."},
+     "host_register(address, nbytes, device, owner)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };

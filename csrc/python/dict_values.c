@@ -68,10 +68,6 @@ static PyObject *dict_values(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyMethodDef wsync_py_functions_dict_values[] = {
-    {"dict_values", dict_values, METH_VARARGS,
-     "dict_values(dicts, keys, /)\n--\n\n"
-     "The values of dicts, one after another, as they are at one moment, if the keys of "
-     "each are\n"
-     "these, in this order; else None."},
+    {"dict_values", dict_values, METH_VARARGS, "dict_values(dicts, keys, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };

@@ -62,20 +62,17 @@ WSYNC_PY_NUMBER_GETTER(event_get_value, wsync_event_query(((EventObject *)self)-
 
 static PyMethodDef event_methods[] = {
     {"wait", WSYNC_PY_KEYWORDS(event_wait),
-     "wait($self, value, timeout, check=None)\n--\n\n"
-     "Waits until the event is at least value; DeadlineError after timeout seconds."},
+     "wait($self, value, timeout, check=None)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef event_getset[] = {
-    {"value", event_get_value, NULL, "The last value that was recorded.", NULL},
+    {"value", event_get_value, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot event_slots[] = {
-    {Py_tp_doc,
-     "Event(memory, offset)\n--\n\n"
-     "A 64-bit sequence number in memory that two processes share."},
+    {Py_tp_doc, "Event(memory, offset)\n--\n\n"},
     {Py_tp_new, event_new},
     {Py_tp_dealloc, event_dealloc},
     {Py_tp_methods, event_methods},

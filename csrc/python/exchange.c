@@ -314,66 +314,38 @@ WSYNC_PY_CALL(exchange_park, "park", step_park, NULL, WSYNC_PY_END)
 
 static PyMethodDef exchange_methods[] = {
     METHOD("connect", exchange_connect,
-           "connect($self, addresses, timeout, check=None)\n--\n\n"
-           "Meets the other ranks; addresses[i] is rank i's address."),
-    METHOD("begin", exchange_begin, "begin($self, plan)\n--\n\nStarts an update."),
+           "connect($self, addresses, timeout, check=None)\n--\n\n"),
+    METHOD("begin", exchange_begin, "begin($self, plan)\n--\n\n"),
     METHOD("acquire", exchange_acquire,
-           "acquire($self, round, timeout, check=None)\n--\n\n"
-           "Waits until the send staging of a round may be written."),
-    METHOD("spans", exchange_spans,
-           "spans($self, round)\n--\n\n"
-           "Where the messages of a round are packed to and unpacked from."),
-    METHOD("post", exchange_post,
-           "post($self, round, stream)\n--\n\n"
-           "What was packed is on its way when the stream gets here."),
+           "acquire($self, round, timeout, check=None)\n--\n\n"),
+    METHOD("spans", exchange_spans, "spans($self, round)\n--\n\n"),
+    METHOD("post", exchange_post, "post($self, round, stream)\n--\n\n"),
     METHOD("wait", exchange_wait,
-           "wait($self, round, stream, timeout, check=None)\n--\n\n"
-           "Waits until what the others sent can be read, by what the stream is given "
-           "next."),
-    METHOD(
-        "release", exchange_release,
-        "release($self, round, stream)\n--\n\nIt has been read when the stream gets here."),
-    METHOD(
-        "check", exchange_check,
-        "check($self)\n--\n\n"
-        "Raises what has gone wrong by itself.  Once a stream has passed all rounds, only "
-        "this says that their bytes are right."),
-    METHOD("park", exchange_park,
-           "park($self)\n--\n\n"
-           "Gives staging that is this rank's alone back until the next update."),
-    {"close", wsync_py_peer_close, METH_NOARGS,
-     "close($self)\n--\n\n"
-     "Leaves; the others see an end in the middle of an update as PeerClosedError."},
+           "wait($self, round, stream, timeout, check=None)\n--\n\n"),
+    METHOD("release", exchange_release, "release($self, round, stream)\n--\n\n"),
+    METHOD("check", exchange_check, "check($self)\n--\n\n"),
+    METHOD("park", exchange_park, "park($self)\n--\n\n"),
+    {"close", wsync_py_peer_close, METH_NOARGS, "close($self)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef exchange_getset[] = {
-    {"name", exchange_name, NULL, "\"shared\" or \"nccl\".", NULL},
-    {"address", exchange_address, NULL, "Text to hand to all ranks.", NULL},
-    {"nbytes", exchange_nbytes, NULL, "Bytes of this rank's own staging, both halves.",
-     NULL},
+    {"name", exchange_name, NULL, NULL, NULL},
+    {"address", exchange_address, NULL, NULL, NULL},
+    {"nbytes", exchange_nbytes, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef exchange_static_methods[] = {
     METHOD("shared", exchange_shared,
-           "shared(rank, ranks, staging_nbytes, directory=None, device=None)\n--\n\n"
-           "Ranks of one host, which read each other's send staging."),
-    METHOD(
-        "nccl", exchange_nccl,
-        "nccl(rank, ranks, send_nbytes, recv_nbytes, timeout, device)\n--\n\n"
-        "Ranks with a GPU each; streams wait for what NCCL moves, not the host.  A round "
-        "may take timeout seconds."),
-    METHOD("nccl_address", exchange_nccl_address,
-           "nccl_address(device)\n--\n\n"
-           "The address that nccl() will have on a rank other than 0."),
+           "shared(rank, ranks, staging_nbytes, directory=None, device=None)\n--\n\n"),
+    METHOD("nccl", exchange_nccl,
+           "nccl(rank, ranks, send_nbytes, recv_nbytes, timeout, device)\n--\n\n"),
+    METHOD("nccl_address", exchange_nccl_address, "nccl_address(device)\n--\n\n"),
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot exchange_slots[] = {
-    {Py_tp_doc,
-     "Messages between the ranks of a plan, a step for each round.  Made by shared() or "
-     "nccl()."},
     {Py_tp_dealloc, exchange_dealloc},
     {Py_tp_methods, exchange_methods},
     {Py_tp_getset, exchange_getset},

@@ -68,10 +68,7 @@ static PyObject *exportable_refusal(PyObject *Py_UNUSED(module),
 
 PyMethodDef wsync_py_functions_exportable[] = {
     {"exportable_check", exportable_check, METH_VARARGS,
-     "exportable_check(ordinal, /)\n--\n\n"
-     "Raises UnsupportedError unless wsync_exportable_alloc can be had from a GPU."},
-    {"exportable_refusal", exportable_refusal, METH_NOARGS,
-     "exportable_refusal()\n--\n\n"
-     "Why wsync_exportable_alloc has last given this thread none; \"\" if it has since."},
+     "exportable_check(ordinal, /)\n--\n\n"},
+    {"exportable_refusal", exportable_refusal, METH_NOARGS, "exportable_refusal()\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };

@@ -245,64 +245,31 @@ WSYNC_PY_CALL_IF_OPEN(exporter_abort, "abort", step_abort, NULL, WSYNC_PY_TEXT)
 #define METHOD(name, text) {#name, WSYNC_PY_KEYWORDS(exporter_##name), text}
 
 static PyMethodDef exporter_methods[] = {
-    METHOD(accept,
-           "accept($self, timeout, check=None)\n--\n\n"
-           "Waits for the worker; returns what it says of itself."),
-    METHOD(attach,
-           "attach($self, ring, manifest, timeout, check=None)\n--\n\n"
-           "Gives the worker a ring and the manifest of what will lie in it."),
-    METHOD(lend,
-           "lend($self, memory, timeout, check=None)\n--\n\n"
-           "Lends a segment of memory to the worker; returns its number."),
-    METHOD(bind,
-           "bind($self, bindings, timeout, check=None)\n--\n\n"
-           "Says where the manifest's buffers lie: of each the segment (2**64 - 1: none), "
-           "offset and size, three uint64."),
-    METHOD(begin,
-           "begin($self, update, rounds, timeout, check=None)\n--\n\nStarts an update."),
-    METHOD(acquire,
-           "acquire($self, wait_round, stream, timeout, check=None)\n--\n\n"
-           "Has the stream wait until the worker has finished a round (None: waits here); "
-           "-1: nothing to wait for."),
-    {"look", exporter_look, METH_NOARGS,
-     "look($self)\n--\n\n"
-     "Raises what the worker has said, or that it is gone; waits for nothing, and does\n"
-     "nothing while another call is under way."},
-    METHOD(post,
-           "post($self, round, stream, timeout, check=None)\n--\n\n"
-           "Announces a round, ready when the stream gets here."),
-    METHOD(prepared,
-           "prepared($self, timeout, check=None)\n--\n\n"
-           "Waits until the worker has loaded everything: (tensors, bytes, "
-           "checksum)."),
-    METHOD(commit,
-           "commit($self, timeout, check=None, park=False)\n--\n\n"
-           "Ends the update; with park, park() has to follow."),
-    METHOD(park,
-           "park($self, timeout, check=None)\n--\n\n"
-           "Gives the ring's memory back on both sides until the next begin.\n\n"
-           "PeerRefusedError: it stays where it is, because somebody looks at it; the\n"
-           "session goes on."),
-    METHOD(abort,
-           "abort($self, text)\n--\n\nEnds the update badly and the session with it."),
-    {"close", wsync_py_peer_close, METH_NOARGS, "close($self)\n--\n\nEnds the session."},
+    METHOD(accept, "accept($self, timeout, check=None)\n--\n\n"),
+    METHOD(attach, "attach($self, ring, manifest, timeout, check=None)\n--\n\n"),
+    METHOD(lend, "lend($self, memory, timeout, check=None)\n--\n\n"),
+    METHOD(bind, "bind($self, bindings, timeout, check=None)\n--\n\n"),
+    METHOD(begin, "begin($self, update, rounds, timeout, check=None)\n--\n\n"),
+    METHOD(acquire, "acquire($self, wait_round, stream, timeout, check=None)\n--\n\n"),
+    {"look", exporter_look, METH_NOARGS, "look($self)\n--\n\n"},
+    METHOD(post, "post($self, round, stream, timeout, check=None)\n--\n\n"),
+    METHOD(prepared, "prepared($self, timeout, check=None)\n--\n\n"),
+    METHOD(commit, "commit($self, timeout, check=None, park=False)\n--\n\n"),
+    METHOD(park, "park($self, timeout, check=None)\n--\n\n"),
+    METHOD(abort, "abort($self, text)\n--\n\n"),
+    {"close", wsync_py_peer_close, METH_NOARGS, "close($self)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef exporter_getset[] = {
-    {"address", exporter_address, NULL,
-     "What a worker needs to connect: \"<token in hex>@<socket path>\".", NULL},
-    {"worker_uuid", exporter_worker_uuid, NULL,
-     "The GPU that the worker has said to be on, once accepted; \"\" for the host.", NULL},
-    {"loaded", exporter_loaded, NULL,
-     "Rounds of this update that the worker has finished, as far as is known.", NULL},
+    {"address", exporter_address, NULL, NULL, NULL},
+    {"worker_uuid", exporter_worker_uuid, NULL, NULL, NULL},
+    {"loaded", exporter_loaded, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot exporter_slots[] = {
-    {Py_tp_doc,
-     "Exporter(directory=None)\n--\n\n"
-     "The trainer's half of a session: fills a ring that one worker reads."},
+    {Py_tp_doc, "Exporter(directory=None)\n--\n\n"},
     {Py_tp_new, exporter_new},
     {Py_tp_dealloc, exporter_dealloc},
     {Py_tp_methods, exporter_methods},

@@ -89,13 +89,8 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
 
 PyMethodDef wsync_py_functions_files[] = {
     {"reserve_file", reserve_file, METH_VARARGS,
-     "reserve_file(name, descriptor, nbytes, /)\n--\n\n"
-     "Makes a new file nbytes long and takes the space on its device, where the file\n"
-     "system can."},
+     "reserve_file(name, descriptor, nbytes, /)\n--\n\n"},
     {"write_files", WSYNC_PY_KEYWORDS(write_files),
-     "write_files(route, first, last, sources, files)\n--\n\n"
-     "Runs the copies of source buffers [first, last) of a route with files for\n"
-     "destinations, in this thread, without the GIL.  files: (name, descriptor, nbytes).\n"
-     "Returns the bytes written."},
+     "write_files(route, first, last, sources, files)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };

@@ -281,29 +281,15 @@ static PyObject *importer_manifest(PyObject *object, void *Py_UNUSED(closure))
 #define METHOD(name, text) {#name, WSYNC_PY_KEYWORDS(importer_##name), text}
 
 static PyMethodDef importer_methods[] = {
-    METHOD(begin,
-           "begin($self, timeout, check=None)\n--\n\n"
-           "Waits for the next update, taking a new ring first if there is one: "
-           "(update, rounds)."),
-    METHOD(take,
-           "take($self, round, stream, timeout, check=None)\n--\n\n"
-           "Has the stream wait until a round lies in the ring (None: waits here)."),
-    METHOD(wait,
-           "wait($self, round, timeout, check=None)\n--\n\n"
-           "Waits here until a round that was taken lies in the ring."),
-    METHOD(done,
-           "done($self, round, stream, timeout, check=None)\n--\n\n"
-           "Gives the slot back when the stream gets here (None: now)."),
+    METHOD(begin, "begin($self, timeout, check=None)\n--\n\n"),
+    METHOD(take, "take($self, round, stream, timeout, check=None)\n--\n\n"),
+    METHOD(wait, "wait($self, round, timeout, check=None)\n--\n\n"),
+    METHOD(done, "done($self, round, stream, timeout, check=None)\n--\n\n"),
     METHOD(prepared,
-           "prepared($self, tensors, nbytes, checksum, timeout, check=None)\n--\n\n"
-           "Says that everything is loaded."),
-    METHOD(verdict,
-           "verdict($self, timeout, check=None)\n--\n\n"
-           "Waits for the commit; RemoteError carries the trainer's text."),
-    METHOD(fail,
-           "fail($self, text)\n--\n\n"
-           "Tells the trainer that the update failed here; ends the session."),
-    {"close", wsync_py_peer_close, METH_NOARGS, "close($self)\n--\n\nEnds the session."},
+           "prepared($self, tensors, nbytes, checksum, timeout, check=None)\n--\n\n"),
+    METHOD(verdict, "verdict($self, timeout, check=None)\n--\n\n"),
+    METHOD(fail, "fail($self, text)\n--\n\n"),
+    {"close", wsync_py_peer_close, METH_NOARGS, "close($self)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -321,27 +307,17 @@ static PyObject *importer_arrived(PyObject *object, void *Py_UNUSED(closure))
 }
 
 static PyGetSetDef importer_getset[] = {
-    {"arrived", importer_arrived, NULL,
-     "Rounds of this update that were taken and lie in the ring, as far as is known.",
-     NULL},
-    {"generation", importer_generation, NULL,
-     "Counts attaches: a change means that ring and manifest are new ones.", NULL},
-    {"ring", importer_ring, NULL, "The ring; valid for as long as it is referenced.", NULL},
-    {"bound", importer_bound, NULL,
-     "Where the manifest's buffers lie in what is lent, as a BufferTable that keeps it\n"
-     "mapped; None: in the ring.",
-     NULL},
-    {"segments", importer_segments, NULL, "The Memory that is lent, in the order lent.",
-     NULL},
-    {"manifest", importer_manifest, NULL, "What the trainer attached along with the ring.",
-     NULL},
+    {"arrived", importer_arrived, NULL, NULL, NULL},
+    {"generation", importer_generation, NULL, NULL, NULL},
+    {"ring", importer_ring, NULL, NULL, NULL},
+    {"bound", importer_bound, NULL, NULL, NULL},
+    {"segments", importer_segments, NULL, NULL, NULL},
+    {"manifest", importer_manifest, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot importer_slots[] = {
-    {Py_tp_doc,
-     "Importer(address, blob, timeout, device=None)\n--\n\n"
-     "The worker's half of a session: reads the ring that a trainer rank fills."},
+    {Py_tp_doc, "Importer(address, blob, timeout, device=None)\n--\n\n"},
     {Py_tp_new, importer_new},
     {Py_tp_dealloc, importer_dealloc},
     {Py_tp_methods, importer_methods},

@@ -102,26 +102,19 @@ static PyObject *ipc_memory_get_handle(PyObject *object, void *Py_UNUSED(unused)
 }
 
 static PyMethodDef ipc_memory_methods[] = {
-    {"close", ipc_memory_close, METH_NOARGS,
-     "close($self, /)\n--\n\n"
-     "Frees it.  No work on it may be under way, and nobody may have it open."},
+    {"close", ipc_memory_close, METH_NOARGS, "close($self, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef ipc_memory_getset[] = {
-    {"address", ipc_memory_get_address, NULL, "On the GPU, in this process.", NULL},
-    {"nbytes", ipc_memory_get_nbytes, NULL, "Size in bytes, of all of it.", NULL},
-    {"handle", ipc_memory_get_handle, NULL, "The 64 bytes that other processes open.",
-     NULL},
+    {"address", ipc_memory_get_address, NULL, NULL, NULL},
+    {"nbytes", ipc_memory_get_nbytes, NULL, NULL, NULL},
+    {"handle", ipc_memory_get_handle, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot ipc_memory_slots[] = {
-    {Py_tp_doc,
-     "IpcMemory(ordinal, nbytes)\n--\n\n"
-     "Memory of a GPU that processes without wsync open by its handle: an allocation of\n"
-     "its own, of at least nbytes.  Not cleared.  Lives until close, or as long as the\n"
-     "object."},
+    {Py_tp_doc, "IpcMemory(ordinal, nbytes)\n--\n\n"},
     {Py_tp_new, ipc_memory_new},
     {Py_tp_dealloc, ipc_memory_dealloc},
     {Py_tp_methods, ipc_memory_methods},

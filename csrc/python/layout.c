@@ -489,57 +489,31 @@ WSYNC_PY_NUMBER_GETTER(layout_nbytes, wsync_layout_nbytes(layout_of(self)))
 WSYNC_PY_NUMBER_GETTER(layout_shard_nbytes, wsync_layout_shard_nbytes(layout_of(self)))
 
 static PyMethodDef layout_methods[] = {
-    {"to_bytes", layout_to_bytes, METH_NOARGS,
-     "to_bytes($self)\n--\n\nThe one encoding of this layout."},
-    {"names", layout_names, METH_NOARGS,
-     "names($self)\n--\n\nNames of all tensors, in order."},
-    {"find", WSYNC_PY_KEYWORDS(layout_find),
-     "find($self, name)\n--\n\nIndex of a tensor, or -1."},
-    {"tensor", WSYNC_PY_KEYWORDS(layout_tensor),
-     "tensor($self, index)\n--\n\n(name, dtype, shape, group)"},
-    {"shards", WSYNC_PY_KEYWORDS(layout_shards),
-     "shards($self, index)\n--\n\n"
-     "The tensor's shards: (rank, buffer, offset, start, extent, strides in bytes, "
-     "origin)."},
-    {"join", WSYNC_PY_KEYWORDS(layout_join),
-     "join($self, wanted=None, lent=...)\n--\n\n"
-     "What a process that reads the memory of all ranks sees of the tensors and boxes\n"
-     "that `wanted` has (None: all): their shards on one rank, buffer b of rank r as\n"
-     "number b + the buffers of the ranks before r.  Of equal boxes one is left.  lent: a\n"
-     "byte for each number, 0 where that cannot be read; tensors that are wanted from "
-     "such\n"
-     "a buffer alone are left out."},
-    {"without", WSYNC_PY_KEYWORDS(layout_without),
-     "without($self, other)\n--\n\nThe tensors that other lacks."},
-    {"beside", WSYNC_PY_KEYWORDS(layout_beside),
-     "beside($self, other, first)\n--\n\n"
-     "Both layouts in one, where buffer b of other has become first + b."},
+    {"to_bytes", layout_to_bytes, METH_NOARGS, "to_bytes($self)\n--\n\n"},
+    {"names", layout_names, METH_NOARGS, "names($self)\n--\n\n"},
+    {"find", WSYNC_PY_KEYWORDS(layout_find), "find($self, name)\n--\n\n"},
+    {"tensor", WSYNC_PY_KEYWORDS(layout_tensor), "tensor($self, index)\n--\n\n"},
+    {"shards", WSYNC_PY_KEYWORDS(layout_shards), "shards($self, index)\n--\n\n"},
+    {"join", WSYNC_PY_KEYWORDS(layout_join), "join($self, wanted=None, lent=...)\n--\n\n"},
+    {"without", WSYNC_PY_KEYWORDS(layout_without), "without($self, other)\n--\n\n"},
+    {"beside", WSYNC_PY_KEYWORDS(layout_beside), "beside($self, other, first)\n--\n\n"},
     {"buffer_count", WSYNC_PY_KEYWORDS(layout_buffer_count),
-     "buffer_count($self, rank=0)\n--\n\n"
-     "One more than the largest buffer index that a rank uses."},
+     "buffer_count($self, rank=0)\n--\n\n"},
     {"check_apart", WSYNC_PY_KEYWORDS(layout_check_apart),
-     "check_apart($self, buffers)\n--\n\n"
-     "Checks that no byte belongs to two shards when buffer i lies at buffers[i]; spans\n"
-     "of the table may share memory.  LayoutError names the two tensors."},
+     "check_apart($self, buffers)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef layout_getset[] = {
-    {"tensor_count", layout_tensor_count, NULL, "Number of tensors.", NULL},
-    {"shard_count", layout_shard_count, NULL, "Number of shards of all tensors.", NULL},
-    {"rank_count", layout_rank_count, NULL, "One more than the largest rank of a shard.",
-     NULL},
-    {"nbytes", layout_nbytes, NULL, "Bytes of all tensors, each counted once and whole.",
-     NULL},
-    {"shard_nbytes", layout_shard_nbytes, NULL,
-     "Bytes of all shards, replicas counted each time.", NULL},
+    {"tensor_count", layout_tensor_count, NULL, NULL, NULL},
+    {"shard_count", layout_shard_count, NULL, NULL, NULL},
+    {"rank_count", layout_rank_count, NULL, NULL, NULL},
+    {"nbytes", layout_nbytes, NULL, NULL, NULL},
+    {"shard_nbytes", layout_shard_nbytes, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot layout_slots[] = {
-    {Py_tp_doc,
-     "Which boxes of which tensors lie where.  Immutable; made by "
-     "LayoutBuilder.build(), merge() or from_bytes()."},
     {Py_tp_dealloc, layout_dealloc},
     {Py_tp_methods, layout_methods},
     {Py_tp_getset, layout_getset},
@@ -547,18 +521,9 @@ static PyType_Slot layout_slots[] = {
 };
 
 static PyMethodDef layout_static_methods[] = {
-    {"from_bytes", WSYNC_PY_KEYWORDS(layout_from_bytes),
-     "from_bytes(data)\n--\n\n"
-     "Parses what to_bytes() made.  ProtocolError names the byte that is wrong."},
-    {"merge", WSYNC_PY_KEYWORDS(layout_merge),
-     "merge(layouts)\n--\n\n"
-     "The union of layouts.  LayoutError names the tensor and the two ranks that "
-     "disagree."},
-    {"short", WSYNC_PY_KEYWORDS(layout_short),
-     "short(layouts)\n--\n\n"
-     "Tensors that the shards of all layouts, between them, do not reach both ends of:\n"
-     "[(name, shape, axis, first, end)], where all lie within first <= i < end, for each\n"
-     "such axis.  Tensors without shards are not among them."},
+    {"from_bytes", WSYNC_PY_KEYWORDS(layout_from_bytes), "from_bytes(data)\n--\n\n"},
+    {"merge", WSYNC_PY_KEYWORDS(layout_merge), "merge(layouts)\n--\n\n"},
+    {"short", WSYNC_PY_KEYWORDS(layout_short), "short(layouts)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

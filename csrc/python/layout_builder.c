@@ -518,26 +518,20 @@ static PyObject *builder_build(PyObject *object, PyObject *Py_UNUSED(ignored))
 
 static PyMethodDef builder_methods[] = {
     {"add_tensors", WSYNC_PY_KEYWORDS(builder_add_tensors),
-     "add_tensors($self, names, tensors, groups=None)\n--\n\n"
-     "Buffer i holds the whole tensor names[i], as tensors[i] describes it."},
+     "add_tensors($self, names, tensors, groups=None)\n--\n\n"},
     {"add_tensor", WSYNC_PY_KEYWORDS(builder_add_tensor),
-     "add_tensor($self, name, dtype, shape, group=0)\n--\n\n"
-     "Makes a tensor known without adding a shard."},
+     "add_tensor($self, name, dtype, shape, group=0)\n--\n\n"},
     {"add_shard", WSYNC_PY_KEYWORDS(builder_add_shard),
-     "add_shard($self, name, dtype, shape, start, extent, buffer, offset, strides,\n"
-     "          origin='', group=0, steps=None)\n--\n\n"
-     "One box; offset and strides in bytes."},
+     "add_shard($self, name, dtype, shape, start, extent, buffer, offset, strides,\n       "
+     "   origin='', group=0, steps=None)\n--\n\n"},
     {"add_parameter", WSYNC_PY_KEYWORDS(builder_add_parameter),
-     "add_parameter($self, origin, buffer, dtype, strides, regions, maps)\n--\n\n"
-     "Composes the regions of a local parameter (element strides) with the maps from the\n"
-     "full parameter to target tensors.  Returns the number of local elements mapped."},
-    {"build", builder_build, METH_NOARGS,
-     "build($self)\n--\n\nThe layout; the builder is empty afterwards."},
+     "add_parameter($self, origin, buffer, dtype, strides, regions, maps)\n--\n\n"},
+    {"build", builder_build, METH_NOARGS, "build($self)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot builder_slots[] = {
-    {Py_tp_doc, "LayoutBuilder(rank=0)\n--\n\nCollects the shards of one rank."},
+    {Py_tp_doc, "LayoutBuilder(rank=0)\n--\n\n"},
     {Py_tp_new, builder_new},
     {Py_tp_dealloc, builder_dealloc},
     {Py_tp_methods, builder_methods},

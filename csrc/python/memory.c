@@ -148,29 +148,19 @@ static PyObject *memory_retire(PyObject *object, PyObject *Py_UNUSED(unused))
 }
 
 static PyMethodDef memory_methods[] = {
-    {"fileno", memory_fileno, METH_NOARGS,
-     "fileno($self, /)\n--\n\nWhat another process maps; valid as long as this object."},
-    {"retire", memory_retire, METH_NOARGS,
-     "retire($self, /)\n--\n\nWhether what BufferTable.lend has lent may be given back: "
-     "no process has it open\nwhom that would hurt, and from now on none opens it."},
+    {"fileno", memory_fileno, METH_NOARGS, "fileno($self, /)\n--\n\n"},
+    {"retire", memory_retire, METH_NOARGS, "retire($self, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef memory_getset[] = {
-    {"address", memory_get_address, NULL, "Where the memory is mapped in this process.",
-     NULL},
-    {"nbytes", memory_get_nbytes, NULL, "Size in bytes.", NULL},
+    {"address", memory_get_address, NULL, NULL, NULL},
+    {"nbytes", memory_get_nbytes, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot memory_slots[] = {
-    {Py_tp_doc,
-     "Memory(nbytes, device=None, control=False)\n--\n\n"
-     "Memory that another process can map: of a GPU, or shared memory of the host (a\n"
-     "sealed memfd), mapped and faulted in.\n\n"
-     "Zeroed; that of the host supports the buffer protocol (writable bytes, but of\n"
-     "borrowed memory).  control:\n"
-     "it holds events and nothing else."},
+    {Py_tp_doc, "Memory(nbytes, device=None, control=False)\n--\n\n"},
     {Py_tp_new, memory_new},
     {Py_tp_dealloc, memory_dealloc},
     {Py_tp_methods, memory_methods},
@@ -181,15 +171,9 @@ static PyType_Slot memory_slots[] = {
 };
 
 static PyMethodDef memory_static_methods[] = {
-    {"borrow", WSYNC_PY_KEYWORDS(memory_borrow),
-     "borrow(fd, device=None)\n--\n\nMaps shared memory for reading alone, all that a "
-     "descriptor holds now; fd is duplicated.\n\n"
-     "PeerRefusedError if it is not of shared memory."},
+    {"borrow", WSYNC_PY_KEYWORDS(memory_borrow), "borrow(fd, device=None)\n--\n\n"},
     {"from_fd", WSYNC_PY_KEYWORDS(memory_from_fd),
-     "from_fd(fd, nbytes, device=None)\n--\n\nMaps memory that another process made; fd is "
-     "duplicated.\n\n"
-     "PeerRefusedError if it is not sealed against a change of size, InvalidArgumentError\n"
-     "if its size is not nbytes."},
+     "from_fd(fd, nbytes, device=None)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -30,9 +30,6 @@ static PyObject *nccl_library(PyObject *module, PyObject *args, PyObject *kwargs
 }
 
 PyMethodDef wsync_py_functions_nccl[] = {
-    {"nccl_library", WSYNC_PY_KEYWORDS(nccl_library),
-     "nccl_library(libraries=())\n--\n\n"
-     "(version, path) of NCCL, which the first call loads: 22809 is 2.28.9.  libraries:\n"
-     "paths at which it may lie.  UnsupportedError says why there is none to use."},
+    {"nccl_library", WSYNC_PY_KEYWORDS(nccl_library), "nccl_library(libraries=())\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };

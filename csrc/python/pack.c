@@ -202,8 +202,6 @@ cleanup:
 
 PyMethodDef wsync_py_functions_pack[] = {
     {"pack", WSYNC_PY_KEYWORDS(pack),
-     "pack(tensors, address, nbytes, offsets, stream=<unset>)\n--\n\n"
-     "Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the\n"
-     "GIL, or on a stream.  What lies at address must stay until that has passed."},
+     "pack(tensors, address, nbytes, offsets, stream=<unset>)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };

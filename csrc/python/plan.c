@@ -339,50 +339,29 @@ static PyObject *plan_manifest(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyMethodDef plan_methods[] = {
     {"ring_nbytes", WSYNC_PY_KEYWORDS(plan_ring_nbytes),
-     "ring_nbytes($self, worker)\n--\n\nBytes of a worker's ring."},
-    {"slot", WSYNC_PY_KEYWORDS(plan_slot),
-     "slot($self, worker, round)\n--\n\n"
-     "Where the round lies in the worker's ring: (offset, nbytes, wait_round).  It may be\n"
-     "written once the worker has finished wait_round (-1: at once)."},
-    {"messages", WSYNC_PY_KEYWORDS(plan_messages),
-     "messages($self, round)\n--\n\n"
-     "What this rank sends or receives: (source, peers, send_offset, recv_offset, "
-     "nbytes)."},
-    {"copies", WSYNC_PY_KEYWORDS(plan_copies),
-     "copies($self, round, phase)\n--\n\nThis rank's copies of PACK, LOCAL or UNPACK."},
-    {"manifest", WSYNC_PY_KEYWORDS(plan_manifest),
-     "manifest($self, worker)\n--\n\n"
-     "The layout of the worker's ring: rank 0, buffer = round, offsets from the start of\n"
-     "the ring, boxes contiguous, dtypes as delivered."},
+     "ring_nbytes($self, worker)\n--\n\n"},
+    {"slot", WSYNC_PY_KEYWORDS(plan_slot), "slot($self, worker, round)\n--\n\n"},
+    {"messages", WSYNC_PY_KEYWORDS(plan_messages), "messages($self, round)\n--\n\n"},
+    {"copies", WSYNC_PY_KEYWORDS(plan_copies), "copies($self, round, phase)\n--\n\n"},
+    {"manifest", WSYNC_PY_KEYWORDS(plan_manifest), "manifest($self, worker)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef plan_getset[] = {
-    {"round_count", plan_round_count, NULL, "Number of rounds.", NULL},
-    {"round_nbytes", plan_round_nbytes, NULL,
-     "Most bytes of a round for one worker, but for a larger tensor that stays whole.",
-     NULL},
-    {"send_nbytes", plan_send_nbytes, NULL,
-     "Largest send staging that a round needs on this rank.", NULL},
-    {"recv_nbytes", plan_recv_nbytes, NULL,
-     "Largest receive staging that a round needs on this rank.", NULL},
-    {"fingerprint", plan_fingerprint, NULL,
-     "64 bits that are equal on all ranks with equal plans.", NULL},
-    {"unused", plan_unused, NULL,
-     "Indices of the source's tensors that no worker reads, without empty ones.", NULL},
-    {"stats", plan_stats, NULL,
-     "Of all ranks: delivered_nbytes, needed_nbytes, sent_nbytes, message_count.", NULL},
+    {"round_count", plan_round_count, NULL, NULL, NULL},
+    {"round_nbytes", plan_round_nbytes, NULL, NULL, NULL},
+    {"send_nbytes", plan_send_nbytes, NULL, NULL, NULL},
+    {"recv_nbytes", plan_recv_nbytes, NULL, NULL, NULL},
+    {"fingerprint", plan_fingerprint, NULL, NULL, NULL},
+    {"unused", plan_unused, NULL, NULL, NULL},
+    {"stats", plan_stats, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot plan_slots[] = {
     {Py_tp_doc,
      "Plan(source, destinations, workers, hosts, rank, *, round_nbytes=0, ring_nbytes=0, "
-     "send_nbytes=0, recv_nbytes=0, rounds_grow=False)\n--\n\n"
-     "How the boxes of `source` get into the rings of all workers, and what `rank` does\n"
-     "for it.  destinations: (layout, whole); workers: (destination, home rank); hosts:\n"
-     "one per rank; budgets in bytes, 0 for the default.  rounds_grow: what cannot be cut\n"
-     "may exceed round_nbytes."},
+     "send_nbytes=0, recv_nbytes=0, rounds_grow=False)\n--\n\n"},
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_methods, plan_methods},

@@ -132,29 +132,17 @@ WSYNC_PY_NUMBER_GETTER(quantiser_amax_count,
                        wsync_quantiser_amax_count(((QuantiserObject *)self)->quantiser))
 
 static PyGetSetDef quantiser_getset[] = {
-    {"layout", quantiser_layout, NULL,
-     "The rank's shards: codes and scales, in the buffers after its own, and what is\n"
-     "not quantised.",
-     NULL},
-    {"ends", quantiser_ends, NULL,
-     "Where the image's buffers end; each begins where the one before ends.", NULL},
-    {"constants", quantiser_constants, NULL,
-     "The bytes that the image begins with, and which never change.", NULL},
-    {"image_nbytes", quantiser_image_nbytes, NULL,
-     "Bytes of the memory for codes and scales.", NULL},
-    {"amax_count", quantiser_amax_count, NULL,
-     "Entries of the table of amaxes, a float32 each; the same on all ranks.", NULL},
-    {"stats", quantiser_stats, NULL,
-     "Of all ranks, in bytes of weights: quantised_nbytes, and of those repeated_nbytes.",
-     NULL},
+    {"layout", quantiser_layout, NULL, NULL, NULL},
+    {"ends", quantiser_ends, NULL, NULL, NULL},
+    {"constants", quantiser_constants, NULL, NULL, NULL},
+    {"image_nbytes", quantiser_image_nbytes, NULL, NULL, NULL},
+    {"amax_count", quantiser_amax_count, NULL, NULL, NULL},
+    {"stats", quantiser_stats, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot quantiser_slots[] = {
-    {Py_tp_doc,
-     "Quantiser(layout, rank, buffers, rules)\n--\n\n"
-     "What of the merged layout of all ranks one rank, which has so many buffers, "
-     "quantises."},
+    {Py_tp_doc, "Quantiser(layout, rank, buffers, rules)\n--\n\n"},
     {Py_tp_new, quantiser_new},
     {Py_tp_dealloc, quantiser_dealloc},
     {Py_tp_getset, quantiser_getset},

@@ -91,23 +91,18 @@ static PyObject *route_nbytes(PyObject *self, PyObject *args, PyObject *kwargs)
 }
 
 static PyMethodDef route_methods[] = {
-    {"copies", WSYNC_PY_KEYWORDS(route_copies),
-     "copies($self, buffer)\n--\n\nThe copies that read one source buffer."},
-    {"nbytes", WSYNC_PY_KEYWORDS(route_nbytes),
-     "nbytes($self, buffer)\n--\n\nBytes that those copies write."},
+    {"copies", WSYNC_PY_KEYWORDS(route_copies), "copies($self, buffer)\n--\n\n"},
+    {"nbytes", WSYNC_PY_KEYWORDS(route_nbytes), "nbytes($self, buffer)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef route_getset[] = {
-    {"buffer_count", route_buffer_count, NULL, "Number of source buffers.", NULL},
+    {"buffer_count", route_buffer_count, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot route_slots[] = {
-    {Py_tp_doc,
-     "Route(source, destination)\n--\n\n"
-     "Copies that fill `destination` from `source` in one process, grouped by\n"
-     "source buffer (round)."},
+    {Py_tp_doc, "Route(source, destination)\n--\n\n"},
     {Py_tp_new, route_new},
     {Py_tp_dealloc, route_dealloc},
     {Py_tp_methods, route_methods},

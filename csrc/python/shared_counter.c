@@ -46,9 +46,6 @@ static PyObject *count_down(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyMethodDef wsync_py_functions_count_down[] = {
-    {"count_down", count_down, METH_VARARGS,
-     "count_down(counter, least, /)\n--\n\n"
-     "Takes 1 from an integer of 4 or 8 bytes that other processes change too, unless it\n"
-     "is `least` or less; whether it did."},
+    {"count_down", count_down, METH_VARARGS, "count_down(counter, least, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };

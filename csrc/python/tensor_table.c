@@ -231,26 +231,12 @@ static PyObject *table_joined(PyObject *self, PyObject *object)
 }
 
 static PyMethodDef table_methods[] = {
-    {"joined", table_joined, METH_O,
-     "joined($self, other, /)\n--\n\n"
-     "A table of this one's tensors and the other's behind them; keeps all of them alive."},
-    {"form", table_form, METH_NOARGS,
-     "form($self)\n--\n\n"
-     "The same facts, to compare with later ones: keeps no tensor alive, and cannot be "
-     "read\n"
-     "from."},
-    {"differs", table_differs, METH_O,
-     "differs($self, other, /)\n--\n\n"
-     "The first tensor whose dtype, shape or strides are not those of the other table's,\n"
-     "or None."},
-    {"moved", wsync_py_table_moved, METH_O,
-     "moved($self, tensors, /)\n--\n\n"
-     "The first of these tensors whose address, dtype, shape or strides are not what the\n"
-     "table says, or None.  There are as many as the table has."},
+    {"joined", table_joined, METH_O, "joined($self, other, /)\n--\n\n"},
+    {"form", table_form, METH_NOARGS, "form($self)\n--\n\n"},
+    {"differs", table_differs, METH_O, "differs($self, other, /)\n--\n\n"},
+    {"moved", wsync_py_table_moved, METH_O, "moved($self, tensors, /)\n--\n\n"},
     {"offsets", table_offsets, METH_VARARGS,
-     "offsets($self, alignment, begin=0, /)\n--\n\n"
-     "(starts, end): where the tensors lie when they are laid one after another from byte\n"
-     "`begin` on, at multiples of `alignment`, and the end of the last."},
+     "offsets($self, alignment, begin=0, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -270,24 +256,17 @@ static PyObject *table_known(PyObject *self, void *Py_UNUSED(closure))
 }
 
 static PyGetSetDef table_getset[] = {
-    {"known", table_known, NULL,
-     "Whether everything is as the form says that describe() was given.", NULL},
-    {"nbytes", table_nbytes, NULL, "Bytes of all elements.", NULL},
-    {"gpu", table_gpu, NULL, "The CUDA device that some of them lie on, or None.", NULL},
+    {"known", table_known, NULL, NULL, NULL},
+    {"nbytes", table_nbytes, NULL, NULL, NULL},
+    {"gpu", table_gpu, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot table_slots[] = {
-    {Py_tp_doc,
-     "Where tensors lie; keeps them and their storages alive.  Made by describe()."},
-    {Py_tp_dealloc, table_dealloc},
-    {Py_tp_traverse, table_traverse},
-    {Py_tp_clear, table_clear},
-    {Py_tp_methods, table_methods},
-    {Py_tp_getset, table_getset},
-    {Py_sq_length, table_length},
-    {Py_sq_item, table_item},
-    {0, NULL},
+    {Py_tp_dealloc, table_dealloc}, {Py_tp_traverse, table_traverse},
+    {Py_tp_clear, table_clear},     {Py_tp_methods, table_methods},
+    {Py_tp_getset, table_getset},   {Py_sq_length, table_length},
+    {Py_sq_item, table_item},       {0, NULL},
 };
 
 const wsync_py_type_t wsync_py_type_TensorTable = {

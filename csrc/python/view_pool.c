@@ -353,26 +353,20 @@ static void pool_dealloc(PyObject *self)
 static PyMethodDef pool_methods[] = {
     {"view", (PyCFunction)(void (*)(void))pool_view,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
-     "view($self, like, dtype, shape, offset, /)\n--\n\n"
-     "A tensor of type(like) over contiguous bytes; keeps the memory alive until it is\n"
-     "released.  like: a tensor, or torch.Tensor itself."},
+     "view($self, like, dtype, shape, offset, /)\n--\n\n"},
     {"views", (PyCFunction)(void (*)(void))pool_views,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
-     "views($self, like, layout, buffer, /)\n--\n\n"
-     "(name, tensor) of all whole tensors that lie in `buffer` of a manifest, in order."},
+     "views($self, like, layout, buffer, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef pool_getset[] = {
-    {"live", pool_live, NULL, "Views that have not been released.", NULL},
+    {"live", pool_live, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot pool_slots[] = {
-    {Py_tp_doc,
-     "ViewPool(memory)\n--\n\n"
-     "Hands out torch tensors that are views of a Memory and counts the ones\n"
-     "still alive."},
+    {Py_tp_doc, "ViewPool(memory)\n--\n\n"},
     {Py_tp_new, pool_new},
     {Py_tp_dealloc, pool_dealloc},
     {Py_tp_methods, pool_methods},
