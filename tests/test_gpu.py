@@ -209,7 +209,7 @@ def quantised(
     results = _core.describe([image, amaxes], ["image", "amaxes"], gpu=True)
     weights = _core.describe(parts, [str(index) for index in range(len(parts))], gpu=True)
     spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
-    device.follow(stream, 60.0, lambda: None)
+    device.settle(stream.device, 60.0)
     for codes in (False, True):
         stream.quantise(made, *spans, codes=codes)
     stream.synchronize(60.0)

@@ -27,7 +27,7 @@ from wsync._core import (
 from wsync.bucket import FlattenedTensorBucket
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
-from wsync.machine.device import find, follow
+from wsync.machine.device import find, settle
 from wsync.messages import payload
 from wsync.messages.control import PIECES, Control
 from wsync.trainer.sessions.worker import WorkerSession
@@ -421,7 +421,7 @@ def test_nothing_more_is_written_when_an_update_has_failed(
     gate = Event(Memory(4096, find(trainer.exporter.worker_uuid), control=True), 0)
     waits = threading.Event()
     monkeypatch.setattr(
-        "wsync.engine.receiver.follow", lambda *given: (follow(*given), waits.set())
+        "wsync.engine.receiver.settle", lambda *given: (settle(*given), waits.set())
     )
     handled = start(receiver, trainer.control(2, deadline=0.5))
     trainer.exporter.begin(2, 3, SECONDS)

@@ -258,8 +258,6 @@ enum {
 
 /* The same of functions that older drivers lack: NULL there. */
 #define WSYNC_CUDA_LATER_MAP(X)                                                        \
-    X(context_record, cuCtxRecordEvent, 12050,                                         \
-      (wsync_cu_context_t context, wsync_cu_event_t event))                            \
     X(memcpy_batch_async, cuMemcpyBatchAsync, 12080,                                   \
       (wsync_cu_ptr_t * destinations, wsync_cu_ptr_t * sources, size_t *sizes,         \
        size_t count, wsync_cu_copy_attributes_t *attributes, size_t *attribute_starts, \

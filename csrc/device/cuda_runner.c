@@ -6,8 +6,10 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "device/cuda_runs.h"
+#include "device/deadline.h"
 
 enum {
     /* Runs of a batch that leave room in a queue of the device for those of all rounds that
@@ -17,6 +19,9 @@ enum {
      * many as plans, those of addresses come with every update whose weights have moved. */
     SEGMENTS_MAX_NBYTES = 256 * 1024 * 1024,
     ADDRESSES_MAX_NBYTES = 16 * 1024 * 1024,
+    /* Of a stream that comes to what is to be fed. */
+    FEED_MS = 60 * 1000,
+    FEED_POLL_NS = 20 * 1000,
 };
 
 /* Copies that the device runs by itself. */
@@ -29,8 +34,8 @@ typedef struct part {
 
 /* A batch whose memory is known: what the device reads, and what must be fed. */
 typedef struct sorted {
-    wsync_copy_t *copies;    /* owned: those of `direct`, if they are not all */
-    wsync_cuda_load_t *load; /* owned; NULL: nothing is fed */
+    wsync_copy_t *copies; /* owned: those of `direct`; NULL: they are all, nothing is fed */
+    wsync_cuda_load_t load;
     part_t direct;
 } sorted_t;
 
@@ -77,7 +82,7 @@ void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner)
 {
     const wsync_cuda_driver_t *driver = runner->device->driver;
 
-    wsync_cuda_pageable_feed_destroy(atomic_load(&runner->feed));
+    wsync_cuda_pageable_feed_destroy(runner->feed);
     wsync_cuda_spans_fini(&runner->spans);
     free(runner->sources.places);
     free(runner->destinations.places);
@@ -121,11 +126,7 @@ void wsync_cuda_runner_settle(wsync_cuda_runner_t *runner)
 
 void wsync_cuda_runner_abandon(wsync_cuda_runner_t *runner)
 {
-    wsync_cuda_pageable_feed_t *feed = atomic_load(&runner->feed);
-
-    if (feed != NULL) {
-        wsync_cuda_pageable_feed_abandon(feed);
-    }
+    (void)atomic_fetch_add(&runner->abandoned, 1);
 }
 
 static wsync_status_t check(const wsync_cuda_runner_t *self, wsync_cu_result_t code,
@@ -329,17 +330,13 @@ static wsync_status_t fail_destination(wsync_cuda_runner_t *self, const wsync_sp
 static wsync_status_t split(const wsync_batch_t *batch, size_t index, sorted_t *sorted,
                             wsync_error_t *err)
 {
-    wsync_cuda_load_t *load = calloc(1, sizeof(*load));
     wsync_copy_t *copies = malloc(batch->count * sizeof(*copies));
 
-    if (load == NULL || copies == NULL) {
-        free(load);
-        free(copies);
+    if (copies == NULL) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
                           "no memory to sort %zu copies", batch->count);
     }
     memcpy(copies, batch->copies, index * sizeof(*copies));
-    sorted->load = load;
     sorted->copies = copies;
     sorted->direct.copies = copies;
     sorted->direct.count = index;
@@ -372,13 +369,13 @@ static wsync_status_t sort_copy(wsync_cuda_runner_t *self, const wsync_batch_t *
                                 copy->destination_buffer, err);
     }
     if (source->kind == WSYNC_CUDA_PAGEABLE && !self->device->pageable) {
-        if (sorted->load == NULL) {
+        if (sorted->copies == NULL) {
             status = split(batch, index, sorted, err);
         }
-        return status == WSYNC_OK ? wsync_cuda_load_append(sorted->load, copy, err)
+        return status == WSYNC_OK ? wsync_cuda_load_append(&sorted->load, copy, err)
                                   : status;
     }
-    if (sorted->load != NULL) {
+    if (sorted->copies != NULL) {
         sorted->copies[sorted->direct.count++] = *copy;
     }
     return WSYNC_OK;
@@ -404,12 +401,36 @@ static wsync_status_t sort(wsync_cuda_runner_t *self, const wsync_batch_t *batch
 
 /* --- what is fed --- */
 
-static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *batch,
-                               const sorted_t *sorted, const wsync_cuda_load_t *load,
-                               bool *begun, wsync_error_t *err)
+/* Waits until the device has done what the stream was given: until then it may read the
+ * slot, and the sources are not to be read. */
+static wsync_status_t await_stream(const wsync_cuda_runner_t *self, unsigned abandoned,
+                                   wsync_error_t *err)
 {
-    wsync_cuda_pageable_feed_t *feed = atomic_load(&self->feed);
-    wsync_status_t status = wsync_cuda_pageable_feed_begin(feed, err);
+    const uint64_t deadline = wsync_deadline_ns(FEED_MS);
+    const struct timespec pause = {.tv_nsec = FEED_POLL_NS};
+    wsync_cu_result_t code = self->device->driver->stream_query(self->stream);
+
+    while (code == WSYNC_CU_NOT_READY && wsync_clock_ns() < deadline) {
+        (void)nanosleep(&pause, NULL);
+        code = self->device->driver->stream_query(self->stream);
+    }
+    if (atomic_load(&self->abandoned) != abandoned) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "wsync_stream_copy",
+                          "the stream was abandoned while it was given copies");
+    }
+    return code == WSYNC_CU_NOT_READY
+               ? wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_copy",
+                            "%s has not come to copies of pageable memory in %d s",
+                            self->device->label, FEED_MS / 1000)
+               : check(self, code, "cuStreamQuery", err);
+}
+
+static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *batch,
+                               const sorted_t *sorted, unsigned abandoned, bool *begun,
+                               wsync_error_t *err)
+{
+    const wsync_cuda_load_t *load = &sorted->load;
+    wsync_status_t status = WSYNC_OK;
 
     for (size_t i = 0; i < load->end_count && status == WSYNC_OK; i++) {
         const size_t first = i > 0 ? load->ends[i - 1] : 0;
@@ -420,62 +441,47 @@ static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *b
         part.copies = load->from_slot + first;
         part.count = load->ends[i] - first;
         part.sources = &slots;
-        status = wsync_cuda_pageable_feed_fill(feed, load, i, batch->sources,
-                                               batch->source_count, &slot, err);
+        status = await_stream(self, abandoned, err);
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_pageable_feed_fill(self->feed, load->to_slot + first,
+                                                   part.count, batch->sources,
+                                                   batch->source_count, &slot, err);
+        }
         if (status == WSYNC_OK) {
             status = run_part(self, &part, begun, err);
-        }
-        if (status == WSYNC_OK) {
-            status = wsync_cuda_pageable_feed_drain(feed, err);
-        }
-    }
-    return status;
-}
-
-static wsync_status_t need_feed(wsync_cuda_runner_t *self, wsync_error_t *err)
-{
-    wsync_cuda_pageable_feed_t *feed = atomic_load(&self->feed);
-    wsync_status_t status = WSYNC_OK;
-
-    if (feed == NULL) {
-        status = wsync_cuda_pageable_feed_create(self->device, self->stream, self->threads,
-                                                 &feed, err);
-        if (status == WSYNC_OK) {
-            atomic_store(&self->feed, feed);
         }
     }
     return status;
 }
 
 wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
-                                     const wsync_batch_t *batch, wsync_cuda_load_t **load,
-                                     bool *begun, wsync_error_t *err)
+                                     const wsync_batch_t *batch, bool *begun,
+                                     wsync_error_t *err)
 {
     sorted_t sorted = {0};
+    const unsigned abandoned = atomic_load(&runner->abandoned);
     const uint64_t uploaded = runner->segments.uploaded + runner->addresses.uploaded;
     wsync_status_t status = sort(runner, batch, &sorted, err);
 
-    *load = NULL;
     *begun = false;
     runner->runs = 0;
-    if (status == WSYNC_OK && sorted.load != NULL) {
-        status = need_feed(runner, err);
+    if (status == WSYNC_OK && sorted.copies != NULL && runner->feed == NULL) {
+        status = wsync_cuda_pageable_feed_create(runner->device, runner->threads,
+                                                 &runner->feed, err);
     }
     if (status == WSYNC_OK) {
         status = run_part(runner, &sorted.direct, begun, err);
     }
-    if (status == WSYNC_OK && sorted.load != NULL) {
-        *load = sorted.load;
-        sorted.load = NULL;
-        *begun = true;
-        status = run_load(runner, batch, &sorted, *load, begun, err);
+    if (status == WSYNC_OK) {
+        status = run_load(runner, batch, &sorted, abandoned, begun, err);
     }
-    /* Uploads may share the device's queues with what waits in the stream, and feeding and
-     * many runs fill them: all may keep the host until those waits are over. */
+    /* Uploads may share the device's queues with what waits in the stream, many runs fill
+     * them, and a stream that has been fed is waited for: all may keep the host until those
+     * waits are over. */
     atomic_store(&runner->steady,
-                 *load == NULL && runner->runs <= STEADY_RUNS &&
+                 runner->feed == NULL && runner->runs <= STEADY_RUNS &&
                      runner->segments.uploaded + runner->addresses.uploaded == uploaded);
-    wsync_cuda_load_destroy(sorted.load);
+    wsync_cuda_load_fini(&sorted.load);
     free(sorted.copies);
     return status;
 }

@@ -22,6 +22,7 @@ typedef struct wsync_cuda_runner {
     const wsync_cuda_device_t *device;
     wsync_cu_stream_t stream;  /* owned; of the greatest priority */
     unsigned threads;          /* of the host, to read memory that the device cannot */
+    atomic_uint abandoned;     /* how often the stream was */
     wsync_cu_stream_t uploads; /* owned */
     wsync_cuda_tables_t segments;
     wsync_cuda_tables_t pieces;
@@ -31,7 +32,7 @@ typedef struct wsync_cuda_runner {
     wsync_cuda_buffers_t destinations;
     size_t runs;        /* of the last batch, for copy engines */
     atomic_bool steady; /* it was neither fed nor long, nor in need of new tables */
-    _Atomic(wsync_cuda_pageable_feed_t *) feed; /* owned; NULL until it is needed */
+    wsync_cuda_pageable_feed_t *feed; /* owned; NULL until it is needed */
 } wsync_cuda_runner_t;
 
 wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,
@@ -41,20 +42,19 @@ wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,
 void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner);
 
 /* Enqueues a batch that has passed wsync_copies_check; returns without waiting for its
- * data. UNSUPPORTED for destinations that the device does not reach.  *load, unless NULL,
- * is the caller's to destroy when the stream has passed.  If *begun after an error, part of
- * the batch may be enqueued, and the stream must be abandoned first; else there is no load.
- */
+ * data, unless some of it has to be fed: for that the stream comes to this point first.
+ * UNSUPPORTED for destinations that the device does not reach.  If *begun after an error,
+ * part of the batch may be enqueued, and the stream must be abandoned. */
 wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
-                                     const wsync_batch_t *batch, wsync_cuda_load_t **load,
-                                     bool *begun, wsync_error_t *err);
+                                     const wsync_batch_t *batch, bool *begun,
+                                     wsync_error_t *err);
 
 /* Whether more is kept than should be; trim gives that back, when no batch is under way. */
 bool wsync_cuda_runner_full(const wsync_cuda_runner_t *runner);
 void wsync_cuda_runner_trim(wsync_cuda_runner_t *runner);
 /* The stream was seen idle: memory it was lent may have gone back.  From any thread. */
 void wsync_cuda_runner_settle(wsync_cuda_runner_t *runner);
-/* Makes the host's threads let go of sources and loads.  From any thread. */
+/* Nothing more of a batch that is being fed is enqueued.  From any thread. */
 void wsync_cuda_runner_abandon(wsync_cuda_runner_t *runner);
 
 #endif

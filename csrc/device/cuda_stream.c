@@ -28,8 +28,6 @@ enum {
     POLL_MAX_NS = 200 * 1000,
     /* A device that takes longer to run dry has hung: its memory is left alone. */
     DRAIN_MS = 60 * 1000,
-    /* And for a stream that only follows others, until it can be given back. */
-    FOLLOWS_MS = 1000,
     SLICE_MS = 20, /* of a wait that others may give up */
     /* How long the times of batches are waited for, which nobody needs. */
     TRACE_MS = 1000,
@@ -42,8 +40,7 @@ typedef struct entry {
     wsync_event_t event; /* memory NULL: copies; else it is retained */
     uint64_t value;
     bool waits;
-    wsync_cuda_load_t *load; /* of copies; owned */
-    void *kept;              /* of a record; owned */
+    void *kept; /* of a record; owned */
 } entry_t;
 
 /* A batch that is timed: the driver's events before and behind it. */
@@ -83,7 +80,6 @@ static void forget_entries(cuda_stream_t *self)
 {
     for (size_t i = 0; i < self->count; i++) {
         wsync_memory_destroy(self->entries[i].event.memory);
-        wsync_cuda_load_destroy(self->entries[i].load);
         free(self->entries[i].kept);
     }
     self->count = 0;
@@ -136,18 +132,6 @@ static void free_timed(cuda_stream_t *self)
     free(self->timed);
     self->timed = NULL;
     self->timed_count = 0;
-}
-
-/* Whether nothing of its own is enqueued, though it may wait for streams that it follows.
- */
-static bool is_empty(cuda_stream_t *self)
-{
-    bool empty;
-
-    (void)pthread_mutex_lock(&self->mutex);
-    empty = self->count == 0 && !atomic_load(&self->lost);
-    (void)pthread_mutex_unlock(&self->mutex);
-    return empty;
 }
 
 /* Gives everything back; the device uses none of it any more.  In the context. */
@@ -240,15 +224,13 @@ static bool stream_destroy(wsync_stream_t *stream)
 {
     cuda_stream_t *self = own(stream);
     const wsync_cuda_device_t *device = self->device;
-    const int patience_ms = is_empty(self) ? FOLLOWS_MS : DRAIN_MS;
     bool dry;
 
     if (!wsync_cuda_enter_to_free(device)) {
         return true; /* nothing runs without the context, nor in a fork */
     }
     /* What a hung device may still write to is never given back. */
-    dry =
-        drain(self, atomic_load(&self->lost) ? 0 : patience_ms, true) != WSYNC_CU_NOT_READY;
+    dry = drain(self, atomic_load(&self->lost) ? 0 : DRAIN_MS, true) != WSYNC_CU_NOT_READY;
     if (dry) {
         free_stream(self);
     }
@@ -282,11 +264,10 @@ static void *stream_handle(wsync_stream_t *stream)
 static bool stream_abandon(wsync_stream_t *stream, int timeout_ms)
 {
     cuda_stream_t *self = own(stream);
-    const bool empty = is_empty(self);
     bool dry = true;
 
     if (wsync_cuda_enter_to_free(self->device)) {
-        dry = abandon(self, empty ? 0 : timeout_ms) || empty;
+        dry = abandon(self, timeout_ms);
         wsync_cuda_leave(self->device);
     }
     return dry;
@@ -312,11 +293,8 @@ static wsync_status_t stream_synchronize(wsync_stream_t *stream, int timeout_ms,
     count = self->count;
     (void)pthread_mutex_unlock(&self->mutex);
     /* No time in the text: callers wait in slices. */
-    return count > 0 ? wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_synchronize",
-                                  "%zu entries of the stream are not done", count)
-                     : wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_synchronize",
-                                  "%s has not done what it was given on other streams",
-                                  self->device->label);
+    return wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_synchronize",
+                      "%zu entries of the stream are not done", count);
 }
 
 /* Room for one more entry, before anything is enqueued; in the context. */
@@ -435,10 +413,9 @@ static wsync_status_t settle(const wsync_device_t *base, wsync_error_t *err)
     return status;
 }
 
-/* Has a stream wait for what another one has been given by now, or (NULL) the context. */
-static wsync_status_t put_after(const cuda_stream_t *self, const wsync_cu_stream_t *earlier,
-                                wsync_cu_stream_t later, wsync_error_t *err)
+static wsync_status_t stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err)
 {
+    const cuda_stream_t *self = own(stream);
     const wsync_cuda_driver_t *driver = self->device->driver;
     wsync_cu_event_t event = NULL;
     const char *call = "cuEventCreate";
@@ -450,13 +427,12 @@ static wsync_status_t put_after(const cuda_stream_t *self, const wsync_cu_stream
     }
     code = driver->event_create(&event, WSYNC_CU_EVENT_DISABLE_TIMING);
     if (code == WSYNC_CU_SUCCESS) {
-        call = earlier != NULL ? "cuEventRecord" : "cuCtxRecordEvent";
-        code = earlier != NULL ? driver->event_record(event, *earlier)
-                               : driver->context_record(self->device->context, event);
+        call = "cuEventRecord";
+        code = driver->event_record(event, self->runner.stream);
     }
     if (code == WSYNC_CU_SUCCESS) {
         call = "cuStreamWaitEvent";
-        code = driver->stream_wait_event(later, event, 0);
+        code = driver->stream_wait_event(other, event, 0);
     }
     if (event != NULL) {
         (void)driver->event_destroy(event); /* lives on until it has been waited for */
@@ -464,23 +440,6 @@ static wsync_status_t put_after(const cuda_stream_t *self, const wsync_cu_stream
     status = check(self, code, call, err);
     wsync_cuda_leave(self->device);
     return status;
-}
-
-static wsync_status_t stream_follow(wsync_stream_t *stream, wsync_error_t *err)
-{
-    const cuda_stream_t *self = own(stream);
-
-    return self->device->driver->context_record != NULL
-               ? put_after(self, NULL, self->runner.stream, err)
-               : wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_follow",
-                            "the driver is older than CUDA 12.5");
-}
-
-static wsync_status_t stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err)
-{
-    const cuda_stream_t *self = own(stream);
-
-    return put_after(self, &self->runner.stream, other, err);
 }
 
 /* Puts an event of the driver into the stream, for timing; NULL if that fails. */
@@ -504,7 +463,6 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *copies
                                 const wsync_quantise_batch_t *pieces, wsync_error_t *err)
 {
     const bool timed = copies != NULL && self->timed_count < self->trace_capacity;
-    wsync_cuda_load_t *load = NULL;
     bool begun = false;
     timed_t pair = {0};
     wsync_status_t status;
@@ -515,9 +473,8 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *copies
     if (timed) {
         pair.begin = mark(self, self->runner.stream);
     }
-    status = copies != NULL
-                 ? wsync_cuda_runner_run(&self->runner, copies, &load, &begun, err)
-                 : wsync_cuda_quantise(&self->runner, pieces, &begun, err);
+    status = copies != NULL ? wsync_cuda_runner_run(&self->runner, copies, &begun, err)
+                            : wsync_cuda_quantise(&self->runner, pieces, &begun, err);
     if (pair.begin != NULL && status == WSYNC_OK) {
         pair.end = mark(self, self->runner.stream);
     }
@@ -527,12 +484,10 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *copies
         (void)self->device->driver->event_destroy(pair.begin);
     }
     if (status == WSYNC_OK) {
-        add_entry(self, &(entry_t){.load = load});
+        add_entry(self, &(entry_t){0});
     } else if (begun) {
         /* Nothing of a batch that failed runs on, though part of it was enqueued. */
-        if (abandon(self, DRAIN_MS)) {
-            wsync_cuda_load_destroy(load);
-        }
+        (void)abandon(self, DRAIN_MS);
     }
     return status;
 }
@@ -658,7 +613,6 @@ const wsync_stream_ops_t wsync_cuda_stream_ops = {
     .copy = stream_copy,
     .quantise = stream_quantise,
     .enqueue = stream_enqueue,
-    .follow = stream_follow,
     .lead = stream_lead,
     .settle = settle,
     .ahead = stream_ahead,

@@ -128,7 +128,6 @@ struct wsync_stream_ops {
     wsync_status_t (*enqueue)(wsync_stream_t *stream, bool waits, wsync_event_t event,
                               uint64_t value, wsync_error_t *err);
     /* NULL for all where there are no foreign streams. */
-    wsync_status_t (*follow)(wsync_stream_t *stream, wsync_error_t *err);
     wsync_status_t (*lead)(wsync_stream_t *stream, void *other, wsync_error_t *err);
     wsync_status_t (*settle)(const wsync_device_t *self, wsync_error_t *err);
     unsigned (*ahead)(wsync_stream_t *stream); /* NULL: always the most */
@@ -241,11 +240,8 @@ wsync_status_t wsync_stream_wait(wsync_stream_t *stream, wsync_event_t event,
  * happened that was enqueued here.  `other` is the driver's handle (NULL: the default
  * stream).  Nothing to do on the host. */
 wsync_status_t wsync_stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err);
-/* Enqueues: what follows starts when everything has happened that this process has given
- * the device by now, on whatever stream.  UNSUPPORTED if the driver is older than CUDA
- * 12.5: settle.  Nothing to do on the host. */
-wsync_status_t wsync_stream_follow(wsync_stream_t *stream, wsync_error_t *err);
-/* Waits for the same, on a GPU, without an end. */
+/* Waits until a GPU has done everything that this process has given it by now, on whatever
+ * stream, without an end.  Nothing to do on the host. */
 wsync_status_t wsync_device_settle(const wsync_device_t *self, wsync_error_t *err);
 /* The driver's handle, for a library that enqueues on it what the stream does not know of;
  * NULL on the host. */
@@ -257,9 +253,8 @@ unsigned wsync_stream_ahead(wsync_stream_t *stream);
  * nothing of what was enqueued runs any more.  The stream can be used again.  A GPU cannot
  * drop queued work: giving up a wait sets its word, and copies and records behind it still
  * run.  So do not commit after abandoning a stream, nor after seeing records of one that
- * was abandoned.  False if the device has hung for timeout_ms, or is blocked by what
- * it follows: what was enqueued may then run at any time, and what it uses has to stay.
- * Where nothing was enqueued behind what it follows, that is not waited for. */
+ * was abandoned.  False if the device has hung for timeout_ms: what was enqueued
+ * may then run at any time, and what it uses has to stay. */
 bool wsync_stream_abandon(wsync_stream_t *stream, int timeout_ms);
 /* Waits in the calling thread until the stream is idle.  TIMEOUT after timeout_ms. */
 wsync_status_t wsync_stream_synchronize(wsync_stream_t *stream, int timeout_ms,

@@ -486,37 +486,27 @@ static PyObject *stream_wait(PyObject *object, PyObject *args, PyObject *kwargs)
     return enqueue_event(object, args, kwargs, "O!O&:wait", wsync_stream_wait);
 }
 
-/* Behind all that the device has been given; with another stream, that one behind this. */
-static PyObject *order_streams(PyObject *object, void *const *other)
+static PyObject *stream_lead(PyObject *object, PyObject *other)
 {
+    void *handle;
     StreamObject *self = (StreamObject *)object;
     ModuleState *state = wsync_py_state_of(object);
-    wsync_stream_t *stream = enter(state, self);
+    wsync_stream_t *stream;
     wsync_error_t err = {0};
     wsync_status_t status;
 
+    if (!wsync_py_convert_address(other, (void *)&handle)) {
+        return NULL;
+    }
+    stream = enter(state, self);
     if (stream == NULL) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = other != NULL ? wsync_stream_lead(stream, *other, &err)
-                               : wsync_stream_follow(stream, &err);
+        status = wsync_stream_lead(stream, handle, &err);
     Py_END_ALLOW_THREADS
     leave(self);
     return wsync_py_none(state, status, &err);
-}
-
-static PyObject *stream_follow(PyObject *object, PyObject *Py_UNUSED(unused))
-{
-    return order_streams(object, NULL);
-}
-
-static PyObject *stream_lead(PyObject *object, PyObject *other)
-{
-    void *handle;
-
-    return wsync_py_convert_address(other, (void *)&handle) ? order_streams(object, &handle)
-                                                            : NULL;
 }
 
 static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -689,55 +679,18 @@ static PyObject *stream_close(PyObject *object, PyObject *Py_UNUSED(unused))
 
 static PyMethodDef stream_methods[] = {
     {"copy", WSYNC_PY_KEYWORDS(stream_copy),
-     "copy($self, copies, index, phase, sources, destinations)\n--\n\n"
-     "Enqueues the copies of a plan's round and phase, or of a route's buffer or\n"
-     "ALL_BUFFERS that there are sources of (phase ignored).  Returns the bytes written.\n"
-     "Everything is kept alive until the stream has passed."},
+     "copy($self, copies, index, phase, sources, destinations)\n--\n\n"},
     {"quantise", WSYNC_PY_KEYWORDS(stream_quantise),
-     "quantise($self, quantiser, sources, results, codes)\n--\n\n"
-     "Enqueues one pass of a quantiser over its rank's parameters.  results: the spans of "
-     "the\n"
-     "image and of the table of amaxes; codes: codes and scales are written into the "
-     "image,\n"
-     "else the amaxes of pieces are merged into the table, which begins with 0.  "
-     "Everything is kept alive "
-     "until\n"
-     "the stream has passed."},
-    {"record", WSYNC_PY_KEYWORDS(stream_record),
-     "record($self, event, value)\n--\n\n"
-     "Enqueues: set the event once everything enqueued before has happened."},
-    {"wait", WSYNC_PY_KEYWORDS(stream_wait),
-     "wait($self, event, value)\n--\n\n"
-     "Enqueues: what follows starts once the event is at least value."},
-    {"follow", stream_follow, METH_NOARGS,
-     "follow($self)\n--\n\n"
-     "Enqueues: what follows starts once everything has happened that this process has\n"
-     "given the GPU by now, on whatever stream.  UnsupportedError if the driver is older\n"
-     "than CUDA 12.5.  Nothing on the host."},
-    {"lead", stream_lead, METH_O,
-     "lead($self, other, /)\n--\n\n"
-     "Has another stream of the GPU wait for what is enqueued here.  Nothing on the host."},
-    {"abandon", WSYNC_PY_KEYWORDS(stream_abandon),
-     "abandon($self, timeout=60.0)\n--\n\n"
-     "Drops what has not begun, gives up waiting for events, and returns when nothing of\n"
-     "what was enqueued runs any more.  The stream can be used again.  False if a GPU has\n"
-     "not come to that within timeout seconds (at most 60): what was enqueued then keeps\n"
-     "all that it uses."},
-    {"look", stream_look, METH_NOARGS,
-     "look($self, /)\n--\n\n"
-     "Raises what has ended its GPU's work for good; waits for nothing."},
+     "quantise($self, quantiser, sources, results, codes)\n--\n\n"},
+    {"record", WSYNC_PY_KEYWORDS(stream_record), "record($self, event, value)\n--\n\n"},
+    {"wait", WSYNC_PY_KEYWORDS(stream_wait), "wait($self, event, value)\n--\n\n"},
+    {"lead", stream_lead, METH_O, "lead($self, other, /)\n--\n\n"},
+    {"abandon", WSYNC_PY_KEYWORDS(stream_abandon), "abandon($self, timeout=60.0)\n--\n\n"},
+    {"look", stream_look, METH_NOARGS, "look($self, /)\n--\n\n"},
     {"synchronize", WSYNC_PY_KEYWORDS(stream_synchronize),
-     "synchronize($self, timeout, check=None)\n--\n\n"
-     "Waits for what is enqueued; DeadlineError after timeout seconds."},
-    {"trace", stream_trace, METH_VARARGS,
-     "trace($self, capacity, /)\n--\n\n"
-     "[(index, phase, begin, end)] of the copies that ran since the last call, in ns of\n"
-     "CLOCK_MONOTONIC.  Those of the next calls of copy are noted up to capacity; 0 ends\n"
-     "it.  For an idle stream: the labels are those of the calls since."},
-    {"close", stream_close, METH_NOARGS,
-     "close($self, /)\n--\n\n"
-     "Waits for what is enqueued, up to the first wait whose event has not come, and ends\n"
-     "the threads."},
+     "synchronize($self, timeout, check=None)\n--\n\n"},
+    {"trace", stream_trace, METH_VARARGS, "trace($self, capacity, /)\n--\n\n"},
+    {"close", stream_close, METH_NOARGS, "close($self, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -748,14 +701,12 @@ static PyObject *stream_get_device(PyObject *object, void *Py_UNUSED(closure))
 }
 
 static PyGetSetDef stream_getset[] = {
-    {"device", stream_get_device, NULL, "Where it runs.", NULL},
+    {"device", stream_get_device, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot stream_slots[] = {
-    {Py_tp_doc,
-     "Stream(threads=1, device=None)\n--\n\n"
-     "Runs copies in order: on a GPU, or on worker threads of this process."},
+    {Py_tp_doc, "Stream(threads=1, device=None)\n--\n\n"},
     {Py_tp_new, stream_new},
     {Py_tp_dealloc, stream_dealloc},
     {Py_tp_traverse, stream_traverse},

@@ -11,8 +11,7 @@
 enum {
     NBYTES = 1 << 20,
     SLOT = WSYNC_CUDA_FEED_SLOT_NBYTES,
-    RING = WSYNC_CUDA_FEED_SLOT_NBYTES * WSYNC_CUDA_FEED_SLOTS,
-    LEAST_RING = WSYNC_CUDA_FEED_SLOT_NBYTES * WSYNC_CUDA_FEED_LEAST_SLOTS,
+    LARGE = 8 * SLOT,
 };
 
 static inline const wsync_device_t *gpu(void)

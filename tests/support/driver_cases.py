@@ -184,10 +184,10 @@ def pointers() -> dict[str, Any]:
 
 def streams() -> dict[str, Any]:
     """What a stream is given happens in order, behind its caller; an event times what lies before
-    it, and one of a context stands for what its streams were given before, whoever made them."""
+    it."""
     event, after, begin = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     ms = ctypes.c_float(-1)
-    with _context() as context, _words() as (words, at), _allocated() as memory:
+    with _context(), _words() as (words, at), _allocated() as memory:
         with _stream() as busy, _stream() as free:
             for each, flags in ((event, 2), (after, 0), (begin, 0)):  # 2: without timing
                 _call("cuEventCreate", ctypes.byref(each), ctypes.c_uint(flags))
@@ -198,7 +198,7 @@ def streams() -> dict[str, Any]:
             found = _read(memory + 8, busy)
             write = ctypes.c_uint64(at + 8), ctypes.c_uint64(9), ctypes.c_uint(0)
             _call("cuStreamWriteValue64", busy, *write)
-            _call("cuCtxRecordEvent", context, event)
+            _call("cuEventRecord", event, busy)
             _call("cuStreamWaitEvent", free, event, ctypes.c_uint(0))
             _call("cuEventDestroy", event)
             _call("cuEventRecord", after, free)

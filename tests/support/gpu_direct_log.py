@@ -9,9 +9,7 @@ from collections import Counter
 _ROUND = {"cuStreamWaitValue64", "cuStreamWriteValue64", "cuLaunchKernel"}
 _LOOKS = {"cuStreamQuery", "cuPointerGetAttributes", "cuMemGetAddressRange"}
 # one after everything that streams of others do
-FENCE = {
-    call: 1 for call in ("cuEventCreate", "cuCtxRecordEvent", "cuStreamWaitEvent", "cuEventDestroy")
-}
+FENCE = {"cuCtxSynchronize": 1}
 # of a piece: which memory is mapped there now
 _IDENTIFIES = {"cuMemRetainAllocationHandle", "cuMemRelease"}
 

@@ -23,7 +23,7 @@ from wsync._core import (
 from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
-from wsync.machine.device import await_torch, follow, settle
+from wsync.machine.device import await_torch, settle
 from wsync.machine.error_text import error_text
 from wsync.machine.gpu_allocations import place_of
 from wsync.machine.process_maps import most_segments, raise_descriptor_limit
@@ -233,10 +233,8 @@ class Receiver:
         # after a fault a GPU sets no more words, here or in the trainer
         look = None if stream is None else stream.look
         # a pause may leave a forward pass running that reads the weights, on a stream of its own
-        if stream is None:
-            settle(self._loader.device, timeout)
-        else:
-            follow(stream, timeout, stream.look)
+        settle(self._loader.device, timeout, look or (lambda: None))
+        if stream is not None:
             trace.watch(stream, rounds)
         for round in range(rounds):
             with trace.span("take", round):

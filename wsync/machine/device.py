@@ -132,24 +132,13 @@ def _listed(ordinals: Iterable[int]) -> str:
     return " and ".join(f"cuda:{ordinal}" for ordinal in sorted(ordinals))
 
 
-def follow(stream: _core.Stream, timeout: float, check: Check) -> None:
-    """Waits here until the stream's GPU has done everything that this process has given it by now,
-    on whatever stream, and calls `check` meanwhile.  DeadlineError after `timeout` seconds.
-
-    Called before an update gives the stream anything: what is enqueued behind another stream that
-    hangs can be neither given up nor freed.
-    """
-    try:
-        stream.follow()
-    except _core.UnsupportedError:  # older than CUDA 12.5
-        settle(stream.device, timeout, check)
-    else:
-        stream.synchronize(timeout, check)
-
-
 def settle(device: _core.Device, timeout: float, check: Check = lambda: None) -> None:
-    """Waits here until a GPU has done everything that this process has given it, and calls `check`
-    meanwhile.  DeadlineError after `timeout` seconds."""
+    """Waits here until a GPU has done everything that this process has given it by now, on whatever
+    stream, and calls `check` meanwhile.  DeadlineError after `timeout` seconds.
+
+    An update calls it before it gives its own stream anything: what is enqueued behind another
+    stream that hangs can be neither given up nor freed.
+    """
     if device.ordinal >= 0:
         # the driver's call has no deadline, and hears no signals
         late = f"{device!r} has not done what it was given"

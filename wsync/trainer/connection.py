@@ -19,7 +19,7 @@ from wsync.exchange.plan_blueprint import Blueprint, Orders
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, group_name
 from wsync.machine.deadline import PUNCTUAL, Check, Deadline
-from wsync.machine.device import follow, threads_for
+from wsync.machine.device import settle, threads_for
 from wsync.machine.host import own_address
 from wsync.machine.sweep import sweep
 from wsync.messages.control import LEARN, PIECES, WHOLE, Control
@@ -354,7 +354,7 @@ class Connection:
             session.begin(update, report.version, timeout, check)
         # some stream may still be writing the weights; if it comes to no end, this is said before
         # workers miss round 0
-        follow(stream, PUNCTUAL * timeout, check)
+        settle(stream.device, PUNCTUAL * timeout, check)
         if self._exchange is not None:
             self._exchange.begin(plan)
         messages = self._pack_and_post(0, sources, check, report)

@@ -11,7 +11,7 @@ import torch
 
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
-from wsync.machine.device import find, follow, of
+from wsync.machine.device import find, of, settle
 from wsync.report import Report
 
 _ENTRY_NBYTES: Final = 4  # a float32
@@ -96,12 +96,12 @@ class Image:
         assert stream is not None
         if len(amaxes):
             amaxes.zero_()
-        follow(stream, timeout, group.check)  # some stream may still be writing the weights
+        settle(stream.device, timeout, group.check)  # some stream may still be writing the weights
         if len(amaxes):
             stream.quantise(self._quantiser, sources, spans, codes=False)
             stream.synchronize(timeout, group.check)
             _merge(amaxes, group)
-            follow(stream, timeout, group.check)
+            settle(stream.device, timeout, group.check)
         stream.quantise(self._quantiser, sources, spans, codes=True)
         stream.synchronize(timeout, group.check)
         ends = self._quantiser.ends
