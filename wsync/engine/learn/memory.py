@@ -19,7 +19,7 @@ from wsync.probing.codes import kind_of
 _CACHE_NBYTES: Final = 16 << 20  # an engine's caches are larger
 
 
-class Target(NamedTuple):
+class TensorTarget(NamedTuple):
     """A tensor of a module: home[key]."""
 
     path: str
@@ -42,7 +42,7 @@ class ModuleMemory:
     def __init__(self, module: torch.nn.Module) -> None:
         self._tree = ModuleTree([module])
         found = [
-            (Target(path, home, key, isinstance(tensor, torch.nn.Parameter)), tensor)
+            (TensorTarget(path, home, key, isinstance(tensor, torch.nn.Parameter)), tensor)
             for path, home, key, tensor in bound_tensors(module)
             if tensor.numel()
         ]
@@ -60,7 +60,7 @@ class ModuleMemory:
         return found if all(isinstance(each, torch.Tensor) for each in found) else None  # type: ignore[return-value]
 
 
-def _apart(found: Sequence[tuple[Target, torch.Tensor]]) -> Iterator[Target]:
+def _apart(found: Sequence[tuple[TensorTarget, torch.Tensor]]) -> Iterator[TensorTarget]:
     taken: dict[int, list[MemoryPlace]] = {}  # by storage
     asleep: list[str] = []
     for target, tensor in found:
@@ -81,7 +81,7 @@ def _apart(found: Sequence[tuple[Target, torch.Tensor]]) -> Iterator[Target]:
         )
 
 
-def _may_be_loaded(target: Target, tensor: torch.Tensor) -> bool:
+def _may_be_loaded(target: TensorTarget, tensor: torch.Tensor) -> bool:
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     if not kind_of(tensor.dtype) or any(step == 0 and extent > 1 for step, extent in steps):
         return False
