@@ -313,7 +313,11 @@ class Updates(abc.ABC):
                         self._abandon(first)
                     finally:
                         self._group.close()
-                if first is error or not isinstance(error, Exception):
+                if first is error:
+                    raise
+                if not isinstance(error, Exception):  # Ctrl-C
+                    for note in getattr(first, "__notes__", ()):  # what stays paused
+                        _log.warning("wsync: %s", note)
                     raise
                 raise first from error
             finally:
