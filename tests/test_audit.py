@@ -186,7 +186,7 @@ def unchanged() -> Any:
     CLOCK.swapped = False
 
 
-def audited(module: Loading, nbytes: int = 1 << 20) -> Audit:
+def audited(module: Loading, nbytes: int = 1 << 20) -> tuple[Audit, list[torch.Tensor]]:
     sources = [
         Source(f"layers.{layer}.{half}", torch.float32, (2, 6))
         for layer in range(LAYERS)
@@ -198,29 +198,29 @@ def audited(module: Loading, nbytes: int = 1 << 20) -> Audit:
     found = learn(module.load_weights, targets, sources, {}, values)
     assert len(found.pieces) == len(sources)
     module.load_weights([(source.name, torch.rand(source.shape)) for source in sources])
-    return Audit(module.load_weights, targets, found, sources, nbytes)
+    return Audit(module.load_weights, found, sources, nbytes), targets
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_change_is_noticed_and_undone(way: Callable[[Loading], Callable[[], object]]) -> None:
     module = Loading()
     change = way(module)
-    audit = audited(module)
+    audit, targets = audited(module)
     before = [layer.detach().clone() for layer in module.layers]
     for _ in range(3):
-        audit.some()
-    audit.all()
+        audit.some(targets)
+    audit.all(targets)
     change()
     with pytest.raises(AuditError, match=r"layers\.\d\.a"):
-        audit.some()
+        audit.some(targets)
     with pytest.raises(AuditError):
-        audit.all()
+        audit.all(targets)
     assert all(map(torch.equal, before, module.layers))
 
 
 def test_samples_rotate_within_their_size() -> None:
-    audit = audited(Loading(), nbytes=2 * 48)
-    samples = [audit.some() for _ in range(LAYERS)]
+    audit, targets = audited(Loading(), nbytes=2 * 48)
+    samples = [audit.some(targets) for _ in range(LAYERS)]
     assert all([name[-1] for name in names] == ["a", "b"] for names in samples)
     assert len({names[0] for names in samples}) == LAYERS
 
@@ -228,7 +228,7 @@ def test_samples_rotate_within_their_size() -> None:
 def test_a_load_that_asks_for_more_when_it_has_loaded_is_right() -> None:
     """SGLang's Step-3.5 raises where it is not given all of its tensors."""
     module = Loading()
-    audit = audited(module)
+    audit, targets = audited(module)
     own = module.load_weights
 
     def load(pairs: Any) -> None:
@@ -236,7 +236,7 @@ def test_a_load_that_asks_for_more_when_it_has_loaded_is_right() -> None:
         raise ValueError("Some parameters are not loaded")
 
     audit._load = load
-    audit.some()
+    audit.some(targets)
 
 
 def test_what_other_workers_have_is_zero() -> None:
@@ -251,6 +251,6 @@ def test_what_other_workers_have_is_zero() -> None:
     values = torch.rand(4, 6), torch.rand(4, 6)
     found = learn(load, [target], [source], {}, (lambda _: values[0], lambda _: values[1]))
     load([("w", torch.rand(4, 6))])
-    Audit(load, [target], found, [source]).some()
+    Audit(load, found, [source]).some([target])
     assert not seen[-1][:2].any()
     assert torch.equal(seen[-1][2:], target)

@@ -44,11 +44,7 @@ CASES = {
     ),
 }
 # what SGLang loads itself of what wsync writes in place: part of its names
-LOADED = {
-    "fp8, latent attention": "kv_b_proj",
-    "int4, experts": "weight_shape",
-    "int4, experts, slime": "weight_shape",
-}
+LOADED = {"fp8, latent attention": "kv_b_proj"}
 
 
 @pytest.fixture(scope="module")

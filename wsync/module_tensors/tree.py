@@ -33,26 +33,31 @@ class ModuleTree:
         self._keys = list(map(tuple, self._children)), list(map(tuple, self._stores))
         self._below = list(chain.from_iterable(map(dict.values, self._children)))
         held = list(chain.from_iterable(map(dict.values, self._stores)))
-        self._form = _form(held, _distinct(held))
+        self._count, self._empty = len(_distinct(held)), _nowhere(held)
 
     def same(self) -> bool:
-        """Whether all parts are the same objects of the same classes, with as many tensors, of the
-        same names."""
-        return self.tensors() is not None
+        """Whether all parts are the same objects of the same classes, with tensors of the same
+        names."""
+        return self._read() is not None
 
     def tensors(self) -> list[Tensor] | None:
-        """The distinct tensors of all parts, in order; None where `same` is not true."""
+        """The distinct tensors of all parts, in order; None where `same` is not true, or where
+        there are more or fewer of them."""
+        held = self._read()
+        found = None if held is None else _distinct(held)
+        return found if found is not None and len(found) == self._count else None
+
+    def _read(self) -> list[Any] | None:
         children, stores = self._keys
         held = dict_values(self._stores, stores)
         if held is None or dict_values(self._children, children) != self._below:
             return None
-        found = _distinct(held)
-        same = list(map(type, self._parts)) == self._kinds and _form(held, found) == self._form
-        return found if same else None
+        same = list(map(type, self._parts)) == self._kinds and _nowhere(held) == self._empty
+        return held if same else None
 
 
-def _form(held: list[Any], distinct: list[Any]) -> tuple[int, list[int]]:
-    return len(distinct), [number for number, value in enumerate(held) if value is None]
+def _nowhere(held: list[Any]) -> list[int]:
+    return [number for number, value in enumerate(held) if value is None]
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
