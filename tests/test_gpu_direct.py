@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import fakecuda, gpu_direct_cases
@@ -194,11 +195,7 @@ def test_a_worker_that_dies_while_it_reads_leaves_the_weights_to_others(trainer:
     assert after == "right"
 
 
-def test_workers_in_another_pid_namespace_get_rings(trainer: Ranks) -> None:
-    """They cannot open what is lent by handle."""
-    assert trainer.run(gpu_direct_cases.elsewhere, timeout=120) == [
-        {"paths": {"ring"}, "right": True}
-    ]
-
-
-# --- processes that take turns at a GPU -----------------------------------------------------------
+@pytest.mark.parametrize("where", [gpu_direct_cases.elsewhere, gpu_direct_cases.beside_mps])
+def test_workers_that_cannot_open_what_is_lent_get_rings(where: Any, trainer: Ranks) -> None:
+    """In another PID namespace, or on the other side of MPS."""
+    assert trainer.run(where, timeout=120) == [{"paths": {"ring"}, "right": True}]

@@ -29,6 +29,10 @@ def note(args: Any, folder: str, engines: list[Any]) -> None:
     noted.append((args, Path(folder).name, engines, INDEX in files))
 
 
+def fail(args: Any, folder: str, engines: list[Any]) -> None:
+    raise OSError("the store is full")
+
+
 class Untouched:
     """An engine's actor that nobody is to call."""
 
@@ -113,6 +117,19 @@ def test_a_users_function_is_called_when_a_version_is_complete(tmp_path: Path) -
     told.update_weights()
     assert noted == [(args, "weight_v000001", engines, True)]
     told.disconnect_rollout_engines()
+
+
+def test_what_a_users_function_raises_is_the_updates_error(tmp_path: Path) -> None:
+    told = updater(arguments(tmp_path, **{HOOK: f"{__name__}.fail"}), {"w": torch.ones(3)})
+    told.connect_rollout_engines([], None)
+    with pytest.raises(wsync.RemoteError, match="OSError: the store is full"):
+        told.update_weights()
+
+
+def test_a_users_function_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for path in ("no_such_module.f", f"{__name__}.nothing", "plain"):
+        with pytest.raises(wsync.InvalidArgumentError, match=f"{HOOK}='{path}'"):
+            updater(arguments(tmp_path, **{HOOK: path}), {"w": torch.ones(3)})
 
 
 def test_hosts_that_have_to_publish_their_files_cannot_write_one_together(tmp_path: Path) -> None:

@@ -323,6 +323,17 @@ def elsewhere() -> dict[str, Any]:
         return {"paths": paths, "right": same(engine.weights(), weights_of(1))}
 
 
+def beside_mps() -> dict[str, Any]:
+    """The worker is a client of MPS, and the trainer is none."""
+    played = by_handle(weights_of(1))
+    with (
+        mock.patch.dict(os.environ, WSYNC_FAKE_CUDA_MPS="1"),
+        _connected(played, delivery="auto") as (sync, engine),
+    ):
+        paths = set(sync.update().paths.values())
+        return {"paths": paths, "right": same(engine.weights(), weights_of(1))}
+
+
 def worker_dies() -> list[str]:
     """What the trainer says whose worker is killed while it reads; and whether another engine is
     updated then, from memory that the first one had open."""
