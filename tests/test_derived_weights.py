@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.two_weights import Pairs, TwoWeights, draw
 from support.workers import ThreadEngine
 
 import wsync
@@ -17,13 +16,22 @@ from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
 
 OPTIONS = wsync.Options(deadline=20, progress=False)
+Pairs = list[tuple[str, torch.Tensor]]
 
 
-class Module(TwoWeights):
+def draw(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(8, 8, generator=generator) for name in "ab"}
+
+
+class Module(torch.nn.Module):
     """Two parameters; `answer` is made of one of them, by what is kept of it."""
 
     def __init__(self) -> None:
         super().__init__()
+        for name in "ab":
+            data = torch.zeros(8, 8)
+            self.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
         self.kept: dict[Any, torch.Tensor] = {}
 
     def answer(self) -> torch.Tensor:
