@@ -1,7 +1,7 @@
 """Layouts of FSDP trainers: DTensors of any mesh, FSDP1's flat parameters and sharded state dicts.
 
-What a rank holds of a parameter is a set of boxes, known from the placements of its DTensor, the
-metadata of its ShardedTensor, or the interval of the flat parameter that it keeps; the local
+What a rank holds of a parameter is a box, known from the placements of its DTensor or the metadata
+of its ShardedTensor, or several: the interval of the flat parameter that it keeps.  The local
 tensor must agree.  Shards are read where they lie: nothing is communicated and nothing copied.
 
 Names are those of the module tree without wrappers, which are Hugging Face's own; what transformers

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.families.runtime_names import RuntimeNames
 from wsync.fsdp.parts import Form, Part
-from wsync.fsdp.reader import Reader
+from wsync.fsdp.reader import of_mapping, of_module
 from wsync.layout import TrainerLayout, position
 
 if TYPE_CHECKING:
@@ -37,13 +38,13 @@ def layout(
     rules, LayoutError for a tensor that does not fit its placement or is flattened around `model`,
     InvalidArgumentError for what is no tensor.
     """
-    reader = Reader()
     config = getattr(model, "config", None) if config is None else config
     tied = _says_tied(config)
+    read: Callable[[], list[Part]]
     if isinstance(model, Mapping):
-        read = reader.of_mapping(model, tied)
+        read = functools.partial(of_mapping, model, tied)
     else:
-        read = reader.of_module(model, tied)
+        read = of_module(model, tied)
     parts = read()
     places: dict[object, int] = {}  # a flat parameter is one buffer, named after its first part
     keys = [
@@ -68,7 +69,7 @@ def layout(
     forms = [part.form for part in parts]
 
     def current(weights: Mapping[str, Tensor] | None = None) -> Sequence[Tensor]:
-        found = read() if weights is None else reader.of_mapping(weights, tied, forms)()
+        found = read() if weights is None else of_mapping(weights, tied, forms)
         _check_same(forms, found)
         for part, number in zip(found, numbers, strict=True):
             if part.tensor is not found[firsts[number]].tensor:

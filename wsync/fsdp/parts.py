@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from wsync import _core
 from wsync.layout import WRAPPERS, global_name
 
 if TYPE_CHECKING:
@@ -45,12 +44,3 @@ def plain_name(name: str) -> str:
 def joined(*names: str) -> str:
     """A path of its components, of which some may be empty."""
     return ".".join(filter(None, names))
-
-
-def check_local(name: str, tensor: Any, extents: Shape) -> None:
-    """LayoutError where a local tensor has another shape than its box."""
-    if tuple(tensor.shape) != extents:
-        raise _core.LayoutError(
-            f"{name}: local shape {tuple(tensor.shape)} != {extents}, the share of this rank "
-            "(Megatron-FSDP's state_dict() has metadata that says what it has cut unevenly)"
-        )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.fsdp.flat_units import FlatUnit, check_inside, check_names, flat_units, saved_dtypes
-from wsync.fsdp.fsdp2_modules import Fsdp2Module, fsdp2_modules, reshard
+from wsync.fsdp.flat_units import FlatUnit, check_inside, flat_units, saved_dtypes
+from wsync.fsdp.fsdp2_modules import fsdp2_modules
 from wsync.fsdp.parts import TIED, Form, Part, plain_name
-from wsync.fsdp.sharded_tensors import ShardedTensors
+from wsync.fsdp.sharded_tensors import parts_of
 from wsync.layout import by_plain_name, chosen
 from wsync.module_tensors import Slot, Slots, homes_of, same_bytes
 
@@ -17,77 +18,72 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Reader:
-    """Finds the parts of parameters; what repeats from tensor to tensor is kept."""
+def of_mapping(
+    tensors: Mapping[str, Tensor], tied: bool, wanted: Sequence[Form] | None = None
+) -> list[Part]:
+    """The parts of tensors by name; `wanted` leaves out what has none of these names."""
+    some = None if wanted is None else dict.fromkeys(form[0] for form in wanted)
+    known = by_plain_name(tensors, plain_name, some)
+    if tied and TIED in known:
+        _check_tied(known)
+        del known[TIED]
+    names = list(known if some is None else some)
+    given = zip(names, chosen(known, names), strict=True)
+    return [part for name, tensor in given for part in parts_of(name, tensor)]
 
-    def __init__(self) -> None:
-        self._tensors = ShardedTensors()
 
-    def of_mapping(
-        self, tensors: Mapping[str, Tensor], tied: bool, wanted: Sequence[Form] | None = None
-    ) -> Callable[[], list[Part]]:
-        """Reads tensors by name; `wanted` leaves out what has none of these names."""
+def of_module(module: Any, tied: bool) -> Callable[[], list[Part]]:
+    """Reads what a module's state dict would hold, and FSDP1's flat parameters."""
+    flats: list[FlatUnit] = []
+    units: list[Any] = []
+    saved: dict[str, Any] = {}
 
-        def read() -> list[Part]:
-            some = None if wanted is None else dict.fromkeys(form[0] for form in wanted)
-            known = by_plain_name(tensors, plain_name, some)
-            if tied and TIED in known:
-                self._check_tied(known)
-                del known[TIED]
-            names = list(known if some is None else some)
-            given = zip(names, chosen(known, names), strict=True)
-            return [part for name, tensor in given for part in self._tensors.parts(name, tensor)]
+    def find() -> Iterator[Slot]:
+        flats[:] = flat_units(module)
+        saved.clear()
+        saved.update(saved_dtypes(module))
+        units[:] = fsdp2_modules(module)
+        check_inside(module, flats)
+        reshard()
+        for unit in flats:
+            unit.write_back()
+        return _slots(module, flats, tied)
 
-        return read
+    def reshard() -> None:  # each pass gathers parameters from the shards
+        for unit in units:
+            unit.reshard()
 
-    def of_module(self, module: Any, tied: bool) -> Callable[[], list[Part]]:
-        """Reads what a module's state dict would hold, and FSDP1's flat parameters."""
-        flats: list[FlatUnit] = []
-        units: list[Fsdp2Module] = []
-        saved: dict[str, Any] = {}
+    slots = Slots([module], find)
 
-        def find() -> Iterator[Slot]:
-            flats[:] = flat_units(module)
-            saved.clear()
-            saved.update(saved_dtypes(module))
-            units[:] = fsdp2_modules(module)
-            check_inside(module, flats)
-            reshard(units)
-            for unit in flats:
-                unit.write_back()
-            return _slots(module, flats, tied)
+    def read() -> list[Part]:
+        reshard()
+        held = zip(slots.names, slots.read(), strict=True)
+        given = ((n, t.to(saved[n]) if n in saved else t) for n, t in held)
+        parts = [part for name, tensor in given for part in parts_of(name, tensor)]
+        for unit in flats:
+            parts += unit.parts(tied)
+        return parts
 
-        slots = Slots([module], find)
-        check_names(slots.names, flats)
+    return read
 
-        def read() -> list[Part]:
-            reshard(units)
-            held = zip(slots.names, slots.read(), strict=True)
-            given = ((n, t.to(saved[n]) if n in saved else t) for n, t in held)
-            parts = [part for name, tensor in given for part in self._tensors.parts(name, tensor)]
-            for unit in flats:
-                parts += unit.parts(tied)
-            return parts
 
-        return read
-
-    def _check_tied(self, known: Mapping[str, Any]) -> None:
-        """LayoutError where a tied head has other values than every tensor it may be tied to: it
-        is not delivered under its own name."""
-        head = known[TIED]
-        shapes = {name: getattr(tensor, "shape", None) for name, tensor in known.items()}
-        same_shape = [n for n, shape in shapes.items() if n != TIED and shape == head.shape]
-        if not any(known[name] is head or self._same(known[name], head) for name in same_shape):
-            raise _core.LayoutError(
-                f"{TIED}: values of its own, but the configuration says tied embeddings"
-            )
-
-    def _same(self, one: Any, other: Any) -> bool:
-        """Whether what this rank has of two tensors is equal to the bit."""
-        first, second = list(self._tensors.parts(TIED, one)), list(self._tensors.parts(TIED, other))
-        return [part.form for part in first] == [part.form for part in second] and all(
-            same_bytes(a.tensor, b.tensor) for a, b in zip(first, second, strict=True)
+def _check_tied(known: Mapping[str, Any]) -> None:
+    """LayoutError where a tied head has other values than every tensor it may be tied to: it is not
+    delivered under its own name."""
+    head = known[TIED]
+    others = (tensor for name, tensor in known.items() if name != TIED)
+    if not any(other is head or _same(other, head) for other in others):
+        raise _core.LayoutError(
+            f"{TIED}: values of its own, but the configuration says tied embeddings"
         )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether what this rank has of two tensors is equal to the bit."""
+    if getattr(one, "shape", None) != getattr(other, "shape", None):
+        return False
+    pairs = itertools.zip_longest(parts_of(TIED, one), parts_of(TIED, other))
+    return all(a and b and a.form == b.form and same_bytes(a.tensor, b.tensor) for a, b in pairs)
 
 
 def _slots(module: Any, flats: Sequence[FlatUnit], tied: bool) -> Iterator[Slot]:
