@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.fsdp.parts import TIED, Part, Shape, joined, plain_name
 from wsync.layout import contiguous_strides
-from wsync.module_tensors import two_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,21 +36,16 @@ class FlatUnit:
         yield from getattr(self.flat, "_params", None) or ()
         yield from getattr(self.flat, "_shared_params", None) or ()
 
-    def names(self) -> Iterator[tuple[str, str, int]]:
-        """(name, path, place in the flat parameter) of its parameters: of the distinct ones, then
-        of what else they are called."""
+    def names(self) -> Iterator[tuple[str, int]]:
+        """(name, place in the flat parameter) of its parameters: of the distinct ones, then of what
+        else they are called."""
         flat = self.flat
         places = {key: place for place, key in enumerate(flat._fqns)}
         paths = list(places.items())
         for info in flat._shared_param_infos:
             first = joined(info.prim_module_name, info.prim_param_name)
             paths.append((joined(info.module_name, info.param_name), places[first]))
-        found: dict[tuple[str, int], str] = {}
-        for key, place in paths:
-            path = joined(self.prefix, key)
-            found.setdefault((plain_name(path), place), path)
-        for (name, place), path in found.items():
-            yield name, path, place
+        yield from dict.fromkeys((plain_name(joined(self.prefix, key)), at) for key, at in paths)
 
     def parts(self, tied: bool) -> Iterator[Part]:
         """The intervals that this rank keeps of its parameters, flattened one after another."""
@@ -60,12 +54,18 @@ class FlatUnit:
         # The parameter itself is the local shard, assigned or not, unless it is whole for a pass.
         tensor = getattr(flat, "_local_shard", flat) if self._is_whole() else flat
         known = list(self.names())
-        others = {place for name, _, place in known if name != TIED}
-        for name, _, place in known:
+        others = {place for name, place in known if name != TIED}
+        contiguous = getattr(flat, "_contiguities", None) or [True] * len(flat._shapes)
+        for name, place in known:
             if flat._param_extensions[place] is not None:  # its shape is that of the local tensor
                 raise _core.UnsupportedError(
                     f"{name}: FSDP1 has flattened a DTensor, of which it knows this rank's part "
                     "alone: tensor parallelism goes with FSDP2 (fully_shard)"
+                )
+            if not contiguous[place]:
+                raise _core.UnsupportedError(
+                    f"{name}: FSDP1 has flattened it in the order of its memory: make it "
+                    "contiguous first"
                 )
             if tied and name == TIED:
                 if place in others:
@@ -78,17 +78,8 @@ class FlatUnit:
 
     def write_back(self) -> None:
         """Has it take on parameters that were assigned, as its next forward pass would."""
-        where = f"FSDP unit {self.prefix!r}"
-        if self.handle._training_state.name == "SUMMON_FULL_PARAMS":
-            raise _core.StateError(
-                f"{where}: within summon_full_params, whose changes are written back at its end: "
-                "update after it"
-            )
-        try:
-            if self.handle._use_orig_params:
-                self.handle._writeback_orig_params()
-        except (AssertionError, NotImplementedError, RuntimeError) as error:
-            raise _core.LayoutError(f"{where}: {error}") from error
+        if self.handle._use_orig_params:
+            self.handle._writeback_orig_params()
 
     def _is_whole(self) -> bool:
         """Whether the flat parameter has the elements of all ranks now."""
@@ -121,13 +112,10 @@ def saved_dtypes(module: Any) -> Iterator[tuple[str, Any]]:
 def check_inside(module: Any, units: Sequence[FlatUnit]) -> None:
     """LayoutError where a parameter of a module is part of a unit around the module, which alone
     leads to what is flattened."""
-    import torch
-
     known = {id(tensor) for unit in units for tensor in unit.tensors()}
     for path, part in module.named_modules():
-        own = {key: value for key, value in vars(part).items() if isinstance(value, torch.Tensor)}
-        views = {key: value._base for key, value in own.items()}
-        for key, tensor in (*part._parameters.items(), *views.items()):
+        views = {key: getattr(value, "_base", None) for key, value in vars(part).items()}
+        for key, tensor in (views | part._parameters).items():
             if getattr(tensor, "_fsdp_flattened", False) and id(tensor) not in known:
                 raise _core.LayoutError(
                     f"{plain_name(joined(path, key))}: is flattened into an FSDP unit around what "
@@ -135,54 +123,17 @@ def check_inside(module: Any, units: Sequence[FlatUnit]) -> None:
                 )
 
 
-def check_names(names: Iterable[str], units: Iterable[FlatUnit]) -> None:
-    """Refuses names that a flat parameter shares with another one or with a tensor of its own."""
-    seen = set(names)
-    for unit in units:
-        for name, path, _ in unit.names():
-            if name in seen:
-                raise two_tensors(path, "another parameter", name)
-            seen.add(name)
-
-
 def _part(name: str, tensor: Tensor, flat: Any, place: int) -> Part:
     """The interval of one parameter, in boxes."""
     info, shape = flat._shard_param_infos[place], tuple(flat._shapes[place])
-    axes = _order(name, flat, place)
-    flattened = tuple(shape[axis] for axis in axes)
-
-    def turned(values: Sequence[int]) -> Shape:
-        return tuple(values[axes.index(axis)] for axis in range(len(shape)))
-
     regions: list[tuple[Shape, Shape, Shape]] = []
     if info.in_shard:
         first, last = info.intra_param_start_idx, info.intra_param_end_idx + 1
-        for start, extent, at in _boxes(flattened, first, last):
+        for start, extent, at in _boxes(shape, first, last):
             # the boxes' strides end in 1, so the last axis counts from the buffer's start
             local = (0,) * (len(shape) - 1) + (info.offset_in_shard + at - first,)
-            regions.append((turned(start), turned(extent), turned(local)))
-    return Part(name, tensor, shape, tuple(regions), turned(contiguous_strides(flattened)))
-
-
-def _order(name: str, flat: Any, place: int) -> list[int]:
-    """The axes of a parameter in the order in which torch has flattened it: that of its memory, as
-    of convolutions in channels_last (since torch 2.3, which notes the strides).
-
-    Raises UnsupportedError where its elements did not lie side by side: torch has lost some.
-    """
-    shape = flat._shapes[place]
-    axes = list(range(len(shape)))
-    if getattr(flat, "_contiguities", None) is None or flat._contiguities[place]:
-        return axes
-    steps = flat._strides[place]
-    axes.sort(key=lambda axis: -steps[axis])
-    dense = contiguous_strides([shape[axis] for axis in axes])
-    if any(shape[a] > 1 and steps[a] != d for a, d in zip(axes, dense, strict=True)):
-        raise _core.UnsupportedError(
-            f"{name}: FSDP1 has flattened a parameter whose elements do not lie side by side "
-            f"(strides {tuple(steps)} of {tuple(shape)}), and lost some: make it contiguous first"
-        )
-    return axes
+            regions.append((start, extent, local))
+    return Part(name, tensor, shape, tuple(regions), contiguous_strides(shape))
 
 
 def _boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape, int]]:
