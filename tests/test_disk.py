@@ -399,7 +399,6 @@ def test_an_engine_without_the_call_is_named(tmp_path: Path) -> None:
     ("options", "text"),
     [
         ({"keep": 0}, "keep=0"),
-        ({"shard_nbytes": 0}, "shard_nbytes=0"),
         ({"base": "/nowhere"}, "'/nowhere': not a folder"),
         ({"base": 3}, "3: neither a folder nor a configuration"),
     ],

@@ -113,10 +113,6 @@ class DiskSync(Updates):
         published: Callable[[str], object] | None = None,
         options: Options | None = None,
     ) -> None:
-        if not isinstance(shard_nbytes, int) or shard_nbytes < 1:
-            raise _core.InvalidArgumentError(
-                f"shard_nbytes={shard_nbytes!r} is no positive integer"
-            )
         if not isinstance(dtype, str | None):
             raise _core.InvalidArgumentError(
                 f"dtype={dtype!r}: the name of a dtype is wanted, as 'bfloat16', or None"
@@ -140,8 +136,7 @@ class DiskSync(Updates):
                 published=published is not None,
             )
             if self._group.rank == 0:
-                with system_calls(folder):
-                    self._versions.check()
+                self._versions.check()
                 handles = handles_of(engines, timeout=self.options.deadline)
                 for engine in handles:
                     _check_engine(engine)

@@ -7,6 +7,7 @@ holds which tensor.  Format: https://huggingface.co/docs/safetensors, transforme
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import json
@@ -21,7 +22,7 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 
 from wsync import _core
-from wsync.boxes import Box, outside
+from wsync.boxes import Box
 from wsync.module_tensors.quantised_names import group_of_parts
 
 INDEX: Final = "model.safetensors.index.json"
@@ -189,70 +190,27 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def owners(model: _core.Layout, ranks: int) -> list[list[Owned]]:
-    """Deals every element of a model out to one rank that holds it; boxes by rank.
+    """Deals the boxes of a model out to ranks that hold them; boxes by rank.
 
-    Of a box's holders the one with the fewest bytes so far gets it, so that replicas share the
-    work; all ranks find the same answer.  Raises LayoutError for elements that no rank holds.
+    Of equal boxes one rank gets one, so that replicas share the work; all ranks find the same
+    answer.  Boxes that only overlap are written by each of their ranks, with the same bytes.
+    Raises LayoutError for elements that no rank holds.
     """
-    loads = [0] * ranks
+    joined = model.join()  # where buffers are numbered through all ranks
+    ends = list(itertools.accumulate(model.buffer_count(rank) for rank in range(ranks)))
     dealt: list[list[Owned]] = [[] for _ in range(ranks)]
-    for index in range(model.tensor_count):
-        name, _, shape, _ = model.tensor(index)
-        shards = model.shards(index)
-        steps = tuple(map(math.lcm, *(shard.steps for shard in shards))) if shards else ()
-        # by where in a step boxes start: those of two places share nothing, and those of one are
-        # dense in their own coordinates
-        places: dict[tuple[int, ...], dict[Box, list[int]]] = {}
-        for shard in shards:
-            for rest, box in _with_steps(shard, steps):
-                places.setdefault(rest, {}).setdefault(box, []).append(shard.rank)
-        count = 0
-        for rest, holders in places.items():
-            for (start, extent), candidates in _disjoint(sorted(holders)):
-                able = holders[candidates]
-                rank = min(able, key=lambda rank: (loads[rank], rank))
-                size = math.prod(extent)
-                loads[rank] += size
-                count += size
-                first = tuple(a * n + b for a, n, b in zip(start, steps, rest, strict=True))
-                dealt[rank].append((name, (first, extent), steps))
-        if count != math.prod(shape):
+    for index in range(joined.tensor_count):
+        name, _, shape, _ = joined.tensor(index)
+        shards = joined.shards(index)
+        lacking = math.prod(shape) - sum(math.prod(shard.extent) for shard in shards)
+        if lacking > 0:
             raise _core.LayoutError(
-                f"{name}: {math.prod(shape) - count} of {math.prod(shape)} elements are on no rank"
+                f"{name}: {lacking} of {math.prod(shape)} elements are on no rank"
             )
+        for shard in shards:
+            rank = bisect.bisect(ends, shard.buffer)
+            dealt[rank].append((name, (shard.start, shard.extent), shard.steps))
     return dealt
-
-
-def _with_steps(shard: _core.Shard, steps: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """The boxes that a shard consists of when it goes through the tensor in other steps, multiples
-    of its own: where in a step each one starts, and its start and extent, in steps."""
-    axes = map(_cut, shard.start, shard.extent, shard.steps, steps)
-    for parts in itertools.product(*axes):
-        box = tuple(start for start, _, _ in parts), tuple(extent for _, _, extent in parts)
-        yield tuple(rest for _, rest, _ in parts), box
-
-
-def _cut(start: int, extent: int, own: int, step: int) -> Iterator[tuple[int, int, int]]:
-    """The same along one axis: (start, where in a step, extent)."""
-    count = step // own
-    for k in range(min(count, extent)):
-        place, rest = divmod(start + k * own, step)
-        yield place, rest, -(-(extent - k) // count)
-
-
-def _disjoint(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    """(part, box that it is of): what each box adds to those before it; boxes are sorted."""
-    before: list[Box] = []
-    for box in boxes:
-        start = box[0]
-        if start:
-            before = [(a, n) for a, n in before if a[0] + n[0] > start[0]]
-        parts = [box]
-        for other in before:
-            parts = [rest for part in parts for rest in outside(part, other)]
-        for part in parts:
-            yield part, box
-        before.append(box)
 
 
 # --- reading ----------------------------------------------------------------------------------

@@ -7,21 +7,20 @@
 
 A version is written there, brought to the disk, and renamed; the link follows when the disk has the
 new name.  So `latest` leads to a complete version at any time: whenever a writer is killed, and
-after a power failure as far as the file system keeps what fsync has brought to it.  Where a version
-takes the place of another, that is so on file systems that can exchange two names (not on NFS).
-What `publish` has returned is there afterwards.  Other files and folders are left alone.
+after a power failure as far as the file system keeps what fsync has brought to it; but not while a
+version takes the place of another.  What `publish` has returned is there afterwards.  Other files
+and folders are left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,6 @@ LATEST = "latest"
 _LOCK = ".lock"
 _WORK = ".wsync-work"
 _PREFIX = "weight_v"
-_LATER = 1_000_000_000  # nanoseconds that every file system tells apart
-_RENAME_EXCHANGE = 2  # of <linux/fs.h>
 _TEMPLATES = "additional_chat_templates"  # of a tokenizer, as transformers saves them
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -45,11 +42,9 @@ def newest(root: str | os.PathLike[str]) -> Path:
     It can be read until `keep` - 1 more have become complete; what is open by then, to the end.
     Raises StateError where there is none yet.
     """
-    link, before = Path(_folder(root), LATEST), None
-    while (found := link.resolve()) != before:  # a writer may have removed what it led to
-        if (found / INDEX).exists():
-            return found
-        before = found
+    found = Path(root, LATEST).resolve()
+    if (found / INDEX).exists():
+        return found
     raise _core.StateError(f"{os.fspath(root)}: holds no complete version yet")
 
 
@@ -70,7 +65,7 @@ class Versions:
     def __init__(
         self, root: str | os.PathLike[str], base: Any, keep: int | None, *, replace: bool = False
     ) -> None:
-        self.root = Path(_folder(root)).absolute()
+        self.root = Path(root).absolute()
         self._work = self.root / _WORK
         self._base = base
         self._keep = keep
@@ -78,8 +73,7 @@ class Versions:
         self.facts: Mapping[str, Any] = {}
 
     def check(self) -> None:
-        """Raises InvalidArgumentError if `base` is not there or `keep` is less than 1, StateError
-        where something else has the link's name."""
+        """Raises InvalidArgumentError if `base` is not there or `keep` is less than 1."""
         keep = self._keep
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise _core.InvalidArgumentError(
@@ -93,15 +87,6 @@ class Versions:
             )
         if not is_path and base is not None and not hasattr(base, "save_pretrained"):
             raise _core.InvalidArgumentError(f"{base!r}: neither a folder nor a configuration")
-        self._check_link()
-
-    def _check_link(self) -> None:
-        link = self.root / LATEST
-        if os.path.lexists(link) and not link.is_symlink():
-            raise _core.StateError(
-                f"{link}: is no link, as the one to the newest version, which goes there: remove "
-                "it or give it another name"
-            )
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -112,30 +97,26 @@ class Versions:
             self.root.mkdir(parents=True, exist_ok=True)
             for path in missing:
                 _sync(path.parent)
-            lock = _open(self.root / _LOCK)
-        try:
+            (self.root / _LOCK).touch()
+        with open(self.root / _LOCK, "ab") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _core.StateError(
                     f"{self.root}: another trainer is writing versions into it"
                 ) from None
-            self._sweep()
             try:
+                self._sweep()
                 yield
             finally:
-                with contextlib.suppress(OSError, _core.WsyncError):  # the block's says more
-                    self._sweep()  # a disk that has become full is not to stay so
-        finally:
-            # a process that was forked meanwhile has the descriptor, too
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            os.close(lock)
+                self._sweep()  # a disk that has become full is not to stay so
+                # a process that was forked meanwhile has the descriptor, too
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
     def begin(self, version: str) -> Path:
         """A new hidden folder with everything but the weights and their index."""
         if "/" in version or "\0" in version or not version.isprintable():
             raise _core.InvalidArgumentError(f"version {version!r} cannot name a folder")
-        self._check_link()
         folder = self._hidden(_name(version))
         with system_calls(folder):
             folder.mkdir()
@@ -165,48 +146,23 @@ class Versions:
             count += 1
             final = self.root / f"{name}.{count}"
         with system_calls(final):
-            self._date(folder)
             for path in folder.rglob("*"):
                 _sync(path)
             _sync(folder)
-            replaced = os.path.lexists(final)
-            if not (replaced and _exchange(folder, final)):
-                if replaced:  # nobody is to find old weights, or a part of both
-                    final.rename(self._hidden(name))
-                folder.rename(final)
-            try:
-                self._link(final)
-            except BaseException:
-                if not replaced:
-                    self._take_back(final)
-                raise
+            if os.path.lexists(final):  # nobody is to find old weights, or a part of both
+                final.rename(self._hidden(name))
+            folder.rename(final)
+            _sync(self.root)
+            _sync(self._work)
+            link = self._hidden(LATEST)
+            link.symlink_to(final.name)
+            link.replace(self.root / LATEST)
+            _sync(self.root)
         return final
 
-    def _link(self, final: Path) -> None:
-        _sync(self.root)
-        _sync(self._work)
-        link = self._hidden(LATEST)
-        link.symlink_to(final.name)
-        link.replace(self.root / LATEST)
-        _sync(self.root)
-
-    def _take_back(self, final: Path) -> None:
-        """Has `_sweep` remove a version, unless readers have the link to it: tries that fail must
-        not add up."""
-        with contextlib.suppress(OSError, _core.WsyncError):
-            link = self.root / LATEST
-            if not (link.is_symlink() and os.readlink(link) == final.name):
-                final.rename(self._hidden(final.name))
-
-    def _date(self, folder: Path) -> None:
-        """Has a version be the one that was written last, whatever clocks say: one may have been
-        ahead when another was."""
-        last = max(map(_written, self.root.glob(f"{_PREFIX}*")), default=0)
-        if _written(folder) <= last:
-            os.utime(folder / INDEX, ns=(last + _LATER, last + _LATER))
-
     def prune(self) -> None:
-        """Removes the oldest versions; what cannot be removed stays until the next time."""
+        """Has the oldest versions removed at the end of `writing`; what cannot be stays until the
+        next time."""
         if self._keep is None:
             return
         latest = newest(self.root)
@@ -214,59 +170,18 @@ class Versions:
         others = [p for p in found if p.resolve() != latest and _is_version(p)]
         others.sort(key=_written, reverse=True)
         for old in reversed(others[self._keep - 1 :]):
-            hidden = self._hidden(old.name)
             with contextlib.suppress(OSError):
-                old.rename(hidden)  # at once: nobody is to find half of it
-            shutil.rmtree(hidden, ignore_errors=True)
+                old.rename(self._hidden(old.name))  # at once: nobody is to find half of it
 
     def _sweep(self) -> None:
         """Removes what writers before this one have left."""
-        if self._is_there():
-            shutil.rmtree(self._work, ignore_errors=True)
+        shutil.rmtree(self._work, ignore_errors=True)
 
     def _hidden(self, name: str) -> Path:
         """A new name where nobody reads and `_sweep` looks."""
-        if not self._is_there():
-            with system_calls(self._work):
-                self._work.mkdir()
-        return self._work / f"{name}.{secrets.token_hex(4)}"
-
-    def _is_there(self) -> bool:
-        """Whether there is a folder for this; StateError where there is something else."""
         with system_calls(self._work):
-            try:
-                found = os.lstat(self._work)
-            except FileNotFoundError:
-                return False
-        if not stat.S_ISDIR(found.st_mode):
-            raise _core.StateError(f"{self._work}: is no folder")
-        return True
-
-
-def _open(path: Path) -> int:
-    """A descriptor of a file that is made where it is missing; never of what a link leads to."""
-    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    found = os.open(path, flags, 0o666)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
-        raise _core.StateError(f"{path}: is no regular file")
-    return found
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Has two folders take each other's names at once, or does nothing where that cannot be (NFS;
-    a C library without renameat2)."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None)
-    if call is None:
-        return False
-    names = os.fsencode(one.absolute()), os.fsencode(other.absolute())
-    return bool(call(0, names[0], 0, names[1], _RENAME_EXCHANGE) == 0)
-
-
-def _folder(given: Any) -> str | os.PathLike[str]:
-    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
-        raise _core.InvalidArgumentError(f"folder={given!r}: the path of a folder is wanted")
-    return given
+            self._work.mkdir(exist_ok=True)
+        return self._work / f"{name}.{secrets.token_hex(4)}"
 
 
 def _name(version: str) -> str:
@@ -279,18 +194,13 @@ def _is_version(folder: Path) -> bool:
         version = read_index(folder)["metadata"]["weight_version"]
     except (_core.WsyncError, KeyError, TypeError):
         return False
-    name, (again, _, number) = _name(str(version)), folder.name.rpartition(".")
-    # from 2 on, and so many tries are nobody's: the lowest free number is taken; others are a
-    # person's, as a date is
-    return name == folder.name or (name == again and number in map(str, range(2, 1000)))
+    known = re.escape(_name(str(version))) + r"(\.[0-9]{1,3})?"
+    return re.fullmatch(known, folder.name) is not None
 
 
-def _written(version: Path) -> int:
-    """When a version's index was written; 0 if it has none."""
-    try:
-        return (version / INDEX).stat().st_mtime_ns
-    except OSError:
-        return 0
+def _written(version: Path) -> tuple[int, str]:
+    """Sorts complete versions by when their index was written."""
+    return (version / INDEX).stat().st_mtime_ns, version.name
 
 
 def _sync(path: Path) -> None:
