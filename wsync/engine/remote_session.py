@@ -10,7 +10,7 @@ from collections.abc import Callable
 from wsync import _core
 from wsync.exchange.group_exchange import Exchange, GroupExchange
 from wsync.exchange.introductions import Introduction
-from wsync.exchange.plan_blueprint import Meeting, Orders
+from wsync.exchange.remote_plan import Meeting, RemotePlan
 from wsync.exchange.update_group import Rendezvous, UpdateGroup, device_of
 from wsync.machine.deadline import PUNCTUAL
 from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame
@@ -68,7 +68,7 @@ class RemoteImporter:
             if kind == Frame.MODEL:
                 self.manifest = content
             else:
-                self._take_orders(Orders.from_bytes(content), timeout)
+                self._take_plan(RemotePlan.from_bytes(content), timeout)
         update, rounds = self._channel.numbers(UPDATE, content)
         if rounds != len(self._waits):
             raise _core.ProtocolError(
@@ -164,19 +164,19 @@ class RemoteImporter:
         if self._exchange is not None:
             self._exchange.check()
 
-    def _take_orders(self, orders: Orders, timeout: float) -> None:
+    def _take_plan(self, told: RemotePlan, timeout: float) -> None:
         """Makes the plan that the trainer ranks have made, and joins them."""
-        plan = orders.blueprint.plan(orders.rank)
-        if plan.fingerprint != orders.fingerprint:
+        plan = told.input.plan(told.rank)
+        if plan.fingerprint != told.fingerprint:
             raise _core.LayoutError(
                 f"this worker made another plan than the trainer, {plan.fingerprint:016x} instead "
-                f"of {orders.fingerprint:016x}; use the same wsync on both sides"
+                f"of {told.fingerprint:016x}; use the same wsync on both sides"
             )
-        self._worker = orders.worker
-        self.manifest = plan.manifest(orders.worker).to_bytes()
-        self.ring = _core.Memory(max(plan.ring_nbytes(orders.worker), 1), self._device)
-        self._waits = [plan.slot(orders.worker, k).wait_round for k in range(plan.round_count)]
-        self._meet(orders.meeting, orders.rank, plan, timeout)
+        self._worker = told.worker
+        self.manifest = plan.manifest(told.worker).to_bytes()
+        self.ring = _core.Memory(max(plan.ring_nbytes(told.worker), 1), self._device)
+        self._waits = [plan.slot(told.worker, k).wait_round for k in range(plan.round_count)]
+        self._meet(told.meeting, told.rank, plan, timeout)
         self._plan = plan
 
     def _meet(self, meeting: Meeting, rank: int, plan: _core.Plan, timeout: float) -> None:

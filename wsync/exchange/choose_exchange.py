@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from wsync import _core
 from wsync.exchange.group_exchange import Exchange, GroupExchange
 from wsync.exchange.introductions import Introduction, misfit, obstacle
-from wsync.exchange.plan_blueprint import Meeting
+from wsync.exchange.remote_plan import Meeting
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, device_of
 from wsync.machine.deadline import PUNCTUAL, Check

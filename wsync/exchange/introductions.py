@@ -9,14 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from wsync import _core
 from wsync.machine.device import has_nccl
-from wsync.machine.error_text import error_text
 from wsync.machine.nvidia_wheels import nccl_libraries
-
-_MAX_TEXT: Final = 512  # characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +33,6 @@ class Introduction:
     lacks: str = "is on the host"
     in_torch: bool = False
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if type(value) is not type(field.default):
-                raise _bad(field.name, value)
-            if isinstance(value, str) and not (value.isprintable() and len(value) <= _MAX_TEXT):
-                raise _bad(field.name, value)
-
     @staticmethod
     def on(device: _core.Device) -> Introduction:
         """What this process says, whose rounds are to lie on a device."""
@@ -53,8 +42,7 @@ class Introduction:
         try:
             version, _ = _core.nccl_library(nccl_libraries())
         except _core.UnsupportedError as error:
-            said = "".join(c if c.isprintable() else " " for c in f"has {error}")
-            return Introduction(gpu=gpu, lacks=said[:_MAX_TEXT], in_torch=in_torch)
+            return Introduction(gpu=gpu, lacks=f"has {error}", in_torch=in_torch)
         address = _core.Exchange.nccl_address(device)
         return Introduction(gpu=gpu, version=version, address=address, lacks="", in_torch=in_torch)
 
@@ -63,14 +51,8 @@ class Introduction:
 
     @staticmethod
     def from_bytes(data: bytes) -> Introduction:
-        """Raises ProtocolError for what `to_bytes` does not make."""
-        try:
-            return Introduction(**json.loads(data))
-        except _core.WsyncError:
-            raise
-        except (ValueError, TypeError, RecursionError) as error:
-            what = error_text(error)
-            raise _core.ProtocolError(f"what a rank says of itself: {what[:120]}") from error
+        """What the same wsync has made by `to_bytes`."""
+        return Introduction(**json.loads(data))
 
 
 Named: TypeAlias = Sequence[tuple[str, Introduction]]
@@ -100,7 +82,3 @@ def obstacle(members: Named) -> str:
     """Why ranks cannot meet by NCCL, by name; "" where they can."""
     lacking = (f"{name} {member.lacks}" for name, member in members if member.lacks)
     return next(lacking, "") or misfit(members)
-
-
-def _bad(field: str, value: object) -> _core.ProtocolError:
-    return _core.ProtocolError(f"what a rank says of itself: field {field!r}: {value!r:.80}")

@@ -11,21 +11,18 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from wsync import _core
 from wsync.exchange.update_group import Rendezvous
-from wsync.machine.error_text import error_text
 
 Meeting: TypeAlias = Rendezvous | Sequence[str]
 """Where the ranks of an exchange meet: in a store, to make a group of torch's, or, by NCCL, at
 each other's addresses, which are in their order."""
 
-_MAX_ADDRESS: Final = 511  # characters, as csrc/comm/comm.h has it
-
 
 @dataclasses.dataclass(frozen=True)
-class Blueprint:
+class PlanInput:
     """What a plan is made of, but for the rank; the arguments of `_core.Plan`."""
 
     source: _core.Layout
@@ -55,7 +52,7 @@ class Blueprint:
 
 
 @dataclasses.dataclass(frozen=True)
-class Orders:
+class RemotePlan:
     """What one remote worker is told: its number among the plan's workers, its rank, the plan,
     its fingerprint, and where the ranks meet."""
 
@@ -63,54 +60,48 @@ class Orders:
     rank: int
     fingerprint: int
     meeting: Meeting
-    blueprint: Blueprint
+    input: PlanInput
 
     def to_bytes(self) -> bytes:
         """The source layout and the destinations', after a line of JSON."""
-        blueprint = self.blueprint
+        given, meeting = self.input, self.meeting
         fields = {
             "worker": self.worker,
             "rank": self.rank,
             "fingerprint": self.fingerprint,
-            "meeting": dataclasses.asdict(self.meeting)
-            if isinstance(self.meeting, Rendezvous)
-            else list(self.meeting),
-            "whole": [whole for _, whole in blueprint.destinations],
-            "workers": list(blueprint.workers),
-            "hosts": list(blueprint.hosts),
-            "round_nbytes": blueprint.round_nbytes,
-            "ring_nbytes": blueprint.ring_nbytes,
-            "rounds_grow": blueprint.rounds_grow,
+            "meeting": dataclasses.asdict(meeting)
+            if isinstance(meeting, Rendezvous)
+            else list(meeting),
+            "whole": [whole for _, whole in given.destinations],
+            "workers": list(given.workers),
+            "hosts": list(given.hosts),
+            "round_nbytes": given.round_nbytes,
+            "ring_nbytes": given.ring_nbytes,
+            "rounds_grow": given.rounds_grow,
         }
-        return join_parts(fields, blueprint.layouts)
+        return join_parts(fields, given.layouts)
 
     @staticmethod
-    def from_bytes(data: bytes) -> Orders:
-        """Raises ProtocolError or LayoutError for what `to_bytes` does not make."""
-        try:
-            fields, (source, *layouts) = split_parts(data)
-            blueprint = Blueprint(
-                _core.Layout.from_bytes(source),
-                [
-                    (_core.Layout.from_bytes(layout), bool(whole))
-                    for layout, whole in zip(layouts, fields["whole"], strict=True)
-                ],
-                [(_number(kind), _number(home)) for kind, home in fields["workers"]],
-                [_number(host) for host in fields["hosts"]],
-                _number(fields["round_nbytes"]),
-                _number(fields["ring_nbytes"]),
-                bool(fields["rounds_grow"]),
-            )
-            meeting, size = _meeting(fields["meeting"])
-            worker, rank = _number(fields["worker"]), _number(fields["rank"])
-            if blueprint.workers[worker][1] != rank or size != len(blueprint.hosts):
-                raise ValueError(f"worker {worker} is not rank {rank} of {size}")
-            return Orders(worker, rank, _number(fields["fingerprint"]), meeting, blueprint)
-        except _core.WsyncError:
-            raise
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-            what = error_text(error)
-            raise _core.ProtocolError(f"the trainer's plan: {what[:120]}") from error
+    def from_bytes(data: bytes) -> RemotePlan:
+        """What the same wsync has made by `to_bytes`; LayoutError for a layout of another."""
+        told, parts = split_parts(data)
+        source, *layouts = map(_core.Layout.from_bytes, parts)
+        meeting = told["meeting"]
+        return RemotePlan(
+            told["worker"],
+            told["rank"],
+            told["fingerprint"],
+            Rendezvous(**meeting) if isinstance(meeting, dict) else meeting,
+            PlanInput(
+                source,
+                list(zip(layouts, told["whole"], strict=True)),
+                [(kind, rank) for kind, rank in told["workers"]],
+                told["hosts"],
+                told["round_nbytes"],
+                told["ring_nbytes"],
+                told["rounds_grow"],
+            ),
+        )
 
 
 def join_parts(fields: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
@@ -120,30 +111,8 @@ def join_parts(fields: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
 
 
 def split_parts(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """What `join_parts` was given.  Raises ValueError, TypeError or KeyError for other bytes."""
+    """What `join_parts` was given."""
     head, _, body = data.partition(b"\n")
     fields = json.loads(head)
-    ends = list(accumulate(map(_number, fields["sizes"]), initial=0))
-    if ends[-1] != len(body):
-        raise ValueError(f"{len(body)} bytes of layouts instead of {ends[-1]}")
+    ends = accumulate(fields["sizes"], initial=0)
     return fields, [body[first:last] for first, last in pairwise(ends)]
-
-
-def _meeting(told: Any) -> tuple[Meeting, int]:
-    """Where ranks meet, and how many they are."""
-    if isinstance(told, list):
-        for address in told:
-            if not (isinstance(address, str) and 0 < len(address) <= _MAX_ADDRESS):
-                raise ValueError(f"address {address!r}")
-        return told, len(told)
-    host, backend, name = (str(told[key]) for key in ("host", "backend", "name"))
-    port, size = _number(told["port"]), _number(told["size"])
-    if backend not in ("gloo", "nccl"):
-        raise ValueError(f"backend {backend!r}")
-    return Rendezvous(host, port, size, backend, name), size
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no number from 0")
-    return value

@@ -15,7 +15,7 @@ from wsync import _core
 from wsync.exchange.choose_exchange import Transport
 from wsync.exchange.group_exchange import Exchange
 from wsync.exchange.introductions import Introduction
-from wsync.exchange.plan_blueprint import Blueprint, Orders
+from wsync.exchange.remote_plan import PlanInput, RemotePlan
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, group_name
 from wsync.machine.deadline import PUNCTUAL, Check, Deadline
@@ -203,12 +203,12 @@ class Connection:
         layouts: by the worker's number in the plan.
         """
         planning.name_cut(layouts)
-        blueprint, rounds = planning.fit(self._split(layouts), device)
+        given, rounds = planning.fit(self._split(layouts), device)
         self._rounds_plan = rounds
         by_rounds = len(self._reading) < len(layouts) or rounds.round_count > 0
         if by_rounds:
             self._transport.choose(device, self._remote_introductions())
-            self._order(blueprint, rounds)
+            self._tell_remote(given, rounds)
         spans = [(0, 0)] * len(self._roster.workers)
         deadline = Deadline(self._options.deadline)
         for session in self._sessions:
@@ -333,14 +333,15 @@ class Connection:
             if isinstance(session, RemoteSession)
         }
 
-    def _order(self, blueprint: Blueprint, plan: _core.Plan) -> None:
-        """Writes what remote workers are to do."""
+    def _tell_remote(self, given: PlanInput, plan: _core.Plan) -> None:
+        """Writes what remote workers are told of the plan."""
         engines = [engine.name for engine in self._roster.taking(Delivery.REMOTE)]
         meeting = self._transport.meet(plan, engines)
         for session in self._sessions:
             if isinstance(session, RemoteSession):
-                rank = blueprint.workers[session.worker][1]
-                session.orders = Orders(session.worker, rank, plan.fingerprint, meeting, blueprint)
+                number, fingerprint = session.worker, plan.fingerprint
+                rank = given.workers[number][1]
+                session.remote_plan = RemotePlan(number, rank, fingerprint, meeting, given)
 
     def start(
         self, update: int, sources: _core.BufferTable, check: Check, report: Report

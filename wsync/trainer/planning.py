@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from wsync import _core
-from wsync.exchange.plan_blueprint import Blueprint, join_parts, split_parts
+from wsync.exchange.remote_plan import PlanInput, join_parts, split_parts
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
@@ -72,7 +72,7 @@ class Planning:
         device = find(self._settle(gpus))
         return [layouts[number] for number in range(len(self.roster.workers))], device
 
-    def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[Blueprint, _core.Plan]:
+    def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[PlanInput, _core.Plan]:
         """Plans, and makes the rings: smaller ones where some rank has no memory for them.
 
         Raises:
@@ -82,9 +82,9 @@ class Planning:
         limit, missing, released = self.options.ring_nbytes, "", False
         wanted, large = 0, self._may_be_large(device)
         while True:
-            blueprint = self._draw(layouts, device, limit, large)
+            made_of = self._draw(layouts, device, limit, large)
             try:
-                plan = blueprint.plan(self.group.rank)
+                plan = made_of.plan(self.group.rank)
             except _core.InvalidArgumentError as error:
                 if not missing:
                     raise
@@ -99,7 +99,7 @@ class Planning:
             if not lacking:
                 if self.group.rank == 0 and largest < wanted:
                     self._name_small_rings(missing, largest, wanted)
-                return blueprint, plan
+                return made_of, plan
             missing, wanted = lacking, wanted or largest
             if device.ordinal >= 0 and not released:
                 release_cached(device)  # of torch, which a driver does not ask
@@ -253,7 +253,7 @@ class Planning:
 
     def _draw(
         self, layouts: list[bytes], device: _core.Device, ring_nbytes: int, large: bool
-    ) -> Blueprint:
+    ) -> PlanInput:
         wanted = [
             (layout, worker.stage, worker.takes_buckets)
             for layout, worker in zip(layouts, self.roster.workers, strict=True)
@@ -269,7 +269,7 @@ class Planning:
         hosts = self.roster.hosts
         elsewhere = max(hosts) + 1
         remote = sum(engine.workers for engine in self.roster.taking(Delivery.REMOTE))
-        return Blueprint(
+        return PlanInput(
             self.roster.model,
             [self._destination(*kind, groups, single) for kind in kinds],
             [

@@ -1,14 +1,14 @@
 """Sessions with remote workers that run wsync's receiver: only control, over TCP.
 
 Their rounds travel in the plan's exchange, of which each is a rank: see
-wsync.exchange.plan_blueprint.
+wsync.exchange.remote_plan.
 """
 
 from __future__ import annotations
 
 from wsync import _core
 from wsync.exchange.introductions import Introduction
-from wsync.exchange.plan_blueprint import Orders
+from wsync.exchange.remote_plan import RemotePlan
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame, Listener
 from wsync.trainer.round_contents import WorkerRounds
@@ -52,9 +52,9 @@ class RemoteExporter:
         """Says what tensors there are; the worker has a ring of its own."""
         self._peer.send(Frame.MODEL, manifest, timeout, check)
 
-    def order(self, orders: bytes, timeout: float, check: Check) -> None:
+    def tell_plan(self, plan: bytes, timeout: float, check: Check) -> None:
         """Hands over the plan."""
-        self._peer.send(Frame.PLAN, orders, timeout, check)
+        self._peer.send(Frame.PLAN, plan, timeout, check)
 
     def begin(self, update: int, rounds: int, timeout: float, check: Check) -> None:
         self.loaded = 0
@@ -107,7 +107,7 @@ class RemoteSession(WorkerSession):
         self, worker: int, *, engine: str, index: int, host: str, park: bool = False
     ) -> None:
         self._host = host
-        self.orders: Orders | None = None  # once there is a plan
+        self.remote_plan: RemotePlan | None = None  # once there is a plan
         super().__init__(worker, engine=engine, index=index, park=park)
 
     @property
@@ -128,8 +128,8 @@ class RemoteSession(WorkerSession):
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over the plan; the ring is the worker's own."""
-        assert self.orders is not None and isinstance(self._exporter, RemoteExporter)
+        assert self.remote_plan is not None and isinstance(self._exporter, RemoteExporter)
         self.rounds = WorkerRounds(plan, self.worker)
-        self._exporter.order(self.orders.to_bytes(), timeout, check)
-        self.orders = None
+        self._exporter.tell_plan(self.remote_plan.to_bytes(), timeout, check)
+        self.remote_plan = None
         return 0, 0
