@@ -1,4 +1,4 @@
-"""Which tensors of a model are quantised: by a checkpoint, by lists, as slime does."""
+"""Which tensors of a model are quantised: by a checkpoint, or by lists."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def weights(*modules: str, shape: tuple[int, ...] = (64, 64)) -> list[TensorFact
 
 
 def chosen(found: Selection) -> list[str]:
-    return [row.name.removesuffix(".weight") for row in found.rows]
+    return [row.weight.name.removesuffix(".weight") for row in found.rows]
 
 
 LINEAR = (
@@ -87,7 +87,6 @@ BIASES = [
 def test_without_a_checkpoint_all_linear_layers_are_quantised() -> None:
     found = select(BLOCKS, [*weights(*KEPT, *LINEAR), *BIASES])
     assert chosen(found) == list(LINEAR)
-    assert found.left == ()
 
 
 def test_embeddings_and_convolutions_of_any_name_are_not_quantised() -> None:
@@ -145,7 +144,6 @@ def test_lists_and_scales_of_a_published_checkpoint_select_the_same() -> None:
     held = {fact.name for fact in model} | {f"{name}.weight_scale_inv" for name in stored}
     for found in (select(method, model), select(method, model, held)):
         assert set(chosen(found)) == stored and len(stored) == 20
-        assert found.left == ()
         scales = {t.name: t.shape for t in found.tensors if t.name.endswith("_scale_inv")}
         assert scales["model.layers.47.mlp.experts.127.down_proj.weight_scale_inv"] == (16, 6)
         assert scales["model.layers.0.self_attn.o_proj.weight_scale_inv"] == (16, 32)
@@ -157,52 +155,23 @@ def test_targets_name_modules() -> None:
 
 
 def test_a_row_says_what_the_quantiser_needs() -> None:
-    (row,) = select(BLOCKS, weights("a.b", shape=(200, 256))).rows
-    assert row == Row(
-        name="a.b.weight",
-        kind="fp8_block",
-        reciprocal=False,
-        block_rows=128,
-        block_cols=128,
-        codes="a.b.weight",
-        scales="a.b.weight_scale_inv",
-        second=None,
-        shape=None,
-        share="",
-        group=row.group,
+    (fact,) = weights("a.b", shape=(200, 256))
+    (row,) = select(BLOCKS, [fact]).rows
+    assert row == Row(fact, BLOCKS.derived(fact), "")
+    assert (row.derived.codes.name, row.derived.scales.name) == (
+        fact.name,
+        f"{fact.name}_scale_inv",
     )
     (row,) = select(Method.of(int4(["Linear"])), weights("a.b")).rows
-    assert (row.kind, row.block_rows, row.block_cols) == ("int4", 1, 32)
-    assert (row.codes, row.scales) == ("a.b.weight_packed", "a.b.weight_scale")
-    assert (row.second, row.shape) == (None, "a.b.weight_shape")
+    codes, scales, second, shape = row.derived
+    assert (codes.name, scales.name) == ("a.b.weight_packed", "a.b.weight_scale")
+    assert second is None and shape is not None and shape.name == "a.b.weight_shape"
     (row,) = select(Method.of({"quant_method": "nvfp4"}), weights("a.b")).rows
-    assert (row.second, row.shape) == ("a.b.weight_scale_2", None)
+    codes, scales, second, shape = row.derived
+    assert second is not None and second.name == "a.b.weight_scale_2" and shape is None
 
 
 # --- by a checkpoint ---------------------------------------------------------------------------
-
-
-def test_a_list_that_the_checkpoint_contradicts_is_named() -> None:
-    method = Method.of({**FP8, "modules_to_not_convert": ["mlp.gate"]})
-    with pytest.raises(wsync.LayoutError) as error:
-        select(method, weights("a.mlp.gate"), ["a.mlp.gate.weight_scale_inv"])
-    assert str(error.value) == (
-        "a.mlp.gate.weight: the checkpoint has a.mlp.gate.weight_scale_inv, but by 'mlp.gate' of "
-        "its quantization_config this module is not quantised"
-    )
-
-
-def test_entries_that_engines_read_differently_are_named() -> None:
-    method = Method.of({**FP8, "ignored_layers": ["mlp", "a.up_proj"]})
-    model = weights("a.mlp.down_proj", "a.up_proj", "b.up_proj")
-    with pytest.raises(wsync.UnsupportedError) as error:
-        select(method, model)
-    assert str(error.value) == (
-        "a.mlp.down_proj.weight: quantization_config: 'mlp' means this module to one of SGLang "
-        "and vLLM alone; both know full names: 'a.mlp.down_proj'"
-    )
-    assert chosen(select(method, [*weights("a.mlp.gate"), *model[1:]])) == ["b.up_proj"]
-    assert chosen(select(method, model, ["b.up_proj.weight_scale_inv"])) == ["b.up_proj"]
 
 
 def test_a_checkpoint_without_any_scale_is_refused() -> None:
@@ -238,61 +207,6 @@ def test_fused_experts_go_by_the_checkpoint_alone() -> None:
     assert chosen(select(kept, [FUSED, *weights("a")])) == ["a"]
 
 
-# --- slime -------------------------------------------------------------------------------------
-
-SLIME = (
-    "model.layers.0.self_attn.q_proj",
-    "model.layers.0.self_attn.kv_b_proj",
-    "model.layers.0.self_attn.indexer.wq_b",
-    "model.layers.0.linear_attn.in_proj_z",
-    "model.layers.0.linear_attn.out_proj",
-    "model.layers.0.mlp.gate_proj",
-    "model.layers.0.mlp.experts.0.down_proj",
-    "model.layers.0.block_sparse_moe.experts.0.w3",
-    "mtp.layers.0.mlp.shared_expert.up_proj",
-    "model.layers.0.attention.query_key_value",
-)
-NOT_SLIME = (
-    "model.layers.0.linear_attn.in_proj_qkvz",
-    "model.layers.0.linear_attn.in_proj_ba",
-    "model.layers.0.mamba.out_proj",
-    "model.layers.0.mlp.gate",
-    "model.layers.61.eh_proj",
-    "model.visual.layers.0.q_proj",
-    "projector.q_proj",
-    "model.embed_tokens",
-)
-
-
-def test_slimes_rule_goes_by_name_whatever_lists_and_checkpoints_say() -> None:
-    method = Method.of({**FP8, "ignored_layers": ["model.layers.0.mlp"]})
-    found = select(method, [*weights(*SLIME, *NOT_SLIME), FUSED], ["a"], rule="slime")
-    assert chosen(found) == list(SLIME)
-    assert found.left == ()
-    with pytest.raises(wsync.InvalidArgumentError, match="select='slim' is none of"):
-        select(method, [], rule="slim")
-
-
-def test_an_option_selects_as_slime_does(checkpoint: Path) -> None:
-    config = {
-        "quantization_config": FP8 | {"ignored_layers": ["model.layers.0.mlp.up_proj"]},
-        "select": "slime",
-    }
-
-    def selected(config: Any, folder: str = "") -> Selection:
-        options = wsync.Options(quantise=config, checkpoint=folder)
-        found = config_of(options)
-        assert found is not None
-        return select_quantised(LAYOUT, found, options.checkpoint)
-
-    assert chosen(selected(config)) == ["model.layers.0.mlp.up_proj"]
-    assert chosen(selected({"select": "slime"}, str(checkpoint))) == ["model.layers.0.mlp.up_proj"]
-    with pytest.raises(wsync.LayoutError, match="no tensor that is quantised"):
-        selected({**config, "select": "lists"})
-    with pytest.raises(wsync.InvalidArgumentError, match="select='slim' is none of"):
-        selected({**config, "select": "slim"})
-
-
 # --- second scales -----------------------------------------------------------------------------
 
 
@@ -302,7 +216,8 @@ def test_second_scales_are_shared_by_what_engines_fuse() -> None:
     names += [f"layers.0.self_attn.{m}_proj" for m in "qkvo"] + ["layers.1.self_attn.q_proj"]
     nvfp4 = Method.of({"quant_method": "nvfp4"})
     shares = {
-        row.name.removesuffix(".weight"): row.share for row in select(nvfp4, weights(*names)).rows
+        row.weight.name.removesuffix(".weight"): row.share
+        for row in select(nvfp4, weights(*names)).rows
     }
     assert shares == dict(
         zip(
@@ -441,18 +356,6 @@ def test_codes_and_scales_of_other_dtypes_are_errors(
     assert f"other dtypes: {name} {text}" in str(error.value)
 
 
-def test_tensors_that_the_checkpoint_holds_unquantised_are_warned_of(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    more = {"a.down_proj.weight": torch.zeros(4, 4)}
-    save_file({**CODES, **more}, checkpoint / "model.safetensors")
-    select_quantised(from_tensors({**MODEL, **more}).layout, FP8, str(checkpoint))
-    assert caplog.messages == [
-        f"{checkpoint} holds tensors as they are that its quantization_config does not except: "
-        "a.down_proj.weight"
-    ]
-
-
 def test_a_checkpoint_that_cannot_be_read_does_not_leave_the_choice_to_lists(
     checkpoint: Path,
 ) -> None:
@@ -519,13 +422,3 @@ def test_a_checkpoint_that_cannot_say_it_is_named(checkpoint: Path) -> None:
 def test_other_choices_are_refused(value: Any, text: str) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         wsync.Options(quantise=value)
-
-
-def test_a_name_in_a_list_that_no_module_has_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Without a folder, where the lists decide: the layer that was meant would be quantised."""
-    known = ["model.norm"]
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    select_quantised(LAYOUT, {**config, "ignored_layers": [*known, "layers.0.mlp.downproj"]}, None)
-    assert caplog.messages == ["quantise: the model has no module called layers.0.mlp.downproj"]

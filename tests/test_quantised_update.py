@@ -135,9 +135,6 @@ def test_a_versions_configuration_says_how_it_is_quantised(kind: str, tmp_path: 
     base, config = a_base(kind, tmp_path, BASES), METHODS["cut blocks"][0]
     found = written(tmp_path / "versions", base, config)
     assert found == BASES | {"quantization_config": config | DYNAMIC}
-    selected = config | {"select": "lists"}
-    again = written(tmp_path / "versions", a_base(kind, tmp_path / "x", BASES), selected)
-    assert again == found
     again = written(tmp_path / "versions", Configuration(found), config)
     assert again == found
 
@@ -175,14 +172,11 @@ NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
         (NVFP4, "ignore"),
     ],
 )
-@pytest.mark.parametrize("select", ["lists", "slime"])
-def test_a_version_names_in_full_what_is_plain(
-    config: Any, key: str, select: str, tmp_path: Path
-) -> None:
-    """Engines of one method read nothing shorter alike; with slime's names lists do not count."""
+def test_a_version_names_in_full_what_is_plain(config: Any, key: str, tmp_path: Path) -> None:
+    """Engines of one method read nothing shorter alike."""
     excepted = "model.layers.0.mlp.up_proj"
     for given in (config, config | {key: ["lm_head", excepted]}):
-        found, plain = stated(tmp_path, given | {"select": select})
+        found, plain = stated(tmp_path, given)
         assert plain <= set(found[key]) | ({"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"})
         assert not set(found[key]) & (LAYERS - plain)
         if given is not config:
@@ -191,7 +185,7 @@ def test_a_version_names_in_full_what_is_plain(
     if "fp8" in config["quant_method"]:
         assert (found["activation_scheme"], found["fmt"]) == ("dynamic", "e4m3")
         assert {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"} <= set(found[key])
-    again, _ = stated(tmp_path / "again", given | {"select": select}, found)
+    again, _ = stated(tmp_path / "again", given, found)
     assert again == found
 
 
@@ -203,22 +197,6 @@ def test_versions_without_scales_of_inputs_are_warned_of(
     stated(tmp_path, NVFP4)
     (text,) = caplog.messages
     assert text.startswith("NVFP4: versions have no input_scale")
-
-
-def test_a_base_that_excepts_other_modules_is_named(tmp_path: Path) -> None:
-    """Engines that were started from it hold those in another form than a version has."""
-    name = "model.layers.1.mlp.down_proj"
-    config, other = blocks(128, 128), blocks(128, 128) | {"modules_to_not_convert": [name]}
-    with pytest.raises(wsync.LayoutError) as error:
-        stated(tmp_path, config, other)
-    assert f"base: by {name!r} of its quantization_config {name}.weight is not quan" in str(
-        error.value
-    )
-    with pytest.raises(wsync.LayoutError) as error:
-        stated(tmp_path, other, config)
-    assert f"base: by its quantization_config {name}.weight is quantised, but" in str(error.value)
-    both = other | {"modules_to_not_convert": [name, "lm_head"]}
-    assert stated(tmp_path, other, both)[0]["modules_to_not_convert"][:2] == [name, "lm_head"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "configuration"])

@@ -122,7 +122,6 @@ class DiskSync(Updates):
         self._versions = Versions(folder, base, keep, replace=replace)
         self._base = base
         self._config: Mapping[str, Any] | None = None  # that versions get, as far as it is known
-        self._config_source = ""
         self._published = published
         chosen = for_files(Options.of(options))
         parked = {"park": "updates without a disk, or with quantise"}
@@ -198,7 +197,7 @@ class DiskSync(Updates):
     def _check_engines(self, model: _core.Layout) -> None:
         options, base = self.options, self._base
         with system_calls(self._versions.root):
-            self._config, self._config_source = config_to_write(options, base, model)
+            self._config = config_to_write(options, base, model)
             check = EngineCheck(options, config_of(options), model, base=self._base)
             check.check_folders()
         for name in check.check_engines(self._requests.handles, options.deadline):
@@ -209,8 +208,7 @@ class DiskSync(Updates):
         """What the configuration of every version says beside that of `base`; on rank 0."""
         if self._config is None:
             return {}
-        config = exact_config(self._config, self._model, self.options, self._config_source)
-        return {"quantization_config": config}
+        return {"quantization_config": exact_config(self._config, self._model)}
 
     @property
     def ways(self) -> dict[str, list[str]]:

@@ -85,12 +85,11 @@ class Options:
             what only some layers have delivered.
         quantise: how weights are delivered: None as the trainer holds them, a mapping by which they
             are quantised (the quantization_config of a checkpoint's config.json), or "checkpoint",
-            as the checkpoint's says, if it has one; a mapping of nothing but "producer",
-            "select" and "transform_ue8m0" means the checkpoint's, too.  What is quantised is what
-            has scales in the checkpoint; without a folder of tensors, all linear layers but those
-            of its lists.  With "select": "slime" it is what slime quantises: by name, whatever
-            lists say.  "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM, as
-            SGLang keeps them on Blackwell.
+            as the checkpoint's says, if it has one; a mapping of nothing but "producer"
+            and "transform_ue8m0" means the checkpoint's, too.  What is quantised is what has scales
+            in the checkpoint; without a folder of tensors, all linear layers but those of its
+            lists.  "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM, as SGLang
+            keeps them on Blackwell.
         retry: of slime's classes: whether an update that fails because an engine was gone,
             restarted or late, or a rank late, is tried once more before slime sees an error.  It
             is not where the process of a rank on this host has ended; for ranks of other hosts

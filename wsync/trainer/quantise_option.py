@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from wsync import _core
 from wsync.handles.base import EngineHandle
-from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import group_of_weight
 from wsync.options import Options
 from wsync.quantise.config import (
@@ -25,7 +24,7 @@ from wsync.quantise.config import (
     module_of,
     quantization_config,
 )
-from wsync.quantise.selection import Selection, by_lists, is_plain, select
+from wsync.quantise.selection import Selection, select
 from wsync.trainer.checkpoint_check import compare, config_in, has_codes, places_of
 
 _log = logging.getLogger(__name__)
@@ -64,13 +63,10 @@ def for_files(options: Options) -> Options:
     return replace(options, quantise=kept)
 
 
-def config_to_write(
-    options: Options, base: Any, model: _core.Layout
-) -> tuple[Mapping[str, Any] | None, str]:
+def config_to_write(options: Options, base: Any, model: _core.Layout) -> Mapping[str, Any] | None:
     """The quantization_config to write in a checkpoint that has the configuration of `base` (a
-    folder or a transformers configuration), and where it is from: base's own, and base's name; or
-    what options mean, and "".  None where weights stay as they are.  See `exact_config` for what
-    its lists have to say.
+    folder or a transformers configuration): base's own, or what options mean.  None where weights
+    stay as they are.  See `exact_config` for what its lists have to say.
 
     model: what all ranks hold, which may be codes and scales itself.
 
@@ -81,14 +77,11 @@ def config_to_write(
     """
     config = config_of(options)
     if config is None and has_codes(model):
-        return None, ""
+        return None
     delivered = "not quantised" if config is None else Method.of(config).text
     said = _said_by(base)
     if said is None:
-        if config is None:
-            return None, ""
-        kept = {key: value for key, value in config.items() if key != "select"}
-        return _named(kept), ""
+        return None if config is None else _named(config)
     where = f"base={base!s:.200}" if isinstance(base, str | os.PathLike) else "base"
     try:
         method = Method.of(said)
@@ -99,7 +92,7 @@ def config_to_write(
             f"{where}: its quantization_config is {method.text}, but what is delivered is "
             f"{delivered} (Options(quantise=) says how weights are delivered)"
         )
-    return _named(inner_config(said)), where
+    return _named(inner_config(said))
 
 
 def _named(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -107,19 +100,13 @@ def _named(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"quant_method": "modelopt", **config}
 
 
-def exact_config(
-    config: Mapping[str, Any], model: _core.Layout, options: Options, where: str
-) -> Mapping[str, Any]:
+def exact_config(config: Mapping[str, Any], model: _core.Layout) -> Mapping[str, Any]:
     """A quantization_config that `config_to_write` has found, with a list that says of every module
     of a quantised model whether it is quantised.
 
-    Engines read short names differently, so modules that stay plain are named in full, but where
-    all engines take an entry for them.  Entries that mean what is quantised are left out: tensors
-    of Options.checkpoint, or slime's names, have decided against them.  What engines ask FP8
-    configurations for is there.
-
-    where: the name of `base`, if the configuration is its own; engines may have been started from
-    it.  Raises LayoutError, by name, where it means other modules than are quantised.
+    Engines read short names differently, so all modules that stay plain are named in full.
+    Entries that mean what is quantised are left out: tensors of Options.checkpoint have decided
+    against them.  What engines ask FP8 configurations for is there.
     """
     method = Method.of(config)
     facts = facts_of(model)
@@ -130,26 +117,21 @@ def exact_config(
         for name in names
         if name.endswith(scales) and (stem := name.removesuffix(scales)) + codes in names
     }
-    plain = [each for each in facts if len(each.shape) > 1 and _has_weights(each, taken)]
+    plain = [
+        module_of(each.name) for each in facts if len(each.shape) > 1 and _has_weights(each, taken)
+    ]
     if method.kind == "nvfp4":
         _log.warning(
             "NVFP4: versions have no input_scale, which no trainer has: engines that start from "
             "one have to take weights alone as NVFP4 (w4a16), or theirs has what lay in memory"
         )
-    if where:
-        _check_base(method, taken, plain, options, where)
     while wrong := {*map(method.keeps, taken)} - {""}:
         method = replace(method, kept=tuple(each for each in method.kept if each not in wrong))
-    full = [
-        module_of(each.name)
-        for each in plain
-        if not method.keeps(each.name) or method.differs(each.name)
-    ]
     found = {key: value for key, value in config.items() if key not in LISTS}
     name = str(found.get("quant_method"))
     if name in ("fp8", "mxfp8"):
         found = {"activation_scheme": "dynamic", "fmt": "e4m3", **found}
-    if listed := list(dict.fromkeys([*method.kept, *full])):
+    if listed := list(dict.fromkeys([*method.kept, *plain])):
         found[_WRITTEN.get(name, "ignore")] = listed
     return found
 
@@ -158,31 +140,6 @@ def _has_weights(each: TensorFacts, taken: Collection[str]) -> bool:
     """Whether a tensor of a quantised model is a weight of a plain module, or of its experts."""
     experts = len(each.shape) == 3 and "experts" in each.name.split(".")
     return (experts or each.name.endswith(".weight")) and each.name not in taken
-
-
-def _check_base(
-    method: Method,
-    taken: Iterable[str],
-    plain: Iterable[TensorFacts],
-    options: Options,
-    where: str,
-) -> None:
-    """Raises LayoutError where the lists of base mean other modules than are quantised."""
-    hint = "(Options(quantise=) says how weights are delivered)"
-    for name in taken:
-        if entry := method.keeps(name):
-            raise _core.LayoutError(
-                f"{where}: by {entry!r} of its quantization_config {name} is not quantised, but "
-                f"it is delivered so {hint}"
-            )
-    if options.checkpoint:  # whose tensors have decided, and engines hold them so
-        return
-    for each in plain:
-        if by_lists(method, each):
-            raise _core.LayoutError(
-                f"{where}: by its quantization_config {each.name} is quantised, but it is "
-                f"delivered as it is {hint}"
-            )
 
 
 def _said_by(base: Any) -> Mapping[str, Any] | None:
@@ -228,22 +185,11 @@ def select_quantised(
     """
     method = Method.of(config)
     places = places_of(folder) if folder else None
-    rule = config.get("select", "lists")
-    if places is None and rule == "lists":
-        unknown = [name for name in method.unknown(facts_of(model)) if not is_plain(name)]
-        if unknown:
-            _log.warning("quantise: the model has no module called %s", listed(unknown))
-    found = select(method, model, places, rule=rule)
-    if found.left:
-        _log.warning(
-            "%s holds tensors as they are that its quantization_config does not except: %s",
-            folder,
-            listed(found.left),
-        )
+    found = select(method, model, places)
     if folder and places is not None:
         published = found
         if method.published is not method:
-            published = select(method.published, model, places, rule=rule)
+            published = select(method.published, model, places)
         compare(published.tensors, folder)
     return found
 
@@ -256,13 +202,19 @@ def quantise_rules(model: _core.Layout, options: Options) -> list[_core.Quantise
     config = config_of(options)
     if config is None:
         return None
+    found = select_quantised(model, config, options.checkpoint)
+    method = found.method
     numbers: dict[str, int] = {"": 0}  # of those that share a scale
-    return [
-        (
-            *(row.name, row.kind, row.reciprocal, row.block_rows, row.block_cols),
-            *(row.codes, row.scales, row.second, row.shape),
-            numbers.setdefault(row.share, len(numbers)),
-            row.group or group_of_weight(row.name),
+    rules: list[_core.QuantiseRule] = []
+    for weight, made, share in found.rows:
+        rules.append(
+            (
+                *(weight.name, method.kind, method.reciprocal),
+                *(method.block_rows, method.block_cols, made.codes.name, made.scales.name),
+                made.second and made.second.name,
+                made.shape and made.shape.name,
+                numbers.setdefault(share, len(numbers)),
+                weight.group or group_of_weight(weight.name),
+            )
         )
-        for row in select_quantised(model, config, options.checkpoint).rows
-    ]
+    return rules
