@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 
 from wsync import _core
 
-# What may be said beside a configuration: who makes codes and scales, what selects tensors, and
-# whether scales are packed as DeepGEMM takes them (slime's name of it).
-BESIDE: Final = ("producer", "select", "transform_ue8m0")
+# What may be said beside a configuration: who makes codes and scales, and whether scales are packed
+# as DeepGEMM takes them (slime's name of it).
+BESIDE: Final = ("producer", "transform_ue8m0")
 _MAX_BLOCK: Final = 1 << 31
 LISTS: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -28,7 +28,7 @@ LINEAR: Final = "Linear"  # as a target: every linear layer
 # runs, of its KV cache, and of how the checkpoint was made.
 _SILENT: Final = (
     *("dequantize", "global_compression_ratio", "kv_cache_quant_algo", "kv_cache_scheme"),
-    *("packed_modules_mapping", "quantization_status", "version", "producer", "select"),
+    *("packed_modules_mapping", "quantization_status", "version", "producer"),
 )
 
 
@@ -103,9 +103,6 @@ class Method:
     reciprocal: bool = False
     kept: tuple[str, ...] = ()
     targets: tuple[str, ...] = (LINEAR,)
-
-    def __post_init__(self) -> None:
-        _ = self._kept, self._targets  # a wrong entry is named before anything else is done
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Method:
@@ -195,49 +192,8 @@ class Method:
         return wanted if cols % wanted else 0
 
     def keeps(self, name: str) -> str:
-        """The entry of the lists by which SGLang, vLLM or both leave a tensor plain; "": none."""
-        module = module_of(name)
-        return self._kept.find(module) or self._of_experts(module) or self._word_in(module)
-
-    def differs(self, name: str) -> str:
-        """The entry by which only one of SGLang and vLLM leaves a tensor plain; "": none."""
-        module = module_of(name)
-        names = [module, *(module.split(".") if self.kind == "nvfp4" else ())]
-        both = any(each in self._names for each in names) or self._of_experts(module)
-        return "" if both or self._kept.matches(module) else self.keeps(name)
-
-    def _of_experts(self, module: str) -> str:
-        """With FP8 one expert in a list stands for all of its layer, which are one module."""
-        layer, found, _ = module.partition(".experts.")
-        return self._experts.get(layer, "") if found and self.dialect == "fp8" else ""
-
-    def _word_in(self, module: str) -> str:
-        """In modelopt's lists vLLM takes a word for all modules that contain it."""
-        words = self._words if self.dialect == "modelopt" else ()
-        return next((word for word in words if word in module), "")
-
-    @property
-    def dialect(self) -> str:
-        """How engines read the lists: as for fp8, compressed-tensors or modelopt.
-
-        fp8: names of modules, of which SGLang takes runs of whole parts, too.  compressed-tensors:
-        names, of which SGLang takes ends, too, and regular expressions.  modelopt: names, of which
-        vLLM takes all parts, and names with `*`.
-        """
-        if self.kind == "nvfp4":
-            return "modelopt"
-        return "compressed-tensors" if self.kind.startswith("int4") else "fp8"
-
-    def unknown(self, facts: Iterable[TensorFacts]) -> tuple[str, ...]:
-        """Names in the lists that are no module's of a model, nor a part of one's."""
-        names = {entry for entry in self.kept if not _is_pattern(entry)}
-        lengths = {name.count(".") + 1 for name in names}
-        for fact in facts:
-            parts = fact.name.split(".")
-            for length in lengths:
-                ends = range(length, len(parts) + 1)
-                names -= {".".join(parts[end - length : end]) for end in ends}
-        return tuple(entry for entry in self.kept if entry in names)
+        """The entry of the lists by which a tensor stays plain; "": none."""
+        return self._kept.find(name)
 
     def targeted(self, name: str) -> bool:
         """Whether the targets name a tensor that belongs to a linear layer."""
@@ -245,29 +201,11 @@ class Method:
 
     @cached_property
     def _kept(self) -> Modules:
-        return Modules(self.kept, ends=self.dialect == "compressed-tensors")
-
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(self.kept)
-
-    @cached_property
-    def _words(self) -> tuple[str, ...]:
-        return tuple(word for word in self.kept if word and "." not in word and "*" not in word)
-
-    @cached_property
-    def _experts(self) -> Mapping[str, str]:
-        """Entries that name experts, by what is before that."""
-        parts = ((entry, f"{entry}.".partition(".experts.")) for entry in self.kept)
-        return {layer: entry for entry, (layer, found, _) in parts if found}
+        return Modules(self.kept)
 
     @cached_property
     def _targets(self) -> Modules:
         return Modules(self.targets)
-
-
-def _is_pattern(entry: str) -> bool:
-    return entry.startswith("re:") or "*" in entry
 
 
 def module_of(name: str) -> str:
@@ -277,107 +215,36 @@ def module_of(name: str) -> str:
 
 
 class Modules:
-    """A list that names modules.  Lists of whole models have hundreds of entries, and models ten
-    thousands of tensors: names are looked up, and patterns are tried all at once.
+    """A list that names modules: whole parts of their names in a row ("mlp.gate"), names with `*`,
+    of a whole name or of one part, and regular expressions behind "re:".
 
-    Entries are names, runs of whole parts of one ("mlp.gate"), names with `*`, and regular
-    expressions behind "re:".  ends: a run has to be at the name's end.
+    Lists of whole models have hundreds of entries, and models ten thousands of tensors: names are
+    looked up.
     """
 
-    def __init__(self, entries: Sequence[str], *, ends: bool = False) -> None:
-        self._ends = ends
+    def __init__(self, entries: Sequence[str]) -> None:
         self._names: dict[str, str] = {}
-        self._lengths: dict[str, set[int]] = {}  # in parts, of names by their last part
-        expressions, globs, of_parts = [], [], []
+        self._patterns: list[tuple[str, re.Pattern[str]]] = []
         for entry in entries:
             if entry.startswith("re:"):
-                expressions.append((entry, entry[3:]))
+                self._patterns.append((entry, re.compile(entry[3:])))
             elif "*" in entry:
-                glob = (entry, ".*".join(map(re.escape, entry.split("*"))))
-                globs.append(glob)
+                text = ".*".join(map(re.escape, entry.split("*")))
                 if "." not in entry:
-                    of_parts.append(glob)
+                    text = rf"(.*\.)?{text}(\..*)?"
+                self._patterns.append((entry, re.compile(rf"{text}\Z")))
             else:
-                name = entry.rstrip(".")
-                parts = name.split(".")
-                self._names.setdefault(name, entry)
-                self._lengths.setdefault(parts[-1], set()).add(len(parts))
-        self._expressions = _Patterns(expressions)
-        self._globs = _Patterns(globs)  # modelopt's: of a whole name, or of one part
-        self._of_parts = _Patterns(of_parts)
+                self._names.setdefault(entry.rstrip("."), entry)
 
     def find(self, name: str) -> str:
         """The entry that means a tensor; "": none."""
-        parts = name.split(".")
-        last = len(parts) - 1 if self._ends else 0
-        for index, part in enumerate(parts[last:], last):
-            for length in self._lengths.get(part, ()):
-                run = ".".join(parts[max(index + 1 - length, 0) : index + 1])
-                if found := self._names.get(run):
-                    return found
         module = module_of(name)
-        found = self.matches(module)
-        for part in module.split(".") if self._of_parts else ():
-            found = found or self._of_parts.fullmatch(part)
-        return found
-
-    def matches(self, module: str) -> str:
-        """The pattern that means a whole name; "": none."""
-        return self._expressions.match(module) or self._globs.fullmatch(module)
-
-
-class _Patterns:
-    """Regular expressions, of which the first one that matches is wanted.
-
-    Those that mean the same as a part of another are joined to one; not, which have flags, names of
-    groups or references to groups.
-    """
-
-    _REFERENCE: Final = re.compile(r"\\[1-9]|\(\?\(")
-
-    def __init__(self, entries: Sequence[tuple[str, str]]) -> None:
-        self._entries = [entry for entry, _ in entries]
-        joined: list[str] = []
-        self._alone: list[tuple[str, re.Pattern[str]]] = []
-        for index, (entry, text) in enumerate(entries):
-            pattern = _expression(entry, text)
-            if (
-                pattern.flags != re.UNICODE
-                or pattern.groupindex
-                or (pattern.groups and self._REFERENCE.search(text))
-            ):
-                self._alone.append((entry, pattern))
-            else:
-                joined.append(f"(?P<e{index}>{text})")
-        self._joined = re.compile("|".join(joined)) if joined else None
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def match(self, text: str) -> str:
-        """The entry of a pattern that matches the text's beginning; "": none."""
-        if self._joined is not None and (found := self._joined.match(text)):
-            return self._entry(found)
-        return next((entry for entry, pattern in self._alone if pattern.match(text)), "")
-
-    def fullmatch(self, text: str) -> str:
-        """The entry of a pattern that matches all of the text; "": none."""
-        if self._joined is not None and (found := self._joined.fullmatch(text)):
-            return self._entry(found)
-        return next((entry for entry, pattern in self._alone if pattern.fullmatch(text)), "")
-
-    def _entry(self, found: re.Match[str]) -> str:
-        assert found.lastgroup is not None  # the group of the whole pattern ends last
-        return self._entries[int(found.lastgroup[1:])]
-
-
-def _expression(entry: str, text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise _core.UnsupportedError(
-            f"quantization_config: {entry!r} is no regular expression: {error}"
-        ) from None
+        parts = module.split(".") if self._names else []
+        for first in range(len(parts)):
+            for last in range(first, len(parts)):
+                if found := self._names.get(".".join(parts[first : last + 1])):
+                    return found
+        return next((entry for entry, pattern in self._patterns if pattern.match(module)), "")
 
 
 def _refusal(key: str, value: object, known: str) -> _core.UnsupportedError:
@@ -463,24 +330,6 @@ class _Reader:
             found.update(dict.fromkeys(each))
         return tuple(found)
 
-    def modules(self, *keys: str, patterns: str = "") -> tuple[str, ...]:
-        """The list of modules that engines read under one of these keys; patterns: what entries
-        begin with, or have in them, that are no names."""
-        found: tuple[str, ...] = ()
-        for key in keys:
-            given = self.left.get(key)
-            each = self.texts(key)
-            if found and each and {*found} != {*each}:
-                raise self.refusal(key, given, f"engines read one list alone: {', '.join(keys)}")
-            found = found or each
-        for entry in found:
-            kind = "re:" if entry.startswith("re:") else "*"
-            if _is_pattern(entry) and kind != patterns:
-                raise self.refusal(
-                    " or ".join(keys), entry, "engines do not know such patterns in this method"
-                )
-        return found
-
     def inner(self, key: str) -> _Reader:
         """A mapping in this one; an empty one where it is not given."""
         value = self.take(key)
@@ -515,7 +364,7 @@ def _fp8(reader: _Reader) -> Method:
     power = reader.one_of("scale_fmt", None, "ue8m0") and "scale_fmt"
     packed = reader.one_of("transform_ue8m0", None, False, True) and "transform_ue8m0"
     block = reader.block("weight_block_size")
-    kept = reader.modules("ignored_layers", "modules_to_not_convert")
+    kept = reader.texts("ignored_layers", "modules_to_not_convert")
     reader.end(*_SILENT)
     if (key := packed or power) and block != (128, 128):
         raise reader.refusal("weight_block_size", block, f"known with {key} is [128, 128]")
@@ -535,7 +384,7 @@ def _mxfp8(reader: _Reader) -> Method:
     block = reader.block("weight_block_size")
     if block not in (None, (1, 32)):
         raise reader.refusal("weight_block_size", block, "known is [1, 32]")
-    kept = reader.modules("ignored_layers", "modules_to_not_convert")
+    kept = reader.texts("ignored_layers", "modules_to_not_convert")
     reader.end(*_SILENT)
     return Method("mxfp8", 1, 32, kept=kept)
 
@@ -543,14 +392,14 @@ def _mxfp8(reader: _Reader) -> Method:
 def _compressed_tensors(reader: _Reader) -> Method:
     slime = _by_slime(reader)
     reader.one_of("format", "pack-quantized")
-    kept = reader.modules("ignore", patterns="re:")
+    kept = reader.texts("ignore")
     targets: dict[str, None] = {}
     sizes = []
     for group in reader.groups():
         group.one_of("format", None, "pack-quantized")
         group.one_of("input_activations", None)
         group.one_of("output_activations", None)
-        targets.update(dict.fromkeys(_targets(group)))
+        targets.update(dict.fromkeys(group.texts("targets") or (LINEAR,)))
         weights = group.inner("weights")
         weights.one_of("symmetric", None, True)
         sizes.append(_int4_group(weights))
@@ -560,15 +409,6 @@ def _compressed_tensors(reader: _Reader) -> Method:
         raise reader.refusal("config_groups", sizes, "one group_size for all groups is wanted")
     kind = "int4_slime" if slime else "int4"
     return Method(kind, 1, sizes[0], kept=kept, targets=tuple(targets))
-
-
-def _targets(group: _Reader) -> tuple[str, ...]:
-    """Modules that a group is for: names, patterns, or the class of all linear layers."""
-    found = group.texts("targets") or (LINEAR,)
-    for entry in found:
-        if entry != LINEAR and entry.isidentifier() and entry[0].isupper():
-            raise group.refusal("targets", entry, f"the class that is known is {LINEAR!r}")
-    return found
 
 
 def _int4_group(weights: _Reader) -> int:
@@ -594,19 +434,9 @@ def _nvfp4(reader: _Reader) -> Method:
     """modelopt's export, and miles' name of it."""
     reader.one_of("quant_algo", "NVFP4")
     reader.one_of("group_size", None, 16)
-    kept = reader.modules("ignore", "exclude_modules", patterns="*")
-    targets: dict[str, None] = {}
-    for group in reader.groups():
-        targets.update(dict.fromkeys(_targets(group)))
-        weights = group.inner("weights")
-        weights.one_of("num_bits", 4)
-        weights.one_of("type", "float")
-        weights.one_of("dynamic", None, False)
-        weights.one_of("group_size", None, 16)
-        weights.end()
-        group.end("input_activations")
-    reader.end(*_SILENT)
-    return Method("nvfp4", 1, 16, kept=kept, targets=tuple(targets) or (LINEAR,))
+    kept = reader.texts("ignore", "exclude_modules")
+    reader.end(*_SILENT, "config_groups")  # which say once more what quant_algo says
+    return Method("nvfp4", 1, 16, kept=kept)
 
 
 def _miles_nvfp4(reader: _Reader) -> Method:
