@@ -301,15 +301,10 @@ def test_an_option_that_no_disk_takes_is_named(options: dict[str, Any], tmp_path
 @pytest.mark.parametrize(
     ("position", "value", "text"),
     [
-        (0, None, "rollout_engines=None: a list"),
-        (0, "http://x", "rollout_engines='http://x': a list"),
         (1, "lock", "rollout_engine_lock='lock' has no acquire and no release"),
         (2, ["1"], r"engine_gpu_counts=\['1'\]"),
         (2, 1, "engine_gpu_counts=1: a list"),
-        (2, [1, 1], "2 engine_gpu_counts for 1 engines"),
         (3, ["0"], r"engine_gpu_offsets=\['0'\]"),
-        (4, [None], r"engine_parallel_configs=\[None\]"),
-        (4, [{"tp_size": "1"}], r"engine_parallel_configs: tp_size=\['1'\]"),
     ],
 )
 def test_what_an_updater_is_told_of_engines_is_named(position: int, value: Any, text: str) -> None:
@@ -331,9 +326,6 @@ def test_what_an_updater_is_made_of_is_named() -> None:
             model_name="any",
             quantization_config="fp8",
         )
-    getter: Any = {"w": torch.ones(1)}
-    with pytest.raises(wsync.InvalidArgumentError, match="weights_getter: a dict"):
-        wsync.UpdateWeightFromTensor(SimpleNamespace(), source, getter, model_name="any")
 
 
 def test_a_report_that_cannot_be_written_is_said_before_the_demo_runs(

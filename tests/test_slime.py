@@ -251,16 +251,10 @@ def _other_arguments(slime: Any) -> None:
     slime.UpdateWeightFromTensor.update_weights = update_weights
 
 
-def _chosen_elsewhere(slime: Any) -> None:
-    slime.MegatronTrainRayActor.init = lambda self, args, role: None
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda slime: delattr(slime, "UpdateWeightFromTensor"), "no class UpdateWeightFromTensor"),
-        (lambda slime: delattr(slime, "MegatronTrainRayActor"), "init does not choose Update"),
-        (_chosen_elsewhere, "MegatronTrainRayActor.init does not choose UpdateWeightFromDisk"),
         (_renamed, "UpdateWeightFromDisk has a method sync, which is not known"),
         (_other_arguments, r"UpdateWeightFromTensor.update_weights takes \(self, version\), not"),
     ],

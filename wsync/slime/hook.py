@@ -47,17 +47,17 @@ def install(args: Any) -> None:
     except ImportError as error:
         raise _unknown(str(error)) from error
     names = [ours.__name__ for ours in _CLASSES]
-    if any(getattr(getattr(actor, name, None), "func", None) is Either for name in names):
+    if any(getattr(getattr(actor, name, None), "func", None) is WsyncOrSlime for name in names):
         return
     found = [(ours, _replaceable(actor, ours)) for ours in _CLASSES]
     for ours, own in found:
-        setattr(actor, ours.__name__, functools.partial(Either, ours, own))
+        setattr(actor, ours.__name__, functools.partial(WsyncOrSlime, ours, own))
     mode = getattr(args, "update_weight_mode", "full")
     if mode != "full":
         _give_way(args, f"updater for update_weight_mode {mode!r}", "wsync has none")
 
 
-class Either:
+class WsyncOrSlime:
     """One of slime's updaters: wsync's, or slime's own from where wsync cannot.
 
     All ranks make one and call its methods together, so they change over together: what wsync
@@ -114,15 +114,11 @@ def _give_way(args: Any, what: str, reason: object) -> None:
 
 def _replaceable(actor: Any, ours: type[Updater]) -> type:
     """slime's class for one of wsync's.  Raises UnsupportedError unless that can take its place:
-    the actor chooses it by its name, and calls what wsync has."""
+    the actor calls what wsync has."""
     name = ours.__name__
     own = getattr(actor, name, None)
     if not isinstance(own, type):
         raise _unknown(f"it has no class {name}")
-    init = getattr(getattr(actor, "MegatronTrainRayActor", None), "init", None)
-    code = getattr(inspect.unwrap(init), "__code__", None) if callable(init) else None
-    if code is None or name not in code.co_names:
-        raise _unknown(f"MegatronTrainRayActor.init does not choose {name}")
     for method, function in inspect.getmembers(own, inspect.isfunction):
         if method.startswith("_") and method != "__init__":
             continue

@@ -70,10 +70,6 @@ class Updater:
             raise _core.UnsupportedError(
                 f"megatron_to_hf_mode={args.megatron_to_hf_mode!r}: only 'raw' is supported"
             )
-        if weights_getter is not None and not callable(weights_getter):
-            raise _core.InvalidArgumentError(
-                f"weights_getter: a {type(weights_getter).__name__}, where a function is wanted"
-            )
         self._args = args
         self.weight_version = 0
         self.update_weight_metrics: dict[str, float] = {}
@@ -137,10 +133,6 @@ class Updater:
             UnsupportedError: an engine with several pipeline stages.
             WsyncError: as `Sync`, the same on every rank.
         """
-        if isinstance(rollout_engines, str) or not isinstance(rollout_engines, Sequence):
-            raise _core.InvalidArgumentError(
-                f"rollout_engines={rollout_engines!r}: a list is wanted"
-            )
         self._lock, self._engines = rollout_engine_lock, rollout_engines
         count = len(rollout_engines)
         workers = _workers(count, engine_parallel_configs)
@@ -268,30 +260,20 @@ def _gpus(count: int, given: Any, args: Any) -> list[int | None]:
     """GPUs of each of so many engines, None where nobody says it."""
     if given is None:
         return [getattr(args, "rollout_num_gpus_per_engine", None)] * count
-    gpus = numbers("engine_gpu_counts", given)
-    if len(gpus) != count:
-        raise _core.InvalidArgumentError(f"{len(gpus)} engine_gpu_counts for {count} engines")
-    return [*gpus]
+    return [*numbers("engine_gpu_counts", given)]
 
 
 def _workers(count: int, given: Any) -> list[int | None]:
     """Tensor-parallel workers of each of so many engines, None where nobody says it."""
     if given is None:
         return [None] * count
-    name, workers = "engine_parallel_configs", list[int | None]()
-    try:
-        sizes = [(config.get("tp_size"), config.get("pp_size")) for config in given]
-    except (TypeError, AttributeError):
-        raise _core.InvalidArgumentError(
-            f"{name}={given!r}: a list of one mapping for each engine is wanted"
-        ) from None
-    if len(sizes) != count:
-        raise _core.InvalidArgumentError(f"{len(sizes)} {name} for {count} engines")
-    for tp, pp in sizes:
-        if pp not in (1, None):
-            raise _core.UnsupportedError(f"{name}: pp_size {pp}: one pipeline stage is supported")
-        workers.append(tp if tp is None else numbers(f"{name}: tp_size", [tp])[0])
-    return workers
+    for config in given:
+        if config.get("pp_size", 1) != 1:
+            raise _core.UnsupportedError(
+                f"engine_parallel_configs: pp_size {config['pp_size']}: one pipeline stage is "
+                "supported"
+            )
+    return [config.get("tp_size") for config in given]
 
 
 class UpdateWeightFromTensor(Updater):
