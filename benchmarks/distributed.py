@@ -26,7 +26,7 @@ import wsync
 from benchmarks.peers import BUCKET_NBYTES, Named
 from benchmarks.ranks import on_ranks
 from wsync.demo import hf_reference, megatron_cpu
-from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
+from wsync.exchange.update_group import Rendezvous, Store
 from wsync.trainer.requests import Calls
 
 RANKS = 4
@@ -192,7 +192,7 @@ class Slime:
         joining = self._told("init_weights_update_group", group)
         size = int(group["world_size"])
         place = Rendezvous("localhost", self._store.port, size, name=self._name)
-        self._group = UpdateGroup(place, 0, timeout=SECONDS)
+        self._group = place.join(0, SECONDS, bool, device=torch.device("cpu"))
         joining.join()
 
     def _told(self, method: str, arguments: dict[str, Any]) -> threading.Thread:

@@ -54,7 +54,7 @@ def joined(groups: UpdateGroups, *, name: str = "g", **more: Any) -> Iterator[Up
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(groups.init, **address, meeting=PATIENCE, **more)
         place = Rendezvous("127.0.0.1", store.port, 2, name=name)
-        group = UpdateGroup(place, 0, timeout=PATIENCE)
+        group = place.join(0, PATIENCE, bool, device=torch.device("cpu"))
         joining.result(PATIENCE)
     try:
         yield group
@@ -165,7 +165,7 @@ def test_torch_does_not_end_a_process_whose_nccl_group_has_lost_a_member(
             monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
         store = Store(5.0)
         place = Rendezvous("localhost", store.port, 1, "nccl", "alone")
-        UpdateGroup(place, 0, timeout=5.0, device=torch.device("cuda", 0))
+        place.join(0, 5.0, bool, device=torch.device("cuda", 0))
         assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
     assert seen == ["0", "0"]
 

@@ -38,7 +38,6 @@ class Collectives:
         self._lingers = lingers
         self._whole, self._member = whole, member
         self._underway: set[Collective] = set()  # what was started, and not seen to end
-        self._broken = False
 
     def start(self, name: str, *arguments: Any) -> Collective:
         """Starts the backend's collective of that name; `finish` waits for it.
@@ -47,20 +46,13 @@ class Collectives:
             StateError: after close.
             PeerClosedError: a member is gone.
         """
-        held = self._held  # which another thread may close
-        if not held:
-            raise self._closed()
         try:
-            started = Collective(getattr(held[0], name)(*arguments))
-            self._underway.add(started)
+            started = Collective(getattr(self._held[0], name)(*arguments))
+        except IndexError:  # another thread may have closed it
+            raise self._closed() from None
         except RuntimeError as error:
-            self._broken = True  # who knows what that leaves behind
             raise self._gone(error) from error
-        except BaseException:
-            if not held:
-                raise self._closed() from None
-            self._broken = True
-            raise
+        self._underway.add(started)
         return started
 
     def _closed(self) -> _core.StateError:
@@ -98,7 +90,6 @@ class Collectives:
         try:
             work.wait()
         except RuntimeError as error:
-            self._broken |= self._lingers
             if verdict is not None:
                 verdict()
             raise self._gone(error) from error
@@ -119,7 +110,7 @@ class Collectives:
             target=_end, args=(held, before, underway), daemon=True, name="wsync-group"
         )
         ending.start()
-        if not (self._underway or self._broken):
+        if not underway:
             ending.join(LEAVE_SECONDS)
 
 

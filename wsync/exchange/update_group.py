@@ -33,7 +33,6 @@ from wsync.module_tensors import flat_bytes
 _c10d: Any = dist  # exports more than it lists
 
 _AHEAD: Final = 2.0  # a collective is started while the one before it may take its whole time
-_LEAST_SECONDS: Final = 0.1
 _EXIT_SECONDS: Final = 1.0
 _DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 _NAME: Final = re.compile("wsync-([0-9a-f]+)-pp_[0-9]+")
@@ -123,7 +122,7 @@ class Rendezvous:
 
         Args:
             check: called in this thread while the others are waited for.
-            device: what the group sends from, as `groups.device_of` gives it.
+            device: what the group sends from, as `device_of` gives it.
             collective_timeout: seconds that a collective may take; None: `timeout`.
             greet: see UpdateGroup.
 
@@ -163,14 +162,14 @@ class UpdateGroup:
     Args:
         place: where the members meet.
         timeout: seconds of any collective.
-        meeting: seconds until all members have come; as many where it is None.
-        device: of NCCL, a "cuda:<index>"; None is the calling thread's current one.
+        meeting: seconds until all members have come.
+        device: what it sends from, as `device_of` gives it.
         greet: where all members greet each other, what is called meanwhile, and may raise to end
             that.  NCCL connects in the first collective, which has no deadline: who calls this in
             a thread of its own has done with that.
 
     Raises:
-        InvalidArgumentError: a rank that is not in the group, or another backend.
+        InvalidArgumentError: a rank that is not in the group.
         DeadlineError: not all members came.
     """
 
@@ -180,35 +179,32 @@ class UpdateGroup:
         rank: int,
         *,
         timeout: float,
-        meeting: float | None = None,
-        device: torch.device | None = None,
-        greet: Check | None = None,
+        meeting: float,
+        device: torch.device,
+        greet: Check | None,
     ) -> None:
         name, backend, size = place.name, place.backend, place.size
         if not 0 <= rank < size:
             raise _core.InvalidArgumentError(f"rank {rank} in a group of world_size {size}")
-        self.name = name
         self.rank, self.size = rank, size
         self.timeout = timeout
-        self._device = device_of(backend) if device is None else device
-        # none at all means for ever
-        patience = max(timeout if meeting is None else meeting, _LEAST_SECONDS)
+        self._device = device
         try:
             store: Any = _c10d.TCPStore(
                 place.host,
                 place.port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=_delta(patience),
+                timeout=_delta(meeting),
             )
             # torch.distributed's own prefixes for a group of this name
             for prefix in (name, f"{name}/", f"{self._device.type}/"):
                 store = _c10d.PrefixStore(prefix, store)
-            group = _make(backend, store, rank, size, patience)
+            group = _make(backend, store, rank, size, meeting)
         except RuntimeError as error:
             raise _core.DeadlineError(
                 f"group {name}: {size} members did not meet at {place.host}:{place.port} within "
-                f"{seconds(patience)}: {first_line(error)}"
+                f"{seconds(meeting)}: {first_line(error)}"
             ) from error
         group._set_default_timeout(_delta(_AHEAD * timeout + LATER_SECONDS))
         self._group = Collectives(
@@ -221,7 +217,7 @@ class UpdateGroup:
             hello = torch.zeros(1, dtype=torch.float32, device=self._device)
             greeting = self._group.start("allreduce", [hello], dist.AllreduceOptions())
             try:
-                self.finish(greeting, patience, greet)
+                self.finish(greeting, meeting, greet)
             except BaseException:
                 self.close()
                 raise
