@@ -17,7 +17,7 @@ class Skipped(Exception):
 
 def check_memory(what: str, nbytes: int) -> None:
     """Raises Skipped where less memory is left than `what` needs: the kernel would kill others."""
-    available = _core.host_memory_available()
+    available = _core.host().memory_available()
     if available < nbytes:
         raise Skipped(
             f"{what} needs about {nbytes:,} bytes of memory, and {available:,} are available"

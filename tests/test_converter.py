@@ -99,10 +99,10 @@ def test_a_layout_has_what_the_converter_adds_and_no_rows_that_pad():
         return [("norm", tensor + 1) if "norm" in name else ("tokens", tensor.flip(0))]
 
     found = wsync.megatron.layout(model, config, converter=convert).layout
-    (norm,) = found.shards(found.find("norm"))
+    (norm,) = found.shards(found.names().index("norm"))
     assert norm.affine == (1.0, 1.0)
-    assert found.tensor(found.find("tokens")).shape == (10, 4)
-    shards = found.shards(found.find("tokens"))
+    assert found.tensor(found.names().index("tokens")).shape == (10, 4)
+    shards = found.shards(found.names().index("tokens"))
     rows = [(shard.start[0], shard.offset // 16, shard.affine) for shard in shards]
     assert rows == [(row, 15 - row, (0.0, 0.0)) for row in range(10)]
 
@@ -238,7 +238,7 @@ def test_joined_parameters_are_whole_as_one_rank_has_them_or_as_slime_gathers_th
         for name, sizes in JOINING[kind].items():
             first = 0  # where a part lies in what the rank holds
             for number, size in enumerate(sizes):
-                index = found[0].find(f"net.{name}.{number}")
+                index = found[0].names().index(f"net.{name}.{number}")
                 assert found[0].tensor(index).shape[0] == size
                 (shard,) = found[0].shards(index)
                 assert (shard.start[0], shard.extent[0]) == (rank * size // 2, size // 2)

@@ -26,7 +26,7 @@ def make_layout(tensors: Sequence[Tensor]) -> _core.Layout:
 
 
 def test_the_memory_that_is_left_is_a_part_of_the_machines() -> None:
-    left = _core.host_memory_available()
+    left = _core.host().memory_available()
     assert 0 < left <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -235,7 +235,7 @@ def test_a_plan_fills_the_ring_round_by_round() -> None:
     assert total == sum(tensor.nbytes for tensor in tensors)
     manifest = plan.manifest(0)
     for i, tensor in enumerate(tensors):
-        offset = manifest.shards(manifest.find(f"t{i}"))[0][2]
+        offset = manifest.shards(manifest.names().index(f"t{i}"))[0][2]
         data = bytes(memoryview(ring)[offset : offset + tensor.nbytes])
         assert data == tensor.numpy().tobytes()
     with pytest.raises(_core.InvalidArgumentError, match=f"round {plan.round_count} of"):

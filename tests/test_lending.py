@@ -137,14 +137,14 @@ def test_ranks_share_the_work_of_what_several_hold() -> None:
     model = _core.Layout.merge([layout(rank, boxes) for rank, boxes in enumerate(ranks)])
     joined = model.join()
     found = {
-        name: [(shard.rank, shard.buffer) for shard in joined.shards(joined.find(name))]
+        name: [(shard.rank, shard.buffer) for shard in joined.shards(joined.names().index(name))]
         for name in "abcd"
     }
     assert found == {"a": [(0, 0)], "b": [(0, 5)], "c": [(0, 2), (0, 6)], "d": [(0, 3)]}
     wanted = layout(0, [("c", 5, 2), ("a", 0, 1)])
     part = model.join(wanted)
     assert sorted(part.names()) == ["a", "c"]
-    assert [shard.buffer for shard in part.shards(part.find("c"))] == [6]
+    assert [shard.buffer for shard in part.shards(part.names().index("c"))] == [6]
 
 
 def test_what_cannot_be_read_in_place_is_left_to_a_ring() -> None:
@@ -167,11 +167,11 @@ def test_what_cannot_be_read_in_place_is_left_to_a_ring() -> None:
         places = {shard.buffer for i in range(len(found)) for shard in joined.shards(i)}
         assert all(lent[number] for number in places)
         both = joined.beside(rest, 6)
-        first = next(shard.buffer for shard in both.shards(both.find("b")))
+        first = next(shard.buffer for shard in both.shards(both.names().index("b")))
         assert first == (1 if "b" in found else 7)
     # a box that a worker does not want may be private
     part = model.join(layout(0, [("b", 5, 2)]), bytes([0, 0, 0, 0, 1, 0]))
-    assert [shard.buffer for shard in part.shards(part.find("b"))] == [4]
+    assert [shard.buffer for shard in part.shards(part.names().index("b"))] == [4]
     with pytest.raises(ValueError, match="lent is of 5 buffers, there are 6"):
         model.join(None, bytes(5))
     for wrong in (-1, 2**32):

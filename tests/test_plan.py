@@ -230,7 +230,10 @@ def test_a_group_stays_together_across_owners() -> None:
     world = World(made, shards, [everything(made)], [(0, 0)], [0, 0])
     world.budgets["round_nbytes"] = 512
     manifest = play(world)[0].manifest(0)
-    assert manifest.shards(manifest.find("w0"))[0][1] == manifest.shards(manifest.find("w7"))[0][1]
+    assert (
+        manifest.shards(manifest.names().index("w0"))[0][1]
+        == manifest.shards(manifest.names().index("w7"))[0][1]
+    )
 
 
 def test_what_need_not_be_whole_is_cut_along_its_outermost_axis() -> None:

@@ -113,8 +113,6 @@ class Layout:
         end), where all lie within first <= i < end, for each such axis.  Tensors without shards are not among them."""
     def to_bytes(self) -> bytes: ...
     def names(self) -> list[str]: ...
-    def find(self, name: str) -> int:
-        """Index of a tensor, or -1."""
     def tensor(self, index: int) -> TensorInfo: ...
     def shards(self, index: int) -> list[Shard]: ...
     @property
@@ -283,10 +281,6 @@ def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bo
              former: TensorTable | None = None) -> TensorTable:
     """Describes torch tensors without copying; names are for error messages.  With gpu they may lie on a GPU, all of
     those on the same one.  former: a table of them, or its form(), which says the same in less time where it holds."""
-
-def dict_values(dicts: list[dict[Any, _T]], keys: list[tuple[Any, ...]], /) -> list[_T] | None:
-    """The values of dicts, one after another, as they are at one moment, if the keys of each are these, in this order;
-    else None."""
 
 @final
 class BufferTable:
@@ -571,9 +565,6 @@ def nccl_library(libraries: Sequence[str] = ()) -> tuple[int, str]:
     """(version, path) of NCCL, which the first call loads: 22809 is 2.28.9.  libraries: paths at which it may lie,
     tried after WSYNC_NCCL_LIB and what the process has loaded and before the system's.  UnsupportedError says why there
     is none to use."""
-
-def host_memory_available() -> int:
-    """Bytes that may still be allocated: the machine's, or what this process's control group leaves of its limit."""
 
 def host_register(address: int, nbytes: int, device: Device, owner: object) -> object:
     """Has a GPU reach memory of the host for as long as the result lives, which keeps owner.  Nothing to do for the

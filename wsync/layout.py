@@ -229,9 +229,6 @@ def from_tensors(
     rank, count = position(group)
 
     def current() -> Sequence[Tensor]:
-        values = _core.dict_values([tensors], [names]) if type(tensors) is dict else None
-        if values is not None:
-            return values
         known = tensors.copy() if type(tensors) is dict else dict(tensors.items())
         if tuple(known) == names:
             return list(known.values())

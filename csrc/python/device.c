@@ -342,15 +342,6 @@ static PyObject *cuda_devices(PyObject *module, PyObject *Py_UNUSED(unused))
     return list != NULL ? Py_BuildValue("(iN)", driver->version, list) : NULL;
 }
 
-/* --- host memory ---------------------------------------------------------------------- */
-
-static PyObject *host_memory_available(PyObject *module, PyObject *unused)
-{
-    (void)module;
-    (void)unused;
-    return PyLong_FromUnsignedLongLong(wsync_host_memory_available(""));
-}
-
 /* --- host_register() ----------------------------------------------------------------- */
 
 static const char registration_capsule[] = "wsync.registration";
@@ -428,8 +419,6 @@ PyMethodDef wsync_py_functions_device[] = {
     {"host", host, METH_NOARGS, "host()\n--\n\n"},
     {"gpu", WSYNC_PY_KEYWORDS(gpu), "gpu(uuid, libraries=(), cache=None)\n--\n\n"},
     {"cuda_devices", cuda_devices, METH_NOARGS, "cuda_devices()\n--\n\n"},
-    {"host_memory_available", host_memory_available, METH_NOARGS,
-     "host_memory_available()\n--\n\n"},
     {"host_register", WSYNC_PY_KEYWORDS(host_register),
      "host_register(address, nbytes, device, owner)\n--\n\n"},
     {NULL, NULL, 0, NULL},

@@ -363,19 +363,6 @@ static PyObject *layout_names(PyObject *self, PyObject *Py_UNUSED(ignored))
     return list;
 }
 
-static PyObject *layout_find(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"name", NULL};
-    const char *name;
-    size_t index;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:find", keywords, &name)) {
-        return NULL;
-    }
-    index = wsync_layout_find(layout_of(self), name);
-    return PyLong_FromSsize_t(index == SIZE_MAX ? -1 : (Py_ssize_t)index);
-}
-
 /* Parses the index of a tensor; returns the tensor or NULL with an exception set. */
 static const wsync_tensor_t *parse_index(PyObject *self, PyObject *args, PyObject *kwargs,
                                          const char *format, size_t *index)
@@ -491,7 +478,6 @@ WSYNC_PY_NUMBER_GETTER(layout_shard_nbytes, wsync_layout_shard_nbytes(layout_of(
 static PyMethodDef layout_methods[] = {
     {"to_bytes", layout_to_bytes, METH_NOARGS, "to_bytes($self)\n--\n\n"},
     {"names", layout_names, METH_NOARGS, "names($self)\n--\n\n"},
-    {"find", WSYNC_PY_KEYWORDS(layout_find), "find($self, name)\n--\n\n"},
     {"tensor", WSYNC_PY_KEYWORDS(layout_tensor), "tensor($self, index)\n--\n\n"},
     {"shards", WSYNC_PY_KEYWORDS(layout_shards), "shards($self, index)\n--\n\n"},
     {"join", WSYNC_PY_KEYWORDS(layout_join), "join($self, wanted=None, lent=...)\n--\n\n"},

@@ -31,7 +31,6 @@
 /* Files that define functions of the module. */
 #define WSYNC_FUNCTIONS_MAP(X) \
     X(describe)                \
-    X(dict_values)             \
     X(checksum)                \
     X(count_down)              \
     X(device)                  \

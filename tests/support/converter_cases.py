@@ -69,7 +69,7 @@ def _same(one, other):
     """The first tensor of which two layouts say something else, or that lies elsewhere; else ""."""
     assert sorted(one.names()) == sorted(other.names())
     for name in one.names():
-        places = one.find(name), other.find(name)
+        places = one.names().index(name), other.names().index(name)
         mine, theirs = (at.tensor(place) for at, place in zip((one, other), places, strict=True))
         shards = [_elements(at, place) for at, place in zip((one, other), places, strict=True)]
         if tuple(mine) != tuple(theirs) or shards[0] != shards[1]:

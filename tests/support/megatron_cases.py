@@ -95,7 +95,7 @@ def check_everything(layout, buffers, state):
     assert sorted(layout.names()) == sorted(state)
     shards = 0
     for name, tensor in state.items():
-        index = layout.find(name)
+        index = layout.names().index(name)
         assert layout.tensor(index)[:3] == (
             name,
             str(tensor.dtype).removeprefix("torch."),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from wsync._core import UnsupportedError, dict_values
+from wsync._core import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,9 +48,11 @@ class ModuleTree:
         return found if found is not None and len(found) == self._count else None
 
     def _read(self) -> list[Any] | None:
-        children, stores = self._keys
-        held = dict_values(self._stores, stores)
-        if held is None or dict_values(self._children, children) != self._below:
+        held = list(chain.from_iterable(map(dict.values, self._stores)))
+        below = list(chain.from_iterable(map(dict.values, self._children)))
+        if (list(map(tuple, self._children)), list(map(tuple, self._stores))) != self._keys:
+            return None
+        if below != self._below:
             return None
         same = list(map(type, self._parts)) == self._kinds and _nowhere(held) == self._empty
         return held if same else None
