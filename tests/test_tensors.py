@@ -13,6 +13,7 @@ from torch import nn
 from wsync._core import (
     BufferTable,
     InvalidArgumentError,
+    LayoutBuilder,
     Memory,
     StateError,
     Stream,
@@ -20,7 +21,6 @@ from wsync._core import (
     UnsupportedError,
     ViewPool,
     checksum,
-    checksums,
     describe,
     pack,
 )
@@ -81,7 +81,7 @@ def test_views_of_a_tensor_are_described_like_torch_sees_them(data: st.DataObjec
 @pytest.mark.usefixtures("group_of_one")
 def test_a_dtensor_is_described_by_its_local_tensor() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Shard
+    from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh("cpu", (1,))
     local = torch.ones(3, 4)
@@ -93,8 +93,6 @@ def test_a_dtensor_is_described_by_its_local_tensor() -> None:
         )
         with pytest.raises(UnsupportedError, match=r"w \(DTensor\): .* on several ranks"):
             describe([part], ["w"])
-    with pytest.raises(UnsupportedError, match=r"w \(DTensor\): mesh dim 0 holds partial sums"):
-        describe([DTensor.from_local(local, mesh, [Partial()])], ["w"])
 
 
 @pytest.mark.parametrize(
@@ -103,18 +101,8 @@ def test_a_dtensor_is_described_by_its_local_tensor() -> None:
         (two_tensor, InvalidArgumentError, r"w \(TwoTensor\): its 32 bytes lie nowhere.*NULL"),
         (freed, InvalidArgumentError, r"w \(Tensor\): its 16 bytes lie nowhere"),
         (lambda: torch.empty(2, device="meta"), UnsupportedError, r"w \(Tensor\): .*meta"),
-        (lambda: torch.eye(3).to_sparse(), UnsupportedError, r"w .*torch.sparse_coo"),
-        (
-            lambda: torch.ones(2, dtype=torch.complex64).conj(),
-            UnsupportedError,
-            r"w .*conj bit",
-        ),
-        (
-            lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
-            UnsupportedError,
-            r"w .*neg bit",
-        ),
-        (lambda: torch.empty(2, dtype=torch.bits8), UnsupportedError, r"w .*torch.bits8"),
+        (lambda: torch.eye(3).to_sparse(), UnsupportedError, r"w .*does not tell where"),
+        (lambda: torch.empty(2, dtype=torch.bits8), UnsupportedError, r"w .*Bit types"),
         (lambda: torch.ones([1] * 7), UnsupportedError, r"w .*7 dimensions, at most 6"),
         (lambda: None, InvalidArgumentError, r"w \(NoneType\): not a torch tensor"),
         (lambda: b"bytes", InvalidArgumentError, r"w \(bytes\): not a torch tensor"),
@@ -130,7 +118,7 @@ def test_what_has_no_plain_bytes_is_refused_by_name(
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_a_quantized_tensor_is_refused() -> None:
     tensor = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
-    with pytest.raises(UnsupportedError, match=r"tensor 0 .*torch\.qint8"):
+    with pytest.raises(UnsupportedError, match=r"tensor 0 .*QInt"):
         describe([tensor])
 
 
@@ -219,13 +207,21 @@ def test_pack_refuses_what_does_not_fit() -> None:
 # --- views -------------------------------------------------------------------------------------
 
 
+def view_of(pool: ViewPool, dtype: str, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+    """A tensor at an offset of a memory, as a manifest of it alone has it."""
+    strides = [stride * getattr(torch, dtype).itemsize for stride in torch.empty(shape).stride()]
+    builder = LayoutBuilder()
+    builder.add_shard("w", dtype, shape, [0] * len(shape), shape, 3, offset, strides)
+    ((name, view),) = pool.views(torch.Tensor, builder.build(), 3)
+    assert (name, tuple(view.shape)) == ("w", shape)
+    return view
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_view_shows_the_bytes_of_the_memory(dtype: str) -> None:
     memory = Memory(4096)
-    pool = ViewPool(memory)
-    view = pool.view(torch.Tensor, dtype, (2, 3), 64)
+    view = view_of(ViewPool(memory), dtype, (2, 3), 64)
     assert view.dtype == getattr(torch, dtype)
-    assert view.shape == (2, 3)
     assert view.is_contiguous()
     assert view.data_ptr() == memory.address + 64
     view.view(torch.uint8).fill_(7)
@@ -236,7 +232,7 @@ def test_a_view_shows_the_bytes_of_the_memory(dtype: str) -> None:
 def test_a_view_keeps_the_memory_alive_and_may_die_in_another_thread() -> None:
     memory = Memory(1 << 20)
     pool = ViewPool(memory)
-    views = [pool.view(torch.Tensor, "uint8", (1 << 20,), 0)]
+    views = [view_of(pool, "uint8", (1 << 20,))]
     views[0].fill_(3)
     del memory
     gc.collect()
@@ -245,7 +241,7 @@ def test_a_view_keeps_the_memory_alive_and_may_die_in_another_thread() -> None:
     thread.start()
     thread.join(30)
     assert pool.live == 0
-    last = pool.view(torch.Tensor, "uint8", (8,), 0)
+    last = view_of(pool, "uint8", (8,))
     del pool
     gc.collect()
     assert last.tolist() == [3] * 8
@@ -254,7 +250,7 @@ def test_a_view_keeps_the_memory_alive_and_may_die_in_another_thread() -> None:
 def test_autograd_may_release_views_without_the_interpreter_lock() -> None:
     pool = ViewPool(Memory(4096))
     weight = torch.ones(8, requires_grad=True)
-    loss = (weight * pool.view(torch.Tensor, "float32", (8,), 0)).sum()
+    loss = (weight * view_of(pool, "float32", (8,))).sum()
     assert pool.live == 1, "saved for backward"
     loss.backward()
     del loss
@@ -262,21 +258,19 @@ def test_autograd_may_release_views_without_the_interpreter_lock() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("shape", "offset", "text"),
     [
-        (("float32", (1,), 2), "offset 2 is not a multiple of float32's 4 bytes"),
-        (("float32", (1025,), 0), "4100 bytes at offset 0 of a memory of 4096"),
-        (("float32", (1,), 4096), "4 bytes at offset 4096 of a memory of 4096"),
-        (("float32", (1 << 62, 4), 0), r"view: \[\d+, 4\] is not a possible shape for float32"),
-        (("uint8", (0, 1 << 62, 1 << 62, 1 << 62), 0), "not a possible shape for uint8"),
-        (("float32", (-1,), 0), r"\[-1\] is not a possible shape for float32"),
-        (("float31", (1,), 0), "unknown dtype 'float31'"),
+        ((1,), 2, "offset 2 is not a multiple of float32's 4 bytes"),
+        ((1025,), 0, "4100 bytes at offset 0 of a memory of 4096"),
+        ((1,), 4096, "4 bytes at offset 4096 of a memory of 4096"),
     ],
 )
-def test_views_outside_the_memory_are_refused(arguments: tuple[object, ...], text: str) -> None:
+def test_views_outside_the_memory_are_refused(
+    shape: tuple[int, ...], offset: int, text: str
+) -> None:
     pool = ViewPool(Memory(4096))
     with pytest.raises(InvalidArgumentError, match=text):
-        pool.view(torch.Tensor, *arguments)  # type: ignore[arg-type]
+        view_of(pool, "float32", shape, offset)
     assert pool.live == 0
 
 
@@ -379,37 +373,3 @@ def test_checksums_are_of_one_contiguous_tensor_that_is_there() -> None:
     ):
         with pytest.raises(InvalidArgumentError):
             checksum(table)
-
-
-def test_checksums_of_tensors_are_of_their_elements_in_order() -> None:
-    base = torch.arange(6 * 10.0).view(6, 10)
-    tensors = [base, base.t(), base[:, 2:7], base[::2], base[0, 0], base[:0], base.expand(2, 6, 10)]
-    sums = checksums(describe(tensors))
-    plain = [tensor.contiguous() for tensor in tensors]
-    assert sums[2:] == checksums(describe(plain))[2:]
-    assert sums[0] == checksum(describe([base])) == sums[1]  # the same memory
-    assert len(set(sums)) == len(sums) - 1
-    for tensor, place in zip(tensors[2:5], [(5, 4), (2, 9), ()], strict=True):
-        before = checksums(describe([tensor]))
-        tensor[place] += 0.5
-        assert checksums(describe([tensor])) != before
-    with pytest.raises(InvalidArgumentError, match="does not keep what it describes"):
-        checksums(describe([base]).form())
-    with pytest.raises(TypeError, match="a TensorTable is wanted"):
-        checksums([base])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_large_tensors_are_summed_by_runs_at_both_ends_and_in_between(step: int) -> None:
-    tensor = torch.zeros(3, step * (1 << 18))[:, ::step]
-    table = describe([tensor])
-    (before,) = checksums(table)
-    flat, count = tensor.reshape(-1), tensor.numel()
-    seen = []
-    for place in (0, 7, 8, (count - 8) // 127, count // 2, count - 9, count - 8, count - 1):
-        row, column = divmod(place, tensor.shape[1])
-        tensor[row, column] = 1
-        seen.append(checksums(table) != [before])
-        tensor[row, column] = 0
-    assert seen == [True, True, False, True, False, False, True, True]
-    assert checksums(table) == [before] == checksums(describe([flat]))

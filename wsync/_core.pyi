@@ -306,10 +306,9 @@ class BufferTable:
 class ViewPool:
     """Hands out torch tensors that are views of a Memory and counts the ones still alive."""
     def __new__(cls, memory: Memory) -> Self: ...
-    def view(self, like: Any, dtype: str, shape: Sequence[int], offset: int, /) -> Any:
-        """A tensor of type(like) over contiguous bytes; keeps the memory alive until it is released."""
     def views(self, like: Any, layout: Layout, buffer: int, /) -> list[tuple[str, Any]]:
-        """All whole tensors that lie in `buffer` of a manifest, in order."""
+        """All whole tensors that lie in `buffer` of a manifest, in order: tensors of type(like) over contiguous bytes,
+        which keep the memory alive."""
     @property
     def live(self) -> int: ...
 
@@ -587,10 +586,6 @@ class IpcMemory:
 def checksum(data: Any, /) -> int:
     """64-bit checksum (FNV-style over 8-byte words) of a contiguous buffer, or of the one contiguous tensor of a
     TensorTable, which lies in host memory; 0 is never returned."""
-
-def checksums(table: TensorTable, /) -> list[int]:
-    """Of each tensor of a TensorTable: of all its elements, or, where it takes more than 1 MiB, of 1024, in runs of 8
-    all over it and at both ends.  0 for one on a GPU."""
 
 def count_down(counter: Any, least: int, /) -> bool:
     """Takes 1 from an integer of 4 or 8 bytes that other processes change too, unless it is `least` or less; whether

@@ -85,21 +85,6 @@ static PyObject *attribute_text(PyObject *tensor, const char *name)
     return text;
 }
 
-/* Sparse and opaque tensors have no strided memory: torch's own message does not say so. */
-static bool fail_layout(const describer_t *describer, PyObject *tensor)
-{
-    PyObject *text = attribute_text(tensor, "layout");
-    const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : "torch.strided";
-    const bool failed = strcmp(name, "torch.strided") != 0;
-
-    if (failed) {
-        (void)fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                          "layout %.64s is not supported, only torch.strided", name);
-    }
-    Py_XDECREF(text);
-    return failed;
-}
-
 /* Turns the exception that is set into UnsupportedError that names the tensor. */
 static int fail_with_cause(const describer_t *describer, PyObject *tensor)
 {
@@ -115,9 +100,6 @@ static int fail_with_cause(const describer_t *describer, PyObject *tensor)
         return -1;
     }
     PyErr_Fetch(&type, &value, &traceback);
-    if (fail_layout(describer, tensor)) {
-        goto cleanup;
-    }
     text = value != NULL ? PyObject_Str(value) : NULL;
     cause = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
     if (cause == NULL) {
@@ -126,57 +108,11 @@ static int fail_with_cause(const describer_t *describer, PyObject *tensor)
     length = (int)strcspn(cause, "\n"); /* torch appends pages of hints */
     (void)fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
                       "torch does not tell where its elements lie: %.*s", length, cause);
-
-cleanup:
     Py_XDECREF(text);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(traceback);
     return -1;
-}
-
-/* --- dtype ---------------------------------------------------------------------------- */
-
-static int read_dtype(const describer_t *describer, PyObject *tensor, wsync_dtype_t *dtype)
-{
-    PyObject *object = PyObject_GetAttr(tensor, describer->state->name_dtype);
-    PyObject *known = NULL;
-    PyObject *text = NULL;
-    const char *name = NULL;
-    int result = -1;
-
-    if (object == NULL) {
-        return fail_with_cause(describer, tensor);
-    }
-    known = PyDict_GetItemWithError(describer->state->dtype_codes, object);
-    if (known != NULL) {
-        *dtype = (wsync_dtype_t)PyLong_AsLong(known);
-        Py_DECREF(object);
-        return 0;
-    }
-    if (PyErr_Occurred()) {
-        goto cleanup;
-    }
-    text = PyObject_Str(object);
-    name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
-    if (name == NULL) {
-        goto cleanup;
-    }
-    if (wsync_dtype_from_name(name, dtype, NULL) != WSYNC_OK) {
-        result = fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                             "dtype %.64s is not supported", name);
-        goto cleanup;
-    }
-    known = PyLong_FromLong((long)*dtype);
-    if (known != NULL) {
-        result = PyDict_SetItem(describer->state->dtype_codes, object, known);
-        Py_DECREF(known);
-    }
-
-cleanup:
-    Py_XDECREF(text);
-    Py_DECREF(object);
-    return result;
 }
 
 /* --- shape, strides and address ------------------------------------------------------- */
@@ -234,6 +170,17 @@ static int finish_row(const describer_t *describer, PyObject *tensor,
     return 0;
 }
 
+static int fail_dtype(const describer_t *describer, PyObject *tensor)
+{
+    PyObject *text = attribute_text(tensor, "dtype");
+    const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : "(unknown)";
+
+    (void)fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
+                      "dtype %.64s is not supported", name);
+    Py_XDECREF(text);
+    return -1;
+}
+
 static int fail_device(const describer_t *describer, PyObject *tensor)
 {
     PyObject *text = attribute_text(tensor, "device");
@@ -280,37 +227,6 @@ static const DLPackExchangeAPI *find_api(describer_t *describer, PyObject *tenso
     return describer->api;
 }
 
-/* Conjugation and negation are bits on the tensor, not in its bytes, and DLPack drops
- * them. */
-static int refuse_bit(const describer_t *describer, PyObject *tensor, PyObject *method,
-                      const char *what)
-{
-    PyObject *answer = PyObject_CallMethodObjArgs(tensor, method, NULL);
-    const int set = answer != NULL ? PyObject_IsTrue(answer) : -1;
-
-    Py_XDECREF(answer);
-    if (set < 0) {
-        return fail_with_cause(describer, tensor);
-    }
-    if (set != 0) {
-        return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                           "its %s bit is set: its bytes are not its values", what);
-    }
-    return 0;
-}
-
-static int refuse_bits(const describer_t *describer, PyObject *tensor, wsync_dtype_t dtype)
-{
-    const bool is_complex =
-        dtype == WSYNC_DTYPE_COMPLEX64 || dtype == WSYNC_DTYPE_COMPLEX128;
-
-    if (is_complex &&
-        refuse_bit(describer, tensor, describer->state->name_is_conj, "conj") < 0) {
-        return -1;
-    }
-    return refuse_bit(describer, tensor, describer->state->name_is_neg, "neg");
-}
-
 /* Has the table own the storage of a tensor that is read: the tensor may get another one
  * (x.data = y) while copies run. */
 static int hold_storage(const describer_t *describer, PyObject *tensor)
@@ -330,11 +246,17 @@ static int read_plain(describer_t *describer, PyObject *tensor, wsync_tensor_row
     const DLPackExchangeAPI *api = find_api(describer, tensor);
     DLTensor view; /* shape and strides are borrowed from the tensor: copy them at once */
 
-    if (api == NULL || read_dtype(describer, tensor, &row->dtype) < 0) {
+    if (api == NULL) {
         return -1;
     }
     if (api->dltensor_from_py_object_no_sync(tensor, &view) != 0) {
         return fail_with_cause(describer, tensor);
+    }
+    while (row->dtype < WSYNC_DTYPE_COUNT && !wsync_py_is_dtype(view.dtype, row->dtype)) {
+        row->dtype++;
+    }
+    if (row->dtype == WSYNC_DTYPE_COUNT) {
+        return fail_dtype(describer, tensor);
     }
     row->on_gpu = view.device.device_type == kDLCUDA;
     if (row->on_gpu
@@ -356,13 +278,8 @@ static int read_plain(describer_t *describer, PyObject *tensor, wsync_tensor_row
     if (finish_row(describer, tensor, row) < 0) {
         return -1;
     }
-    if (row->data == NULL) {
-        return 0;
-    }
-    if (describer->owners != NULL && hold_storage(describer, tensor) < 0) {
-        return -1;
-    }
-    return refuse_bits(describer, tensor, row->dtype);
+    return row->data != NULL && describer->owners != NULL ? hold_storage(describer, tensor)
+                                                          : 0;
 }
 
 /* Copies tensor.shape or tensor.stride() into out; returns the length or -1. */
@@ -381,61 +298,28 @@ static Py_ssize_t read_integers(PyObject *sequence, int64_t out[WSYNC_MAX_NDIM])
 
 /* --- one tensor ----------------------------------------------------------------------- */
 
-/* All elements of a wrapper are in its local tensor, or its shape would be another. */
-static int check_same_shape(const describer_t *describer, PyObject *tensor,
-                            const wsync_tensor_row_t *row, bool placed)
+/* A DTensor holds its elements in _local_tensor; where these are not all of them, the shape
+ * is another.  Who knows where they belong describes the local tensor itself. */
+static int read_local(describer_t *describer, PyObject *tensor, PyObject *local,
+                      wsync_tensor_row_t *row)
 {
     int64_t shape[WSYNC_MAX_NDIM];
-    const Py_ssize_t ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), shape);
+    Py_ssize_t ndim;
 
+    if (read_plain(describer, local, row) < 0) {
+        return -1;
+    }
+    ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), shape);
     if (ndim < 0) {
         return fail_with_cause(describer, tensor);
     }
     if (ndim != (Py_ssize_t)row->ndim ||
         memcmp(shape, row->shape, (size_t)ndim * sizeof(*shape)) != 0) {
         return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                           placed ? "its _local_tensor has another shape: it holds its "
-                                    "elements on several ranks"
-                                  : "its _local_tensor has another shape, and it has no "
-                                    "placements that would say why");
+                           "its _local_tensor has another shape: it holds its elements on "
+                           "several ranks");
     }
     return 0;
-}
-
-/* A DTensor holds its elements in _local_tensor.  Partial sums are not a weight's bytes,
- * and those of one rank not a whole tensor's: who knows where they belong describes the
- * local tensor itself. */
-static int read_local(describer_t *describer, PyObject *tensor, PyObject *local,
-                      wsync_tensor_row_t *row)
-{
-    PyObject *placements = PyObject_GetAttrString(tensor, "placements");
-    PyObject *tuple = placements != NULL ? PySequence_Tuple(placements) : NULL;
-    const Py_ssize_t count = tuple != NULL ? PyTuple_Size(tuple) : 0;
-    int result = 0;
-
-    PyErr_Clear(); /* a wrapper of another kind: no placements to judge */
-    for (Py_ssize_t i = 0; i < count && result == 0; i++) {
-        PyObject *partial =
-            PyObject_CallMethod(PyTuple_GetItem(tuple, i), "is_partial", NULL);
-        const int is_partial = partial != NULL ? PyObject_IsTrue(partial) : -1;
-
-        Py_XDECREF(partial);
-        if (is_partial < 0) {
-            result = fail_with_cause(describer, tensor);
-        } else if (is_partial > 0) {
-            result = fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                                 "mesh dim %zd holds partial sums, not a weight", i);
-        }
-    }
-    if (result == 0) {
-        result = read_plain(describer, local, row);
-    }
-    if (result == 0) {
-        result = check_same_shape(describer, tensor, row, tuple != NULL);
-    }
-    Py_XDECREF(tuple);
-    Py_XDECREF(placements);
-    return result;
 }
 
 /* Reads the inner tensor of a wrapper, if it has one.  Torch gave no address for the
@@ -484,15 +368,13 @@ static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_ro
 
 /* --- against a row -------------------------------------------------------------------- */
 
-/* Whether what DLPack says is what a row says.  Each dtype has a code of its own there. */
+/* Whether what DLPack says is what a row says. */
 static bool same_view(const DLTensor *view, const wsync_tensor_row_t *row, int gpu)
 {
-    const DLDataType dtype = wsync_py_dlpack_dtype(row->dtype);
     const bool on_gpu = view->device.device_type == kDLCUDA;
 
     if (view->data == NULL || (char *)view->data + view->byte_offset != (char *)row->data ||
-        view->ndim != (int32_t)row->ndim || view->dtype.code != dtype.code ||
-        view->dtype.bits != dtype.bits || view->dtype.lanes != dtype.lanes ||
+        view->ndim != (int32_t)row->ndim || !wsync_py_is_dtype(view->dtype, row->dtype) ||
         on_gpu != row->on_gpu || (on_gpu && view->device.device_id != gpu)) {
         return false;
     }
@@ -571,22 +453,19 @@ PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence)
 
 /* --- describe() ----------------------------------------------------------------------- */
 
-/* former: a table of as many tensors, whose rows `table` shares until one differs. */
+/* former: a table of as many tensors, or NULL. */
 static int describe_one(describer_t *describer, PyObject *tensor, TensorTableObject *table,
                         const TensorTableObject *former)
 {
-    wsync_tensor_row_t row = {0};
+    wsync_tensor_row_t *row = &table->rows[describer->index];
 
     if (former != NULL && is_there(describer, tensor, former) &&
         (!former->rows[describer->index].on_gpu || take_gpu(describer, former->gpu))) {
+        *row = former->rows[describer->index];
         return hold_storage(describer, tensor);
     }
     table->known = false;
-    if (read_tensor(describer, tensor, &row) < 0 || wsync_py_table_part(table) < 0) {
-        return -1;
-    }
-    table->rows[describer->index] = row;
-    return 0;
+    return read_tensor(describer, tensor, row);
 }
 
 static int describe_all(describer_t *describer, PyObject *tensors, TensorTableObject *table,
@@ -597,7 +476,6 @@ static int describe_all(describer_t *describer, PyObject *tensors, TensorTableOb
         return -1;
     }
     table->known = former != NULL;
-    table->nbytes = 0;
     for (Py_ssize_t i = 0; i < table->count; i++) {
         describer->index = i;
         if (describe_one(describer, PyTuple_GetItem(tensors, i), table, former) < 0) {
@@ -671,8 +549,7 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
     if (given != Py_None && ((TensorTableObject *)given)->count == PyTuple_Size(tensors)) {
         former = (const TensorTableObject *)given;
     }
-    table = former != NULL ? wsync_py_table_like(describer.state, former)
-                           : wsync_py_table_new(describer.state, PyTuple_Size(tensors));
+    table = wsync_py_table_new(describer.state, PyTuple_Size(tensors));
     if (table != NULL) {
         table->owners = PyList_New(0);
         table->names = Py_XNewRef(describer.names);

@@ -81,8 +81,7 @@ static int module_exec(PyObject *module)
 #define INTERN(name) state->name_##name = PyUnicode_InternFromString(#name);
     WSYNC_NAME_MAP(INTERN)
 #undef INTERN
-    state->dtype_codes = PyDict_New();
-    if (state->dtype_codes == NULL || PyErr_Occurred() != NULL) {
+    if (PyErr_Occurred() != NULL) {
         return -1;
     }
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++) {

@@ -61,9 +61,6 @@ WSYNC_FUNCTIONS_MAP(WSYNC_DECLARE_FUNCTIONS)
 
 /* Names of attributes that are read from every torch tensor: interned in the state. */
 #define WSYNC_NAME_MAP(X) \
-    X(dtype)              \
-    X(is_conj)            \
-    X(is_neg)             \
     X(untyped_storage)    \
     X(__dlpack_c_exchange_api__)
 
@@ -89,8 +86,6 @@ typedef struct ModuleState {
 #define WSYNC_STATE_NAME(name) PyObject *name_##name;
     WSYNC_NAME_MAP(WSYNC_STATE_NAME)
 #undef WSYNC_STATE_NAME
-    PyObject
-        *dtype_codes; /* dict: torch.dtype object -> wsync_dtype_t, filled on first use */
 } ModuleState;
 
 ModuleState *wsync_py_state(PyObject *module);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * TensorTable, and where to find DLPack's C exchange API. */
+ * TensorTable, DLPack's dtypes, and where to find its C exchange API. */
 #include "python/tensor_table.h"
 
 #include <stdbool.h>
@@ -26,6 +26,43 @@ const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *lik
                : NULL;
 }
 
+static const DLDataType dlpack_dtypes[WSYNC_DTYPE_COUNT] = {
+    [WSYNC_DTYPE_FLOAT64] = {kDLFloat, 64, 1},
+    [WSYNC_DTYPE_FLOAT32] = {kDLFloat, 32, 1},
+    [WSYNC_DTYPE_FLOAT16] = {kDLFloat, 16, 1},
+    [WSYNC_DTYPE_BFLOAT16] = {kDLBfloat, 16, 1},
+    [WSYNC_DTYPE_FLOAT8_E4M3FN] = {kDLFloat8_e4m3fn, 8, 1},
+    [WSYNC_DTYPE_FLOAT8_E4M3FNUZ] = {kDLFloat8_e4m3fnuz, 8, 1},
+    [WSYNC_DTYPE_FLOAT8_E5M2] = {kDLFloat8_e5m2, 8, 1},
+    [WSYNC_DTYPE_FLOAT8_E5M2FNUZ] = {kDLFloat8_e5m2fnuz, 8, 1},
+    [WSYNC_DTYPE_FLOAT8_E8M0FNU] = {kDLFloat8_e8m0fnu, 8, 1},
+    [WSYNC_DTYPE_FLOAT4_E2M1FN_X2] = {kDLFloat4_e2m1fn, 4, 2},
+    [WSYNC_DTYPE_INT64] = {kDLInt, 64, 1},
+    [WSYNC_DTYPE_INT32] = {kDLInt, 32, 1},
+    [WSYNC_DTYPE_INT16] = {kDLInt, 16, 1},
+    [WSYNC_DTYPE_INT8] = {kDLInt, 8, 1},
+    [WSYNC_DTYPE_UINT64] = {kDLUInt, 64, 1},
+    [WSYNC_DTYPE_UINT32] = {kDLUInt, 32, 1},
+    [WSYNC_DTYPE_UINT16] = {kDLUInt, 16, 1},
+    [WSYNC_DTYPE_UINT8] = {kDLUInt, 8, 1},
+    [WSYNC_DTYPE_BOOL] = {kDLBool, 8, 1},
+    [WSYNC_DTYPE_COMPLEX64] = {kDLComplex, 64, 1},
+    [WSYNC_DTYPE_COMPLEX128] = {kDLComplex, 128, 1},
+};
+
+DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype)
+{
+    return dlpack_dtypes[dtype];
+}
+
+bool wsync_py_is_dtype(DLDataType described, wsync_dtype_t dtype)
+{
+    const DLDataType known = dlpack_dtypes[dtype];
+
+    return described.code == known.code && described.bits == known.bits &&
+           described.lanes == known.lanes;
+}
+
 /* --- TensorTable ---------------------------------------------------------------------- */
 
 static int table_traverse(PyObject *self, visitproc visit, void *arg)
@@ -42,39 +79,11 @@ static int table_clear(PyObject *self)
     return 0;
 }
 
-/* Rows that no table has yet: zero, or copies of some.  NULL with an exception. */
-static wsync_py_rows_t *make_rows(Py_ssize_t count, const wsync_tensor_row_t *copied)
-{
-    const size_t nbytes = (size_t)count * sizeof(*copied);
-    wsync_py_rows_t *rows = calloc(1, sizeof(*rows) + nbytes);
-
-    if (rows == NULL) {
-        (void)PyErr_NoMemory();
-    } else if (copied != NULL) {
-        memcpy(rows->items, copied, nbytes);
-    }
-    return rows;
-}
-
-static void set_rows(TensorTableObject *table, wsync_py_rows_t *rows)
-{
-    wsync_py_rows_t *former = table->shared;
-
-    table->shared = rows;
-    table->rows = rows != NULL ? rows->items : NULL;
-    if (rows != NULL) {
-        rows->tables++;
-    }
-    if (former != NULL && --former->tables == 0) {
-        free(former);
-    }
-}
-
 static void table_dealloc(PyObject *self)
 {
     PyObject_GC_UnTrack(self);
     (void)table_clear(self);
-    set_rows((TensorTableObject *)self, NULL);
+    free(((TensorTableObject *)self)->rows);
     Py_XDECREF(((TensorTableObject *)self)->names);
     wsync_py_free(self);
 }
@@ -157,9 +166,6 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
         return PyErr_Format(PyExc_TypeError, "differs() takes a TensorTable, not %R",
                             (PyObject *)Py_TYPE(object));
     }
-    if (table->shared == other->shared) {
-        Py_RETURN_NONE;
-    }
     count = table->count < other->count ? table->count : other->count;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!wsync_py_same_form(&table->rows[i], &other->rows[i])) {
@@ -174,8 +180,15 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
 
 static PyObject *table_form(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    return (PyObject *)wsync_py_table_like(wsync_py_state_of(self),
-                                           (const TensorTableObject *)self);
+    const TensorTableObject *table = (TensorTableObject *)self;
+    TensorTableObject *form = wsync_py_table_new(wsync_py_state_of(self), table->count);
+
+    if (form != NULL) {
+        memcpy(form->rows, table->rows, (size_t)table->count * sizeof(*form->rows));
+        form->nbytes = table->nbytes;
+        form->gpu = table->gpu;
+    }
+    return (PyObject *)form;
 }
 
 int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table)
@@ -277,52 +290,19 @@ const wsync_py_type_t wsync_py_type_TensorTable = {
     NULL,
     NULL};
 
-static TensorTableObject *table_with(ModuleState *state, wsync_py_rows_t *rows,
-                                     Py_ssize_t count)
+TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count)
 {
     TensorTableObject *table = (TensorTableObject *)wsync_py_alloc(state->type_TensorTable);
 
-    if (table != NULL) {
-        set_rows(table, rows);
-        table->count = count;
-        table->gpu = -1;
-    }
-    return table;
-}
-
-TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count)
-{
-    wsync_py_rows_t *rows = make_rows(count, NULL);
-    TensorTableObject *table = rows != NULL ? table_with(state, rows, count) : NULL;
-
     if (table == NULL) {
-        free(rows);
+        return NULL;
     }
+    table->rows = calloc((size_t)count + 1, sizeof(*table->rows));
+    if (table->rows == NULL) {
+        Py_DECREF((PyObject *)table);
+        return (TensorTableObject *)PyErr_NoMemory();
+    }
+    table->count = count;
+    table->gpu = -1;
     return table;
-}
-
-TensorTableObject *wsync_py_table_like(ModuleState *state, const TensorTableObject *other)
-{
-    TensorTableObject *table = table_with(state, other->shared, other->count);
-
-    if (table != NULL) {
-        table->nbytes = other->nbytes;
-        table->gpu = other->gpu;
-    }
-    return table;
-}
-
-int wsync_py_table_part(TensorTableObject *table)
-{
-    wsync_py_rows_t *rows;
-
-    if (table->shared->tables == 1) {
-        return 0;
-    }
-    rows = make_rows(table->count, table->rows);
-    if (rows == NULL) {
-        return -1;
-    }
-    set_rows(table, rows);
-    return 0;
 }

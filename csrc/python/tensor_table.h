@@ -28,20 +28,13 @@ typedef struct wsync_tensor_row {
     int64_t stride[WSYNC_MAX_NDIM]; /* elements */
 } wsync_tensor_row_t;
 
-/* Rows that tables share which say the same. */
-typedef struct wsync_py_rows {
-    size_t tables;
-    wsync_tensor_row_t items[];
-} wsync_py_rows_t;
-
 /* Immutable.  Recognise it by ModuleState.type_TensorTable. */
 typedef struct TensorTableObject {
     PyObject_HEAD
     PyObject *owners; /* owned list of the tensors and their storages; NULL in a form, whose
                        * rows are only compared */
     Py_ssize_t count;
-    wsync_py_rows_t *shared;
-    wsync_tensor_row_t *rows; /* those of `shared`: written by whoever makes the table */
+    wsync_tensor_row_t *rows; /* owned; written by whoever makes the table */
     uint64_t nbytes;          /* of all elements of all tensors */
     int gpu;                  /* the one that some of them lie on; -1: none does */
     PyObject *names;          /* owned tuple, for messages; NULL: they have none */
@@ -50,13 +43,6 @@ typedef struct TensorTableObject {
 
 /* A table of `count` rows that are all zero, for the maker to fill. */
 TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count);
-
-/* A table that shares the rows of another one, and owns nothing. */
-TensorTableObject *wsync_py_table_like(ModuleState *state, const TensorTableObject *other);
-
-/* Has a table that is being made have rows of its own, to write to: -1 with an exception.
- */
-int wsync_py_table_part(TensorTableObject *table);
 
 /* Raises InvalidArgumentError and returns -1 for a form. */
 int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table);
@@ -67,8 +53,9 @@ bool wsync_py_same_form(const wsync_tensor_row_t *one, const wsync_tensor_row_t 
 /* TensorTable.moved(), which reads tensors as describe() does. */
 PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence);
 
-/* DLPack's description of a wsync dtype. */
+/* DLPack's description of a wsync dtype, which no other has. */
 DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype);
+bool wsync_py_is_dtype(DLDataType described, wsync_dtype_t dtype);
 
 /* The DLPack exchange API (major version 1) of a tensor's type, or of `like` itself where
  * that is a type: torch has it from 2.10 on.  NULL without an exception where there is

@@ -9,35 +9,6 @@
 #include "python/layout.h"
 #include "python/tensor_table.h"
 
-static const DLDataType dlpack_dtypes[WSYNC_DTYPE_COUNT] = {
-    [WSYNC_DTYPE_FLOAT64] = {kDLFloat, 64, 1},
-    [WSYNC_DTYPE_FLOAT32] = {kDLFloat, 32, 1},
-    [WSYNC_DTYPE_FLOAT16] = {kDLFloat, 16, 1},
-    [WSYNC_DTYPE_BFLOAT16] = {kDLBfloat, 16, 1},
-    [WSYNC_DTYPE_FLOAT8_E4M3FN] = {kDLFloat8_e4m3fn, 8, 1},
-    [WSYNC_DTYPE_FLOAT8_E4M3FNUZ] = {kDLFloat8_e4m3fnuz, 8, 1},
-    [WSYNC_DTYPE_FLOAT8_E5M2] = {kDLFloat8_e5m2, 8, 1},
-    [WSYNC_DTYPE_FLOAT8_E5M2FNUZ] = {kDLFloat8_e5m2fnuz, 8, 1},
-    [WSYNC_DTYPE_FLOAT8_E8M0FNU] = {kDLFloat8_e8m0fnu, 8, 1},
-    [WSYNC_DTYPE_FLOAT4_E2M1FN_X2] = {kDLFloat4_e2m1fn, 4, 2},
-    [WSYNC_DTYPE_INT64] = {kDLInt, 64, 1},
-    [WSYNC_DTYPE_INT32] = {kDLInt, 32, 1},
-    [WSYNC_DTYPE_INT16] = {kDLInt, 16, 1},
-    [WSYNC_DTYPE_INT8] = {kDLInt, 8, 1},
-    [WSYNC_DTYPE_UINT64] = {kDLUInt, 64, 1},
-    [WSYNC_DTYPE_UINT32] = {kDLUInt, 32, 1},
-    [WSYNC_DTYPE_UINT16] = {kDLUInt, 16, 1},
-    [WSYNC_DTYPE_UINT8] = {kDLUInt, 8, 1},
-    [WSYNC_DTYPE_BOOL] = {kDLBool, 8, 1},
-    [WSYNC_DTYPE_COMPLEX64] = {kDLComplex, 64, 1},
-    [WSYNC_DTYPE_COMPLEX128] = {kDLComplex, 128, 1},
-};
-
-DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype)
-{
-    return dlpack_dtypes[dtype];
-}
-
 /* --- what views share: no Python object, because torch drops a view in any thread, with or
  *     without the interpreter lock ---------------------------------------------------- */
 
@@ -112,7 +83,7 @@ static view_t *view_create(view_pool_t *pool, const wsync_tensor_t *tensor, uint
                      ? (DLDevice){kDLCPU, 0}
                      : (DLDevice){kDLCUDA, pool->memory->device->ordinal};
     dl->ndim = (int32_t)tensor->ndim;
-    dl->dtype = dlpack_dtypes[tensor->dtype];
+    dl->dtype = wsync_py_dlpack_dtype(tensor->dtype);
     dl->shape = view->shape;
     dl->strides = view->stride;
     view->pool = pool;
@@ -180,61 +151,6 @@ static const DLPackExchangeAPI *find_api(ModuleState *state, PyObject *like)
     return api;
 }
 
-/* Reads the dtype and shape arguments of view(). */
-static int read_request(ModuleState *state, const char *dtype, PyObject *shape,
-                        wsync_tensor_t *tensor)
-{
-    const Py_ssize_t ndim = PySequence_Size(shape);
-    wsync_error_t err = {0};
-
-    if (ndim < 0) {
-        return -1;
-    }
-    if (wsync_dtype_from_name(dtype, &tensor->dtype, &err) != WSYNC_OK) {
-        (void)wsync_py_raise(state, &err);
-        return -1;
-    }
-    if (ndim > WSYNC_MAX_NDIM) {
-        (void)wsync_py_fail(state, WSYNC_ERR_UNSUPPORTED, "view",
-                            "%zd dimensions, at most %d are supported", ndim,
-                            (int)WSYNC_MAX_NDIM);
-        return -1;
-    }
-    return wsync_py_read_int64s(shape, "shape", tensor->shape, &tensor->ndim);
-}
-
-static PyObject *refuse_keywords(const char *name)
-{
-    return PyErr_Format(PyExc_TypeError, "%s() takes positional arguments only", name);
-}
-
-static PyObject *pool_view(PyObject *self, PyTypeObject *cls, PyObject *const *args,
-                           Py_ssize_t count, PyObject *kwnames)
-{
-    ModuleState *state = wsync_py_type_state(cls);
-    wsync_tensor_t tensor = {.name = "view"};
-    const DLPackExchangeAPI *api = NULL;
-    const char *dtype = NULL;
-    uint64_t offset = 0;
-
-    if (count != 4 || kwnames != NULL) {
-        return refuse_keywords("view");
-    }
-    dtype = wsync_py_read_text(state, args[1], "dtype");
-    if (dtype == NULL || read_request(state, dtype, args[2], &tensor) < 0) {
-        return NULL;
-    }
-    offset = PyLong_AsUnsignedLongLong(args[3]);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    api = find_api(state, args[0]);
-    if (api == NULL) {
-        return NULL;
-    }
-    return make_view(state, api, ((ViewPoolObject *)self)->pool, &tensor, offset);
-}
-
 /* A shard that is its whole tensor, in row-major order without gaps. */
 static bool is_whole(const wsync_tensor_t *tensor, const wsync_shard_t *shard)
 {
@@ -285,33 +201,26 @@ static int append_views(ModuleState *state, const DLPackExchangeAPI *api, view_p
     return 0;
 }
 
-static PyObject *pool_views(PyObject *self, PyTypeObject *cls, PyObject *const *args,
-                            Py_ssize_t count, PyObject *kwnames)
+static PyObject *pool_views(PyObject *self, PyObject *args)
 {
-    ModuleState *state = wsync_py_type_state(cls);
+    ModuleState *state = wsync_py_state_of(self);
     const DLPackExchangeAPI *api = NULL;
-    long long number = 0;
+    LayoutObject *manifest = NULL;
+    PyObject *like = NULL;
     uint32_t buffer = 0;
     PyObject *list = NULL;
 
-    if (count != 3 || kwnames != NULL) {
-        return refuse_keywords("views");
-    }
-    if (Py_TYPE(args[1]) != state->type_Layout) {
-        PyErr_SetString(PyExc_TypeError, "views() takes a Layout as its second argument");
+    if (!PyArg_ParseTuple(args, "OO!O&:views", &like, state->type_Layout, &manifest,
+                          wsync_py_convert_u32, &buffer)) {
         return NULL;
     }
-    number = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || wsync_py_read_u32(number, "buffer", &buffer) < 0) {
-        return NULL;
-    }
-    api = find_api(state, args[0]);
+    api = find_api(state, like);
     if (api == NULL) {
         return NULL;
     }
     list = PyList_New(0);
-    if (list != NULL && append_views(state, api, ((ViewPoolObject *)self)->pool,
-                                     (LayoutObject *)args[1], buffer, list) < 0) {
+    if (list != NULL && append_views(state, api, ((ViewPoolObject *)self)->pool, manifest,
+                                     buffer, list) < 0) {
         Py_CLEAR(list);
     }
     return list;
@@ -351,12 +260,7 @@ static void pool_dealloc(PyObject *self)
 }
 
 static PyMethodDef pool_methods[] = {
-    {"view", (PyCFunction)(void (*)(void))pool_view,
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
-     "view($self, like, dtype, shape, offset, /)\n--\n\n"},
-    {"views", (PyCFunction)(void (*)(void))pool_views,
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
-     "views($self, like, layout, buffer, /)\n--\n\n"},
+    {"views", pool_views, METH_VARARGS, "views($self, like, layout, buffer, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

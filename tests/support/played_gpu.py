@@ -102,9 +102,6 @@ class PlayedTensor:
     def untyped_storage(self) -> SimpleNamespace:
         return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: self.like.nbytes)
 
-    def is_neg(self) -> bool:
-        return False
-
     def fill(self, tensor: torch.Tensor) -> None:
         """Copies a contiguous tensor there."""
         ctypes.memmove(reach(self._address), tensor.data_ptr(), tensor.nbytes)
