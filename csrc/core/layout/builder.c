@@ -437,17 +437,10 @@ static bool count_buffers(const wsync_layout_builder_t *builder, wsync_layout_t 
 {
     const wsync_shard_t *shards = builder->shards.items;
 
-    layout->format = 1;
     for (size_t i = 0; i < builder->shards.count; i++) {
-        uint32_t format = shards[i].affine.scale != 0 ? 2 : 1;
-
         if (shards[i].rank >= layout->rank_count) {
             layout->rank_count = shards[i].rank + 1;
         }
-        for (unsigned j = 0; j < WSYNC_MAX_NDIM; j++) {
-            format = shards[i].step[j] > 1 ? 3 : format;
-        }
-        layout->format = format > layout->format ? format : layout->format;
     }
     layout->buffer_counts =
         calloc((size_t)layout->rank_count + 1, sizeof(*layout->buffer_counts));

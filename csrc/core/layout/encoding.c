@@ -1,16 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Formats 1 to 3.  "WSLY", then one byte of version, then numbers as LEB128 varints in
- * their shortest form (strides zigzag) and texts as their length and UTF-8 bytes:
+ * "WSLY" and one byte of version, then numbers as LEB128 varints (strides zigzag) and texts
+ * as their length and UTF-8 bytes:
  *
  *   tensor count, for each: dtype name, ndim, group, shape[ndim], name
  *   origin count, for each: name
- *   for each tensor: shard count, for each: rank, buffer, origin, offset,
- *                    from format 2 on the bits of scale and of offset,
- *                    ndim times (start, extent, in format 3 step - 1 if extent > 1, stride)
- *
- * Format 3 is of layouts with steps, format 2 of others that compute, format 1 of all
- * others, so that releases that know only format 1 read what they can do.  A layout has one
- * encoding: what decodes also encodes back to the same bytes. */
+ *   for each tensor: shard count, for each: rank, buffer, origin, offset, the bits of scale
+ *                    and of offset, ndim times (start, extent, step - 1 if extent > 1,
+ *                    stride) */
 #include "core/layout/encoding.h"
 
 #include <stdlib.h>
@@ -21,7 +17,7 @@
 
 static const uint8_t wire_magic[4] = {'W', 'S', 'L', 'Y'};
 
-enum { VARINT_MAX_NBYTES = 10 };
+enum { VERSION = 3, VARINT_MAX_NBYTES = 10 };
 
 typedef struct writer {
     WSYNC_ARRAY(uint8_t) bytes;
@@ -74,8 +70,7 @@ static void write_tensor(writer_t *writer, const wsync_tensor_t *tensor)
     write_text(writer, tensor->name);
 }
 
-static void write_shard(writer_t *writer, const wsync_shard_t *shard, unsigned ndim,
-                        uint32_t format)
+static void write_shard(writer_t *writer, const wsync_shard_t *shard, unsigned ndim)
 {
     uint32_t affine[2];
 
@@ -84,13 +79,12 @@ static void write_shard(writer_t *writer, const wsync_shard_t *shard, unsigned n
     write_number(writer, shard->buffer);
     write_number(writer, shard->origin);
     write_number(writer, shard->offset);
-    for (unsigned i = 0; i < 2 && format > 1; i++) {
-        write_number(writer, affine[i]);
-    }
+    write_number(writer, affine[0]);
+    write_number(writer, affine[1]);
     for (unsigned i = 0; i < ndim; i++) {
         write_number(writer, (uint64_t)shard->box.start[i]);
         write_number(writer, (uint64_t)shard->box.extent[i]);
-        if (format > 2 && shard->box.extent[i] > 1) {
+        if (shard->box.extent[i] > 1) {
             write_number(writer, shard->step[i] - 1U);
         }
         write_signed(writer, shard->stride[i]);
@@ -105,7 +99,7 @@ wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
     writer_t writer = {0};
 
     write_bytes(&writer, wire_magic, sizeof(wire_magic));
-    write_number(&writer, layout->format);
+    write_number(&writer, VERSION);
     write_number(&writer, tensor_count);
     for (size_t i = 0; i < tensor_count; i++) {
         write_tensor(&writer, wsync_layout_tensor(layout, i));
@@ -120,8 +114,7 @@ wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
 
         write_number(&writer, count);
         for (size_t j = 0; j < count; j++) {
-            write_shard(&writer, &shards[j], wsync_layout_tensor(layout, i)->ndim,
-                        layout->format);
+            write_shard(&writer, &shards[j], wsync_layout_tensor(layout, i)->ndim);
         }
     }
     if (writer.failed) {
@@ -142,7 +135,6 @@ typedef struct reader {
     size_t at;
     char *text; /* scratch for one text and its end */
     size_t text_capacity;
-    uint64_t format;
     wsync_status_t status;
     wsync_error_t *err;
 } reader_t;
@@ -161,7 +153,7 @@ static uint64_t read_number(reader_t *reader, const char *what, uint64_t limit)
             break;
         }
         byte = reader->data[reader->at++];
-        if ((i == VARINT_MAX_NBYTES - 1 && byte > 1) || (i > 0 && byte == 0)) {
+        if (i == VARINT_MAX_NBYTES - 1 && byte > 1) {
             reader->status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
                                         "byte %zu: 0x%02x does not end a %s",
                                         reader->at - 1, byte, what);
@@ -184,28 +176,6 @@ static int64_t read_signed(reader_t *reader, const char *what)
     return (number & 1) != 0 ? -half - 1 : half;
 }
 
-/* Length of the well-formed UTF-8 sequence at `text`, or 0: overlong forms, surrogates and
- * values beyond U+10FFFF are malformed, and so is NUL here. */
-static size_t utf8_length(const uint8_t *text, size_t left)
-{
-    const uint8_t lead = text[0];
-    const size_t length = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
-
-    if (lead == 0 || (lead >= 0x80 && lead < 0xc2) || lead > 0xf4 || length > left) {
-        return 0;
-    }
-    for (size_t i = 1; i < length; i++) {
-        if ((text[i] & 0xc0) != 0x80) {
-            return 0;
-        }
-    }
-    if ((lead == 0xe0 && text[1] < 0xa0) || (lead == 0xed && text[1] > 0x9f) ||
-        (lead == 0xf0 && text[1] < 0x90) || (lead == 0xf4 && text[1] > 0x8f)) {
-        return 0;
-    }
-    return length;
-}
-
 /* A text that is valid until the next one is read. */
 static const char *read_text(reader_t *reader, const char *what)
 {
@@ -220,17 +190,6 @@ static const char *read_text(reader_t *reader, const char *what)
                                     "byte %zu: a %s of %zu bytes where %zu are left",
                                     reader->at, what, nbytes, reader->nbytes - reader->at);
         return "";
-    }
-    for (size_t i = 0; i < nbytes;) {
-        const size_t length = utf8_length(reader->data + reader->at + i, nbytes - i);
-
-        if (length == 0) {
-            reader->status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                                        "byte %zu: 0x%02x in a %s is not UTF-8 text",
-                                        reader->at + i, reader->data[reader->at + i], what);
-            return "";
-        }
-        i += length;
     }
     text = wsync_array_reserve(reader->text, &reader->text_capacity, nbytes + 1, 1);
     if (text == NULL) {
@@ -260,17 +219,6 @@ static void note_built(reader_t *reader, size_t at, wsync_status_t status)
     }
 }
 
-/* Fails if the text that starts at `at` was known: its index is not the `expected` one. */
-static void check_new(reader_t *reader, size_t at, const char *what, uint32_t index,
-                      uint32_t expected)
-{
-    if (reader->status == WSYNC_OK && index != expected) {
-        reader->status =
-            wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                       "byte %zu: %s '%.256s' appears twice", at, what, reader->text);
-    }
-}
-
 static void read_tensor(reader_t *reader, wsync_layout_builder_t *builder,
                         uint32_t expected)
 {
@@ -282,11 +230,6 @@ static void read_tensor(reader_t *reader, wsync_layout_builder_t *builder,
     if (reader->status == WSYNC_OK) {
         note_built(reader, start, wsync_dtype_from_name(dtype, &tensor.dtype, reader->err));
     }
-    if (reader->status == WSYNC_OK && strcmp(wsync_dtype_name(tensor.dtype), dtype) != 0) {
-        reader->status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                                    "byte %zu: dtype %s is spelled '%.64s'", start,
-                                    wsync_dtype_name(tensor.dtype), dtype);
-    }
     tensor.ndim = (uint32_t)read_number(reader, "number of dimensions", WSYNC_MAX_NDIM);
     tensor.group = (uint32_t)read_number(reader, "group", UINT32_MAX);
     for (unsigned i = 0; i < tensor.ndim; i++) {
@@ -296,20 +239,21 @@ static void read_tensor(reader_t *reader, wsync_layout_builder_t *builder,
     if (reader->status == WSYNC_OK) {
         note_built(reader, start,
                    wsync_layout_builder_tensor(builder, &tensor, &index, reader->err));
-        check_new(reader, start, "tensor", index, expected);
+    }
+    if (reader->status == WSYNC_OK && index != expected) {
+        reader->status =
+            wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                       "byte %zu: tensor '%.256s' appears twice", start, reader->text);
     }
 }
 
-static void read_origin(reader_t *reader, wsync_layout_builder_t *builder,
-                        uint32_t expected)
+static void read_origin(reader_t *reader, wsync_layout_builder_t *builder)
 {
-    const size_t start = reader->at;
     const char *name = read_text(reader, "origin name");
     uint32_t index = 0;
 
     if (reader->status == WSYNC_OK) {
         reader->status = wsync_layout_builder_origin(builder, name, &index, reader->err);
-        check_new(reader, start, "origin", index, expected);
     }
 }
 
@@ -324,22 +268,17 @@ static void read_shard(reader_t *reader, wsync_layout_builder_t *builder, uint32
     shard.buffer = (uint32_t)read_number(reader, "buffer", UINT32_MAX - 1);
     shard.origin = (uint32_t)read_number(reader, "origin", UINT32_MAX);
     shard.offset = read_number(reader, "offset", INT64_MAX);
-    for (unsigned i = 0; i < 2 && reader->format > 1; i++) {
+    for (unsigned i = 0; i < 2; i++) {
         affine[i] = (uint32_t)read_number(reader, "scale or offset", UINT32_MAX);
     }
     memcpy(&shard.affine, affine, sizeof(affine));
     for (unsigned i = 0; i < ndim; i++) {
         shard.box.start[i] = (int64_t)read_number(reader, "start", INT64_MAX);
         shard.box.extent[i] = (int64_t)read_number(reader, "extent", INT64_MAX);
-        if (reader->format > 2 && shard.box.extent[i] > 1) {
+        if (shard.box.extent[i] > 1) {
             shard.step[i] = 1 + (uint32_t)read_number(reader, "step", UINT32_MAX - 1);
         }
         shard.stride[i] = read_signed(reader, "stride");
-    }
-    if (reader->status == WSYNC_OK && wsync_box_count(&shard.box) == 0) {
-        reader->status =
-            wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                       "byte %zu: a shard of tensor %u is empty", start, tensor);
     }
     if (reader->status == WSYNC_OK) {
         note_built(reader, start, wsync_layout_builder_shard(builder, &shard, reader->err));
@@ -358,7 +297,7 @@ static void read_layout(reader_t *reader, wsync_layout_builder_t *builder)
     }
     count = read_number(reader, "origin count", UINT32_MAX);
     for (uint64_t i = 0; i < count && reader->status == WSYNC_OK; i++) {
-        read_origin(reader, builder, (uint32_t)i);
+        read_origin(reader, builder);
     }
     for (uint64_t i = 0; i < tensor_count && reader->status == WSYNC_OK; i++) {
         const unsigned ndim = wsync_layout_builder_peek(builder, (uint32_t)i)->ndim;
@@ -380,7 +319,6 @@ wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
 {
     reader_t reader = {.data = data, .nbytes = nbytes, .err = err};
     wsync_layout_builder_t *builder = NULL;
-    wsync_layout_t *made = NULL;
     wsync_status_t status;
 
     for (; reader.at < sizeof(wire_magic); reader.at++) {
@@ -389,7 +327,12 @@ wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
                               reader.at);
         }
     }
-    reader.format = read_number(&reader, "format", 3);
+    if (read_number(&reader, "version", UINT8_MAX) != VERSION &&
+        reader.status == WSYNC_OK) {
+        return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                          "byte %zu: a layout of another version than %d",
+                          sizeof(wire_magic), VERSION);
+    }
     status = reader.status == WSYNC_OK ? wsync_layout_builder_create(&builder, err)
                                        : reader.status;
     if (status == WSYNC_OK) {
@@ -397,15 +340,7 @@ wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
         status = reader.status;
     }
     if (status == WSYNC_OK) {
-        status = wsync_layout_builder_finish(builder, &made, err);
-    }
-    if (status == WSYNC_OK && reader.format != made->format) {
-        status = wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                            "byte %zu: format %d of a layout of format %u",
-                            sizeof(wire_magic), (int)reader.format, made->format);
-        wsync_layout_destroy(made);
-    } else if (status == WSYNC_OK) {
-        *layout = made;
+        status = wsync_layout_builder_finish(builder, layout, err);
     }
     wsync_layout_builder_destroy(builder);
     free(reader.text);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Layouts as bytes: little-endian, versioned, parsed as hostile input. */
+ * Layouts as bytes.  Whatever the bytes are, decoding stays inside them. */
 #ifndef WSYNC_CORE_LAYOUT_ENCODING_H
 #define WSYNC_CORE_LAYOUT_ENCODING_H
 

@@ -16,7 +16,6 @@ struct wsync_layout {
     size_t *first;           /* first shard of every tensor, and the end */
     uint32_t *buffer_counts; /* of every rank */
     uint32_t rank_count;
-    uint32_t format; /* of its encoding */
     uint64_t nbytes;
 };
 

@@ -80,9 +80,7 @@ static wsync_status_t collect(wsync_split_t *split, const wsync_layout_t *layout
 {
     wsync_status_t status = WSYNC_OK;
 
-    for (size_t i = 0;
-         i < wsync_layout_shard_count(layout) && layout->format > 2 && status == WSYNC_OK;
-         i++) {
+    for (size_t i = 0; i < wsync_layout_shard_count(layout) && status == WSYNC_OK; i++) {
         const wsync_shard_t *shard = &layout->shards[i];
 
         status = add_steps(split, &layout->tensors[shard->tensor], shard, err);
