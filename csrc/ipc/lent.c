@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "core/base/counting_sort.h"
-#include "ipc/sealed_blob.h"
+#include "device/sealed_blob.h"
 
 static void close_coming(wsync_lent_t *lent)
 {

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "ipc/sealed_blob.h"
+#include "device/sealed_blob.h"
 #include "ipc/session_internal.h"
 
 typedef enum exporter_state {

@@ -4,8 +4,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "device/sealed_blob.h"
 #include "ipc/lent.h"
-#include "ipc/sealed_blob.h"
 #include "ipc/session_internal.h"
 
 struct wsync_importer {

@@ -11,10 +11,10 @@
 #include <sys/time.h>
 #include <sys/un.h>
 
+#include "device/sealed_blob.h"
 #include "harness.h"
 #include "ipc/channel.h"
 #include "ipc/frame.h"
-#include "ipc/sealed_blob.h"
 
 enum { SOON_MS = 20, PATIENT_MS = 10000 };
 

@@ -3,8 +3,8 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
+#include "device/sealed_blob.h"
 #include "ipc/lent.h"
-#include "ipc/sealed_blob.h"
 #include "session_fixture.h"
 
 static void raw_send(wsync_channel_t *channel, wsync_frame_t frame)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Bytes too large for a frame, passed as a sealed memfd, which no process can change. */
-#ifndef WSYNC_IPC_SEALED_BLOB_H
-#define WSYNC_IPC_SEALED_BLOB_H
+#ifndef WSYNC_DEVICE_SEALED_BLOB_H
+#define WSYNC_DEVICE_SEALED_BLOB_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "ipc/sealed_blob.h"
+#include "device/sealed_blob.h"
 
 #include <errno.h>
 #include <fcntl.h>
