@@ -24,26 +24,23 @@ from benchmarks.gpu_device import (
 )
 from benchmarks.gpu_peer import Peer
 from wsync import _core
-from wsync.machine.temporary_environment import variable
 
 SIZES = (4096, 1 << 20)
-WAITS = ("gpu", "host")  # of both processes, as WSYNC_GPU_WAITS has them
 PASSES = 2
 GAP = 64  # between the rows of a source, so that a kernel has to copy them
 
 
 def run(gpu: Gpu) -> Iterator[dict[str, Any]]:
-    for waits in WAITS:
-        with variable("WSYNC_GPU_WAITS", waits), Peer(gpu.device.uuid) as peer:
-            for nbytes in SIZES:
-                yield _turns(gpu, peer, nbytes, waits)
+    with Peer(gpu.device.uuid) as peer:
+        for nbytes in SIZES:
+            yield _turns(gpu, peer, nbytes)
 
 
-def _turns(gpu: Gpu, peer: Peer, nbytes: int, waits: str) -> dict[str, Any]:
+def _turns(gpu: Gpu, peer: Peer, nbytes: int) -> dict[str, Any]:
     count = gpu.size(1000, 50)
     seconds, right = ping_pong(gpu.device, peer, count, nbytes)
     return gpu.row(
-        f"order: a turn with {nbytes >> 10} KiB" + (", hosts wait" if waits == "host" else ""),
+        f"order: a turn with {nbytes >> 10} KiB",
         nbytes,
         seconds / count,
         peer="none; the same copies of one process, unordered",

@@ -109,18 +109,6 @@ def test_weights_of_a_gpu_reach_a_worker_without_the_host(tmp_path: Path) -> Non
         assert ranks.run(cuda_cases.weights_on_the_gpu, timeout=120) == [[True, True]]
 
 
-def test_a_gpu_whose_streams_have_no_words_is_used_with_waits_of_the_host(tmp_path: Path) -> None:
-    """Attribute 122 is that of 64-bit memory operations."""
-    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_LACKS="122") as ranks:
-        (facts,) = ranks.run(cuda_cases.steady, dense(), False, timeout=300)
-    assert facts["right"]
-    assert facts["rounds"] > 5
-    for count in (facts["trainer"], *facts["workers"]):
-        assert set(count) <= {"cuLaunchKernel", "cuLaunchHostFunc"} | LOOKS, count
-        assert count["cuLaunchKernel"] == facts["rounds"], count
-        assert count["cuLaunchHostFunc"] >= facts["rounds"], count
-
-
 def test_what_is_quantised_by_a_gpu_is_what_the_host_makes(trainers: Ranks) -> None:
     for found in trainers.run(cuda_cases.quantise, timeout=120):
         for kind, (same, nbytes, calls) in found.items():

@@ -134,13 +134,6 @@ def test_an_allocation_is_not_freed_while_a_worker_has_it_open(trainer: Ranks) -
     ]
 
 
-def test_gpus_without_virtual_memory_lend_by_handle(tmp_path: Path) -> None:
-    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_NO_VMM="1") as ranks:
-        (facts,) = ranks.run(gpu_direct_cases.moves, "by handle", True, timeout=120)
-    assert facts["right"] == [True] * 4
-    assert facts["paths"] == {"direct"}
-
-
 # --- what goes wrong ----------------------------------------------------------------------------
 
 

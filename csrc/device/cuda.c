@@ -11,9 +11,6 @@
 #include "device/kernel_table.h"
 #include "device/quantise_table.h"
 
-/* Of memory where the driver does not say: what its allocations are pieces of. */
-enum { LEGACY_GRANULARITY = 2 << 20 };
-
 /* GPUs that were asked for.  Nothing is released: the driver takes contexts down at the end
  * of the process, in an order that no one knows. */
 static struct {
@@ -21,15 +18,29 @@ static struct {
     wsync_cuda_device_t *first;
 } opened = {.mutex = PTHREAD_MUTEX_INITIALIZER};  // NOLINT(cppcoreguidelines-*)
 
-/* What the device can do: the first it must. */
+/* What the device can do: the first four it must. */
 static wsync_status_t read_attributes(wsync_cuda_device_t *device, wsync_error_t *err)
 {
-    enum { REGISTER, WORDS, VMM, EXPORT, PROCESSORS, PAGEABLE, IN_PLACE, MPS, COUNT };
+    enum {
+        REGISTER,
+        WORDS,
+        VMM,
+        EXPORT,
+        NEEDED,
+        PROCESSORS = NEEDED,
+        PAGEABLE,
+        IN_PLACE,
+        MPS,
+        COUNT
+    };
     static const int attributes[COUNT] = {
         WSYNC_CU_ATTRIBUTE_HOST_REGISTER, WSYNC_CU_ATTRIBUTE_STREAM_WORDS,
         WSYNC_CU_ATTRIBUTE_VMM,           WSYNC_CU_ATTRIBUTE_HANDLE_FD,
         WSYNC_CU_ATTRIBUTE_PROCESSORS,    WSYNC_CU_ATTRIBUTE_PAGEABLE,
         WSYNC_CU_ATTRIBUTE_HOST_TABLES,   WSYNC_CU_ATTRIBUTE_MPS};
+    static const char *const needed[NEEDED] = {
+        "registered host memory", "64-bit stream memory operations",
+        "virtual memory management", "memory that is exported as descriptors"};
     int values[COUNT] = {0};
 
     for (int i = 0; i < COUNT; i++) {
@@ -40,14 +51,12 @@ static wsync_status_t read_attributes(wsync_cuda_device_t *device, wsync_error_t
             return wsync_cuda_check(device->driver, code, "cuDeviceGetAttribute", err, "%s",
                                     device->label);
         }
-        if (i == REGISTER && values[i] == 0) {
+        if (i < NEEDED && values[i] == 0) {
             return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_device",
-                              "%s has no registered host memory", device->label);
+                              "%s has no %s", device->label, needed[i]);
         }
     }
-    device->words = values[WORDS] != 0;
     device->mps = values[MPS] != 0;
-    device->vmm = values[VMM] != 0 && values[EXPORT] != 0;
     device->processors = values[PROCESSORS] > 0 ? (unsigned)values[PROCESSORS] : 1;
     /* Without the second one pages move to the device as they are read (HMM), where a
      * backup of the weights has no room. */
@@ -61,11 +70,9 @@ static wsync_status_t find_granularity(wsync_cuda_device_t *device, wsync_error_
         .type = WSYNC_CU_ALLOCATION_PINNED,
         .handle_types = WSYNC_CU_HANDLE_FD,
         .location = {WSYNC_CU_LOCATION_DEVICE, device->base.ordinal}};
-    size_t granularity = LEGACY_GRANULARITY;
-    const wsync_cu_result_t code =
-        device->vmm ? device->driver->mem_granularity(&granularity, &property,
-                                                      WSYNC_CU_GRANULARITY_MINIMUM)
-                    : WSYNC_CU_SUCCESS;
+    size_t granularity = 0;
+    const wsync_cu_result_t code = device->driver->mem_granularity(
+        &granularity, &property, WSYNC_CU_GRANULARITY_MINIMUM);
 
     device->granularity = granularity > 0 ? granularity : 1;
     return wsync_cuda_check(device->driver, code, "cuMemGetAllocationGranularity", err,

@@ -3,12 +3,10 @@
  * host memory, streams of the driver.  Contracts are those of device.h.
  *
  *   cuda.c                opens a GPU and loads its kernels; contexts
- *   cuda_memory.c         memory as descriptors, or else by cuda_memory_legacy.c
- *   cuda_memory_legacy.c  memory as IPC handles, of cuda_ipc.c
+ *   cuda_memory.c         memory as descriptors
+ *   cuda_ipc.c            memory as IPC handles
  *   cuda_lend.c           memory of others than wsync, lent and borrowed
- *   cuda_handle_memfd.c   what crosses for these two
  *   cuda_stream.c         waits, records and ends; gives batches to cuda_runner.c
- *   cuda_events.c         waits and records, as the device or the host has them
  *   cuda_runner.c         a batch: has spans and tables looked up, launches or feeds
  *   cuda_runs.c           what copy engines copy of it
  *   cuda_quantise.c       the same for a batch of pieces
@@ -38,9 +36,7 @@ typedef struct wsync_cuda_device {
     char label[WSYNC_CUDA_LABEL_NBYTES]; /* for messages: "GPU 1 (NVIDIA H100)" */
     unsigned processors;                 /* streaming multiprocessors */
     uint64_t granularity;                /* of memory, in bytes */
-    bool vmm;      /* it exports memory as descriptors, and parks it */
     bool pageable; /* it reaches all of the host's memory where it lies */
-    bool words;    /* its streams write words of 64 bits, and wait for them */
     bool mps;      /* IPC handles cross only to other clients of MPS */
     _Atomic(wsync_cu_function_t) copy_kernel;     /* wsync_copy; NULL until it is loaded */
     _Atomic(wsync_cu_function_t) quantise_kernel; /* wsync_quantise; loaded with it */
@@ -100,41 +96,20 @@ typedef struct wsync_cuda_memory {
     wsync_cu_ptr_t at;          /* base.data as the driver writes it */
     uint64_t mapped_nbytes;     /* of device memory: a multiple of the granularity */
     bool mapped;                /* device memory lies at `at`, not the addresses alone */
-    struct wsync_cuda_ipc *ipc; /* owned: what it is on a device that is not vmm */
+    struct wsync_cuda_ipc *ipc; /* owned: what is borrowed by its handle */
     bool foreign;               /* somebody else's, which is lent from here */
     wsync_cuda_piece_t *pieces; /* owned; retained if it is foreign, else mapped */
     size_t piece_count;
-    struct wsync_cuda_memory *next; /* of those that peers still have open */
-    wsync_memory_t *host;           /* owned; NULL: device memory */
+    wsync_memory_t *host;       /* owned; NULL: device memory */
     _Atomic uint64_t *recorded; /* of each word, what this process recorded last; owned */
 } wsync_cuda_memory_t;
 
 extern const wsync_memory_ops_t wsync_cuda_memory_ops;
 extern const wsync_stream_ops_t wsync_cuda_stream_ops;
 
-/* The kind of a device that is not vmm.  Both fill in a record that has nothing yet, in the
- * context; after an error, what they have made is for fini. */
-wsync_status_t wsync_cuda_legacy_allocate(wsync_cuda_memory_t *memory, wsync_error_t *err);
-wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
-                                       wsync_error_t *err);
-/* The same of a note whose description the record has, and with it a size. */
-struct wsync_cuda_handle_memfd;
-wsync_status_t wsync_cuda_legacy_open(wsync_cuda_memory_t *memory,
-                                      const struct wsync_cuda_handle_memfd *note,
-                                      wsync_error_t *err);
-/* Marks the memory of such a note as open.  CLOSED if nobody may open it any more. */
-wsync_status_t wsync_cuda_legacy_lock(const wsync_cuda_memory_t *memory,
-                                      wsync_error_t *err);
-/* False while a peer has the memory open; after that nobody opens it any more. */
-bool wsync_cuda_legacy_closed(const wsync_cuda_memory_t *memory);
-/* Gives such memory back.  False if a peer has it open: the record is then moved, and given
- * back later. */
-bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory);
-
 /* Memory without a record, which other processes can map by a descriptor like all other,
  * for an allocator that keeps its own: nbytes of it, whose contents are anything.
- * UNSUPPORTED for a device that is not vmm, which can_take says before. */
-wsync_status_t wsync_cuda_can_take(const wsync_cuda_device_t *device, wsync_error_t *err);
+ */
 wsync_status_t wsync_cuda_take(const wsync_cuda_device_t *device, uint64_t nbytes,
                                wsync_cu_ptr_t *at, wsync_error_t *err);
 /* Gives it back, of the same nbytes, when everything has run that this stream of the driver

@@ -25,8 +25,6 @@ typedef struct wsync_cu_event *wsync_cu_event_t;
 typedef struct wsync_cu_module *wsync_cu_module_t;
 typedef struct wsync_cu_function *wsync_cu_function_t;
 
-typedef void (*wsync_cu_host_func_t)(void *argument);
-
 typedef struct wsync_cu_uuid {
     uint8_t bytes[16];
 } wsync_cu_uuid_t;
@@ -34,7 +32,6 @@ typedef struct wsync_cu_uuid {
 typedef struct wsync_cu_ipc {
     char bytes[64];
 } wsync_cu_ipc_t;
-typedef wsync_cu_ipc_t wsync_cu_ipc_event_t;
 
 typedef struct wsync_cu_location {
     int type;
@@ -103,7 +100,6 @@ enum {
     WSYNC_CU_STREAM_NON_BLOCKING = 1,
     WSYNC_CU_WAIT_GEQ = 0,
     WSYNC_CU_EVENT_DISABLE_TIMING = 2,
-    WSYNC_CU_EVENT_INTERPROCESS = 4,
     WSYNC_CU_COPY_ORDER_STREAM = 1,
     WSYNC_CU_COPY_BESIDE_KERNELS = 1, /* by copy engines, where that can be chosen */
     /* Streams mean what they mean in programs that do not ask for one default stream a
@@ -161,7 +157,6 @@ enum {
       (size_t *nbytes, wsync_cu_device_t device))                                          \
     X(primary_retain, cuDevicePrimaryCtxRetain, 7000,                                      \
       (wsync_cu_context_t * context, wsync_cu_device_t device))                            \
-    X(primary_release, cuDevicePrimaryCtxRelease, 11000, (wsync_cu_device_t device))       \
     X(context_push, cuCtxPushCurrent, 4000, (wsync_cu_context_t context))                  \
     X(context_pop, cuCtxPopCurrent, 4000, (wsync_cu_context_t * context))                  \
     X(context_synchronize, cuCtxSynchronize, 2000, (void))                                 \
@@ -201,10 +196,6 @@ enum {
     X(ipc_open_memory, cuIpcOpenMemHandle, 11000,                                          \
       (wsync_cu_ptr_t * at, wsync_cu_ipc_t handle, unsigned flags))                        \
     X(ipc_close_memory, cuIpcCloseMemHandle, 4010, (wsync_cu_ptr_t at))                    \
-    X(ipc_get_event, cuIpcGetEventHandle, 4010,                                            \
-      (wsync_cu_ipc_event_t * handle, wsync_cu_event_t event))                             \
-    X(ipc_open_event, cuIpcOpenEventHandle, 4010,                                          \
-      (wsync_cu_event_t * event, wsync_cu_ipc_event_t handle))                             \
     X(host_register, cuMemHostRegister, 6050, (void *data, size_t nbytes, unsigned flags)) \
     X(host_unregister, cuMemHostUnregister, 4000, (void *data))                            \
     X(host_pointer, cuMemHostGetDevicePointer, 3020,                                       \
@@ -238,8 +229,6 @@ enum {
     X(memcpy_in_async, cuMemcpyHtoDAsync, 3020,                                            \
       (wsync_cu_ptr_t destination, const void *source, size_t nbytes,                      \
        wsync_cu_stream_t stream))                                                          \
-    X(memcpy_out_async, cuMemcpyDtoHAsync, 3020,                                           \
-      (void *destination, wsync_cu_ptr_t source, size_t nbytes, wsync_cu_stream_t stream)) \
     X(memset_async, cuMemsetD8Async, 3020,                                                 \
       (wsync_cu_ptr_t at, unsigned char value, size_t nbytes, wsync_cu_stream_t stream))   \
     X(module_load, cuModuleLoadData, 2000,                                                 \
@@ -249,8 +238,6 @@ enum {
       (wsync_cu_function_t * function, wsync_cu_module_t module, const char *name))        \
     X(occupancy, cuOccupancyMaxActiveBlocksPerMultiprocessor, 6050,                        \
       (int *blocks, wsync_cu_function_t function, int threads, size_t shared_nbytes))      \
-    X(launch_host, cuLaunchHostFunc, 10000,                                                \
-      (wsync_cu_stream_t stream, wsync_cu_host_func_t function, void *argument))           \
     X(launch_kernel, cuLaunchKernel, 4000,                                                 \
       (wsync_cu_function_t function, unsigned grid_x, unsigned grid_y, unsigned grid_z,    \
        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_nbytes,       \

@@ -8,17 +8,35 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <unistd.h>
 
-#include "device/cuda_handle_memfd.h"
 #include "device/cuda_ipc.h"
 #include "device/cuda_spans.h"
+#include "device/sealed_blob.h"
 
 /* The driver cuts small allocations from blocks of this size, and the handle of one opens
  * its block. */
 enum { BLOCK_NBYTES = 2 << 20 };
+
+/* What crosses for memory that has no descriptor of its own, or more than one: a sealed
+ * blob, which is copied as it is. */
+typedef struct note {
+    uint64_t nbytes;
+    wsync_cu_uuid_t uuid;
+    wsync_cu_ipc_t handle; /* without pieces; else all 0 */
+    uint64_t process[2];   /* whose it is, where that is to know its own */
+    wsync_cu_ptr_t at;     /* in that process */
+    uint64_t sizes[];      /* of the pieces whose descriptors go with it */
+} note_t;
+
+static size_t note_nbytes(size_t pieces)
+{
+    return sizeof(note_t) + pieces * sizeof(uint64_t);
+}
 
 /* --- what lies where --------------------------------------------------------------------
  */
@@ -156,44 +174,35 @@ static wsync_status_t lend_piece(wsync_cuda_memory_t *memory,
 /* In the context. */
 static wsync_status_t lend_pieces(wsync_cuda_memory_t *memory,
                                   const wsync_cuda_allocation_t *items, size_t count,
-                                  wsync_cuda_handle_memfd_t *note, wsync_error_t *err)
+                                  note_t *note, wsync_error_t *err)
 {
-    uint64_t *sizes = calloc(count, sizeof(*sizes));
     wsync_status_t status = WSYNC_OK;
 
     memory->base.more = calloc(count, sizeof(*memory->base.more));
-    if (sizes == NULL || memory->base.more == NULL) {
-        free(sizes);
+    if (memory->base.more == NULL) {
         return fail_record(err);
     }
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
-        sizes[i] = items[i].nbytes;
-        note->nbytes += sizes[i];
+        note->sizes[i] = items[i].nbytes;
+        note->nbytes += items[i].nbytes;
         status = lend_piece(memory, &items[i], err);
     }
-    if (status == WSYNC_OK) {
-        status = wsync_cuda_handle_memfd_write(note, sizes, count, &memory->base.fd, err);
-    }
-    free(sizes);
     return status;
 }
 
 /* In the context. */
-static wsync_status_t lend_whole(wsync_cuda_memory_t *memory,
-                                 const wsync_cuda_allocation_t *item,
-                                 wsync_cuda_handle_memfd_t *note, wsync_error_t *err)
+static wsync_status_t lend_whole(const wsync_cuda_memory_t *memory,
+                                 const wsync_cuda_allocation_t *item, note_t *note,
+                                 wsync_error_t *err)
 {
     const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
-    const wsync_status_t status = wsync_cuda_check(
-        device->driver, device->driver->ipc_get_memory(&note->handle, item->at),
-        "cuIpcGetMemHandle", err, "lending %" PRIu64 " bytes at %#llx of %s", item->nbytes,
-        item->at, device->label);
 
     note->nbytes = item->nbytes;
     note->at = item->at;
-    return status == WSYNC_OK
-               ? wsync_cuda_handle_memfd_write(note, NULL, 0, &memory->base.fd, err)
-               : status;
+    return wsync_cuda_check(
+        device->driver, device->driver->ipc_get_memory(&note->handle, item->at),
+        "cuIpcGetMemHandle", err, "lending %" PRIu64 " bytes at %#llx of %s", item->nbytes,
+        item->at, device->label);
 }
 
 static bool can_be_lent(const wsync_cuda_allocation_t *items, size_t count)
@@ -208,35 +217,52 @@ static bool can_be_lent(const wsync_cuda_allocation_t *items, size_t count)
     return good;
 }
 
+/* Fills a record and its note. */
+static wsync_status_t lend(wsync_cuda_memory_t *memory,
+                           const wsync_cuda_allocation_t *items, size_t pieces,
+                           note_t *note, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    wsync_status_t status = wsync_cuda_enter(device, err);
+
+    if (status == WSYNC_OK) {
+        status = pieces > 0 ? lend_pieces(memory, items, pieces, note, err)
+                            : lend_whole(memory, items, note, err);
+        wsync_cuda_leave(device);
+    }
+    memory->base.nbytes = note->nbytes;
+    return status == WSYNC_OK
+               ? wsync_blob_create((const uint8_t *)note, note_nbytes(pieces),
+                                   &memory->base.fd, err)
+               : status;
+}
+
 wsync_status_t wsync_cuda_lend(const wsync_cuda_device_t *device,
                                const wsync_cuda_allocation_t *items, size_t count,
                                wsync_memory_t **memory, wsync_error_t *err)
 {
-    wsync_cuda_handle_memfd_t note = {
-        .uuid = device->info.uuid,
-        .process = {device->driver->process[0], device->driver->process[1]}};
     wsync_cuda_memory_t *made = NULL;
     wsync_status_t status;
+    note_t *note;
+    size_t pieces;
 
     if (!can_be_lent(items, count)) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_cuda_lend",
                           "%zu allocations of %s that cannot be lent side by side", count,
                           device->label);
     }
-    status = make_record(device, items[0].piece ? count : 0, &made, err);
-    if (made == NULL) {
-        return status;
+    pieces = items[0].piece ? count : 0;
+    note = calloc(1, note_nbytes(pieces));
+    status = note != NULL ? make_record(device, pieces, &made, err) : fail_record(err);
+    if (made != NULL) {
+        note->uuid = device->info.uuid;
+        memcpy(note->process, device->driver->process, sizeof(note->process));
+        made->foreign = true;
+        made->at = items[0].at;
+        made->base.data = (void *)(uintptr_t)made->at;
+        status = lend(made, items, pieces, note, err);
     }
-    made->foreign = true;
-    made->at = items[0].at;
-    made->base.data = (void *)(uintptr_t)made->at;
-    status = wsync_cuda_enter(device, err);
-    if (status == WSYNC_OK) {
-        status = items[0].piece ? lend_pieces(made, items, count, &note, err)
-                                : lend_whole(made, items, &note, err);
-        wsync_cuda_leave(device);
-    }
-    made->base.nbytes = note.nbytes;
+    free(note);
     if (status != WSYNC_OK) {
         wsync_cuda_lent_destroy(made);
         return status;
@@ -245,12 +271,18 @@ wsync_status_t wsync_cuda_lend(const wsync_cuda_device_t *device,
     return WSYNC_OK;
 }
 
+/* False while a peer has the memory open; after that nobody opens it any more. */
+static bool is_closed(const wsync_cuda_memory_t *memory)
+{
+    return memory->base.fd < 0 || flock(memory->base.fd, LOCK_EX | LOCK_NB) == 0;
+}
+
 bool wsync_cuda_retire(const wsync_memory_t *memory)
 {
     const wsync_cuda_memory_t *self = (const wsync_cuda_memory_t *)(const void *)memory;
 
     return memory->device->ordinal < 0 || !self->foreign || memory->more_count > 0 ||
-           wsync_cuda_legacy_closed(self);
+           is_closed(self);
 }
 
 /* --- the borrower -----------------------------------------------------------------------
@@ -315,10 +347,6 @@ static wsync_status_t map_pieces(wsync_cuda_memory_t *memory, const int *fds,
     wsync_cu_ptr_t at = 0;
     wsync_status_t status;
 
-    if (!device->vmm) {
-        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_borrow",
-                          "%s maps no descriptors of GPU memory", device->label);
-    }
     status = wsync_cuda_check(device->driver,
                               device->driver->mem_reserve(&at, (size_t)nbytes, 0, 0, 0),
                               "cuMemAddressReserve", err,
@@ -336,13 +364,12 @@ static wsync_status_t map_pieces(wsync_cuda_memory_t *memory, const int *fds,
     return status == WSYNC_OK ? open_to_read(memory, err) : status;
 }
 
-static wsync_status_t check_sizes(const wsync_cuda_handle_memfd_t *note,
-                                  const uint64_t *sizes, size_t count, wsync_error_t *err)
+static wsync_status_t check_sizes(const note_t *note, size_t pieces, wsync_error_t *err)
 {
-    uint64_t sum = count > 0 ? 0 : note->nbytes;
+    uint64_t sum = pieces > 0 ? 0 : note->nbytes;
 
-    for (size_t i = 0; i < count; i++) {
-        if (sizes[i] == 0 || __builtin_add_overflow(sum, sizes[i], &sum)) {
+    for (size_t i = 0; i < pieces; i++) {
+        if (note->sizes[i] == 0 || __builtin_add_overflow(sum, note->sizes[i], &sum)) {
             sum = UINT64_MAX;
             break;
         }
@@ -353,85 +380,133 @@ static wsync_status_t check_sizes(const wsync_cuda_handle_memfd_t *note,
                             "a peer lends %" PRIu64
                             " bytes of GPU memory in %zu pieces of "
                             "other sizes",
-                            note->nbytes, count);
+                            note->nbytes, pieces);
+}
+
+static bool is_of(const note_t *note, const wsync_cu_uuid_t *uuid)
+{
+    return memcmp(uuid, &note->uuid, sizeof(*uuid)) == 0;
 }
 
 /* REFUSED for memory of a GPU that this one does not reach. */
-static wsync_status_t check_reach(const wsync_cuda_handle_memfd_t *note,
-                                  const wsync_cuda_device_t *device, wsync_error_t *err)
+static wsync_status_t check_reach(const note_t *note, const wsync_cuda_device_t *device,
+                                  wsync_error_t *err)
 {
-    wsync_status_t status = wsync_cuda_handle_memfd_check(note, device, err);
+    bool reaches = is_of(note, &device->info.uuid);
 
-    for (int i = 0; i < device->driver->device_count && status == WSYNC_ERR_REFUSED; i++) {
-        bool reaches = false;
+    for (int i = 0; i < device->driver->device_count && !reaches; i++) {
         wsync_cu_uuid_t uuid;
-        const wsync_status_t asked = wsync_cuda_reaches(device, i, &reaches, &uuid, err);
+        const wsync_status_t status = wsync_cuda_reaches(device, i, &reaches, &uuid, err);
 
-        if (asked != WSYNC_OK) {
-            return asked;
+        if (status != WSYNC_OK) {
+            return status;
         }
-        if (reaches && memcmp(&uuid, &note->uuid, sizeof(uuid)) == 0) {
-            status = WSYNC_OK;
-        }
+        reaches = reaches && is_of(note, &uuid);
     }
-    return status;
+    return reaches ? WSYNC_OK
+                   : wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
+                                "the descriptor holds memory of another GPU than %s",
+                                device->label);
 }
 
 /* An engine may be in the trainer's own process, where the driver opens no handle of its
  * own: the memory is there already.  PIDs would not tell, which namespaces share. */
-static bool is_own(const wsync_cuda_handle_memfd_t *note, const wsync_cuda_device_t *device)
+static bool is_own(const note_t *note, const wsync_cuda_device_t *device)
 {
     const uint64_t *process = device->driver->process;
 
-    return (process[0] | process[1]) != 0 && note->process[0] == process[0] &&
-           note->process[1] == process[1] &&
-           memcmp(&note->uuid, &device->info.uuid, sizeof(note->uuid)) == 0;
+    return (process[0] | process[1]) != 0 &&
+           memcmp(note->process, process, sizeof(note->process)) == 0 &&
+           is_of(note, &device->info.uuid);
 }
 
-static wsync_status_t open_whole(wsync_cuda_memory_t *memory,
-                                 const wsync_cuda_handle_memfd_t *note, wsync_error_t *err)
+/* Marks the memory as open, for is_closed of its owner; in the context. */
+static wsync_status_t open_whole(wsync_cuda_memory_t *memory, const note_t *note,
+                                 wsync_error_t *err)
 {
-    if (!is_own(note, wsync_cuda_of(memory->base.device))) {
-        return wsync_cuda_legacy_open(memory, note, err);
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    wsync_status_t status = WSYNC_OK;
+
+    if (flock(memory->base.fd, LOCK_SH | LOCK_NB) != 0) {
+        return wsync_fail(err, WSYNC_ERR_CLOSED, errno, "flock",
+                          "the GPU memory of descriptor %d has been freed",
+                          memory->base.fd);
     }
-    memory->base.data = (void *)(uintptr_t)note->at;
-    return wsync_cuda_legacy_lock(memory, err);
+    if (is_own(note, device)) {
+        memory->base.data = (void *)(uintptr_t)note->at;
+        return WSYNC_OK;
+    }
+    status = wsync_cuda_ipc_open(device, &note->handle, &memory->ipc, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    memory->base.data = (void *)(uintptr_t)memory->ipc->at;
+    return memory->ipc->nbytes >= note->nbytes
+               ? WSYNC_OK
+               : wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
+                            "the descriptor stands for %" PRIu64
+                            " bytes of GPU memory, expected %" PRIu64,
+                            memory->ipc->nbytes, note->nbytes);
+}
+
+/* Reads a note by a description of the file's own, whose locks are no other's. */
+static wsync_status_t read_note(wsync_cuda_memory_t *memory, int fd, size_t pieces,
+                                note_t **note, wsync_error_t *err)
+{
+    char path[64];
+    uint8_t *data = NULL;
+    wsync_status_t status;
+
+    (void)snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+    memory->base.fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (memory->base.fd < 0) {
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "open", "descriptor %d: open: %s", fd,
+                          strerror(errno));
+    }
+    status = wsync_blob_read(memory->base.fd, note_nbytes(pieces), &data, err);
+    *note = (note_t *)(void *)data;
+    return status;
+}
+
+/* Fills a record from what a peer has sent. */
+static wsync_status_t map_lent(wsync_cuda_memory_t *memory, const int *fds, size_t pieces,
+                               const note_t *note, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    wsync_status_t status = check_reach(note, device, err);
+
+    if (status == WSYNC_OK) {
+        status = check_sizes(note, pieces, err);
+    }
+    if (status == WSYNC_OK) {
+        memory->base.nbytes = note->nbytes;
+        status = wsync_cuda_enter(device, err);
+    }
+    if (status == WSYNC_OK) {
+        status = pieces > 0 ? map_pieces(memory, fds + 1, note->sizes, pieces, err)
+                            : open_whole(memory, note, err);
+        wsync_cuda_leave(device);
+    }
+    return status;
 }
 
 wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, size_t count,
                                  wsync_memory_t **memory, wsync_error_t *err)
 {
-    const wsync_cuda_device_t *device = wsync_cuda_of(self);
     const size_t pieces = count - 1;
-    uint64_t *sizes = calloc(pieces + 1, sizeof(*sizes));
     wsync_cuda_memory_t *made = NULL;
-    wsync_cuda_handle_memfd_t note;
-    wsync_status_t status =
-        sizes != NULL ? make_record(device, pieces, &made, err) : fail_record(err);
+    note_t *note = NULL;
+    wsync_status_t status = make_record(wsync_cuda_of(self), pieces, &made, err);
 
     if (made == NULL) {
-        free(sizes);
         return status;
     }
     made->base.lent = true;
-    status =
-        wsync_cuda_handle_memfd_read(fds[0], &made->base.fd, &note, sizes, pieces, err);
+    status = read_note(made, fds[0], pieces, &note, err);
     if (status == WSYNC_OK) {
-        status = check_reach(&note, device, err);
+        status = map_lent(made, fds, pieces, note, err);
     }
-    if (status == WSYNC_OK) {
-        status = check_sizes(&note, sizes, pieces, err);
-    }
-    if (status == WSYNC_OK) {
-        made->base.nbytes = note.nbytes;
-        status = wsync_cuda_enter(device, err);
-    }
-    if (status == WSYNC_OK) {
-        status = pieces > 0 ? map_pieces(made, fds + 1, sizes, pieces, err)
-                            : open_whole(made, &note, err);
-        wsync_cuda_leave(device);
-    }
-    free(sizes);
+    free(note);
     if (status != WSYNC_OK) {
         wsync_cuda_lent_destroy(made);
         return status;
@@ -484,7 +559,8 @@ wsync_status_t wsync_cuda_lent_park(wsync_cuda_memory_t *memory, wsync_error_t *
     }
     status = wsync_pins_park(&memory->base.pins, err);
     if (status == WSYNC_OK && memory->ipc != NULL) {
-        (void)wsync_cuda_legacy_fini(memory);
+        wsync_cuda_ipc_destroy(memory->ipc);
+        memory->ipc = NULL;
     } else if (status == WSYNC_OK) {
         code = unmap_pieces(memory);
         status = wsync_cuda_check(device->driver, code, "cuMemUnmap", err,
@@ -504,9 +580,13 @@ wsync_status_t wsync_cuda_lent_park(wsync_cuda_memory_t *memory, wsync_error_t *
 
 void wsync_cuda_lent_destroy(wsync_cuda_memory_t *memory)
 {
-    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    const wsync_cuda_device_t *device;
 
-    (void)wsync_cuda_legacy_fini(memory); /* opened by a handle: never kept */
+    if (memory == NULL) {
+        return;
+    }
+    device = wsync_cuda_of(memory->base.device);
+    wsync_cuda_ipc_destroy(memory->ipc);
     if ((memory->at != 0 || memory->piece_count > 0) && wsync_cuda_enter_to_free(device)) {
         if (memory->foreign) {
             for (size_t i = 0; i < memory->piece_count; i++) {

@@ -224,9 +224,6 @@ static void memory_destroy(wsync_memory_t *memory)
         wsync_cuda_lent_destroy(self);
         return;
     }
-    if (!wsync_cuda_legacy_fini(self)) {
-        return;
-    }
     if (self->at != 0 && wsync_cuda_enter_to_free(device)) {
         if (self->host != NULL) {
             wsync_cuda_unregister(device, self->host->data);
@@ -331,12 +328,6 @@ static wsync_status_t memory_park(wsync_memory_t *memory, wsync_error_t *err)
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_park",
                           "control memory cannot be parked");
     }
-    if (!device->vmm) {
-        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_park",
-                          "memory of %s cannot be parked: it has no virtual memory "
-                          "management",
-                          device->label);
-    }
     status = wsync_cuda_enter(device, err);
     if (status != WSYNC_OK) {
         return status;
@@ -433,11 +424,9 @@ static wsync_status_t make_device(const wsync_cuda_device_t *device, int fd,
         return status;
     }
     if (fd >= 0) {
-        return device->vmm ? adopt(*memory, fd, err)
-                           : wsync_cuda_legacy_adopt(*memory, fd, err);
+        return adopt(*memory, fd, err);
     }
-    status =
-        device->vmm ? allocate(*memory, err) : wsync_cuda_legacy_allocate(*memory, err);
+    status = allocate(*memory, err);
     return status == WSYNC_OK ? zero(*memory, err) : status;
 }
 
@@ -488,23 +477,13 @@ static wsync_cuda_memory_t record_of(const wsync_cuda_device_t *device, uint64_t
         .mapped_nbytes = wsync_round_up(nbytes, device->granularity)};
 }
 
-wsync_status_t wsync_cuda_can_take(const wsync_cuda_device_t *device, wsync_error_t *err)
-{
-    return device->vmm ? WSYNC_OK
-                       : wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_take",
-                                    "%s exports no memory as descriptors", device->label);
-}
-
 wsync_status_t wsync_cuda_take(const wsync_cuda_device_t *device, uint64_t nbytes,
                                wsync_cu_ptr_t *at, wsync_error_t *err)
 {
     wsync_cuda_memory_t memory = record_of(device, nbytes);
     wsync_cu_handle_t handle = 0;
-    wsync_status_t status = wsync_cuda_can_take(device, err);
+    wsync_status_t status;
 
-    if (status != WSYNC_OK) {
-        return status;
-    }
     if (nbytes == 0 || nbytes > INT64_MAX) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_cuda_take",
                           "GPU memory of %" PRIu64 " bytes", nbytes);

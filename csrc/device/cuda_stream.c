@@ -17,18 +17,14 @@
 #include <unistd.h>
 
 #include "core/base/array.h"
-#include "device/cuda_events.h"
 #include "device/cuda_quantise.h"
 #include "device/deadline.h"
-
-#define WAITS_VARIABLE "WSYNC_GPU_WAITS"
 
 enum {
     POLL_MIN_NS = 5 * 1000,
     POLL_MAX_NS = 200 * 1000,
     /* A device that takes longer to run dry has hung: its memory is left alone. */
     DRAIN_MS = 60 * 1000,
-    SLICE_MS = 20, /* of a wait that others may give up */
     /* How long the times of batches are waited for, which nobody needs. */
     TRACE_MS = 1000,
     /* How often a stream that is never waited for is looked at to let go of memory. */
@@ -40,7 +36,6 @@ typedef struct entry {
     wsync_event_t event; /* memory NULL: copies; else it is retained */
     uint64_t value;
     bool waits;
-    void *kept; /* of a record; owned */
 } entry_t;
 
 /* A batch that is timed: the driver's events before and behind it. */
@@ -61,9 +56,7 @@ typedef struct cuda_stream {
     entry_t *entries; /* since the stream was seen idle */
     size_t count;
     size_t capacity;
-    atomic_bool lost;     /* it was given up, and the device did not run dry */
-    atomic_uint given_up; /* how often its waits were */
-    bool host_waits;      /* nothing is to be enqueued that waits */
+    atomic_bool lost; /* it was given up, and the device did not run dry */
 
     wsync_stream_span_t *trace; /* owned; NULL: batches are not timed */
     timed_t *timed;             /* owned, trace_capacity of them */
@@ -80,7 +73,6 @@ static void forget_entries(cuda_stream_t *self)
 {
     for (size_t i = 0; i < self->count; i++) {
         wsync_memory_destroy(self->entries[i].event.memory);
-        free(self->entries[i].kept);
     }
     self->count = 0;
 }
@@ -112,7 +104,6 @@ static wsync_cu_result_t look(cuda_stream_t *self)
  * it come, too: they are closed with the stream. */
 static void give_up_waits(cuda_stream_t *self)
 {
-    (void)atomic_fetch_add(&self->given_up, 1);
     (void)pthread_mutex_lock(&self->mutex);
     for (size_t i = 0; i < self->count; i++) {
         if (self->entries[i].waits) {
@@ -174,20 +165,6 @@ static wsync_status_t check(const cuda_stream_t *self, wsync_cu_result_t code,
                             self->device->label);
 }
 
-/* Whether the host is to wait for words where the device can: which of the two costs less
- * depends on what a GPU does while it waits. */
-static wsync_status_t read_waits(bool *by_host, wsync_error_t *err)
-{
-    const char *text = secure_getenv(WAITS_VARIABLE);
-
-    *by_host = text != NULL && strcmp(text, "host") == 0;
-    if (text != NULL && text[0] != '\0' && !*by_host && strcmp(text, "gpu") != 0) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_stream_create",
-                          WAITS_VARIABLE "='%.50s' is neither gpu nor host", text);
-    }
-    return WSYNC_OK;
-}
-
 static wsync_status_t stream_create(const wsync_device_t *device, unsigned threads,
                                     wsync_stream_t **stream, wsync_error_t *err)
 {
@@ -199,11 +176,7 @@ static wsync_status_t stream_create(const wsync_device_t *device, unsigned threa
     }
     made->base.device = device;
     made->device = wsync_cuda_of(device);
-    status = read_waits(&made->host_waits, err);
-    made->host_waits |= !made->device->words;
-    if (status == WSYNC_OK) {
-        status = wsync_cuda_enter(made->device, err);
-    }
+    status = wsync_cuda_enter(made->device, err);
     if (status != WSYNC_OK) {
         free(made);
         return status;
@@ -253,7 +226,7 @@ static unsigned stream_ahead(wsync_stream_t *stream)
 {
     const cuda_stream_t *self = own(stream);
 
-    return !self->host_waits && atomic_load(&self->runner.steady) ? WSYNC_STREAM_AHEAD : 0;
+    return atomic_load(&self->runner.steady) ? WSYNC_STREAM_AHEAD : 0;
 }
 
 static void *stream_handle(wsync_stream_t *stream)
@@ -334,38 +307,27 @@ static void add_entry(cuda_stream_t *self, const entry_t *entry)
 }
 
 /* In the context, in order. */
-static wsync_status_t enqueue_word(cuda_stream_t *self, entry_t *entry, wsync_error_t *err)
+static wsync_status_t enqueue_word(cuda_stream_t *self, const entry_t *entry,
+                                   wsync_error_t *err)
 {
+    const wsync_cuda_driver_t *driver = self->device->driver;
     const wsync_cu_stream_t stream = self->runner.stream;
+    const wsync_cu_ptr_t at = wsync_cuda_event_address(entry->event);
     wsync_status_t status = reserve_entry(self, err);
 
     if (status != WSYNC_OK) {
         return status;
     }
-    status = entry->waits ? wsync_cuda_events_wait(self->device, stream, entry->event,
-                                                   entry->value, err)
-                          : wsync_cuda_events_record(self->device, stream, entry->event,
-                                                     entry->value, &entry->kept, err);
+    if (entry->waits) {
+        status = check(
+            self, driver->stream_wait_value(stream, at, entry->value, WSYNC_CU_WAIT_GEQ),
+            "cuStreamWaitValue64", err);
+    } else {
+        status = check(self, driver->stream_write_value(stream, at, entry->value, 0),
+                       "cuStreamWriteValue64", err);
+    }
     if (status == WSYNC_OK) {
         add_entry(self, entry);
-    }
-    return status;
-}
-
-/* Waits in place of a device that cannot: until the event is `value`, or the stream's waits
- * are given up, and then it is, too. */
-static wsync_status_t wait_on_host(const cuda_stream_t *self, const entry_t *entry,
-                                   wsync_error_t *err)
-{
-    const unsigned given_up = atomic_load(&self->given_up);
-    const uint64_t deadline = wsync_deadline_ns(DRAIN_MS);
-    wsync_status_t status = wsync_event_wait(entry->event, entry->value, SLICE_MS, err);
-
-    while (status == WSYNC_ERR_TIMEOUT && wsync_clock_ns() < deadline) {
-        if (atomic_load(&self->given_up) != given_up) {
-            wsync_event_set(entry->event, entry->value);
-        }
-        status = wsync_event_wait(entry->event, entry->value, SLICE_MS, err);
     }
     return status;
 }
@@ -374,14 +336,11 @@ static wsync_status_t stream_enqueue(wsync_stream_t *stream, bool waits,
                                      wsync_event_t event, uint64_t value,
                                      wsync_error_t *err)
 {
-    entry_t entry = {.event = event, .value = value, .waits = waits};
+    const entry_t entry = {.event = event, .value = value, .waits = waits};
     cuda_stream_t *self = own(stream);
     _Atomic uint64_t *recorded = wsync_cuda_event_recorded(event);
     wsync_status_t status;
 
-    if (waits && !self->device->words) {
-        return wait_on_host(self, &entry, err);
-    }
     status = wsync_cuda_enter(self->device, err);
     if (status != WSYNC_OK) {
         return status;

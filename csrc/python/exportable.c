@@ -53,9 +53,6 @@ static PyObject *exportable_check(PyObject *module, PyObject *args)
     }
     Py_BEGIN_ALLOW_THREADS
         status = wsync_cuda_device(ordinal, &device, &err);
-        if (status == WSYNC_OK) {
-            status = wsync_cuda_can_take(device, &err);
-        }
     Py_END_ALLOW_THREADS
     return wsync_py_none(state, status, &err);
 }

@@ -49,7 +49,6 @@ SAME(WSYNC_CU_HOST_DEVICE_MAP, CU_MEMHOSTREGISTER_DEVICEMAP);
 SAME(WSYNC_CU_STREAM_NON_BLOCKING, CU_STREAM_NON_BLOCKING);
 SAME(WSYNC_CU_WAIT_GEQ, CU_STREAM_WAIT_VALUE_GEQ);
 SAME(WSYNC_CU_EVENT_DISABLE_TIMING, CU_EVENT_DISABLE_TIMING);
-SAME(WSYNC_CU_EVENT_INTERPROCESS, CU_EVENT_INTERPROCESS);
 SAME(WSYNC_CU_LOOKUP_LEGACY_STREAM, CU_GET_PROC_ADDRESS_LEGACY_STREAM);
 #if CUDA_VERSION >= 12080
 SAME(WSYNC_CU_ATTRIBUTE_MPS, CU_DEVICE_ATTRIBUTE_MPS_ENABLED);
@@ -106,7 +105,6 @@ SAME(sizeof(wsync_cu_copy_attributes_t), sizeof(CUmemcpyAttributes));
 SAME(sizeof(wsync_cu_uuid_t), sizeof(CUuuid));
 SAME(sizeof(wsync_cu_ipc_t), sizeof(CUipcMemHandle));
 SAME(_Alignof(wsync_cu_ipc_t), _Alignof(CUipcMemHandle));
-SAME(sizeof(wsync_cu_ipc_event_t), sizeof(CUipcEventHandle));
 
 /* Numbers of the driver's are an int each, whatever the compiler makes of its enums. */
 SAME(sizeof(wsync_cu_result_t), sizeof(CUresult));
@@ -129,10 +127,8 @@ SAME(sizeof(wsync_cu_handle_type_t), sizeof(CUmemAllocationHandleType));
 #define wsync_cu_event_t CUevent
 #define wsync_cu_module_t CUmodule
 #define wsync_cu_function_t CUfunction
-#define wsync_cu_host_func_t CUhostFn
 #define wsync_cu_uuid_t CUuuid
 #define wsync_cu_ipc_t CUipcMemHandle
-#define wsync_cu_ipc_event_t CUipcEventHandle
 #define wsync_cu_property_t CUmemAllocationProp
 #define wsync_cu_access_t CUmemAccessDesc
 #define wsync_cu_copy_attributes_t CUmemcpyAttributes

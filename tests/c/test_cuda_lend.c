@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 
 #include "cuda_fixture.h"
-#include "device/cuda_handle_memfd.h"
 #include "device/cuda_ipc.h"
 #include "device/cuda_lend.h"
 

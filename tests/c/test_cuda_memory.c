@@ -138,14 +138,15 @@ TEST(events_are_words_of_control_memory)
     check_clean();
 }
 
-TEST(a_gpu_that_registers_no_memory_of_the_host_is_named)
+TEST(a_gpu_that_lacks_what_wsync_needs_is_named)
 {
     const wsync_cuda_device_t *device = NULL;
     wsync_error_t err = {0};
 
-    choose_fake("WSYNC_FAKE_CUDA_LACKS", "100,99");
+    choose_fake("WSYNC_FAKE_CUDA_LACKS", "100,103");
     CHECK_EQ(wsync_cuda_device(0, &device, &err), WSYNC_ERR_UNSUPPORTED);
-    CHECK_HAS(err.message, "GPU 0 (Fake GPU 0) has no registered host memory");
+    CHECK_HAS(err.message,
+              "GPU 0 (Fake GPU 0) has no memory that is exported as descriptors");
 }
 
 TEST(a_gpu_that_does_not_open_may_be_asked_again)

@@ -94,52 +94,6 @@ TEST(a_stream_that_waits_keeps_no_others)
     (void)close(fd);
 }
 
-static void *abandon_late(void *stream)
-{
-    (void)usleep(20000);
-    CHECK(wsync_stream_abandon(stream, PATIENT_MS));
-    return NULL;
-}
-
-/* On a device without memory operations for it. */
-TEST(words_may_be_the_host_s_to_wait_for_and_to_set)
-{
-    char path[] = "/var/tmp/wsync-calls-XXXXXX";
-    char text[CALLS_NBYTES];
-    const int fd = open_log(path);
-    pthread_t thread;
-    wsync_event_t ready;
-    wsync_event_t done;
-    wsync_error_t err = {0};
-    off_t before;
-    rig_t rig;
-
-    choose_fake("WSYNC_FAKE_CUDA_LACKS", "122");
-    rig = make_rig(NBYTES);
-    ready = (wsync_event_t){rig.control, 0};
-    done = (wsync_event_t){rig.control, 8};
-    for (uint64_t round = 1; round <= 3; round++) {
-        before = lseek(fd, 0, SEEK_END);
-        wsync_event_set(ready, round);
-        CHECK_OK(wsync_stream_wait(rig.stream, ready, round, &err), err);
-        enqueue(&rig, shapes, 2, &rig.target, 1);
-        CHECK_OK(wsync_stream_record(rig.stream, done, round, &err), err);
-        read_calls(fd, before, text);
-        CHECK_EQ(wsync_stream_ahead(rig.stream), 0);
-        CHECK_OK(wsync_event_wait(done, round, PATIENT_MS, &err), err);
-    }
-    CHECK_STR(text, "cuLaunchKernel cuLaunchHostFunc ");
-    /* A wait for who is gone ends with the stream's. */
-    CHECK_EQ(pthread_create(&thread, NULL, abandon_late, rig.stream), 0);
-    CHECK_OK(wsync_stream_wait(rig.stream, ready, 5, &err), err);
-    CHECK_EQ(pthread_join(thread, NULL), 0);
-    CHECK_EQ(wsync_event_query(ready), 5);
-    end_rig(&rig);
-    (void)unlink(path);
-    (void)close(fd);
-}
-
-/* Buffers that moved cost an upload of addresses, not of the plan. */
 TEST(moved_buffers_are_bound_anew)
 {
     char path[] = "/var/tmp/wsync-calls-XXXXXX";

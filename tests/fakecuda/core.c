@@ -133,16 +133,6 @@ static wsync_cu_result_t strike(const char *call)
     return code;
 }
 
-/* Those of streams make no calls. */
-static _Thread_local bool is_host_function;
-
-void fake_call_host(wsync_cu_host_func_t function, void *argument)
-{
-    is_host_function = true;
-    function(argument);
-    is_host_function = false;
-}
-
 static wsync_cu_result_t check_process(const char *call)
 {
     fake_log("%s", call);
@@ -154,10 +144,6 @@ static wsync_cu_result_t check_process(const char *call)
     }
     if (atomic_load(&ended)) {
         return fake_refuse(WSYNC_CU_DEINITIALIZED, "%s while the process ends", call);
-    }
-    if (is_host_function) {
-        return fake_refuse(WSYNC_CU_NOT_PERMITTED, "%s by a host function of a stream",
-                           call);
     }
     return atomic_load(&fake.lost);
 }
@@ -264,7 +250,6 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.first = (int)fake_read_number("WSYNC_FAKE_CUDA_FIRST", 0);
         fake.memory = fake_read_number("WSYNC_FAKE_CUDA_MEMORY", (size_t)1 << 30);
         fake.delay_us = (unsigned)fake_read_number("WSYNC_FAKE_CUDA_DELAY_US", 100);
-        fake.no_vmm = fake_read_number("WSYNC_FAKE_CUDA_NO_VMM", 0) != 0;
         fake.no_peers = fake_read_number("WSYNC_FAKE_CUDA_PEERS", 1) == 0;
         fake.mps = fake_read_number("WSYNC_FAKE_CUDA_MPS", 0) != 0;
         (void)snprintf(fake.lacks, sizeof(fake.lacks), ",%s,", text != NULL ? text : "");
@@ -403,17 +388,14 @@ wsync_cu_result_t fake_device_get_attribute(int *value, int attribute,
     const wsync_cu_result_t code = fake_enter("cuDeviceGetAttribute");
 
     (void)device;
-    *value =
-        fake_lacks(attribute)                         ? 0
-        : attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS  ? 4
-        : attribute == WSYNC_CU_ATTRIBUTE_MAJOR       ? 9
-        : attribute == WSYNC_CU_ATTRIBUTE_MINOR       ? 0
-        : attribute == WSYNC_CU_ATTRIBUTE_MPS         ? fake.mps
-        : attribute == WSYNC_CU_ATTRIBUTE_PAGEABLE    ? fake.pageable
-        : attribute == WSYNC_CU_ATTRIBUTE_HOST_TABLES ? fake.pageable && !fake.moving
-        : attribute == WSYNC_CU_ATTRIBUTE_VMM || attribute == WSYNC_CU_ATTRIBUTE_HANDLE_FD
-            ? !fake.no_vmm
-            : 1;
+    *value = fake_lacks(attribute)                         ? 0
+             : attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS  ? 4
+             : attribute == WSYNC_CU_ATTRIBUTE_MAJOR       ? 9
+             : attribute == WSYNC_CU_ATTRIBUTE_MINOR       ? 0
+             : attribute == WSYNC_CU_ATTRIBUTE_MPS         ? fake.mps
+             : attribute == WSYNC_CU_ATTRIBUTE_PAGEABLE    ? fake.pageable
+             : attribute == WSYNC_CU_ATTRIBUTE_HOST_TABLES ? fake.pageable && !fake.moving
+                                                           : 1;
     return code;
 }
 

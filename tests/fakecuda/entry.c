@@ -60,7 +60,7 @@ int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_
     } table[] = {
 #define ENTRY(member, symbol, version, parameters) \
     {#symbol, version, (void *)fake_##member},
-        WSYNC_CUDA_MAP(ENTRY) WSYNC_CUDA_LATER_MAP(ENTRY)
+        WSYNC_CUDA_MAP(ENTRY) WSYNC_CUDA_LATER_MAP(ENTRY) FAKE_TESTS_MAP(ENTRY)
 #undef ENTRY
     };
 

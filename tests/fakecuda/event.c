@@ -1,25 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Events, of one process or of several. */
+ * Events. */
 #include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "fake.h"
-
-#define EVENT_NAME "fakecuda-event"
-
-enum { HANDLE_MAGIC = 0x65766e74 };
-
-typedef struct handle {
-    uint32_t magic;
-    int32_t pid;
-    int32_t fd;
-    int32_t device;
-    uint64_t flags;
-} handle_t;
-
-_Static_assert(sizeof(handle_t) <= sizeof(wsync_cu_ipc_t), "handles are 64 bytes");
 
 void fake_event_let_go(struct wsync_cu_event *event)
 {
@@ -31,10 +14,6 @@ void fake_event_let_go(struct wsync_cu_event *event)
             *at = event->next;
             break;
         }
-    }
-    fake_shared_unmap(event->shared);
-    if (event->fd >= 0) {
-        (void)close(event->fd);
     }
     free(event);
 }
@@ -53,55 +32,28 @@ wsync_cu_result_t fake_event_check(const char *call, const struct wsync_cu_event
     return fake_refuse(WSYNC_CU_INVALID_HANDLE, "%s: no such event, or destroyed", call);
 }
 
-/* Moves fd (-1: of this process alone) into a new event; locked. */
-static struct wsync_cu_event *add_event(struct wsync_cu_context *context, unsigned flags,
-                                        int fd, bool opened)
-{
-    struct wsync_cu_event *made = calloc(1, sizeof(*made));
-    fake_shared_t *shared = fake_shared_map(fd, 0);
-
-    if (made == NULL || shared == NULL) {
-        free(made);
-        if (fd >= 0) {
-            (void)close(fd);
-        }
-        return NULL;
-    }
-    *made = (struct wsync_cu_event){.context = context,
-                                    .flags = flags,
-                                    .fd = fd,
-                                    .opened = opened,
-                                    .shared = shared,
-                                    .next = fake.events};
-    fake.events = made;
-    return made;
-}
-
 wsync_cu_result_t fake_event_create(wsync_cu_event_t *event, unsigned flags)
 {
     struct wsync_cu_context *context = NULL;
     struct wsync_cu_event *made;
-    int fd = -1;
-    wsync_cu_result_t code = fake_enter_context("cuEventCreate", &context);
+    const wsync_cu_result_t code = fake_enter_context("cuEventCreate", &context);
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    if ((flags & WSYNC_CU_EVENT_INTERPROCESS) != 0) {
-        if ((flags & WSYNC_CU_EVENT_DISABLE_TIMING) == 0) {
-            return fake_refuse(WSYNC_CU_INVALID_VALUE,
-                               "cuEventCreate: interprocess events have no timing");
-        }
-        fd = memfd_create(EVENT_NAME, MFD_CLOEXEC);
-        if (fd < 0 || ftruncate(fd, (off_t)sizeof(fake_shared_t)) != 0) {
-            return WSYNC_CU_OPERATING_SYSTEM;
-        }
+    made = calloc(1, sizeof(*made));
+    if (made == NULL || (flags & ~(unsigned)WSYNC_CU_EVENT_DISABLE_TIMING) != 0) {
+        free(made);
+        return WSYNC_CU_INVALID_VALUE;
     }
+    made->context = context;
+    made->flags = flags;
     fake_lock();
-    made = add_event(context, flags, fd, false);
+    made->next = fake.events;
+    fake.events = made;
     fake_unlock();
     *event = made;
-    return made != NULL ? WSYNC_CU_SUCCESS : WSYNC_CU_OUT_OF_MEMORY;
+    return WSYNC_CU_SUCCESS;
 }
 
 wsync_cu_result_t fake_event_destroy(wsync_cu_event_t event)
@@ -114,17 +66,7 @@ wsync_cu_result_t fake_event_destroy(wsync_cu_event_t event)
     }
     fake_lock();
     code = fake_event_check("cuEventDestroy", event, context);
-    if (code == WSYNC_CU_SUCCESS && !event->opened &&
-        fake_shared_user(event->shared) != 0) {
-        code =
-            fake_refuse(WSYNC_CU_ILLEGAL_STATE, "cuEventDestroy: process %ld has it open",
-                        (long)fake_shared_user(event->shared));
-    } else if (code == WSYNC_CU_SUCCESS) {
-        if (event->opened) {
-            fake_shared_leave(event->shared);
-        } else {
-            atomic_store(&event->shared->gone, true);
-        }
+    if (code == WSYNC_CU_SUCCESS) {
         event->dead = true;
         fake_event_let_go(event);
     }
@@ -140,11 +82,11 @@ static wsync_cu_result_t query(const char *call, const struct wsync_cu_event *ev
     fake_lock();
     code = fake_event_check(call, event, NULL);
     if (code == WSYNC_CU_SUCCESS) {
-        recorded = atomic_load(&event->shared->recorded);
+        recorded = atomic_load(&event->recorded);
         if (recorded == 0) {
             code = fake_refuse(WSYNC_CU_ILLEGAL_STATE, "%s: the event was never recorded",
                                call);
-        } else if (atomic_load(&event->shared->completed) < recorded) {
+        } else if (atomic_load(&event->completed) < recorded) {
             code = WSYNC_CU_NOT_READY;
         }
     }
@@ -182,68 +124,5 @@ wsync_cu_result_t fake_event_elapsed(float *ms, wsync_cu_event_t begin,
 
         *ms = (float)(int64_t)(last - first) / 1e6F;
     }
-    return code;
-}
-
-wsync_cu_result_t fake_ipc_get_event(wsync_cu_ipc_t *handle, wsync_cu_event_t event)
-{
-    handle_t made = {.magic = HANDLE_MAGIC, .pid = (int32_t)getpid()};
-    wsync_cu_result_t code = fake_enter("cuIpcGetEventHandle");
-
-    if (code != WSYNC_CU_SUCCESS) {
-        return code;
-    }
-    fake_lock();
-    code = fake_event_check("cuIpcGetEventHandle", event, NULL);
-    if (code == WSYNC_CU_SUCCESS && (event->fd < 0 || event->opened)) {
-        code =
-            fake_refuse(WSYNC_CU_INVALID_HANDLE,
-                        "cuIpcGetEventHandle: not an interprocess event of this process");
-    } else if (code == WSYNC_CU_SUCCESS) {
-        made.fd = event->fd;
-        made.device = event->context->device;
-        made.flags = event->flags;
-        memset(handle, 0, sizeof(*handle));
-        memcpy(handle, &made, sizeof(made));
-    }
-    fake_unlock();
-    return code;
-}
-
-wsync_cu_result_t fake_ipc_open_event(wsync_cu_event_t *event, wsync_cu_ipc_t handle)
-{
-    struct wsync_cu_context *context = NULL;
-    struct wsync_cu_event *made = NULL;
-    handle_t wanted;
-    int fd;
-    wsync_cu_result_t code = fake_enter_context("cuIpcOpenEventHandle", &context);
-
-    if (code != WSYNC_CU_SUCCESS) {
-        return code;
-    }
-    memcpy(&wanted, &handle, sizeof(wanted));
-    if (wanted.magic != HANDLE_MAGIC) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuIpcOpenEventHandle: no handle");
-    }
-    if (wanted.pid == (int32_t)getpid()) {
-        return fake_refuse(WSYNC_CU_INVALID_CONTEXT,
-                           "cuIpcOpenEventHandle in the process that made it");
-    }
-    fd = fake_steal(wanted.pid, wanted.fd, EVENT_NAME);
-    if (fd < 0) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuIpcOpenEventHandle: it is gone");
-    }
-    fake_lock();
-    made = add_event(context, (unsigned)wanted.flags, fd, true);
-    if (made == NULL) {
-        code = WSYNC_CU_OUT_OF_MEMORY;
-    } else if (atomic_load(&made->shared->gone) || !fake_shared_join(made->shared)) {
-        made->dead = true;
-        fake_event_let_go(made);
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuIpcOpenEventHandle: it is gone");
-    } else {
-        *event = made;
-    }
-    fake_unlock();
     return code;
 }

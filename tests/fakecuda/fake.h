@@ -37,20 +37,17 @@ typedef struct fake_shared {
     atomic_uint magic;
     atomic_int users[FAKE_MAX_USERS]; /* pids */
     atomic_bool gone;                 /* its owner gave it up */
-    _Atomic uint64_t recorded;        /* of an event: records enqueued */
-    _Atomic uint64_t completed;       /* and passed */
 } fake_shared_t;
 
 struct wsync_cu_event {
     struct wsync_cu_event *next;
-    fake_shared_t *shared;
     struct wsync_cu_context *context;
     unsigned flags;
-    int fd;            /* -1 unless interprocess */
-    bool opened;       /* made in another process */
-    bool dead;         /* destroyed; kept for pending operations */
-    long pending;      /* operations that name it */
-    uint64_t when;     /* ns, of the last record that passed */
+    _Atomic uint64_t recorded;  /* records enqueued */
+    _Atomic uint64_t completed; /* and passed */
+    bool dead;                  /* destroyed; kept for pending operations */
+    long pending;               /* operations that name it */
+    uint64_t when;              /* ns, of the last record that passed */
     uint64_t captured; /* of a record of the context: what came before this number */
 };
 
@@ -101,7 +98,6 @@ typedef enum fake_op_kind {
     FAKE_RECORD,
     FAKE_WAIT_EVENT,
     FAKE_LAUNCH,
-    FAKE_CALL_HOST,
     FAKE_WORK,
 } fake_op_kind_t;
 
@@ -129,8 +125,6 @@ typedef struct fake_op {
     size_t nbytes;
     uint64_t value; /* or the record of an event */
     struct wsync_cu_event *event;
-    wsync_cu_host_func_t function;
-    void *argument;
     fakecuda_work_t work;
     const fake_kernel_t *kernel;
     unsigned grid;
@@ -179,7 +173,6 @@ typedef struct fake_state {
     bool pageable;
     bool moving;   /* and moves its pages to the device when that reads them */
     bool reserved; /* addresses without memory are the device's all the same */
-    bool no_vmm;
     bool no_peers; /* no device reaches another's memory */
     bool mps;
     char lacks[FAKE_LACKS]; /* numbers of attributes, between commas */
@@ -206,10 +199,17 @@ extern fake_state_t fake;
 
 #define EXPORT __attribute__((visibility("default")))
 
+/* What only tests call. */
+#define FAKE_TESTS_MAP(X)                                                            \
+    X(primary_release, cuDevicePrimaryCtxRelease, 11000, (wsync_cu_device_t device)) \
+    X(memcpy_out_async, cuMemcpyDtoHAsync, 3020,                                     \
+      (void *destination, wsync_cu_ptr_t source, size_t nbytes, wsync_cu_stream_t stream))
+
 #define FAKE_DECLARE(member, symbol, version, parameters) \
     wsync_cu_result_t fake_##member parameters;
 WSYNC_CUDA_MAP(FAKE_DECLARE)
 WSYNC_CUDA_LATER_MAP(FAKE_DECLARE)
+FAKE_TESTS_MAP(FAKE_DECLARE)
 #undef FAKE_DECLARE
 
 /* Whether an attribute of devices is 0 by the environment. */
@@ -227,8 +227,6 @@ wsync_cu_result_t fake_enter_return(const char *call, struct wsync_cu_context **
 wsync_cu_result_t fake_leave(wsync_cu_result_t code);
 /* Whether the kernel that is to run faults: then every call fails from now on. */
 bool fake_launch_faults(void);
-/* Runs a host function of a stream, which may make no calls. */
-void fake_call_host(wsync_cu_host_func_t function, void *argument);
 /* Logs why and gives the code back. */
 wsync_cu_result_t fake_refuse(wsync_cu_result_t code, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
@@ -238,7 +236,7 @@ void fake_unlock(void);
 
 /* A process that has ended, and that nobody has waited for yet, has nothing any more. */
 bool fake_is_alive(pid_t pid);
-/* A page of shared memory for events and open counts, in `fd` from `offset` on. */
+/* A page of shared memory for open counts, in `fd` from `offset` on. */
 fake_shared_t *fake_shared_map(int fd, off_t offset);
 void fake_shared_unmap(fake_shared_t *shared);
 bool fake_shared_join(fake_shared_t *shared);

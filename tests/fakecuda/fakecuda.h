@@ -22,7 +22,6 @@
  *   WSYNC_FAKE_CUDA_SYNCS     1: calls that may wait for the device, which are those that
  *                             take and give back memory and modules, do (0)
  *   WSYNC_FAKE_CUDA_QUEUE     operations that a stream takes before it keeps callers (any)
- *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
  *   WSYNC_FAKE_CUDA_LACKS     numbers of attributes of devices that are 0, between commas
  *   WSYNC_FAKE_CUDA_PEERS     0: no device reaches another one's memory (1)
  *   WSYNC_FAKE_CUDA_MPS       1: the process is a client of MPS, and opens IPC handles of

@@ -202,9 +202,6 @@ wsync_cu_result_t fake_mem_granularity(size_t *nbytes, const wsync_cu_property_t
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    if (fake.no_vmm) {
-        return fake_refuse(WSYNC_CU_NOT_SUPPORTED, "cuMemGetAllocationGranularity");
-    }
     *nbytes = FAKE_GRANULARITY;
     return good_property(property) && option == WSYNC_CU_GRANULARITY_MINIMUM
                ? WSYNC_CU_SUCCESS
@@ -271,9 +268,6 @@ wsync_cu_result_t fake_mem_create(wsync_cu_handle_t *handle, size_t nbytes,
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;
-    }
-    if (fake.no_vmm) {
-        return fake_refuse(WSYNC_CU_NOT_SUPPORTED, "cuMemCreate");
     }
     if (!good_property(property) || flags != 0 || nbytes == 0 ||
         nbytes % FAKE_GRANULARITY != 0) {
@@ -439,9 +433,6 @@ wsync_cu_result_t fake_mem_import(wsync_cu_handle_t *handle, void *shareable, in
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    if (fake.no_vmm) {
-        return fake_refuse(WSYNC_CU_NOT_SUPPORTED, "cuMemImportFromShareableHandle");
-    }
     if (type != WSYNC_CU_HANDLE_FD || !read_name(fd, &device, &ordinal, &types) ||
         (types & type) == 0 || fstat(fd, &info) != 0) {
         return fake_refuse(WSYNC_CU_INVALID_VALUE, "descriptor %d holds no memory", fd);
@@ -470,9 +461,6 @@ wsync_cu_result_t fake_mem_reserve(wsync_cu_ptr_t *at, size_t nbytes, size_t ali
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;
-    }
-    if (fake.no_vmm) {
-        return fake_refuse(WSYNC_CU_NOT_SUPPORTED, "cuMemAddressReserve");
     }
     if (nbytes == 0 || nbytes % FAKE_GRANULARITY != 0 || flags != 0 || wanted != 0 ||
         alignment > FAKE_GRANULARITY) {

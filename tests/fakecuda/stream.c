@@ -33,11 +33,10 @@ uint64_t fake_now_ns(void)
 
 static void record(struct wsync_cu_event *event, uint64_t value)
 {
-    uint64_t seen = atomic_load(&event->shared->completed);
+    uint64_t seen = atomic_load(&event->completed);
 
     __atomic_store_n(&event->when, fake_now_ns(), __ATOMIC_RELAXED);
-    while (seen < value &&
-           !atomic_compare_exchange_weak(&event->shared->completed, &seen, value)) {
+    while (seen < value && !atomic_compare_exchange_weak(&event->completed, &seen, value)) {
     }
 }
 
@@ -73,7 +72,7 @@ static bool has_come(const fake_op_t *op, const uint64_t *word)
     }
     return op->kind == FAKE_WAIT_VALUE
                ? (int64_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - op->value) >= 0
-               : atomic_load(&op->event->shared->completed) >= op->value;
+               : atomic_load(&op->event->completed) >= op->value;
 }
 
 static void await(const fake_op_t *op, const uint64_t *word)
@@ -115,9 +114,6 @@ static void run(const fake_op_t *op)
         if (!fake_launch_faults()) {
             launch(op);
         }
-        return;
-    case FAKE_CALL_HOST:
-        fake_call_host(op->function, op->argument);
         return;
     case FAKE_WORK:
         work(&op->work);
@@ -540,8 +536,7 @@ static wsync_cu_result_t submit(const char *call, struct wsync_cu_stream *stream
     if (code == WSYNC_CU_SUCCESS && op->kind == FAKE_LAUNCH) {
         code = op->kernel->each(op->parameters, visit_usable, call);
     }
-    if (code == WSYNC_CU_SUCCESS &&
-        (op->nbytes > 0 || op->kind == FAKE_LAUNCH || op->kind == FAKE_CALL_HOST)) {
+    if (code == WSYNC_CU_SUCCESS && (op->nbytes > 0 || op->kind == FAKE_LAUNCH)) {
         code = enqueue(stream, op);
     }
     fake_unlock();
@@ -654,9 +649,6 @@ static wsync_cu_result_t word(const char *call, fake_op_kind_t kind, wsync_cu_pt
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    if (fake_lacks(WSYNC_CU_ATTRIBUTE_STREAM_WORDS)) {
-        return fake_refuse(WSYNC_CU_NOT_SUPPORTED, "%s: no such operations", call);
-    }
     if (at % sizeof(uint64_t) != 0 || flags != 0) {
         return fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: not aligned, or flags", call);
     }
@@ -692,9 +684,9 @@ static wsync_cu_result_t enqueue_event(const char *call, fake_op_kind_t kind,
         code = fake_event_check(call, event, kind == FAKE_RECORD ? context : NULL);
     }
     if (code == WSYNC_CU_SUCCESS && kind == FAKE_RECORD) {
-        op.value = atomic_fetch_add(&event->shared->recorded, 1) + 1;
+        op.value = atomic_fetch_add(&event->recorded, 1) + 1;
     } else if (code == WSYNC_CU_SUCCESS) {
-        op.value = atomic_load(&event->shared->recorded);
+        op.value = atomic_load(&event->recorded);
     }
     if (code == WSYNC_CU_SUCCESS && kind == FAKE_RECORD) {
         event->captured = 0;
@@ -759,19 +751,6 @@ wsync_cu_result_t fake_launch_kernel(wsync_cu_function_t function, unsigned grid
         at += (op.kernel->parameter_nbytes[i] + 15) / 16 * 16;
     }
     return submit("cuLaunchKernel", stream, context, &op, HOST_NONE);
-}
-
-wsync_cu_result_t fake_launch_host(wsync_cu_stream_t stream, wsync_cu_host_func_t function,
-                                   void *argument)
-{
-    const fake_op_t op = {
-        .kind = FAKE_CALL_HOST, .function = function, .argument = argument};
-    struct wsync_cu_context *context = NULL;
-    const wsync_cu_result_t code = fake_enter_context("cuLaunchHostFunc", &context);
-
-    return code != WSYNC_CU_SUCCESS
-               ? code
-               : submit("cuLaunchHostFunc", stream, context, &op, HOST_NONE);
 }
 
 int fakecuda_enqueue(void *stream, const fakecuda_work_t *work)

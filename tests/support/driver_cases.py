@@ -257,76 +257,47 @@ def _pass(descriptor: int) -> int:
         return socket.recv_fds(ours, 1, 1)[1][0]
 
 
-def _export(
-    names: tuple[_Handle, _Handle], lent: ctypes.c_uint64, event: ctypes.c_void_p
-) -> tuple[ctypes.c_uint64, int]:
-    """Makes memory and an event; (a handle of the memory, its descriptor), and in `names` what
-    stands for what is lent and for the event."""
+def _export(name: _Handle, lent: ctypes.c_uint64) -> tuple[ctypes.c_uint64, int]:
+    """Makes memory: (a handle of it, its descriptor); in `name`, what stands for what is lent."""
     handle, descriptor = _create()[1], ctypes.c_int(-1)
     export = ctypes.byref(descriptor), handle, ctypes.c_int(1), ctypes.c_uint64(0)
     _call("cuMemExportToShareableHandle", *export)
-    _call("cuIpcGetMemHandle", ctypes.byref(names[0]), lent)
-    _call("cuEventCreate", ctypes.byref(event), ctypes.c_uint(6))  # between processes, untimed
-    _call("cuIpcGetEventHandle", ctypes.byref(names[1]), event)
+    _call("cuIpcGetMemHandle", ctypes.byref(name), lent)
     return handle, descriptor.value
 
 
 def processes() -> dict[str, Any]:
-    """Two see each other's memory, by a descriptor and by a handle, as long as they have it open;
-    what waits for an event of another one's waits for its stream."""
+    """Two see each other's memory by a descriptor and by a handle while they have it open."""
     first, descriptor = dist.get_rank() == 0, -1
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(_context())
-        (words, gate), stream = enter(_words()), enter(_stream())
-        event, names = ctypes.c_void_p(), (_Handle(), _Handle())
+        stream, name = enter(_stream()), _Handle()
         mapping = contextlib.ExitStack()
         handle, lent = ctypes.c_uint64(), ctypes.c_uint64()
         if first:
             lent.value = enter(_allocated())
-            handle, descriptor = _export(names, lent, event)
-        said = [bytes(name) for name in names]
+            handle, descriptor = _export(name, lent)
+        said = [bytes(name)]
         dist.broadcast_object_list(said)
         got = _pass(descriptor)
         if not first:
             _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(got), 1)
-            memory, other = map(_Handle.from_buffer_copy, said)
+            memory = _Handle.from_buffer_copy(said[0])
             _call("cuIpcOpenMemHandle", ctypes.byref(lent), memory, ctypes.c_uint(1))
-            _call("cuIpcOpenEventHandle", ctypes.byref(event), other)
         os.close(got)
         at = mapping.enter_context(_mapped(handle))
         if first:
-            _wait(stream, gate, 1)
             _fill(at, 6, stream)
             _fill(lent.value, 7, stream)
-            _call("cuEventRecord", event, stream)
-        dist.barrier()
-        if not first:
-            _call("cuStreamWaitEvent", stream, event, ctypes.c_uint(0))
-            found = [_read(place, stream) for place in (at, lent.value)]
-            before = _code("cuStreamQuery", stream)
-        dist.barrier()
-        if first:
-            words[0] = 1
             _call("cuStreamSynchronize", stream)
             mapping.close()
         dist.barrier()
-        if first:
-            found, before, last = [], _NOT_READY, ctypes.c_uint64(0x0606060606060606)
-        else:
-            last = _read(at, stream)
+        found = [] if first else [_read(place, stream) for place in (at, lent.value)]
+        if not first:
             _call("cuStreamSynchronize", stream)
             mapping.close()
             _call("cuIpcCloseMemHandle", lent)
-            _call("cuEventDestroy", event)
         dist.barrier()  # what is lent is freed when it is closed
-        if first:
-            _call("cuEventDestroy", event)
-        return _differences(
-            waits=(before, _NOT_READY),
-            bytes=(
-                [word.value for word in found],
-                [0x0606060606060606, 0x0707070707070707][: len(found)],
-            ),
-            survives=(last.value, 0x0606060606060606),
-        )
+        expected = [0x0606060606060606, 0x0707070707070707][: len(found)]
+        return _differences(bytes=([word.value for word in found], expected))
