@@ -306,7 +306,7 @@ static wsync_status_t accept_above(shared_t *self, int timeout_ms, wsync_error_t
     wsync_frame_t hello;
     uint64_t rank;
     wsync_status_t status = wsync_listener_accept(self->listener, self->token, timeout_ms,
-                                                  &channel, &hello, NULL, err);
+                                                  &channel, &hello, err);
 
     if (status != WSYNC_OK) {
         return status;

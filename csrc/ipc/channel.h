@@ -53,16 +53,14 @@ void wsync_listener_destroy(wsync_listener_t *listener);
 const char *wsync_listener_path(const wsync_listener_t *listener);
 
 /* Waits for a peer that sends `token` in its first frame (kind HELLO), which is moved to
- * *hello without the token.  Unauthenticated connections (other uid, wrong token, malformed
- * first frame, none within two seconds) are closed, and *refused (NULL allowed) is
- * increased by their number.  They neither end the wait nor delay other connections.
- * TIMEOUT after timeout_ms; connections without a first frame so far are kept for the next
- * call. */
+ * *hello without the token.  Connections are heard one after another; those of strangers
+ * (other uid, wrong token, malformed first frame, none within two seconds) are closed, and
+ * do not end the wait.  TIMEOUT after timeout_ms; a connection without a first frame so far
+ * is kept for the next call. */
 wsync_status_t wsync_listener_accept(wsync_listener_t *listener,
                                      const uint8_t token[WSYNC_TOKEN_NBYTES],
                                      int timeout_ms, wsync_channel_t **channel,
-                                     wsync_frame_t *hello, unsigned *refused,
-                                     wsync_error_t *err);
+                                     wsync_frame_t *hello, wsync_error_t *err);
 
 /* Connects and sends `hello`, as kind HELLO and with the token put before its payload.
  * CLOSED if nobody listens at `path`, REFUSED if another user does, TIMEOUT if the

@@ -14,19 +14,11 @@
 
 enum {
     LISTEN_BACKLOG = 128,
-    PENDING_COUNT = 8,
     SILENCE_MS = 2000,
 };
 
 static const char directory_suffix[] = "/wsync-XXXXXX";
 static const char socket_suffix[] = "/s";
-
-/* A connection that has not shown its token yet. */
-typedef struct pending {
-    wsync_channel_t *channel;
-    int64_t deadline_ms;
-    uint64_t arrival; /* counts up */
-} pending_t;
 
 struct wsync_listener {
     wsync_private_fd_t socket;
@@ -34,8 +26,8 @@ struct wsync_listener {
     bool bound;
     char directory[WSYNC_PATH_NBYTES]; /* empty until it exists */
     char path[WSYNC_PATH_NBYTES];
-    pending_t pending[PENDING_COUNT];
-    uint64_t arrivals;
+    wsync_channel_t *pending; /* has not shown its token yet */
+    int64_t pending_until_ms;
 };
 
 static bool path_fits(const char *parent)
@@ -122,9 +114,7 @@ void wsync_listener_destroy(wsync_listener_t *listener)
     if (listener == NULL) {
         return;
     }
-    for (int i = 0; i < PENDING_COUNT; i++) {
-        wsync_channel_destroy(listener->pending[i].channel);
-    }
+    wsync_channel_destroy(listener->pending);
     wsync_private_fd_close(&listener->socket);
     if (listener->owner == getpid()) {
         if (listener->bound) {
@@ -142,97 +132,50 @@ const char *wsync_listener_path(const wsync_listener_t *listener)
     return listener->path;
 }
 
-/* The time this takes must not tell how many bytes were right. */
-static bool tokens_equal(const uint8_t *a, const uint8_t *b)
+static void drop_pending(wsync_listener_t *self)
 {
-    volatile uint8_t difference = 0;
-
-    for (int i = 0; i < WSYNC_TOKEN_NBYTES; i++) {
-        difference = (uint8_t)(difference | (a[i] ^ b[i]));
-    }
-    return difference == 0;
+    wsync_channel_destroy(self->pending);
+    self->pending = NULL;
 }
 
-static void drop_pending(pending_t *entry, unsigned *refused)
+/* Takes the next connection, if there is one. */
+static wsync_status_t take_connection(wsync_listener_t *self, wsync_error_t *err)
 {
-    wsync_channel_destroy(entry->channel);
-    entry->channel = NULL;
-    *refused += 1;
-}
+    const int fd = accept4(self->socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    wsync_status_t status;
 
-/* Moves waiting connections into the table, at most as many as it holds: those that are in
- * it are heard before they give way, the oldest first. */
-static wsync_status_t take_connections(wsync_listener_t *self, unsigned *refused,
-                                       wsync_error_t *err)
-{
-    for (int taken = 0; taken < PENDING_COUNT; taken++) {
-        pending_t *slot = &self->pending[0];
-        wsync_channel_t *channel = NULL;
-        wsync_status_t status;
-        const int fd = accept4(self->socket.fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-
-        if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) {
-            continue;
-        }
-        if (fd < 0 && errno == EAGAIN) {
-            return WSYNC_OK;
-        }
-        if (fd < 0) {
-            return wsync_fail(err, WSYNC_ERR_OS, errno, "accept4", "accept4: %s: %s",
-                              self->path, strerror(errno));
-        }
-        status = wsync_channel_adopt(fd, &channel, err);
-        if (status == WSYNC_ERR_REFUSED) {
-            *refused += 1;
-            continue;
-        }
-        if (status != WSYNC_OK) {
-            return status;
-        }
-        for (int i = 0; i < PENDING_COUNT; i++) {
-            pending_t *entry = &self->pending[i];
-
-            if (entry->channel == NULL) {
-                slot = entry;
-                break;
-            }
-            if (entry->arrival < slot->arrival) {
-                slot = entry;
-            }
-        }
-        if (slot->channel != NULL) {
-            drop_pending(slot, refused);
-        }
-        slot->channel = channel;
-        slot->deadline_ms = wsync_deadline_ms(SILENCE_MS);
-        slot->arrival = self->arrivals++;
+    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED || errno == EAGAIN)) {
+        return WSYNC_OK;
     }
-    return WSYNC_OK;
+    if (fd < 0) {
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "accept4", "accept4: %s: %s",
+                          self->path, strerror(errno));
+    }
+    status = wsync_channel_adopt(fd, &self->pending, err);
+    self->pending_until_ms = wsync_deadline_ms(SILENCE_MS);
+    return status == WSYNC_ERR_REFUSED ? WSYNC_OK : status;
 }
 
 /* Looks whether a connection has said hello.  TIMEOUT: not yet, or it was a stranger. */
-static wsync_status_t try_pending(pending_t *entry, const uint8_t token[WSYNC_TOKEN_NBYTES],
-                                  wsync_frame_t *hello, unsigned *refused,
-                                  wsync_error_t *err)
+static wsync_status_t try_pending(wsync_listener_t *self,
+                                  const uint8_t token[WSYNC_TOKEN_NBYTES],
+                                  wsync_frame_t *hello, wsync_error_t *err)
 {
     wsync_frame_t frame;
-    const wsync_status_t status = wsync_channel_receive(entry->channel, &frame, 0, err);
+    const wsync_status_t status = wsync_channel_receive(self->pending, &frame, 0, err);
 
-    if (status == WSYNC_ERR_TIMEOUT && wsync_left_ms(entry->deadline_ms, 1) > 0) {
+    if (status == WSYNC_ERR_TIMEOUT && wsync_left_ms(self->pending_until_ms, 1) > 0) {
         return WSYNC_ERR_TIMEOUT;
-    }
-    if (status == WSYNC_ERR_OS) {
-        drop_pending(entry, refused);
-        return status; /* this process's trouble: no stranger brings it about */
     }
     if (status != WSYNC_OK) {
-        drop_pending(entry, refused);
-        return WSYNC_ERR_TIMEOUT;
+        drop_pending(self);
+        /* this process's trouble: no stranger brings it about */
+        return status == WSYNC_ERR_OS ? status : WSYNC_ERR_TIMEOUT;
     }
     if (frame.kind != WSYNC_FRAME_HELLO || frame.payload_nbytes < WSYNC_TOKEN_NBYTES ||
-        !tokens_equal(frame.payload, token)) {
+        memcmp(frame.payload, token, WSYNC_TOKEN_NBYTES) != 0) {
         wsync_frame_fini(&frame);
-        drop_pending(entry, refused);
+        drop_pending(self);
         return WSYNC_ERR_TIMEOUT;
     }
     frame.payload_nbytes -= WSYNC_TOKEN_NBYTES;
@@ -244,8 +187,7 @@ static wsync_status_t try_pending(pending_t *entry, const uint8_t token[WSYNC_TO
 static wsync_status_t wait_activity(const wsync_listener_t *self, int64_t deadline,
                                     wsync_error_t *err)
 {
-    struct pollfd entries[PENDING_COUNT + 1];
-    nfds_t count = 0;
+    struct pollfd entry = {.fd = self->socket.fd, .events = POLLIN};
     int left = wsync_left_ms(deadline, INT_MAX);
 
     if (left == 0) {
@@ -253,15 +195,11 @@ static wsync_status_t wait_activity(const wsync_listener_t *self, int64_t deadli
                           "deadline passed: nobody with the right token connected to %s",
                           self->path);
     }
-    entries[count++] = (struct pollfd){.fd = self->socket.fd, .events = POLLIN};
-    for (int i = 0; i < PENDING_COUNT; i++) {
-        if (self->pending[i].channel != NULL) {
-            left = wsync_left_ms(self->pending[i].deadline_ms, left);
-            entries[count++] = (struct pollfd){
-                .fd = wsync_channel_fd(self->pending[i].channel), .events = POLLIN};
-        }
+    if (self->pending != NULL) {
+        entry.fd = wsync_channel_fd(self->pending);
+        left = wsync_left_ms(self->pending_until_ms, left);
     }
-    if (poll(entries, count, left) < 0 && errno != EINTR) {
+    if (poll(&entry, 1, left) < 0 && errno != EINTR) {
         return wsync_fail(err, WSYNC_ERR_OS, errno, "poll", "poll: %s", strerror(errno));
     }
     return WSYNC_OK;
@@ -270,37 +208,25 @@ static wsync_status_t wait_activity(const wsync_listener_t *self, int64_t deadli
 wsync_status_t wsync_listener_accept(wsync_listener_t *listener,
                                      const uint8_t token[WSYNC_TOKEN_NBYTES],
                                      int timeout_ms, wsync_channel_t **channel,
-                                     wsync_frame_t *hello, unsigned *refused,
-                                     wsync_error_t *err)
+                                     wsync_frame_t *hello, wsync_error_t *err)
 {
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
-    unsigned uncounted = 0;
 
-    if (refused == NULL) {
-        refused = &uncounted;
-    }
     for (;;) {
-        wsync_status_t status = take_connections(listener, refused, err);
+        wsync_status_t status =
+            listener->pending == NULL ? take_connection(listener, err) : WSYNC_OK;
 
-        if (status != WSYNC_OK) {
-            return status;
-        }
-        for (int i = 0; i < PENDING_COUNT; i++) {
-            pending_t *entry = &listener->pending[i];
-
-            if (entry->channel == NULL) {
-                continue;
-            }
-            status = try_pending(entry, token, hello, refused, err);
+        if (status == WSYNC_OK && listener->pending != NULL) {
+            status = try_pending(listener, token, hello, err);
             if (status == WSYNC_OK) {
-                *channel = entry->channel;
-                entry->channel = NULL;
-            }
-            if (status != WSYNC_ERR_TIMEOUT) {
-                return status;
+                *channel = listener->pending;
+                listener->pending = NULL;
+                return WSYNC_OK;
             }
         }
-        status = wait_activity(listener, deadline, err);
+        if (status == WSYNC_OK || status == WSYNC_ERR_TIMEOUT) {
+            status = wait_activity(listener, deadline, err);
+        }
         if (status != WSYNC_OK) {
             return status;
         }

@@ -183,7 +183,7 @@ wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
         return status;
     }
     status = wsync_listener_accept(exporter->listener, exporter->token, timeout_ms,
-                                   &channel, &hello, NULL, err);
+                                   &channel, &hello, err);
     if (status != WSYNC_OK) {
         return status;
     }

@@ -35,8 +35,7 @@ static raw_trainer_t open_trainer(void)
     CHECK_OK(wsync_importer_create(device(), wsync_listener_path(t.listener), token, NULL,
                                    0, PATIENT_MS, &t.importer, &err),
              err);
-    CHECK_OK(wsync_listener_accept(t.listener, token, PATIENT_MS, &t.channel, &hello, NULL,
-                                   &err),
+    CHECK_OK(wsync_listener_accept(t.listener, token, PATIENT_MS, &t.channel, &hello, &err),
              err);
     wsync_frame_fini(&hello);
     CHECK_OK(wsync_memory_create(device(), RING_NBYTES, &t.ring, &err), err);
