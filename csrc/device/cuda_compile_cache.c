@@ -1,9 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "device/cuda_compile_cache.h"
 
-#include <dirent.h>
 #include <fcntl.h>
-#include <fnmatch.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <stdint.h>
@@ -12,19 +10,13 @@
 #include <string.h>
 #include <sys/random.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "core/base/checksum.h"
 #include "device/io.h"
 
-enum {
-    /* Compiled kernels are some 100 KiB: what is larger is none. */
-    MAX_NBYTES = 64 * 1024 * 1024,
-    UNUSED_S = 90 * 24 * 3600,
-    /* Of a folder's entries, however many others it has. */
-    MAX_LOOKED_AT = 1024,
-};
+/* Compiled kernels are some 100 KiB: what is larger is none. */
+enum { MAX_NBYTES = 64 * 1024 * 1024 };
 
 /* Before the content: tells a file that was cut off or damaged. */
 typedef struct cache_header {
@@ -113,9 +105,6 @@ bool wsync_cache_load(const char *folder, const char *name, void **data, size_t 
     fd = openat(folder_fd, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd >= 0) {
         loaded = read_content(fd, data, nbytes);
-        if (loaded) {
-            (void)futimens(fd, NULL); /* for sweep, on any mount */
-        }
         (void)close(fd);
     }
     (void)close(folder_fd);
@@ -153,33 +142,6 @@ static bool write_file(int folder_fd, const char *name, const void *data, size_t
     return written;
 }
 
-/* Takes away what nobody has loaded for long: kernels of older versions, and files of
- * writers that were killed.  Who has one open reads on.  Closes the folder. */
-static void sweep(int folder_fd)
-{
-    DIR *folder = fdopendir(folder_fd);
-    const time_t oldest = time(NULL) - UNUSED_S;
-
-    if (folder == NULL) {
-        (void)close(folder_fd);
-        return;
-    }
-    for (int i = 0; i < MAX_LOOKED_AT; i++) {
-        const struct dirent *entry = readdir(folder);
-        struct stat status;
-
-        if (entry == NULL) {
-            break;
-        }
-        if (fnmatch("wsync-*.bin*", entry->d_name, 0) == 0 &&
-            fstatat(folder_fd, entry->d_name, &status, AT_SYMLINK_NOFOLLOW) == 0 &&
-            status.st_mtime < oldest) {
-            (void)unlinkat(folder_fd, entry->d_name, 0);
-        }
-    }
-    (void)closedir(folder);
-}
-
 bool wsync_cache_store(const char *folder, const char *name, const void *data,
                        size_t nbytes)
 {
@@ -192,6 +154,6 @@ bool wsync_cache_store(const char *folder, const char *name, const void *data,
         return false;
     }
     stored = write_file(fd, name, data, nbytes);
-    sweep(fd);
+    (void)close(fd);
     return stored;
 }

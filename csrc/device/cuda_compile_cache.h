@@ -15,8 +15,7 @@
 bool wsync_cache_load(const char *folder, const char *name, void **data, size_t *nbytes);
 
 /* Puts a file, named wsync-*.bin, in place; makes the folder, for this user alone, if there
- * is none.  False if that did not work, which harms nobody.  Such files that were neither
- * stored nor loaded for 90 days are removed. */
+ * is none.  False if that did not work, which harms nobody. */
 bool wsync_cache_store(const char *folder, const char *name, const void *data,
                        size_t nbytes);
 

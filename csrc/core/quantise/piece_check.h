@@ -35,14 +35,10 @@ uint64_t wsync_quantise_words(const wsync_quantise_piece_t *piece);
 /* A piece without elements is not looked at further: nothing is done for it. */
 bool wsync_quantise_empty(const wsync_quantise_piece_t *piece);
 
-/* Checks that the pieces are of known kinds and dtypes, that every byte they touch lies in
- * its span, aligned to its element, and that rows of codes and of scales do not lie on each
- * other; that a piece without entries of amaxes begins where a block does, and cuts no
- * word of scales; that NVFP4 has an entry of all, that blocks which share words are blocks
- * of the tensor, and that words of several codes do not begin inside a word or hold codes
- * of two blocks.
- * INVALID names the tensor and the numbers.  Whether pieces share bytes of the image
- * is not looked at. */
+/* Checks that every byte that the pieces touch lies in its span.  INVALID names the tensor.
+ * The rest is as wsync_quantiser_create has made it: a piece without entries of amaxes
+ * begins where a block does and cuts no word of scales, NVFP4 has an entry of all, and
+ * words of several codes hold codes of one block. */
 wsync_status_t wsync_quantise_check(const wsync_quantise_piece_t *pieces, size_t count,
                                     const wsync_span_t *sources, size_t source_count,
                                     const wsync_span_t *image, const wsync_span_t *amaxes,

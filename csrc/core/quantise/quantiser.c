@@ -120,6 +120,12 @@ static wsync_status_t add_rule(maker_t *maker, const wsync_quantise_rule_t *rule
     if (status != WSYNC_OK) {
         return status;
     }
+    if (rule->method.block_cols % wsync_quantise_codes(rule->method.kind) != 0) {
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
+                          "%.256s: blocks of %u columns, of which %u share a word",
+                          rule->tensor, rule->method.block_cols,
+                          wsync_quantise_codes(rule->method.kind));
+    }
     if (rule->share > maker->rule_count) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
                           "%.256s: number %u of those that share a scale, of %zu rules",
