@@ -405,7 +405,7 @@ static wsync_status_t nccl_post(wsync_comm_t *comm, uint32_t round, wsync_stream
     transfers =
         wsync_array_reserve(self->transfers, &self->capacity, limit, sizeof(*transfers));
     if (transfers == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, name, "round %u: no memory", round);
+        return wsync_no_memory(err, name);
     }
     self->transfers = transfers;
     group.transfers = transfers;
@@ -538,7 +538,7 @@ wsync_status_t wsync_comm_create_nccl(const wsync_nccl_library_t *library,
     }
     self = calloc(1, sizeof(*self));
     if (self == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, name, "no memory for an exchange");
+        return wsync_no_memory(err, name);
     }
     status = wsync_comm_init(&self->base, &nccl_ops, device, rank, rank_count,
                              send_nbytes > recv_nbytes ? send_nbytes : recv_nbytes, err);

@@ -459,7 +459,7 @@ wsync_status_t wsync_nccl_communicator_create(const wsync_nccl_library_t *librar
     int code;
 
     if (made == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, name, "no memory");
+        return wsync_no_memory(err, name);
     }
     made->library = library;
     made->device = device;
@@ -535,8 +535,7 @@ static wsync_status_t keep(wsync_nccl_communicator_t *self, const wsync_nccl_gro
         self->lists[at], &self->capacities[at], group->count, sizeof(*list));
 
     if (list == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, name, "round %u: no memory",
-                          group->round);
+        return wsync_no_memory(err, name);
     }
     memcpy(list, group->transfers, group->count * sizeof(*list));
     self->lists[at] = list;

@@ -171,8 +171,7 @@ static wsync_status_t allocate(shared_t *self, wsync_error_t *err)
     self->peers = calloc(count, sizeof(*self->peers));
     self->polled = calloc(count, sizeof(*self->polled));
     if (self->peers == NULL || self->polled == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, name,
-                          "no memory for an exchange of %u ranks", self->base.rank_count);
+        return wsync_no_memory(err, name);
     }
     for (uint32_t i = 0; i < self->base.rank_count; i++) {
         shared_peer_t *peer = &self->peers[i];
@@ -593,7 +592,7 @@ wsync_status_t wsync_comm_create_shared(const wsync_device_t *device, const char
     wsync_status_t status;
 
     if (self == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, name, "no memory for an exchange");
+        return wsync_no_memory(err, name);
     }
     status = wsync_comm_init(&self->base, &shared_ops, device, rank, rank_count,
                              staging_nbytes, err);

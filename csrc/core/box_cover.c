@@ -8,8 +8,7 @@ static wsync_status_t add(wsync_boxes_t *boxes, const wsync_box_t *added, unsign
                           wsync_error_t *err)
 {
     if (!WSYNC_ARRAY_RESERVE(*boxes, count)) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "cover", "no memory for %zu boxes",
-                          boxes->count + count);
+        return wsync_no_memory(err, "cover");
     }
     memcpy(boxes->items + boxes->count, added, count * sizeof(*added));
     boxes->count += count;

@@ -34,9 +34,7 @@ static wsync_status_t reserve(wsync_copies_t *copies, uint64_t more, wsync_error
                                     sizeof(*copies->items));
     }
     if (items == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "copies",
-                          "no memory for %llu more copies after %zu",
-                          (unsigned long long)more, copies->count);
+        return wsync_no_memory(err, "copies");
     }
     copies->items = items;
     return WSYNC_OK;

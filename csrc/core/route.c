@@ -57,8 +57,7 @@ static wsync_status_t fill_part(void *context, const wsync_box_t *part)
     }
     if (!WSYNC_ARRAY_RESERVE(builder->tensors,
                              builder->copies.count - builder->tensors.count)) {
-        return wsync_fail(builder->err, WSYNC_ERR_NO_MEMORY, 0, "route",
-                          "no memory for %zu copies", builder->copies.count);
+        return wsync_no_memory(builder->err, "route");
     }
     while (builder->tensors.count < builder->copies.count) {
         builder->tensors.items[builder->tensors.count++] = to->tensor;
@@ -184,8 +183,7 @@ static wsync_status_t sort_copies(wsync_copies_t *copies, wsync_error_t *err)
     wsync_status_t status = WSYNC_OK;
 
     if (keys == NULL || sorted == NULL) {
-        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "route",
-                            "no memory to sort %zu copies", copies->count);
+        status = wsync_no_memory(err, "route");
         goto cleanup;
     }
     for (size_t i = 0; i < copies->count; i++) {
@@ -243,7 +241,7 @@ wsync_status_t wsync_route_create(const wsync_layout_t *source,
     }
     made = calloc(1, sizeof(*made));
     if (made == NULL) {
-        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "route", "no memory for a route");
+        status = wsync_no_memory(err, "route");
         goto cleanup;
     }
     made->copies = builder.copies;

@@ -173,10 +173,7 @@ static wsync_status_t check_cluster(cluster_t *cluster, uint64_t high,
     cluster->word_count = (size_t)((high - cluster->low) / cluster->granule / 64 + 1);
     cluster->bits = calloc(cluster->word_count, sizeof(*cluster->bits));
     if (cluster->bits == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "overlap",
-                          "no memory to check %zu copies into bytes [%llu, %llu)",
-                          cluster->count, (unsigned long long)cluster->low,
-                          (unsigned long long)high);
+        return wsync_no_memory(err, "overlap");
     }
     for (size_t i = 0; i < cluster->count && !overlap->found; i++) {
         const uint64_t granule = mark_copy(cluster, copy_at(cluster, i));
@@ -197,8 +194,7 @@ wsync_status_t wsync_copies_find_overlap(const wsync_copy_t *copies, size_t coun
     wsync_status_t status = WSYNC_OK;
 
     if (reaches == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "overlap",
-                          "no memory to order %zu copies", count);
+        return wsync_no_memory(err, "overlap");
     }
     for (size_t i = 0; i < count; i++) {
         reaches[i] = reach_of(&copies[i], i);
@@ -270,8 +266,7 @@ static wsync_status_t check_shards(const wsync_layout_t *layout, const wsync_spa
     wsync_status_t status = WSYNC_OK;
 
     if (ends == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "overlap",
-                          "no memory to order %zu tensors", tensor_count);
+        return wsync_no_memory(err, "overlap");
     }
     for (size_t i = 0; i < tensor_count && status == WSYNC_OK; i++) {
         status = append_shards(layout, i, spans, &copies, err);
@@ -308,8 +303,7 @@ static wsync_status_t find_shared(const wsync_span_t *spans, size_t count, bool 
     wsync_span_t *sorted = malloc((count + 1) * sizeof(*sorted));
 
     if (sorted == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "overlap",
-                          "no memory to order %zu spans", count);
+        return wsync_no_memory(err, "overlap");
     }
     for (size_t i = 0; i < count; i++) {
         sorted[i] = spans[i];

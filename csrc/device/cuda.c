@@ -118,8 +118,7 @@ static wsync_status_t find_or_open(const wsync_cuda_driver_t *driver, int ordina
     if (found == NULL) {
         found = calloc(1, sizeof(*found));
         if (found == NULL) {
-            return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                              "no memory for the record of GPU %d", ordinal);
+            return wsync_no_memory(err, "calloc");
         }
         status = open_device(driver, ordinal, found, err);
         if (status != WSYNC_OK) {

@@ -257,8 +257,7 @@ static wsync_status_t take_image(const nvrtc_t *nvrtc, nvrtc_program_t *program,
     }
     data = malloc(nbytes);
     if (data == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "nvrtc",
-                          "no memory for %zu bytes of compiled kernels", nbytes);
+        return wsync_no_memory(err, "nvrtc");
     }
     code = machine_code ? nvrtc->cubin(program, data) : nvrtc->ptx(program, data);
     if (code != NVRTC_SUCCESS) {

@@ -80,8 +80,7 @@ static wsync_status_t make(const wsync_cuda_ipc_t *wanted,
     wsync_status_t status;
 
     if (made == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "GPU memory: no memory for its record");
+        return wsync_no_memory(err, "calloc");
     }
     *made = *wanted;
     status = wsync_cuda_enter(made->device, err);

@@ -98,8 +98,7 @@ wsync_status_t wsync_cuda_find_allocations(const wsync_cuda_device_t *device,
     *items = found;
     if (found == NULL) {
         free(ranges.items);
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory to note %zu allocations of a GPU", ranges.count);
+        return wsync_no_memory(err, "calloc");
     }
     for (size_t i = 0; i < ranges.count && status == WSYNC_OK; i++) {
         status = identify(device, &ranges.items[i], &found[i], err);
@@ -112,12 +111,6 @@ wsync_status_t wsync_cuda_find_allocations(const wsync_cuda_device_t *device,
 /* --- the lender -------------------------------------------------------------------------
  */
 
-static wsync_status_t fail_record(wsync_error_t *err)
-{
-    return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                      "lent memory of a GPU: no memory for its record");
-}
-
 /* A record that has room for so many pieces. */
 static wsync_status_t make_record(const wsync_cuda_device_t *device, size_t count,
                                   wsync_cuda_memory_t **memory, wsync_error_t *err)
@@ -125,13 +118,13 @@ static wsync_status_t make_record(const wsync_cuda_device_t *device, size_t coun
     wsync_cuda_memory_t *made = calloc(1, sizeof(*made));
 
     if (made == NULL) {
-        return fail_record(err);
+        return wsync_no_memory(err, "calloc");
     }
     wsync_memory_init(&made->base, &device->base, 0);
     made->pieces = calloc(count + 1, sizeof(*made->pieces));
     if (made->pieces == NULL) {
         free(made);
-        return fail_record(err);
+        return wsync_no_memory(err, "calloc");
     }
     *memory = made;
     return WSYNC_OK;
@@ -180,7 +173,7 @@ static wsync_status_t lend_pieces(wsync_cuda_memory_t *memory,
 
     memory->base.more = calloc(count, sizeof(*memory->base.more));
     if (memory->base.more == NULL) {
-        return fail_record(err);
+        return wsync_no_memory(err, "calloc");
     }
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         note->sizes[i] = items[i].nbytes;
@@ -253,7 +246,8 @@ wsync_status_t wsync_cuda_lend(const wsync_cuda_device_t *device,
     }
     pieces = items[0].piece ? count : 0;
     note = calloc(1, note_nbytes(pieces));
-    status = note != NULL ? make_record(device, pieces, &made, err) : fail_record(err);
+    status = note != NULL ? make_record(device, pieces, &made, err)
+                          : wsync_no_memory(err, "calloc");
     if (made != NULL) {
         note->uuid = device->info.uuid;
         memcpy(note->process, device->driver->process, sizeof(note->process));

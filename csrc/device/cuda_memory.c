@@ -54,9 +54,7 @@ static wsync_status_t make_record(const wsync_cuda_device_t *device, uint64_t nb
     }
     made = calloc(1, sizeof(*made));
     if (made == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "GPU memory of %" PRIu64 " bytes: no memory for its record",
-                          nbytes);
+        return wsync_no_memory(err, "calloc");
     }
     wsync_memory_init(&made->base, &device->base, nbytes);
     made->mapped_nbytes = wsync_round_up(nbytes, device->granularity);
@@ -399,9 +397,7 @@ static wsync_status_t make_control(const wsync_cuda_device_t *device, int fd,
     made->base.fd = words->fd;
     made->recorded = calloc(nbytes / sizeof(uint64_t) + 1, sizeof(*made->recorded));
     if (made->recorded == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory for the record of %" PRIu64 " bytes of events",
-                          nbytes);
+        return wsync_no_memory(err, "calloc");
     }
     status = wsync_cuda_register(device, words->data, nbytes, "events", &made->at, err);
     made->base.data = (void *)(uintptr_t)made->at;

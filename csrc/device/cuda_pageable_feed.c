@@ -68,12 +68,6 @@ static wsync_copy_t take(wsync_copy_t *rest, unsigned dim, uint64_t count)
     return piece;
 }
 
-static wsync_status_t fail_memory(const wsync_cuda_load_t *load, wsync_error_t *err)
-{
-    return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "realloc",
-                      "no memory for %zu copies of pageable memory", load->count + 1);
-}
-
 /* Begins a slot. */
 static wsync_status_t add_slot(wsync_cuda_load_t *load, wsync_error_t *err)
 {
@@ -81,7 +75,7 @@ static wsync_status_t add_slot(wsync_cuda_load_t *load, wsync_error_t *err)
                                        sizeof(*ends));
 
     if (ends == NULL) {
-        return fail_memory(load, err);
+        return wsync_no_memory(err, "realloc");
     }
     load->ends = ends;
     ends[load->end_count++] = load->count;
@@ -101,13 +95,13 @@ static wsync_status_t add_piece(wsync_cuda_load_t *load, const wsync_copy_t *pie
                                                load->count + 1, sizeof(*copies));
 
     if (copies == NULL) {
-        return fail_memory(load, err);
+        return wsync_no_memory(err, "realloc");
     }
     load->to_slot = copies;
     copies = wsync_array_reserve(load->from_slot, &load->from_capacity, load->count + 1,
                                  sizeof(*copies));
     if (copies == NULL) {
-        return fail_memory(load, err);
+        return wsync_no_memory(err, "realloc");
     }
     load->from_slot = copies;
     to.destination_buffer = 0;
@@ -214,8 +208,7 @@ wsync_status_t wsync_cuda_pageable_feed_create(const wsync_cuda_device_t *device
     wsync_status_t status;
 
     if (made == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory for a slot of pinned memory");
+        return wsync_no_memory(err, "calloc");
     }
     made->device = device;
     status = make_slot(made, err);

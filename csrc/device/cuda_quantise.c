@@ -82,9 +82,7 @@ static wsync_status_t find_places(wsync_cuda_runner_t *self,
 
     places->sources = calloc(count, sizeof(*places->sources));
     if (places->sources == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory for the addresses of %zu buffers",
-                          batch->source_count);
+        return wsync_no_memory(err, "calloc");
     }
     status = find_sources(self, batch, places->sources, err);
     if (status == WSYNC_OK) {

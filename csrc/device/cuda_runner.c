@@ -257,8 +257,7 @@ static wsync_status_t run_part(wsync_cuda_runner_t *self, const part_t *part, bo
     }
     copies = malloc((kernel_count + 1) * sizeof(*copies));
     if (copies == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
-                          "no memory to sort %zu copies", part->count);
+        return wsync_no_memory(err, "malloc");
     }
     status = wsync_cuda_runs_init(&runs, run_count, err);
     if (status == WSYNC_OK) {
@@ -286,8 +285,7 @@ static wsync_status_t name_buffers(const wsync_cuda_runner_t *self, uint64_t id,
     buffers->id = 0;
     places = realloc(buffers->places, (count > 0 ? count : 1) * sizeof(*places));
     if (places == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "realloc",
-                          "no memory for the addresses of %zu buffers", count);
+        return wsync_no_memory(err, "realloc");
     }
     /* Those that no copy names are part of the tables all the same. */
     for (size_t i = 0; i < count; i++) {
@@ -333,8 +331,7 @@ static wsync_status_t split(const wsync_batch_t *batch, size_t index, sorted_t *
     wsync_copy_t *copies = malloc(batch->count * sizeof(*copies));
 
     if (copies == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
-                          "no memory to sort %zu copies", batch->count);
+        return wsync_no_memory(err, "malloc");
     }
     memcpy(copies, batch->copies, index * sizeof(*copies));
     sorted->copies = copies;

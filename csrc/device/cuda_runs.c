@@ -52,8 +52,7 @@ wsync_status_t wsync_cuda_runs_init(wsync_cuda_runs_t *runs, size_t capacity,
     runs->sizes = calloc(capacity, sizeof(*runs->sizes));
     if (runs->destinations == NULL || runs->sources == NULL || runs->sizes == NULL) {
         wsync_cuda_runs_fini(runs);
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory for %zu runs of bytes", capacity);
+        return wsync_no_memory(err, "calloc");
     }
     return WSYNC_OK;
 }

@@ -124,8 +124,7 @@ static wsync_status_t note_range(wsync_cuda_ranges_t *ranges,
     items = wsync_array_reserve(ranges->items, &ranges->capacity, ranges->count + 1,
                                 sizeof(*items));
     if (items == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "realloc",
-                          "no memory to note %zu ranges of a GPU", ranges->count + 1);
+        return wsync_no_memory(err, "realloc");
     }
     memmove(items + first + 1, items + last, (ranges->count - last) * sizeof(*items));
     items[first] = *range;

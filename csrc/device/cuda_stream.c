@@ -172,7 +172,7 @@ static wsync_status_t stream_create(const wsync_device_t *device, unsigned threa
     wsync_status_t status;
 
     if (made == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc", "no memory for a stream");
+        return wsync_no_memory(err, "calloc");
     }
     made->base.device = device;
     made->device = wsync_cuda_of(device);
@@ -289,8 +289,7 @@ static wsync_status_t reserve_entry(cuda_stream_t *self, wsync_error_t *err)
     if (entries != NULL) {
         self->entries = entries;
     } else {
-        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "realloc",
-                            "no memory for %zu entries of a stream", self->count + 1);
+        status = wsync_no_memory(err, "realloc");
     }
     (void)pthread_mutex_unlock(&self->mutex);
     return status;

@@ -47,8 +47,7 @@ static wsync_status_t reserve(wsync_cuda_tables_t *tables, uint64_t nbytes,
         wsync_cu_result_t code;
 
         if (made == NULL) {
-            return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                              "no memory for the record of a table");
+            return wsync_no_memory(err, "calloc");
         }
         made->nbytes = wanted > SLAB_NBYTES ? wanted : SLAB_NBYTES;
         code = driver->mem_alloc(&made->at, (size_t)made->nbytes);
@@ -110,8 +109,7 @@ static wsync_status_t make(const void *key, size_t nbytes, uint64_t hash,
     if (made == NULL || own_key == NULL) {
         free(made);
         free(own_key);
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
-                          "no memory for a table of copies of %zu bytes", nbytes);
+        return wsync_no_memory(err, "malloc");
     }
     memcpy(own_key, key, nbytes);
     made->key = own_key;
@@ -160,8 +158,7 @@ static wsync_status_t upload_segments(const wsync_cuda_tables_t *tables,
     wsync_status_t status;
 
     if (all == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
-                          "no memory for a table of %zu segments", segments->count);
+        return wsync_no_memory(err, "malloc");
     }
     memcpy(all, segments->items, (size_t)table->starts_offset);
     memcpy(all + table->starts_offset, segments->tile_starts,
@@ -271,8 +268,7 @@ wsync_status_t wsync_cuda_tables_addresses(wsync_cuda_tables_t *tables,
     wsync_status_t status;
 
     if (addresses == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
-                          "no memory for the addresses of %zu buffers", count);
+        return wsync_no_memory(err, "malloc");
     }
     for (size_t i = 0; i < count; i++) {
         addresses[i] = places[i].at;

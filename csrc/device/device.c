@@ -94,8 +94,7 @@ wsync_status_t wsync_memory_keep_more(wsync_memory_t *memory, const int *fds, si
 {
     memory->more = calloc(count, sizeof(*memory->more));
     if (memory->more == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory for %zu descriptors", count);
+        return wsync_no_memory(err, "calloc");
     }
     for (size_t i = 1; i < count; i++) {
         const int fd = fcntl(fds[i], F_DUPFD_CLOEXEC, 3);

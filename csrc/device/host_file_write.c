@@ -169,8 +169,7 @@ static wsync_status_t write_copy(writer_t *writer, const wsync_copy_t *copy,
     if (writer->staging == NULL && !is_direct(copy, &division)) {
         writer->staging = malloc(STAGING_NBYTES);
         if (writer->staging == NULL) {
-            return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "file",
-                              "no memory for %d bytes of staging", STAGING_NBYTES);
+            return wsync_no_memory(err, "file");
         }
     }
     do {
@@ -204,8 +203,7 @@ static wsync_status_t check(const wsync_copy_t *copies, size_t count,
     wsync_status_t status;
 
     if (ranges == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "file", "no memory for %zu files",
-                          file_count);
+        return wsync_no_memory(err, "file");
     }
     for (size_t i = 0; i < file_count; i++) {
         ranges[i].nbytes = files[i].nbytes;
@@ -261,8 +259,7 @@ wsync_status_t wsync_host_file_write(const wsync_copy_t *copies, size_t count,
     }
     writer.written = calloc(file_count + 1, sizeof(*writer.written));
     if (writer.written == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "file", "no memory for %zu files",
-                          file_count);
+        return wsync_no_memory(err, "file");
     }
     for (size_t i = 0; i < file_count; i++) {
         writer.written[i].first = files[i].nbytes;

@@ -142,9 +142,7 @@ static wsync_status_t map_fd(const wsync_device_t *self, int fd, uint64_t nbytes
 
     if (made == NULL) {
         (void)close(fd);
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
-                          "shared memory of %" PRIu64 " bytes: no memory for its record",
-                          nbytes);
+        return wsync_no_memory(err, "malloc");
     }
     wsync_memory_init(made, self, nbytes);
     made->fd = fd;
@@ -300,9 +298,7 @@ static wsync_status_t memory_borrow(const wsync_device_t *self, const int *fds,
     }
     made = malloc(sizeof(*made));
     if (made == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
-                          "lent memory of %" PRIu64 " bytes: no memory for its record",
-                          nbytes);
+        return wsync_no_memory(err, "malloc");
     }
     wsync_memory_init(made, self, nbytes);
     made->lent = true;

@@ -298,8 +298,7 @@ static wsync_status_t stream_create(const wsync_device_t *device, unsigned threa
     host_stream_t *made = calloc(1, sizeof(*made) + threads * sizeof(made->threads[0]));
 
     if (made == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory for a stream of %u threads", threads);
+        return wsync_no_memory(err, "calloc");
     }
     made->base.device = device;
     made->pid = getpid();
@@ -340,8 +339,7 @@ static wsync_status_t enqueue(host_stream_t *self, const entry_t *entry, wsync_e
     entry_t *made = malloc(sizeof(*made));
 
     if (made == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
-                          "no memory for an entry of a stream");
+        return wsync_no_memory(err, "malloc");
     }
     *made = *entry;
     if (has_event(made)) {

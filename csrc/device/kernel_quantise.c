@@ -275,8 +275,7 @@ wsync_status_t wsync_quantise_tasks_init(wsync_quantise_tasks_t *tasks,
     };
     if (tasks->items == NULL || tasks->thread_starts == NULL) {
         wsync_quantise_tasks_fini(tasks);
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory for the tables of %zu pieces", count);
+        return wsync_no_memory(err, "calloc");
     }
     for (unsigned purpose = 0; purpose < PURPOSE_COUNT; purpose++) {
         for (size_t i = 0; i < count && status == WSYNC_OK; i++) {

@@ -154,8 +154,7 @@ static wsync_status_t reserve(wsync_segments_t *segments, wsync_error_t *err)
                                     segments->count + 2, sizeof(*segments->tile_starts));
     }
     if (grown == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "segments",
-                          "no memory for a segment after %zu", segments->count);
+        return wsync_no_memory(err, "segments");
     }
     segments->tile_starts = grown;
     if (segments->count == 0) {
@@ -180,8 +179,7 @@ static wsync_status_t index_tiles(wsync_segments_t *segments, uint64_t tiles,
                                           groups + 1, sizeof(*grown));
 
     if (grown == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "segments",
-                          "no memory for an index of %zu groups of tiles", groups);
+        return wsync_no_memory(err, "segments");
     }
     segments->tile_index = grown;
     for (size_t i = groups_before(segments->tile_starts[segments->count]); i <= groups;

@@ -72,9 +72,7 @@ wsync_status_t wsync_blob_read(int fd, uint64_t nbytes, uint8_t **data, wsync_er
     }
     copy = malloc(nbytes > 0 ? (size_t)nbytes : 1);
     if (copy == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "blob",
-                          "no memory for a peer's blob of %llu bytes",
-                          (unsigned long long)nbytes);
+        return wsync_no_memory(err, "blob");
     }
     if (!wsync_read_all(fd, copy, (size_t)nbytes, 0)) {
         free(copy);

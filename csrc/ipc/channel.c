@@ -42,8 +42,7 @@ wsync_status_t wsync_channel_adopt(int fd, wsync_channel_t **channel, wsync_erro
     }
     self = malloc(sizeof(*self));
     if (self == NULL) {
-        status =
-            wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "channel", "no memory for a channel");
+        status = wsync_no_memory(err, "channel");
         goto fail;
     }
     wsync_private_fd_take(&self->socket, fd);

@@ -29,12 +29,6 @@ void wsync_lent_fini(wsync_lent_t *lent)
     *lent = (wsync_lent_t){0};
 }
 
-static wsync_status_t fail_memory(size_t count, wsync_error_t *err)
-{
-    return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session", "no memory for %zu segments",
-                      count);
-}
-
 static wsync_status_t map(wsync_lent_t *lent, const wsync_device_t *device,
                           wsync_error_t *err)
 {
@@ -42,7 +36,7 @@ static wsync_status_t map(wsync_lent_t *lent, const wsync_device_t *device,
     wsync_status_t status;
 
     if (!WSYNC_ARRAY_RESERVE(lent->segments, 1) || !WSYNC_ARRAY_RESERVE(lent->numbers, 1)) {
-        return fail_memory(lent->segments.count + 1, err);
+        return wsync_no_memory(err, "session");
     }
     status =
         wsync_memory_borrow(device, lent->coming.items, lent->coming.count, &memory, err);
@@ -75,7 +69,7 @@ wsync_status_t wsync_lent_add(wsync_lent_t *lent, const wsync_device_t *device,
                           number, more, left, WSYNC_LENT_MAX_SEGMENTS);
     }
     if (!WSYNC_ARRAY_RESERVE(lent->coming, frame->fd_count)) {
-        return fail_memory(lent->segments.count + 1, err);
+        return wsync_no_memory(err, "session");
     }
     for (uint32_t i = 0; i < frame->fd_count; i++) {
         lent->coming.items[lent->coming.count++] = frame->fds[i];
@@ -168,8 +162,7 @@ wsync_status_t wsync_lent_bind(wsync_lent_t *lent, int fd, uint64_t nbytes,
     spans = calloc(count + 1, sizeof(*spans));
     used = calloc(lent->segments.count + 1, sizeof(*used));
     if (spans == NULL || used == NULL) {
-        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
-                            "no memory for %zu bindings", count);
+        status = wsync_no_memory(err, "session");
         goto cleanup;
     }
     if (nbytes % sizeof(wsync_binding_t) != 0) {

@@ -73,8 +73,7 @@ wsync_status_t wsync_listener_create(const char *parent, wsync_listener_t **list
     int fd;
 
     if (self == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "listener",
-                          "no memory for a listener");
+        return wsync_no_memory(err, "listener");
     }
     self->socket.fd = -1;
     self->owner = getpid();

@@ -120,8 +120,7 @@ wsync_status_t wsync_exporter_create(const char *parent, wsync_exporter_t **expo
     wsync_status_t status;
 
     if (self == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
-                          "no memory for an exporter");
+        return wsync_no_memory(err, "session");
     }
     self->ending.name = "session";
     self->link = (wsync_link_t){

@@ -156,8 +156,7 @@ wsync_status_t wsync_importer_create(const wsync_device_t *device, const char *p
     wsync_status_t status;
 
     if (self == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
-                          "no memory for an importer");
+        return wsync_no_memory(err, "session");
     }
     memcpy(&hello.arguments[1], device->uuid, sizeof(device->uuid));
     self->device = device;

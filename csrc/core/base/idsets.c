@@ -45,8 +45,7 @@ wsync_status_t wsync_idsets_add(wsync_idsets_t *sets, const uint32_t *ids, size_
     }
     if (!WSYNC_ARRAY_RESERVE(*sets, 1) || !WSYNC_ARRAY_RESERVE(sets->ids, count) ||
         !wsync_table_add(&sets->table, hash)) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "plan",
-                          "no memory for %zu lists of ranks", sets->count + 1);
+        return wsync_no_memory(err, "plan");
     }
     *index = (uint32_t)sets->count;
     sets->items[sets->count++] = (wsync_idset_t){sets->ids.count, (uint32_t)count};

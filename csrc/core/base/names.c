@@ -102,8 +102,7 @@ wsync_status_t wsync_names_add(wsync_names_t *names, const char *text, uint32_t 
             copy = copy_text(names, text);
         }
         if (copy == NULL || !wsync_table_add(&names->table, hash)) {
-            return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "names",
-                              "no memory for '%.200s' after %zu names", text, names->count);
+            return wsync_no_memory(err, "names");
         }
         names->items[names->count++] = copy;
     }

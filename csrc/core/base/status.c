@@ -34,3 +34,8 @@ wsync_status_t wsync_fail(wsync_error_t *err, wsync_status_t status, int native,
     va_end(arguments);
     return status;
 }
+
+wsync_status_t wsync_no_memory(wsync_error_t *err, const char *origin)
+{
+    return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, origin, "no memory");
+}

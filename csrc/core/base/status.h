@@ -42,5 +42,7 @@ const char *wsync_status_text(wsync_status_t status);
 wsync_status_t wsync_fail(wsync_error_t *err, wsync_status_t status, int native,
                           const char *origin, const char *format, ...)
     __attribute__((format(printf, 5, 6)));
+/* The same of a small allocation that has failed. */
+wsync_status_t wsync_no_memory(wsync_error_t *err, const char *origin);
 
 #endif

@@ -25,7 +25,7 @@ wsync_status_t wsync_layout_builder_create(wsync_layout_builder_t **builder,
     wsync_layout_builder_t *made = calloc(1, sizeof(*made));
 
     if (made == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout", "no memory for a builder");
+        return wsync_no_memory(err, "layout");
     }
     *builder = made;
     return WSYNC_OK;
@@ -98,8 +98,7 @@ wsync_status_t wsync_layout_builder_tensor(wsync_layout_builder_t *builder,
         return status;
     }
     if (!WSYNC_ARRAY_RESERVE(builder->tensors, 1)) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
-                          "no memory for %zu tensors", builder->tensors.count + 1);
+        return wsync_no_memory(err, "layout");
     }
     if (__builtin_add_overflow(builder->nbytes, nbytes, &total)) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
@@ -260,8 +259,7 @@ wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
         return status;
     }
     if (!WSYNC_ARRAY_RESERVE(builder->shards, 1)) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout", "no memory for %zu shards",
-                          builder->shards.count + 1);
+        return wsync_no_memory(err, "layout");
     }
     added = &builder->shards.items[builder->shards.count];
     if (builder->shards.count++ > 0 && added[-1].tensor > shard->tensor) {
@@ -464,9 +462,7 @@ wsync_status_t wsync_layout_builder_finish(wsync_layout_builder_t *builder,
     wsync_status_t status = WSYNC_OK;
 
     if (made == NULL || !count_buffers(builder, made) || !sort_shards(builder, made)) {
-        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
-                            "no memory for a layout of %zu tensors in %zu shards",
-                            builder->names.count, builder->shards.count);
+        status = wsync_no_memory(err, "layout");
         goto cleanup;
     }
     made->nbytes = builder->nbytes;

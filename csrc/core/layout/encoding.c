@@ -119,9 +119,7 @@ wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
     }
     if (writer.failed) {
         free(writer.bytes.items);
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "wire",
-                          "no memory to encode %zu tensors after %zu bytes", tensor_count,
-                          writer.bytes.count);
+        return wsync_no_memory(err, "wire");
     }
     *data = writer.bytes.items;
     *nbytes = writer.bytes.count;
@@ -193,8 +191,7 @@ static const char *read_text(reader_t *reader, const char *what)
     }
     text = wsync_array_reserve(reader->text, &reader->text_capacity, nbytes + 1, 1);
     if (text == NULL) {
-        reader->status = wsync_fail(reader->err, WSYNC_ERR_NO_MEMORY, 0, "wire",
-                                    "no memory for a %s of %zu bytes", what, nbytes);
+        reader->status = wsync_no_memory(reader->err, "wire");
         return "";
     }
     reader->text = text;

@@ -199,8 +199,7 @@ wsync_status_t wsync_layout_join(const wsync_layout_t *model, const wsync_layout
     wsync_status_t status;
 
     if (self.first == NULL || self.given == NULL || self.left_out == NULL) {
-        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
-                            "no memory to join %zu shards", shard_count);
+        status = wsync_no_memory(err, "layout");
         goto cleanup;
     }
     status = number_buffers(model, self.first, &count, err);

@@ -119,8 +119,7 @@ static wsync_status_t merge_one(wsync_layout_builder_t *builder,
     wsync_status_t status = WSYNC_OK;
 
     if (origins == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
-                          "no memory for %zu origins", origin_count);
+        return wsync_no_memory(err, "layout");
     }
     for (size_t i = 0; i < origin_count && status == WSYNC_OK; i++) {
         status = wsync_layout_builder_origin(builder, layout->origins.items[i], &origins[i],

@@ -6,12 +6,6 @@
 
 #include "core/layout/layout_parts.h"
 
-static wsync_status_t no_memory(wsync_error_t *err, size_t count)
-{
-    return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
-                      "no memory for steps in %zu tensors", count);
-}
-
 static const wsync_split_tensor_t *find(const wsync_split_t *split, const char *name)
 {
     const size_t index = wsync_names_find(&split->names, name);
@@ -61,7 +55,7 @@ static wsync_status_t add_steps(wsync_split_t *split, const wsync_tensor_t *tens
             continue;
         }
         if (!WSYNC_ARRAY_RESERVE(split->tensors, 1)) {
-            return no_memory(err, split->tensors.count + 1);
+            return wsync_no_memory(err, "layout");
         }
         status = wsync_names_add(&split->names, tensor->name, &index, &added, err);
         if (status == WSYNC_OK && added) {
@@ -214,7 +208,7 @@ wsync_status_t wsync_split_steps(const wsync_layout_t *const *layouts, size_t co
 
     split->layouts = (wsync_layout_t **)calloc(count + 1, sizeof(split->layouts[0]));
     if (split->layouts == NULL) {
-        return no_memory(err, 0);
+        return wsync_no_memory(err, "layout");
     }
     split->count = count;
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {

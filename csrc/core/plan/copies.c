@@ -111,8 +111,7 @@ static wsync_status_t add_to_message(emitter_t *emitter, wsync_plan_send_t *send
     if (send->message == WSYNC_TABLE_NONE) {
         if (!WSYNC_ARRAY_RESERVE(emitter->messages, 1) ||
             !wsync_table_add(&emitter->table, key)) {
-            return wsync_plan_no_memory(emitter->planner, "messages",
-                                        emitter->messages.count + 1);
+            return wsync_no_memory(emitter->planner->err, "plan");
         }
         send->message = (uint32_t)emitter->messages.count;
         emitter->messages.items[emitter->messages.count++] =
@@ -166,7 +165,7 @@ static wsync_status_t sort_messages(emitter_t *emitter)
     emitter->order.count = 0;
     if (!WSYNC_ARRAY_RESERVE(emitter->order, count + 1) ||
         !WSYNC_ARRAY_RESERVE(emitter->plan->messages, count + 1)) {
-        return wsync_plan_no_memory(emitter->planner, "messages", count);
+        return wsync_no_memory(emitter->planner->err, "plan");
     }
     for (uint32_t i = 0; i < count; i++) {
         const message_t *message = &emitter->messages.items[i];
@@ -413,12 +412,12 @@ static wsync_status_t emitter_init(emitter_t *emitter)
         plan->first_copy[i] =
             calloc((size_t)plan->round_count + 1, sizeof(*plan->first_copy[i]));
         if (plan->first_copy[i] == NULL) {
-            return wsync_plan_no_memory(planner, "rounds", plan->round_count);
+            return wsync_no_memory(planner->err, "plan");
         }
     }
     if (emitter->fills == NULL || emitter->first_mine == NULL || emitter->mine == NULL ||
         plan->first_message == NULL) {
-        return wsync_plan_no_memory(planner, "rounds", plan->round_count);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (uint32_t i = 0; i < spec->destination_count; i++) {
         emitter->first_mine[i] = used;

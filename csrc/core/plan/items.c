@@ -58,7 +58,7 @@ static wsync_status_t find_refs(const wsync_planner_t *planner, refs_t *found)
             continue; /* nobody takes it */
         }
         if (!WSYNC_ARRAY_RESERVE(*found, count)) {
-            return wsync_plan_no_memory(planner, "tensors", found->count + count);
+            return wsync_no_memory(planner->err, "plan");
         }
         for (size_t j = 0; j < count; j++) {
             size_t source;
@@ -104,7 +104,7 @@ static wsync_status_t collect_refs(wsync_planner_t *planner)
     planner->refs = wsync_sort_by_key(&keyed, &planner->first_ref);
     planner->whole = calloc(count + 1, sizeof(*planner->whole));
     if (planner->refs == NULL || planner->whole == NULL) {
-        status = wsync_plan_no_memory(planner, "tensors", found.count);
+        status = wsync_no_memory(planner->err, "plan");
         goto cleanup;
     }
     for (size_t i = 0; i < found.count; i++) {
@@ -198,7 +198,7 @@ static wsync_status_t make_groups(wsync_planner_t *planner)
     planner->next = malloc((count + 1U) * sizeof(*planner->next));
     if (members == NULL || last == NULL || planner->leader == NULL ||
         planner->next == NULL) {
-        status = wsync_plan_no_memory(planner, "keep-together groups", room);
+        status = wsync_no_memory(planner->err, "plan");
         goto cleanup;
     }
     for (uint32_t i = 0; i < count; i++) {
@@ -362,7 +362,7 @@ static wsync_status_t add_item(wsync_planner_t *planner, size_t first_want, bool
 
     *parts = 0;
     if (!WSYNC_ARRAY_RESERVE(planner->items, 1)) {
-        return wsync_plan_no_memory(planner, "items", planner->items.count + 1);
+        return wsync_no_memory(planner->err, "plan");
     }
     item.want_count = (uint32_t)(planner->wants.count - first_want);
     weigh(planner, &item);
@@ -440,7 +440,7 @@ static wsync_status_t add_cut(wsync_planner_t *planner, uint32_t tensor,
 static wsync_status_t add_empties(wsync_planner_t *planner, uint32_t tensor)
 {
     if (!WSYNC_ARRAY_RESERVE(planner->empties, planner->demands.count)) {
-        return wsync_plan_no_memory(planner, "tensors", planner->empties.count + 1);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (size_t i = 0; i < planner->demands.count; i++) {
         const wsync_plan_demand_t *demand = &planner->demands.items[i];

@@ -62,7 +62,7 @@ wsync_status_t wsync_plan_keep_deliveries(const wsync_planner_t *planner,
     plan->tensors = malloc((count + 1) * sizeof(*plan->tensors));
     plan->deliveries = malloc(room * sizeof(*plan->deliveries));
     if (numbers == NULL || plan->tensors == NULL || plan->deliveries == NULL) {
-        status = wsync_plan_no_memory(planner, "boxes", room);
+        status = wsync_no_memory(planner->err, "plan");
         goto cleanup;
     }
     for (size_t i = 0; i < count; i++) {

@@ -99,7 +99,7 @@ static wsync_status_t sweep(wsync_planner_t *planner, uint32_t tensor, box_func_
 
     marks = calloc(count, sizeof(*marks));
     if (marks == NULL) {
-        return wsync_plan_no_memory(planner, "boxes", count);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (size_t i = 0; i < count; i++) {
         marks[i].box = box(planner, i);
@@ -148,7 +148,7 @@ static wsync_status_t add_source(wsync_planner_t *planner, const shard_key_t *ke
     planner->ids.count = 0;
     if (!WSYNC_ARRAY_RESERVE(planner->ids, count) ||
         !WSYNC_ARRAY_RESERVE(planner->sources, 1)) {
-        return wsync_plan_no_memory(planner, "source boxes", planner->sources.count + 1);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (size_t i = 0; i < count; i++) {
         const uint32_t rank = keys[i].shard->rank;
@@ -218,7 +218,7 @@ static wsync_status_t load_sources(wsync_planner_t *planner, uint32_t tensor)
     planner->sources.count = 0;
     planner->sources_overlap = false;
     if (keys == NULL) {
-        return wsync_plan_no_memory(planner, "shards", count);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (size_t i = 0; i < count; i++) {
         keys[i] = (shard_key_t){&shards[i], (uint32_t)i};
@@ -335,7 +335,7 @@ static wsync_status_t add_demand(wsync_planner_t *planner, uint32_t tensor,
     planner->ids.count = 0;
     if (!WSYNC_ARRAY_RESERVE(planner->ids, count) ||
         !WSYNC_ARRAY_RESERVE(planner->demands, 1)) {
-        return wsync_plan_no_memory(planner, "wanted boxes", planner->demands.count + 1);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (size_t i = 0; i < count; i++) {
         if (i > 0 && keys[i].destination == keys[i - 1].destination) {
@@ -374,7 +374,7 @@ static wsync_status_t collect_demands(const wsync_planner_t *planner, uint32_t t
         key.dtype =
             delivered_dtype(source, wsync_layout_tensor(destination->layout, ref->tensor));
         if (!WSYNC_ARRAY_RESERVE(*keys, count + 1)) {
-            return wsync_plan_no_memory(planner, "wanted boxes", keys->count + count);
+            return wsync_no_memory(planner->err, "plan");
         }
         if (destination->whole && count == 0) {
             keys->items[keys->count++] = key;
@@ -436,7 +436,7 @@ static wsync_status_t add_piece(wsync_planner_t *planner, wsync_plan_want_t *wan
     wsync_status_t status;
 
     if (!WSYNC_ARRAY_RESERVE(planner->pieces, 1)) {
-        return wsync_plan_no_memory(planner, "pieces", planner->pieces.count + 1);
+        return wsync_no_memory(planner->err, "plan");
     }
     piece.nbytes = wsync_box_count(box) * wsync_dtype_nbytes(want->dtype);
     status = wsync_plan_choose(planner, want->audience, source->holders, &piece);
@@ -508,7 +508,7 @@ wsync_status_t wsync_plan_add_want(wsync_planner_t *planner, uint32_t tensor,
     wsync_status_t status = WSYNC_OK;
 
     if (!WSYNC_ARRAY_RESERVE(planner->wants, 1)) {
-        return wsync_plan_no_memory(planner, "wanted boxes", planner->wants.count + 1);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (size_t i = 0; i < planner->sources.count; i++) {
         wsync_box_t common;

@@ -11,13 +11,6 @@ static const uint64_t default_round_nbytes = UINT64_C(32) << 20;
 
 /* --- making --------------------------------------------------------------------------- */
 
-wsync_status_t wsync_plan_no_memory(const wsync_planner_t *planner, const char *what,
-                                    size_t count)
-{
-    return wsync_fail(planner->err, WSYNC_ERR_NO_MEMORY, 0, "plan", "no memory for %zu %s",
-                      count, what);
-}
-
 static wsync_status_t check_spec(const wsync_plan_spec_t *spec, wsync_error_t *err)
 {
     const uint32_t source_ranks = wsync_layout_rank_count(spec->source);
@@ -88,9 +81,7 @@ static wsync_status_t sort_workers(wsync_planner_t *planner)
         planner->workers = wsync_sort_by_key(&keyed, &planner->first_worker);
     }
     free(workers);
-    return planner->workers != NULL
-               ? WSYNC_OK
-               : wsync_plan_no_memory(planner, "workers", spec->worker_count);
+    return planner->workers != NULL ? WSYNC_OK : wsync_no_memory(planner->err, "plan");
 }
 
 static wsync_status_t planner_init(wsync_planner_t *planner)
@@ -106,7 +97,7 @@ static wsync_status_t planner_init(wsync_planner_t *planner)
     planner->use.touched = calloc(counter_count, sizeof(*planner->use.touched));
     if (planner->loads == NULL || planner->weights == NULL || planner->touched == NULL ||
         planner->use.slots == NULL || planner->use.touched == NULL) {
-        return wsync_plan_no_memory(planner, "ranks", spec->rank_count);
+        return wsync_no_memory(planner->err, "plan");
     }
     planner->use.sends = planner->use.slots + spec->destination_count;
     planner->use.recvs = planner->use.sends + spec->rank_count;
@@ -194,7 +185,7 @@ static wsync_status_t list_unused(const wsync_planner_t *planner, wsync_plan_t *
         if (planner->first_ref[i] == planner->first_ref[i + 1] &&
             wsync_box_count(&whole) > 0) {
             if (!WSYNC_ARRAY_RESERVE(plan->unused, 1)) {
-                return wsync_plan_no_memory(planner, "unused tensors", i);
+                return wsync_no_memory(planner->err, "plan");
             }
             plan->unused.items[plan->unused.count++] = (uint32_t)i;
         }
@@ -221,7 +212,7 @@ static wsync_status_t fill_plan(wsync_planner_t *planner, wsync_plan_t *plan)
     plan->destination_count = spec->destination_count;
     plan->destinations = malloc((spec->worker_count + 1U) * sizeof(*plan->destinations));
     if (plan->destinations == NULL) {
-        return wsync_plan_no_memory(planner, "workers", spec->worker_count);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (uint32_t i = 0; i < spec->worker_count; i++) {
         plan->destinations[i] = spec->workers[i].destination;
@@ -261,7 +252,7 @@ static wsync_status_t split_spec(wsync_planner_t *planner, wsync_plan_spec_t *sp
     wsync_status_t status;
 
     if (given == NULL || destinations == NULL) {
-        status = wsync_plan_no_memory(planner, "layouts", count);
+        status = wsync_no_memory(planner->err, "plan");
         goto cleanup;
     }
     given[0] = spec->source;
@@ -310,7 +301,7 @@ wsync_status_t wsync_plan_create(const wsync_plan_spec_t *spec, wsync_plan_t **p
     }
     made = calloc(1, sizeof(*made));
     if (made == NULL) {
-        status = wsync_plan_no_memory(&planner, "plan", 1);
+        status = wsync_no_memory(planner.err, "plan");
         goto cleanup;
     }
     status = fill_plan(&planner, made);

@@ -200,9 +200,6 @@ typedef struct wsync_planner {
     wsync_error_t *err;
 } wsync_planner_t;
 
-wsync_status_t wsync_plan_no_memory(const wsync_planner_t *planner, const char *what,
-                                    size_t count);
-
 /* Collects what destinations want, decides keep-together groups, makes all items. */
 wsync_status_t wsync_plan_make_items(wsync_planner_t *planner);
 

@@ -264,7 +264,7 @@ static wsync_status_t owners_init(const wsync_planner_t *planner, owners_t *owne
     owners->streams = calloc(count + 1, sizeof(*owners->streams));
     owners->entries = calloc(count + 1, sizeof(*owners->entries));
     if (owners->heap == NULL || owners->streams == NULL || owners->entries == NULL) {
-        return wsync_plan_no_memory(planner, "items", count);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (size_t i = 0; i < count; i++) {
         const wsync_plan_item_t *item = &planner->items.items[i];
@@ -325,7 +325,7 @@ wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
 
     open.used = calloc(open.counter_count, OPEN_ROUND_COUNT * sizeof(*open.used));
     if (open.used == NULL || turns == NULL) {
-        status = wsync_plan_no_memory(planner, "items", count);
+        status = wsync_no_memory(planner->err, "plan");
         goto cleanup;
     }
     status = owners_init(planner, &owners);
@@ -341,7 +341,7 @@ wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
         planner->round_count = (uint32_t)open.count;
         planner->turns = wsync_sort_by_key(&keyed, &planner->first_in_round);
         if (planner->turns == NULL) {
-            status = wsync_plan_no_memory(planner, "rounds", open.count);
+            status = wsync_no_memory(planner->err, "plan");
         }
     }
 

@@ -31,7 +31,7 @@ static wsync_status_t find_homes(wsync_planner_t *planner, const uint32_t *ids,
         const size_t end = planner->first_worker[ids[i] + 1];
 
         if (!WSYNC_ARRAY_RESERVE(*homes, end - first)) {
-            return wsync_plan_no_memory(planner, "homes", homes->count);
+            return wsync_no_memory(planner->err, "plan");
         }
         for (size_t j = first; j < end; j++) {
             homes->items[homes->count++] = planner->workers[j].home;
@@ -58,7 +58,7 @@ wsync_status_t wsync_plan_audience(wsync_planner_t *planner, const uint32_t *ids
 
     if (status == WSYNC_OK && index == planner->audience_info.count) {
         if (!WSYNC_ARRAY_RESERVE(planner->audience_info, 1)) {
-            return wsync_plan_no_memory(planner, "sets of destinations", index + 1U);
+            return wsync_no_memory(planner->err, "plan");
         }
         status = find_homes(planner, ids, count, &info);
         if (status == WSYNC_OK) {
@@ -106,7 +106,7 @@ static wsync_status_t add_group(wsync_planner_t *planner, wsync_plan_class_t *cl
     wsync_status_t status;
 
     if (!WSYNC_ARRAY_RESERVE(planner->groups, 1)) {
-        return wsync_plan_no_memory(planner, "groups of peers", planner->groups.count + 1);
+        return wsync_no_memory(planner->err, "plan");
     }
     status =
         wsync_idsets_add(&planner->ranks, peers, peer_count, &group.peers, planner->err);
@@ -215,7 +215,7 @@ static wsync_status_t make_class(wsync_planner_t *planner, uint32_t audience,
     wsync_status_t status;
 
     if (memory == NULL) {
-        return wsync_plan_no_memory(planner, "ranks", room);
+        return wsync_no_memory(planner->err, "plan");
     }
     scratch.needy = memory;
     scratch.holders = memory + room;
@@ -249,7 +249,7 @@ static wsync_status_t find_class(wsync_planner_t *planner, uint32_t audience,
     }
     if (!WSYNC_ARRAY_RESERVE(planner->classes, 1) ||
         !wsync_table_add(&planner->class_table, key)) {
-        return wsync_plan_no_memory(planner, "classes", planner->classes.count + 1);
+        return wsync_no_memory(planner->err, "plan");
     }
     *index = (uint32_t)planner->classes.count;
     planner->classes.items[planner->classes.count++] = class;
@@ -284,7 +284,7 @@ static wsync_status_t join_rest(wsync_planner_t *planner, wsync_plan_group_t *gr
 
     joined->count = 0;
     if (!WSYNC_ARRAY_RESERVE(*joined, a_count + b_count)) {
-        return wsync_plan_no_memory(planner, "peers", a_count + b_count);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (size_t i = 0, j = 0; i < a_count || j < b_count;) {
         const bool first = j == b_count || (i < a_count && a[i] < b[j]);
@@ -340,7 +340,7 @@ wsync_status_t wsync_plan_choose(wsync_planner_t *planner, uint32_t audience,
         return WSYNC_OK;
     }
     if (!WSYNC_ARRAY_RESERVE(planner->sends, class->group_count)) {
-        return wsync_plan_no_memory(planner, "messages", planner->sends.count);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (uint32_t i = 0; i < class->group_count && status == WSYNC_OK; i++) {
         const wsync_plan_group_t *group = &planner->groups.items[class->first_group + i];

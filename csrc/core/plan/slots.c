@@ -78,7 +78,7 @@ wsync_status_t wsync_plan_make_rings(wsync_planner_t *planner, wsync_plan_t *pla
     plan->slots = calloc(destination_count * round_count + 1, sizeof(*plan->slots));
     plan->rings = calloc(destination_count + 1, sizeof(*plan->rings));
     if (plan->slots == NULL || plan->rings == NULL) {
-        return wsync_plan_no_memory(planner, "slots", destination_count * round_count);
+        return wsync_no_memory(planner->err, "plan");
     }
     for (size_t round = 0; round < round_count; round++) {
         for (size_t i = planner->first_in_round[round];

@@ -56,11 +56,6 @@ typedef struct maker {
     WSYNC_ARRAY(uint64_t) shared; /* entry of every share number, or NONE */
 } maker_t;
 
-static wsync_status_t no_memory(const char *name, wsync_error_t *err)
-{
-    return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "quantise", "%.256s: no memory", name);
-}
-
 /* Takes bytes of the image, in a new buffer where the last one has enough. */
 static wsync_status_t take_image(maker_t *maker, uint64_t nbytes, uint64_t *offset,
                                  wsync_error_t *err)
@@ -71,7 +66,7 @@ static wsync_status_t take_image(maker_t *maker, uint64_t nbytes, uint64_t *offs
     *offset = wsync_round_up(made->image_nbytes, ALIGNMENT);
     if (count == 0 || *offset - made->starts.items[count - 1] >= BUFFER_NBYTES) {
         if (!WSYNC_ARRAY_RESERVE(made->starts, 1)) {
-            return no_memory("the image", err);
+            return wsync_no_memory(err, "quantise");
         }
         made->starts.items[made->starts.count++] = count == 0 ? 0 : *offset;
     }
@@ -262,8 +257,7 @@ static wsync_status_t choose_amaxes(maker_t *maker, size_t index, wsync_error_t 
         matrices->amaxes = maker->made->amax_count;
         maker->made->amax_count += entries;
     }
-    return find_overall(maker, matrices) ? WSYNC_OK
-                                         : no_memory(matrices->tensor->name, err);
+    return find_overall(maker, matrices) ? WSYNC_OK : wsync_no_memory(err, "quantise");
 }
 
 /* Adds a part of a box to a count of elements. */
@@ -457,7 +451,7 @@ static wsync_status_t place_shape(maker_t *maker, const matrices_t *matrices,
         return WSYNC_OK;
     }
     if (!WSYNC_ARRAY_RESERVE(made->constants, 2)) {
-        return no_memory(tensor.name, err);
+        return wsync_no_memory(err, "quantise");
     }
     made->constants.items[made->constants.count++] = shape[ROW];
     made->constants.items[made->constants.count++] = shape[COL];
@@ -497,7 +491,7 @@ static wsync_status_t add_pieces(maker_t *maker, const matrices_t *matrices,
         return status;
     }
     if (!WSYNC_ARRAY_RESERVE(maker->made->pieces, count)) {
-        return no_memory(matrices->tensor->name, err);
+        return wsync_no_memory(err, "quantise");
     }
     piece.tensor = maker->made->names.items[name];
     for (uint64_t number = 0; number < count; number++) {
@@ -647,7 +641,7 @@ wsync_status_t wsync_quantiser_create(const wsync_layout_t *layout, uint32_t ran
     maker.made = calloc(1, sizeof(*maker.made));
     maker.tensors = calloc(wsync_layout_tensor_count(layout) + 1, sizeof(*maker.tensors));
     status = maker.made != NULL && maker.tensors != NULL ? make(&maker, rules, count, err)
-                                                         : no_memory("a quantiser", err);
+                                                         : wsync_no_memory(err, "quantise");
     wsync_layout_builder_destroy(maker.builder);
     wsync_cover_fini(&maker.cover);
     free(maker.tensors);
