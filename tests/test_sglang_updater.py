@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support import tiny_models
 from support.engines import NEWEST
 from support.sglang_processes import SglangProcesses
 
@@ -23,25 +22,16 @@ def engine(request: pytest.FixtureRequest) -> Iterator[SglangProcesses]:
     made.close()
 
 
-@pytest.mark.parametrize("needed", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("family", "ep"),
-    [(family, ep) for family in tiny_models.FAMILIES for ep in (1, 2) if ep == 1 or "_" in family],
-)
-def test_every_worker_holds_what_its_own_loading_gives(
-    engine: SglangProcesses, family: str, ep: int, needed: bool
-) -> None:
-    engine.prepare(family, ep=ep, needed=needed)
+def test_every_worker_holds_what_its_own_loading_gives(engine: SglangProcesses) -> None:
+    """Other families: test_learnt_ranks."""
+    engine.prepare("qwen3_moe", ep=2)
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
         for seed in (1, 2):
             report = sync.update(engine.weights(seed), version=seed)
             assert engine.is_loaded(seed)
     assert engine.ask("reason") == ["", ""]
-    if needed:
-        assert report.redundancy == 1.0
-        assert report.delivered_nbytes < 1.2 * report.model_nbytes
-    else:
-        assert report.delivered_nbytes == 2 * report.model_nbytes
+    assert report.redundancy == 1.0
+    assert report.delivered_nbytes < 1.2 * report.model_nbytes
     assert (engine.version, engine.paused) == ("2", False)
 
 
@@ -71,22 +61,13 @@ def test_a_draft_model_does_not_take_the_models_place(engine: SglangProcesses) -
     assert engine.is_loaded(5)
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("model.layers.0.mlp.down_proj:replaced", "UnquantizedLinearMethod has replaced it"),
-        ("model.layers.0.mlp.down_proj:use_intel_amx_backend", "packed for AMX"),
-        ("model.layers.1.mlp.down_proj:ue8m0", "packed as UE8M0"),
-    ],
-)
-def test_weights_that_sglang_has_rewritten_are_refused(
-    engine: SglangProcesses, how: str, reason: str
-) -> None:
+def test_weights_that_sglang_has_rewritten_are_refused(engine: SglangProcesses) -> None:
+    """test_rewritten has all kinds."""
     engine.prepare("qwen3")
-    engine.ask("rewrite", how)
+    engine.ask("transpose", "model.layers.0.mlp.down_proj")
     before = engine.ask("found")
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
-        with pytest.raises(wsync.RemoteError, match=reason):
+        with pytest.raises(wsync.RemoteError, match="UnquantizedLinearMethod has replaced it"):
             sync.update(engine.weights(1))
     assert engine.ask("found") == before
     assert [worker.consistent for worker in inspection.inspect(engine)] == [True, True]

@@ -49,28 +49,22 @@ class SglangProcesses:
             env=worker_environment(rank),
         )
 
-    def restart(self, rank: int) -> None:
-        """Another process in the place of one that has ended."""
-        self._end(self.processes[rank])
-        self.processes[rank] = self._start(rank)
-
     def prepare(
         self,
         family: str,
         *,
         ep: int = 1,
-        needed: bool = True,
         changes: dict[str, Any] | None = None,
         method: Sequence[Any] = (),
         alone: bool = False,
     ) -> None:
         """Starts with another model.
 
-        ep: among how many workers its experts are divided.  needed: as wsync.sglang has it, else
-        whole tensors are sent.  changes: of the config.  method, alone: as the worker has them.
+        ep: among how many workers its experts are divided.  changes: of the config.  method, alone:
+        as the worker has them.
         """
         self.version, self.paused = None, False
-        shapes = self.ask("prepare", family, needed, ep, changes or {}, method, alone)[0]
+        shapes = self.ask("prepare", family, ep, changes or {}, method, alone)[0]
         self.checkpoint = {
             name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()
         }

@@ -13,8 +13,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import os
-import signal
 import sys
 import types
 from collections.abc import Sequence
@@ -42,15 +40,12 @@ class Worker:
         self._place = self._tp, self._rank = tp, rank
         self._method: quantised_models.Method | None = None
         self._drafts: list[Any] = []
-        self._needed = True
-        self._last_round = -1
         self._updater = self._make_updater()
         sglang._loader = self._make_loader
 
     def prepare(
         self,
         family: str,
-        needed: bool,
         ep: int,
         changes: dict[str, Any],
         method: Sequence[Any] = (),
@@ -64,7 +59,7 @@ class Worker:
         self._tp, self._rank = (1, 0) if alone else self._place
         self._updater = self._make_updater()
         sglang_host.host(tp=self._tp, ep=ep, rank=self._rank)
-        self._family, self._needed = family, needed
+        self._family = family
         self._config = tiny_models.config(family, **changes)
         self._checkpoint = tiny_models.checkpoint(family, self._config)
         self._method = None
@@ -125,15 +120,7 @@ class Worker:
         )
 
     def _make_loader(self, model: Any) -> SglangLoader:
-        worker = self
-
-        class Loader(SglangLoader):
-            def load(self, round: int) -> None:
-                if round == worker._last_round:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                super().load(round)
-
-        self.loader = Loader(model, needed=self._needed)
+        self.loader = SglangLoader(model)
         return self.loader
 
     def fallback(self) -> list[str]:
@@ -143,12 +130,6 @@ class Worker:
     def reason(self) -> str:
         """Why load_weights could not be replaced."""
         return self.loader.reason
-
-    def consistent(self) -> bool:
-        return bool(self._model._wsync.receiver.consistent)
-
-    def die_in_round(self, number: int) -> None:
-        self._last_round = number
 
     def update(self, payload: str, load_format: str, draft: bool) -> list[Any]:
         """A request; draft: SGLang gives it to a draft model, too, and to that first."""
@@ -181,16 +162,10 @@ class Worker:
         """Has load_weights raise after so many tensors; 0: no more."""
         self._fault = count
 
-    def rewrite(self, how: str) -> None:
+    def transpose(self, path: str) -> None:
         """Leaves a layer as SGLang does that has rewritten its weights."""
-        path, _, what = how.partition(":")
         layer = self._model.get_submodule(path)
-        if what == "replaced":
-            layer.weight = torch.nn.Parameter(layer.weight.detach().t(), requires_grad=False)
-        elif what == "ue8m0":
-            layer.weight.format_ue8m0 = True
-        else:
-            setattr(layer, what, True)
+        layer.weight = torch.nn.Parameter(layer.weight.detach().t(), requires_grad=False)
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import types
 from typing import Any
 
@@ -45,7 +44,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         past: str = "",
         packs: bool = False,
         packs_convolutions: bool = False,
-        fp8: bool = False,
         method: tuple[Any, ...] = (),
         ep: int = 1,
         balanced: bool = False,
@@ -60,7 +58,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         packs: experts are packed after loading as vLLM does on CPUs, instead of being left as
         they are.
         packs_convolutions: as on CPUs that multiply bfloat16.
-        fp8: the checkpoint is in FP8, with a scale for each block.
         method: the fields of the quantised_models.Method that the checkpoint is quantised by.
         ep: among how many workers the experts are divided.
         balanced: experts may move between workers (enable_eplb, which needs GPUs to start with).
@@ -74,7 +71,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self.shuffled, self.derives = shuffled, derives
         self.config = tiny_models.config(family, **(changes or {}))
         self.checkpoint = tiny_models.checkpoint(family, self.config)
-        self._quantise(fp8, method)
+        self._quantise(method)
         vllm_host.host(tp=self.parallel_config.world_size, ep=ep, rank=self.rank)
         whole = vllm_host.configure(self.config)
         self.vllm_config.parallel_config = self.parallel_config = whole.parallel_config
@@ -108,11 +105,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
         self.model.load_weights = faulty
 
-    def _quantise(self, fp8: bool, method: tuple[Any, ...]) -> None:
+    def _quantise(self, method: tuple[Any, ...]) -> None:
         """Has the checkpoint quantised as `start` was told."""
-        if fp8:
-            vllm_host.quantize(self.config)
-            self.checkpoint = tiny_models.blockwise_fp8(self.checkpoint)
         if method:
             vllm_host.choose_triton()
             vllm_host.choose_packed_experts()
@@ -162,14 +156,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def places(self) -> dict[str, int]:
         """Where everything lies."""
         return {path: tensor.data_ptr() for path, tensor in everything(self.model).items()}
-
-    def serve(self) -> None:
-        """Casts a table of positions, as a forward does that is given other activations."""
-        rotary = self.model.model.layers[0].self_attn.rotary_emb
-        rotary.cos_sin_cache = rotary.cos_sin_cache.double()
-
-    def keep(self, patterns: str) -> None:
-        os.environ["WSYNC_KEEP"] = patterns
 
     def set_fault(self, count: int) -> None:
         """Has load_weights raise after so many tensors; 0: no more."""
