@@ -115,56 +115,26 @@ def slime(weights: dict[str, torch.Tensor], **more: Any) -> wsync.UpdateWeightFr
     )
 
 
-class Lock:
-    """slime's lock, as an object of this process."""
-
-    def __init__(self) -> None:
-        self.held = False
-        self.calls: list[str] = []
-
-    def acquire(self) -> bool:
-        self.calls.append("acquire")
-        free, self.held = not self.held, True
-        return free
-
-    def release(self) -> None:
-        self.calls.append("release")
-        self.held = False
-
-
 def test_slimes_calls_and_engines_that_come_and_go(
     engines: list[ProcessEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
-    weights, lock = drawn(3), Lock()
+    weights = drawn(3)
     updater = slime(weights)
     with pytest.raises(wsync.StateError, match="before connect_rollout_engines"):
         updater.update_weights()
     for number, present in enumerate((engines[:1], engines, engines[1:]), 1):
-        updater.connect_rollout_engines(present, lock)
+        updater.connect_rollout_engines(present, object())
         weights.update(drawn(10 + number))
         updater.update_weights()
         assert [same(engine, weights) for engine in present] == [True] * len(present)
         assert {engine.weight_version for engine in present} == {str(number)}
-    assert lock.calls == ["acquire", "release"] * 3
     assert updater.weight_version == 3
     assert updater.pop_metrics()["wsync/update_seconds"] > 0
     assert updater.pop_metrics() == {}
     assert not same(engines[0], weights)
     updater.disconnect_rollout_engines()
-    updater.disconnect_rollout_engines()
-
-
-def test_a_lock_that_does_not_answer_is_named_and_given_back(engines: list[ProcessEngine]) -> None:
-    lock = threading.Lock()  # waits, where slime's says that it is taken
-    updater = slime(drawn(4), deadline=1.0)
-    updater.connect_rollout_engines(engines[:1], lock)
-    with lock, pytest.raises(wsync.DeadlineError, match="rollout_engine_lock: held by somebody"):
-        updater.update_weights()
-    assert lock.acquire(timeout=60.0)  # the answer that came too late has taken nothing
-    lock.release()
-    updater.update_weights()
     updater.disconnect_rollout_engines()
 
 

@@ -301,7 +301,6 @@ def test_an_option_that_no_disk_takes_is_named(options: dict[str, Any], tmp_path
 @pytest.mark.parametrize(
     ("position", "value", "text"),
     [
-        (1, "lock", "rollout_engine_lock='lock' has no acquire and no release"),
         (2, ["1"], r"engine_gpu_counts=\['1'\]"),
         (2, 1, "engine_gpu_counts=1: a list"),
         (3, ["0"], r"engine_gpu_offsets=\['0'\]"),

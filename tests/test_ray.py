@@ -15,7 +15,7 @@ import ray
 from support import ray_cluster
 from support.ray_actors import AsyncEngine, AsyncTrainer, Engine, Llm, Trainer, drawn
 from support.ray_cluster import await_death, kill, start
-from support.ray_plain_actors import Asking, Lock, Raising, Served, Silent
+from support.ray_plain_actors import Asking, Raising, Served, Silent
 from support.tiny_qwen3 import draw, in_server, sums
 from support.weights_only_engine import digest
 
@@ -48,8 +48,8 @@ class Group:
         size = len(kinds)
         self.ranks = [start(kind, rank, size, store) for rank, kind in enumerate(kinds)]
 
-    def connect(self, name: str, engines: list[Any], lock: Any = None, **arguments: Any) -> None:
-        get([rank.connect.remote(name, engines, lock, **arguments) for rank in self.ranks])
+    def connect(self, name: str, engines: list[Any], **arguments: Any) -> None:
+        get([rank.connect.remote(name, engines, **arguments) for rank in self.ranks])
 
     def update(self, seed: int) -> dict[str, float]:
         metrics: dict[str, float] = get([rank.update_weights.remote(seed) for rank in self.ranks])[
@@ -99,16 +99,13 @@ def test_actors_update_actors(
 ) -> None:
     if name != "UpdateWeightFromDisk":
         engines = [*engines, llm]
-    lock = start(Lock)
-    trainer.connect(name, engines, lock, update_weight_disk_dir=str(tmp_path))
+    trainer.connect(name, engines, update_weight_disk_dir=str(tmp_path))
     for number in (1, 2):
         metrics = trainer.update(10 * len(name) + number)
         expected = digest(drawn(10 * len(name) + number))
         assert states(engines) == [(expected, str(number), False)] * len(engines)
     assert metrics["wsync/update_seconds"] > 0
     trainer.disconnect()
-    taken, held = get(lock.state.remote())
-    assert (taken > 0, held) == (name == "UpdateWeightFromDistributed", False)
 
 
 def test_an_actor_beside_a_server_is_that_server(config: Any) -> None:

@@ -40,7 +40,6 @@ class Sync(Updates):
             rank 0.
         engine_gpu_offsets: index of the first trainer rank whose GPU each engine shares; an engine
             beyond the trainer's ranks is remote.
-        lock: slime's rollout_engine_lock, held while buckets are broadcast to remote engines.
         options: see `Options`.
 
     Raises:
@@ -55,11 +54,9 @@ class Sync(Updates):
         engines: Sequence[Any] | Callable[[], Sequence[Any]],
         *,
         engine_gpu_offsets: Sequence[int] | None = None,
-        lock: Any = None,
         options: Options | None = None,
     ) -> None:
         super().__init__(source, options)
-        self._lock = lock
         self._receivers: list[EngineHandle] = []  # engines with wsync's receiver, on rank 0
         self._connection: Connection | None = None
         self._lender: Lender | None = None
@@ -145,11 +142,6 @@ class Sync(Updates):
     ) -> list[RolloutEngine]:
         """Makes the engines' handles, and returns what each engine is."""
         handles = handles_of(engines, timeout=self.options.deadline)
-        lacking = [name for name in ("acquire", "release") if not hasattr(self._lock, name)]
-        if self._lock is not None and lacking:
-            raise _core.InvalidArgumentError(
-                f"rollout_engine_lock={self._lock!r} has no {' and no '.join(lacking)}"
-            )
         self._requests = EngineRequests(handles, self.options)
         gpus = [None] * len(handles) if offsets is None else numbers("engine_gpu_offsets", offsets)
         if len(gpus) != len(handles):
@@ -271,7 +263,6 @@ class Sync(Updates):
                 self._requests.engines,
                 self.options,
                 gpu,
-                self._lock,
                 lending=self._lending,
             )
         return self._connection

@@ -181,7 +181,7 @@ class Trainer:
     def ping(self) -> None:
         pass
 
-    def connect(self, name: str, engines: list[Any], lock: Any, **arguments: Any) -> None:
+    def connect(self, name: str, engines: list[Any], **arguments: Any) -> None:
         """Makes slime's class of this name, with these of slime's arguments."""
         self.disconnect()
         kind = getattr(wsync, name)
@@ -192,7 +192,7 @@ class Trainer:
             model_name="any",
             options=wsync.Options(deadline=60.0, progress=False, bucket_nbytes=4096),
         )
-        self._updater.connect_rollout_engines(engines, lock)
+        self._updater.connect_rollout_engines(engines, None)
 
     def update_weights(self, seed: int, *, exits: bool = False) -> dict[str, float]:
         """exits: the process ends in the middle of it."""

@@ -9,26 +9,6 @@ import ray
 import wsync
 
 
-class Lock:
-    """slime's rollout_engine_lock."""
-
-    def __init__(self) -> None:
-        self._held = False
-        self.taken = 0
-
-    def acquire(self) -> bool:
-        free, self._held = not self._held, True
-        self.taken += free
-        return free
-
-    def release(self) -> None:
-        assert self._held
-        self._held = False
-
-    def state(self) -> tuple[int, bool]:
-        return self.taken, self._held
-
-
 class Silent:
     """slime's engine methods of one that says nothing of itself."""
 

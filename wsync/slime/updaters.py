@@ -88,7 +88,6 @@ class Updater:
                 timeout=self._options.exchange_deadline,
             )
         )
-        self._lock: Any = None
         self._engines: Sequence[Any] = ()
         self._sync: Sync | DiskSync | None = None
         self._calls = 0  # of update_weights
@@ -104,7 +103,6 @@ class Updater:
             self._source,
             engines,
             engine_gpu_offsets=gpu_offsets,
-            lock=self._lock,
             options=self._options,
         )
 
@@ -120,8 +118,8 @@ class Updater:
 
         Args:
             rollout_engines: Ray actors, URLs, local engines or `EngineHandle`s.
-            rollout_engine_lock: held while buckets are broadcast to remote engines, in case
-                somebody else does so; wsync's own requests have one order for all engines.
+            rollout_engine_lock: slime's, by which its pipeline stages take turns.  It is not
+                needed: wsync's requests have one order for all engines.
             engine_gpu_counts: GPUs of each engine.  An engine is asked how many tensor-parallel
                 workers it has; where it cannot say it, these are as many, by default
                 `args.rollout_num_gpus_per_engine`.
@@ -133,7 +131,7 @@ class Updater:
             UnsupportedError: an engine with several pipeline stages.
             WsyncError: as `Sync`, the same on every rank.
         """
-        self._lock, self._engines = rollout_engine_lock, rollout_engines
+        self._engines = rollout_engines
         count = len(rollout_engines)
         workers = _workers(count, engine_parallel_configs)
         gpus = _gpus(count, engine_gpu_counts, self._args)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -19,9 +18,6 @@ from wsync.options import Options
 from wsync.trainer.requests import NO_CALLS, Calls, UnderWay
 from wsync.trainer.round_contents import WorkerRounds
 
-_LOCK_SECONDS = 0.1
-_LOCK_ANSWER_SECONDS = 30.0
-
 
 class BroadcastRequests:
     """Has engines join the groups of all sources, and announces every bucket to them.
@@ -29,14 +25,12 @@ class BroadcastRequests:
     Args:
         engines: those that take broadcasts.
         places: where each source's group meets, by the source's number in the plan.
-        lock: slime's rollout_engine_lock, held while buckets are on their way; or None.
     """
 
     def __init__(
         self,
         engines: Sequence[Any],
         places: Mapping[int, Rendezvous],
-        lock: Any,
         options: Options,
     ) -> None:
         for engine in engines:
@@ -46,7 +40,6 @@ class BroadcastRequests:
                 )
         self._engines = list(enumerate(engines))
         self._places = places
-        self._lock = None if lock is None else _Lock(lock)
         self._options = options
         self._joining = NO_CALLS
         # by round: the arguments of every announcement
@@ -97,11 +90,9 @@ class BroadcastRequests:
                 if bucket:
                     self._rounds[round].append(arguments)
 
-    def begin(self, version: str, timeout: float, check: Check) -> None:
+    def begin(self, version: str) -> None:
         self._version = version
         self._answers = []
-        if self._lock is not None:
-            self._lock.acquire(timeout, check)
 
     def announce(self, round: int) -> None:
         """Announces the buckets of a round.  A failed engine is told no more."""
@@ -126,21 +117,15 @@ class BroadcastRequests:
         for name, round, answer in self._answers:
             request = f"engine {name}: update_weights_from_distributed"
             result(answer, deadline, check, f"{request}: no answer for bucket {round}")
-        self._release()
 
     def abort(self) -> None:
         self._given_up.set()
-        # the error that is being raised says more than one about the lock
-        with contextlib.suppress(Exception):
-            self._release()
 
     def close(self) -> None:
         """Has the engines leave the groups, as far as they answer."""
         self._given_up.set()
         for lane in self._lanes:
             lane.close()
-        if self._lock is not None:
-            self._lock.close()
         joined, self._joining = self._joining.under_way, NO_CALLS
         if not joined:
             return
@@ -164,58 +149,3 @@ class BroadcastRequests:
         except BaseException:
             self._given_up.set()
             raise
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-
-
-class _Lock:
-    """slime's lock: an actor or object whose acquire() returns whether it was got."""
-
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-        self._held = False
-        self._lane = Lane("wsync-lock")  # an actor may never answer, and another lock waits
-
-    def acquire(self, timeout: float, check: Check) -> None:
-        deadline = Deadline(timeout)
-        late = "rollout_engine_lock: held by somebody else, and not released"
-        while not self._held:
-            asked = self._lane.submit(functools.partial(self._call, "acquire"))
-            try:
-                self._held = bool(result(asked, deadline, check, late))
-            except BaseException:
-                asked.add_done_callback(self._give_back)
-                raise
-            check()
-            if not self._held:
-                deadline.check(late)
-                time.sleep(_LOCK_SECONDS)
-
-    def release(self) -> None:
-        if self._held:
-            self._held = False
-            released = self._lane.submit(functools.partial(self._call, "release"))
-            wait = Deadline(_LOCK_ANSWER_SECONDS)
-            result(released, wait, _nothing, "rollout_engine_lock: no answer")
-
-    def close(self) -> None:
-        self._lane.close()
-
-    def _give_back(self, asked: Future[Any]) -> None:
-        """Releases a lock that was got after the wait for it had ended."""
-        if asked.exception() is None and asked.result():
-            self._call("release")
-
-    def _call(self, name: str) -> Any:
-        method = getattr(self._lock, name)
-        if not hasattr(method, "remote"):
-            return method()
-        import ray
-
-        return ray.get(method.remote())
-
-
-def _nothing() -> None:
-    """For waits that nothing ends but the deadline."""

@@ -51,7 +51,6 @@ class Connection:
     Args:
         engines: the handles, on rank 0.
         gpu: the UUID of the GPU of this rank's weights, "" for the host.
-        lock: slime's rollout_engine_lock.
         lending: what workers on the ranks' hosts can read in place; its `pattern` holds for as long
             as this is used.
 
@@ -66,7 +65,6 @@ class Connection:
         engines: Sequence[CheckedEngine],
         options: Options,
         gpu: str,
-        lock: Any = None,
         *,
         lending: Lending | None = None,
     ) -> None:
@@ -92,7 +90,7 @@ class Connection:
             for number, worker in enumerate(roster.workers):
                 if worker.served_by == group.rank:
                     self._sessions.append(self._session(number, worker, engines))
-            self._addresses = self._meet(engines, lock)
+            self._addresses = self._meet(engines)
         except BaseException as error:
             self.abort(str(error))
             raise
@@ -160,7 +158,7 @@ class Connection:
             )
         return found
 
-    def _meet(self, engines: Sequence[CheckedEngine], lock: Any) -> dict[int, tuple[str, str]]:
+    def _meet(self, engines: Sequence[CheckedEngine]) -> dict[int, tuple[str, str]]:
         """Session and address of every worker that runs wsync's receiver, by its number; and tells
         rank 0 where engines meet the sources of broadcasts."""
         addresses = {
@@ -178,7 +176,7 @@ class Connection:
                 for engine, known in zip(engines, self._roster.engines, strict=True)
                 if known.delivery is Delivery.BROADCAST
             ]
-            sources[0].requests = BroadcastRequests(taking, each, lock, self._options)
+            sources[0].requests = BroadcastRequests(taking, each, self._options)
         return {int(n): (i, where) for found, _ in everyone for n, (i, where) in found.items()}
 
     def attach(self, check: Check, show: Callable[[int], tqdm[None]]) -> None:

@@ -52,7 +52,7 @@ class BroadcastSession(BucketSession):
         self, worker: int, engines: Sequence[RolloutEngine], *, name: str, options: Options
     ) -> None:
         super().__init__(worker, "wsync-broadcast")
-        self.requests = BroadcastRequests([], {}, None, options)
+        self.requests = BroadcastRequests([], {}, options)
         self._options = options
         self._engines = engines
         self._store = Store(options.deadline)
@@ -110,7 +110,7 @@ class BroadcastSession(BucketSession):
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         super().begin(update, version, timeout, check)
-        self.requests.begin(version, timeout, check)
+        self.requests.begin(version)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         super().post(round, stream, timeout, check)
