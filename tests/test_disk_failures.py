@@ -151,6 +151,3 @@ def test_a_version_counts_though_a_rank_dies_when_it_is_published(
             sync.update()
         assert newest(tmp_path).name == "weight_v000001"
         assert sync.update().version == "2"
-
-
-# --- what the file system does ----------------------------------------------------------------
