@@ -60,7 +60,7 @@ COPIES = {
     "by-turns-transposed": ((6, 5), lambda t: {"w": t.view(3, 2, 5).permute(2, 1, 0).flatten(1)}),
     "by-turns-twice": (
         (4, 6),
-        lambda t: {"w": t.view(2, 2, 2, 3).permute(1, 0, 3, 2).reshape(4, 6) + 1},
+        lambda t: {"w": t.view(2, 2, 2, 3).permute(1, 0, 3, 2).reshape(4, 6)},
     ),
     "by-turns-otherwise": (
         (12,),
@@ -78,8 +78,8 @@ COPIES = {
     "widened": ((6, 5), lambda t: {"w": t.double()}),
     "by-numpy": ((6, 5), lambda t: {"w": torch.from_numpy(np.roll(t.numpy(), 2, 0))}),
     "one-more": ((6,), lambda t: {"w": t + 1}),
-    "half": ((6, 5), lambda t: {"w": t[:3] * 0.5, "v": t[3:]}),
-    "changed-in-place": ((6, 5), lambda t: {"w": t.neg_().t()}),
+    "half": ((6, 5), lambda t: {"w": t * 0.5, "v": t[3:]}),
+    "changed-in-place": ((6, 5), lambda t: {"w": t.neg_()}),
 }
 
 
