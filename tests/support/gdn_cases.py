@@ -6,7 +6,6 @@ from unittest import mock
 
 import torch
 from support import gdn_families as families
-from support.errors import error_of
 from support.gqa_cases import merged
 from support.gqa_families import VisionLanguage
 from support.megatron_cases import check_everything, padded_rows, place
@@ -164,13 +163,3 @@ def delivered(family, parallel, options):
 def engine_dtype(name, tensor):
     """As SGLang has them: A_log in float32, all else in the model's dtype."""
     return torch.float32 if name.endswith("A_log") else torch.bfloat16
-
-
-def other_heads(native):
-    """What a layout says by a configuration of half the key heads, each twice as wide."""
-    with megatron_cpu.groups(megatron_cpu.Parallel()):
-        hf = families.config("qwen3_next")
-        trainer, _ = trained(hf, megatron_cpu.Parallel(), native, False, {"engine": True})
-        hf.linear_num_key_heads //= 2
-        hf.linear_key_head_dim *= 2
-        return error_of(lambda: wsync.megatron.layout(trainer.chunks, hf))

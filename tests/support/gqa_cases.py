@@ -1,7 +1,5 @@
 """What a rank does in the tests of families with query groups; runs in support.procs."""
 
-import types
-
 import torch
 import torch.distributed as dist
 from support import gqa_families as families
@@ -125,10 +123,6 @@ def vision_refused(family, parallel, damage):
             place = tower
         place.weight = torch.nn.Parameter(torch.zeros(4, 4))
         place.weight.tensor_model_parallel = True
-        if damage == "heads":
-            tower.decoder.layers = torch.nn.ModuleList([torch.nn.Module()])
-            heads = 2 * hf.vision_config.num_heads
-            tower.decoder.layers[0].config = types.SimpleNamespace(num_attention_heads=heads)
         model = families.VisionLanguage(trainer.chunks[0], tower, "vision_model")
         try:
             wsync.megatron.layout(model, hf)

@@ -2,11 +2,10 @@
 
 What a rank holds of a parameter follows from the family's rule (which dimension is cut, and how),
 the sizes of the configuration, and this rank's place in Megatron's groups (the model's own
-pg_collection, or parallel_state's); the local shape and what modules say of their groups must
-agree.  The attributes that Megatron puts on parameters only confirm it, because some are wrong:
-on 0.16 the second linear layer of TransformerEngine experts calls dimension 0 cut where it is 1,
-duplicated MLA projections call themselves parallel, and nothing describes the embedding and the
-head of a model that Megatron-Bridge has loaded.
+pg_collection, or parallel_state's); the local shape must agree.  The attributes that Megatron puts
+on parameters say only whether one that rules may cut is whole, because others are wrong: on 0.16
+the second linear layer of TransformerEngine experts calls dimension 0 cut where it is 1, and
+nothing describes the embedding and the head of a model that Megatron-Bridge has loaded.
 
 Replicas (data parallel, context parallel, a tied embedding on the last pipeline stage) are the
 same boxes on several ranks.

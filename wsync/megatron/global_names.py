@@ -59,15 +59,10 @@ def _layer_numbers(chunk: Module, virtual: int | None) -> dict[str, int]:
     of this pipeline stage, None where it is the only one."""
     numbers: dict[str, int] = {}
     offset: int | None = None
-    paths: dict[int, str] = {}
     for path, module in chunk.named_modules(remove_duplicate=False):
         match = LAYER.fullmatch(global_name(path))
         if match is None:
             continue
-        if paths.setdefault(id(module), match.group()) != match.group():
-            raise _core.LayoutError(
-                f"{paths[id(module)]} and {match.group()}: one module, which has one layer number"
-            )
         number = getattr(module, "layer_number", None)  # counts from 1, MTP layers on their own
         if isinstance(number, int):
             numbers[match.group()] = number - 1

@@ -15,7 +15,7 @@ from wsync.families.registry import LOADERS, Family, Model, read_model
 from wsync.layout import TrainerLayout, position
 from wsync.megatron.gathering import check_gathered
 from wsync.megatron.global_names import find_slots, local_experts
-from wsync.megatron.layer_settings import LayerSettings
+from wsync.megatron.layer_settings import check_layers
 from wsync.megatron.learnt_reader import LearntReader, learnt_reader
 from wsync.megatron.ranks import Ranks
 from wsync.megatron.rule_reader import RuleReader
@@ -60,7 +60,7 @@ def layout(
 
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
     matches, that goes where another one does, that has another shape than the configuration says,
-    or whose attributes or groups contradict it, that no converter copies, or whose cut is open.
+    that no converter copies, or whose cut is open.
     """
     chunks = model if isinstance(model, Sequence) else [model]
     learnt = None if converter is None and bridge is None else Family("of a converter")
@@ -68,8 +68,7 @@ def layout(
     spec = read_model(config, model_name, loaded_by, family=learnt, checkpoint=said)
     ranks = Ranks.of(chunks)
     rank, count = position(group)
-    layers = LayerSettings(spec)
-    slots = Slots(chunks, lambda: _slots(chunks, spec, ranks, layers), layers.numbers)
+    slots = Slots(chunks, lambda: _slots(chunks, spec, ranks))
     names, current = slots.names, slots.read()
     table = _core.describe(current, names, gpu=True)
     reader: RuleReader | LearntReader = RuleReader(spec, ranks)
@@ -79,9 +78,7 @@ def layout(
 
     def read() -> list[Tensor]:
         check_gathered(chunks)
-        tensors = slots.read()
-        layers.check()
-        return tensors
+        return slots.read()
 
     return TrainerLayout(
         *(built, names, read, table, rank, count, group),
@@ -135,13 +132,10 @@ def _claim(claimed: dict[_Box, str], name: str, maps: Sequence[_core.Map]) -> No
             raise _core.LayoutError(f"{other} and {name}: both are {target}")
 
 
-def _slots(
-    chunks: Sequence[Module], spec: Model, ranks: Ranks, layers: LayerSettings
-) -> Iterator[Slot]:
+def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:
     """Where parameters are, of modules that are found to agree with the configuration."""
     _keep_biases_wide(chunks)
-    layers.find(chunks)
-    ranks.check(chunks)
+    check_layers(chunks, spec)
     return find_slots(chunks, spec, ranks)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from wsync import _core
 from wsync.families.registry import Model
-from wsync.families.rules import Cut, Expansion, Rule, ShardPlacement, mtp_numbers
+from wsync.families.rules import Cut, Expansion, Piece, Rule, ShardPlacement, mtp_numbers
 from wsync.layout import contiguous_strides
 from wsync.megatron.ranks import ALONE, Ranks
 
@@ -60,8 +60,6 @@ class RuleReader:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(rule, name, shape, duplicated)
-        if rule.shaped_dimension < 0:
-            _check_attributes(name, tensor, plan)
         if rule.stored is not None:
             if strides != contiguous_strides(shape):
                 raise _core.LayoutError(
@@ -105,12 +103,10 @@ class RuleReader:
         cut = self._cut(rule, name, shape)
         expansion = self._expand(rule, name, shape, cut.ranks)
         try:
-            whole = expansion.place(ALONE, self.ranks.expert)
-            if duplicated and shape == _stored(rule, whole.shape):
-                return _Plan(expansion, whole, cut, duplicated=True)
-            share = expansion.place(cut, self.ranks.expert)
-            if shape == _stored(rule, share.shape):
-                return _Plan(expansion, share, cut, duplicated=False)
+            for place in (ALONE, cut) if duplicated else (cut,):
+                share = expansion.place(place, self.ranks.expert)
+                if shape == _stored(rule, share.shape):
+                    return _Plan(share, [p for p in expansion.pieces if share.meets(p)])
         except _core.LayoutError as error:
             raise _core.LayoutError(f"{name}: shape {expansion.shape}: {error}") from None
         kind = "expert-tensor" if ".mlp.experts." in rule.name else "tensor"
@@ -138,20 +134,11 @@ class RuleReader:
         return rule.expand(self.spec.sizes, inferred)
 
 
-class _Plan:
+class _Plan(NamedTuple):
     """What all parameters of one rule and shape have in common on this rank."""
 
-    def __init__(
-        self, expansion: Expansion, placement: ShardPlacement, cut: Cut, duplicated: bool
-    ) -> None:
-        self.rule = expansion.rule
-        self.placement = placement
-        self.ranks = cut.ranks
-        self.duplicated = duplicated
-        self.pieces = [piece for piece in expansion.pieces if placement.meets(piece)]
-        whole = _stored(self.rule, expansion.place(ALONE, ALONE).shape)
-        extents = zip(_stored(self.rule, placement.shape), whole, strict=True)
-        self.cut_dimensions = [axis for axis, (a, b) in enumerate(extents) if a != b]
+    placement: ShardPlacement
+    pieces: list[Piece]
 
 
 def _stored(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -159,25 +146,3 @@ def _stored(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
     if rule.stored is None:
         return shape
     return tuple(math.prod(shape[axis] for axis in axes) for axes in rule.stored)
-
-
-def _check_attributes(name: str, tensor: Tensor, plan: _Plan) -> None:
-    """Compares what Megatron says of a parameter with what its shape says."""
-    parallel = getattr(tensor, "tensor_model_parallel", None)
-    dimension = getattr(tensor, "partition_dim", None)
-    if plan.ranks == 1 or not plan.cut_dimensions or plan.duplicated:
-        return
-    if parallel is False and dimension == -1:
-        return  # what Megatron gives to all that nobody has described
-    # Grouped experts' biases have no mark where experts are cut.
-    if parallel is False and not (".experts." in name and ".bias" in name):
-        raise _core.LayoutError(
-            f"{name}: its shape is cut over {plan.ranks} ranks, but tensor_model_parallel is False"
-        )
-    # Experts' second layer: under TransformerEngine it reports 0 on Megatron-Core 0.16.
-    known = ".experts." in name and ".linear_fc2." in name
-    if parallel and dimension not in (None, -1, *plan.cut_dimensions) and not known:
-        raise _core.LayoutError(
-            f"{name}: partition_dim is {dimension}, but its shape is cut along dimension "
-            f"{plan.cut_dimensions[0]} over {plan.ranks} ranks"
-        )

@@ -32,7 +32,6 @@ class _Found(NamedTuple):
     slots: list[Slot]
     others: list[tuple[Slot, int]]  # further names, and whose tensor they are of
     same: Callable[[], bool]  # whether modules hold the same parts and names
-    beside: object  # what `beside` said
 
 
 class Slots:
@@ -42,21 +41,14 @@ class Slots:
         roots: the modules in which `find` looks; a list of the caller's may change.
         find: the slots there are now; it is asked again when modules were replaced, or
             have more tensors, and after it was asked in vain.
-        beside: what else the slots go by, asked at every reading; of what `find` has found.
 
     Raises:
         LayoutError: two tensors have the same name.
     """
 
-    def __init__(
-        self,
-        roots: Sequence[Module],
-        find: Callable[[], Iterable[Slot]],
-        beside: Callable[[], object] = tuple,
-    ) -> None:
+    def __init__(self, roots: Sequence[Module], find: Callable[[], Iterable[Slot]]) -> None:
         self._roots = roots
         self._find = find
-        self._beside = beside
         self._found = self._scan()
 
     @property
@@ -72,7 +64,7 @@ class Slots:
         """
         known = self._found
         same = tuple(self._roots) == known.roots and known.same()
-        if not same or self._beside() != known.beside:
+        if not same:
             # what `find` has of its own is found anew, too, until all of it fits together
             self._found = known._replace(same=lambda: False)
             found = self._scan()
@@ -115,7 +107,7 @@ class Slots:
                 tensors.append(tensor)
         same = ModuleTree(roots).same  # after `find`, which may reshard
         names = tuple(slot.name for slot in slots)
-        return _Found(roots, names, slots, others, same, self._beside())
+        return _Found(roots, names, slots, others, same)
 
 
 def homes_of(
