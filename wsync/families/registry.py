@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +100,10 @@ class Family:
         self.oracle = oracle
         self._copied = copied or {}
         self._loaders = loaders or {}
-        self.rules = tuple(rule for table in tables for rule in table)
+        self._take(itertools.chain.from_iterable(tables))
+
+    def _take(self, rules: Iterable[Rule]) -> None:
+        self.rules = tuple(rules)
         self.sizes = frozenset(size for rule in self.rules for size in rule.sizes)
         self._by_key: dict[str, list[Rule]] = {}
         for rule in self.rules:
@@ -111,12 +116,11 @@ class Family:
 
     def loaded_by(self, loader: str) -> Family:
         """The family as it is of models that a loader has filled."""
-        own = self._loaders.get(loader)
-        if own is None:
+        if loader not in self._loaders:
             return self
-        kept: Any = {"fields": self.fields, "together": self.together, "settings": self.settings}
-        kept |= {"copied": self._copied, "oracle": self.oracle}
-        return Family(self.name, own, self.rules, **kept)
+        found = copy.copy(self)
+        found._take((*self._loaders[loader], *self.rules))
+        return found
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a global parameter name and the numbers in that name.
@@ -237,36 +241,22 @@ class Model:
     family: Family
     sizes: Mapping[str, int]
     tied: bool
-    fields: Mapping[str, str]  # by size: where it is from, in words
 
     def words(self, sizes: Iterable[str]) -> str:
-        """Where these sizes are from, in words."""
-        found = dict[str, None]()
-        for size in sorted(sizes):
-            made = (size,) if size in self.fields else _MADE_OF.get(size, ())
-            found |= dict.fromkeys(self.fields[each] for each in made if each in self.fields)
-        return ", ".join(found)
+        """What these sizes are, by the names that Hugging Face gives them."""
+        names = {**FIELDS, **self.family.fields}
+        made = {*sizes} | {other for size in sizes for other in DERIVED.get(size, ())}
+        known = sorted(made & names.keys() & self.sizes.keys())
+        return ", ".join(f"{names[size][0]} {self.sizes[size]}" for size in known)
 
 
-# What slime's choice of a converter looks for in a model's name, in its order, and the family.
-_SLIMES = (
-    *(
-        ("minimaxm2", "minimax_m2"),
-        ("glm4moelite", "glm4_moe_lite"),
-        ("deepseekv32", "deepseek_v32"),
-    ),
-    *(("deepseekv3", "deepseek_v3"), ("glmmoedsa", "glm_moe_dsa")),
-    *(("kimik25", "kimi_k25"), ("kimi", "kimi_k2")),
-    *(("glm4moe", "glm4_moe"), ("glm4", "glm4"), ("qwen3next", "qwen3_next")),
-    *(
-        ("qwen36", "qwen3_6_moe"),
-        ("qwen35moe", "qwen3_5_moe"),
-        ("qwen35", "qwen3_5"),
-        ("qwen3vl", "qwen3_vl"),
-    ),
-    *(("qwen2moe", "qwen2_moe"), ("qwen3moe", "qwen3_moe"), ("qwen2", "qwen2"), ("qwen3", "qwen3")),
-    *(("llama", "llama"), ("mimo", "mimo")),
+# What slime's choice of a converter looks for in a model's name, in its order.
+_PARTS = (
+    *("minimax_m2", "glm4_moe_lite", "deepseek_v32", "deepseek_v3", "glm_moe_dsa", "kimi_k25"),
+    *("kimi", "glm4_moe", "glm4", "qwen3_next", "qwen3_6", "qwen3_5_moe", "qwen3_5", "qwen3_vl"),
+    *("qwen2_moe", "qwen3_moe", "qwen2", "qwen3", "llama", "mimo"),
 )
+_SHORT = {"kimi": "kimi_k2", "qwen3_6": "qwen3_6_moe"}
 _CLASS = re.compile(r"(?:text)?(?:config|model|forcausallm|forconditionalgeneration)$")
 
 
@@ -279,33 +269,25 @@ def family_of(name: str, *, part: bool = False) -> Family:
         UnsupportedError: none is known; the text has those of similar names.
     """
     plain = _plain(name)
-    exact = {_plain(known): family for known, family in FAMILIES.items()}
-    found = exact.get(plain) or exact.get(_CLASS.sub("", plain))
-    if found is None:
-        _refuse_bridged(plain, part)
-    if found is None and part:
-        meant = next((family for text, family in _SLIMES if text in plain), "")
-        found = FAMILIES.get(meant)
-    if found is None:
-        near = difflib.get_close_matches(plain, exact, n=3, cutoff=0.5)
-        like = ", ".join(exact[match].name for match in near)
+    known = {_plain(each): each for each in (*FAMILIES, *BRIDGED)}
+    found = known.get(plain) or known.get(_CLASS.sub("", plain), "")
+    if part and not found:
+        found = next((each for each in (*BRIDGED, *_PARTS) if _plain(each) in plain), "")
+        found = _SHORT.get(found, found)
+    if found in BRIDGED and found not in FAMILIES:
+        raise _core.UnsupportedError(
+            f"the model family {found!r} has no table: {BRIDGED[found]}; bridge=AutoBridge... "
+            "makes the layout by Megatron-Bridge's mappings"
+        )
+    if not found:
+        near = difflib.get_close_matches(plain, known, n=3, cutoff=0.5)
+        like = ", ".join(known[match] for match in near)
         raise _core.UnsupportedError(
             f"model family {name!r} is not known"
             + (f"; similar are {like}" if like else "")
             + f"; known are {', '.join(sorted(FAMILIES))}; wsync.families.register adds one"
         )
-    return found
-
-
-def _refuse_bridged(plain: str, part: bool) -> None:
-    """Raises UnsupportedError for a name of BRIDGED; with `part`, for one that holds it."""
-    for known, why in BRIDGED.items():
-        name = _plain(known)
-        if name in (plain, _CLASS.sub("", plain)) or (part and name in plain):
-            raise _core.UnsupportedError(
-                f"the model family {known!r} has no table: {why}; bridge=AutoBridge... makes the "
-                "layout by Megatron-Bridge's mappings"
-            )
+    return FAMILIES[found]
 
 
 def _plain(name: str) -> str:
@@ -347,18 +329,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-_Field = tuple[str, int]  # of a configuration: its name and value
-
 # sizes that `read_model` makes of others
-DERIVED = ("n", "gn")
-_MADE_OF = {
-    "n": ("heads", "g"),
-    "gn": ("gv", "gk"),
-    "g": ("heads",),
-    "d": ("h", "heads"),
-    "moe_ffn": ("ffn",),
-    "shared_ffn": ("shared", "moe_ffn"),
-}
+DERIVED: Mapping[str, tuple[str, ...]] = {"n": ("heads", "g"), "gn": ("gv", "gk")}
 
 
 def read_model(
@@ -388,8 +360,7 @@ def read_model(
     read = _read_fields(parts, wanted)
     if getattr(parts[1], "group_query_attention", None) is False:
         read.pop("g", None)  # Megatron's arguments have num_query_groups=1 then, which it ignores
-    said = {} if checkpoint is None else _read_fields(_parts(checkpoint), wanted)
-    sizes = {size: value for size, (_, value) in {**read, **said}.items()}
+    sizes = {**read, **_read_fields(_parts(checkpoint), wanted)}
     if "ffn" in sizes:
         sizes.setdefault("moe_ffn", sizes["ffn"])  # as Megatron does
     heads = sizes.get("heads", 0)
@@ -405,7 +376,7 @@ def read_model(
     ties = _ties(_parts(checkpoint))
     if len(ties) != 1:
         ties = _ties(parts) or {not getattr(parts[1], "untie_embeddings_and_output_weights", True)}
-    return Model(family, sizes, any(ties), _words(read, said))
+    return Model(family, sizes, any(ties))
 
 
 def _parts(config: Any) -> tuple[Any, Any]:
@@ -417,16 +388,6 @@ def _ties(parts: Iterable[Any]) -> set[bool]:
     """What they say of tied embeddings."""
     found = [getattr(part, "tie_word_embeddings", None) for part in parts]
     return {bool(each) for each in found if each is not None}
-
-
-def _words(read: Mapping[str, _Field], said: Mapping[str, _Field]) -> dict[str, str]:
-    """By size: the field that it is from and its value, and the other one where two differ."""
-    found = {size: f"{field} {value}" for size, (field, value) in {**read, **said}.items()}
-    for size in read.keys() & said.keys():
-        (field, value), other = read[size], said[size][1]
-        if value != other:
-            found[size] += f" (of the checkpoint's config.json; the trainer's {field} is {value})"
-    return found
 
 
 def _named_family(config: Any, model_name: str | None) -> Family:
@@ -460,13 +421,15 @@ def _count_groups(config: Any, sizes: dict[str, int]) -> None:
 
 def read_sizes(config: Any) -> dict[str, int]:
     """Sizes of a Hugging Face configuration, without those of a family's own."""
-    return {size: value for size, (_, value) in _read_fields(_parts(config), FIELDS).items()}
+    return _read_fields(_parts(config), FIELDS)
 
 
-def _read_fields(parts: tuple[Any, Any], fields: Mapping[str, Sequence[str]]) -> dict[str, _Field]:
-    """By size: the field that says it.  parts: names like "vision_config.hidden_size" begin in the
-    first, others are in the second."""
-    found: dict[str, _Field] = {}
+def _read_fields(parts: tuple[Any, Any], fields: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """What the first field of each size says that there is.
+
+    parts: names like "vision_config.hidden_size" begin in the first, others are in the second.
+    """
+    found: dict[str, int] = {}
     for size, names in fields.items():
         for name in names:
             *path, last = name.split(".")
@@ -475,6 +438,6 @@ def _read_fields(parts: tuple[Any, Any], fields: Mapping[str, Sequence[str]]) ->
                 home = getattr(home, part, None)
             value = getattr(home, last, None)
             if value is not None and not isinstance(value, list):  # one for each layer
-                found[size] = name, len(value) if isinstance(value, str) else int(value)
+                found[size] = len(value) if isinstance(value, str) else int(value)
                 break
     return found
