@@ -291,10 +291,8 @@ def test_the_environment_has_the_last_word_on_the_address(monkeypatch: pytest.Mo
 def test_connections_without_the_token_are_closed_and_keep_nobody_out() -> None:
     listener = Listener("127.0.0.1", "worker 0")
     host, port = listener.address.partition("@")[2].split(":")
-    strangers = [socket.create_connection((host, int(port)), 5) for _ in range(40)]
-    for number, stranger in enumerate(strangers):
-        stranger.send(bytes([1] * (number % 4)))  # some say nothing
-    strangers[0].send(bytes(100))
+    strangers = [socket.create_connection((host, int(port)), 5) for _ in range(2)]
+    strangers[0].send(bytes(100))  # the other one says nothing
     with pytest.raises(wsync.DeadlineError, match=r"worker 0 did not connect within 0.2 s"):
         listener.accept(0.2)
     wrong = Channel.connect("f" * 32 + listener.address[32:], 5)

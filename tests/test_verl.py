@@ -29,7 +29,7 @@ from support.weights_only_engine import ProcessEngine
 import wsync
 import wsync.sglang
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
-from wsync.messages.tcp_channel import FROM_TRAINERS, UPDATE, Frame, Listener
+from wsync.messages.tcp_channel import UPDATE, Frame, Listener
 
 if TYPE_CHECKING:
     from support.verl_cluster import Cluster
@@ -61,7 +61,7 @@ def pair(engine_class: Any) -> Iterator[tuple[Any, Any]]:
     """A trainer's first rank and a rollout worker that have met."""
     trainer = engine_class(bucket_size=1 << 20, is_master=True, timeout=60.0)
     rollout = engine_class(bucket_size=1 << 20, timeout=60.0)
-    rollout._listener = Listener("127.0.0.1", "the trainer", takes=FROM_TRAINERS)
+    rollout._listener = Listener("127.0.0.1", "the trainer")
     address = rollout._listener.address
     meeting = threading.Thread(target=rollout.init_process_group, kwargs={"servers": None})
     meeting.start()

@@ -47,8 +47,6 @@ from wsync.handles.sglang_http import HttpHandle
 from wsync.handles.vllm import VllmHandle, VllmServer
 from wsync.layout import ADAPTERS
 from wsync.messages.tcp_channel import (
-    FROM_TRAINERS,
-    FROM_WORKERS,
     UPDATE,
     Channel,
     Frame,
@@ -154,7 +152,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         address = ""
         if not self._is_master:
             host = ray.util.get_node_ip_address().strip("[]")
-            self._listener = Listener(host, "the trainer", takes=FROM_TRAINERS)
+            self._listener = Listener(host, "the trainer")
             address = self._listener.address
         return Member(context.current_actor, context.get_node_id(), _gpu(), address)
 
@@ -210,9 +208,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._servers = list(servers)
             self._offsets = None if offsets is None else list(offsets)
             for address in rollouts:
-                channel = Channel.connect(
-                    address, _MEETING_SECONDS, peer="rollout worker", takes=FROM_WORKERS
-                )
+                channel = Channel.connect(address, _MEETING_SECONDS, peer="rollout worker")
                 self._channels.append(channel)
         self._stop_listening()
 
@@ -278,7 +274,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         (trainer,) = self._channels
         _, content = trainer.wait((Frame.BEGIN,), self._timeout)
-        step, known = trainer.numbers(UPDATE, content)
+        step, known = UPDATE.unpack(content)
         sent = step if known else None
         if sent != global_steps:
             raise wsync.ProtocolError(f"{trainer.peer} sends step {sent}, not {global_steps}")

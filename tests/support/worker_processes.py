@@ -32,7 +32,7 @@ from wsync.handles.sglang_base import check_payloads
 from wsync.machine.daemon_threads import Lane
 from wsync.machine.deadline import Deadline, seconds
 from wsync.machine.fork_guard import Owner
-from wsync.messages import control, payload
+from wsync.messages import control
 
 _CLOSE_SECONDS: Final = 10.0
 _MAIN: Final = "import sys; from support.worker_processes import serve; serve(int(sys.argv[1]))"
@@ -114,8 +114,6 @@ class WorkersEngine:
         check_payloads(self.name, self.workers, payloads)
         version = None if weight_version is None else str(weight_version)
         end = Deadline(timeout)
-        if load_format == control.LOAD_FORMAT:
-            control.agree([payload.control_bytes(payload.load(data)) for data in payloads])
         told = {"load_format": load_format, "weight_version": version}
         self._write("update", [{**told, "data": data} for data in payloads], end)
         if version is not None or load_format != control.LOAD_FORMAT:

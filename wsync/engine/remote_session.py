@@ -69,7 +69,7 @@ class RemoteImporter:
                 self.manifest = content
             else:
                 self._take_plan(RemotePlan.from_bytes(content), timeout)
-        update, rounds = self._channel.numbers(UPDATE, content)
+        update, rounds = UPDATE.unpack(content)
         if rounds != len(self._waits):
             raise _core.ProtocolError(
                 f"an update of {rounds} rounds, by a plan of {len(self._waits)}"

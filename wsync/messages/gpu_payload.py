@@ -27,7 +27,6 @@ _log = logging.getLogger(__name__)
 COUNTERS: Final = 10_000  # in a file, as torch has it
 _KIND: Final = b"\x02c"  # of torch's handles: version 2, of cudaMalloc
 _POLL_SECONDS: Final = 0.001
-MOST_LEFT: Final = 2  # rings of one engine that nobody may ever let go of
 LEFT_SECONDS: Final = 600.0  # that a request may be on its way, as at a gateway
 
 
@@ -79,44 +78,22 @@ def bucket(tensor: GpuTensor, metadata: Sequence[Any]) -> bytes:
 # --- memory ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(eq=False)
-class _Parting:
-    """A ring that was closed, but not let go of by every consumer."""
-
-    ring: GpuRing
-    engine: str | None
-    since: float
-
-    @property
-    def kept(self) -> bool:
-        """Whether a consumer may have it open, or open it yet."""
-        return self.ring.held() and time.monotonic() < self.since + LEFT_SECONDS
-
-
 _lock = threading.Lock()
-_parting: list[_Parting] = []
+retired_rings: list[tuple[GpuRing, float]] = []  # closed, but perhaps still open in an engine; when
 
 
 def collect() -> int:
     """Frees closed rings that no consumer has open; returns the bytes of those still open.  A
-    consumer may never have opened what it was sent, and cannot be asked: such a ring is kept for
-    ten minutes, or until two later ones of its engine are kept."""
+    consumer may never have opened what it was sent, and cannot be asked: its ring is freed after
+    ten minutes."""
+    oldest = time.monotonic() - LEFT_SECONDS
     with _lock:
-        held = [each for each in _parting if each.kept]
-        later = [
-            [other.engine for other in held[at + 1 :]].count(each.engine)
-            for at, each in enumerate(held)
-        ]
-        kept = [
-            each
-            for each, count in zip(held, later, strict=True)
-            if each.engine is None or count < MOST_LEFT
-        ]
-        free = [each for each in _parting if each not in kept]
-        _parting[:] = kept
-    for each in free:
-        each.ring._memory.close()
-    return sum(each.ring.nbytes for each in kept)
+        kept = [(ring, since) for ring, since in retired_rings if ring.held() and since > oldest]
+        free = [ring for ring, since in retired_rings if (ring, since) not in kept]
+        retired_rings[:] = kept
+    for ring in free:
+        ring._memory.close()
+    return sum(ring.nbytes for ring, _ in kept)
 
 
 class GpuRing:
@@ -198,24 +175,23 @@ class GpuRing:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def close(self, engine: str | None = None) -> None:
+    def close(self, engine: str = "") -> None:
         """Frees the memory, or leaves that to `collect`.  No work on it may be under way.
 
-        engine: the only one that has been sent something of it.
+        engine: which one has been sent something of it, for the log.
         """
         with self._exports_lock:
             if self._closed:
                 return
             self._closed = True
-        left = _Parting(self, engine, time.monotonic())
         with _lock:
-            _parting.append(left)
+            retired_rings.append((self, time.monotonic()))
         collect()
-        if left in _parting:
+        if any(ring is self for ring, _ in retired_rings):
             _log.warning(
                 "wsync: engine %s has not let go of a bucket, which keeps %d bytes of a GPU until "
                 "it does, or for ten minutes",
-                engine or "",
+                engine,
                 self.nbytes,
             )
 

@@ -2,8 +2,7 @@
 
 A frame is a byte that says what it is, the length of its content in 8 bytes, little-endian, and
 the content.  A worker is told where to connect, `<token>@<host>:<port>`, through its engine's
-API, and sends the 128-bit token first; what else comes to that port is turned away.  Either side
-parses what it is sent as hostile: kinds and lengths are bounded, memory grows with what came.
+API, and sends the 128-bit token first; what else comes to that port is turned away.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from collections.abc import Collection
 from typing import Final
 
 from wsync import _core
+from wsync.checkpoints.safetensors_layout import system_calls
 from wsync.machine.deadline import POLL_SECONDS, Check, Deadline, seconds
 from wsync.machine.error_text import error_text
 from wsync.machine.fork_guard import private
@@ -35,10 +35,9 @@ PARK: Final = b"park"
 _HEADER: Final = struct.Struct("<BQ")
 _ADDRESS: Final = re.compile(r"([0-9a-f]{32})@([0-9A-Za-z._:%-]{1,253}):([0-9]{1,5})")
 _LAST_SECONDS: Final = 1.0  # for the last words to leave
+_TOKEN_SECONDS: Final = 1.0  # for a token to come
 _READ_NBYTES: Final = 1 << 20
-_SHOWN_NBYTES: Final = 2000
-_MAX_FRAMES: Final = 4  # that nobody has asked for yet
-_MAX_UNAUTHENTICATED: Final = 16  # connections that have shown no token so far
+_SAID_NBYTES: Final = 2000
 
 
 class Frame(enum.IntEnum):
@@ -56,21 +55,6 @@ class Frame(enum.IntEnum):
     INTRODUCTION = 9  # see wsync.exchange.introductions
 
 
-_MAX_NBYTES: Final = {
-    Frame.HELLO: 32,
-    Frame.BLOB: 1 << 30,
-    Frame.MODEL: 1 << 30,
-    Frame.PLAN: 1 << 33,
-    Frame.BEGIN: UPDATE.size,
-    Frame.PREPARED: COUNTS.size,
-    Frame.COMMIT: len(PARK),
-    Frame.FAILED: 1 << 16,
-    Frame.INTRODUCTION: 1 << 12,
-}
-FROM_WORKERS: Final = (Frame.INTRODUCTION, Frame.BLOB, Frame.PREPARED, Frame.FAILED)
-FROM_TRAINERS: Final = (Frame.MODEL, Frame.PLAN, Frame.BEGIN, Frame.COMMIT, Frame.FAILED)
-
-
 # a firewall between two hosts forgets connections that are silent between two updates, and a host
 # that is gone says nothing: so there is a sign of life after a minute, and the end after two
 KEEPALIVE: Final = (
@@ -84,9 +68,8 @@ KEEPALIVE: Final = (
 class Channel:
     """One end of a connection; `peer` is what errors call the other one."""
 
-    def __init__(self, connection: socket.socket, peer: str, takes: Collection[Frame]) -> None:
+    def __init__(self, connection: socket.socket, peer: str) -> None:
         self.peer = peer
-        self._takes = takes
         self._socket = private(connection)
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -98,16 +81,8 @@ class Channel:
         self._torn = False  # a frame was sent in part: what follows would be taken for its rest
 
     @classmethod
-    def connect(
-        cls,
-        address: str,
-        timeout: float,
-        *,
-        peer: str = "trainer",
-        takes: Collection[Frame] = FROM_TRAINERS,
-    ) -> Channel:
-        """A worker's end of a connection to the Listener at an address, or a trainer's to that of
-        a `peer` which takes other frames from there.
+    def connect(cls, address: str, timeout: float, *, peer: str = "trainer") -> Channel:
+        """A connection to the Listener at an address.
 
         Raises:
             ProtocolError: no such address.
@@ -126,7 +101,7 @@ class Channel:
             raise _core.DeadlineError(f"no {where} within {seconds(timeout)}") from error
         except (OSError, OverflowError) as error:
             raise _core.PeerClosedError(f"no {where}: {error}") from error
-        channel = cls(connection, where, takes)
+        channel = cls(connection, where)
         try:
             channel.send(Frame.HELLO, token.encode(), timeout)
         except BaseException:
@@ -180,27 +155,19 @@ class Channel:
                 raise self._gone()
             self._pause(select.POLLIN, deadline, check, f"did not send {names}")
 
-    def numbers(self, form: struct.Struct, content: bytes) -> tuple[int, ...]:
-        """What a frame of fixed size holds; ProtocolError for one of another size."""
-        if len(content) != form.size:
-            raise _core.ProtocolError(
-                f"{self.peer} sent a frame of {len(content)} bytes instead of {form.size}"
-            )
-        return form.unpack(content)
-
     def look(self) -> None:
         """Raises what the other side has said, or that it is gone; waits for nothing."""
         self._read()
         for kind, content in self._frames:
             if kind == Frame.FAILED:
-                raise _core.RemoteError(f"{self.peer}: {_printable(content)}")
+                raise _core.RemoteError(f"{self.peer}: {content.decode(errors='replace')}")
         if self._ended and not self._frames:
             raise self._gone()
 
     def fail(self, why: str | BaseException) -> None:
         """Says why this side gives up, if the other one still listens."""
         text = error_text(why) if isinstance(why, BaseException) else why
-        said = text.encode("utf-8", "replace")[: _MAX_NBYTES[Frame.FAILED]]
+        said = text.encode(errors="replace")[:_SAID_NBYTES]
         with contextlib.suppress(_core.WsyncError):
             self.send(Frame.FAILED, said, _LAST_SECONDS)
 
@@ -211,8 +178,8 @@ class Channel:
         self._socket.close()
 
     def _read(self) -> None:
-        """Takes in what has come, up to a few frames."""
-        while not self._ended and len(self._frames) < _MAX_FRAMES:
+        """Takes in what has come."""
+        while not self._ended:
             try:
                 data = self._socket.recv(_READ_NBYTES)
             except BlockingIOError:
@@ -228,17 +195,10 @@ class Channel:
         if len(self._buffer) < _HEADER.size:
             return False
         number, nbytes = _HEADER.unpack_from(self._buffer)
-        if number not in self._takes:
-            raise _core.ProtocolError(f"{self.peer} sent a frame of kind {number}")
-        kind = Frame(number)
-        if nbytes > _MAX_NBYTES[kind]:
-            raise _core.ProtocolError(
-                f"{self.peer} sent {kind.name} of {nbytes} bytes, at most {_MAX_NBYTES[kind]}"
-            )
         last = _HEADER.size + nbytes
         if len(self._buffer) < last:
             return False
-        self._frames.append((kind, bytes(memoryview(self._buffer)[_HEADER.size : last])))
+        self._frames.append((Frame(number), bytes(memoryview(self._buffer)[_HEADER.size : last])))
         del self._buffer[:last]
         return True
 
@@ -259,7 +219,7 @@ def _listen(host: str) -> socket.socket:
     Raises:
         SystemCallError: there can be no such socket.
     """
-    try:
+    with system_calls(f"listening at {host}"):
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         try:
             return socket.create_server(address, family=family)
@@ -267,21 +227,16 @@ def _listen(host: str) -> socket.socket:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             return socket.create_server(("", 0), family=family)
-    except OSError as error:
-        failure = _core.SystemCallError(f"listening at {host}: {error.strerror or error}")
-        failure.native = error.errno or 0
-        raise failure from error
 
 
 class Listener:
     """Where one worker is to connect.
 
-    host: the address of this host that it can reach; peer: what errors call the worker; takes:
-    which frames come from there.
+    host: the address of this host that it can reach; peer: what errors call the worker.
     """
 
-    def __init__(self, host: str, peer: str, *, takes: Collection[Frame] = FROM_WORKERS) -> None:
-        self._peer, self._takes = peer, takes
+    def __init__(self, host: str, peer: str) -> None:
+        self._peer = peer
         self._listener = private(_listen(host))
         self._listener.setblocking(False)
         self._token = secrets.token_hex(16)
@@ -294,53 +249,32 @@ class Listener:
             DeadlineError: it did not come.
         """
         deadline = Deadline(timeout)
-        waiting: list[socket.socket] = []  # for their token
-        try:
-            while True:
-                with contextlib.suppress(BlockingIOError, ConnectionError):
-                    waiting.append(self._listener.accept()[0])
-                    waiting[-1].setblocking(False)
-                for connection in list(waiting):
-                    authentic = self._authenticate(connection)
-                    if authentic is not None:
-                        waiting.remove(connection)
-                        if authentic:
-                            return Channel(connection, self._peer, self._takes)
-                        connection.close()
-                if len(waiting) > _MAX_UNAUTHENTICATED:
-                    waiting.pop(0).close()
-                check()
-                deadline.check(f"{self._peer} did not connect")
-                # a connection that sends nothing must not make this spin, nor one that does wait
-                _poll(self._listener, select.POLLIN, min(deadline.left, 0.005 if waiting else 1.0))
-        finally:
-            for connection in waiting:
+        while True:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                connection = self._listener.accept()[0]
+                if self._shows_token(connection):
+                    return Channel(connection, self._peer)
                 connection.close()
+            check()
+            deadline.check(f"{self._peer} did not connect")
+            _poll(self._listener, select.POLLIN, deadline.left)
 
     def close(self) -> None:
         self._listener.close()
 
-    def _authenticate(self, connection: socket.socket) -> bool | None:
-        """Whether a connection has shown the token; None while it may yet."""
-        hello = _HEADER.pack(Frame.HELLO, 32) + self._token.encode()
-        try:
-            if len(connection.recv(len(hello), socket.MSG_PEEK)) in range(1, len(hello)):
-                return None
-            return hmac.compare_digest(connection.recv(len(hello)), hello)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return False
+    def _shows_token(self, connection: socket.socket) -> bool:
+        """Whether a connection begins with the token, which comes at once."""
+        hello, shown = _HEADER.pack(Frame.HELLO, 32) + self._token.encode(), b""
+        connection.settimeout(_TOKEN_SECONDS)
+        with contextlib.suppress(OSError):
+            while part := connection.recv(len(hello) - len(shown)):
+                shown += part
+        return hmac.compare_digest(shown, hello)
 
 
 def is_remote(address: str) -> bool:
     """Whether an address is one of a Listener, not of a socket on this host."""
     return _ADDRESS.fullmatch(address) is not None
-
-
-def _printable(content: bytes) -> str:
-    text = content[:_SHOWN_NBYTES].decode("utf-8", "replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def _poll(waited: socket.socket, event: int, seconds: float) -> None:

@@ -75,7 +75,7 @@ class RemoteExporter:
 
     def prepared(self, timeout: float, check: Check) -> tuple[int, int, int]:
         _, content = self._peer.wait((Frame.PREPARED,), timeout, check)
-        tensors, nbytes, checksum = self._peer.numbers(COUNTS, content)
+        tensors, nbytes, checksum = COUNTS.unpack(content)
         return tensors, nbytes, checksum
 
     def commit(self, timeout: float, check: Check, park: bool) -> None:

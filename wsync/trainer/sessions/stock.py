@@ -18,7 +18,7 @@ from wsync.machine.deadline import Check, Deadline
 from wsync.machine.fork_guard import Owner
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
-from wsync.messages.gpu_payload import LEFT_SECONDS, MOST_LEFT, GpuRing
+from wsync.messages.gpu_payload import LEFT_SECONDS, GpuRing
 from wsync.trainer.engine_identity import CheckedEngine
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.round_contents import WorkerRounds
@@ -27,6 +27,7 @@ from wsync.trainer.sessions.base import BucketSession, Span
 if TYPE_CHECKING:
     import torch
 
+_MOST_LEFT: Final = 2  # rings of one engine whose requests were not answered
 _GATEWAYS: Final = (502, 503, 504)  # what gateways answer in the place of a server
 
 
@@ -196,7 +197,7 @@ def _close(engine: str, ring: SharedRing, sent: Sequence[Future[None]]) -> None:
         else:
             ring.close()
         mine = [each for each in _left if each.engine == engine]
-        over = mine if sent and not unanswered else mine[:-MOST_LEFT]
+        over = mine if sent and not unanswered else mine[:-_MOST_LEFT]
         for each in list(_left):
             if each in over or each.since < now - LEFT_SECONDS:
                 _left.remove(each)
