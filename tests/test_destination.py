@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import transformers
@@ -24,14 +23,11 @@ from wsync._core import (
     describe,
 )
 from wsync.demo.engines.transformers import Engine
-from wsync.engine.destination import Boxes, Destination
-from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors.tree import ModuleTree
 
 OPTIONS = wsync.Options(deadline=20, progress=False, round_nbytes=64)
-WHOLE = wsync.Options(deadline=20, progress=False)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -68,12 +64,6 @@ def weights_of(module: torch.nn.Module, value: float = 1.0) -> Tensors:
         name: torch.full(tensor.shape, value + number).to(tensor.dtype)
         for number, (name, tensor) in enumerate(module.state_dict().items())
     }
-
-
-def tied() -> torch.nn.Module:
-    module = module_of(a=torch.zeros(6, 4), c=torch.zeros(3))
-    module.register_parameter("b", module.get_parameter("a"))
-    return module
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,32 +118,6 @@ def box(dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int = 
 
 
 ROWS = (32, 4)
-OTHER_BOXES: dict[str, tuple[Layout, torch.Tensor]] = {
-    "dtype of the size": (box("bfloat16", (8, 8), (16, 2)), torch.zeros(8, 8).half()),
-    "integers": (box("float32", (8, 8), ROWS), torch.zeros(8, 8).int()),
-    "wider dtype": (box("bfloat16", (8, 8), (16, 2)), torch.zeros(8, 8)),
-    "transposed": (box("float32", (8, 8), ROWS), torch.zeros(8, 8).t()),
-    "transposed, part": (box("float32", (4, 8), ROWS), torch.zeros(8, 8).t()),
-    "every other column": (box("float32", (8, 8), ROWS), torch.zeros(8, 16)[:, ::2]),
-    "columns of wider rows": (box("float32", (8, 8), ROWS), torch.zeros(8, 16)[:, :8]),
-    "between elements": (box("float32", (7, 8), ROWS, 2), torch.zeros(8, 8)),
-    "beside the first": (box("float32", (4,), (16,), 4), torch.zeros(8, 2)[:, 0]),
-    "beyond the last": (box("float32", (8, 8), ROWS, 4), torch.zeros(8, 8)),
-    "one row": (box("float32", (8, 8), ROWS), torch.zeros(1, 8).expand(8, 8)),
-    "nothing": (box("float32", (8, 8), ROWS), torch.zeros(8, 0)),
-    "axes changed": (box("float32", (2, 3, 4), (48, 16, 4)), torch.zeros(3, 2, 4).transpose(0, 1)),
-}
-
-
-@pytest.mark.parametrize("case", OTHER_BOXES)
-def test_a_box_that_is_none_of_its_tensor_is_refused_by_name(case: str) -> None:
-    """It would bring other values than those that were sent, or write beside the tensor."""
-    layout, tensor = OTHER_BOXES[case]
-    for made in (LayoutLoader, Boxes):
-        with pytest.raises(LayoutError, match=r"a: .* its tensor 0"):
-            made(layout, [tensor])
-
-
 BYTES = torch.zeros(8, 32, dtype=torch.uint8)
 MANY_WAYS: dict[str, tuple[Layout, torch.Tensor, Any]] = {
     "raw": (box("float32", (8, 8), ROWS), BYTES, lambda held: held.view(torch.float32)),
@@ -203,33 +167,6 @@ def test_a_layout_is_for_tensors_of_one_form(later: Any, said: str) -> None:
             sync.update()
 
 
-@pytest.mark.parametrize("by_hook", [False, True])
-def test_a_state_dict_that_leads_elsewhere_each_time_is_asked_each_time(by_hook: bool) -> None:
-    class Double(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sets = torch.nn.ParameterList(torch.zeros(4) for _ in range(2))
-            self.serving = 0
-            if by_hook:
-                self._register_state_dict_hook(lambda *_: self.other())
-
-        def other(self) -> dict[str, torch.Tensor]:
-            return {"a": self.sets[1 - self.serving]}
-
-        def state_dict(self, *given: Any, **named: Any) -> Any:
-            return super().state_dict(*given, **named) if by_hook else self.other()
-
-    module = Double()
-    weights = {"a": torch.zeros(4)}
-    engine = ThreadEngine([ModuleLoader(module)])
-    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
-        for number in range(1, 5):
-            weights["a"].fill_(number)
-            sync.update()
-            module.serving = 1 - module.serving
-            assert torch.equal(module.sets[module.serving].data, weights["a"])
-
-
 def test_buffers_that_are_not_there_are_named() -> None:
     layout = layout_of([torch.zeros(4), torch.zeros(4)])
     with pytest.raises(InvalidArgumentError, match="1 spans for 2 buffers"):
@@ -245,112 +182,7 @@ def layout_of(tensors: list[torch.Tensor]) -> Layout:
     return builder.build()
 
 
-# --- names of one tensor ----------------------------------------------------------------------
-
-
-def test_names_of_one_tensor_may_bring_the_same_values_and_no_others() -> None:
-    module = tied()
-    engine = ThreadEngine([ModuleLoader(module)])
-    values = torch.arange(24.0).view(6, 4)
-    same = {"a": values, "b": values.clone(), "c": torch.ones(3)}
-    with wsync.connect(same, engines=[engine], options=OPTIONS) as sync:
-        sync.update(same)
-        assert torch.equal(module.get_parameter("a"), values)
-        other = {**same, "b": values.clone()}
-        other["b"][5, 3] = -1.0
-        with pytest.raises(WsyncError, match=r"b and a are one tensor .* brings other values"):
-            sync.update(other)
-        assert not engine.receivers[0].consistent
-        sync.update(same)
-        assert engine.receivers[0].consistent
-
-
-def test_values_that_are_no_numbers_are_the_same_by_their_bytes() -> None:
-    module = tied()
-    values = torch.full((6, 4), torch.nan)
-    same = {"a": values, "b": values.clone(), "c": torch.ones(3)}
-    with wsync.connect(same, engines=[ThreadEngine([ModuleLoader(module)])], options=OPTIONS) as s:
-        s.update(same)
-
-
-def test_parameters_tied_between_updates_are_compared() -> None:
-    module = module_of(a=torch.zeros(6, 4), b=torch.zeros(6, 4))
-    first, second = torch.ones(6, 4), torch.zeros(6, 4)
-    with wsync.connect(
-        {"a": first, "b": second}, engines=[ThreadEngine([ModuleLoader(module)])], options=OPTIONS
-    ) as sync:
-        sync.update()
-        module.register_parameter("b", module.get_parameter("a"))
-        with pytest.raises(WsyncError, match="b and a are one tensor"):
-            sync.update()
-
-
-# --- loaders of the module's own --------------------------------------------------------------
-
-
-def loading(module: torch.nn.Module) -> torch.nn.Module:
-    def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in pairs:
-            module.get_parameter(name).copy_(tensor * 1.5)
-
-    module.load_weights = load
-    return module
-
-
-@pytest.mark.parametrize("make", [ModuleLoader, RecordedLoader])
-def test_a_loader_that_cannot_be_learnt_is_given_no_two_values_for_one_tensor(make: Any) -> None:
-    module = loading(tied())
-    values = torch.arange(24.0).view(6, 4)
-    same = {"a": values, "b": values.clone(), "c": torch.ones(3)}
-    engine = ThreadEngine([make(module)])
-    with wsync.connect(same, engines=[engine], options=WHOLE) as sync:
-        sync.update(same)
-        assert torch.equal(module.get_parameter("a"), values * 1.5)
-        refused = r"(a and b|b and a) are (one tensor|both loaded there)"
-        with pytest.raises(WsyncError, match=refused):
-            sync.update({**same, "b": values + 1})
-        assert not engine.receivers[0].consistent
-
-
-@pytest.mark.parametrize("make", [ModuleLoader, RecordedLoader])
-@pytest.mark.parametrize("kind", ["rows", "inside", "two storages"])
-def test_a_loader_that_cannot_be_learnt_and_parameters_that_share_memory(
-    make: Any, kind: str
-) -> None:
-    if kind == "two storages":
-        base = numpy.zeros((6, 4), dtype="float32")
-        made = module_of(a=torch.from_numpy(base), b=torch.from_numpy(base)[1:])
-    else:
-        made = views(kind)
-    module = loading(made)
-    with wsync.connect(
-        weights_of(module), engines=[ThreadEngine([make(module)])], options=WHOLE
-    ) as sync:
-        with pytest.raises(
-            WsyncError, match=r"a and b (are kept in the same memory|are both loaded)"
-        ):
-            sync.update()
-    lost = any(tensor.any() for tensor in module.state_dict().values())
-    assert lost == (make is RecordedLoader)  # learning says so to the engine
-
-
 # --- a module whose state is not its own ------------------------------------------------------
-
-
-def test_a_state_dict_of_copies_is_refused() -> None:
-    class Copying(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = parameter(torch.zeros(6, 4))
-
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            return {name: t.clone() for name, t in super().state_dict(*args, **kwargs).items()}
-
-    module = Copying()
-    engine = ThreadEngine([ModuleLoader(module)])
-    with wsync.connect({"a": torch.ones(6, 4)}, engines=[engine], options=OPTIONS) as sync:
-        with pytest.raises(WsyncError, match=r"a: Copying\.state_dict gives a copy"):
-            sync.update()
 
 
 def test_a_state_dict_of_other_names_is_followed() -> None:
@@ -415,23 +247,6 @@ def test_a_bucket_may_bring_names_that_the_engine_is_to_ignore() -> None:
     assert (module.a.tolist(), module.b.tolist()) == ([1, 1], [0, 0])
     success, text = bucket(engine, other=torch.ones(2))
     assert not success and "other: not in Module" in text
-
-
-@pytest.mark.parametrize("change", ["rebound", "renamed", "untied"])
-def test_a_module_that_changes_while_it_is_filled_is_not_called_filled(change: str) -> None:
-    module = torch.nn.Module()
-    module.a = torch.nn.Parameter(torch.zeros(4))
-    module.b = torch.nn.Parameter(module.a.data)
-    target = Destination.of(module, {"a": (4,), "b": (4,)})
-    target.check_places()
-    if change == "rebound":
-        module.a = torch.nn.Parameter(torch.zeros(4))
-    elif change == "renamed":
-        module.c = module._parameters.pop("a")
-    else:
-        module.b.data = module.b.data.clone()
-    with pytest.raises(wsync.WsyncError, match="replaced while the update ran"):
-        target.check_places()
 
 
 def test_tensors_that_no_engine_makes_use_of_are_named(caplog: pytest.LogCaptureFixture) -> None:

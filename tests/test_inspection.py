@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import pickle
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from support.fused import Fused, changed, draw
 from support.workers import ThreadEngine
 
 import wsync
-from wsync import inspection, sglang
+from wsync import inspection
 from wsync.demo.engines.serve import serve_in_process
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.ring_loaders import ModuleLoader
@@ -105,21 +104,6 @@ def test_an_engine_without_wsync_is_named() -> None:
         inspection.inspect(Stock())
 
 
-def test_sglangs_workers_count_what_others_load() -> None:
-    class Engine(ThreadEngine):
-        def update_weights(self, payloads: Any, **_: Any) -> None:
-            sglang.load_weights(self.module, pickle.loads(payloads[0]))
-
-    module, engine = Fused(), Engine([])
-    engine.module, engine.workers = module, 1
-    assert [worker.loads for worker in inspection.inspect(engine)] == [0]
-    for _ in range(3):
-        module.load_weights(list(draw(1).items()))
-    found = inspection.look(engine)
-    assert [worker.loads for worker in found.workers] == [3]
-    assert "broadcasts or files: 3 since" in ": ".join(inspection.summary(found)[2])
-
-
 def test_a_server_of_vllm_without_the_extension_says_what_it_is() -> None:
     answers = {
         ("POST", "/collective_rpc"): (500, {"error": "no attribute 'wsync_describe'"}),
@@ -194,7 +178,6 @@ def test_the_command_asks_a_url(tmp_path: Path) -> None:
         done = run(server.url, "--json", "-")
         found = json.loads(done.stdout)
         assert found["weight_version"] == "seventh"
-        assert found["workers"][0]["loads"] > 0
     gone = run(server.url, "--timeout", "5")
     assert gone.returncode == 1
     assert gone.stderr.startswith(f"wsync inspect: engine {server.url}")

@@ -17,7 +17,7 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.ring_loaders import ModuleLoader
+from wsync.engine.ring_loaders import CallingLoader, ModuleLoader
 from wsync.module_tensors.quantised_names import group_of_parts, without_scales
 from wsync.sglang import SglangLoader
 from wsync.sync import Sync
@@ -487,10 +487,10 @@ def check_bytes(found: dict[str, torch.Tensor], seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [(Loading, RecordedLoader), (Loading, ModuleLoader), (Holder, ModuleLoader)]
+    ("kind", "how"), [(Loading, RecordedLoader), (Loading, CallingLoader), (Holder, ModuleLoader)]
 )
 def test_every_dtype_reaches_a_module(
-    kind: type[Holder], how: type[RecordedLoader | ModuleLoader]
+    kind: type[Holder], how: type[RecordedLoader | CallingLoader | ModuleLoader]
 ) -> None:
     module = kind()
     loader = how(module)

@@ -23,7 +23,6 @@ from support.sglang_server import NEWEST, Drafting, Nursery, Served, Server, pla
 from support.wrong_names import WRONG
 
 import wsync
-from wsync import inspection
 from wsync.handles.sglang_http import HttpHandle
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
@@ -208,17 +207,6 @@ def test_files_reach_every_pipeline_stage(servers: Nursery, tmp_path: Path) -> N
             for number, model in enumerate((second, first, second)):
                 sync.update(model.weights, version=number)
                 check(server, model, str(number))
-
-
-def test_an_inspection_says_what_was_loaded_by_other_means(served: tuple[Server, Pair]) -> None:
-    server, (first, _) = served
-    before = inspection.look(server.url, timeout=PATIENCE)
-    reloaded(server, first)
-    found = inspection.look(server.url, timeout=PATIENCE)
-    assert (found.server, found.weight_version) == ("SGLang 0.5.23", "reloaded")
-    assert len(found.workers) == server.workers
-    for former, now in zip(before.workers, found.workers, strict=True):
-        assert former.loads is not None and now.loads is not None and former.loads < now.loads
 
 
 def test_an_update_is_a_session(served: tuple[Server, Pair], monkeypatch: Any) -> None:

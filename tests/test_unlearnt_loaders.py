@@ -146,27 +146,6 @@ def test_a_tensor_of_thousands_of_pieces_is_learnt_in_time() -> None:
     assert torch.equal(loader._module.a, weights["a"].fill_diagonal_(1))
 
 
-class Tied(torch.nn.Module):
-    """Two names of one buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("a", torch.zeros(8, 8, dtype=torch.bfloat16))
-        self.register_buffer("b", self.a)
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in pairs:
-            getattr(self, name).copy_(tensor)
-
-
-def test_names_of_one_buffer_with_other_values_are_refused() -> None:
-    weights = {name: torch.randn(8, 8).to(torch.float16) for name in "ab"}
-    engine = ThreadEngine([RecordedLoader(Tied())])
-    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
-        with pytest.raises(wsync.WsyncError, match="are one tensor of the module, and b brings"):
-            sync.update()
-
-
 class Checked(torch.nn.Module):
     """Refuses made-up values, as loaders of fused layers do whose scales have to be equal."""
 

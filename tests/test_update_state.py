@@ -26,21 +26,12 @@ def test_weights_are_called_what_the_closing_message_says() -> None:
     state.check_whole()
 
 
-@pytest.mark.parametrize(
-    ("session", "number", "text"),
-    [
-        ("f0", 2, "update 2 of this connection was not committed here, the last one is 3"),
-        ("f1", 3, "the weights have been replaced by others after update 3"),
-    ],
-)
-def test_a_version_of_another_update_is_refused(session: str, number: int, text: str) -> None:
+@pytest.mark.parametrize(("session", "number"), [("f0", 2), ("f1", 3)])
+def test_a_version_of_another_update_is_refused(session: str, number: int) -> None:
     state = UpdateState()
     state.commit("f0", 3)
-    with pytest.raises(wsync.StateError, match=text):
+    with pytest.raises(wsync.StateError, match=f"not those of update {number} of this connection"):
         state.close(session, number, "v")
-    state.overwritten()
-    with pytest.raises(wsync.StateError, match="replaced by others"):
-        state.close("f0", 3, "v3")
     assert state.weight_version == "default"
 
 

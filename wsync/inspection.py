@@ -33,7 +33,6 @@ from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.trainer.requests import Calls
 
 _UNKNOWN: Final = "unknown"
-_SINCE: Final = "since wsync's receiver was made"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +45,7 @@ class WorkerReport:
     inside the model, after each update.  fallbacks: tensors that go through the engine's own
     load_weights, and why.  skipped: tensors that it makes no use of.  unwritten: (parameter,
     bytes that no tensor fills).  twins: (tensor, tensor) that are loaded to one place and have to
-    be the same.  loads: how often weights were loaded by other means than wsync's updates (a
-    bucket, a broadcast, files) since its receiver was made; None where it is not told of these.
+    be the same.
     rounds, ring_nbytes: of the last update, and of the ring that it took them through.
     tensors: name, dtype, shape, kept_as (a dtype) and boxes: into (a parameter), start and extent
     in the tensor.
@@ -65,7 +63,6 @@ class WorkerReport:
     kept_nbytes: int = 0
     fills: int = 0
     copies: int = 0
-    loads: int | None = None
     rounds: int = 0
     ring_nbytes: int = 0
     fallbacks: dict[str, str] = field(default_factory=dict)
@@ -257,14 +254,9 @@ def _notes(workers: Sequence[WorkerReport]) -> list[str]:
 def summary(found: EngineReport) -> list[tuple[str, str]]:
     """What there is to say of an engine as a whole: what, and its value."""
     version = _UNKNOWN if found.weight_version is None else found.weight_version
-    seen = _together(
-        (each.worker, _UNKNOWN if each.loads is None else f"{each.loads:,} {_SINCE}")
-        for each in found.workers
-    )
     rows = [
         ("server", found.server),
         ("weight version", version),
-        ("loads by buckets, broadcasts or files", seen or _UNKNOWN),
     ]
     if any(each.rounds for each in found.workers):
         rings = (

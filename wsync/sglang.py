@@ -19,7 +19,7 @@ from wsync._core import Layout, UnsupportedError
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.post_load import wait_for_device
 from wsync.engine.receiver import Receiver, refuse
-from wsync.engine.ring_loaders import Loader, LoadWeights, Losing, ModuleLoader, keeps
+from wsync.engine.ring_loaders import OnWeightsLost, ignore_loss
 from wsync.messages import payload
 
 _log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ _DERIVED: Final = ("_scale_inv_swizzled", "_scale_inv_deepgemm", "_scale_inv_shu
 _UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _UE8M0: Final = (torch.uint8, torch.int32)  # MXFP8's, and DeepGEMM's four in a word
 # what models that only draft tokens are called there
+_RECEIVER: Final = "_wsync_receiver"  # where a model keeps it
 _DRAFT: Final = re.compile(r"(NextN|MTP|Eagle\d*)$")
 
 
@@ -52,26 +53,25 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     >>> wsync.handle("http://127.0.0.1:30000").model_info(10)["weight_version"]
     '7'
     """
-    part, control = _Part(), None
+    control, receiver = None, None
     try:
         if _DRAFT.search(type(model).__name__):
             # SGLang calls for the draft and for the model; the session is the model's
             _log.warning("%s is not updated: it drafts", type(model).__name__)
             return
         with _lock:
-            part = vars(model).setdefault("_wsync", part)
             control = payload.control_bytes(named_tensors)
-            if part.receiver is None:
-                part.receiver = Receiver(_loader(model), told=hasattr(model, "load_weights"))
-            part.watch(model)
+            receiver = vars(model).get(_RECEIVER)
+            if receiver is None:
+                receiver = vars(model)[_RECEIVER] = Receiver(SglangLoader(model))
         wait_for_device(model)
-        success, text = part.receiver.answer(named_tensors)
+        success, text = receiver.answer(named_tensors)
         _forget_images()
         if not success:
             _log.error("%s", text)
     except Exception as error:
         _log.exception("an update failed before its session was there")
-        refuse(control, error, part.receiver)
+        refuse(control, error, receiver)
 
 
 def _forget_images() -> None:
@@ -84,47 +84,13 @@ def _forget_images() -> None:
             cache.clear()
 
 
-class _Part:
-    """A model's receiver, which the model keeps: they go together.  A copied model has its own."""
-
-    def __init__(self) -> None:
-        self.receiver: Receiver | None = None
-
-    def watch(self, model: Any) -> None:
-        """Notes others' calls of the model's load_weights, whatever has been patched over it."""
-        own = getattr(model, "load_weights", None)
-        if own is not None and not isinstance(own, _Watched):
-            vars(model)["load_weights"] = _Watched(own, self)
-
-    def __reduce__(self) -> Any:
-        return _Part, ()
-
-
-class _Watched:
-    """A model's load_weights as others call it: SGLang, for loads from disk and for buckets.  An
-    update that waits for its closing message is not what the model holds after that."""
-
-    def __init__(self, own: LoadWeights, part: _Part) -> None:
-        self.own = own
-        self._part = part
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if self._part.receiver is not None:
-            self._part.receiver.state.overwritten()
-        return self.own(*arguments, **named)
-
-
-def _loader(model: Any) -> Loader:
-    return SglangLoader(model) if hasattr(model, "load_weights") else ModuleLoader(model)
-
-
 class SglangLoader(RecordedLoader):
     """Learns from load_weights; refuses weights that SGLang rewrites after it has loaded them.
 
     Scales of the cache of keys and values stay as they are where the trainer delivers none.
     """
 
-    def learn(self, model: Layout, losing: Losing = keeps) -> bytes:
+    def learn(self, model: Layout, on_weights_lost: OnWeightsLost = ignore_loss) -> bytes:
         if (stages := _pipeline_stages()) > 1:
             raise UnsupportedError(
                 f"pp_size {stages}: SGLang gives every pipeline stage the messages of its "
@@ -141,11 +107,7 @@ class SglangLoader(RecordedLoader):
             )
         if cut := _cut_word(self._module, packed):
             raise UnsupportedError(cut)
-        return super().learn(model, losing)
-
-    def method(self) -> LoadWeights:
-        method = super().method()
-        return method.own if isinstance(method, _Watched) else method
+        return super().learn(model, on_weights_lost)
 
     def stays(self, path: str) -> bool:
         cache = any(fnmatch.fnmatchcase(path, pattern) for pattern in _CACHE_SCALES)

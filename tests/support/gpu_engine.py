@@ -15,7 +15,7 @@ from support.worker_processes import WorkersEngine
 
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.ring_loaders import Loader, ModuleLoader
+from wsync.engine.ring_loaders import CallingLoader, Loader
 
 DRY = "WSYNC_GPU_DRY_RUN"  # 1: tests of mark gpu run on the driver that WSYNC_CUDA_LIB names
 
@@ -88,7 +88,7 @@ class FusedEngine(WorkersEngine):
 class _FusedWorker(ModelWorker):
     def __init__(self, *, learnt: bool) -> None:
         self._module = module()
-        kind: Callable[..., Loader] = RecordedLoader if learnt else ModuleLoader
+        kind: Callable[..., Loader] = RecordedLoader if learnt else CallingLoader
         self._loader = kind(self._module)
         super().__init__(self._loader)
 

@@ -16,7 +16,7 @@ from support.worker_processes import WorkersEngine
 
 from wsync._core import LayoutError
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
+from wsync.engine.ring_loaders import CallingLoader, LayoutLoader, Loader
 from wsync.engine.update_groups import Named
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors import dtype_of, same_bytes
@@ -104,7 +104,7 @@ class _Worker(ModelWorker):
         if delivery == "needed":
             loader = LayoutLoader(self.model.layout(), list(self.model.tensors.values()))
         else:
-            loader = ModuleLoader(self.model)
+            loader = CallingLoader(self.model)
         super().__init__(loader, rank=rank)
 
     def boxes(self) -> bytes:

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Final
 from wsync._core import (
     Device,
     Importer,
-    InvalidArgumentError,
     Layout,
     PeerClosedError,
     ProtocolError,
     StateError,
-    UnsupportedError,
     WsyncError,
     host,
 )
-from wsync.engine.ring_loaders import Borrows, Confirms, Describes, Learner, Loader, Receipt
+from wsync.engine.ring_loaders import Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
 from wsync.machine.device import await_torch, settle
@@ -29,7 +27,7 @@ from wsync.machine.gpu_allocations import place_of
 from wsync.machine.process_maps import most_segments, raise_descriptor_limit
 from wsync.machine.trace import Trace
 from wsync.messages import payload
-from wsync.messages.control import BORROWS, LEARN, UPDATING, Control, Learnt
+from wsync.messages.control import BORROWS, LEARN, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
 from wsync.probing.time_limit import PASSES, learning
 
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _REFUSAL_SECONDS: Final = 10.0
 _REASON_LIMIT: Final = 1000
-_NO_VERSION: Final = 10**128  # versions have at most 128 characters
 
 
 class Receiver:
@@ -55,11 +52,10 @@ class Receiver:
     a message with another session id replaces it.
 
     state: whether the weights are those of one update.
-    told: whether its owner tells the state of what is loaded by other means.
     """
 
-    def __init__(self, loader: Loader, *, worker: int = 0, told: bool = False) -> None:
-        self.state = UpdateState(told=told)
+    def __init__(self, loader: Loader, *, worker: int = 0) -> None:
+        self.state = UpdateState()
         self._loader = loader
         self._worker = worker
         self._session = ""
@@ -109,19 +105,12 @@ class Receiver:
         version: the weight version of the request around a close, if the engine passes it on.
         """
         try:
-            message = Control.from_bytes(_utf8(control))
-            version = _version_text(version)
-            named = version is not None and not version.startswith(UPDATING)
-            if named and message.op != "close":
-                raise InvalidArgumentError(
-                    f"weight_version {version} with {message.op!r}: it comes with the closing "
-                    "message"
-                )
+            message = Control.from_bytes(control.encode() if isinstance(control, str) else control)
             with self.state.only():
                 if message.op == "open":
                     return self._open(message)
                 if message.op == "close":
-                    return self._close(message, version)
+                    return self._close(message, None if version is None else str(version))
                 return self._inspect(message)
         except WsyncError as error:
             return refused(self._worker, error)
@@ -152,17 +141,15 @@ class Receiver:
         return True, _nth(message.update)
 
     def _inspect(self, message: Control) -> tuple[bool, str]:
-        learnt = self._loader.facts() if isinstance(self._loader, Describes) else {}
         facts = {
             "worker": self._worker,
             "update": self.state.update,
             "consistent": not self.trouble,
             "inconsistency": self.trouble,
-            "loads": self.state.loads,
             "loader": type(self._loader).__name__,
             "rounds": self._rounds,
             "ring_nbytes": self._ring_nbytes,
-            **learnt,
+            **self._loader.facts(),
         }
         try:
             blob, device = json.dumps(facts).encode(), self._loader.device
@@ -200,28 +187,18 @@ class Receiver:
             self._loader.attach(importer.ring, Layout.from_bytes(importer.manifest))
             self._generation = importer.generation
         self._rounds, self._ring_nbytes = rounds, importer.ring.nbytes
-        self._borrow(importer)
+        self._loader.borrow(importer.bound)
         try:
             receipt = self._load(importer, update, rounds, timeout)
-            importer.prepared(receipt.tensors, receipt.nbytes, receipt.checksum, timeout)
+            importer.prepared(receipt.tensors, receipt.nbytes, 0, timeout)
             with trace.span("verdict"):
                 importer.verdict(timeout)
         except BaseException:
             self._loader.abandon()
             raise
-        if isinstance(self._loader, Confirms):
-            self._loader.confirm()
+        self._loader.confirm()
         self.state.commit(message.session, update)
         trace.write(update)
-
-    def _borrow(self, importer: Session) -> None:
-        """Tells the loader where the trainer's own memory is, if that is lent."""
-        if isinstance(self._loader, Borrows):
-            self._loader.borrow(importer.bound)
-        elif importer.bound is not None:
-            raise UnsupportedError(
-                f"{type(self._loader).__name__} loads from a ring, and the trainer lends its memory"
-            )
 
     def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
@@ -285,7 +262,7 @@ class Receiver:
 
     def _introduced(self, said: bytes) -> bytes:
         """Puts what memory the worker can read, if any, before what it says when it joins."""
-        if not isinstance(self._loader, Borrows):
+        if not self._loader.borrows:
             return said
         device = self._loader.device
         places = [place_of(gpu, mps=device.mps) for gpu in (device.uuid, *device.peers)]
@@ -296,7 +273,6 @@ class Receiver:
     def _learn(self, message: Control, former: Session) -> Session:
         """Receives what tensors the trainer has, learns what to keep of them, and connects again
         with that."""
-        assert isinstance(self._loader, Learner)
         _, steps = former.begin(message.deadline)
         address, _, content = former.manifest.partition(b"\n")
         model = Layout.from_bytes(content)
@@ -364,26 +340,6 @@ def refuse(control: bytes | None, why: Exception, receiver: Receiver | None = No
 def refused(worker: int, error: Exception) -> tuple[bool, str]:
     """What a worker answers to a message that it could not follow."""
     return False, f"worker {worker}: {_text(error)}"
-
-
-def _utf8(control: object) -> bytes:
-    """What a caller of one's own gives as a control message, in bytes."""
-    if isinstance(control, str):
-        return control.encode(errors="replace")
-    if isinstance(control, bytes | bytearray | memoryview):
-        return bytes(control)
-    raise ProtocolError(f"control message: a {type(control).__name__} instead of bytes or text")
-
-
-def _version_text(value: object) -> str | None:
-    """A version that a caller of one's own gives.  InvalidArgumentError where it is none."""
-    if value is None or isinstance(value, str):
-        return value
-    if type(value) is int and abs(value) < _NO_VERSION:
-        return str(value)
-    raise InvalidArgumentError(
-        f"weight_version: {type(value).__name__} instead of text or a number of at most 128 digits"
-    )
 
 
 def _lose(receiver: Receiver | None, timeout: float) -> None:

@@ -6,8 +6,7 @@ LOST      they are not those of one update
 
 the first byte of an update is written    LOST
 commit                                    UNNAMED
-close                                     WHOLE; refused if LOST, for another update's commit,
-                                          and where others have written since
+close                                     WHOLE; refused if LOST, or for another update's commit
 replacing                                 LOST, then WHOLE
 """
 
@@ -32,18 +31,15 @@ class UpdateState:
     consistent: False from the first byte written until all weights are those of one update.
     reason: why they are not, or "".
     update: number of the last update that was committed by a control message, or None.
-    loads: how often weights were loaded by other means than a receiver's update (a bucket, a
-    broadcast, files); None if its owner does not tell it of all of them.
     """
 
-    def __init__(self, *, told: bool = False) -> None:
+    def __init__(self) -> None:
         self.weight_version = "default"
         self.consistent = True
         self.reason = ""
         self.update: int | None = None
-        self.loads: int | None = 0 if told else None
         self._busy = threading.Lock()
-        self._committed = ""  # the session that the weights came by
+        self._session = ""  # that the weights came by
         self._unnamed = ""
 
     @property
@@ -83,25 +79,16 @@ class UpdateState:
         trainers count from 1, and a late message of one that is gone would fit another's."""
         if not self.consistent:
             raise StateError(self.trouble)
-        this = f"update {number} of this connection"
-        if self.update != number:
-            last = "none" if self.update is None else self.update
-            raise StateError(f"{this} was not committed here, the last one is {last}")
-        if self._committed != session:
-            raise StateError(f"the weights have been replaced by others after {this}")
+        if (self._session, self.update) != (session, number):
+            raise StateError(
+                f"the weights are not those of update {number} of this connection: it was not "
+                "committed here, or they have been replaced since"
+            )
         self.rename(version)
-
-    def overwritten(self) -> None:
-        """Others write to the weights, in a way of the engine's own: they are not those of the
-        update that was committed."""
-        self._committed = ""
-        if self.loads is not None:
-            self.loads += 1
 
     def bucket_loaded(self, version: str | None) -> None:
         """A part of the weights was loaded by other means than an update.  As in SGLang, the bucket
         that has a version is the last one, and all weights are called that."""
-        self.overwritten()
         if version is not None:
             self.rename(version)
             self._whole()
@@ -117,7 +104,6 @@ class UpdateState:
             except BaseException as error:
                 self.reason += f": {error}"
                 raise
-            self.overwritten()
             self.rename(version)
             self._whole()
 
@@ -127,5 +113,5 @@ class UpdateState:
         self._unnamed = ""
 
     def _whole(self, session: str = "") -> None:
-        self._committed, self.reason = session, ""
+        self._session, self.reason = session, ""
         self.consistent = True  # comes last: whoever reads this must find what the rest is now

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from wsync.module_tensors.places import parts_of
-
 Seen = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
@@ -43,17 +41,3 @@ def bound_tensors(
             for name, tensor in slot.items():
                 if isinstance(tensor, torch.Tensor) and usable(tensor):
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
-
-
-def parts_in_memory(path: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Paths and parts of a tensor that have memory of their own: of a usable one, itself."""
-    if usable(tensor):
-        yield path, tensor
-        return
-    inside = {str(number): part for number, part in enumerate(parts_of(tensor))}
-    if inside.get("0") is tensor:
-        flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol of wrappers
-        inside = {name: getattr(tensor, name) for name in (flatten()[0] if flatten else ())}
-    for name, part in inside.items():
-        if isinstance(part, torch.Tensor):
-            yield from parts_in_memory(path if len(inside) == 1 else f"{path}.{name}", part)

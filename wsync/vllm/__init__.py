@@ -25,7 +25,13 @@ from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.learn.replay import LearntModule
 from wsync.engine.post_load import wait_for_device
 from wsync.engine.receiver import Receiver, refused
-from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
+from wsync.engine.ring_loaders import (
+    CallingLoader,
+    ChoosingLoader,
+    LoadWeights,
+    OnWeightsLost,
+    Receipt,
+)
 from wsync.messages.control import WHOLE
 from wsync.module_tensors import checksum_of, same_bytes
 from wsync.module_tensors.names_in_messages import listed
@@ -170,7 +176,7 @@ class VllmLoader(ChoosingLoader):
     def blob(self) -> bytes:
         return self.recorded.blob()  # whatever a session that lives has chosen
 
-    def learn(self, model: Layout, losing: Losing) -> bytes:
+    def learn(self, model: Layout, on_weights_lost: OnWeightsLost) -> bytes:
         self._chosen = self.recorded
         if self._config.parallel_config.enable_eplb:
             raise UnsupportedError(
@@ -185,10 +191,10 @@ class VllmLoader(ChoosingLoader):
             if self._device.type != "cpu":  # nobody has seen what it makes of them
                 raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
         if not self.reason:
-            losing()
+            on_weights_lost()
             self.reason = self._process_kept()  # from here on there is all that it makes
         if not self.reason:
-            blob = self.recorded.learn(model, losing)
+            blob = self.recorded.learn(model, on_weights_lost)
             learnt = self.recorded.learnt
             if learnt is not None and learnt is not self._tried[0]:
                 self._tried = (learnt, self._changes(learnt))
@@ -397,7 +403,7 @@ def rewritten(model: torch.nn.Module) -> str:
     return ""
 
 
-class _Reloader(ModuleLoader):
+class _Reloader(CallingLoader):
     """Whole tensors through vLLM's own reload: layers are made anew, loaded and processed, and
     copied to where they were."""
 
@@ -422,7 +428,7 @@ class _Reloader(ModuleLoader):
             """Keeps what it is given until a layer is complete."""
             load_weights: LoadWeights = model.load_weights  # type: ignore[assignment]
             with self._configured():
-                load_weights([(name, tensor.clone()) for name, tensor in pairs])
+                load_weights(pairs)
 
         super().__init__(model, load)
         self._layerwise = layerwise
@@ -447,7 +453,6 @@ class _Reloader(ModuleLoader):
                 self._layerwise.initialize_layerwise_reload(self._model)
                 ended = rehearsal.run(self._model, self._model.load_weights)  # type: ignore[arg-type]
                 self._check_counted(rehearsal)
-                self.compare(rehearsal.twins(self._places()))
                 return self._lacking(rehearsal) if ended else {}
         finally:
             self._layerwise.get_layer_size = size
@@ -524,8 +529,7 @@ class _Reloader(ModuleLoader):
 
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)
-        with self.loading():
-            self._finalize()
+        self._finalize()
         return receipt
 
     def abandon(self) -> None:

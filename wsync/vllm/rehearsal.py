@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -140,27 +140,6 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = {view: math.prod(view[1]) for view in views}
         parts = [n for view, n in sizes.items() if views[view] or n < tensor.numel()]
         return sum(parts) if parts else sum(sizes.values())
-
-    def twins(
-        self, places: Iterable[tuple[Hashable, torch.Tensor]]
-    ) -> dict[str, tuple[str, torch.dtype]]:
-        """Tensors of one shape whose same parts were written to one place, by name: the first of
-        them, and the dtype there.  places: parameters, and what each stands for: two may be one
-        tensor of the engine."""
-        found: dict[Any, list[str]] = {}
-        for place, parameter in places:
-            views = self._written.get(parameter.untyped_storage()._cdata, {})
-            for view, sources in views.items():
-                for name, *part in sources:
-                    key = place, parameter.dtype, view, *part
-                    found.setdefault(key, []).append(name)
-        twins: dict[str, tuple[str, torch.dtype]] = {}
-        for (_, dtype, *_), names in found.items():
-            if len(set(names)) > 1:
-                first = next((twins[name][0] for name in names if name in twins), names[0])
-                for name in names:
-                    twins.setdefault(name, (first, dtype))
-        return twins
 
     def _name(self, tensor: torch.Tensor) -> str:
         return self._names.get(tensor.untyped_storage()._cdata, "")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from wsync._core import InvalidArgumentError, LayoutError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
 from wsync.checkpoints.safetensors_layout import Checkpoint
-from wsync.engine.destination import Destination, state_of
+from wsync.engine.destination import state_of, targets_by_name
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import Loader, ModuleLoader
 from wsync.engine.update_groups import BROADCAST_SECONDS, Named, UpdateGroups
@@ -34,7 +34,7 @@ class ModelWorker:
 
     def __init__(self, loader: Loader, *, rank: int = 0, weight_version: str = "default") -> None:
         self.rank = rank
-        self.receiver = Receiver(loader, worker=rank, told=True)
+        self.receiver = Receiver(loader, worker=rank)
         self.updates = self.receiver.state
         self.updates.weight_version = weight_version
         self._groups = UpdateGroups(rank)
@@ -166,7 +166,7 @@ class ModuleWorker(ModelWorker):
         self.module = module
 
     def check_fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        Destination.of(self.module, shapes, self.ignore)
+        targets_by_name(self.module, shapes, self.ignore)
 
     def load_weights(self, weights: Named) -> None:
         """Copies by name.  What fits is checked before the first byte is written."""

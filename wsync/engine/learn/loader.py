@@ -20,13 +20,13 @@ from wsync.engine.learn.replay import LearntModule, ReplayLoader, has_changed
 from wsync.engine.learn.unlearnt import UnlearntLoader
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import (
+    CallingLoader,
     ChoosingLoader,
     Loader,
     LoadWeights,
-    Losing,
-    ModuleLoader,
+    OnWeightsLost,
     Receipt,
-    keeps,
+    ignore_loss,
     loading_stream,
 )
 from wsync.machine import device
@@ -96,12 +96,12 @@ class RecordedLoader(ChoosingLoader):
         self._stream = loading_stream(device.of_module(module), threads)
         self._model: _Model = []  # the facts of what the trainer delivers
         self._went_by: object = None
-        self._chosen: Loader = ModuleLoader(module, self._load)
+        self._chosen: Loader = CallingLoader(module, self._load)
 
     def blob(self) -> bytes:
         return LEARN
 
-    def learn(self, model: _core.Layout, losing: Losing = keeps) -> bytes:
+    def learn(self, model: _core.Layout, on_weights_lost: OnWeightsLost = ignore_loss) -> bytes:
         """Learns what the module keeps of a model's tensors, and returns it as a blob.
 
         The module's weights are lost, unless this model was learnt before.
@@ -115,10 +115,10 @@ class RecordedLoader(ChoosingLoader):
             return self._chosen.blob() if self._needed else WHOLE
         sources = [Source(name, dtype_of(dtype), shape) for name, dtype, shape, _ in facts]
         memory = ModuleMemory(self._module)
-        losing()
+        on_weights_lost()
         self._load, self._went_by = self.method(), self.goes_by()
         self._model, self.learnt, self.reason = [], None, ""
-        self._chosen = ModuleLoader(self._module, self._load)
+        self._chosen = CallingLoader(self._module, self._load)
         given = given_values(sources)
         try:
             learnt = self._learn(memory, sources, given)
@@ -259,13 +259,8 @@ class RecordedLoader(ChoosingLoader):
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)
         if self._after is not None:
-            chosen = self._chosen
-            if isinstance(chosen, ModuleLoader):
-                with chosen.loading():
-                    self._after(self._module)
-            else:
-                with in_place(self._module):
-                    self._after(self._module)
+            with in_place(self._module):
+                self._after(self._module)
         return receipt
 
     def method(self) -> LoadWeights:

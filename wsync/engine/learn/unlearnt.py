@@ -8,13 +8,13 @@ import torch
 
 from wsync.engine.learn.made_up import MadeUpTensors
 from wsync.engine.learn.memory import ModuleMemory, wrapped_parameters
-from wsync.engine.ring_loaders import LoadWeights, ModuleLoader
+from wsync.engine.ring_loaders import CallingLoader, LoadWeights
 from wsync.module_tensors import checksum_of
 from wsync.probing.numbering import Made, Source
 from wsync.probing.probe import Overwriting, RaisedError
 
 
-class UnlearntLoader(ModuleLoader):
+class UnlearntLoader(CallingLoader):
     """Calls load_weights once a round, if made-up tensors that came in parts gave the same bytes as
     in one call, or else once an update, with copies of all tensors in host memory.
 
@@ -41,11 +41,11 @@ class UnlearntLoader(ModuleLoader):
         calls = list(together)
         wanted = self._made([sources])
         # rounds may bring any tensor first; of wrappers nothing is seen
-        self.at_once = bool(wrapped_parameters(module)) or any(
+        at_once = bool(wrapped_parameters(module)) or any(
             self._made(each) != wanted for each in (calls, calls[::-1])
         )
         names = [source.name for source in sources]
-        super().__init__(module, load, at_once=names if self.at_once else ())
+        super().__init__(module, load, at_once=names if at_once else ())
 
     def _lacking(self, memory: ModuleMemory) -> dict[str, int]:
         loads = Overwriting(self._load, self._tensors)
