@@ -117,7 +117,7 @@ class SglangLoader(RecordedLoader):
             return False
         return stays
 
-    def goes_by(self) -> object:
+    def depends_on(self) -> object:
         """Which expert lies in which place: load balancing deals them out anew."""
         module = sys.modules.get("sglang.srt.eplb.expert_location")
         metadata = None if module is None else module.get_global_expert_location_metadata()

@@ -95,7 +95,7 @@ class RecordedLoader(ChoosingLoader):
         self._threads = threads
         self._stream = loading_stream(device.of_module(module), threads)
         self._model: _Model = []  # the facts of what the trainer delivers
-        self._went_by: object = None
+        self._depended_on: object = None
         self._chosen: Loader = CallingLoader(module, self._load)
 
     def blob(self) -> bytes:
@@ -116,7 +116,7 @@ class RecordedLoader(ChoosingLoader):
         sources = [Source(name, dtype_of(dtype), shape) for name, dtype, shape, _ in facts]
         memory = ModuleMemory(self._module)
         on_weights_lost()
-        self._load, self._went_by = self.method(), self.goes_by()
+        self._load, self._depended_on = self.method(), self.depends_on()
         self._model, self.learnt, self.reason = [], None, ""
         self._chosen = CallingLoader(self._module, self._load)
         given = given_values(sources)
@@ -216,7 +216,7 @@ class RecordedLoader(ChoosingLoader):
             return path
         return next((each for each in patterns if fnmatch.fnmatchcase(path, each)), "")
 
-    def goes_by(self) -> object:
+    def depends_on(self) -> object:
         """What load_weights depends on outside the module and may change; for subclasses."""
         return None
 
@@ -278,7 +278,7 @@ class RecordedLoader(ChoosingLoader):
         method = self.method()
         if self._load != method == self.method():  # some are made anew each time
             return "load_weights is another one"
-        if self.goes_by() != self._went_by:
+        if self.depends_on() != self._depended_on:
             return "load_weights goes by something outside it, as where experts were balanced"
         return ""
 
