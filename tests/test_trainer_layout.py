@@ -411,17 +411,6 @@ class Made(Mapping[str, torch.Tensor]):
         return 2
 
 
-@pytest.mark.parametrize("strides", [(1, 1), (0, 1), (2, 1), (3, 2)])
-def test_weights_are_not_laid_out_over_each_other(strides):
-    """They would be written over each other; with strides apart they are copied."""
-    base = torch.arange(16.0)
-    layout = from_tensors({"w": base.as_strided((3, 4), strides)})
-    with pytest.raises(LayoutError, match=r"w: strides \(4, 1\) != "):
-        layout.bind({"w": torch.rand(3, 4)})
-    apart = from_tensors({"w": base.as_strided((3, 4), (1, 3))})
-    assert len(apart.bind({"w": torch.rand(3, 4)})) == 1
-
-
 def test_a_sent_update_keeps_nothing():
     made = Made()
     with wsync.connect(made, [Stock()], options=OPTIONS) as sync:

@@ -171,15 +171,9 @@ class TrainerLayout:
 
 
 def _laid_out(tensor: Tensor, row: _Row, form: _Row) -> Tensor:
-    """A contiguous tensor that differs from the layout's only in strides, as a copy with those;
-    itself where elements of the layout's overlap."""
+    """A contiguous tensor that differs from the layout's only in strides, as a copy with those."""
     if row[1:3] != form[1:3] or row[3] == form[3] or not tensor.is_contiguous():
         return tensor
-    reach = 1  # elements from the first to the last
-    for stride, extent in sorted(zip(form[3], form[2], strict=True)):
-        if extent > 1 and stride < reach:
-            return tensor
-        reach += stride * (extent - 1)
     import torch
 
     copy = torch.empty_strided(form[2], form[3], dtype=tensor.dtype, device=tensor.device)
@@ -213,12 +207,8 @@ def from_tensors(
         )
     given = list(tensors.items())
     names = tuple(name for name, _ in given)
-    seen: set[str] = set()
     for name, tensor in given:
         _check_name(name)
-        if name in seen:
-            raise _core.LayoutError(f"{name}: the mapping has it twice")
-        seen.add(name)
         if is_sharded(tensor):
             raise _core.InvalidArgumentError(
                 f"{name}: a {type(tensor).__name__} holds its elements on several ranks: "
@@ -227,19 +217,14 @@ def from_tensors(
         check_unpartitioned(name, tensor)
     table = _core.describe([tensor for _, tensor in given], names, gpu=True)
     rank, count = position(group)
+    wanted = set(names)
 
     def current() -> Sequence[Tensor]:
-        known = tensors.copy() if type(tensors) is dict else dict(tensors.items())
-        if tuple(known) == names:
-            return list(known.values())
-        try:
-            found = [known[name] for name in names]
-        except KeyError as error:
-            raise _core.LayoutError(f"{error.args[0]}: no longer among the tensors") from None
-        new = [] if len(known) == len(names) else [name for name in known if name not in seen]
-        if new:
-            raise _core.LayoutError(f"{new[0]}: not among the layout's tensors{_ANEW}")
-        return found
+        known = dict(tensors.items())
+        for name in sorted(known.keys() ^ wanted):
+            text = "no longer among the" if name in wanted else "not among the layout's"
+            raise _core.LayoutError(f"{name}: {text} tensors{_ANEW}")
+        return [known[name] for name in names]
 
     return TrainerLayout(_layout(names, table, rank), names, current, table, rank, count, group)
 
