@@ -38,7 +38,7 @@ from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
 from wsync.quantise.config import TensorFacts, facts_of
 from wsync.trainer.checkpoint_check import check_room
-from wsync.vllm.made_once import BoundTensor, made_once, run_anew
+from wsync.vllm.made_once import BoundTensor, made_by_hook, run_anew
 from wsync.vllm.rehearsal import Rehearsal
 
 
@@ -170,7 +170,7 @@ class VllmLoader(ChoosingLoader):
         self.recorded = _Recorded(model, after=self._process)
         self._chosen = self.recorded
         self._tried: tuple[LearntModule | None, str] = (None, "")
-        self._once: list[BoundTensor] = []
+        self._made: list[BoundTensor] = []  # by the model's own hook
         self._roomy: list[TensorFacts] = []  # what there is room for
 
     def blob(self) -> bytes:
@@ -205,7 +205,7 @@ class VllmLoader(ChoosingLoader):
         if missing := without_scales(names):
             # a layer that is made anew is processed with whatever memory it has for them
             raise LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
-        reloader = _Reloader(self._model, self._config, self._model_config, self.reason, self._once)
+        reloader = _Reloader(self._model, self._config, self._model_config, self.reason, self._made)
         self.recorded.check_delivered(reloader.rehearse(model))
         if half := sorted(filter(self.recorded.is_named, reloader.half_loaded)):
             raise UnsupportedError(
@@ -245,7 +245,7 @@ class VllmLoader(ChoosingLoader):
             process_weights_after_loading(self._model, self._model_config, self._device)
 
         with set_current_vllm_config(self._config):
-            run_anew(self._model, self._once, process)
+            run_anew(self._model, self._made, process)
 
     def _process_kept(self) -> str:
         """Which parameter that is to stay as it is processing changes once more, or "": a reload
@@ -271,7 +271,7 @@ class VllmLoader(ChoosingLoader):
         before = [checksum_of(place.view(tensors)) for place in places]
         self._process()
         with set_current_vllm_config(self._config):
-            self._once += made_once(self._model)
+            self._made += made_by_hook(self._model)
         tensors = learnt.memory.tensors() or []
         for place, sum in zip(places, before, strict=True):
             if checksum_of(place.view(tensors)) != sum:
@@ -293,20 +293,16 @@ class _Recorded(RecordedLoader):
 
 def is_attention(layer: torch.nn.Module) -> bool:
     """Whether vLLM processes a layer after all others, because it is made of what these have."""
-    try:
-        from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    except ImportError:
-        return False
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
     return bool(is_deferred_attention_layer(layer))
 
 
 def _made_by_attention(model: torch.nn.Module, path: str) -> bool:
     """Whether a layer of attention has made a parameter when it was processed: DeepSeek's W_UV and
     W_UK_T, of kv_b_proj.  It makes them anew whenever vLLM processes weights."""
-    try:
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    except ImportError:
-        return False
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
     prefix, _, name = path.rpartition(".")
     layer = model.get_submodule(prefix)
     made, _ = get_layerwise_info(layer).restore_metadata
@@ -381,12 +377,8 @@ def refill_unpacked(model: torch.nn.Module) -> None:
 def rewritten(model: torch.nn.Module) -> str:
     """Which parameter or persistent buffer is not what load_weights fills any more, or "".  Others
     are forward's own: it casts tables of positions."""
-    try:
-        from vllm.model_executor.model_loader.reload.layerwise import (
-            get_layerwise_info,
-        )
-    except ImportError:  # before 0.16 nothing is noted
-        return ""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
     for prefix, layer in model.named_modules():
         if is_attention(layer):  # scales are taken from it
             continue
@@ -403,6 +395,24 @@ def rewritten(model: torch.nn.Module) -> str:
     return ""
 
 
+class _Parameter(NamedTuple):
+    """A parameter after a rehearsal.
+
+    own: which tensor of the engine's it stands for.  rest: elements that nothing was loaded to, of
+    `item` bytes.  made_anew: by a reload, which loads biases where they are.  layer_loaded: whether
+    something was loaded to its layer.  is_missed: vLLM does not count what was loaded to it, and
+    takes it for one that nothing is loaded to.
+    """
+
+    path: str
+    own: int
+    rest: int
+    item: int
+    made_anew: bool
+    layer_loaded: bool
+    is_missed: bool
+
+
 class _Reloader(CallingLoader):
     """Whole tensors through vLLM's own reload: layers are made anew, loaded and processed, and
     copied to where they were."""
@@ -413,16 +423,9 @@ class _Reloader(CallingLoader):
         vllm_config: Any,
         model_config: Any,
         reason: str,
-        once: Sequence[BoundTensor],
+        made: Sequence[BoundTensor],
     ) -> None:
-        try:
-            from vllm.model_executor.model_loader.reload import (
-                layerwise,
-            )
-        except ImportError:
-            raise UnsupportedError(
-                f"{reason}; this version of vLLM cannot load it a second time"
-            ) from None
+        from vllm.model_executor.model_loader.reload import layerwise
 
         def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
             """Keeps what it is given until a layer is complete."""
@@ -433,7 +436,7 @@ class _Reloader(CallingLoader):
         super().__init__(model, load)
         self._layerwise = layerwise
         self._reason = reason
-        self._once = once
+        self._made = made
         self.half_loaded: set[str] = set()  # parameters that lack bytes, of layers that have others
         self._model = model
         self._config = vllm_config
@@ -452,75 +455,53 @@ class _Reloader(CallingLoader):
             with self._configured():
                 self._layerwise.initialize_layerwise_reload(self._model)
                 ended = rehearsal.run(self._model, self._model.load_weights)  # type: ignore[arg-type]
-                self._check_counted(rehearsal)
-                return self._lacking(rehearsal) if ended else {}
+                found = list(self._parameters(rehearsal))
         finally:
             self._layerwise.get_layer_size = size
             self._put_back()
+        for each in found:
+            if each.is_missed:
+                raise UnsupportedError(
+                    f"{each.path}: {type(self._model).__name__} loads it without its "
+                    f"weight_loader, and vLLM's layerwise reload, which is needed ({self._reason}),"
+                    " leaves it as it is"
+                )
+        return self._lacking(found) if ended else {}
 
-    def _places(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Parameters as they are made anew, and which of the engine's each stands for."""
-        for layer in self._model.modules():
-            kept = self._layerwise.get_layerwise_info(layer).kernel_tensors
-            for name, own in kept[0].items() if kept is not None else ():
-                if (made := layer._parameters.get(name)) is not None:
-                    yield id(own), made
-        for _, parameter in self._left():
-            yield id(parameter), parameter
-
-    def _lacking(self, rehearsal: Rehearsal) -> dict[str, int]:
+    def _lacking(self, found: list[_Parameter]) -> dict[str, int]:
         """The bytes of parameters that nothing was loaded to.  A layer that is loaded in part is
         processed with whatever memory it has for the rest; one that nothing is loaded to stays as
         it is, which is right where others loaded its tensors: a tied head."""
+        complete = {each.own for each in found if each.rest <= 0}
         lacking: dict[str, int] = {}
-        idle: dict[str, int] = {}  # by path, the parameters of layers that stay as they are
-        loaded: set[int] = set()
-        places = {id(made): own for own, made in self._places()}
-        for layer, info, path, name, made in self._restored():
-            if (tensor := getattr(layer, name, None)) is None:
+        for each in found:
+            if each.rest > 0 and (each.layer_loaded or each.own not in complete):
+                lacking[each.path] = each.rest * each.item
+                if each.layer_loaded and each.made_anew:
+                    self.half_loaded.add(each.path)
+        return lacking
+
+    def _parameters(self, rehearsal: Rehearsal) -> Iterator[_Parameter]:
+        """But for layers of attention, whose scales may be missing."""
+        for prefix, layer in self._model.named_modules():
+            if is_attention(layer):
                 continue
-            if (rest := made.numel() - rehearsal.written(tensor)) > 0:
-                lacking[path] = rest * made.element_size()
-                if info.load_numel > 0:
-                    self.half_loaded.add(path)
-                elif id(tensor) in places:
-                    idle[path] = places[id(tensor)]
-            elif id(tensor) in places:
-                loaded.add(places[id(tensor)])
-        for path, parameter in self._left():
-            if (rest := parameter.numel() - rehearsal.written(parameter)) > 0:
-                lacking[path] = rest * parameter.element_size()
-        return {path: size for path, size in lacking.items() if idle.get(path) not in loaded}
-
-    def _check_counted(self, rehearsal: Rehearsal) -> None:
-        """UnsupportedError for a parameter that is not loaded by its weight_loader: vLLM takes it
-        for one that nothing is loaded to."""
-        for layer, info, path, name, _ in self._restored():
-            tensor = getattr(layer, name, None)
-            known = any(name == loaded for loaded, _ in info.loaded_weights)
-            if tensor is not None and not known and rehearsal.written(tensor):
-                raise UnsupportedError(
-                    f"{path}: {type(self._model).__name__} loads it without its weight_loader, and "
-                    f"vLLM's layerwise reload, which is needed ({self._reason}), leaves it as it is"
-                )
-
-    def _restored(self) -> Iterator[tuple[torch.nn.Module, Any, str, str, torch.Tensor]]:
-        """(layer, what vLLM notes of it, path, name, parameter as it was made), but for layers of
-        attention, whose scales may be missing."""
-        for prefix, layer in self._model.named_modules():
-            if not is_attention(layer):
-                info = self._layerwise.get_layerwise_info(layer)
-                for name, made in info.restore_metadata[0].items():
-                    yield layer, info, f"{prefix}.{name}", name, made
-
-    def _left(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters that a reload does not make anew: it loads biases where they are."""
-        restored = {path for _, _, path, _, _ in self._restored()}
-        for prefix, layer in self._model.named_modules():
+            info = self._layerwise.get_layerwise_info(layer)
+            kept = info.kernel_tensors[0] if info.kernel_tensors is not None else {}
+            counted = {name for name, _ in info.loaded_weights}
             for name, parameter in layer._parameters.items():
-                path = f"{prefix}.{name}"
-                if parameter is not None and path not in restored and not is_attention(layer):
-                    yield path, parameter
+                if parameter is None:
+                    continue
+                written, anew = rehearsal.written(parameter), name in info.restore_metadata[0]
+                yield _Parameter(
+                    path=f"{prefix}.{name}",
+                    own=id(kept.get(name, parameter)),
+                    rest=parameter.numel() - written,
+                    item=parameter.element_size(),
+                    made_anew=anew,
+                    layer_loaded=info.load_numel > 0,
+                    is_missed=anew and written > 0 and name not in counted,
+                )
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
@@ -557,7 +538,7 @@ class _Reloader(CallingLoader):
                 layer.quant_method.process_weights_after_loading(layer)
             refill_unpacked(self._model)
             if hook is not None:
-                run_anew(self._model, self._once, hook)
+                run_anew(self._model, self._made, hook)
 
     def _tied(self) -> list[Any]:
         """Layers that nothing was loaded to, and whose parameters others have, to which it was: a

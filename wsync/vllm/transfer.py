@@ -16,9 +16,8 @@ The source's whole tensors go through wsync's ring to each worker, which has the
 WorkerExtension does.  A source that makes its tensors gives each one memory of its own: one that
 fills the same memory again is refused.  As with vLLM's other backends the caller pauses generation,
 empties caches and has the engine resume.  Where a trainer has died within an update, the engine's
-finish_weight_update is to be called before another one's.  Where an answer to start_weight_update
-or finish_weight_update is lost, an engine of several workers may have to be started again: what all
-of them refuse leaves vLLM's executor one answer behind.  Not supported: several engines behind one
+finish_weight_update is to be called before another one's: what several workers refuse leaves vLLM's
+executor one answer behind.  Not supported: several engines behind one
 client, data-parallel engines, and draft models.
 
 Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py): run with an LLM, and with the
@@ -32,11 +31,8 @@ import contextlib
 import json
 import logging
 import secrets
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -50,7 +46,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import wsync
-from wsync.engine.receiver import Receiver, refuse
+from wsync.engine.receiver import Receiver
+from wsync.machine.daemon_threads import result, start
+from wsync.machine.deadline import Deadline
 from wsync.vllm import VllmLoader, register
 
 _log = logging.getLogger(__name__)
@@ -107,41 +105,28 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Raises ValueError where the trainer takes the engine for one of other workers."""
-        if wrong := self._mistaken(init_info.workers):
-            self._tell(ValueError(wrong))
+        parallel = self.parallel_config
+        if (parallel.data_parallel_size, parallel.world_size) != (1, init_info.workers):
+            self._tell(
+                ValueError(
+                    f"workers {init_info.workers}: the engine has {parallel.world_size} of "
+                    f"{parallel.data_parallel_size} data-parallel ones (1 is supported)"
+                )
+            )
 
     def _tell(self, error: Exception) -> None:
         if self._rank == self.parallel_config.world_size - 1:
             raise error
         _log.error("worker %d: %s", self._rank, error)
 
-    def _mistaken(self, workers: int) -> str:
-        """What is wrong with a trainer's number of workers, or ""."""
-        parallel = self.parallel_config
-        if parallel.data_parallel_size == 1 and workers == parallel.world_size:
-            return ""
-        return (
-            f"workers {workers}: the engine has {parallel.world_size} of "
-            f"{parallel.data_parallel_size} data-parallel ones (1 is supported)"
-        )
-
     def start_weight_update(self) -> None:
         """Nothing: the opening message has all that an update begins with."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """No worker takes part where there is not a message for each: the engine was started again
-        with others since the trainer was told.
-
-        Raises LayoutError of that, and RemoteError where an update has failed, as where its trainer
-        updates another engine by the same client.
-        """
-        messages, mine = update_info.messages, self._rank
-        if wrong := self._mistaken(len(messages)):
-            if mine < len(messages):
-                refuse(messages[mine].encode(), wsync.LayoutError(wrong), self._receiver)
-            self._tell(wsync.LayoutError(wrong))
-            return
-        good, text = self._receiver.handle(messages[mine].encode(), version=update_info.version)
+        """Raises RemoteError where an update has failed, as where its trainer updates another
+        engine by the same client."""
+        message = update_info.messages[self._rank].encode()
+        good, text = self._receiver.handle(message, version=update_info.version)
         if not good:
             self._tell(wsync.RemoteError(text))
 
@@ -250,7 +235,6 @@ class _Engine:
         self.name = f"vLLM behind {type(client).__name__}"
         self._client, self._workers = client, workers
         self._started = False
-        self._lost = ""  # "start" or "finish": what has not been answered
         self._facts = {
             "workers": workers,
             "engines": 1,
@@ -271,26 +255,19 @@ class _Engine:
         return [[True, ""] for _ in ranks]
 
     def _start(self) -> None:
-        """Begins an update.  Where an answer was lost vLLM may have one that has not ended.  It is
-        asked first for what it probably can do: what it cannot, all workers refuse, and of several
-        vLLM's executor reads one answer, and takes the others for those of its next call."""
-        lost, self._lost, self._started = self._lost, "start", True
-        if lost == "start":
-            with contextlib.suppress(Exception):
-                self._client.finish_weight_update(None)
+        self._started = True
         try:
             self._client.start_weight_update()
-        except Exception:
-            if lost != "finish":
-                raise
+        except (
+            Exception
+        ):  # one whose answer was lost, or whose trainer has died, may not have ended
             self._client.finish_weight_update(None)
             self._client.start_weight_update()
-        self._lost = ""
 
     def finish(self, version: str | None, timeout: float) -> None:
         """Ends what has been started, if anything has; vLLM's clients may wait without an end."""
         if self._started:
-            self._started, self._lost = False, "finish"
+            self._started = False
             name = "finish_weight_update"
             try:
                 _within(timeout, name, lambda: self._client.finish_weight_update(version))
@@ -298,27 +275,11 @@ class _Engine:
                 raise
             except Exception as error:
                 raise wsync.RemoteError(f"engine {self.name}: {name}: {error!r}") from error
-            self._lost = ""
 
 
 def _within(timeout: float, name: str, call: Callable[[], object]) -> None:
     """Makes a call of vLLM's client; DeadlineError if it has not returned then."""
-    future: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=f"wsync-{name}").start()
-    try:
-        future.result(timeout)
-    except FutureTimeoutError:
-        if future.done():  # the call's own
-            raise
-        late = f"vLLM's {name} has not returned within {timeout:g} s"
-        raise wsync.DeadlineError(late) from None
+    result(start(f"wsync-{name}", call), Deadline(timeout), bool, f"vLLM's {name} has not returned")
 
 
 register()
