@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,6 @@ from wsync.engine.receiver import Receiver, refused
 from wsync.engine.ring_loaders import (
     CallingLoader,
     ChoosingLoader,
-    LoadWeights,
     OnWeightsLost,
     Receipt,
 )
@@ -36,7 +35,7 @@ from wsync.messages.control import WHOLE
 from wsync.module_tensors import checksum_of, same_bytes
 from wsync.module_tensors.names_in_messages import listed
 from wsync.module_tensors.quantised_names import without_scales
-from wsync.quantise.config import TensorFacts, facts_of
+from wsync.quantise.config import facts_of
 from wsync.trainer.checkpoint_check import check_room
 from wsync.vllm.made_once import BoundTensor, made_by_hook, run_anew
 from wsync.vllm.rehearsal import Rehearsal
@@ -163,29 +162,29 @@ class VllmLoader(ChoosingLoader):
         self, model: torch.nn.Module, vllm_config: Any, model_config: Any, device: Any
     ) -> None:
         self.reason = ""
-        self._model = model
-        self._config = vllm_config
-        self._model_config = model_config
+        self.model = model
+        self.config = vllm_config
+        self.model_config = model_config
         self._device = torch.device("cpu" if device is None else device)
         self.recorded = _Recorded(model, after=self._process)
         self._chosen = self.recorded
         self._tried: tuple[LearntModule | None, str] = (None, "")
-        self._made: list[BoundTensor] = []  # by the model's own hook
-        self._roomy: list[TensorFacts] = []  # what there is room for
+        self.made: list[BoundTensor] = []  # by the model's own hook
 
     def blob(self) -> bytes:
         return self.recorded.blob()  # whatever a session that lives has chosen
 
     def learn(self, model: Layout, on_weights_lost: OnWeightsLost) -> bytes:
         self._chosen = self.recorded
-        if self._config.parallel_config.enable_eplb:
+        if self.config.parallel_config.enable_eplb:
             raise UnsupportedError(
                 "vLLM balances experts (enable_eplb): its load_weights puts them where they were "
                 "when it started"
             )
-        self._check_room(facts_of(model))
-        self.reason = rewritten(self._model) or processed_once(self._model)
-        for path, method in packed_when_made(self._model):
+        chosen = self.model_config
+        check_room(facts_of(model), folder_of(chosen.model, chosen.revision))
+        self.reason = rewritten(self.model) or processed_once(self.model)
+        for path, method in packed_when_made(self.model):
             kernel = type(method.moe_kernel.fused_experts).__name__
             self.reason = f"{path}: {kernel} packs its weights once, when it is made"
             if self._device.type != "cpu":  # nobody has seen what it makes of them
@@ -205,7 +204,7 @@ class VllmLoader(ChoosingLoader):
         if missing := without_scales(names):
             # a layer that is made anew is processed with whatever memory it has for them
             raise LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
-        reloader = _Reloader(self._model, self._config, self._model_config, self.reason, self._made)
+        reloader = _Reloader(self)
         self.recorded.check_delivered(reloader.rehearse(model))
         if half := sorted(filter(self.recorded.is_named, reloader.half_loaded)):
             raise UnsupportedError(
@@ -214,14 +213,6 @@ class VllmLoader(ChoosingLoader):
             )
         self._chosen = reloader
         return WHOLE
-
-    def _check_room(self, facts: list[TensorFacts]) -> None:
-        """As check_room; a large checkpoint is not read anew for the model of the connection
-        before."""
-        if facts != self._roomy:
-            chosen = self._model_config
-            check_room(facts, folder_of(chosen.model, chosen.revision))
-            self._roomy = facts
 
     @property
     def own_loading(self) -> str:
@@ -242,17 +233,17 @@ class VllmLoader(ChoosingLoader):
         )
 
         def process() -> None:
-            process_weights_after_loading(self._model, self._model_config, self._device)
+            process_weights_after_loading(self.model, self.model_config, self._device)
 
-        with set_current_vllm_config(self._config):
-            run_anew(self._model, self._made, process)
+        with set_current_vllm_config(self.config):
+            run_anew(self.model, self.made, process)
 
     def _process_kept(self) -> str:
         """Which parameter that is to stay as it is processing changes once more, or "": a reload
         processes no layer that nothing is loaded to."""
         kept = {
             path: (tensor.detach(), tensor.detach().to("cpu", copy=True))
-            for path, tensor in self._model.named_parameters()
+            for path, tensor in self.model.named_parameters()
             if self.recorded.stays(path)
         }
         self._process()
@@ -270,8 +261,8 @@ class VllmLoader(ChoosingLoader):
         tensors = learnt.memory.tensors() or []
         before = [checksum_of(place.view(tensors)) for place in places]
         self._process()
-        with set_current_vllm_config(self._config):
-            self._made += made_by_hook(self._model)
+        with set_current_vllm_config(self.config):
+            self.made += made_by_hook(self.model)
         tensors = learnt.memory.tensors() or []
         for place, sum in zip(places, before, strict=True):
             if checksum_of(place.view(tensors)) != sum:
@@ -345,22 +336,14 @@ def packing_again(model: torch.nn.Module) -> Iterator[None]:
     """Within it weights of such experts are packed whenever they are processed."""
     methods = [method for _, method in packed_when_made(model)]
     for method in methods:
-        process = method.process_weights_after_loading
         pack = method.moe_kernel.fused_experts.process_weights_after_loading
-        method.process_weights_after_loading = _both(process, pack)
+        steps = method.process_weights_after_loading, pack
+        method.process_weights_after_loading = lambda layer, steps=steps: [s(layer) for s in steps]
     try:
         yield
     finally:
         for method in methods:
             del method.process_weights_after_loading
-
-
-def _both(first: Callable[[Any], object], second: Callable[[Any], object]) -> Callable[[Any], None]:
-    def call(layer: Any) -> None:
-        first(layer)
-        second(layer)
-
-    return call
 
 
 def refill_unpacked(model: torch.nn.Module) -> None:
@@ -415,32 +398,22 @@ class _Parameter(NamedTuple):
 
 class _Reloader(CallingLoader):
     """Whole tensors through vLLM's own reload: layers are made anew, loaded and processed, and
-    copied to where they were."""
+    copied to where they were.
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        vllm_config: Any,
-        model_config: Any,
-        reason: str,
-        made: Sequence[BoundTensor],
-    ) -> None:
+    half_loaded: parameters that lack bytes, of layers that have others.
+    """
+
+    def __init__(self, owner: VllmLoader) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
 
-        def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
-            """Keeps what it is given until a layer is complete."""
-            load_weights: LoadWeights = model.load_weights  # type: ignore[assignment]
-            with self._configured():
-                load_weights(pairs)
-
-        super().__init__(model, load)
+        self._owner = owner
         self._layerwise = layerwise
-        self._reason = reason
-        self._made = made
-        self.half_loaded: set[str] = set()  # parameters that lack bytes, of layers that have others
-        self._model = model
-        self._config = vllm_config
-        self._model_config = model_config
+        self.half_loaded: set[str] = set()
+        super().__init__(owner.model, self._load)
+
+    def _load(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        with self._configured():
+            self._module.load_weights(pairs)  # type: ignore[operator]
 
     def rehearse(self, model: Layout) -> dict[str, int]:
         """Parameters that lack bytes, and how many.  Nothing is loaded: no layer is ever complete.
@@ -453,8 +426,8 @@ class _Reloader(CallingLoader):
         rehearsal = Rehearsal(model)
         try:
             with self._configured():
-                self._layerwise.initialize_layerwise_reload(self._model)
-                ended = rehearsal.run(self._model, self._model.load_weights)  # type: ignore[arg-type]
+                self._layerwise.initialize_layerwise_reload(self._module)
+                ended = rehearsal.run(self._module, self._module.load_weights)  # type: ignore[arg-type]
                 found = list(self._parameters(rehearsal))
         finally:
             self._layerwise.get_layer_size = size
@@ -462,9 +435,9 @@ class _Reloader(CallingLoader):
         for each in found:
             if each.is_missed:
                 raise UnsupportedError(
-                    f"{each.path}: {type(self._model).__name__} loads it without its "
-                    f"weight_loader, and vLLM's layerwise reload, which is needed ({self._reason}),"
-                    " leaves it as it is"
+                    f"{each.path}: {type(self._module).__name__} loads it without its "
+                    "weight_loader, and vLLM's layerwise reload, which is needed "
+                    f"({self._owner.reason}), leaves it as it is"
                 )
         return self._lacking(found) if ended else {}
 
@@ -483,7 +456,7 @@ class _Reloader(CallingLoader):
 
     def _parameters(self, rehearsal: Rehearsal) -> Iterator[_Parameter]:
         """But for layers of attention, whose scales may be missing."""
-        for prefix, layer in self._model.named_modules():
+        for prefix, layer in self._module.named_modules():
             if is_attention(layer):
                 continue
             info = self._layerwise.get_layerwise_info(layer)
@@ -506,7 +479,7 @@ class _Reloader(CallingLoader):
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
         with self._configured():
-            self._layerwise.initialize_layerwise_reload(self._model)
+            self._layerwise.initialize_layerwise_reload(self._module)
 
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)
@@ -521,7 +494,7 @@ class _Reloader(CallingLoader):
 
     def _put_back(self) -> None:
         with self._configured():
-            for layer in self._model.modules():
+            for layer in self._module.modules():
                 info = self._layerwise.get_layerwise_info(layer)
                 if info.kernel_tensors is not None:
                     self._layerwise._place_kernel_tensors(layer, info)
@@ -530,21 +503,21 @@ class _Reloader(CallingLoader):
     def _finalize(self) -> None:
         """vLLM's own reload ends without the model's hook, which its first load ends with, and
         processes no layer that nothing is loaded to."""
-        hook = getattr(self._model, "process_weights_after_loading", None)
+        hook = getattr(self._module, "process_weights_after_loading", None)
         with self._configured():
             tied = self._tied()
-            self._layerwise.finalize_layerwise_reload(self._model, self._model_config)
+            self._layerwise.finalize_layerwise_reload(self._module, self._owner.model_config)
             for layer in tied:
                 layer.quant_method.process_weights_after_loading(layer)
-            refill_unpacked(self._model)
+            refill_unpacked(self._module)
             if hook is not None:
-                run_anew(self._model, self._made, hook)
+                run_anew(self._module, self._owner.made, hook)
 
     def _tied(self) -> list[Any]:
         """Layers that nothing was loaded to, and whose parameters others have, to which it was: a
         tied head, of which vLLM's kernels for CPUs keep what they have made."""
         idle, loaded = list[tuple[Any, set[int]]](), set[int]()
-        for layer in self._model.modules():
+        for layer in self._module.modules():
             info = self._layerwise.get_layerwise_info(layer)
             waits = info.kernel_tensors is not None
             own = info.kernel_tensors[0] if waits else layer._parameters
@@ -559,5 +532,9 @@ class _Reloader(CallingLoader):
     def _configured(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self._config), torch.no_grad(), packing_again(self._model):
+        with (
+            set_current_vllm_config(self._owner.config),
+            torch.no_grad(),
+            packing_again(self._module),
+        ):
             yield
