@@ -487,3 +487,15 @@ def test_a_client_of_several_engines_updates_none_of_them_as_one(transfer: Any, 
     info = SimpleNamespace(is_sender=True, workers=count, options=None)
     with pytest.raises(wsync.UnsupportedError, match="stands for 2 engines"):
         transfer.TrainerEngine.trainer_init(info, client=told, source={})
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_sources_of_both_versions_are_read(transfer: Any, newer: bool) -> None:
+    """vLLM 0.32's are iterated, those of 0.33 have iter_full."""
+    weights = [("a", torch.ones(2)), ("b", torch.zeros(3))]
+    engine = transfer.TrainerEngine.__new__(transfer.TrainerEngine)
+    engine.source = SimpleNamespace(iter_full=lambda: iter(weights)) if newer else weights
+    assert engine._from_source().keys() == {"a", "b"}
+    engine.source = weights * 2
+    with pytest.raises(wsync.LayoutError, match="two tensors of this name"):
+        engine._from_source()

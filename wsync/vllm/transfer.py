@@ -215,7 +215,9 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         return self._sync
 
     def _from_source(self) -> dict[str, torch.Tensor]:
-        given = [(name, tensor.detach()) for name, tensor in self.source if tensor is not None]
+        # sources of vLLM 0.32 are iterated themselves
+        pairs = self.source.iter_full() if hasattr(self.source, "iter_full") else self.source
+        given = [(name, tensor.detach()) for name, tensor in pairs if tensor is not None]
         weights = dict(given)
         if len(weights) < len(given):
             name, _ = Counter(name for name, _ in given).most_common(1)[0]
