@@ -17,7 +17,6 @@ import torch
 
 from wsync._core import Layout, UnsupportedError
 from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.post_load import wait_for_device
 from wsync.engine.receiver import Receiver, refuse
 from wsync.engine.ring_loaders import OnWeightsLost, ignore_loss
 from wsync.messages import payload
@@ -64,14 +63,13 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
             receiver = vars(model).get(_RECEIVER)
             if receiver is None:
                 receiver = vars(model)[_RECEIVER] = Receiver(SglangLoader(model))
-        wait_for_device(model)
         success, text = receiver.answer(named_tensors)
         _forget_images()
         if not success:
             _log.error("%s", text)
     except Exception as error:
         _log.exception("an update failed before its session was there")
-        refuse(control, error, receiver)
+        refuse(control, error)
 
 
 def _forget_images() -> None:

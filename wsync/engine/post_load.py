@@ -1,41 +1,19 @@
-"""What engines do around a load: wait for the module's device before it, and run their own hooks
-after it in place, with the tensors that the module had."""
+"""What engines do after a load: run their own hooks in place, with the tensors that the module
+had."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from wsync._core import DeadlineError, StateError
-from wsync.machine.deadline import seconds
+from wsync._core import StateError
 from wsync.module_tensors.held import bound_tensors, seen, usable
 
 # (path, where it is bound, under which name, tensor, what memory it was)
 _Bound = tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]
-
-
-def wait_for_device(module: torch.nn.Module, timeout: float = 60.0) -> None:
-    """Waits until a module's device is idle: an engine paused in place may be at work on it.
-
-    Raises:
-        DeadlineError: it is not after `timeout` seconds.
-    """
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    device = next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), None)
-    if device is None:
-        return
-    waiting = threading.Thread(
-        target=torch.get_device_module(device).synchronize, args=(device,), daemon=True
-    )
-    waiting.start()
-    waiting.join(timeout)
-    if waiting.is_alive():
-        raise DeadlineError(f"{device} is still at work after {seconds(timeout)}")
 
 
 def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:

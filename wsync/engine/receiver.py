@@ -204,13 +204,14 @@ class Receiver:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
         round after round, and then checks that each one comes in time."""
         trace = self._trace
-        with learning(_to_learn(timeout)):
-            self._loader.begin(rounds)
         stream = self._loader.stream
         # after a fault a GPU sets no more words, here or in the trainer
         look = None if stream is None else stream.look
         # a pause may leave a forward pass running that reads the weights, on a stream of its own
         settle(self._loader.device, timeout, look or (lambda: None))
+        with learning(_to_learn(timeout)):
+            self._loader.begin(rounds)
+        await_torch(self._loader.device, timeout)
         if stream is not None:
             trace.watch(stream, rounds)
         for round in range(rounds):
@@ -318,14 +319,12 @@ class _Told:
             self._rounds = 0
 
 
-def refuse(control: bytes | None, why: Exception, receiver: Receiver | None = None) -> None:
+def refuse(control: bytes | None, why: Exception) -> None:
     """Tells the trainer that sent an opening message that this worker takes no part, and why: for
     engines that do not pass on what a worker answers."""
     try:
         message, text = Control.from_bytes(control or b""), _text(why)
         if message.op != "open":
-            return
-        if receiver is not None and receiver.fail(message, text):
             return
         timeout = min(message.deadline, _REFUSAL_SECONDS)
         session = connect(message.address, LEARN, timeout, host())

@@ -23,7 +23,6 @@ from wsync._core import Layout, LayoutError, UnsupportedError
 from wsync.checkpoints.hub_cache import folder_of
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.learn.replay import LearntModule
-from wsync.engine.post_load import wait_for_device
 from wsync.engine.receiver import Receiver, refused
 from wsync.engine.ring_loaders import (
     CallingLoader,
@@ -116,7 +115,6 @@ class WorkerExtension:
             if not 0 <= self.rank < len(messages):
                 return [False, f"worker {self.rank}: {len(messages)} control messages"]
             side = self._wsync_state()
-            wait_for_device(side.model)
             return list(side.receiver.handle(messages[self.rank].encode(), version=version))
         except Exception as error:
             return list(refused(self.rank, error))
