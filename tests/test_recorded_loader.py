@@ -148,7 +148,8 @@ def by_pointer_elsewhere(module: Fused, pairs: Pairs) -> None:
 
 def by_pointer_from_outside(module: Fused, pairs: Pairs) -> None:
     Fused.load_weights(module, pairs)
-    ctypes.memmove(module.rotary.data_ptr(), dict(pairs)["norm"].data_ptr(), 28)
+    norm = dict(pairs)["norm"]
+    ctypes.memmove(module.rotary.data_ptr(), norm.data_ptr(), 28)
 
 
 def by_numpy(module: Fused, pairs: Pairs) -> None:
