@@ -18,8 +18,9 @@ sys.path.insert(1, str(Path(__file__).parent.parent / "tests"))
 import torch
 from support import sglang_host, tiny_models
 
-from wsync._core import Layout, LayoutBuilder, Memory, ViewPool
+from wsync._core import Layout, LayoutBuilder, Memory, host
 from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.ring_loaders import RingManifest
 from wsync.module_tensors import flat_bytes
 from wsync.module_tensors.held import bound_tensors
 from wsync.probing.lines import raw
@@ -73,7 +74,7 @@ def main() -> None:
     tensors = tiny_models.tensors(tiny_models.checkpoint("qwen3_moe", config), 1)
     model = sglang_host.build("qwen3_moe", config)
     ring, manifest = ring_of(tensors)
-    views = ViewPool(ring).views(torch.empty(0), manifest, 0)
+    views = RingManifest(ring, manifest).views(0, host())
     peer = timed(lambda: model.load_weights(views), LOADS)
     wanted = held(model)
     loader = RecordedLoader(model)

@@ -38,7 +38,6 @@ from wsync._core import (
     StateError,
     Stream,
     UnsupportedError,
-    ViewPool,
     WsyncError,
 )
 from wsync.engine.destination import Destination, LoadTarget, targets_by_name
@@ -72,6 +71,7 @@ class RingManifest:
         self.layout = layout
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.nbytes: dict[int, int] = {}  # by round
+        self.whole: dict[int, list[tuple[str, torch.dtype, tuple[int, ...], int]]] = {}  # by round
         self.empty: list[tuple[str, str]] = []
         for index in range(layout.tensor_count):
             name, dtype, shape, _ = layout.tensor(index)
@@ -82,6 +82,9 @@ class RingManifest:
             for shard in shards:
                 size = math.prod(shard.extent) * dtype_of(dtype).itemsize
                 self.nbytes[shard.buffer] = self.nbytes.get(shard.buffer, 0) + size
+                if shard.extent == shape:
+                    found = self.whole.setdefault(shard.buffer, [])
+                    found.append((name, dtype_of(dtype), shape, shard.offset))
 
     def check_rounds(self, rounds: int, first: int = 0) -> None:
         """first: the number of round 0 among the buffers; those before it come with that round."""
@@ -89,9 +92,36 @@ class RingManifest:
         if last >= rounds:
             raise ProtocolError(f"update of {rounds} rounds: the manifest has {last + 1}")
 
+    def views(self, round: int, device: Device) -> list[tuple[str, torch.Tensor]]:
+        """The whole tensors of a round as they lie in the ring."""
+        flat = _bytes_of(self.ring, device)
+        return [
+            (name, flat[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+            for name, dtype, shape, at in self.whole.get(round, ())
+        ]
+
     def receipt(self, loaded: Iterable[int]) -> Receipt:
         nbytes = sum(self.nbytes.get(round, 0) for round in loaded)
         return Receipt(self.layout.tensor_count, nbytes)
+
+
+class _GpuBytes:
+    """Memory of a GPU as CUDA's array interface has it, by which torch makes tensors."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory  # for as long as there are such tensors
+        self.__cuda_array_interface__ = {
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "version": 3,
+        }
+
+
+def _bytes_of(memory: Memory, device: Device) -> torch.Tensor:
+    if device.ordinal < 0:
+        return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.as_tensor(_GpuBytes(memory), device=torch.device("cuda", device.ordinal))
 
 
 class Loader:
@@ -355,15 +385,9 @@ class CallingLoader(Loader):
         self.at_once = tuple(at_once)
         self._staged: dict[str, torch.Tensor] = {}  # what one call is to bring
         self.device = device.find(device.of_module(module))
-        self._like = torch.empty(0, device="cpu")
-        self._views: ViewPool | None = None
 
     def blob(self) -> bytes:
         return WHOLE
-
-    def attach(self, ring: Memory, manifest: Layout) -> None:
-        super().attach(ring, manifest)
-        self._views = ViewPool(ring)
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
@@ -371,15 +395,11 @@ class CallingLoader(Loader):
 
     def load(self, round: int) -> None:
         super().load(round)
-        manifest = self._attached()
-        assert self._views is not None
-        if round not in manifest.nbytes:
-            return
-        views = self._views.views(self._like, manifest.layout, round)
+        views = self._attached().views(round, self.device)
         if self.at_once:
             # a view of the host's memory has to be copied, too
             self._staged |= {name: view.to("cpu", copy=True) for name, view in views}
-        else:
+        elif views:
             self._call(views)
 
     def finish(self, timeout: float) -> Receipt:
@@ -412,6 +432,7 @@ class CallingLoader(Loader):
             text = f"{who} raised{taken}: {error_text(error)}"
             raise RemoteError(f"{text}{unfused([copies.last])}") from error
         finally:
+            copies.clear()  # of what was not taken, whoever keeps the list
             device.await_torch(self.device)
 
 
