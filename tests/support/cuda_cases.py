@@ -420,7 +420,7 @@ class _ReadingWorker(ModelWorker):
         self._module = fused.Fused()
         self._read: list[bool] = []
         loader: Any = RecordedLoader(self._module)
-        loader._chosen._chosen.device = find(uuid(0))  # as of a module whose memory the GPU's is
+        loader._chosen.device = find(uuid(0))  # as of a module whose memory the GPU's is
         super().__init__(loader)
         run = self.receiver._run
 
