@@ -1,7 +1,5 @@
 """Tensors described in C, and views of shared memory handed out as tensors."""
 
-import gc
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -13,13 +11,10 @@ from torch import nn
 from wsync._core import (
     BufferTable,
     InvalidArgumentError,
-    LayoutBuilder,
-    Memory,
     StateError,
     Stream,
     TensorTable,
     UnsupportedError,
-    ViewPool,
     checksum,
     describe,
     pack,
@@ -202,76 +197,6 @@ def test_pack_refuses_what_does_not_fit() -> None:
     assert not out.any()
     with pytest.raises(InvalidArgumentError, match="alignment 3"):
         table.offsets(3)
-
-
-# --- views -------------------------------------------------------------------------------------
-
-
-def view_of(pool: ViewPool, dtype: str, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
-    """A tensor at an offset of a memory, as a manifest of it alone has it."""
-    strides = [stride * getattr(torch, dtype).itemsize for stride in torch.empty(shape).stride()]
-    builder = LayoutBuilder()
-    builder.add_shard("w", dtype, shape, [0] * len(shape), shape, 3, offset, strides)
-    ((name, view),) = pool.views(torch.Tensor, builder.build(), 3)
-    assert (name, tuple(view.shape)) == ("w", shape)
-    return view
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_view_shows_the_bytes_of_the_memory(dtype: str) -> None:
-    memory = Memory(4096)
-    view = view_of(ViewPool(memory), dtype, (2, 3), 64)
-    assert view.dtype == getattr(torch, dtype)
-    assert view.is_contiguous()
-    assert view.data_ptr() == memory.address + 64
-    view.view(torch.uint8).fill_(7)
-    nbytes = 6 * view.itemsize
-    assert bytes(memoryview(memory)[63 : 65 + nbytes]) == b"\0" + b"\x07" * nbytes + b"\0"
-
-
-def test_a_view_keeps_the_memory_alive_and_may_die_in_another_thread() -> None:
-    memory = Memory(1 << 20)
-    pool = ViewPool(memory)
-    views = [view_of(pool, "uint8", (1 << 20,))]
-    views[0].fill_(3)
-    del memory
-    gc.collect()
-    assert int(views[0].sum(dtype=torch.int64)) == 3 << 20
-    thread = threading.Thread(target=views.clear)
-    thread.start()
-    thread.join(30)
-    assert pool.live == 0
-    last = view_of(pool, "uint8", (8,))
-    del pool
-    gc.collect()
-    assert last.tolist() == [3] * 8
-
-
-def test_autograd_may_release_views_without_the_interpreter_lock() -> None:
-    pool = ViewPool(Memory(4096))
-    weight = torch.ones(8, requires_grad=True)
-    loss = (weight * view_of(pool, "float32", (8,))).sum()
-    assert pool.live == 1, "saved for backward"
-    loss.backward()
-    del loss
-    assert pool.live == 0
-
-
-@pytest.mark.parametrize(
-    ("shape", "offset", "text"),
-    [
-        ((1,), 2, "offset 2 is not a multiple of float32's 4 bytes"),
-        ((1025,), 0, "4100 bytes at offset 0 of a memory of 4096"),
-        ((1,), 4096, "4 bytes at offset 4096 of a memory of 4096"),
-    ],
-)
-def test_views_outside_the_memory_are_refused(
-    shape: tuple[int, ...], offset: int, text: str
-) -> None:
-    pool = ViewPool(Memory(4096))
-    with pytest.raises(InvalidArgumentError, match=text):
-        view_of(pool, "float32", shape, offset)
-    assert pool.live == 0
 
 
 def test_what_is_not_where_a_table_says_is_found() -> None:

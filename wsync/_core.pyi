@@ -248,7 +248,7 @@ class Quantiser:
         """Of all ranks, in bytes of weights: quantised_nbytes, and of those repeated_nbytes, which another rank that
         holds the same elements quantises, too."""
 
-# --- torch exchange (csrc/python/tensor_table.c, view_pool.c) ---------------------------
+# --- torch exchange (csrc/python/tensor_table.c) ---------------------------
 
 @final
 class TensorTable:
@@ -301,16 +301,6 @@ class BufferTable:
         pieces from being given back.  StateError if one has been replaced since `allocations`."""
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
-
-@final
-class ViewPool:
-    """Hands out torch tensors that are views of a Memory and counts the ones still alive."""
-    def __new__(cls, memory: Memory) -> Self: ...
-    def views(self, like: Any, layout: Layout, buffer: int, /) -> list[tuple[str, Any]]:
-        """All whole tensors that lie in `buffer` of a manifest, in order: tensors of type(like) over contiguous bytes,
-        which keep the memory alive."""
-    @property
-    def live(self) -> int: ...
 
 def pack(tensors: TensorTable, address: int, nbytes: int, offsets: Sequence[int], stream: Stream = ...) -> None:
     """Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the GIL, or on a stream.

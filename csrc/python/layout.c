@@ -31,76 +31,8 @@ static wsync_layout_t *layout_of(PyObject *self)
 
 static void layout_dealloc(PyObject *self)
 {
-    free((void *)((LayoutObject *)self)->by_buffer);
     wsync_layout_destroy(layout_of(self));
     wsync_py_free(self);
-}
-
-/* Shards lie in one array, by tensor: within a buffer addresses keep that order. */
-static int compare_buffers(const void *left, const void *right)
-{
-    const wsync_shard_t *a = *(const wsync_shard_t *const *)left;
-    const wsync_shard_t *b = *(const wsync_shard_t *const *)right;
-    const int buffers = WSYNC_COMPARE(a->buffer, b->buffer);
-
-    return buffers != 0 ? buffers : WSYNC_COMPARE(a, b);
-}
-
-/* Orders the shards by buffer.  A ring has thousands of rounds, and each asks for its own:
- * going through all tensors every time took seconds an update. */
-static int order_shards(LayoutObject *self)
-{
-    const size_t count = wsync_layout_shard_count(self->layout);
-    const wsync_shard_t **ordered =
-        (const wsync_shard_t **)malloc((count + 1) * sizeof(*ordered));
-    size_t used = 0;
-
-    if (ordered == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t i = 0; i < wsync_layout_tensor_count(self->layout); i++) {
-        size_t shard_count;
-        const wsync_shard_t *shards = wsync_layout_shards(self->layout, i, &shard_count);
-
-        for (size_t j = 0; j < shard_count; j++) {
-            ordered[used++] = &shards[j];
-        }
-    }
-    qsort((void *)ordered, used, sizeof(*ordered), compare_buffers);
-    self->by_buffer = ordered;
-    return 0;
-}
-
-/* Position of the first ordered shard in `buffer` or a later one. */
-static size_t lower_bound(const LayoutObject *self, uint64_t buffer)
-{
-    size_t low = 0;
-    size_t high = wsync_layout_shard_count(self->layout);
-
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-
-        if (self->by_buffer[middle]->buffer < buffer) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
-const wsync_shard_t *const *wsync_py_layout_in_buffer(LayoutObject *self, uint32_t buffer,
-                                                      size_t *count)
-{
-    size_t first;
-
-    if (self->by_buffer == NULL && order_shards(self) < 0) {
-        return NULL;
-    }
-    first = lower_bound(self, buffer);
-    *count = lower_bound(self, (uint64_t)buffer + 1) - first;
-    return self->by_buffer + first;
 }
 
 static PyObject *layout_from_bytes(PyObject *module, PyObject *args, PyObject *kwargs)

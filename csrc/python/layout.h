@@ -10,16 +10,10 @@
 /* Immutable. */
 typedef struct LayoutObject {
     PyObject_HEAD
-    wsync_layout_t *layout;          /* owned */
-    const wsync_shard_t **by_buffer; /* owned; NULL until first asked for */
+    wsync_layout_t *layout; /* owned */
 } LayoutObject;
 
 /* Wraps a layout, which it takes over also on failure. */
 PyObject *wsync_py_layout_new(ModuleState *state, wsync_layout_t *layout);
-
-/* The shards of all ranks that lie in `buffer`, by tensor; borrowed from the layout.  NULL
- * with an exception set if there is no memory to order them. */
-const wsync_shard_t *const *wsync_py_layout_in_buffer(LayoutObject *self, uint32_t buffer,
-                                                      size_t *count);
 
 #endif

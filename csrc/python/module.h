@@ -22,7 +22,6 @@
     X(Event)              \
     X(Stream)             \
     X(BufferTable)        \
-    X(ViewPool)           \
     X(IpcMemory)          \
     X(Exporter)           \
     X(Importer)           \

@@ -12,10 +12,10 @@ enum { MAX_ALIGNMENT = 4096 };
 
 static const char exchange_capsule[] = "dlpack_exchange_api";
 
-const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *like)
+const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *tensor)
 {
-    PyObject *type = PyType_Check(like) ? like : (PyObject *)Py_TYPE(like);
-    PyObject *capsule = PyObject_GetAttr(type, state->name___dlpack_c_exchange_api__);
+    PyObject *capsule = PyObject_GetAttr((PyObject *)Py_TYPE(tensor),
+                                         state->name___dlpack_c_exchange_api__);
     const DLPackExchangeAPIHeader *header =
         capsule != NULL ? PyCapsule_GetPointer(capsule, exchange_capsule) : NULL;
 
@@ -49,11 +49,6 @@ static const DLDataType dlpack_dtypes[WSYNC_DTYPE_COUNT] = {
     [WSYNC_DTYPE_COMPLEX64] = {kDLComplex, 64, 1},
     [WSYNC_DTYPE_COMPLEX128] = {kDLComplex, 128, 1},
 };
-
-DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype)
-{
-    return dlpack_dtypes[dtype];
-}
 
 bool wsync_py_is_dtype(DLDataType described, wsync_dtype_t dtype)
 {

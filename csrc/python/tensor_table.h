@@ -54,12 +54,10 @@ bool wsync_py_same_form(const wsync_tensor_row_t *one, const wsync_tensor_row_t 
 PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence);
 
 /* DLPack's description of a wsync dtype, which no other has. */
-DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype);
 bool wsync_py_is_dtype(DLDataType described, wsync_dtype_t dtype);
 
-/* The DLPack exchange API (major version 1) of a tensor's type, or of `like` itself where
- * that is a type: torch has it from 2.10 on.  NULL without an exception where there is
- * none. It lives for the whole process. */
-const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *like);
+/* The DLPack exchange API (major version 1) of a tensor's type: torch has it from 2.10 on.
+ * NULL without an exception where there is none.  It lives for the whole process. */
+const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *tensor);
 
 #endif
