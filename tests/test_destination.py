@@ -182,6 +182,22 @@ def layout_of(tensors: list[torch.Tensor]) -> Layout:
     return builder.build()
 
 
+def test_names_of_one_tensor_may_bring_the_same_values_and_no_others() -> None:
+    module = module_of(a=torch.zeros(6, 4), c=torch.zeros(3))
+    module.register_parameter("b", module.get_parameter("a"))
+    engine = ThreadEngine([ModuleLoader(module)])
+    values = torch.arange(24.0).view(6, 4)
+    same = {"a": values, "b": values.clone(), "c": torch.ones(3)}
+    with wsync.connect(same, engines=[engine], options=OPTIONS) as sync:
+        sync.update(same)
+        assert torch.equal(module.get_parameter("a"), values)
+        with pytest.raises(WsyncError, match="b and a are one tensor of the module"):
+            sync.update({**same, "b": values + 1})
+        assert not engine.receivers[0].consistent
+        sync.update(same)
+        assert engine.receivers[0].consistent
+
+
 # --- a module whose state is not its own ------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from wsync._core import (
     describe,
 )
 from wsync.families.runtime_names import RuntimeNames
+from wsync.module_tensors import same_bytes
 from wsync.module_tensors.held import seen, usable
 from wsync.module_tensors.names_in_messages import listed, unfused
 
@@ -54,13 +55,6 @@ class Destination:
         self._names = names or [f"tensor {place}" for place in range(len(tensors))]
         self.table = describe(self._tensors, self._names, gpu=True)
 
-    @classmethod
-    def by_name(cls, tensors: Mapping[str, torch.Tensor]) -> Destination:
-        """One buffer for each."""
-        names, builder = list(tensors), LayoutBuilder()
-        builder.add_tensors(names, describe(list(tensors.values()), names, gpu=True))
-        return cls(builder.build(), list(tensors.values()), names)
-
     def layout(self) -> Layout:
         return self._layout
 
@@ -75,13 +69,38 @@ class Destination:
             raise StateError(f"{self._names[place]}: its memory was replaced while the update ran")
 
 
-def targets_by_name(
+class NamedTensors(Destination):
+    """The tensors of a module that are delivered, by name: one buffer for each.
+
+    others: further names that one is delivered under (a tied head), and the first of them.  What
+    comes by these lies beside, to be compared.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], others: Mapping[str, str]) -> None:
+        beside = {name: torch.empty_like(tensors[first]) for name, first in others.items()}
+        self._every = every = {**tensors, **beside}
+        self._others, builder = others, LayoutBuilder()
+        builder.add_tensors(list(every), describe(list(every.values()), list(every), gpu=True))
+        super().__init__(builder.build(), list(every.values()), list(every))
+
+    def complete(self) -> None:
+        """LayoutError where two names of one tensor have brought different values."""
+        super().complete()
+        for name, first in self._others.items():
+            if not same_bytes(self._every[name], self._every[first]):
+                raise LayoutError(
+                    f"{name} and {first} are one tensor of the module, and {name} brings other "
+                    "values"
+                )
+
+
+def named_tensors(
     module: torch.nn.Module,
     delivered: Mapping[str, tuple[int, ...]],
     ignore: frozenset[str] = frozenset(),
-) -> dict[str, torch.Tensor]:
-    """The tensors of a module that are delivered, each under one name.  delivered: shapes by name;
-    ignore: names that may be unknown to the module, or missing.
+) -> NamedTensors:
+    """Finds the tensors of a module that are delivered.  delivered: shapes by name; ignore: names
+    that may be unknown to the module, or missing.
 
     Raises:
         MissingError: a tensor of the module is not delivered.
@@ -92,6 +111,7 @@ def targets_by_name(
     if unknown:
         raise LayoutError(f"{listed(unknown)}: not in {who}{unfused(unknown)}")
     found: dict[str, torch.Tensor] = {}
+    others: dict[str, str] = {}
     missing: list[str] = []
     for group in aliases(state):
         given = [name for name in group if name in delivered]
@@ -105,9 +125,10 @@ def targets_by_name(
                 )
         if given and state[given[0]].numel():
             found[given[0]] = state[given[0]]
+            others |= dict.fromkeys(given[1:], given[0])
     if missing:
         raise MissingError(f"{listed(missing)}: in {who}, not delivered")
-    return found
+    return NamedTensors(found, others)
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

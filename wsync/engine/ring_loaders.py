@@ -40,7 +40,7 @@ from wsync._core import (
     UnsupportedError,
     WsyncError,
 )
-from wsync.engine.destination import Destination, LoadTarget, targets_by_name
+from wsync.engine.destination import Destination, LoadTarget, named_tensors
 from wsync.machine import device
 from wsync.machine.error_text import error_text
 from wsync.messages.control import PIECES, WHOLE
@@ -331,7 +331,8 @@ class ModuleLoader(RoutedLoader):
     """Copies tensors to the parameters and persistent buffers of the same names in a module.
 
     An unknown name and a parameter that is not delivered are errors.  Of names that stand for one
-    tensor (a tied head) one is enough.  ignore: names that may be unknown or missing.
+    tensor (a tied head) one is enough; further ones have to bring the same values.  ignore: names
+    that may be unknown or missing.
     """
 
     def __init__(
@@ -346,8 +347,7 @@ class ModuleLoader(RoutedLoader):
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
-        found = targets_by_name(self._module, self._attached().shapes, self._ignore)
-        self._aim(Destination.by_name(found))
+        self._aim(named_tensors(self._module, self._attached().shapes, self._ignore))
 
 
 class _Copies(list[tuple[str, torch.Tensor]]):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from wsync._core import InvalidArgumentError, LayoutError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
 from wsync.checkpoints.safetensors_layout import Checkpoint
-from wsync.engine.destination import state_of, targets_by_name
+from wsync.engine.destination import named_tensors, state_of
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import Loader, ModuleLoader
 from wsync.engine.update_groups import BROADCAST_SECONDS, Named, UpdateGroups
@@ -166,7 +166,7 @@ class ModuleWorker(ModelWorker):
         self.module = module
 
     def check_fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        targets_by_name(self.module, shapes, self.ignore)
+        named_tensors(self.module, shapes, self.ignore)
 
     def load_weights(self, weights: Named) -> None:
         """Copies by name.  What fits is checked before the first byte is written."""
