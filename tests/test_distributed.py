@@ -192,7 +192,7 @@ def test_colocated_and_remote_engines_in_one_update(
 def test_a_wrong_number_of_workers_is_reported_in_time(
     engines: list[ProcessEngine], said: int
 ) -> None:
-    """The group waits for ranks that nobody is; the engine that came is let go."""
+    """The group waits for ranks that nobody is; the engine that came goes on."""
 
     class Boastful:
         """Says that it has more workers than it has."""
@@ -208,7 +208,7 @@ def test_a_wrong_number_of_workers_is_reported_in_time(
     with wsync.connect(weights, [handle], options=options) as sync:
         with pytest.raises(wsync.WsyncError, match=f"{1 + said} members did not meet"):
             sync.update()
-    assert engines[0].paused
+    assert not engines[0].paused
     with wsync.connect(weights, engines[:1], options=wsync.Options(**OPTIONS)) as sync:
         sync.update()
     assert same(engines[0], weights)

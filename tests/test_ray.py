@@ -158,7 +158,7 @@ def test_an_actor_that_ray_starts_again_is_another_engine() -> None:
     checked, first = CheckedEngine(made), made.model_info(PATIENCE)
     checked.pause("abort", PATIENCE)
     given = {"load_format": None, "timeout": PATIENCE}
-    checked.update_weights([b""], weight_version=None, **given)
+    checked.update_weights(lambda: [b""], weight_version=None, **given)
     ray.kill(actor, no_restart=False)
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:  # calls on their way when it ends fail

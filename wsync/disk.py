@@ -276,14 +276,13 @@ class DiskSync(Updates):
 
     def _load(self, path: str, version: str) -> None:
         """Has all engines load a version; none goes on before all have it."""
-        options = self.options
+        deadline = Deadline(self.options.deadline)
 
-        def load(_: int, engine: Any, remaining: Callable[[], float]) -> None:
-            self._requests.stop(engine, remaining)
-            self._requests.sent.add(engine.name)
-            engine.update_weights_from_disk(path, weight_version=version, timeout=remaining())
+        def load(_: int, engine: Any) -> None:
+            self._requests.stop(engine, deadline)
+            engine.update_weights_from_disk(path, weight_version=version, timeout=deadline.left)
 
-        self._requests.take_on(version, load, Deadline(options.deadline), self._group.check)
+        self._requests.take_on(load, deadline, self._group.check)
 
     def _describe(self, report: Report) -> None:
         nbytes = sum(place.nbytes for place in self._arrangement.places.values())

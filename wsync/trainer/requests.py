@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -31,7 +29,7 @@ from wsync.trainer.first_effect import FirstEffect
 
 _log = logging.getLogger(__name__)
 
-Call = Callable[[int, EngineHandle], object]
+Call = Callable[[int, Any], object]
 UnderWay = list[tuple[str, Future[Any]]]
 """What has been asked of engines, by their names."""
 
@@ -44,7 +42,7 @@ class Calls:
         call: is given an engine's index and handle; what it raises is raised by `check`, `join`.
     """
 
-    def __init__(self, engines: Sequence[tuple[int, EngineHandle]], call: Call) -> None:
+    def __init__(self, engines: Sequence[tuple[int, Any]], call: Call) -> None:
         self.under_way: UnderWay = [
             (engine.name, start("wsync-call", partial(call, index, engine)))
             for index, engine in engines
@@ -88,12 +86,11 @@ class Calls:
         return [name for name, call in self.under_way if not call.done()]
 
 
-def _unanswered(engine: EngineHandle) -> str:
+def _unanswered(engine: Any) -> str:
     """What an engine has been asked and has not answered, for errors."""
     return ", ".join(getattr(engine, "unanswered", [])) or f"engine {engine.name}"
 
 
-_BUSY: Final = "not done with what an update that failed has asked of it"
 NO_CALLS: Final = Calls([], lambda index, engine: None)
 
 
@@ -108,16 +105,12 @@ class EngineRequests:
         compare: called, with a timeout, for the handle of an engine that has paused and may have
             been started again since it was compared; raises where it cannot take what it is sent.
         effect: looks at engines around an update.
-        stopped: the engines that have been asked to pause, and have not gone on since.
-        sent: those of them that have been sent weights: they may hold a part of an update.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
         self.handles = engines
         self.compare: Callable[[EngineHandle, float], object] = lambda engine, timeout: None
         self.effect = FirstEffect()
-        self.stopped: list[str] = []
-        self.sent = set[str]()
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
@@ -129,30 +122,25 @@ class EngineRequests:
         """Pauses the engines."""
         deadline = Deadline(self._options.deadline)
         self._stops = []
+        self._pausing = self._start(lambda _, engine: self.stop(engine, deadline))
 
-        def pause(index: int, engine: Any) -> None:
-            self.stop(engine, lambda: deadline.left)
-
-        self._pausing = self._start(pause)
-
-    def stop(self, engine: CheckedEngine, remaining: Callable[[], float]) -> None:
-        """Has one engine stop and, with Options.flush_cache, drop its cache; `remaining` gives the
-        timeout of each call."""
-        busy = [call for name, call in self._left if name == engine.name]
-        if wait(busy, remaining()).not_done:
-            raise _core.DeadlineError(f"engine {engine.name}: {_BUSY}")
+    def stop(self, engine: CheckedEngine, deadline: Deadline) -> None:
+        """Has one engine stop and, with Options.flush_cache, drop its cache."""
+        left = [call for name, call in self._left if name == engine.name]
+        if wait(left, deadline.left).not_done:
+            raise _core.DeadlineError(
+                f"engine {engine.name}: not done with what an update that failed has asked of it"
+            )
         times = [time.perf_counter()]
-        if engine.name not in self.stopped:
-            self.stopped.append(engine.name)
-        engine.pause(self._options.pause_mode, remaining())
+        engine.pause(self._options.pause_mode, deadline.left)
         times.append(time.perf_counter())
         if engine.restarted:
-            engine.look_anew(remaining())
-            self.compare(engine.handle, remaining())
+            engine.look_anew(deadline.left)
+            self.compare(engine.handle, deadline.left)
         if self._options.flush_cache:
-            engine.flush(remaining())
+            engine.flush(deadline.left)
         times.append(time.perf_counter())
-        self.effect.look(engine.handle, remaining(), after=False)
+        self.effect.look(engine.handle, deadline.left, after=False)
         self._stops.append((times[1] - times[0], times[2] - times[1]))
 
     def measure(self, report: Report) -> None:
@@ -168,19 +156,17 @@ class EngineRequests:
         self._pausing.join(self._options.deadline + LATER_SECONDS, check)
 
     def open(self, messages: Mapping[int, Sequence[Control]]) -> None:
-        """Has workers join the update; after this, engines are sent weights.
-        messages: by engine, one for each of its workers."""
+        """Has workers join the update.  messages: by engine, one for each of its workers."""
         timeout = self._options.request_deadline
-        self.sent.update(self.stopped)
         self._closing = {
             index: [dataclasses.replace(c, op="close", address="") for c in controls]
             for index, controls in messages.items()
         }
 
-        def open_engine(index: int, engine: EngineHandle) -> None:
+        def open_engine(index: int, engine: Any) -> None:
             send_control(engine, messages[index], weight_version=None, timeout=timeout)
 
-        self._opened = self._start(open_engine, list(messages))
+        self._opened = Calls([(index, self.engines[index]) for index in messages], open_engine)
 
     def look(self) -> None:
         """Raises what has gone wrong with an engine, until all workers hold everything."""
@@ -200,56 +186,36 @@ class EngineRequests:
         between()
         closing = self._closing
 
-        def close(index: int, engine: EngineHandle, remaining: Callable[[], float]) -> None:
+        def close(index: int, engine: Any) -> None:
             if index in closing:
-                send_control(engine, closing[index], weight_version=version, timeout=remaining())
+                send_control(engine, closing[index], weight_version=version, timeout=deadline.left)
 
-        self.take_on(version, close, deadline, check, between)
+        self.take_on(close, deadline, check, between)
 
     def take_on(
-        self,
-        version: str,
-        deliver: Callable[[int, EngineHandle, Callable[[], float]], object],
-        deadline: Deadline,
-        check: Check,
-        between: Check = bool,
+        self, deliver: Call, deadline: Deadline, check: Check, between: Check = bool
     ) -> None:
         """Has all engines take on a weight version, and lets none go on before all have.
 
-        deliver(index, engine, remaining) hands the version over; it asks `remaining` for the
-        timeout of each call it makes, which raises once the version is given up.  `check` is
-        called while this waits, `between` when all have the version and before any goes on.
-        Raises what they raise, or DeadlineError.
+        deliver(index, engine) hands the version over.  `check` is called while this waits,
+        `between` when all have the version and before any goes on.  Raises what they raise, or
+        DeadlineError.
         """
         self._stops = []
-        given_up = threading.Event()
-
-        def remaining() -> float:
-            if given_up.is_set():
-                raise _core.StateError(f"version {version} has been given up")
-            return deadline.left
 
         def hand_over(index: int, engine: Any) -> None:
-            deliver(index, engine, remaining)
-            engine.verify(remaining())
-            self.effect.look(engine.handle, remaining(), after=True)
-
-        def go_on(index: int, engine: EngineHandle) -> None:
-            engine.resume(remaining())
+            deliver(index, engine)
+            engine.verify(deadline.left)
+            self.effect.look(engine.handle, deadline.left, after=True)
 
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
         end = Deadline(deadline.left + LATER_SECONDS)
-        try:
-            self._handover = self._start(hand_over)
-            self._handover.join(end.left, check)
-            between()
-            self._handover = self._start(go_on)
-            self._handover.join(end.left, check)
-        except BaseException:
-            given_up.set()
-            raise
-        self._handover, self.stopped = NO_CALLS, []
-        self.sent.clear()
+        self._handover = self._start(hand_over)
+        self._handover.join(end.left, check)
+        between()
+        self._handover = self._start(lambda _, engine: engine.resume(deadline.left))
+        self._handover.join(end.left, check)
+        self._handover = NO_CALLS
 
     def abandon(self, error: Exception, left: UnderWay | None = None) -> None:
         """After a failure: no engine is asked for anything more.  What has been asked, with what is
@@ -257,22 +223,16 @@ class EngineRequests:
         failure.  Then nobody waits for it any more, and one line says so.  Engines that were paused
         and sent nothing go on.  A note of the error says how others do.
         """
-        left = left or []
-        engines, self.engines = self.engines, [CheckedEngine(e.handle, e) for e in self.engines]
-        for engine in engines:
-            engine.give_up()
-        asked = [
-            each
-            for calls in (self._pausing, self._opened, self._handover)
-            for each in calls.under_way
-        ]
+        asked = [*self._left, *(left or [])]
+        for calls in (self._pausing, self._opened, self._handover):
+            asked += calls.under_way
         self._pausing = self._opened = self._handover = NO_CALLS
-        wait([call for _, call in asked + left], min(LEAVE_SECONDS, self._options.deadline))
-        self._left = [each for each in self._left + asked + left if not each[1].done()]
-        busy = {name: f"engine {name}" for name, _ in self._left}
-        for engine in engines:
-            if engine.name in busy:
-                busy[engine.name] = _unanswered(engine)
+        for engine in self.engines:
+            engine.give_up()
+        wait([call for _, call in asked], min(LEAVE_SECONDS, self._options.deadline))
+        self._left = [each for each in asked if not each[1].done()]
+        names = [name for name, _ in self._left]
+        busy = {each.name: _unanswered(each) for each in self.engines if each.name in names}
         if busy:
             _log.warning(
                 "wsync: the update has failed and leaves unanswered: %s.  An engine may still "
@@ -280,13 +240,13 @@ class EngineRequests:
                 "wsync.handle(url).resume(30)",
                 "; ".join(busy.values()),
             )
-        waiting = set(self.stopped) - self.sent - busy.keys()
-        self._go_on([(i, e) for i, e in enumerate(engines) if e.name in waiting])
+        idle = [engine for engine in self.engines if engine.name not in busy]
+        self._go_on([engine for engine in idle if engine.stopped and not engine.sent])
+        self.engines = [CheckedEngine(engine.handle, engine) for engine in self.engines]
         notes = []
-        if self.stopped:
+        if stopped := [repr(engine.name) for engine in self.engines if engine.stopped]:
             notes = [
-                "These engines stay paused until an update succeeds: "
-                f"{', '.join(map(repr, self.stopped))}.",
+                f"These engines stay paused until an update succeeds: {', '.join(stopped)}.",
                 "Call update again, or connect again if names, shapes or dtypes do not fit.",
                 "wsync.handle(url).resume(30) lets an engine go on: do this only if it holds the "
                 "weights of one update.",
@@ -296,19 +256,16 @@ class EngineRequests:
         if notes:
             error.add_note("  ".join(notes))
 
-    def _go_on(self, engines: Sequence[tuple[int, CheckedEngine]]) -> None:
-        deadline, stopped = Deadline(min(VERDICT_SECONDS, self._options.deadline)), self.stopped
+    def _go_on(self, engines: Sequence[CheckedEngine]) -> None:
+        deadline = Deadline(min(VERDICT_SECONDS, self._options.deadline))
 
-        def go_on(_: int, engine: Any) -> None:
-            with contextlib.suppress(_core.PeerClosedError):  # it has ended
+        def go_on(_: int, engine: CheckedEngine) -> None:
+            try:
                 engine.go_on(deadline.left)
-            stopped.remove(engine.name)
+            except _core.PeerClosedError:  # it has ended
+                engine.stopped = False
 
-        calls = Calls(engines, go_on)
-        calls.busy(deadline.left)
-        self._left += calls.under_way
+        Calls(list(enumerate(engines)), go_on).busy(deadline.left)
 
-    def _start(self, call: Call, indices: Sequence[int] | None = None) -> Calls:
-        """Calls the engines of these indices (None: all)."""
-        wanted = range(len(self.engines)) if indices is None else indices
-        return Calls([(index, self.engines[index]) for index in wanted], call)
+    def _start(self, call: Call) -> Calls:
+        return Calls(list(enumerate(self.engines)), call)
