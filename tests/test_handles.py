@@ -37,7 +37,7 @@ from wsync.handles.sglang_http import HttpHandle
 from wsync.inspection import inspect
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT, Control
-from wsync.trainer.roster import Delivery, RolloutEngine
+from wsync.trainer.roster import RolloutEngine
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -686,8 +686,8 @@ def test_an_engine_that_drafts_with_its_models_own_layers_takes_buckets(
 ) -> None:
     known = {"tp_size": 1, "custom_weight_loader": [LOAD_FORMAT]}
     server.answers["/server_info"] = (200, known | started)
-    engine = handle(server.url)
-    assert Delivery.of(engine, None, wsync.Options(**options), 1) == delivery
+    found = RolloutEngine.of(handle(server.url), None, wsync.Options(**options), 1)
+    assert found.delivery == delivery
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,9 @@ class DiskSync(Updates):
             if self._group.rank == 0:
                 self._versions.check()
                 handles = handles_of(engines, timeout=self.options.deadline)
+                deadline = Deadline(self.options.deadline)
                 for engine in handles:
-                    _check_engine(engine)
+                    _check_engine(engine, deadline.left)
                 self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()
             check_scales(self._model)
@@ -295,13 +296,13 @@ class DiskSync(Updates):
         report.paths = {engine.name: "disk" for engine in self._requests.engines}
 
 
-def _check_engine(engine: EngineHandle) -> None:
+def _check_engine(engine: EngineHandle, timeout: float) -> None:
     """UnsupportedError for an engine that cannot load a version, or would load it into a draft."""
     if control_only(engine) or not hasattr(engine, "update_weights_from_disk"):
         raise _core.UnsupportedError(
             f"engine {engine.name}: its handle has no update_weights_from_disk"
         )
-    if draft := other_draft(how_started(engine)):
+    if draft := other_draft(how_started(engine, timeout)):
         raise _core.UnsupportedError(
             f"engine {engine.name}: drafts tokens with another model, {draft}, and SGLang loads "
             "files into both: wsync.connect updates the model only"

@@ -108,9 +108,10 @@ def inspect(
     """
     check_seconds("timeout", timeout)
     asked = handle(engine, workers=workers, api_key=api_key, timeout=timeout)
-    if without := _without(asked):
+    deadline = Deadline(timeout)
+    if without := _without(asked, deadline.left):
         raise _core.UnsupportedError(f"engine {asked.name}: {without}")
-    return _asked(asked, Deadline(timeout))
+    return _asked(asked, deadline)
 
 
 def look(
@@ -142,7 +143,7 @@ def look(
             unasked=str(error),
         )
     server_name, weight_version = _says(asked, deadline)
-    without = _without(asked)
+    without = _without(asked, deadline.left)
     return EngineReport(
         name=asked.name,
         server=server_name,
@@ -152,14 +153,15 @@ def look(
     )
 
 
-def _without(engine: EngineHandle) -> str:
+def _without(engine: EngineHandle, timeout: float) -> str:
     """Why the workers of an engine cannot be asked, or ""."""
     if LOAD_FORMAT in engine.load_formats:
-        if how_started(engine).get("speculative_algorithm") not in (None, "", "NGRAM"):
+        started = how_started(engine, timeout)
+        if started.get("speculative_algorithm") not in (None, "", "NGRAM"):
             return (
                 "drafts tokens: each question would have SGLang process the draft's weights again"
             )
-        if (stages := how_started(engine).get("pp_size") or 1) != 1:
+        if (stages := started.get("pp_size") or 1) != 1:
             return f"has {stages} pipeline stages, and SGLang answers for the first one only"
         return ""
     return f"does not run wsync's loader, it takes {engine.load_formats}"

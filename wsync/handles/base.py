@@ -12,11 +12,11 @@ All calls take a timeout in seconds and raise, naming the engine:
 
 import inspect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
-from wsync._core import InvalidArgumentError
+from wsync._core import InvalidArgumentError, RemoteError
 from wsync.handles.local import LocalHandle, RayHandle, url_of
 from wsync.handles.sglang_engine import SglangHandle
 from wsync.handles.sglang_http import HttpHandle
@@ -60,10 +60,18 @@ class EngineHandle(Protocol):
         """What the engine says of its model; has "weight_version" where the engine knows it."""
 
 
-def how_started(engine: EngineHandle) -> dict[str, Any]:
-    """How an engine was started, if its handle says so.  A user's handle may answer anything."""
-    said = getattr(engine, "started", None)
-    return said if isinstance(said, dict) else {}
+def how_started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
+    """How an engine says it was started; nothing where it does not."""
+    ask = getattr(type(engine), "server_info", None)
+    if ask is None:
+        return {}
+    try:
+        found = ask(engine, timeout)
+    except RemoteError as error:
+        if isinstance(engine, HttpHandle) and not engine.lacks("server_info", error.native):
+            raise
+        return {}  # not all servers know the path
+    return found if isinstance(found, Mapping) else {}
 
 
 def control_only(engine: EngineHandle) -> bool:

@@ -16,7 +16,6 @@ from wsync.handles.answers import (
     Setup,
     check_answer,
     cut,
-    drafts_itself,
     other_draft,
     refusal,
     translate,
@@ -125,7 +124,6 @@ class RayHandle(LocalHandle):
             )
         setup = Setup.of(self.name, {"tp_size": workers or gpus} | started)
         self.workers, self.load_formats, self._started = setup.workers, setup.loaders, started
-        self.drafts = drafts_itself(started)
         if draft := other_draft(started):
             raise UnsupportedError(
                 f"engine {self.name}: drafts tokens with another model, {draft}, and an actor "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import UnsupportedError
-from wsync.handles.answers import Setup, check_answer, drafts_itself
+from wsync.handles.answers import Setup, check_answer
 from wsync.handles.local import LocalHandle
 
 # of its arguments, what updates go by
@@ -40,7 +40,6 @@ class SglangHandle(LocalHandle):
         )
         setup = Setup.of(self.name, {"tp_size": workers or 1} | self._started, workers)
         self.workers, self.load_formats = setup.workers, setup.loaders
-        self.drafts = drafts_itself(self._started)
         self._sessions["known"] = hasattr(engine, "begin_weight_update")
 
     @property

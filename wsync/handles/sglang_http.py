@@ -21,7 +21,6 @@ from wsync.handles.answers import (
     check_answer,
     check_same,
     cut,
-    drafts_itself,
     engine_text,
     json_or_text,
 )
@@ -102,11 +101,6 @@ class HttpHandle(ApiHandle):
     def load_formats(self) -> tuple[str, ...]:
         """What the server was started with as --custom-weight-loader."""
         return self._setup.loaders
-
-    @property
-    def drafts(self) -> bool:
-        """Whether the server drafts tokens with layers of its model, which buckets update, too."""
-        return drafts_itself(self._server_info())
 
     @property
     def instance(self) -> str:

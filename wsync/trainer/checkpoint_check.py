@@ -33,8 +33,7 @@ from wsync.checkpoints.safetensors_layout import (
 )
 from wsync.families.rules import key_of
 from wsync.handles.answers import drafts_itself
-from wsync.handles.base import EngineHandle
-from wsync.handles.sglang_http import HttpHandle
+from wsync.handles.base import EngineHandle, how_started
 from wsync.layout import ADAPTERS, WRAPPERS
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors.names_in_messages import FUSED, listed
@@ -76,11 +75,6 @@ _LAYER: Final = re.compile(r"(?:(?:model|language_model|backbone)\.)*layers\.(\d
 _DRAFTING: Final = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")
 _SHARED: Final = (".embed_tokens.weight", ".shared_head.head.weight")  # by drafting layers
 _UNKNOWN: Final = Stored("", ())  # of a weight whose codes and scales are there
-_CASTS: Final = (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"))
-_CAST: Final = (
-    "wsync converts float32 to bfloat16 or float16, and bfloat16 to float32: convert others in the "
-    "trainer"
-)
 _UNWRAP: Final = (
     "wsync.fsdp.layout(model) takes the names of torch's wrappers off, and peft's "
     "merge_and_unload() gives a model without its own"
@@ -145,7 +139,7 @@ class EngineCheck:
         self._base = _found(base) if isinstance(base, str | os.PathLike) else None
         self._folder = self._base if options.checkpoint is None else _found(options.checkpoint)
         self._form = _form_of(self._folder) if self._folder else None
-        self._compared: dict[tuple[str, bool, bool], bool] = {}
+        self._fitting = set[tuple[str, bool, bool]]()  # folders that fit, as `_compare` asks
 
     def check_engines(self, engines: Sequence[EngineHandle], timeout: float) -> list[str]:
         """As `check_engine`, for all of them within a timeout.  The names of those of which nothing
@@ -177,15 +171,13 @@ class EngineCheck:
         receives = any(engine is each for each in self._receivers)
         if receives and self._options.quantise is not None:
             return True
-        started = _started(engine, deadline.left)
+        started = how_started(engine, deadline.left)
         seen = _folder_of(engine, started, deadline)
         if not receives:
             self._check_form(engine, started, seen)
-        told = self._folder != "" and self._check_told(engine, started.get("tensors"), receives)
         folder = seen if self._folder is None else self._folder
         drafts = drafts_itself(started) and not receives
-        compared = self._compare(folder, engine.name, drafts, whole=not receives)
-        return compared or receives or told
+        return self._compare(folder, engine.name, drafts, whole=not receives) or receives
 
     def check_folders(self) -> None:
         """Compares what versions on a disk will have with Options.checkpoint and `base`.
@@ -214,33 +206,21 @@ class EngineCheck:
                 "another is under its path here)"
             )
 
-    def _check_told(self, engine: EngineHandle, told: Any, receives: bool) -> bool:
-        """Compares what an engine that loads by name says that it has, if it says so: the names,
-        dtype and shape of each tensor."""
-        delivered, places = {each.name for each in self._tensors}, dict[str, Stored]()
-        for names, dtype, shape in told or ():
-            given = delivered.intersection(names) or names[:1]
-            places |= {name: Stored(dtype, tuple(shape)) for name in given}
-        if places:
-            source = _Source(places, {"tie_word_embeddings": False}, told=True)
-            source.compare(self._tensors, f"engine {engine.name}", casts=receives)
-        return bool(places)
-
     def _compare(
         self, folder: str, engine: str = "", drafts: bool = False, whole: bool = True
     ) -> bool:
-        """As `compare`, of a folder, which is read once."""
+        """As `compare`, of a folder, once for all engines that it fits."""
         known = folder, drafts, whole
-        if folder and not self._compared.get(known):
+        if folder and known not in self._fitting:
             title = f"the checkpoint {folder}"
             if folder == self._base:
                 title = f"{folder}, whose configuration every version gets,"
             elif self._folder is None:
                 title = f"{folder}, which engine {engine} was started from,"
-            self._compared[known] = compare(
-                self._tensors, folder, title, keep=self._options.keep, drafts=drafts, whole=whole
-            )
-        return self._compared.get(known, False)
+            keep = self._options.keep
+            if compare(self._tensors, folder, title, keep=keep, drafts=drafts, whole=whole):
+                self._fitting.add(known)
+        return known in self._fitting
 
 
 def _found(folder: str | os.PathLike[str]) -> str:
@@ -277,24 +257,62 @@ def compare(
         LayoutError: by name, for tensors that the checkpoint does not have, has in other shapes, or
             that nobody delivers; for codes and scales of other dtypes, or without each other.
     """
-    facts = facts_of(model)
+    facts = [each for each in facts_of(model) if not is_note(each.name)]
     source = _Source.of(folder, coded=any(map(_is_part, facts)))
     if source is None:
         return False
-    lacking = source.compare(facts, title or f"the checkpoint {folder}", keep, drafts, whole)
+    places = source.places
+    claimed = dict[str, list[TensorFacts]]()
+    for each in facts:
+        claimed.setdefault(source.home(each.name), []).append(each)
+    unknown = [each.name for each in claimed.pop("", ())]
+    lacking = [
+        name
+        for name in places
+        if name not in claimed and not source.stays(name, drafts=drafts)
+        if not any(fnmatchcase(name, pattern) for pattern in keep)
+    ]
+    asked = lacking if whole or unknown else _in_part(facts, claimed, lacking, places)
+    wrong = {
+        "it has no": unknown,
+        "nobody delivers its": asked,
+        "other shapes": list(_other_shapes(claimed, places)),
+        "other dtypes": list(_other_dtypes(facts, places)),
+    }
+    if texts := [f"{text}: {listed(names)}" for text, names in wrong.items() if names]:
+        stays = [] if unknown else asked
+        help = [*_reasons(facts, unknown, places), *_to_keep(facts, stays), _OTHERWISE]
+        raise _core.LayoutError(
+            f"{title or f'the checkpoint {folder}'} has other tensors than those delivered: "
+            f"{'; '.join(texts)} ({'; '.join(help)})"
+        )
     if lacking:
         _log.warning("only %s has %s", folder, listed(lacking))
     return True
 
 
+def _in_part(
+    facts: Iterable[TensorFacts],
+    claimed: Collection[str],
+    lacking: Sequence[str],
+    places: Mapping[str, Stored],
+) -> list[str]:
+    """What lacks beside codes or scales that are delivered, or that other layers have."""
+    given = {weight_of(each.name, each.dtype) for each in facts} - {""}
+    kinds = {key_of(name) for name in claimed}
+    return [
+        name
+        for name in lacking
+        if key_of(name) in kinds or weight_of(name, places[name].dtype) in given
+    ]
+
+
 class _Source(NamedTuple):
-    """A checkpoint: its tensors, and what its configuration says.  Or what an engine says that it
-    has and loads by name."""
+    """A checkpoint: its tensors, and what its configuration says."""
 
     places: Mapping[str, Stored]
     config: Mapping[str, Any]
     bases: Collection[str] = ()  # of _BASES: those that begin one of its names
-    told: bool = False  # by an engine
 
     @staticmethod
     def of(folder: str, *, coded: bool) -> _Source | None:
@@ -319,49 +337,6 @@ class _Source(NamedTuple):
             places = {w or name: _UNKNOWN if w else place for w, name, place in weights}
         bases = [base for base in _BASES if any(name.startswith(base) for name in places)]
         return _Source(places, config, bases)
-
-    def compare(
-        self,
-        delivered: Iterable[TensorFacts],
-        title: str,
-        keep: Sequence[str] = (),
-        drafts: bool = False,
-        whole: bool = True,
-        casts: bool = False,
-    ) -> list[str]:
-        """As the function.  Returns what nobody delivers.  casts: whether tensors are cast as wsync
-        does, and in no other way."""
-        facts = [each for each in delivered if not is_note(each.name)]
-        claimed = dict[str, list[TensorFacts]]()
-        for each in facts:
-            claimed.setdefault(self.home(each.name), []).append(each)
-        unknown = [each.name for each in claimed.pop("", ())]
-        lacking = [
-            name
-            for name in self.places
-            if name not in claimed and not self.stays(name, drafts=drafts)
-            if not any(fnmatchcase(name, pattern) for pattern in keep)
-        ]
-        halves, parts = _in_part(facts, claimed, lacking, self.places)
-        asked = lacking if whole or unknown else [*halves, *parts]
-        wrong = {
-            "it has no": unknown,
-            "nobody delivers its": asked,
-            "other shapes": list(_other_shapes(claimed, self.places)),
-            "other dtypes": list(_other_dtypes(facts, self.places, casts)),
-        }
-        if texts := [f"{text}: {listed(names)}" for text, names in wrong.items() if names]:
-            help = list(_reasons(facts, unknown, self.places))
-            if casts and wrong["other dtypes"]:
-                help.append(_CAST)
-            if not self.told:
-                stays = [] if unknown or halves else asked
-                help += [*_to_keep(facts, stays), _OTHERWISE]
-            raise _core.LayoutError(
-                f"{title} has other tensors than those delivered: {'; '.join(texts)}"
-                + f" ({'; '.join(help)})" * bool(help)
-            )
-        return lacking
 
     def _said(self, field: str) -> list[Any]:
         """What the configuration, and its part for text, say in a field."""
@@ -395,19 +370,6 @@ class _Source(NamedTuple):
         return self._is_tied_head(name) or is_note(name) or bool(_MADE.search(name))
 
 
-def _in_part(
-    facts: Iterable[TensorFacts],
-    claimed: Collection[str],
-    lacking: Sequence[str],
-    places: Mapping[str, Stored],
-) -> tuple[list[str], list[str]]:
-    """What lacks beside codes or scales that are delivered, and what else other layers have."""
-    given = {weight_of(each.name, each.dtype) for each in facts} - {""}
-    kinds = {key_of(name) for name in claimed}
-    halves = [name for name in lacking if weight_of(name, places[name].dtype) in given]
-    return halves, [name for name in lacking if name not in halves and key_of(name) in kinds]
-
-
 def _other_shapes(
     claimed: Mapping[str, Sequence[TensorFacts]], places: Mapping[str, Stored]
 ) -> Iterator[str]:
@@ -425,20 +387,18 @@ def _other_shapes(
             yield f"{each.name} {shape} where it has {place.shape}"
 
 
-def _other_dtypes(
-    facts: Iterable[TensorFacts], places: Mapping[str, Stored], casts: bool
-) -> Iterator[str]:
+def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) -> Iterator[str]:
     """Codes and scales that a checkpoint has in another dtype, in words.  Engines read scales of
     any floating-point dtype into float32: Qwen3's FP8 checkpoints have bfloat16.  INT4's are of the
-    weights' dtype.  casts: of all tensors, what wsync does not cast."""
+    weights' dtype."""
     for name, dtype, *_ in facts:
         here = places.get(name, _UNKNOWN).dtype
-        if here in ("", dtype) or (casts and (dtype, here) in _CASTS):
+        if here in ("", dtype):
             continue
         scale = name.endswith(("_scale", "_scale_inv")) and dtype == "float32"
         packed = f"{name.removesuffix('_scale')}_packed" in places
         readable = scale and here in _FLOATS and not packed
-        if casts or ((weight_of(name, dtype) or weight_of(name, here)) and not readable):
+        if (weight_of(name, dtype) or weight_of(name, here)) and not readable:
             yield f"{name} ({here}, here {dtype})"
         elif here in _FLOATS and "float" not in dtype:
             yield f"{name} ({here}, here {dtype}, which has no scales)"
@@ -591,20 +551,6 @@ def _text(method: Method) -> str:
 
 
 # --- what an engine says ----------------------------------------------------------------------
-
-
-def _started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
-    """How an engine says it was started; nothing where it does not."""
-    ask = getattr(type(engine), "server_info", None)
-    if ask is None:
-        return {}
-    try:
-        found = ask(engine, timeout)
-    except _core.RemoteError as error:
-        if isinstance(engine, HttpHandle) and not engine.lacks("server_info", error.native):
-            raise
-        return {}  # not all servers know the path
-    return found if isinstance(found, Mapping) else {}
 
 
 def _folder_of(engine: EngineHandle, started: Mapping[str, Any], deadline: Deadline) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from wsync import _core
-from wsync.handles.answers import other_draft
+from wsync.handles.answers import drafts_itself, other_draft
 from wsync.handles.base import EngineHandle, control_only, how_started
 from wsync.machine.host import is_elsewhere
 from wsync.messages.control import LOAD_FORMAT
@@ -51,11 +52,17 @@ class Delivery(enum.StrEnum):
         }[self]
 
     @staticmethod
-    def of(engine: EngineHandle, first_gpu: int | None, options: Options, ranks: int) -> Delivery:
+    def of(
+        engine: EngineHandle,
+        first_gpu: int | None,
+        options: Options,
+        ranks: int,
+        drafts: bool = False,
+    ) -> Delivery:
         """What an engine takes.  One whose GPUs are not all the trainer's is remote.  One that
         drafts tokens with layers of its model takes buckets unless options say otherwise: they
         update these layers, too."""
-        wsync = LOAD_FORMAT in engine.load_formats and not drafts(engine)
+        wsync = LOAD_FORMAT in engine.load_formats and not drafts
         if options.delivery == "distributed" or (
             first_gpu is not None and first_gpu + engine.workers > ranks
         ):
@@ -65,12 +72,6 @@ class Delivery(enum.StrEnum):
         if options.delivery == "stock" or (options.delivery == "auto" and not wsync):
             return Delivery.STOCK
         return Delivery.WSYNC
-
-
-def drafts(engine: EngineHandle) -> bool:
-    """Whether a handle says that its engine drafts tokens with layers of its model.  A user's
-    handle may answer anything to a question that it does not know."""
-    return getattr(engine, "drafts", False) is True
 
 
 @dataclass(frozen=True)
@@ -90,20 +91,22 @@ class RolloutEngine:
             UnsupportedError: buckets for an engine that is on another host by its name, or on
                 several, or that takes none; an engine of several data-parallel replicas.
         """
-        delivery = Delivery.of(engine, gpu, options, ranks)
+        started = how_started(engine, options.deadline)
+        drafts = drafts_itself(started)
+        delivery = Delivery.of(engine, gpu, options, ranks, drafts)
         if control_only(engine) and delivery in (Delivery.STOCK, Delivery.BROADCAST):
             raise _core.UnsupportedError(
                 f"engine {engine.name}: takes updates by wsync's receiver alone, as vLLM's do, and "
                 f"no {delivery.words}: delivery='auto', or with 'distributed' broadcast='auto'"
             )
-        _check_started(engine, delivery)
+        _check_started(engine.name, started, delivery)
         if delivery is Delivery.STOCK and gpu is None and is_elsewhere(engine.name):
             raise _core.UnsupportedError(
                 f"engine {engine.name}: it is on another host, and would end where it looks for a "
                 "bucket in this one's shared memory: Options(delivery='distributed') is for that, "
                 "or engine_gpu_offsets says which trainer rank's GPU it shares"
             )
-        if drafts(engine) and LOAD_FORMAT in engine.load_formats:
+        if drafts and LOAD_FORMAT in engine.load_formats:
             receives = delivery in (Delivery.WSYNC, Delivery.REMOTE)
             _log.warning(
                 "engine %s drafts tokens with layers of its model: %s",
@@ -112,7 +115,7 @@ class RolloutEngine:
                 if receives
                 else "it takes buckets, which update these, too, and not wsync's receiver",
             )
-        if draft := other_draft(how_started(engine)):
+        if draft := other_draft(started):
             _log.warning(
                 "engine %s drafts tokens with another model, %s: updates leave that as it is",
                 engine.name,
@@ -121,26 +124,25 @@ class RolloutEngine:
         return RolloutEngine(engine.name, engine.workers, delivery, gpu)
 
 
-def _check_started(engine: EngineHandle, delivery: Delivery) -> None:
+def _check_started(name: str, said: Mapping[str, Any], delivery: Delivery) -> None:
     """Refuses what SGLang says of how it was started, and would end or fail by at an update."""
-    said = how_started(engine)
     if (stages := said.get("pp_size") or 1) != 1:
         raise _core.UnsupportedError(
-            f"engine {engine.name}: pp_size {stages}: SGLang gives every pipeline stage the "
+            f"engine {name}: pp_size {stages}: SGLang gives every pipeline stage the "
             "payload of its tensor-parallel rank, so stages cannot be told apart; DiskSync "
             "updates them"
         )
-    replicas, hosts = (said.get(name) or 1 for name in ("dp_size", "nnodes"))
+    replicas, hosts = (said.get(key) or 1 for key in ("dp_size", "nnodes"))
     if replicas != 1 and not said.get("enable_dp_attention"):
         raise _core.UnsupportedError(
-            f"engine {engine.name}: dp_size {replicas}: SGLang updates no data-parallel replicas "
+            f"engine {name}: dp_size {replicas}: SGLang updates no data-parallel replicas "
             "with tensors (but with enable_dp_attention); DiskSync updates them"
         )
     if said.get("sleep_on_idle") and said.get("enable_dp_attention"):
-        _log.warning("engine %s: --sleep-on-idle: updates wait for seconds", engine.name)
+        _log.warning("engine %s: --sleep-on-idle: updates wait for seconds", name)
     if hosts != 1 and delivery is Delivery.STOCK:
         raise _core.UnsupportedError(
-            f"engine {engine.name}: nnodes {hosts}: workers on other hosts would end where they "
+            f"engine {name}: nnodes {hosts}: workers on other hosts would end where they "
             "look for a bucket in this one's shared memory: Options(delivery='distributed')"
         )
 

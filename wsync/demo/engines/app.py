@@ -99,7 +99,6 @@ def _add_information(app: FastAPI, engine: "Engine") -> None:
             "custom_weight_loader": ["wsync.sglang.load_weights"],
             "version": f"wsync {__version__}",
             "instance": engine.instance,
-            "tensors": engine.tensors(),
             "internal_states": [],
         }
 

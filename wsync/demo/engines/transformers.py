@@ -24,7 +24,7 @@ from wsync._core import InvalidArgumentError, StateError
 from wsync.demo.engines.gate import REQUEST_SECONDS, Gate
 from wsync.demo.engines.model_worker import ModuleWorker
 from wsync.demo.engines.request_bodies import SamplingParams
-from wsync.engine.destination import aliases, state_of
+from wsync.engine.destination import aliases
 from wsync.engine.update_groups import BROADCAST_SECONDS
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors import checksum_of
@@ -205,16 +205,6 @@ class Engine(ModuleWorker):
         state: Mapping[str, torch.Tensor] = self.model.state_dict()
         with self.gate.update(REQUEST_SECONDS):
             return {names[0]: checksum(state[names[0]]) for names in aliases(state)}
-
-    def tensors(self) -> list[tuple[list[str], str, list[int]]]:
-        """What an update has to bring, for trainers to compare with before they pause this: the
-        names of each tensor, its dtype and shape.  Nothing where names are ignored."""
-        state = {} if self.ignore else state_of(self.model)
-        return [
-            (names, str(state[names[0]].dtype).removeprefix("torch."), list(state[names[0]].shape))
-            for names in aliases(state)
-            if state[names[0]].numel()
-        ]
 
     def model_info(self) -> dict[str, Any]:
         config = self.model.config
