@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from support import guide
-from support.tiny_qwen3 import draw
 
 import wsync
 from wsync.demo import cli, cpu_server
@@ -57,47 +56,6 @@ def test_an_engine_that_is_given_twice_is_named(server: str) -> None:
     handle = wsync.handle(server)
     with pytest.raises(wsync.InvalidArgumentError, match="is given twice"):
         wsync.Sync(from_tensors(weights), [handle, handle])
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (
-            lambda w: {n.replace("0.mlp.up_proj", "0.mlp.up_prj"): t for n, t in w.items()},
-            r"than those delivered: it has no: model\.layers\.0\.mlp\.up_prj\.weight; "
-            r"nobody delivers its: model\.layers\.0\.mlp\.up_proj\.weight",
-        ),
-        (
-            lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"},
-            r"delivered: nobody delivers its: lm_head\.weight$",
-        ),
-        (
-            lambda w: {n: t.half() if "norm" in n else t for n, t in w.items()},
-            r"other dtypes: model\.\S*norm\.weight \(float32, here float16\).*convert others in",
-        ),
-        (
-            lambda w: {f"base_model.model.{n}": t for n, t in w.items()},
-            r"it has no: base_model\..*merge_and_unload",
-        ),
-        (
-            lambda w: {**w, "model.norm.weight": torch.zeros(3)},
-            r"other shapes: model\.norm\.weight \(3,\) where it has",
-        ),
-    ],
-    ids=["typo", "missing", "float16", "peft", "shape"],
-)
-def test_what_an_engine_does_not_take_is_named_before_it_pauses(
-    change: Any, text: str, config: Any, server: str
-) -> None:
-    """An engine that loads by name says what it has."""
-    engine = HttpHandle(server)
-    with (
-        pytest.raises(wsync.LayoutError, match=text),
-        wsync.connect(change(draw(config, 1)), [engine], options=wsync.Options(deadline=30.0)),
-    ):
-        pass
-    asked = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-    assert engine.request("POST", "/generate", asked, 30)[0] == 200
 
 
 def test_an_engine_under_two_urls_is_named(server: str) -> None:

@@ -171,7 +171,9 @@ def test_an_update_that_transport_has_failed_is_tried_once_more(
     assert engine.calls == ["pause", "continue"]
 
     chosen, engine = updated()
-    ended = mock.Mock(side_effect=wsync.PeerClosedError("trainer rank 1 (pid 7) has ended"))
+    error = wsync.PeerClosedError("trainer rank 1 (pid 7) has ended")
+    error.origin = "trainer process"
+    ended = mock.Mock(side_effect=error)
     monkeypatch.setattr(chosen._updater._sync, "update", ended)
     with pytest.raises(wsync.PeerClosedError, match="has ended"):
         chosen.update_weights()

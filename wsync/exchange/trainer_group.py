@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +39,7 @@ _SHORT_NBYTES: Final = 504
 _STORE_SILENT: Final = (
     "the trainer's store does not answer: the process that hosts it is stuck or stopped"
 )
+_ENDED: Final = "trainer process"  # the origin of an error about one that has ended
 _STORE_GONE: Final = "the trainer's store cannot be reached: the process that hosts it is gone"
 _T = TypeVar("_T")
 
@@ -167,7 +167,7 @@ class TrainerGroup:
                 self._board.check_gone()
             except (RuntimeError, _core.WsyncError) as found:
                 if rank_has_ended(found):
-                    error = _core.PeerClosedError(str(found))  # without the frames of `found`
+                    error = _has_ended(str(found))  # without the frames of `found`
         return self._board.publish(error)
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -229,8 +229,14 @@ class TrainerGroup:
 
 
 def rank_has_ended(error: BaseException) -> bool:
-    """Whether it says so of a trainer rank: ranks hear of each other's errors as texts."""
-    return re.fullmatch(r"trainer rank \d+ \(pid \d+\) has ended", str(error)) is not None
+    """Whether it says that the process of a trainer rank on this host has ended."""
+    return getattr(error, "origin", "") == _ENDED
+
+
+def _has_ended(text: str) -> _core.PeerClosedError:
+    error = _core.PeerClosedError(text)
+    error.origin = _ENDED
+    return error
 
 
 def together(make: Callable[[], _T], *, timeout: float) -> _T:
@@ -303,7 +309,7 @@ class _Board:
             self.check_now()
             for rank, (host, pid) in enumerate(processes):
                 if host == host_identity() and has_ended(pid):
-                    raise _core.PeerClosedError(f"trainer rank {rank} (pid {pid}) has ended")
+                    raise _has_ended(f"trainer rank {rank} (pid {pid}) has ended")
             time.sleep(POLL_SECONDS)
 
     def publish(self, error: _core.WsyncError) -> _core.WsyncError:
@@ -392,10 +398,11 @@ def _encode_error(error: _core.WsyncError, rank: int, update: int) -> str:
     text = str(error)
     if not text.startswith("trainer rank "):
         text = f"trainer rank {rank}: {text}"
-    return json.dumps({"class": type(error).__name__, "text": text, "update": update})
+    facts = {"class": type(error).__name__, "ended": rank_has_ended(error), "text": text}
+    return json.dumps({**facts, "update": update})
 
 
 def _decode_error(text: str) -> _core.WsyncError:
     fields = json.loads(text)
     cls: type[_core.WsyncError] = getattr(_core, fields["class"], _core.RemoteError)
-    return cls(fields["text"])
+    return _has_ended(fields["text"]) if fields["ended"] else cls(fields["text"])
