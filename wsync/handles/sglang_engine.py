@@ -81,6 +81,9 @@ class SglangHandle(LocalHandle):
     def model_info(self, timeout: float) -> dict[str, Any]:
         return super().model_info(timeout) or self.server_info(timeout)
 
+    def server_info(self, timeout: float) -> dict[str, Any]:
+        return self._started | super().server_info(timeout)
+
     def _request(self, method: str, request: Any, timeout: float) -> None:
         engine: Any = self._engine
 
