@@ -27,7 +27,7 @@ class Collectives:
         group: a backend of torch, which belongs to this object.
         whole: what errors call all members, for example "4 trainer ranks".
         member: what they call one that is gone, for example "a trainer rank".
-        lingers: whether the group's end takes its time after an error, as NCCL's does.
+        lingers: whether only the group's end gives up a collective that is stuck, as NCCL's does.
     """
 
     def __init__(self, group: Any, *, whole: str, member: str, lingers: bool = False) -> None:
