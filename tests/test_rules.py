@@ -165,15 +165,9 @@ def test_shares_cover_the_parameter_once():
         ("a b)", ["a b"], "unexpected"),
         ("(a b", ["a b"], "not closed"),
         ("(a |) b", ["a b"], "alternative is empty"),
-        ("a a", ["a"], "occurs twice"),
         ("a b", ["a c"], "axes \\['c'\\] are not in"),
-        ("a b", ["a:3 b"], "sizes and marks belong"),
-        ("*(a b)", ["*(a b)"], "sizes and marks belong"),
-        ("~(a b)", ["~(a b)"], "sizes and marks belong"),
-        ("a b", [], "no targets"),
         ("a:? b:?", ["a b"], "more than one inferred"),
-        ("a - b", ["a b"], "unexpected text"),
-        ("a b c d e f g", ["a b c d e f g"], "more than 6"),
+        ("a - b", ["a b"], "'-' is not the name of an axis"),
         ("~a ~b", ["a b"], "one ~"),
         ("(~a | b)", ["a"], "one ~"),
     ],
@@ -307,8 +301,9 @@ def test_an_axis_may_be_in_several_alternatives():
     assert local_share(rule, full, Cut(1, 2)).tolist() == [1, 4, 5, 9, 10, 11]
     with pytest.raises(RuleError, match="axis 'a' has two sizes"):
         Rule("w", "(a:1 | a:2)", Target("t", "a"))
+    twice = Rule("w", "(b:1 | c:1 (a:2 | b:1)) a:2", Target("t", "a"))
     with pytest.raises(RuleError, match="axis 'a' occurs twice"):
-        Rule("w", "(b:1 | c:1 (a:2 | b:1)) a:2", Target("t", "a"))
+        twice.expand({}).pieces  # noqa: B018
 
 
 def test_delta_nets_of_uneven_heads_are_refused():

@@ -17,18 +17,16 @@ from wsync.families.blocks import (
     renamed,
     routed_experts,
     vocabulary,
+    with_bias,
 )
-from wsync.families.rules import Rule, Target
+from wsync.families.rules import Rule
 
 __all__ = ["BAILING_MOE_V2"]
 
-_QKV = tuple(
-    Rule(
-        f"{LAYER}self_attention.linear_qkv.{kind}",
-        f"*(g (n | k:1 | v:1) d){tail}",
-        Target(f"{HF_LAYER}attention.query_key_value.{kind}", f"(g n d | g k d | g v d){tail}"),
-    )
-    for kind, tail in (("weight", " h"), ("bias", ""))
+_QKV = with_bias(
+    f"{LAYER}self_attention.linear_qkv",
+    "*(g (n | k:1 | v:1) d)",
+    (f"{HF_LAYER}attention.query_key_value", "(g n d | g k d | g v d)"),
 )
 _LAYER: tuple[Rule, ...] = (
     *_QKV,

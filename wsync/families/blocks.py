@@ -18,6 +18,7 @@ from wsync.families.rules import Rule, Target
 
 __all__ = [
     "ATTENTION",
+    "ATTENTION_REST",
     "DENSE_MLP",
     "EMBEDDING",
     "EXPERTS",
@@ -25,8 +26,10 @@ __all__ = [
     "LAYER",
     "MTP_LAYER",
     "NORMS",
+    "QKV",
     "SHARED_EXPERT",
     "UNGATED_SHARED_EXPERTS",
+    "attention_rules",
     "beside_vision",
     "eh_proj",
     "expert_names",
@@ -35,12 +38,12 @@ __all__ = [
     "layer_rules",
     "moved",
     "mtp",
-    "qkv",
     "renamed",
     "routed_experts",
     "shared_experts",
     "stacked_experts",
     "vocabulary",
+    "with_bias",
 ]
 
 LAYER = "decoder.layers.{layer}."
@@ -58,34 +61,39 @@ def layer_rules(*rows: tuple[str, str, str]) -> tuple[Rule, ...]:
     return tuple(renamed(LAYER + name, view, HF_LAYER + target) for name, view, target in rows)
 
 
-def gated(
-    name: str,
-    size: str,
-    target: str,
-    *,
-    kind: str = "weight",
-    names: Sequence[str] = ("gate_proj", "up_proj"),
-) -> Rule:
-    """A gated first linear layer: every rank holds its gate rows, then its up rows."""
-    tail = " h" if kind == "weight" else ""
-    return Rule(
-        name,
-        f"(*gate:{size} | *up:{size}){tail}",
-        Target(f"{target}{names[0]}.{kind}", f"gate{tail}"),
-        Target(f"{target}{names[1]}.{kind}", f"up{tail}"),
+def attention_rules(*rows: tuple[str, str, str]) -> tuple[Rule, ...]:
+    """As `layer_rules`, of a layer's attention."""
+    return layer_rules(*((f"self_attention.{n}", v, f"self_attn.{to}") for n, v, to in rows))
+
+
+def with_bias(
+    name: str, rows: str, *targets: tuple[str, str], columns: str = "h"
+) -> tuple[Rule, ...]:
+    """A linear layer's weight and bias, by the views of their rows; targets: (name, rows)."""
+    return tuple(
+        Rule(
+            f"{name}.{kind}",
+            f"{rows}{tail}",
+            *(Target(f"{target}.{kind}", f"{view}{tail}") for target, view in targets),
+        )
+        for kind, tail in (("weight", f" {columns}"), ("bias", ""))
     )
 
 
-def qkv(kind: str) -> Rule:
-    """Rows per query group: its query heads, its key head, its value head."""
-    tail = " h" if kind == "weight" else ""
-    attention = f"{HF_LAYER}self_attn."
+def gated(
+    name: str, size: str, target: str, names: Sequence[str] = ("gate_proj", "up_proj")
+) -> Rule:
+    """The weight of a gated first linear layer: every rank holds its gate rows, then its up rows.
+
+    Args:
+        size: of each of the two.
+        target: what stands before the names of gate and up projections.
+    """
     return Rule(
-        f"{LAYER}self_attention.linear_qkv.{kind}",
-        f"*(g (n | k:1 | v:1) d){tail}",
-        Target(f"{attention}q_proj.{kind}", f"(g n d){tail}"),
-        Target(f"{attention}k_proj.{kind}", f"(g k d){tail}"),
-        Target(f"{attention}v_proj.{kind}", f"(g v d){tail}"),
+        name,
+        f"(*gate:{size} | *up:{size}) h",
+        Target(f"{target}{names[0]}.weight", "gate h"),
+        Target(f"{target}{names[1]}.weight", "up h"),
     )
 
 
@@ -107,22 +115,34 @@ NORMS: tuple[Rule, ...] = layer_rules(
     ("pre_mlp_layernorm.weight", "h", "post_attention_layernorm.weight"),
 )
 
-ATTENTION: tuple[Rule, ...] = (
-    qkv("weight"),
-    qkv("bias"),
-    *layer_rules(
-        ("self_attention.linear_proj.weight", "h *(g n d)", "self_attn.o_proj.weight"),
-        ("self_attention.linear_proj.bias", "h", "self_attn.o_proj.bias"),
-        ("self_attention.q_layernorm.weight", "d", "self_attn.q_norm.weight"),
-        ("self_attention.k_layernorm.weight", "d", "self_attn.k_norm.weight"),
-        ("self_attention.linear_qkv.layer_norm_weight", "h", "input_layernorm.weight"),
+# Rows per query group: its query heads, its key head, its value head.
+QKV = with_bias(
+    f"{LAYER}self_attention.linear_qkv",
+    "*(g (n | k:1 | v:1) d)",
+    (f"{HF_LAYER}self_attn.q_proj", "(g n d)"),
+    (f"{HF_LAYER}self_attn.k_proj", "(g k d)"),
+    (f"{HF_LAYER}self_attn.v_proj", "(g v d)"),
+)
+# What attention has besides.
+ATTENTION_REST: tuple[Rule, ...] = (
+    *attention_rules(
+        ("linear_proj.weight", "h *(g n d)", "o_proj.weight"),
+        ("linear_proj.bias", "h", "o_proj.bias"),
+        ("q_layernorm.weight", "d", "q_norm.weight"),
+        ("k_layernorm.weight", "d", "k_norm.weight"),
     ),
+    *layer_rules(("self_attention.linear_qkv.layer_norm_weight", "h", "input_layernorm.weight")),
     *NORMS,
 )
+ATTENTION = (*QKV, *ATTENTION_REST)
 
 DENSE_MLP: tuple[Rule, ...] = (
-    gated(f"{LAYER}mlp.linear_fc1.weight", "ffn", f"{HF_LAYER}mlp."),
-    gated(f"{LAYER}mlp.linear_fc1.bias", "ffn", f"{HF_LAYER}mlp.", kind="bias"),
+    *with_bias(
+        f"{LAYER}mlp.linear_fc1",
+        "(*gate:ffn | *up:ffn)",
+        (f"{HF_LAYER}mlp.gate_proj", "gate"),
+        (f"{HF_LAYER}mlp.up_proj", "up"),
+    ),
     *layer_rules(
         ("mlp.linear_fc2.weight", "h *ffn", "mlp.down_proj.weight"),
         ("mlp.linear_fc2.bias", "h", "mlp.down_proj.bias"),
@@ -157,7 +177,7 @@ def routed_experts(
             ("mlp.router.weight", "experts h", f"{moe}gate.weight"),
             ("mlp.router.expert_bias", "experts", f"{moe}{bias}"),
         ),
-        *(gated(name, "moe_ffn", each, names=names) for name in expert_names("linear_fc1.weight")),
+        *(gated(name, "moe_ffn", each, names) for name in expert_names("linear_fc1.weight")),
         *(
             renamed(name, "h *moe_ffn", f"{each}{down}.weight")
             for name in expert_names("linear_fc2.weight")

@@ -16,7 +16,7 @@ from wsync.families.blocks import (
     LAYER,
     NORMS,
     UNGATED_SHARED_EXPERTS,
-    layer_rules,
+    attention_rules,
     moved,
     mtp,
 )
@@ -27,40 +27,20 @@ __all__ = ["DEEPSEEK", "DEEPSEEK_SPARSE", "KIMI_K25", "KIMI_VISION", "LATENT_TOG
 # SGLang joins the two (deepseek_v2.py), and drops either that comes without the other.
 LATENT_TOGETHER = (("q_a_proj", "kv_a_proj_with_mqa"),)
 
-LATENT_ATTENTION: tuple[Rule, ...] = layer_rules(
+LATENT_ATTENTION: tuple[Rule, ...] = attention_rules(
     # Without a rank for queries (Moonlight) they have one projection.
-    ("self_attention.linear_q_proj.weight", "*(heads qk:nope+rope) h", "self_attn.q_proj.weight"),
+    ("linear_q_proj.weight", "*(heads qk:nope+rope) h", "q_proj.weight"),
     # TransformerEngine's linear layers hold these two whole, Megatron's own hold parts.
-    ("self_attention.linear_q_down_proj.weight", "~q_lora h", "self_attn.q_a_proj.weight"),
-    (
-        "self_attention.linear_kv_down_proj.weight",
-        "~kv_a:kv_lora+rope h",
-        "self_attn.kv_a_proj_with_mqa.weight",
-    ),
-    (
-        "self_attention.linear_q_up_proj.weight",
-        "*(heads qk:nope+rope) q_lora",
-        "self_attn.q_b_proj.weight",
-    ),
-    (
-        "self_attention.linear_kv_up_proj.weight",
-        "*(heads kv:nope+dv) kv_lora",
-        "self_attn.kv_b_proj.weight",
-    ),
-    ("self_attention.linear_proj.weight", "h *(heads dv)", "self_attn.o_proj.weight"),
+    ("linear_q_down_proj.weight", "~q_lora h", "q_a_proj.weight"),
+    ("linear_kv_down_proj.weight", "~kv_a:kv_lora+rope h", "kv_a_proj_with_mqa.weight"),
+    ("linear_q_up_proj.weight", "*(heads qk:nope+rope) q_lora", "q_b_proj.weight"),
+    ("linear_kv_up_proj.weight", "*(heads kv:nope+dv) kv_lora", "kv_b_proj.weight"),
+    ("linear_proj.weight", "h *(heads dv)", "o_proj.weight"),
     # One norm, two names, as elsewhere.
-    (
-        "self_attention.linear_q_up_proj.layer_norm_weight",
-        "q_lora",
-        "self_attn.q_a_layernorm.weight",
-    ),
-    ("self_attention.q_layernorm.weight", "q_lora", "self_attn.q_a_layernorm.weight"),
-    (
-        "self_attention.linear_kv_up_proj.layer_norm_weight",
-        "kv_lora",
-        "self_attn.kv_a_layernorm.weight",
-    ),
-    ("self_attention.kv_layernorm.weight", "kv_lora", "self_attn.kv_a_layernorm.weight"),
+    ("linear_q_up_proj.layer_norm_weight", "q_lora", "q_a_layernorm.weight"),
+    ("q_layernorm.weight", "q_lora", "q_a_layernorm.weight"),
+    ("linear_kv_up_proj.layer_norm_weight", "kv_lora", "kv_a_layernorm.weight"),
+    ("kv_layernorm.weight", "kv_lora", "kv_a_layernorm.weight"),
 )
 
 
@@ -80,22 +60,16 @@ def _swapped(name: str, view: str) -> Rule:
 # Of layers that use another layer's choice of tokens there is none: such a layer has no
 # parameters for it.  All ranks hold all of it.  Megatron-Core's own keeps the order of checkpoints.
 INDEXER: tuple[Rule, ...] = (
-    *layer_rules(
-        *(
-            (
-                f"self_attention.core_attention.indexer.{name}",
-                view,
-                f"self_attn.indexer.{name.removeprefix('linear_')}",
-            )
-            for name, view in (
-                ("linear_wq_b.weight", "rows:? q_lora"),
-                ("linear_wk.weight", "rows:? h"),
-                ("linear_weights_proj.weight", "rows:? h"),
-                ("k_norm.weight", "rows:?"),
-                ("k_norm.bias", "rows:?"),
-            )
+    *attention_rules(
+        ("core_attention.indexer.linear_wq_b.weight", "rows:? q_lora", "indexer.wq_b.weight"),
+        ("core_attention.indexer.linear_wk.weight", "rows:? h", "indexer.wk.weight"),
+        (
+            *("core_attention.indexer.linear_weights_proj.weight", "rows:? h"),
+            "indexer.weights_proj.weight",
         ),
-        ("self_attention.weights_proj.weight", "rows:? h", "self_attn.indexer.weights_proj.weight"),
+        ("core_attention.indexer.k_norm.weight", "rows:?", "indexer.k_norm.weight"),
+        ("core_attention.indexer.k_norm.bias", "rows:?", "indexer.k_norm.bias"),
+        ("weights_proj.weight", "rows:? h", "indexer.weights_proj.weight"),
     ),
     _swapped("wq_b.weight", "(heads_of_indexer:? {}) q_lora"),
     _swapped("wk.weight", "{} h"),

@@ -6,7 +6,7 @@ side slime's plugin `minimax_m2.py` and Megatron-Bridge's `minimax_m2_provider.p
 
 from __future__ import annotations
 
-from wsync.families.blocks import ATTENTION, EMBEDDING, layer_rules, routed_experts
+from wsync.families.blocks import ATTENTION, EMBEDDING, attention_rules, routed_experts
 from wsync.families.rules import Rule
 
 __all__ = ["MINIMAX_M2"]
@@ -14,13 +14,11 @@ __all__ = ["MINIMAX_M2"]
 # Queries and keys are normalised over all heads.  slime calls the norms q_norm and k_norm, and
 # every rank has them whole; Megatron-Bridge gives each rank those of its heads, and the same ones
 # to several ranks where there are fewer key heads than ranks.
-_NORMS: tuple[Rule, ...] = tuple(
-    rule
-    for name in ("norm", "layernorm")
-    for rule in layer_rules(
-        (f"self_attention.q_{name}.weight", "~(g n d)", "self_attn.q_norm.weight"),
-        (f"self_attention.k_{name}.weight", "~(g d)", "self_attn.k_norm.weight"),
-    )
+_NORMS: tuple[Rule, ...] = attention_rules(
+    ("q_norm.weight", "~(g n d)", "q_norm.weight"),
+    ("k_norm.weight", "~(g d)", "k_norm.weight"),
+    ("q_layernorm.weight", "~(g n d)", "q_norm.weight"),
+    ("k_layernorm.weight", "~(g d)", "k_norm.weight"),
 )
 
 MINIMAX_M2: tuple[Rule, ...] = (

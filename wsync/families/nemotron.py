@@ -15,11 +15,11 @@ from __future__ import annotations
 from wsync.families.blocks import (
     HF_LAYER,
     LAYER,
+    QKV,
     expert_names,
     layer_rules,
     moved,
     mtp,
-    qkv,
     renamed,
     vocabulary,
 )
@@ -103,7 +103,7 @@ _LAYER: tuple[Rule, ...] = (
     *_MAMBA,
     *_feed_forward("", "ffn"),
     *_EXPERTS,
-    *moved([qkv("weight")], ("", ""), ("self_attn.", "mixer.")),
+    *moved(QKV[:1], ("", ""), ("self_attn.", "mixer.")),
     *layer_rules(
         ("self_attention.linear_proj.weight", "h *(g n d)", "mixer.o_proj.weight"),
         *((name, "h", "norm.weight") for name in _NORM_NAMES),

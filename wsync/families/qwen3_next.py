@@ -22,18 +22,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from wsync.families.blocks import (
-    ATTENTION,
+    ATTENTION_REST,
     DENSE_MLP,
     EMBEDDING,
     EXPERTS,
     HF_LAYER,
     LAYER,
     SHARED_EXPERT,
+    attention_rules,
     beside_vision,
     eh_proj,
     layer_rules,
     mtp,
     stacked_experts,
+    with_bias,
 )
 from wsync.families.rules import Rule, Target
 
@@ -43,19 +45,6 @@ _NET = "self_attention."
 _HF_NET = f"{HF_LAYER}linear_attn."
 _QKV = "*key:gk q:gdk | *key:gk k:gdk | *key:gk vn:gn v:gdv"
 _HF_QKV = "(key q | key k | key vn v)"
-
-
-def _gated_qkv(kind: str) -> Rule:
-    """Rows per query group: its query heads, their gates, its key head, its value head.  The
-    checkpoint has each query head's gate behind it."""
-    tail = " h" if kind == "weight" else ""
-    return Rule(
-        f"{LAYER}self_attention.linear_qkv.{kind}",
-        f"*(g (query:1 n | gate:1 n | k:1 | v:1) d){tail}",
-        Target(f"{HF_LAYER}self_attn.q_proj.{kind}", f"(g n (query | gate) d){tail}"),
-        Target(f"{HF_LAYER}self_attn.k_proj.{kind}", f"(g k d){tail}"),
-        Target(f"{HF_LAYER}self_attn.v_proj.{kind}", f"(g v d){tail}"),
-    )
 
 
 def _in_proj(*targets: tuple[str, str]) -> Rule:
@@ -68,17 +57,24 @@ def _in_proj(*targets: tuple[str, str]) -> Rule:
 
 
 _GATED_ATTENTION: tuple[Rule, ...] = (
-    _gated_qkv("weight"),
-    _gated_qkv("bias"),
-    *(r for r in ATTENTION if not r.name.endswith((".linear_qkv.weight", ".linear_qkv.bias"))),
+    # Rows per query group: its query heads, their gates, its key head, its value head.  The
+    # checkpoint has each query head's gate behind it.
+    *with_bias(
+        f"{LAYER}self_attention.linear_qkv",
+        "*(g (query:1 n | gate:1 n | k:1 | v:1) d)",
+        (f"{HF_LAYER}self_attn.q_proj", "(g n (query | gate) d)"),
+        (f"{HF_LAYER}self_attn.k_proj", "(g k d)"),
+        (f"{HF_LAYER}self_attn.v_proj", "(g v d)"),
+    ),
+    *ATTENTION_REST,
     # slime's older form: transformers' attention in Megatron's layer.
-    *layer_rules(
-        (f"{_NET}self_attn.q_proj.weight", "(g n two:2 d) h", "self_attn.q_proj.weight"),
-        (f"{_NET}self_attn.k_proj.weight", "(g d) h", "self_attn.k_proj.weight"),
-        (f"{_NET}self_attn.v_proj.weight", "(g d) h", "self_attn.v_proj.weight"),
-        (f"{_NET}self_attn.o_proj.weight", "h (g n d)", "self_attn.o_proj.weight"),
-        (f"{_NET}self_attn.q_norm.weight", "d", "self_attn.q_norm.weight"),
-        (f"{_NET}self_attn.k_norm.weight", "d", "self_attn.k_norm.weight"),
+    *attention_rules(
+        ("self_attn.q_proj.weight", "(g n two:2 d) h", "q_proj.weight"),
+        ("self_attn.k_proj.weight", "(g d) h", "k_proj.weight"),
+        ("self_attn.v_proj.weight", "(g d) h", "v_proj.weight"),
+        ("self_attn.o_proj.weight", "h (g n d)", "o_proj.weight"),
+        ("self_attn.q_norm.weight", "d", "q_norm.weight"),
+        ("self_attn.k_norm.weight", "d", "k_norm.weight"),
     ),
 )
 

@@ -18,8 +18,9 @@ from wsync.families.blocks import (
     beside_vision,
     renamed,
     stacked_experts,
+    with_bias,
 )
-from wsync.families.rules import Rule, Target
+from wsync.families.rules import Rule
 
 __all__ = ["QWEN3_VL", "QWEN3_VL_MOE", "TOWER", "VISION", "VISION_FIELDS"]
 
@@ -40,19 +41,6 @@ VISION_FIELDS = {
 _LAYER = "vision_model.decoder.layers.{vision}."
 _BLOCK = "model.visual.blocks.{vision}."
 _MERGED = "(a:merge b:merge c:vision_h)"
-
-
-def _qkv(kind: str) -> Rule:
-    """Rows per head: its query, its key, its value; the checkpoint has all queries first."""
-    tail = " vision_h" if kind == "weight" else ""
-    return Rule(
-        f"{_LAYER}self_attention.linear_qkv.{kind}",
-        f"*(vision_heads (q:1 | k:1 | v:1) d:?){tail}",
-        Target(
-            f"{_BLOCK}attn.qkv.{kind}",
-            f"(q vision_heads d | k vision_heads d | v vision_heads d){tail}",
-        ),
-    )
 
 
 def _merger(name: str, target: str, cut: str) -> tuple[Rule, ...]:
@@ -76,8 +64,13 @@ def _merger(name: str, target: str, cut: str) -> tuple[Rule, ...]:
 
 
 TOWER: tuple[Rule, ...] = (
-    _qkv("weight"),
-    _qkv("bias"),
+    # Rows per head: its query, its key, its value; the checkpoint has all queries first.
+    *with_bias(
+        f"{_LAYER}self_attention.linear_qkv",
+        "*(vision_heads (q:1 | k:1 | v:1) d:?)",
+        (f"{_BLOCK}attn.qkv", "(q vision_heads d | k vision_heads d | v vision_heads d)"),
+        columns="vision_h",
+    ),
     *(
         renamed(_LAYER + name, view, _BLOCK + target)
         for name, view, target in (

@@ -71,8 +71,7 @@ INFERRED = "?"
 MAX_DIMENSIONS = 6
 MAX_BOXES = 1 << 20  # far above any real rule; a bound for a mistyped one
 
-_TOKEN = re.compile(r"[a-z_][a-z0-9_]*|[0-9]+|[*~@()|:+?]")
-_NO_TOKEN = re.compile(r"[^a-z0-9_*~@()|:+?\s]")
+_TOKEN = re.compile(r"\w+|\S")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _NUMBERED = ("layer", "expert", "mtp", "inner", "vision")
 _ENDS = ("first", "last")  # more of them, which the number of a block of MTP layers tells
@@ -107,8 +106,6 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        if (odd := _NO_TOKEN.search(text)) is not None:
-            raise self.error(f"unexpected text at column {odd.start()}")
         self.tokens: deque[str] = deque([*_TOKEN.findall(text), ""])
 
     def error(self, what: str) -> RuleError:
@@ -125,8 +122,6 @@ class _Parser:
         items = self.items()
         if self.tokens[0]:
             raise self.error(f"unexpected {self.tokens[0]!r}")
-        if len(items) > MAX_DIMENSIONS:
-            raise self.error(f"more than {MAX_DIMENSIONS} dimensions")
         return items
 
     def items(self) -> tuple[_Item, ...]:
@@ -160,34 +155,16 @@ class _Parser:
         return "+".join(parts)
 
 
-def _axes(items: Sequence[_Item]) -> Iterator[_Axis]:
-    for item in items:
-        if isinstance(item, _Axis):
-            yield item
-        else:
-            for alternative in item.alternatives:
-                yield from _axes(alternative)
-
-
-def _marked(items: Iterable[_Item]) -> Iterator[_Item]:
-    """All items that can have a mark, also those inside groups."""
+def _within(items: Iterable[_Item]) -> Iterator[_Item]:
+    """All items, also those inside groups."""
     for item in items:
         yield item
         if isinstance(item, _Group):
-            for alternative in item.alternatives:
-                yield from _marked(alternative)
+            yield from _within(itertools.chain.from_iterable(item.alternatives))
 
 
-def _together(items: Sequence[_Item]) -> Iterator[tuple[str, ...]]:
-    """The axes of every choice of alternatives."""
-    choices = [
-        [(item.name,)]
-        if isinstance(item, _Axis)
-        else [names for alternative in item.alternatives for names in _together(alternative)]
-        for item in items
-    ]
-    for choice in itertools.product(*choices):
-        yield tuple(itertools.chain.from_iterable(choice))
+def _axes(items: Iterable[_Item]) -> Iterator[_Axis]:
+    return (item for item in _within(items) if isinstance(item, _Axis))
 
 
 @dataclass(frozen=True)
@@ -224,10 +201,6 @@ class _View:
         for axis in _axes(self.items):
             if sizes.setdefault(axis.name, axis.size) != axis.size:
                 raise RuleError(f"view {text!r}: axis {axis.name!r} has two sizes")
-        for names in _together(self.items):
-            for name in names:
-                if names.count(name) > 1:
-                    raise RuleError(f"view {text!r}: axis {name!r} occurs twice")
         self.names = frozenset(sizes)
 
     def size(self, item: _Item, sizes: Mapping[str, int]) -> int:
@@ -249,7 +222,7 @@ class _View:
         ]
         found = []
         for choice in itertools.product(*choices):
-            steps = {name: step for _, part in choice for name, step in part.items()}
+            steps = self._joined(part for _, part in choice)
             if all(step.size > 0 for step in steps.values()):
                 found.append(_Branch(tuple(origin for origin, _ in choice), steps))
         return found
@@ -269,9 +242,17 @@ class _View:
                 options.append(list(self._choices(part, dimension, inner, sizes)))
                 inner *= self.size(part, sizes)
             for choice in itertools.product(*options):
-                steps = {name: step for _, part in choice for name, step in part.items()}
+                steps = self._joined(part for _, part in choice)
                 yield base + sum(offset for offset, _ in choice), steps
             base += inner
+
+    def _joined(self, parts: Iterable[dict[str, _Step]]) -> dict[str, _Step]:
+        found: dict[str, _Step] = {}
+        for part in parts:
+            if twice := found.keys() & part.keys():
+                raise RuleError(f"view {self.text!r}: axis {min(twice)!r} occurs twice")
+            found |= part
+        return found
 
     def parts(
         self, item: _Item, sizes: Mapping[str, int], cuts: Mapping[str, Cut]
@@ -612,7 +593,7 @@ class Rule:
             raise RuleError(f"more than one inferred axis in {view!r}")
         self.inferred_dimension = inferred[0] if inferred else -1
         self.inferred_cut = any(
-            item.mark in ("*", "~") for item in _marked(self.parsed.items[d] for d in inferred)
+            item.mark in ("*", "~") for item in _within(self.parsed.items[d] for d in inferred)
         )
         shaped = [index for index, item in enumerate(self.parsed.items) if item.mark == "~"]
         if len(shaped) != self.parsed.text.count("~") or len(shaped) > 1:
@@ -625,17 +606,11 @@ class Rule:
         wanted = {axis for target in self.targets for axis in _View(target.view).names}
         numbers = {number for number in _COUNTS if "{" + number + "}" in self.name}
         self.counted = frozenset(numbers & wanted - self.parsed.names)
-        if not self.targets:
-            raise RuleError("no targets")
         for target in self.targets:
             self._check(target)
 
     def _check(self, target: Target) -> None:
         view = _View(target.view)
-        if re.search(r"[*~@:]", target.view):
-            raise RuleError(f"{target.name}: sizes and marks belong to the rule's own view")
-        if not (target.scale and math.isfinite(target.scale) and math.isfinite(target.offset)):
-            raise RuleError(f"{target.name}: scale {target.scale} and offset {target.offset}")
         unknown = view.names - self.parsed.names - self.counted
         if unknown:
             raise RuleError(

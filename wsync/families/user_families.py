@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from wsync import _core
@@ -42,7 +42,8 @@ from wsync.families.rules import Rule, RuleError, Together, mtp_numbers
 __all__ = ["check", "main", "register"]
 
 _Shape = Sequence[int]
-_Fill = tuple[_Shape, collections.Counter[int]]
+_Place = tuple[int, ...]
+_Fill = tuple[_Shape, collections.Counter[_Place]]
 
 
 def register(
@@ -139,21 +140,11 @@ def _fills(rule: Rule, known: Iterable[str]) -> dict[str, _Fill]:
             numbers = mtp_numbers({"mtp": 0, "vision": 0, "expert": expert}, 0, sizes["block"])
             name, _, shape, start, _, extent, *_ = piece.map(numbers)
             fill = found.setdefault(name, (shape, collections.Counter()))
-            fill[1].update(_elements(shape, start, extent, piece.steps))
+            ends = zip(start, extent, piece.steps, strict=True)
+            fill[1].update(
+                itertools.product(*(range(a, a + n * step, step) for a, n, step in ends))
+            )
     return found
-
-
-def _elements(
-    shape: Sequence[int], start: Sequence[int], extent: Sequence[int], steps: Sequence[int]
-) -> Iterator[int]:
-    """The numbers of a box's elements, counted through the tensor."""
-    if not shape:
-        yield 0
-        return
-    inner = math.prod(shape[1:])
-    for index in range(start[0], start[0] + extent[0] * steps[0], steps[0]):
-        for rest in _elements(shape[1:], start[1:], extent[1:], steps[1:]):
-            yield index * inner + rest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
