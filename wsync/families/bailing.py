@@ -13,6 +13,7 @@ from wsync.families.blocks import (
     NORMS,
     UNGATED_SHARED_EXPERTS,
     layer_rules,
+    linear,
     mtp,
     renamed,
     routed_experts,
@@ -30,9 +31,8 @@ _QKV = with_bias(
 )
 _LAYER: tuple[Rule, ...] = (
     *_QKV,
+    *linear(f"{LAYER}self_attention.linear_proj", "h", "*(g n d)", f"{HF_LAYER}attention.dense"),
     *layer_rules(
-        ("self_attention.linear_proj.weight", "h *(g n d)", "attention.dense.weight"),
-        ("self_attention.linear_proj.bias", "h", "attention.dense.bias"),
         ("self_attention.q_layernorm.weight", "d", "attention.query_layernorm.weight"),
         ("self_attention.k_layernorm.weight", "d", "attention.key_layernorm.weight"),
         ("self_attention.linear_qkv.layer_norm_weight", "h", "input_layernorm.weight"),

@@ -11,7 +11,7 @@ of transformers.  Sizes are those of the model:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from wsync.families.rules import Rule, Target
@@ -36,6 +36,7 @@ __all__ = [
     "fused_experts",
     "gated",
     "layer_rules",
+    "linear",
     "moved",
     "mtp",
     "renamed",
@@ -77,6 +78,14 @@ def with_bias(
             *(Target(f"{target}.{kind}", f"{view}{tail}") for target, view in targets),
         )
         for kind, tail in (("weight", f" {columns}"), ("bias", ""))
+    )
+
+
+def linear(name: str, rows: str, columns: str, target: str) -> tuple[Rule, ...]:
+    """A weight and a bias that lie as the target's do."""
+    return (
+        renamed(f"{name}.weight", f"{rows} {columns}", f"{target}.weight"),
+        renamed(f"{name}.bias", rows, f"{target}.bias"),
     )
 
 
@@ -125,9 +134,8 @@ QKV = with_bias(
 )
 # What attention has besides.
 ATTENTION_REST: tuple[Rule, ...] = (
+    *linear(f"{LAYER}self_attention.linear_proj", "h", "*(g n d)", f"{HF_LAYER}self_attn.o_proj"),
     *attention_rules(
-        ("linear_proj.weight", "h *(g n d)", "o_proj.weight"),
-        ("linear_proj.bias", "h", "o_proj.bias"),
         ("q_layernorm.weight", "d", "q_norm.weight"),
         ("k_layernorm.weight", "d", "k_norm.weight"),
     ),
@@ -143,10 +151,7 @@ DENSE_MLP: tuple[Rule, ...] = (
         (f"{HF_LAYER}mlp.gate_proj", "gate"),
         (f"{HF_LAYER}mlp.up_proj", "up"),
     ),
-    *layer_rules(
-        ("mlp.linear_fc2.weight", "h *ffn", "mlp.down_proj.weight"),
-        ("mlp.linear_fc2.bias", "h", "mlp.down_proj.bias"),
-    ),
+    *linear(f"{LAYER}mlp.linear_fc2", "h", "*ffn", f"{HF_LAYER}mlp.down_proj"),
 )
 
 
@@ -155,6 +160,32 @@ def expert_names(linear: str) -> tuple[str, str]:
     where they are modules of their own."""
     experts = f"{LAYER}mlp.experts."
     return f"{experts}{linear}{{expert}}", f"{experts}local_experts.{{expert}}.{linear}"
+
+
+_HALVES = "(*gate:moe_ffn | *up:moe_ffn)"
+
+
+def _experts(first: Sequence[tuple[str, str]], second: tuple[str, str]) -> tuple[Rule, ...]:
+    """The two linear layers of experts, by (name, view) of their targets, in which `$` is the axis
+    of a layer's experts."""
+
+    def to(axis: str, *targets: tuple[str, str]) -> Iterator[Target]:
+        return (Target(name.replace("$", axis), view.replace("$", axis)) for name, view in targets)
+
+    legacy = f"{LAYER}mlp.experts.weight"
+    return (
+        *(
+            Rule(name, f"{_HALVES} h", *to("expert", *first))
+            for name in expert_names("linear_fc1.weight")
+        ),
+        *(
+            Rule(name, "h *moe_ffn", *to("expert", second))
+            for name in expert_names("linear_fc2.weight")
+        ),
+        # Legacy grouped experts: one tensor per rank, transposed for each expert.
+        Rule(f"{legacy}1", f"@experts h {_HALVES}", *to("experts", *first), stored=((1,), (0, 2))),
+        Rule(f"{legacy}2", "@experts *moe_ffn h", *to("experts", second), stored=((0, 1), (2,))),
+    )
 
 
 def routed_experts(
@@ -170,32 +201,13 @@ def routed_experts(
         names: of an expert's gate, up and down projections.
         bias: the router's bias that balances the experts' load.
     """
-    each, every = (f"{HF_LAYER}{moe}experts.{{{axis}}}." for axis in ("expert", "experts"))
-    gate, up, down = names
+    gate, up, down = (f"{HF_LAYER}{moe}experts.{{$}}.{name}.weight" for name in names)
     return (
         *layer_rules(
             ("mlp.router.weight", "experts h", f"{moe}gate.weight"),
             ("mlp.router.expert_bias", "experts", f"{moe}{bias}"),
         ),
-        *(gated(name, "moe_ffn", each, names) for name in expert_names("linear_fc1.weight")),
-        *(
-            renamed(name, "h *moe_ffn", f"{each}{down}.weight")
-            for name in expert_names("linear_fc2.weight")
-        ),
-        # Legacy grouped experts: one tensor per rank, transposed for each expert.
-        Rule(
-            f"{LAYER}mlp.experts.weight1",
-            "@experts h (*gate:moe_ffn | *up:moe_ffn)",
-            Target(f"{every}{gate}.weight", "gate h"),
-            Target(f"{every}{up}.weight", "up h"),
-            stored=((1,), (0, 2)),
-        ),
-        Rule(
-            f"{LAYER}mlp.experts.weight2",
-            "@experts *moe_ffn h",
-            Target(f"{every}{down}.weight", "h moe_ffn"),
-            stored=((0, 1), (2,)),
-        ),
+        *_experts([(gate, "gate h"), (up, "up h")], (down, "h moe_ffn")),
     )
 
 
@@ -207,30 +219,9 @@ def stacked_experts(gate_up: str, down: str) -> tuple[Rule, ...]:
     axes behind the first one are those of the views `gate_up` ("h (gate | up)") and `down`
     ("moe_ffn h")."""
     first, second = (f"{HF_LAYER}mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
-    legacy = f"{LAYER}mlp.experts.weight"
-    rows, halves = "h *moe_ffn", "(*gate:moe_ffn | *up:moe_ffn)"
     return (
         *layer_rules(("mlp.router.weight", "experts h", "mlp.gate.weight")),
-        *(
-            Rule(name, f"{halves} h", Target(first, f"expert {gate_up}"))
-            for name in expert_names("linear_fc1.weight")
-        ),
-        *(
-            Rule(name, rows, Target(second, f"expert {down}"))
-            for name in expert_names("linear_fc2.weight")
-        ),
-        Rule(
-            f"{legacy}1",
-            f"@experts h {halves}",
-            Target(first, f"experts {gate_up}"),
-            stored=((1,), (0, 2)),
-        ),
-        Rule(
-            f"{legacy}2",
-            "@experts *moe_ffn h",
-            Target(second, f"experts {down}"),
-            stored=((0, 1), (2,)),
-        ),
+        *_experts([(first, f"$ {gate_up}")], (second, f"$ {down}")),
     )
 
 

@@ -19,7 +19,7 @@ checkpoint's from one, as long as the trainer's other norms count from zero
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from wsync.families.blocks import (
     ATTENTION_REST,
@@ -155,33 +155,34 @@ _LAYERS_3_5: tuple[Rule, ...] = (
 QWEN3_5_TEXT: tuple[Rule, ...] = (*_LAYERS_3_5, *EXPERTS, *_mtp((*_SHARED, *EXPERTS)))
 
 
-def _all_experts(targets: Sequence[str], axes: str) -> tuple[Rule, ...]:
-    """Experts that are one parameter each of a layer's projections, as slime's converter knows
-    them; targets: gate, up and down; axes: what they have before those of one expert."""
-    gate, up, down = targets
+def _all_experts(down: Target, *first: Target) -> tuple[Rule, ...]:
+    """Experts that are one parameter for each of a layer's projections, as slime's converter knows
+    them."""
     name = f"{LAYER}mlp.experts.linear_fc"
-    halves = "(*gate:moe_ffn | *up:moe_ffn)"
-    if gate == up:
-        first = [Target(gate, f"{axes} (gate | up) h")]
-    else:
-        first = [Target(gate, f"{axes} gate h"), Target(up, f"{axes} up h")]
     return (
-        Rule(f"{name}1", f"@experts {halves} h", *first),
-        Rule(f"{name}2", "@experts h *moe_ffn", Target(down, f"{axes} h moe_ffn")),
+        Rule(f"{name}1", "@experts (*gate:moe_ffn | *up:moe_ffn) h", *first),
+        Rule(f"{name}2", "@experts h *moe_ffn", down),
     )
 
 
-_FUSED = [f"{HF_LAYER}mlp.experts.{name}" for name in ("gate_up_proj", "gate_up_proj", "down_proj")]
-_SINGLE = [
-    f"{HF_LAYER}mlp.experts.{{experts}}.{name}.weight"
-    for name in ("gate_proj", "up_proj", "down_proj")
-]
+_HF_EXPERTS = f"{HF_LAYER}mlp.experts."
+_HF_EXPERT = f"{_HF_EXPERTS}{{experts}}."
 # With a vision tower: a checkpoint's experts are fused; those of MTP layers are not in Qwen3.5.
 _EXPERTS_FUSED = (
     *stacked_experts("(gate | up) h", "h moe_ffn"),
-    *_all_experts(_FUSED, "experts"),
+    *_all_experts(
+        Target(f"{_HF_EXPERTS}down_proj", "experts h moe_ffn"),
+        Target(f"{_HF_EXPERTS}gate_up_proj", "experts (gate | up) h"),
+    ),
 )
-_EXPERTS_SINGLE = (*EXPERTS, *_all_experts(_SINGLE, ""))
+_EXPERTS_SINGLE = (
+    *EXPERTS,
+    *_all_experts(
+        Target(f"{_HF_EXPERT}down_proj.weight", "h moe_ffn"),
+        Target(f"{_HF_EXPERT}gate_proj.weight", "gate h"),
+        Target(f"{_HF_EXPERT}up_proj.weight", "up h"),
+    ),
+)
 QWEN3_5, QWEN3_6 = (
     beside_vision((*_LAYERS_3_5, *_EXPERTS_FUSED, *_mtp((*_SHARED, *experts))))
     for experts in (_EXPERTS_SINGLE, _EXPERTS_FUSED)

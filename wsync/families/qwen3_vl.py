@@ -16,6 +16,7 @@ from wsync.families.blocks import (
     DENSE_MLP,
     EMBEDDING,
     beside_vision,
+    linear,
     renamed,
     stacked_experts,
     with_bias,
@@ -43,23 +44,19 @@ _BLOCK = "model.visual.blocks.{vision}."
 _MERGED = "(a:merge b:merge c:vision_h)"
 
 
+def _norms(name: str, view: str, target: str) -> tuple[Rule, ...]:
+    kinds = ("weight", "bias")
+    return tuple(renamed(f"{name}{kind}", view, f"{target}.{kind}") for kind in kinds)
+
+
 def _merger(name: str, target: str, cut: str) -> tuple[Rule, ...]:
     """A projection of merged patches; cut: how its dimensions are marked that ranks hold parts
     of."""
-    inner = "(d:merge e:merge f:vision_h)"
+    inner = f"{cut}(d:merge e:merge f:vision_h)"
     return (
-        renamed(
-            f"{name}.linear_fc1.weight", f"{cut}{inner} {_MERGED}", f"{target}.linear_fc1.weight"
-        ),
-        renamed(f"{name}.linear_fc1.bias", f"{cut}{inner}", f"{target}.linear_fc1.bias"),
-        renamed(
-            f"{name}.linear_fc2.weight", f"vision_out {cut}{inner}", f"{target}.linear_fc2.weight"
-        ),
-        renamed(f"{name}.linear_fc2.bias", "vision_out", f"{target}.linear_fc2.bias"),
-        *(
-            renamed(f"{name}.patch_norm.{kind}", "rows:?", f"{target}.norm.{kind}")
-            for kind in ("weight", "bias")
-        ),
+        *linear(f"{name}.linear_fc1", inner, _MERGED, f"{target}.linear_fc1"),
+        *linear(f"{name}.linear_fc2", "vision_out", inner, f"{target}.linear_fc2"),
+        *_norms(f"{name}.patch_norm.", "rows:?", f"{target}.norm"),
     )
 
 
@@ -71,31 +68,18 @@ TOWER: tuple[Rule, ...] = (
         (f"{_BLOCK}attn.qkv", "(q vision_heads d | k vision_heads d | v vision_heads d)"),
         columns="vision_h",
     ),
-    *(
-        renamed(_LAYER + name, view, _BLOCK + target)
-        for name, view, target in (
-            (
-                "self_attention.linear_proj.weight",
-                "vision_h *(vision_heads d:?)",
-                "attn.proj.weight",
-            ),
-            ("self_attention.linear_proj.bias", "vision_h", "attn.proj.bias"),
-            ("mlp.linear_fc1.weight", "*vision_ffn vision_h", "mlp.linear_fc1.weight"),
-            ("mlp.linear_fc1.bias", "*vision_ffn", "mlp.linear_fc1.bias"),
-            ("mlp.linear_fc2.weight", "vision_h *vision_ffn", "mlp.linear_fc2.weight"),
-            ("mlp.linear_fc2.bias", "vision_h", "mlp.linear_fc2.bias"),
-            *(
-                (f"{name}{kind}", "vision_h", f"{norm}.{kind}")
-                for name, norm in (
-                    ("self_attention.linear_qkv.layer_norm_", "norm1"),
-                    ("input_layernorm.", "norm1"),
-                    ("mlp.linear_fc1.layer_norm_", "norm2"),
-                    ("pre_mlp_layernorm.", "norm2"),
-                )
-                for kind in ("weight", "bias")
-            ),
-        )
+    *linear(
+        f"{_LAYER}self_attention.linear_proj",
+        "vision_h",
+        "*(vision_heads d:?)",
+        f"{_BLOCK}attn.proj",
     ),
+    *linear(f"{_LAYER}mlp.linear_fc1", "*vision_ffn", "vision_h", f"{_BLOCK}mlp.linear_fc1"),
+    *linear(f"{_LAYER}mlp.linear_fc2", "vision_h", "*vision_ffn", f"{_BLOCK}mlp.linear_fc2"),
+    *_norms(f"{_LAYER}self_attention.linear_qkv.layer_norm_", "vision_h", f"{_BLOCK}norm1"),
+    *_norms(f"{_LAYER}input_layernorm.", "vision_h", f"{_BLOCK}norm1"),
+    *_norms(f"{_LAYER}mlp.linear_fc1.layer_norm_", "vision_h", f"{_BLOCK}norm2"),
+    *_norms(f"{_LAYER}pre_mlp_layernorm.", "vision_h", f"{_BLOCK}norm2"),
     *_merger(
         "vision_model.decoder.deepstack_merger_list.{vision}",
         "model.visual.deepstack_merger_list.{vision}",
