@@ -22,8 +22,6 @@ from wsync.families.blocks import (
 )
 from wsync.families.rules import Rule
 
-__all__ = ["BAILING_MOE_V2"]
-
 _QKV = with_bias(
     f"{LAYER}self_attention.linear_qkv",
     "*(g (n | k:1 | v:1) d)",

@@ -16,37 +16,6 @@ from dataclasses import replace
 
 from wsync.families.rules import Rule, Target
 
-__all__ = [
-    "ATTENTION",
-    "ATTENTION_REST",
-    "DENSE_MLP",
-    "EMBEDDING",
-    "EXPERTS",
-    "HF_LAYER",
-    "LAYER",
-    "MTP_LAYER",
-    "NORMS",
-    "QKV",
-    "SHARED_EXPERT",
-    "UNGATED_SHARED_EXPERTS",
-    "attention_rules",
-    "beside_vision",
-    "eh_proj",
-    "expert_names",
-    "fused_experts",
-    "gated",
-    "layer_rules",
-    "linear",
-    "moved",
-    "mtp",
-    "renamed",
-    "routed_experts",
-    "shared_experts",
-    "stacked_experts",
-    "vocabulary",
-    "with_bias",
-]
-
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 MTP_LAYER = "mtp.layers.{mtp}."

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from wsync.families.probed_converter import Convert
 
-__all__ = ["bridge_converter"]
-
 
 _EXPERT = re.compile(r"\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
 

@@ -22,8 +22,6 @@ from wsync.families.blocks import (
 )
 from wsync.families.rules import Rule, Target
 
-__all__ = ["DEEPSEEK", "DEEPSEEK_SPARSE", "KIMI_K25", "KIMI_VISION", "LATENT_TOGETHER"]
-
 # SGLang joins the two (deepseek_v2.py), and drops either that comes without the other.
 LATENT_TOGETHER = (("q_a_proj", "kv_a_proj_with_mqa"),)
 

@@ -20,8 +20,6 @@ from wsync.families.blocks import (
 )
 from wsync.families.rules import Rule, Target
 
-__all__ = ["GLM4", "GLM4_MOE"]
-
 # A layer has four norms: one before and one after each half.  Megatron-Core has the outer two only
 # with slime's patch of TransformerLayer, which gives them the checkpoint's names.
 GLM4: tuple[Rule, ...] = (

@@ -15,8 +15,6 @@ from wsync.families.blocks import (
 )
 from wsync.families.rules import Rule, Target
 
-__all__ = ["GPT_OSS"]
-
 _EXPERTS = f"{HF_LAYER}mlp.experts."
 
 

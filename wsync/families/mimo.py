@@ -8,8 +8,6 @@ from __future__ import annotations
 from wsync.families.blocks import ATTENTION, DENSE_MLP, EMBEDDING, mtp
 from wsync.families.rules import Rule
 
-__all__ = ["MIMO"]
-
 _MTP = "model.mtp_layers.{mtp}."
 MIMO: tuple[Rule, ...] = (
     *EMBEDDING,

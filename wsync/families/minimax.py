@@ -9,8 +9,6 @@ from __future__ import annotations
 from wsync.families.blocks import ATTENTION, EMBEDDING, attention_rules, routed_experts
 from wsync.families.rules import Rule
 
-__all__ = ["MINIMAX_M2"]
-
 # Queries and keys are normalised over all heads.  slime calls the norms q_norm and k_norm, and
 # every rank has them whole; Megatron-Bridge gives each rank those of its heads, and the same ones
 # to several ranks where there are fewer key heads than ranks.

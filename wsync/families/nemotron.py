@@ -25,8 +25,6 @@ from wsync.families.blocks import (
 )
 from wsync.families.rules import Rule, Target
 
-__all__ = ["NEMOTRON_FIELDS", "NEMOTRON_H"]
-
 NEMOTRON_FIELDS = {
     "d": ("head_dim", "attention_head_dim", "kv_channels"),
     "mh": ("mamba_num_heads",),

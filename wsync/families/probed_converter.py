@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Convert", "Whole", "converter_of", "is_slimes", "learn"]
-
 Convert = Callable[[str, "Tensor"], list[tuple[str, "Tensor"]]]
 
 _BOXES = 1 << 16  # of one tensor; what has more is no copy of boxes

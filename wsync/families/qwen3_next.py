@@ -39,8 +39,6 @@ from wsync.families.blocks import (
 )
 from wsync.families.rules import Rule, Target
 
-__all__ = ["QWEN3_5", "QWEN3_5_TEXT", "QWEN3_6", "QWEN3_NEXT", "SLIME_MTP"]
-
 _NET = "self_attention."
 _HF_NET = f"{HF_LAYER}linear_attn."
 _QKV = "*key:gk q:gdk | *key:gk k:gdk | *key:gk vn:gn v:gdv"

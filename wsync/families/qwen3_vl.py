@@ -23,9 +23,6 @@ from wsync.families.blocks import (
 )
 from wsync.families.rules import Rule
 
-__all__ = ["QWEN3_VL", "QWEN3_VL_MOE", "TOWER", "VISION", "VISION_FIELDS"]
-
-
 # The vision tower is transformers' own module, whole on every rank of the first stage, or
 # Megatron-Bridge's, of which the rules below know what has another name or is cut.
 VISION = {

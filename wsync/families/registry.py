@@ -36,23 +36,6 @@ from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_6, QWEN3_NEXT
 from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, TOWER, VISION, VISION_FIELDS
 from wsync.families.rules import Expansion, Rule, Together, key_of
 
-__all__ = [
-    "BRIDGED",
-    "COUNTS_FROM_ZERO",
-    "DERIVED",
-    "FAMILIES",
-    "FIELDS",
-    "INTERLEAVED",
-    "LOADERS",
-    "PLAIN",
-    "TOGETHER",
-    "Family",
-    "Model",
-    "family_of",
-    "read_model",
-    "read_sizes",
-]
-
 # Who puts the weights of a checkpoint into a model.  Megatron-Bridge and mbridge, as most, do it so
 # that Megatron-Core computes with them; slime exchanges the halves of some, and back on export.
 LOADERS = ("megatron", "slime")

@@ -53,23 +53,9 @@ from functools import cached_property
 from wsync import _core
 from wsync.module_tensors.kept_together import group_of
 
-__all__ = [
-    "Cut",
-    "Expansion",
-    "Piece",
-    "Rule",
-    "RuleError",
-    "ShardPlacement",
-    "Target",
-    "Together",
-    "may_step",
-    "mtp_numbers",
-]
-
 PAD = "pad"
 INFERRED = "?"
 MAX_DIMENSIONS = 6
-MAX_BOXES = 1 << 20  # far above any real rule; a bound for a mistyped one
 
 _TOKEN = re.compile(r"\w+|\S")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -448,8 +434,6 @@ class Expansion:
             pieces = []
             for target in self.rule.targets:
                 pieces += self._pieces(target, sources, claimed, stepping)
-                if len(pieces) > MAX_BOXES:
-                    raise RuleError(f"{self.rule.name}: more than {MAX_BOXES} boxes")
             if may_step(pieces):
                 break
         for index, source in enumerate(sources):

@@ -22,8 +22,6 @@ from wsync.module_tensors.quantised_names import group_of_parts
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RUNTIME", "RuntimeNames"]
-
 Shape = tuple[int, ...]
 
 _SEEN_LAYER: Final = "model.language_model.layers.{layer}."

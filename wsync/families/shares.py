@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["share_of"]
-
 
 class _Kind(NamedTuple):
     """Modules by part of the names of their classes: `axis`, along which their weight is cut, the

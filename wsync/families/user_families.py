@@ -39,8 +39,6 @@ from wsync import _core
 from wsync.families.registry import BRIDGED, DERIVED, FAMILIES, FIELDS, LOADERS, Family
 from wsync.families.rules import Rule, RuleError, Together, mtp_numbers
 
-__all__ = ["check", "main", "register"]
-
 _Shape = Sequence[int]
 _Place = tuple[int, ...]
 _Fill = tuple[_Shape, collections.Counter[_Place]]
