@@ -110,9 +110,12 @@ class Report:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
+        from wsync.pages.html import fragment
         from wsync.pages.update import update
 
-        return update(self.facts(), self.trace.spans, self.trace.rank)
+        rank, spans = self.trace.rank, self.trace.spans
+        record = {"role": "trainer", "name": f"trainer rank {rank}", "spans": spans}
+        return fragment(update(self.facts(), [record]))
 
     def _quantised(self) -> str:
         if not self.quantised_nbytes:

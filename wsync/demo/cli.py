@@ -14,10 +14,8 @@ from wsync.demo import traces
 from wsync.demo.launcher import MODES, DemoFailed, Settings, run_demo
 from wsync.machine import trace
 from wsync.pages import html
-from wsync.pages.bars import spent
 from wsync.pages.style import KINDS
-from wsync.pages.timeline import timeline
-from wsync.pages.update import update
+from wsync.pages.update import spent, update
 
 _DESCRIPTION = """
 A Megatron trainer in several processes takes optimizer steps and updates two inference engines
@@ -68,10 +66,6 @@ def _parser() -> argparse.ArgumentParser:
             *("mode", "colocated", MODES),
             "how weights travel: " + "; ".join(f"{mode}: {how}" for mode, how in MODES.items()),
         ),
-        (
-            *("broadcast", "auto", ("auto", "bucket", "tensor")),
-            "bucket, tensor: remote engines get whole tensors in broadcasts, as without wsync",
-        ),
     ):
         text += f" (default {default})"
         parser.add_argument(f"--{name}", choices=known, default=default, help=text)
@@ -95,8 +89,8 @@ def _write(files: dict[str, Path | None], folder: Path, facts: dict[str, Any]) -
         last, names = facts["updates"][-1], facts["processes"]
         records = traces.read(folder, {int(pid): name for pid, name in names.items()})
         verdict = "verified" if last["verified"] else "NOT VERIFIED"
-        parts = [html.tag("p", verdict), update(last, [], 0), timeline(records)]
-        text = html.page(f"wsync demo: {facts['model']}", *parts)
+        shown = html.tag("p", verdict), update(last, records)
+        text = html.page(f"wsync demo: {facts['model']}", *shown)
         path.write_text(text, encoding="utf-8")
     if path := files["json"]:
         path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
