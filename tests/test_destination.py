@@ -255,14 +255,6 @@ def bucket(engine: Engine, **tensors: torch.Tensor) -> tuple[bool, str]:
         return False, str(error)
 
 
-def test_a_bucket_may_bring_names_that_the_engine_is_to_ignore() -> None:
-    module = module_of(a=torch.zeros(2), b=torch.zeros(2))
-    engine = engine_of(module, ignore=["vision", "b"])
-    assert bucket(engine, a=torch.ones(2), vision=torch.ones(5))[0]
-    assert engine.receiver.consistent
-    assert (module.a.tolist(), module.b.tolist()) == ([1, 1], [0, 0])
-    success, text = bucket(engine, other=torch.ones(2))
-    assert not success and "other: not in Module" in text
 
 
 def test_tensors_that_no_engine_makes_use_of_are_named(caplog: pytest.LogCaptureFixture) -> None:

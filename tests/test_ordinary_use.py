@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,6 @@ from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import draw, same
 
 import wsync
-from wsync.demo.engines.serve import _bind
 from wsync.layout import from_tensors
 
 QUIET = wsync.Options(deadline=60.0, progress=False)
@@ -106,22 +103,3 @@ def test_the_hard_limit_of_descriptors_counts_and_the_soft_one_is_raised(
     assert len(said) == engine.workers
     assert f"weights lie in {len(weights)} pieces of shared memory" in said[0]
     assert f"may open {len(weights) - 1} (1/4 of its `ulimit -Hn`)" in said[0]
-
-
-def test_the_rest_of_an_answer_does_not_wait_for_an_acknowledgement_of_its_head() -> None:
-    """Which takes 40 ms.  asyncio, and uvicorn with it, sets TCP_NODELAY if it knows a socket for
-    one of TCP."""
-
-    async def accepted() -> int:
-        found = asyncio.get_running_loop().create_future()
-
-        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = writer.get_extra_info("socket")
-            found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
-
-        async with await asyncio.start_server(connected, sock=_bind("127.0.0.1", 0)) as server:
-            with socket.create_connection(server.sockets[0].getsockname(), 20):
-                return await asyncio.wait_for(found, 20)
-
-    assert asyncio.run(accepted())

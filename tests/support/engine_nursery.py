@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, Pipe
 import requests
 from support.procs import spawned
 
-_NEEDED = ("uvicorn", "wsync.demo.engines.app", "transformers.models.qwen3.modeling_qwen3")
+_NEEDED = ("wsync.demo.engines.server", "transformers.models.qwen3.modeling_qwen3")
 _PATIENCE = 120.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 

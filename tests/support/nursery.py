@@ -40,7 +40,7 @@ _NEEDED = {
     ),
     "support.forked_demo": ("wsync.demo.preload",),
     "support.played_demo": ("wsync.demo.preload",),
-    _ENGINE: ("uvicorn", "wsync.demo.engines.app", "transformers.models.qwen3.modeling_qwen3"),
+    _ENGINE: ("wsync.demo.engines.server", "transformers.models.qwen3.modeling_qwen3"),
 }
 
 
@@ -136,9 +136,9 @@ def install() -> None:
     """Has the demo's engines be forked where there is a nursery, as far as this process starts
     them."""
     if ADDRESS in os.environ:
-        import wsync.demo.engines.logged_process
+        import wsync.demo.engines.serve
 
-        wsync.demo.engines.logged_process.Popen = Popen
+        wsync.demo.engines.serve.Popen = Popen
 
 
 def _nursery_of(

@@ -25,8 +25,8 @@ from wsync._core import (
     RemoteError,
     WsyncError,
 )
-from wsync.demo.engines.logged_process import Child
 from wsync.demo.engines.model_worker import ModelWorker
+from wsync.demo.engines.serve import Child
 from wsync.engine.update_groups import BROADCAST_SECONDS
 from wsync.handles.sglang_base import check_payloads
 from wsync.machine.daemon_threads import Lane
@@ -268,10 +268,19 @@ def serve(descriptor: int) -> None:
                 make, settings = argument
                 worker, what, argument = make(**settings), "ping", None
             assert worker is not None
-            reply = (True, worker.answer(what, argument))
+            reply = (True, _answer(worker, what, argument))
         except WsyncError as error:
             reply = (False, str(error))
         except Exception as error:
             who = "worker" if worker is None else f"worker {worker.rank}"
             reply = (False, f"{who}: {type(error).__name__}: {error}")
         pipe.send(reply)
+
+
+def _answer(worker: ModelWorker, what: str, argument: Any) -> Any:
+    """The answer to one question; most are methods."""
+    if what == "ping":
+        return None
+    if what == "state":
+        return worker.updates.trouble, worker.updates.weight_version
+    return getattr(worker, what)(**(argument or {}))

@@ -108,7 +108,7 @@ def make_model(folder: Path) -> None:
 
 
 def _sglang(model: str, port: int) -> tuple[dict[str, str], list[str]]:
-    words = ["-m", "wsync.demo.sglang_cpu_server", "--model-path", model, "--port", str(port)]
+    words = ["-m", "wsync.demo.sglang_cpu", "--model-path", model, "--port", str(port)]
     words += ["--custom-weight-loader", "wsync.sglang.load_weights"]
     words += ["--device", "cpu", "--dtype", "float32", "--skip-tokenizer-init"]
     words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wsync._core import DeadlineError
-from wsync.demo.progress import shown
-from wsync.machine.deadline import Deadline
 from wsync.machine.installed_modules import importable
 from wsync.machine.temporary_environment import variable
 
@@ -28,7 +25,6 @@ MODES = {  # and how weights travel in each
     "disk": "through a checkpoint, which the engines load",
 }
 _FACTS = "facts.json"  # rank 0's
-_SECONDS = 600.0
 _LEAVE_SECONDS = 10.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -47,7 +43,6 @@ class Settings:
     ep: int
     updates: int = 3
     mode: str = "colocated"
-    broadcast: str = "auto"
     layers: int = 4
     heads: int = 8
     query_groups: int = 4
@@ -61,8 +56,6 @@ class Settings:
                 raise ValueError(f"--{name} {size}: must divide {most}")
         if self.ep > 1 and self.model != "qwen3-moe":
             raise ValueError(f"--ep {self.ep}: {self.model} has no experts")
-        if self.broadcast != "auto" and self.mode not in ("distributed", "mixed"):
-            raise ValueError(f"--broadcast {self.broadcast}: not in mode {self.mode}")
         if self.updates < 1:
             raise ValueError(f"--updates {self.updates}: at least 1")
 
@@ -105,7 +98,7 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     Raises:
         DemoFailed: a process failed or died; the others have been ended.
     """
-    needed = ("torch", "transformers", "fastapi", "uvicorn", "megatron.core")
+    needed = ("torch", "transformers", "megatron.core")
     missing = [name for name in needed if not importable(name)]
     if missing:
         raise DemoFailed(f"{', '.join(missing)}: not installed; wsync's extra [demo] brings it")
@@ -137,17 +130,16 @@ def _run_ranks(settings: Settings, folder: Path) -> None:
             multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
-    others = multiprocessing.active_children()
     try:
-        with shown("importing torch, transformers and megatron-core"):
-            from torch.multiprocessing.spawn import start_processes
+        print("importing torch, transformers and megatron-core", flush=True)
+        from torch.multiprocessing.spawn import start_processes
 
-            start: Any = start_processes
-            given = (settings, folder)
-            ranks = start(_rank, given, settings.ranks, join=False, start_method="forkserver")
+        start: Any = start_processes
+        given = (settings, folder)
+        ranks = start(_rank, given, settings.ranks, join=False, start_method="forkserver")
         _await(ranks)
     finally:
-        processes = [each for each in multiprocessing.active_children() if each not in others]
+        processes = multiprocessing.active_children()
         for process in processes:
             process.terminate()
         for process in processes:
@@ -158,12 +150,9 @@ def _run_ranks(settings: Settings, folder: Path) -> None:
 def _await(ranks: Any) -> None:
     from torch.multiprocessing.spawn import ProcessException
 
-    deadline = Deadline(_SECONDS)
     try:
-        while not ranks.join(deadline.left):
-            deadline.check("the trainer's processes did not finish")
-    except DeadlineError as error:
-        raise DemoFailed(str(error)) from None
+        while not ranks.join():
+            pass
     except ProcessException as error:
         raise DemoFailed(f"trainer rank {error.error_index} failed: {error}") from None
 

@@ -1,7 +1,14 @@
-"""What stands in for SGLang's kernels, and for packages that nothing calls, on a CPU."""
+"""`python -m wsync.demo.sglang_cpu ARGUMENTS` is `python -m sglang.launch_server ARGUMENTS` on a
+CPU, without SGLang's kernels and the CUDA packages that it depends on.
+
+What these give has stand-ins; nothing of SGLang's own is changed.  The server's other processes
+import this module, too, before anything of SGLang: multiprocessing has them import the one that
+Python was started with.
+"""
 
 from __future__ import annotations
 
+import runpy
 import sys
 import types
 from collections.abc import Iterable
@@ -43,3 +50,9 @@ def stand_in(missing: Iterable[str]) -> None:
     mapping.register = lambda self, key, value, exist_ok=False: register(
         self, key, value, exist_ok=True
     )
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    stand_in(NEEDED_BY_NO_SERVER)
+if __name__ == "__main__":
+    runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 from wsync._core import DeadlineError, InvalidArgumentError, StateError
@@ -16,47 +16,34 @@ REQUEST_SECONDS: Final = 600.0
 class Ticket:
     """One running request.  Both flags are set by others and read between two steps."""
 
-    def __init__(self, rid: str) -> None:
-        self.rid = rid
-        self.aborted = False
-        self.retracted = False
+    aborted = False
+    retracted = False
 
 
 class Gate:
     """Orders the threads of one engine.
 
-    Requests wait outside while the engine is paused or an update waits or runs.  A running
-    request asks before every step.  pause: "abort" ends running requests and waits until they
-    are gone, "retract" makes them start over from their tokens when generation continues,
-    "in_place" freezes them where they are.  An update of an engine that is not paused waits
-    for running requests; in a paused engine it runs at once, and resume waits for it.
+    Requests wait outside while the engine is paused.  A running request asks before every step.
+    pause: "abort" ends running requests and waits until they are gone, "retract" makes them start
+    over from their tokens when generation continues, "in_place" freezes them where they are.
+    Steps and updates are alone with the weights; resume waits for an update.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._paused: str | None = None
+        self._paused = False
         self._running: set[Ticket] = set()
-        self._stepping = 0
-        self._updating = False
-        self._updates_waiting = 0
-
-    @property
-    def paused(self) -> bool:
-        return self._paused is not None
+        self._writing = False  # a step or an update is alone with the weights
 
     def busy(self) -> int:
         """Number of requests that have begun and not ended."""
         return len(self._running)
 
     @contextmanager
-    def request(self, rid: str, timeout: float) -> Iterator[Ticket]:
-        ticket = Ticket(rid)
+    def request(self) -> Iterator[Ticket]:
+        ticket = Ticket()
         with self._changed:
-            self._wait(
-                lambda: not (self.paused or self._updating or self._updates_waiting),
-                timeout,
-                "the engine stays paused",
-            )
+            self._wait(lambda: not self._paused, REQUEST_SECONDS, "the engine stays paused")
             self._running.add(ticket)
         try:
             yield ticket
@@ -65,84 +52,53 @@ class Gate:
                 self._running.discard(ticket)
                 self._changed.notify_all()
 
-    @contextmanager
-    def step(self, ticket: Ticket, timeout: float) -> Iterator[bool]:
-        """One step at a time; yields False if the request was aborted."""
-        with self._changed:
-            self._wait(
-                lambda: ticket.aborted or not (self.paused or self._updating or self._stepping),
-                timeout,
-                "the engine stays paused",
-            )
-            go = not ticket.aborted
-            self._stepping += go
-        try:
-            yield go
-        finally:
-            with self._changed:
-                self._stepping -= go
-                self._changed.notify_all()
+    def step(self, ticket: Ticket) -> AbstractContextManager[None]:
+        """Around a step of a request, which first looks whether it was aborted."""
+        return self._alone(
+            lambda: ticket.aborted or not self._paused, REQUEST_SECONDS, "the engine stays paused"
+        )
 
-    def pause(self, mode: str, timeout: float) -> None:
+    def update(self, timeout: float) -> AbstractContextManager[None]:
+        """Around what reads or writes all weights."""
+        return self._alone(lambda: True, timeout, "a step or an update does not end")
+
+    def pause(self, mode: str) -> None:
         if mode not in PAUSE_MODES:
             raise InvalidArgumentError(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
         with self._changed:
-            self._paused = mode
+            self._paused = True
             for ticket in self._running:
                 ticket.aborted |= mode == "abort"
                 ticket.retracted |= mode == "retract"
             self._changed.notify_all()
             if mode == "abort":
-                self._wait(lambda: not self._running, timeout, "requests do not end")
-            elif mode == "retract":
-                self._wait(lambda: not self._stepping, timeout, "a step does not end")
+                self._wait(lambda: not self._running, REQUEST_SECONDS, "requests do not end")
 
-    def abort(self, rid: str | None) -> None:
-        """Ends one running request, or all of them (None)."""
-        with self._changed:
-            for ticket in self._running:
-                ticket.aborted |= rid is None or ticket.rid == rid
-            self._changed.notify_all()
+    def resume(self) -> None:
+        with self.update(REQUEST_SECONDS):
+            self._paused = False
 
-    def resume(self, timeout: float) -> None:
-        with self._changed:
-            self._wait(lambda: not self._updating, timeout, "a weight update does not end")
-            self._paused = None
-            self._changed.notify_all()
-
-    @contextmanager
-    def update(self, timeout: float) -> Iterator[None]:
-        """Alone with the weights."""
-        with self._changed:
-            self._updates_waiting += 1
-            try:
-                self._wait(
-                    lambda: (
-                        not (self._updating or self._stepping)
-                        and (self.paused or not self._running)
-                    ),
-                    timeout,
-                    "requests do not end",
-                )
-                self._updating = True
-            finally:
-                self._updates_waiting -= 1
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._updating = False
-                self._changed.notify_all()
-
-    def flush(self) -> None:
+    def flush(self) -> str:
         """StateError while a request keeps what it has computed, unlike one that was retracted."""
         with self._changed:
             if keeping := [ticket for ticket in self._running if not ticket.retracted]:
                 raise StateError(
                     f"Cache not flushed because there are pending requests: {len(keeping)} running"
                 )
+        return "Cache flushed."
 
-    def _wait(self, ready: Callable[[], object], timeout: float, otherwise: str) -> None:
+    @contextmanager
+    def _alone(self, ready: Callable[[], bool], timeout: float, otherwise: str) -> Iterator[None]:
+        with self._changed:
+            self._wait(lambda: not self._writing and ready(), timeout, otherwise)
+            self._writing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], timeout: float, otherwise: str) -> None:
         if not self._changed.wait_for(ready, timeout):
             raise DeadlineError(f"{otherwise}: waited {seconds(timeout)}")

@@ -1,6 +1,6 @@
 """One worker of an engine: its weights, and the requests that write to them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ from wsync.checkpoints.safetensors_layout import Checkpoint
 from wsync.engine.destination import named_tensors, state_of
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import Loader, ModuleLoader
-from wsync.engine.update_groups import BROADCAST_SECONDS, Named, UpdateGroups
+from wsync.engine.update_groups import Named, UpdateGroups
 from wsync.machine.deadline import Deadline
 from wsync.messages import control, payload
 from wsync.module_tensors.names_in_messages import unfused
@@ -27,17 +27,15 @@ class ModelWorker:
     """What every engine's worker does.  Subclasses say how tensors get into their model.
 
     `end` is when whoever asks waits no longer; `weight_version` what the weights are called from
-    then on, or None.  `request` stands for these and flush_cache.
+    then on, or None.
     """
-
-    broadcast_seconds = BROADCAST_SECONDS
 
     def __init__(self, loader: Loader, *, rank: int = 0, weight_version: str = "default") -> None:
         self.rank = rank
         self.receiver = Receiver(loader, worker=rank)
         self.updates = self.receiver.state
         self.updates.weight_version = weight_version
-        self._groups = UpdateGroups(rank)
+        self.groups = UpdateGroups(rank)
 
     # --- what subclasses say ----------------------------------------------------------------
 
@@ -52,33 +50,25 @@ class ModelWorker:
         """Around what writes to the weights."""
         return nullcontext()
 
-    def flush(self) -> None:
-        """Forgets what was computed with the weights; StateError while that is in use."""
-
-    # --- questions of a process --------------------------------------------------------------
-
-    def answer(self, what: str, argument: Any) -> Any:
-        """The answer to one question: what the method of that name returns."""
-        return getattr(self, what)(**(argument or {}))
-
-    def ping(self) -> None:
-        """Nothing: that there is an answer is all."""
-
-    def state(self) -> tuple[str, str]:
-        return self.updates.trouble, self.updates.weight_version
-
     # --- requests ----------------------------------------------------------------------------
 
-    def update(self, data: bytes, *, load_format: str | None, end: Deadline, **request: Any) -> str:
+    def update(
+        self,
+        data: bytes,
+        *,
+        load_format: str | None,
+        end: Deadline,
+        weight_version: str | None = None,
+    ) -> str:
         """A control message, or a bucket in a stock engine's payload; a text about it."""
         content: Any = payload.load(data)
         if load_format == control.LOAD_FORMAT:
             with self.exclusive(end):
-                success, text = self.receiver.answer(content, version=request["weight_version"])
+                success, text = self.receiver.answer(content, version=weight_version)
             if not success:
                 raise RemoteError(text)
             return text
-        with self._bucket(end, **request):
+        with self._bucket(end, weight_version):
             self.load_weights(_tensors(content, load_format))
         return "Success"
 
@@ -87,58 +77,50 @@ class ModelWorker:
         model_path: str,
         *,
         end: Deadline,
-        load_format: str | None = None,
         weight_version: str | None = None,
-        flush_cache: bool = False,
     ) -> None:
         """A checkpoint folder.  One that is not whole is refused before anything is loaded."""
-        if load_format not in (None, "auto", "safetensors"):
-            raise InvalidArgumentError(f"load_format {load_format!r}: only safetensors here")
         with self.exclusive(end):
-            if flush_cache:
-                self.flush()
             checkpoint = Checkpoint(Path(model_path).resolve())  # a link may move meanwhile
             self.check_fit({name: place.shape for name, place in checkpoint.places.items()})
             with self.updates.replacing(f"loading {model_path}", weight_version):
                 for path in checkpoint.files:
                     self.load_weights(list(load_file(path).items()))
 
-    def init_weights_update_group(
-        self, *, end: Deadline, timeout: float | None = None, **group: Any
-    ) -> None:
-        """Joins a process group for updates; see wsync.engine.update_groups.  timeout: seconds that
-        a broadcast may take; None: broadcast_seconds."""
-        timeout = self.broadcast_seconds if timeout is None else timeout
-        self._groups.init(meeting=end.left, timeout=timeout, **group)
+    def init_weights_update_group(self, *, end: Deadline, **group: Any) -> None:
+        """Joins a process group for updates, as UpdateGroups.init does."""
+        self.groups.init(meeting=end.left, **group)
 
     def destroy_weights_update_group(self, *, group_name: str, end: Deadline) -> None:
-        self._groups.destroy(group_name)
+        self.groups.destroy(group_name)
 
     def update_weights_from_distributed(
         self,
         *,
         names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
         group_name: str,
         end: Deadline,
+        load_format: str | None = None,
         weight_version: str | None = None,
-        flush_cache: bool = False,
-        **what: Any,
     ) -> None:
         """Takes what a trainer broadcasts."""
-        with self._groups.announced(group_name), self._bucket(end, weight_version, flush_cache):
-            received = self._groups.receive(
-                timeout=end.left, names=names, group_name=group_name, **what
+        with self.groups.announced(group_name), self._bucket(end, weight_version):
+            received = self.groups.receive(
+                names=names,
+                dtypes=dtypes,
+                shapes=shapes,
+                group_name=group_name,
+                load_format=load_format,
+                timeout=end.left,
             )
             self.load_weights(received)
 
     @contextmanager
-    def _bucket(
-        self, end: Deadline, weight_version: str | None = None, flush_cache: bool = False
-    ) -> Iterator[None]:
+    def _bucket(self, end: Deadline, weight_version: str | None) -> Iterator[None]:
         """Around one bucket."""
         with self.exclusive(end), self.updates.only():
-            if flush_cache:
-                self.flush()
             yield
             self.updates.bucket_loaded(weight_version)
 
@@ -147,7 +129,6 @@ class ModuleWorker(ModelWorker):
     """Whole tensors go to the parameters and persistent buffers of their names; see
     wsync.engine.ring_loaders.ModuleLoader.
 
-    ignore: tensor names that an update may lack, or bring although the module does not have them.
     threads: copy threads.
     """
 
@@ -155,23 +136,18 @@ class ModuleWorker(ModelWorker):
         self,
         module: torch.nn.Module,
         *,
-        ignore: Iterable[str] = (),
         threads: int = 1,
         weight_version: str = "default",
     ) -> None:
-        self.ignore = frozenset(ignore)
-        super().__init__(
-            ModuleLoader(module, ignore=self.ignore, threads=threads), weight_version=weight_version
-        )
+        super().__init__(ModuleLoader(module, threads=threads), weight_version=weight_version)
         self.module = module
 
     def check_fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        named_tensors(self.module, shapes, self.ignore)
+        named_tensors(self.module, shapes)
 
     def load_weights(self, weights: Named) -> None:
         """Copies by name.  What fits is checked before the first byte is written."""
         state = state_of(self.module)
-        weights = [(name, t) for name, t in weights if name in state or name not in self.ignore]
         facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
         check_fit(weights, facts, type(self.module).__name__)
         with torch.no_grad():

@@ -5,27 +5,89 @@ import contextlib
 import json
 import os
 import select
-import socket
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
     LayoutError,
+    PeerClosedError,
     WsyncError,
 )
-from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, Checkpoint
-from wsync.demo.engines.logged_process import Child
-from wsync.machine.deadline import POLL_SECONDS, Deadline, seconds
+from wsync.checkpoints.safetensors_layout import INDEX, Checkpoint
+from wsync.machine.deadline import seconds
+from wsync.machine.fork_guard import Owner
 
 _EXIT_USAGE = 2
 _STOP_SECONDS = 10.0
+_TAIL_NBYTES = 2000
+
+
+class Child:
+    """A running command with a readable log.  Its standard input and output are pipes (the child
+    takes the end of its input for the end of its parent), its standard error is a file that is read
+    for messages.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        name: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self._owner = Owner()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        try:
+            self.process = Popen(
+                command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=self._log,
+                env={**os.environ, **(environment or {})},
+                pass_fds=tuple(pass_fds),
+                bufsize=0,
+            )
+        except BaseException:
+            self._log.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log(self) -> str:
+        """The end of what the process wrote to its standard error."""
+        if self._log.closed:
+            return ""
+        descriptor = self._log.fileno()
+        start = max(0, os.fstat(descriptor).st_size - _TAIL_NBYTES)
+        return os.pread(descriptor, _TAIL_NBYTES, start).decode("utf-8", "replace").strip()
+
+    def close(self) -> None:
+        """Ends the process; more than once does no harm, nor does it in a process that was forked
+        from the one that started it."""
+        if not self._owner:
+            return
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self.process.terminate()
+        try:
+            self.process.wait(_STOP_SECONDS)
+        except TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
 
 
 class ServerProcess(Child):
@@ -42,15 +104,15 @@ class ServerProcess(Child):
     def await_port(self, timeout: float) -> None:
         """Waits until the engine says its port, where it listens from then on."""
         assert self.process.stdout is not None
-        deadline = Deadline(timeout)
-        while deadline.left:
-            if select.select([self.process.stdout], [], [], POLL_SECONDS)[0]:
-                if line := self.process.stdout.readline():
-                    self.url = f"http://127.0.0.1:{json.loads(line)['port']}"
-                    return
-                self.process.wait(_STOP_SECONDS)
-            self.check_alive()
-        raise DeadlineError(f"engine {self.name}: no port after {seconds(timeout)}: {self.log()}")
+        if not select.select([self.process.stdout], [], [], timeout)[0]:
+            raise DeadlineError(
+                f"engine {self.name}: no port after {seconds(timeout)}: {self.log()}"
+            )
+        line = self.process.stdout.readline()
+        if not line:
+            status = self.process.wait(_STOP_SECONDS)
+            raise PeerClosedError(f"engine {self.name}: ended with {status}: {self.log()}")
+        self.url = f"http://127.0.0.1:{json.loads(line)['port']}"
 
 
 def serve_in_process(
@@ -114,7 +176,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
         model, found = auto.from_pretrained(
             path, local_files_only=True, output_loading_info=True, **options
         )
-        if names := sorted(set(found["missing_keys"]) - set(arguments.ignore)):
+        if names := sorted(found["missing_keys"]):
             # transformers warns, and draws them
             raise LayoutError(f"{path}: the checkpoint lacks {listed(names)}")
     else:
@@ -131,73 +193,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of `python -m wsync.demo.engines.transformers`.
 
     What it asks for that cannot be had ends the process with status 2 and a line that says so."""
-    import uvicorn
-
-    from wsync.demo.engines.transformers import create_app
+    from wsync.demo.engines.server import EngineServer
+    from wsync.demo.engines.transformers import Engine
 
     parser = command_line()
     options = parser.parse_args(arguments)
     with contextlib.ExitStack() as stack:
         try:
-            listener = stack.enter_context(_bind(options.host, options.port))
+            server = stack.enter_context(EngineServer(options.host, options.port))  # before a model
             if options.model:  # once: a trainer's `latest` may move between two files
                 options.model = os.path.realpath(options.model)
             model, tokenizer = load(options)
-            version = options.weight_version or _stored_version(options.model) or "default"
-            app = create_app(
+            engine = Engine(
                 model,
                 tokenizer=tokenizer,
-                api_key=options.api_key or os.environ.get("WSYNC_API_KEY") or None,
                 model_path=options.model or options.config,
-                weight_version=version,
-                ignore=options.ignore,
+                weight_version=_stored_version(options.model),
                 threads=options.threads,
-                broadcast_seconds=options.broadcast_seconds,
             )
         except (OSError, ValueError, WsyncError) as error:  # transformers' are among them
             text = " ".join(str(error).split())
             parser.exit(_EXIT_USAGE, f"{parser.prog}: {text}\n")
-        listener.listen()  # requests are answered as soon as the server runs
-        print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
-        level = "warning" if options.child else "info"
-        server = uvicorn.Server(uvicorn.Config(app, log_level=level, access_log=False))
+        server.open(engine, api_key=options.api_key or os.environ.get("WSYNC_API_KEY"))
+        print(json.dumps({"port": server.port}), flush=True)
         if options.child:
-            threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
-        server.run(sockets=[listener])
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        server.serve_forever()
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket that has a port before a model is loaded, and does not listen yet."""
-    listener = socket.socket(proto=socket.IPPROTO_TCP)  # or asyncio sets no TCP_NODELAY
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise InvalidArgumentError(f"{host}:{port}: {error}") from error
-    return listener
+def _stored_version(folder: str | None) -> str:
+    """The weight version of a checkpoint that a trainer has written."""
+    stored = folder and Path(folder, INDEX).exists() and Checkpoint(folder).weight_version
+    return stored or "default"
 
 
-def _stored_version(folder: str | None) -> str | None:
-    """The weight version of a checkpoint that a trainer has written, or None.  Where there is one
-    file for all weights, transformers reads that, and an index is of others."""
-    if folder is None or not Path(folder, INDEX).exists() or Path(folder, SINGLE).exists():
-        return None
-    return Checkpoint(folder).weight_version
-
-
-def _end_with_parent(server: Any) -> None:
+def _end_with_parent() -> None:
     """The parent holds the other end of standard input: its end of file is the parent's end."""
     while os.read(0, 4096):  # not sys.stdin, whose lock would be held at exit
         pass
-    server.should_exit = True
-    time.sleep(_STOP_SECONDS / 2)
-    os._exit(1)  # requests that wait would keep the server up
+    os._exit(0)  # whatever waits
 
 
 def command_line() -> argparse.ArgumentParser:
-    from wsync.engine.update_groups import BROADCAST_SECONDS
-
     parser = argparse.ArgumentParser(
         prog="python -m wsync.demo.engines.transformers",
         description="A small inference engine with SGLang's weight-update endpoints.",
@@ -211,19 +249,5 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", help="torch's name of a dtype")
     parser.add_argument("--seed", type=int, default=0, help="of random weights")
     parser.add_argument("--threads", type=int, default=1, help="of torch and of copies")
-    parser.add_argument(
-        "--broadcast-seconds",
-        type=float,
-        default=BROADCAST_SECONDS,
-        help=f"the most that one broadcast of a trainer may take, by default {BROADCAST_SECONDS:g}",
-    )
-    parser.add_argument("--weight-version", help="by default the checkpoint's, if it has one")
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a tensor that the checkpoint or an update may lack, or bring without use",
-    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser

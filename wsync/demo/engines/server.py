@@ -1,0 +1,132 @@
+"""SGLang's HTTP endpoints in front of an Engine (paths and answers of SGLang 0.5.23)."""
+
+import hmac
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import TYPE_CHECKING, Any, Final
+
+from wsync._core import InvalidArgumentError, WsyncError
+from wsync.demo.engines.gate import REQUEST_SECONDS
+from wsync.machine.deadline import Deadline
+from wsync.machine.error_text import error_text
+
+if TYPE_CHECKING:
+    from wsync.demo.engines.transformers import Engine
+
+_UPDATES: Final = (
+    "update_weights_from_tensor",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+)
+
+
+class EngineServer(ThreadingTCPServer):
+    """Has its port from the start, and takes requests once it has an engine: each connection in a
+    thread of its own, so that requests that wait do not lock out those that end their wait."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises InvalidArgumentError where it cannot have the port."""
+        super().__init__((host, port), _Requests, bind_and_activate=False)
+        try:
+            self.server_bind()
+        except (OSError, OverflowError) as error:
+            self.server_close()
+            raise InvalidArgumentError(f"{host}:{port}: {error}") from error
+
+    @property
+    def port(self) -> int:
+        return int(self.socket.getsockname()[1])
+
+    def open(self, engine: "Engine", *, api_key: str | None = None) -> None:
+        """Takes requests, for `serve_forever` to answer.  api_key: asked for as a bearer key
+        everywhere but on /health."""
+        calls = _calls(engine).items()
+        self._calls = {path: (call, inspect.signature(call).parameters) for path, call in calls}
+        self._api_key = api_key
+        self.server_activate()
+
+    def answer(self, path: str, key: str, data: bytes) -> tuple[int, Any]:
+        """Status and content.  The fields of a body that an endpoint does not know are passed
+        over, as SGLang does."""
+        wanted = f"Bearer {self._api_key}".encode()
+        if self._api_key and path != "/health" and not hmac.compare_digest(key.encode(), wanted):
+            return 401, {"error": "Unauthorized"}
+        if path[1:] not in self._calls:
+            return 404, {"message": "Not Found"}
+        call, known = self._calls[path[1:]]
+        try:
+            fields = json.loads(data or b"{}").items()
+            found = call(**{name: value for name, value in fields if name in known})
+        except Exception as error:  # torch's, too, of a content that is none of a tensor's
+            text = str(error) if isinstance(error, WsyncError) else error_text(error)
+            return 400, {"success": False, "status": "error", "message": text}
+        if isinstance(found, dict):
+            return 200, found
+        return 200, {"success": True, "status": "ok", "message": found or "Success"}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client may end it at any time
+            super().handle_error(request, client_address)
+
+
+def _calls(engine: "Engine") -> dict[str, Callable[..., Any]]:
+    """What each path calls with the fields of a request's body.  What is returned is the answer,
+    unless it is a text about a success, or None."""
+    return {
+        "health": lambda: {},
+        "model_info": engine.model_info,
+        "server_info": engine.server_info,
+        "weights_checker": lambda: {"success": True, "ranks": [{"checksums": engine.checksums()}]},
+        "pause_generation": lambda mode="abort": engine.gate.pause(mode),
+        "continue_generation": engine.continue_generation,
+        "flush_cache": engine.gate.flush,
+        "generate": engine.generate,
+        "wsync/logits": engine.logits,  # ours: fp32 [tokens, vocab] of a prompt
+        "init_weights_update_group": partial(engine.groups.init, meeting=REQUEST_SECONDS),
+        "destroy_weights_update_group": engine.groups.destroy,
+        **{name: _in_time(getattr(engine, name)) for name in _UPDATES},
+    }
+
+
+def _in_time(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Has a request wait for others no longer than any other."""
+
+    @wraps(update)
+    def call(**fields: Any) -> Any:
+        return update(**fields, end=Deadline(REQUEST_SECONDS))
+
+    return call
+
+
+class _Requests(BaseHTTPRequestHandler):
+    """Those of one connection."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1  # an answer is sent whole
+    server: EngineServer
+
+    def do_POST(self) -> None:
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path, key = self.path.partition("?")[0], self.headers.get("Authorization") or ""
+        status, content = self.server.answer(path, key, data)
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
