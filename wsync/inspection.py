@@ -19,7 +19,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +33,10 @@ from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.trainer.requests import Calls
 
 _UNKNOWN: Final = "unknown"
+_HEADS: Final = (
+    *("worker", "model", "tensors", "boxes", "fills", "copies", "fallbacks", "bytes kept"),
+    *("rounds", "ring bytes"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,45 +96,18 @@ class EngineReport:
     unasked: str = ""
 
 
-def inspect(
-    engine: object,
-    *,
-    workers: int | None = None,
-    api_key: str | None = None,
-    timeout: float = 30.0,
-) -> list[WorkerReport]:
-    """Asks every worker of an engine, given as to `wsync.handle`, what it keeps.
+def look(engine: object, *, api_key: str | None = None, timeout: float = 30.0) -> EngineReport:
+    """Asks an engine, given as to `wsync.handle`, what it is and what it calls its weights, and its
+    workers what they keep, where they run wsync's loader.
 
     Raises:
-        UnsupportedError: the engine does not run wsync's loader.
+        DeadlineError: it does not answer, or a worker does not: it may be on another host.
         RemoteError: it refuses; an update may be running.
-        DeadlineError: a worker does not answer: it may be on another host.
-    """
-    check_seconds("timeout", timeout)
-    asked = handle(engine, workers=workers, api_key=api_key, timeout=timeout)
-    deadline = Deadline(timeout)
-    if without := _without(asked, deadline.left):
-        raise _core.UnsupportedError(f"engine {asked.name}: {without}")
-    return _asked(asked, deadline)
-
-
-def look(
-    engine: object,
-    *,
-    workers: int | None = None,
-    api_key: str | None = None,
-    timeout: float = 30.0,
-) -> EngineReport:
-    """Asks an engine what it is and what it calls its weights, and its workers as `inspect` does,
-    where they run wsync's loader.
-
-    Raises:
-        WsyncError: it does not answer, or a worker of it does not.
     """
     check_seconds("timeout", timeout)
     deadline = Deadline(timeout)
     try:
-        asked = handle(engine, workers=workers, api_key=api_key, timeout=timeout)
+        asked = handle(engine, api_key=api_key, timeout=timeout)
     except _core.RemoteError as error:
         if not (isinstance(engine, str) and engine.startswith("vllm+")):
             raise
@@ -225,19 +202,16 @@ def _ask(engine: EngineHandle, deadline: Deadline) -> list[WorkerReport]:
     return sorted(found, key=lambda worker: worker.worker)
 
 
-def _rows(workers: Sequence[WorkerReport]) -> list[list[str]]:
-    """A head, and a row for each worker."""
-    rows = [["worker", "model", "tensors", "boxes", "fills", "copies", "fallbacks", "bytes kept"]]
-    for each in workers:
-        row = [str(each.worker), each.module or each.loader]
-        if each.unlearnt:
-            rows.append([*row, *"-----", "-"])
-        else:
-            share = each.kept_nbytes / each.model_nbytes if each.model_nbytes else 0.0
-            counts = (len(each.tensors), each.boxes, each.fills, each.copies, len(each.fallbacks))
-            kept = f"{each.kept_nbytes:,} ({share:.0%} of {each.model_nbytes:,})"
-            rows.append([*row, *(f"{count:,}" for count in counts), kept])
-    return rows
+def _row(each: WorkerReport) -> list[str]:
+    row = [str(each.worker), each.module or each.loader]
+    if each.unlearnt:
+        row += ["-"] * 6
+    else:
+        share = each.kept_nbytes / each.model_nbytes if each.model_nbytes else 0.0
+        counts = (len(each.tensors), each.boxes, each.fills, each.copies, len(each.fallbacks))
+        row += [f"{count:,}" for count in counts]
+        row.append(f"{each.kept_nbytes:,} ({share:.0%} of {each.model_nbytes:,})")
+    return [*row, f"{each.rounds:,}", f"{each.ring_nbytes:,}"]
 
 
 def _notes(workers: Sequence[WorkerReport]) -> list[str]:
@@ -253,37 +227,9 @@ def _notes(workers: Sequence[WorkerReport]) -> list[str]:
     return [f"worker {', '.join(map(str, who))}: {text}" for text, who in notes.items()]
 
 
-def summary(found: EngineReport) -> list[tuple[str, str]]:
-    """What there is to say of an engine as a whole: what, and its value."""
-    version = _UNKNOWN if found.weight_version is None else found.weight_version
-    rows = [
-        ("server", found.server),
-        ("weight version", version),
-    ]
-    if any(each.rounds for each in found.workers):
-        rings = (
-            (each.worker, f"rounds: {each.rounds:,}, ring: {each.ring_nbytes:,} bytes")
-            for each in found.workers
-        )
-        rows.append(("last update by wsync", _together(rings)))
-    if found.unasked:
-        rows.append(("what workers keep", f"{_UNKNOWN}: {found.unasked}"))
-    return rows
-
-
-def _together(said: Iterable[tuple[int, str]]) -> str:
-    """What workers say, each text once, and which workers do where they differ."""
-    who = defaultdict[str, list[str]](list)
-    for worker, text in said:
-        who[text].append(str(worker))
-    if len(who) < 2:
-        return next(iter(who), "")
-    return "; ".join(f"{text} (worker {', '.join(names)})" for text, names in who.items())
-
-
 def table(workers: Sequence[WorkerReport]) -> str:
     """One line a worker, and below it what is out of the ordinary."""
-    rows = _rows(workers)
+    rows = [[*_HEADS], *map(_row, workers)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in [*lines, *_notes(workers)])
@@ -314,7 +260,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "list where the tensors go, those whose names match"
     parser.add_argument("--tensors", metavar="REGEX", nargs="?", const="", help=text)
     parser.add_argument("--json", metavar="FILE", help="write everything to FILE (-: print it)")
-    parser.add_argument("--workers", type=int, help="tensor-parallel size, if it cannot be asked")
     parser.add_argument("--api-key", help="the engine's bearer key")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds (default 30)")
     chosen = parser.parse_args(argv)
@@ -327,9 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _core.InvalidArgumentError as error:
         parser.error(str(error))
     try:
-        found = look(
-            chosen.url, workers=chosen.workers, api_key=chosen.api_key, timeout=chosen.timeout
-        )
+        found = look(chosen.url, api_key=chosen.api_key, timeout=chosen.timeout)
         if chosen.json:
             text = json.dumps(dataclasses.asdict(found), indent=1)
             if chosen.json == "-":
@@ -339,9 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (_core.WsyncError, OSError) as error:
         print(f"wsync inspect: {error}", file=sys.stderr)
         return 1
-    print(found.name, *(f"{what}: {value}" for what, value in summary(found)), sep="\n")
-    if found.workers:
-        print("\n" + table(found.workers))
+    version = _UNKNOWN if found.weight_version is None else found.weight_version
+    print(found.name, f"server: {found.server}", f"weight version: {version}", sep="\n")
+    print("\n" + (table(found.workers) if found.workers else f"workers: {found.unasked}"))
     if found.workers and chosen.tensors is not None:
         print("\n" + listing(found.workers, chosen.tensors))
     return 0
