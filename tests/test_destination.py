@@ -255,8 +255,6 @@ def bucket(engine: Engine, **tensors: torch.Tensor) -> tuple[bool, str]:
         return False, str(error)
 
 
-
-
 def test_tensors_that_no_engine_makes_use_of_are_named(caplog: pytest.LogCaptureFixture) -> None:
     tensors = [torch.zeros(4, 4), torch.zeros(3)]
     loader = LayoutLoader(layout_of(tensors), tensors)

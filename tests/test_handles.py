@@ -6,7 +6,6 @@ import functools
 import json
 import re
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy
 import pytest
 import requests
 import torch
@@ -29,12 +27,11 @@ from wsync._core import (
 )
 from wsync.engine import Receiver
 from wsync.engine.ring_loaders import ModuleLoader
-from wsync.handles import http_connections
 from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.handles.local import LocalHandle
 from wsync.handles.sglang_engine import SglangHandle
 from wsync.handles.sglang_http import HttpHandle
-from wsync.inspection import inspect
+from wsync.inspection import look
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.trainer.roster import RolloutEngine
@@ -249,7 +246,6 @@ def test_a_server_that_drafts_when_it_is_started_again_is_refused(server: FakeSe
         ({"tp_size": 2, "pp_size": 2}, wsync.UnsupportedError, "pp_size 2"),
         ({"tp_size": 2, "tokenizer_worker_num": 4}, wsync.UnsupportedError, "tokenizer_worker_num"),
         ({"tp_size": 4}, wsync.InvalidArgumentError, "has 4 workers, not 2"),
-        ({"tp_size": None, "dp_size": 2}, wsync.UnsupportedError, "dp_size 2"),
     ],
 )
 def test_a_number_of_workers_that_is_given_hides_nothing(
@@ -289,33 +285,6 @@ def test_a_server_with_made_up_weights_is_told_to_load_files(
     server.answers["/update_weights_from_disk"] = (200, {"success": True, "message": "Success"})
     HttpHandle(server.url).update_weights_from_disk("/v1", weight_version=1, timeout=60)
     assert server.seen[-1][1].get("load_format") == sent
-
-
-def test_certificates_are_looked_for_where_requests_does(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, trusting = list[dict[str, Any]](), ssl.create_default_context
-    http_connections._trusting.cache_clear()
-
-    def note(**where: Any) -> ssl.SSLContext:
-        seen.append(where)
-        return trusting()
-
-    monkeypatch.setattr(ssl, "create_default_context", note)
-    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
-        monkeypatch.delenv(name, raising=False)
-    for certificates in (None, "/ours.pem", str(Path(__file__).parent)):
-        if certificates is not None:
-            monkeypatch.setenv("CURL_CA_BUNDLE", certificates)
-        with pytest.raises(PeerClosedError):
-            handle(server.url.replace("http:", "https:"))
-    folder = str(Path(__file__).parent)
-    assert seen == [{"cafile": None}, {"cafile": "/ours.pem"}, {"capath": folder}]
-    http_connections._trusting.cache_clear()
-    monkeypatch.undo()
-    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/ours.pem")
-    with pytest.raises(PeerClosedError, match=r"No such file or directory: '/ours\.pem'"):
-        handle(server.url.replace("http:", "https:"))
 
 
 def test_a_users_password_is_in_no_name(server: FakeServer) -> None:
@@ -464,8 +433,9 @@ def test_a_question_leaves_the_engine_as_it_is(server: FakeServer, left_open: bo
     sessions.loaded = load
     sessions.open = "all" if left_open else None
     server.answers["/server_info"] = (200, {"tp_size": 1, "custom_weight_loader": [LOAD_FORMAT]})
+    server.answers["/model_info"] = (200, {"weight_version": "1"})
     receiver.state.lose("an update died half way")
-    found = inspect(server.url, timeout=60)
+    found = look(server.url, timeout=60).workers
     assert [worker.consistent for worker in found] == [False]
     assert not {"pause", "continue"} & set(sessions.calls)
     assert (asked, sessions.open) == ((["all"], "all") if left_open else (["draft"], None))
@@ -646,8 +616,9 @@ def test_a_draft_is_not_processed_for_a_question(server: FakeServer) -> None:
     known = {"tp_size": 1, "custom_weight_loader": [LOAD_FORMAT], "model_path": "/model"}
     server.answers["/server_info"] = (200, known | OTHER)
     sessions = Sessions(server)
-    with pytest.raises(UnsupportedError, match="drafts tokens: each question would have SGLang"):
-        inspect(server.url, timeout=60)
+    server.answers["/model_info"] = (200, {"weight_version": "1"})
+    found = look(server.url, timeout=60)
+    assert "drafts tokens: each question would have SGLang" in found.unasked
     assert sessions.calls == []
 
 
@@ -784,8 +755,8 @@ def test_pipeline_stages_take_files_only(server: FakeServer, tmp_path: Path) -> 
     for delivery in ("auto", "stock", "distributed"):
         with pytest.raises(UnsupportedError, match=r"pp_size 2: .* DiskSync updates them"):
             wsync.connect(weights, [server.url], options=wsync.Options(delivery=delivery))
-    with pytest.raises(UnsupportedError, match="2 pipeline stages, and SGLang answers for the"):
-        inspect(server.url, timeout=60)
+    server.answers["/model_info"] = (200, {"weight_version": "1"})
+    assert "2 pipeline stages, and SGLang answers for the" in look(server.url, timeout=60).unasked
     sessions = Sessions(server)
     server.answers["/flush_cache"] = (200, "Cache flushed.")
     server.answers["/model_info"] = (200, {"weight_version": "1"})
@@ -885,7 +856,7 @@ class Flushed:
 @pytest.mark.parametrize(
     "answer",
     [
-        *(None, True, numpy.True_, (True,), (True, "Success"), (True, "Success", 0), [True, True]),
+        *(None, True, (True,), (True, "Success"), (True, "Success", 0), [True, True]),
         {"success": True, "message": "Success", "num_paused_requests": 0},
         {"message": "Generation paused successfully.", "status": "ok"},
         *([(True, "ok"), (True, "ok")], [None, {"success": True}], Flushed(True), _response(200)),
@@ -904,14 +875,13 @@ def test_what_engines_answer_of_success(answer: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        *((False, "refused"), (numpy.False_, "refused"), ((numpy.False_, "no"), "no")),
+        *((False, "refused"), ((False, "no", 1, 2), "no")),
         *(({"success": value, "message": "no"}, "no") for value in (None, 0, "false")),
-        *(({"success": numpy.False_, "message": "no"}, "no"), ((False, "no", 1, 2), "no")),
         *(({"error": "no"}, "no"), ({"status": "error", "message": "no"}, "no")),
         ([(True, "ok"), (False, "worker 1 failed")], "worker 1 failed"),
         ([{"success": True}, {"success": False, "message": "no"}], "no"),
         *(([True, False], "refused"), ([], r"\[\]"), ({}, r"\{\}"), ("error: no", "error: no")),
-        *((RuntimeError("no"), "RuntimeError: no"), (Flushed(False, "busy"), "busy")),
+        (Flushed(False, "busy"), "busy"),
         *((_response(500), "500"), ({"message": "no"}, "no")),
         # as SGLang's error handlers have it, handed on by an object that does not look at it
         ({"object": "error", "message": "too large", "type": "E", "code": 413}, "too large"),
@@ -922,17 +892,6 @@ def test_whatever_else_an_engine_answers_is_a_refusal(answer: Any, text: str) ->
     local.answer = lambda: answer
     with pytest.raises(RemoteError, match=f"engine local: update_weights_from_tensor: .*{text}"):
         update(handle(local))
-
-
-def test_a_stalling_local_engine_costs_its_deadline() -> None:
-    local = LocalEngine()
-    release = threading.Event()
-    local.answer = lambda: release.wait(30)
-    try:
-        with pytest.raises(DeadlineError, match=r"no answer within 0.1 s"):
-            update(handle(local), timeout=0.100003)
-    finally:
-        release.set()
 
 
 def test_a_handle_stays_itself_and_strangers_are_refused() -> None:

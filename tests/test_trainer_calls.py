@@ -58,10 +58,10 @@ def test_an_engine_that_ends_its_opening_request_early_is_named() -> None:
             time.sleep(0.05)
 
 
-def test_an_update_waits_for_what_one_that_failed_has_left(
+def test_what_an_engine_has_not_answered_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An engine could load the older weights after the newer; closing waits for nothing."""
+    """Closing waits for nothing."""
     monkeypatch.setattr("wsync.trainer.requests.LEAVE_SECONDS", 0.05)
     release = threading.Event()
     engines = [call_cases.Engine(pause=RuntimeError("no")), call_cases.Engine(pause=release)]
@@ -77,12 +77,8 @@ def test_an_update_waits_for_what_one_that_failed_has_left(
         assert said.endswith(
             "call update again, or, if its weights are whole, wsync.handle(url).resume(30)"
         )
-        late = "pause_generation: not answered since an update that failed asked for it"
-        with pytest.raises(wsync.DeadlineError, match=late):
-            made[1].pause("abort", 0.1)
     finally:
         release.set()
-    made[1].pause("abort", 60)
 
 
 def test_an_engine_that_was_started_again_is_looked_at_anew() -> None:

@@ -15,7 +15,7 @@ from support.played_gpu import put, source_of
 from support.sglang_receiver import digest
 
 import wsync
-from wsync.handles.http_connections import NotConnected
+from wsync.handles.sglang_http import NotConnected
 from wsync.messages import gpu_payload
 from wsync.trainer.sessions.stock import StockSession
 

@@ -1,14 +1,12 @@
 """What engines answer: success or refusal, in any of the shapes that SGLang uses, and texts of
 errors for a person to read."""
 
-import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from wsync._core import (
     DeadlineError,
-    InvalidArgumentError,
     PeerClosedError,
     RemoteError,
     UnsupportedError,
@@ -72,16 +70,29 @@ class Setup(NamedTuple):
     stages: int = 1
 
     @staticmethod
-    def of(name: str, started: Mapping[str, Any], workers: int | None = None) -> "Setup":
-        """Of SGLang's server. workers: how many its user says that it has, if at all.
+    def of(name: str, started: Mapping[str, Any]) -> "Setup":
+        """Of SGLang's server.
 
-        Raises UnsupportedError, InvalidArgumentError and RemoteError as `tensor_workers` does.
+        Raises:
+            UnsupportedError: it has several HTTP processes.
+            RemoteError: it does not say how many workers it has.
         """
+        processes = started.get("tokenizer_worker_num", 1)
+        if processes not in (1, None):
+            raise UnsupportedError(
+                f"engine {name}: tokenizer_worker_num {processes}: each process answers with a "
+                "weight version of its own, and an update tells it to one of them: start it with 1"
+            )
+        workers = started.get("tp_size")
+        if type(workers) is not int or workers < 1:
+            vllm = f"; a server of vLLM is given as {'vllm+' + name!r}"
+            hint = vllm if name.startswith("http") else ""
+            raise RemoteError(f"engine {name}: server_info: tp_size is {workers!r}{hint}")
         found = started.get("custom_weight_loader")
         loaders = tuple(map(str, found)) if isinstance(found, list) else ()
-        drafts = bool(loaders) and drafts_itself(started)
-        stages = started.get("pp_size") or 1
-        return Setup(tensor_workers(name, started, workers), loaders, drafts, stages)
+        return Setup(
+            workers, loaders, bool(loaders) and drafts_itself(started), started.get("pp_size") or 1
+        )
 
     def __str__(self) -> str:
         text = f"{self.workers} workers and custom weight loaders {list(self.loaders)}"
@@ -89,34 +100,7 @@ class Setup(NamedTuple):
         return f"{text}, drafting with layers of its model" if self.drafts else text
 
 
-def tensor_workers(name: str, started: Mapping[str, Any], said: int | None = None) -> int:
-    """The tensor-parallel workers of SGLang's server, by how it was started.
-
-    said: how many its user says that it has; the server need not say it then.
-
-    Raises:
-        UnsupportedError: it has several HTTP processes.
-        InvalidArgumentError: its user is wrong.
-        RemoteError: nobody says it.
-    """
-    processes = started.get("tokenizer_worker_num", 1)
-    if processes not in (1, None):
-        raise UnsupportedError(
-            f"engine {name}: tokenizer_worker_num {processes}: each process answers with a "
-            "weight version of its own, and an update tells it to one of them: start it with 1"
-        )
-    workers = said if started.get("tp_size") is None else started["tp_size"]
-    if said is not None and workers != said:
-        raise InvalidArgumentError(f"engine {name}: has {workers} workers, not {said}")
-    if type(workers) is not int or workers < 1:
-        hint = (
-            f"; a server of vLLM is given as {'vllm+' + name!r}" if name.startswith("http") else ""
-        )
-        raise RemoteError(f"engine {name}: server_info: tp_size is {workers!r}{hint}")
-    return workers
-
-
-def check_same(name: str, before: Setup, now: Setup) -> None:
+def check_same(name: str, before: object, now: object) -> None:
     """Raises RemoteError if an engine that may have been started again is not any more what a
     connection was made for."""
     if now != before:
@@ -126,54 +110,31 @@ def check_same(name: str, before: Setup, now: Setup) -> None:
         )
 
 
-def refusal(answer: object) -> str | None:
+def refusal(answer: Any) -> str | None:
     """None if an engine's answer says success, else the engine's text.
 
     Success is None, True, {"success": True}, (True, message, ...), an object with `success`, or
-    one of these from each worker; {"status": "ok"}, which is SGLang's answer to pausing; and
-    requests' Response of a good status, which is that of slime's actors.  Other mappings are not:
-    SGLang's error handlers have {"object": "error", "message", "code"}.
+    one of these from each worker in a list; {"status": "ok"}, which is SGLang's answer to pausing;
+    and requests' Response of a good status, which is that of slime's actors.  Other mappings are
+    not: SGLang's error handlers have {"object": "error", "message", "code"}.
     """
-    try:
-        return _refusal(answer)
-    except RecursionError:
-        return "an answer that is nested too deeply"
-
-
-def _refusal(answer: object) -> str | None:
-    if hasattr(answer, "item"):
-        answer = answer.item()  # numpy's bool
     if answer is None or answer is True:
         return None
     if answer is False:
         return "refused"
     if isinstance(answer, Mapping):
-        return _refusal_of_fields(answer)
-    if isinstance(answer, list | tuple) and answer:
-        return _refusal_of_parts(answer)
-    if isinstance(answer, BaseException):
-        return f"{type(answer).__name__}: {answer}"
+        good = answer.get("success") is True or (
+            "success" not in answer and str(answer.get("status")).lower() in _GOOD_STATUS
+        )
+        return None if good else str(answer.get("message") or answer.get("error") or dict(answer))
+    if isinstance(answer, list) and answer:
+        return next((text for text in map(refusal, answer) if text is not None), None)
+    if isinstance(answer, tuple) and answer:
+        return None if answer[0] is True else str(answer[1] if len(answer) > 1 else answer)
     if hasattr(answer, "success"):
-        return _refusal((answer.success, getattr(answer, "message", answer)))
-    if getattr(answer, "ok", False) is True:
-        return None
-    return answer if isinstance(answer, str) and answer else repr(answer)
-
-
-def _refusal_of_fields(answer: Mapping[Any, Any]) -> str | None:
-    if "success" in answer:
-        good = answer["success"] is not None and _refusal(answer["success"]) is None
-    else:
-        good = str(answer.get("status")).lower() in _GOOD_STATUS and not answer.get("error")
-    return None if good else str(answer.get("message") or answer.get("error") or dict(answer))
-
-
-def _refusal_of_parts(answer: Sequence[Any]) -> str | None:
-    """Of (success, message, ...), or of one answer from each worker."""
-    first, *others = (part.item() if hasattr(part, "item") else part for part in answer)
-    if isinstance(first, bool) and not all(isinstance(part, bool) for part in others):
-        return None if first else str(others[0])
-    return next((text for text in map(_refusal, answer) if text is not None), None)
+        return refusal((answer.success, getattr(answer, "message", answer)))
+    good = getattr(answer, "ok", False) is True
+    return None if good else answer if isinstance(answer, str) and answer else repr(answer)
 
 
 def check_answer(name: str, what: str, answer: object) -> None:
@@ -185,18 +146,19 @@ def check_answer(name: str, what: str, answer: object) -> None:
 
 def translate(where: str, error: BaseException) -> BaseException:
     """An error of an engine's own as one of wsync's."""
+    text = f"{where}: {cut(error_text(error))}"
     if isinstance(error, TimeoutError):
-        return DeadlineError(f"{where}: {cut(error_text(error))}")
+        return DeadlineError(text if str(error) else f"{where}: no answer in time")
     if isinstance(error, ConnectionError | EOFError):
-        return PeerClosedError(f"{where}: {cut(error_text(error))}")
-    return RemoteError(f"{where}: {cut(error_text(error))}")
+        return PeerClosedError(text)
+    return RemoteError(text)
 
 
 def json_or_text(text: str) -> Any:
     """What JSON a text is, or the text."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
 
 
@@ -206,11 +168,7 @@ def engine_text(text: str) -> str:
     for key in ("message", "detail", "error"):
         if isinstance(answer, Mapping) and answer.get(key):
             answer = answer[key]
-    if not isinstance(answer, str):
-        with contextlib.suppress(RecursionError):
-            text = json.dumps(answer)
-        answer = text
-    return cut(answer)
+    return cut(answer if isinstance(answer, str) else json.dumps(answer))
 
 
 def cause(error: BaseException) -> str:

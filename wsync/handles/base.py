@@ -8,13 +8,14 @@ All calls take a timeout in seconds and raise, naming the engine:
     DeadlineError    no answer within the timeout
     PeerClosedError  the engine is not there, or went away during the call
     RemoteError      the engine refused or failed; carries its text
+
+A method of an object of this process is not interrupted; an update does not wait for it longer.
 """
 
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
-from urllib.parse import urlsplit
 
 from wsync._core import InvalidArgumentError, RemoteError
 from wsync.handles.local import LocalHandle, RayHandle, url_of
@@ -68,7 +69,7 @@ def how_started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
     try:
         found = ask(engine, timeout)
     except RemoteError as error:
-        if isinstance(engine, HttpHandle) and not engine.lacks("server_info", error.native):
+        if isinstance(engine, HttpHandle) and error.native != 404:
             raise
         return {}  # not all servers know the path
     return found if isinstance(found, Mapping) else {}
@@ -130,7 +131,7 @@ def handle(
         engine = VllmServer(engine.removeprefix("vllm+"), api_key=api_key)
     made: EngineHandle
     if isinstance(engine, str):
-        made = HttpHandle(engine, workers=workers, api_key=api_key, timeout=timeout)
+        made = HttpHandle(engine, api_key=api_key, timeout=timeout)
     elif isinstance(engine, EngineHandle):
         made = engine
     else:
@@ -199,18 +200,6 @@ def handles_of(
 
 def _identities(given: object, made: EngineHandle) -> list[Any]:
     """What is equal for one engine that is given twice."""
-    if isinstance(made, HttpHandle):
-        return [_place(made.name), *filter(None, [made.instance])]
-    return [_place(given)] if isinstance(given, str) else [id(given)]
-
-
-def _place(url: str) -> str:
-    """A URL, with one spelling for what stands for 127.0.0.1."""
-    try:
-        parts = urlsplit(url)
-        host, port = (parts.hostname or "").rstrip("."), parts.port
-    except ValueError:
-        return url
-    host = "127.0.0.1" if host in ("localhost", "0.0.0.0") else host
-    port = port or {"http": 80, "https": 443}.get(parts.scheme.removeprefix("vllm+"))
-    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
+    own = made.name if isinstance(given, str) else id(given)
+    instance = made.started.get("instance") if isinstance(made, HttpHandle) else None
+    return [own] if instance is None else [own, instance]

@@ -1,6 +1,5 @@
 """Engines reached by method calls: objects of this process, or Ray actors."""
 
-import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from wsync.handles.answers import (
     translate,
 )
 from wsync.handles.sglang_base import ApiHandle
-from wsync.machine.deadline import LATER_SECONDS, Deadline, seconds
+from wsync.machine.deadline import Deadline, seconds
 from wsync.machine.error_text import error_text
 
 
@@ -59,9 +58,10 @@ class LocalHandle(ApiHandle):
         check_answer(self.name, method, self._call(method, timeout, **steps))
         return True
 
-    def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
-        method = next((method for method in methods if hasattr(self._engine, method)), None)
-        if method is None:
+    def _info(self, method: str, timeout: float) -> dict[str, Any]:
+        if not hasattr(self._engine, method):
+            method = f"get_{method}"
+        if not hasattr(self._engine, method):
             return {}
         answer = self._call(method, timeout)
         if not isinstance(answer, Mapping):
@@ -78,22 +78,20 @@ class LocalHandle(ApiHandle):
         check_answer(self.name, method, self._call(method, timeout, **arguments))
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        function: Callable[..., Any] = getattr(self._engine, method)
-        return self._result(lambda: function(**arguments), method, timeout)
+        return self._result(lambda: getattr(self._engine, method)(**arguments), method)
 
-    def _result(self, function: Callable[[], Any], what: str, timeout: float) -> Any:
+    def _result(self, function: Callable[[], Any], method: str) -> Any:
         """What a call of the engine's returns; its errors as wsync's."""
-        where = f"engine {self.name}: {what}"
-        call = self._run(where, function, timeout)
-        error = call.exception()
-        if error is not None:
-            raise translate(where, error) from error
-        return call.result()
+        with self._asks(method) as where:
+            try:
+                return function()
+            except Exception as error:
+                raise translate(where, error) from error
 
     def _call_actor(self, method: str, timeout: float, arguments: Mapping[str, Any]) -> Any:
         """`_call` of an engine that is a Ray actor."""
-        ask = functools.partial(call_actor, self._engine, self.name, method, timeout, arguments)
-        return self._run(f"engine {self.name}: {method}", ask, timeout + LATER_SECONDS).result()
+        with self._asks(method):
+            return call_actor(self._engine, self.name, method, timeout, arguments)
 
 
 class RayHandle(LocalHandle):

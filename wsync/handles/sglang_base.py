@@ -5,27 +5,17 @@ import contextlib
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from typing import Any, Final, Self, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Self
 
 from wsync._core import DeadlineError, InvalidArgumentError, StateError, UnsupportedError
 from wsync.handles.answers import check_answer, cut, other_draft, refusal
-from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import POLL_SECONDS, Deadline, seconds
 from wsync.messages.control import LOAD_FORMAT
 
 _LOOKS_SECONDS: Final = 1.0  # for a look at an engine by somebody else
 
 _FLUSH_RETRY_SECONDS = 0.05
-
-_T = TypeVar("_T")
-
-
-class _Asking:
-    """Who asks: one update, or whoever holds a handle without one."""
-
-    given_up = False
 
 
 class ApiHandle(ABC):
@@ -38,9 +28,6 @@ class ApiHandle(ABC):
 
     slime's SGLang has post_process_weights for that instead.  It is called for weights alone that
     the engine rearranges when it has loaded them (see `rearranges`), as slime does for INT4.
-
-    Each call runs in a daemon thread of its own.  A call that does not return costs its deadline,
-    and its thread ends when the engine answers.  The next update waits for it before it begins.
     """
 
     name: str
@@ -50,12 +37,12 @@ class ApiHandle(ABC):
         # whether the session of this update is open; None: not known, another's may be
         self._begun: bool | None = None
         self._restored = False  # the weights, by this update, for them to be loaded
-        self._asking = _Asking()  # of this update
-        # calls that have not returned, and the update of each; of the engine, as the next one is
-        self._open: dict[Future[Any], tuple[str, _Asking]] = {}
+        self._given_up = False  # this update
+        # what this update has asked and got no answer to: the engine and the method of each
+        self.unanswered: list[str] = []
         # of the engine, whichever update asks; known: unless it says otherwise; left: a session, by
-        # an update that failed; resumed: the last update has had it go on
-        self._sessions = {"known": sessions, "left": False, "rearranges": False, "resumed": True}
+        # an update that failed
+        self._sessions = {"known": sessions, "left": False, "rearranges": False}
 
     @property
     def started(self) -> dict[str, Any]:
@@ -65,45 +52,29 @@ class ApiHandle(ABC):
     def during(self) -> Self:
         """The same handle, for the requests of one update."""
         told = copy.copy(self)
-        told._asking = _Asking()
-        told._open = self._open
+        told._given_up, told.unanswered = False, []
         return told
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # calls stay with the process that makes them
 
     def give_up(self) -> None:
         """Makes no further call for this update: the next one may begin."""
-        self._asking.given_up = True
-
-    @property
-    def unanswered(self) -> list[str]:
-        """What this update has asked and got no answer to: the engine and the method of each."""
-        return [where for where, update in list(self._open.values()) if update is self._asking]
+        self._given_up = True
 
     def pause(self, mode: str, timeout: float) -> None:
-        """Begins an update, once what earlier ones have asked has been answered: an engine could
-        load their weights after those of this one.  DeadlineError where it is not."""
-        deadline = Deadline(timeout)
-        for call, (where, update) in list(self._open.items()):
-            if update is not self._asking and not wait([call], deadline.left).done:
-                raise DeadlineError(
-                    f"{where}: not answered since an update that failed asked for it"
-                )
+        """Begins an update."""
         self._begun = None
-        self._pause(mode, deadline.left)
+        self._pause(mode, timeout)
 
-    def _run(self, where: str, call: Callable[[], _T], timeout: float) -> Future[_T]:
-        """A call that has returned; DeadlineError if it does not in time.  where: what errors call
-        it."""
-        if self._asking.given_up:
+    @contextlib.contextmanager
+    def _asks(self, method: str) -> Iterator[str]:
+        """Around a call of the engine's; what errors call it."""
+        where = f"engine {self.name}: {method}"
+        if self._given_up:
             raise StateError(f"{where}: not asked, as its update has been given up")
-        made = start(where, call)
-        self._open[made] = where, self._asking
-        made.add_done_callback(self._open.pop)
-        if not wait([made], max(timeout, 0.0)).done:
-            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
-        return made
+        self.unanswered.append(where)
+        try:
+            yield where
+        finally:
+            self.unanswered.remove(where)
 
     @abstractmethod
     def _pause(self, mode: str, timeout: float) -> None:
@@ -118,8 +89,8 @@ class ApiHandle(ABC):
         """Empties the cache; why that cannot be done yet, or None."""
 
     @abstractmethod
-    def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
-        """What the first of these methods that the engine has answers."""
+    def _info(self, method: str, timeout: float) -> dict[str, Any]:
+        """What a method answers, or the one that is called get_... in older versions."""
 
     def rearranges(self, rearranges: bool) -> None:
         """Says whether updates bring weights that engines rearrange when they have loaded them:
@@ -258,11 +229,11 @@ class ApiHandle(ABC):
         self._sessions["resumed"] = True
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        return self._info(("model_info", "get_model_info"), timeout)
+        return self._info("model_info", timeout)
 
     def server_info(self, timeout: float) -> dict[str, Any]:
         """How the engine was started."""
-        return self._info(("server_info", "get_server_info"), timeout)
+        return self._info("server_info", timeout)
 
 
 def check_payloads(name: str, workers: int, payloads: Sequence[bytes]) -> None:

@@ -30,7 +30,7 @@ class SglangHandle(LocalHandle):
     _serves = True
 
     def __init__(self, engine: Any, *, workers: int | None = None) -> None:
-        """Raises UnsupportedError and InvalidArgumentError as Setup.of does."""
+        """Raises UnsupportedError as Setup.of does."""
         super().__init__(engine, workers=1)
         arguments = getattr(engine, "server_args", None)
         given = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
@@ -38,7 +38,7 @@ class SglangHandle(LocalHandle):
         self._started["custom_weight_loader"] = list(
             getattr(arguments, "custom_weight_loader", None) or ()
         )
-        setup = Setup.of(self.name, {"tp_size": workers or 1} | self._started, workers)
+        setup = Setup.of(self.name, {"tp_size": workers or 1} | self._started)
         self.workers, self.load_formats = setup.workers, setup.loaders
         self._sessions["known"] = hasattr(engine, "begin_weight_update")
 
@@ -59,7 +59,7 @@ class SglangHandle(LocalHandle):
             known = inspect.signature(form).parameters
             told |= {name: value for name, value in wanted.items() if name in known}
         request = form(serialized_named_tensors=list(payloads), **told)
-        self._request("update_weights_from_tensor", request, timeout)
+        self._request("update_weights_from_tensor", request)
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         if method != "update_weights_from_disk":
@@ -68,7 +68,7 @@ class SglangHandle(LocalHandle):
         told = dict(arguments)
         if "flush_cache" in inspect.signature(form).parameters:
             told["flush_cache"] = False
-        self._request(method, form(**told), timeout)
+        self._request(method, form(**told))
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise UnsupportedError(
@@ -84,7 +84,7 @@ class SglangHandle(LocalHandle):
     def server_info(self, timeout: float) -> dict[str, Any]:
         return self._started | super().server_info(timeout)
 
-    def _request(self, method: str, request: Any, timeout: float) -> None:
+    def _request(self, method: str, request: Any) -> None:
         engine: Any = self._engine
 
         def send() -> Any:
@@ -92,7 +92,7 @@ class SglangHandle(LocalHandle):
                 getattr(engine.tokenizer_manager, method)(request, None)
             )
 
-        check_answer(self.name, method, self._result(send, method, timeout))
+        check_answer(self.name, method, self._result(send, method))
 
 
 def _form(name: str) -> Any:

@@ -10,13 +10,15 @@ connector keeps more; `reset_encoder_cache` where the model sees images.  Made a
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import urlencode
 
 from wsync._core import RemoteError, UnsupportedError
-from wsync.handles.answers import Setup, check_answer, check_same, cut, engine_text, json_or_text
+from wsync.handles.answers import check_answer, check_same, cut, engine_text, json_or_text
 from wsync.handles.local import LocalHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
@@ -25,10 +27,20 @@ from wsync.messages.control import LOAD_FORMAT, Control
 _log = logging.getLogger(__name__)
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
-# whoever calls waits as long as it likes, in another thread
-_PATIENCE_SECONDS: Final = 600.0
-_WORKERS_SECONDS: Final = 3600.0  # for what takes as long as an update
 _DESCRIBED: Final = {"rank", "workers", "engines"}
+# the server's paths for what AsyncLLM's methods do; of which some get a body, and some are not in
+# every version
+_ROUTES: Final = {
+    "collective_rpc": "/collective_rpc",
+    "pause_generation": "/pause",
+    "resume_generation": "/resume",
+    "wake_up": "/wake_up",
+    "reset_prefix_cache": "/reset_prefix_cache",
+    "reset_encoder_cache": "/reset_encoder_cache",
+    "update_weight_version": "/update_weight_version",
+}
+_BODIES: Final = ("collective_rpc", "update_weight_version")
+_LATER: Final = ("wake_up", "reset_encoder_cache", "update_weight_version")
 # vLLM's words for SGLang's; a retracted request is one that is kept without its cache
 _MODES: Final = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
@@ -73,8 +85,7 @@ class VllmHandle(LocalHandle):
             RemoteError: it has other workers than before.
             UnsupportedError: calls do not reach all of them any more.
         """
-        now = Setup(self._count(timeout), self.load_formats)
-        check_same(self.name, Setup(self.workers, self.load_formats), now)
+        check_same(self.name, self.workers, self._count(timeout))
 
     def _pause(self, mode: str, timeout: float) -> None:
         self._mode = mode
@@ -88,7 +99,7 @@ class VllmHandle(LocalHandle):
         deadline, keeps, method = Deadline(timeout), self._keeps.get, "reset_prefix_cache"
         if self._has(method):
             arguments = {"reset_running_requests": True} if self._mode == "retract" else {}
-            if keeps("kv_connector") and (self._remote or self._takes(method, "reset_connector")):
+            if keeps("kv_connector"):
                 arguments["reset_connector"] = True
             if self._call(method, deadline.left, **arguments) is False:
                 return "requests or a KV connector hold blocks of the prefix cache"
@@ -104,8 +115,10 @@ class VllmHandle(LocalHandle):
 
     def resume(self, timeout: float) -> None:
         deadline = Deadline(timeout)
-        if self._may_wake() and isinstance(self._wake(deadline), bool):
-            return  # vLLM goes on unless some of its memory sleeps, and says whether it does
+        if self._may_wake():  # versions that do not know the tag change nothing, and answer None
+            awake = self._call("wake_up", deadline.left, tags=["scheduling"])
+            if isinstance(awake, bool):
+                return  # vLLM goes on unless some of its memory sleeps, and says whether it does
         if self._has("resume_generation"):
             self._call("resume_generation", deadline.left)
 
@@ -140,15 +153,10 @@ class VllmHandle(LocalHandle):
     def says(self, timeout: float) -> dict[str, Any]:
         """What the engine itself says of its version and of that of its weights, whoever has set
         it; None where it has no such method."""
-        deadline = Deadline(timeout)
-        version = self._own("version", deadline.left)
-        return {
-            "version": version,
-            "weight_version": self._own("get_weight_version", deadline.left),
-        }
-
-    def _own(self, name: str, timeout: float) -> Any:
-        return self._call(name, timeout) if self._has(name) and not self._remote else None
+        deadline, asked = Deadline(timeout), ("version", "get_weight_version")
+        own = [method for method in asked if self._has(method) and not self._remote]
+        found = {method: self._call(method, deadline.left) for method in own}
+        return {"version": found.get(asked[0]), "weight_version": found.get(asked[1])}
 
     def _count(self, timeout: float) -> int:
         try:
@@ -216,28 +224,27 @@ class VllmHandle(LocalHandle):
         resumes = self._has("resume_generation") or self._sleeps()
         return resumes and not self._remote and self._takes("wake_up", "tags")
 
-    def _wake(self, deadline: Deadline) -> object:
-        """Ends a pause.  Versions that do not know the tag change nothing, and answer None."""
-        return self._call("wake_up", deadline.left, tags=["scheduling"])
-
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
         if self._remote:
             return self._call_actor(method, timeout, arguments)
-        return self._result(lambda: self._wait_for(method, arguments), method, timeout)
+        if isinstance(self._engine, VllmServer):
+            arguments["timeout"] = timeout
+        return self._result(lambda: self._wait_for(method, arguments, timeout), method)
 
-    def _wait_for(self, name: str, arguments: Mapping[str, Any]) -> Any:
+    def _wait_for(self, name: str, arguments: Mapping[str, Any], timeout: float) -> Any:
         answer = self._method(name)(**arguments)
         if not inspect.iscoroutine(answer):
             return answer
         handler = getattr(self._engine, "output_handler", None)
         loop = self._loop or (handler.get_loop() if handler is not None else None)
         if loop is None:
-            return asyncio.run(answer)
-        return asyncio.run_coroutine_threadsafe(answer, loop).result()
+            return asyncio.run(asyncio.wait_for(answer, timeout))
+        return asyncio.run_coroutine_threadsafe(answer, loop).result(timeout)
 
 
 class VllmServer:
-    """vLLM's own server at a URL, as an object with the methods of an AsyncLLM.
+    """vLLM's own server at a URL, as an object with the methods of an AsyncLLM, each of which has a
+    timeout.
 
     It has to be started with VLLM_SERVER_DEV_MODE=1, which opens /collective_rpc to whoever can
     reach it.
@@ -247,41 +254,20 @@ class VllmServer:
         self._http = HttpHandle(url, workers=1, api_key=api_key)
         self.name = f"vllm+{self._http.name}"  # as it is given
 
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        body = {"method": method, "args": list(args)}
-        answer = self._post("/collective_rpc", body, timeout=_WORKERS_SECONDS)
-        results = answer.get("results")
-        return results if isinstance(results, list) else []
+    def __getattr__(self, name: str) -> Any:
+        if name not in _ROUTES:
+            raise AttributeError(name)
+        return functools.partial(self._post, name)
 
-    def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        self._post(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
-
-    def resume_generation(self) -> None:
-        self._post("/resume")
-
-    def wake_up(self, tags: Sequence[str]) -> bool | None:
+    def wake_up(self, tags: Sequence[str], *, timeout: float) -> Any:
         """Whether all of it is awake; None where this version of vLLM does not say it."""
-        query = "&".join(f"tags={tag}" for tag in tags)
-        status = self._post(f"/wake_up?{query}", known=False).get("status")
-        return status == "awake" if status in ("awake", "sleeping") else None
+        return self._post("wake_up", tags=tags, timeout=timeout)
 
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        query = (
-            f"?reset_running_requests={str(reset_running_requests).lower()}"
-            f"&reset_external={str(reset_connector).lower()}"
-        )
-        return self._post(f"/reset_prefix_cache{query}").get("success") is not False
-
-    def reset_encoder_cache(self) -> None:
-        self._post("/reset_encoder_cache", known=False)
-
-    def get_weight_version(self, timeout: float = _PATIENCE_SECONDS) -> str | None:
+    def get_weight_version(self, timeout: float) -> str | None:
         """What it calls its weights, whoever has said it; None where it does not know that."""
         return self._get("/weight_info", "weight_version", timeout)
 
-    def version(self, timeout: float = _PATIENCE_SECONDS) -> str | None:
+    def version(self, timeout: float) -> str | None:
         """Of vLLM."""
         return self._get("/version", "version", timeout)
 
@@ -291,21 +277,17 @@ class VllmServer:
         found = answer.get(key) if status == 200 and isinstance(answer, dict) else None
         return found if isinstance(found, str) else None
 
-    def update_weight_version(self, new_version: str) -> None:
-        self._post("/update_weight_version", {"new_version": new_version}, known=False)
-
-    def _post(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        known: bool = True,
-        timeout: float = _PATIENCE_SECONDS,
-    ) -> dict[str, Any]:
-        """known: whether every version of vLLM has the path."""
+    def _post(self, method: str, /, *, timeout: float, **arguments: Any) -> Any:
+        path, body = _ROUTES[method], None
+        if "reset_connector" in arguments:
+            arguments["reset_external"] = arguments.pop("reset_connector")
+        if method in _BODIES:
+            body = arguments
+        elif arguments:
+            path += f"?{urlencode(arguments, doseq=True)}"
         status, text = self._http.request("POST", path, body, timeout)
-        if not known and self._http.lacks(path, status):
-            return {}
+        if status == 404 and method in _LATER:
+            return None
         if status != 200:
             unset = "; is VLLM_SERVER_DEV_MODE=1 set?" if status == 404 else ""
             hint = self._http.hint(status) or unset
@@ -313,4 +295,6 @@ class VllmServer:
         answer = json_or_text(text) if text else {}  # some paths of some versions say nothing
         if not isinstance(answer, dict):
             raise RemoteError(f"{path}: HTTP 200, but not vLLM's answer: {cut(text)!r}")
-        return answer
+        if answer.get("status") in ("awake", "sleeping"):
+            return answer["status"] == "awake"
+        return answer.get("results", answer.get("success"))

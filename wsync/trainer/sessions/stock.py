@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
-from wsync.handles.http_connections import NotConnected
+from wsync.handles.sglang_http import NotConnected
 from wsync.machine.daemon_threads import result
 from wsync.machine.deadline import Check, Deadline
 from wsync.machine.fork_guard import Owner
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_LEFT: Final = 2  # rings of one engine whose requests were not answered
-_GATEWAYS: Final = (502, 503, 504)  # what gateways answer in the place of a server
 
 
 class SharedRing:
@@ -210,8 +209,6 @@ def _was_absent(error: BaseException) -> bool:
 
 
 def _is_unanswered(error: BaseException | None) -> bool:
-    """Whether a request may be in the engine's hands: also where a gateway gave up, or was cut off
-    when it had taken the request."""
-    gave_up = isinstance(error, _core.RemoteError) and error.native in _GATEWAYS
+    """Whether a request may be in the engine's hands."""
     cut_off = isinstance(error, _core.PeerClosedError) and not _was_absent(error)
-    return gave_up or cut_off or isinstance(error, _core.DeadlineError)
+    return cut_off or isinstance(error, _core.DeadlineError)
