@@ -26,7 +26,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import wsync
 from wsync.machine.process_maps import SharedMaps
-from wsync.trainer.lending import Borrower
 from wsync.trainer.sessions.direct import DirectSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False, delivery="direct")
@@ -80,7 +79,7 @@ def test_a_steady_update_opens_lends_and_maps_nothing(
         overwrite(weights, draw(config, seed))
         mine = holdings(os.getpid())
         with (
-            mock.patch.object(Borrower, "lend", side_effect=AssertionError("lends")),
+            mock.patch.object(DirectSession, "_lend", side_effect=AssertionError("lends")),
             mock.patch.object(SharedMaps, "find", side_effect=AssertionError("finds anew")),
             mock.patch("builtins.open", side_effect=AssertionError("opens")),
             mock.patch("os.open", side_effect=AssertionError("opens")),

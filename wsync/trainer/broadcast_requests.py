@@ -33,11 +33,6 @@ class BroadcastRequests:
         places: Mapping[int, Rendezvous],
         options: Options,
     ) -> None:
-        for engine in engines:
-            if not hasattr(engine, "call"):
-                raise _core.UnsupportedError(
-                    f"engine {engine.name}: its handle knows no process groups"
-                )
         self._engines = list(enumerate(engines))
         self._places = places
         self._options = options

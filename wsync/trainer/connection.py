@@ -27,7 +27,7 @@ from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.engine_identity import CheckedEngine
-from wsync.trainer.lending import Borrower, Lending
+from wsync.trainer.lending import Lending
 from wsync.trainer.planning import Planning, whole
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.roster import Delivery, PlanWorker, Roster
@@ -254,7 +254,7 @@ class Connection:
                 left[number] = rest.to_bytes()
                 self._reading[number] = rest.shard_count > 0
                 if number in sessions:
-                    sessions[number].serve(Borrower(joined, offsets))
+                    sessions[number].serve(joined, offsets)
         return left
 
     def _send_model(

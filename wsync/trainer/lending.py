@@ -8,14 +8,12 @@ ranks' segments on to it, each once, and tells it where the buffers of its manif
 from __future__ import annotations
 
 import contextlib
-import logging
-import struct
 from collections.abc import Sequence, Set
 from typing import Any, Final, NamedTuple
 
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
-from wsync.machine.deadline import Check, Deadline
+from wsync.machine.deadline import Deadline
 from wsync.machine.device import find
 from wsync.machine.gpu_allocations import GpuAllocations, GpuPlace, GpuSegment, place_of
 from wsync.machine.process_maps import (
@@ -28,17 +26,11 @@ from wsync.machine.process_maps import (
 from wsync.module_tensors.names_in_messages import listed
 from wsync.options import Options
 
-_BINDING: Final = struct.Struct("=QQQ")  # wsync_binding_t of csrc/ipc/session.h
-_UNBOUND: Final = _BINDING.pack(2**64 - 1, 0, 0)
 _NOTHING: Final = _core.BufferTable([])
 
 # Whether "auto" lends memory of GPUs.  It would be about as fast, but what a worker has open the
 # driver gives to nobody else, and trainers that share a GPU with engines count on giving it back.
 GPUS_UNASKED = False
-
-_MANY: Final = 256  # segments of a GPU, of which a pause is longer
-
-_log = logging.getLogger(__name__)
 
 Segment = tuple[int, int]  # the rank whose it is, and its number there
 
@@ -51,7 +43,7 @@ class Bound(NamedTuple):
     nbytes: int
 
 
-def _buffers(layout: _core.Layout) -> set[int]:
+def buffers_of(layout: _core.Layout) -> set[int]:
     """The buffers that shards of a layout lie in."""
     return {shard.buffer for index in range(layout.tensor_count) for shard in layout.shards(index)}
 
@@ -93,7 +85,7 @@ class Lender:
         self._ranks = ranks
         self._rank = rank
         self._own = own
-        self._used = _buffers(layout)
+        self._used = buffers_of(layout)
         self._maps = SharedMaps()
         self._allocations = GpuAllocations()
         self._numbers: dict[File | GpuSegment, int] = {}  # of the segments that hold buffers
@@ -103,7 +95,6 @@ class Lender:
         self.segments: dict[int, _core.Memory] = {}  # kept: no other file takes such a number
         self.gpu = ""  # that they are on, "" for host memory
         self.places: list[Bound | None] = []  # by buffer; None for one that is empty or private
-        self._said_many = False
         self.obstacle = ""  # which tensors are private, and what can be done about that
 
     def close(self) -> None:
@@ -198,16 +189,6 @@ class Lender:
     def _borrow(self, new: Set[File | GpuSegment]) -> None:
         files = {source for source in new if isinstance(source, File)}
         others = {source for source in new if isinstance(source, GpuSegment)}
-        if len(others) > _MANY and not self._said_many:
-            self._said_many = True
-            _log.warning(
-                "wsync: rank %d lends its weights in %d segments of GPU memory, which workers map "
-                "one by one while engines are paused, at about a millisecond each: in the first "
-                "update, and in each with park=True; a model made within wsync.exportable() "
-                "has one segment",
-                self._rank,
-                len(others),
-            )
         borrowed: list[tuple[File | GpuSegment, _core.Memory]] = [
             *self._maps.borrow(files).items(),
             *self._allocations.borrow(others).items(),
@@ -242,62 +223,6 @@ class Lender:
         )
 
 
-class Borrower:
-    """One worker of this rank: what it has been lent, and where its buffers lie.
-
-    joined: what it reads in place (`Layout.join`); offsets: the number of the first buffer of each
-    rank there, and their end.
-    """
-
-    def __init__(self, joined: _core.Layout, offsets: Sequence[int]) -> None:
-        self._joined = joined
-        used = _buffers(joined)
-        self._buffers = [
-            [
-                (number, number - first)
-                for number in range(first, offsets[rank + 1])
-                if number in used
-            ]
-            for rank, first in enumerate(offsets[:-1])
-        ]
-        self._count = offsets[-1]
-        self._lent: dict[Segment, int] = {}  # the worker's numbers for them
-
-    def manifest_with(self, rounds: _core.Layout) -> _core.Layout:
-        """All that the worker is to load: what it reads in place, and then what its rounds bring,
-        buffer k being round k."""
-        return self._joined.beside(rounds, self._count)
-
-    def forget(self) -> None:
-        """Notes that nothing is lent to the worker any more."""
-        self._lent = {}
-
-    def lend(
-        self,
-        exporter: _core.Exporter,
-        lending: Lending,
-        timeout: float,
-        check: Check,
-    ) -> None:
-        """Has the worker map what is new, and let go of what it no longer reads."""
-        deadline = Deadline(timeout)
-        table, used = [_UNBOUND] * self._count, dict[Segment, int]()
-        for rank, buffers in enumerate(self._buffers):
-            for number, buffer in buffers:
-                place = lending.places[rank][buffer]
-                if place is None:
-                    continue
-                segment = (rank, place.segment)
-                if segment not in used:
-                    known = self._lent.get(segment)
-                    if known is None:
-                        known = exporter.lend(lending.segments[segment], deadline.left, check)
-                    used[segment] = known
-                table[number] = _BINDING.pack(used[segment], place.offset, place.nbytes)
-        exporter.bind(b"".join(table), deadline.left, check)
-        self._lent = used
-
-
 class Lending:
     """What the ranks know of each other's memory; all of them make one together, and call `share`
     once an update.
@@ -323,21 +248,25 @@ class Lending:
         self._passed: set[int] = set()  # segments that the homes have
         self.news = 0  # counts the calls of `share` that brought a change
         self.places: list[list[Bound | None]] = [[] for _ in range(group.size)]
-        # what plans are made for: where each rank lends memory, and a byte for each of its buffers,
-        # 1 where that can be read in place
-        self.pattern = (("", b""),) * group.size
+        self._spots = [""] * group.size  # where each rank's memory is
         self.obstacles = [""] * group.size
         self.segments: dict[Segment, _core.Memory] = {}
 
     def lent(self, host: int, reached: Sequence[str], counts: Sequence[int]) -> bytes:
         """For each buffer of all ranks, one rank after another: whether workers on a host that
         reach memory in these places can read it. counts: how many buffers each rank has."""
-        found = bytearray()
-        for rank, count in enumerate(counts):
-            place, lent = self.pattern[rank]
-            near = lent if self._hosts[rank] == host and place in reached else b""
+        found = b""
+        for home, (place, lent), count in zip(self._hosts, self.pattern, counts, strict=True):
+            near = lent if home == host and place in reached else b""
             found += near[:count].ljust(count, b"\0")
-        return bytes(found)
+        return found
+
+    @property
+    def pattern(self) -> list[tuple[str, bytes]]:
+        """What plans are made for: where each rank lends memory, and a byte for each of its
+        buffers, 1 where that can be read in place."""
+        lent = [bytes(place is not None for place in places) for places in self.places]
+        return list(zip(self._spots, lent, strict=True))
 
     @property
     def quarters(self) -> int:
@@ -398,10 +327,7 @@ class Lending:
         wait for each other."""
         rank = self._group.rank
         self.places[owner] = [place and Bound(*place) for place in told["places"]]
-        lent = bytes(place is not None for place in self.places[owner])
-        known = (told["place"], lent)
-        self.pattern = (*self.pattern[:owner], known, *self.pattern[owner + 1 :])
-        self.obstacles[owner] = told["obstacle"]
+        self._spots[owner], self.obstacles[owner] = told["place"], told["obstacle"]
         if owner == rank:
             self._pass(told["new"], doors)
             found = self._lender.segments

@@ -396,8 +396,6 @@ def version_text(version: object) -> str:
         return str(version)
     if isinstance(version, str) and _VERSION.fullmatch(version):
         return version
-    long = isinstance(version, int) and abs(version) >= 10**128  # whose repr() may raise
-    said = "a number of more than 128 digits" if long else repr(version)
     raise _core.InvalidArgumentError(
-        f"version={said}: neither a number from 0 nor 1 to 128 printable characters"
+        f"version={version!r}: neither a number from 0 nor 1 to 128 printable characters"
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
@@ -18,7 +18,7 @@ from wsync.machine.deadline import Check, Deadline
 from wsync.machine.fork_guard import Owner
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
-from wsync.messages.gpu_payload import LEFT_SECONDS, GpuRing
+from wsync.messages.gpu_payload import GpuRing
 from wsync.trainer.engine_identity import CheckedEngine
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.round_contents import WorkerRounds
@@ -168,39 +168,28 @@ class StockSession(BucketSession):
             raise
 
 
-class _Left(NamedTuple):
-    """A ring of an update that has failed: the engine may get the last requests yet."""
-
-    engine: str
-    since: float
-    ring: SharedRing
-
-
-_left: Final[list[_Left]] = []
+# by engine: rings of updates that have failed, whose last requests the engine may get yet
+_left: Final = defaultdict[str, list[SharedRing]](list)
 _lock: Final = threading.Lock()
 
 
 def _close(engine: str, ring: SharedRing, sent: Sequence[Future[None]]) -> None:
     """Removes the file, once all requests have ended.  If one was not answered, the file stays
-    until the engine has answered all of a later connection, or two more have failed, or until the
-    first connection to any engine is closed after ten minutes: a stock server ends when it finds
-    none."""
-    errors, now = [request.exception() for request in sent], time.monotonic()
+    until the engine has answered all of a later connection, or two more have failed: a stock server
+    ends when it finds none."""
+    unanswered = any([_is_unanswered(request.exception()) for request in sent])
     with _lock:
-        if unanswered := any(map(_is_unanswered, errors)):
+        mine = _left[engine]
+        if unanswered:
             if not ring.left:
                 ring.leave()
-            _left.append(_Left(engine, now, ring))
+            mine.append(ring)
         elif ring.left:
             ring.remove()
         else:
             ring.close()
-        mine = [each for each in _left if each.engine == engine]
-        over = mine if sent and not unanswered else mine[:-_MOST_LEFT]
-        for each in list(_left):
-            if each in over or each.since < now - LEFT_SECONDS:
-                _left.remove(each)
-                each.ring.remove()
+        while len(mine) > (0 if sent and not unanswered else _MOST_LEFT):
+            mine.pop(0).remove()
 
 
 def _was_absent(error: BaseException) -> bool:
