@@ -73,9 +73,6 @@ def test_an_engine_that_keeps_a_part_alone_is_named(
         [engine(0, rows=8)],
         [engine(0, 1, rows=4), engine(0, rows=8)],
         [engine(1, rows=4)],  # what it fills itself, as a row of padding, is not cut off
-        # each rank of one model an engine of its own, beside one that has all of it
-        [engine(0, rows=4), engine(1, rows=4)],
-        [engine(0, 1, rows=4), engine(0, rows=4), engine(1, rows=4)],
         [engine(0, 1, rows=4, dtype=torch.bfloat16)],
     ],
 )

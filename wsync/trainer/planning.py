@@ -168,8 +168,7 @@ class Planning:
         SGLang and vLLM cut off what their parameters have no room for; others fill the rest
         themselves, as the row of a padding token, which looks the same from here.
 
-        layouts: by worker; those that take whole tensors do not say what they keep.  Engines that
-        are parts of one model may keep a tensor between them.
+        layouts: by worker; those that take whole tensors do not say what they keep.
         """
         if self.group.rank != 0:
             return
@@ -180,27 +179,20 @@ class Planning:
         for engine, blobs in kept.items():
             if WHOLE not in blobs and PIECES not in blobs:
                 kinds.setdefault(frozenset(blobs), engine)
-        partial = dict[str, set[int]]()  # the engines that have not all of a tensor, by its name
-        found = dict[tuple[str, int], dict[int, str]]()  # of those, the ones that lack the end
-        for engine in kinds.values():
-            parts = [_core.Layout.from_bytes(blob) for blob in dict.fromkeys(kept[engine])]
-            for name, shape, axis, first, end in _core.Layout.short(parts):
-                partial.setdefault(name, set()).add(engine)
-                if end < shape[axis]:
-                    text = f"{name} {shape}: dim {axis}: {first}:{end} of {shape[axis]}"
-                    found.setdefault((name, axis), {})[engine] = text
-        cut = dict[int, list[str]]()
-        for (name, _), texts in found.items():
-            if texts.keys() == partial[name]:
-                for engine, text in texts.items():
-                    cut.setdefault(engine, []).append(text)
-        for engine, lines in cut.items():
-            _log.warning(
-                "wsync: engine %s keeps only the first part of %s: it fills the rest itself, or it "
-                "was started from a smaller model, and has no room for that",
-                self.roster.engines[engine].name,
-                listed(lines),
-            )
+        for kind, engine in kinds.items():
+            short = _core.Layout.short([_core.Layout.from_bytes(blob) for blob in kind])
+            cut = [
+                f"{name} {shape}: dim {axis}: {first}:{end} of {shape[axis]}"
+                for name, shape, axis, first, end in short
+                if end < shape[axis]
+            ]
+            if cut:
+                _log.warning(
+                    "wsync: engine %s keeps only the first part of %s: it fills the rest itself, "
+                    "or it was started from a smaller model, and has no room for that",
+                    self.roster.engines[engine].name,
+                    listed(cut),
+                )
 
     def _choose(self, source: str) -> str | None:
         """The UUID of the GPU of this rank's workers, "" for the host; without workers that of
