@@ -120,51 +120,39 @@ class Lender:
         if gpu and self.wholly and not GPUS_UNASKED:
             self._lend_nothing(len(buffers), "")
             return
-        around = self._allocations if gpu else self._maps
+        around: Any = self._allocations if gpu else self._maps
         seen = gpu, buffers.spans(), around.read(buffers)
         if seen != self._seen:
             self._seen = None
             spans = [buffers[i] if i in self._used else (0, 0) for i in range(len(buffers))]
-            if self._lend(around.find(spans), spans):
+            if self._lend(around, spans):
                 self._seen = seen
         self._buffers = buffers if gpu and self._numbers else _NOTHING
 
-    def _lend(
-        self, found: Sequence[FilePlace | GpuPlace | None], spans: Sequence[tuple[int, int]]
-    ) -> bool:
+    def _lend(self, around: Any, spans: Sequence[tuple[int, int]]) -> bool:
         """False if what lies so is not lent."""
-        grown = [
-            place[0]
-            for place, (_, nbytes) in zip(found, spans, strict=True)
-            if place is not None and place[0] in self._numbers
-            if place.offset + nbytes > self.segments[self._numbers[place[0]]].nbytes
-        ]
-        for source in grown:
-            self._drop(source)
+        found: Sequence[FilePlace | GpuPlace | None] = around.find(spans)
         used = {place[0] for place in found if place is not None}
         count = sum(source.descriptors for source in used)
         raise_descriptor_limit()  # also for what other ranks lend, which some ranks pass on
         if count > (most := self.quarters * most_segments(self._ranks)):
             only = "read in place only with Options(delivery='direct')"
-            self._lend_nothing(
+            return self._lend_nothing(
                 len(spans),
                 f"rank {self._rank} has its weights in {count} pieces of shared memory, and "
                 f"more than {most}, the ranks' share of {self.quarters}/4 of ulimit -Hn, are "
                 f"{only if self.wholly else 'not lent'}",
             )
-            return False
         try:
-            self._borrow(used - self._numbers.keys())
-        except (
-            _core.SystemCallError,
-            _core.NoMemoryError,
-            _core.DeviceError,
-            _core.StateError,
-        ) as error:
+            borrowed = around.borrow(used - self._numbers.keys())
+        except _core.WsyncError as error:
             if not self.wholly:
                 raise
-            self._lend_nothing(len(spans), f"rank {self._rank} cannot lend its weights: {error}")
-            return False
+            text = f"rank {self._rank} cannot lend its weights: {error}"
+            return self._lend_nothing(len(spans), text)
+        for source, memory in borrowed.items():
+            self._numbers[source], self.segments[self._next] = self._next, memory
+            self._next += 1
         for source in self._numbers.keys() - used:
             self._drop(source)
         self.places = [
@@ -178,24 +166,13 @@ class Lender:
         self.obstacle = self._name(private) if private else ""
         if private and self.wholly:
             way = f"{self.obstacle}; Options(delivery='direct') has them read the others so"
-            self._lend_nothing(len(spans), way if any(self.places[: self._own]) else "")
-            return False
+            return self._lend_nothing(len(spans), way if any(self.places[: self._own]) else "")
         return True
 
-    def _lend_nothing(self, count: int, why: str) -> None:
+    def _lend_nothing(self, count: int, why: str) -> bool:
         self.release()
         self.places, self.obstacle = [None] * count, why
-
-    def _borrow(self, new: Set[File | GpuSegment]) -> None:
-        files = {source for source in new if isinstance(source, File)}
-        others = {source for source in new if isinstance(source, GpuSegment)}
-        borrowed: list[tuple[File | GpuSegment, _core.Memory]] = [
-            *self._maps.borrow(files).items(),
-            *self._allocations.borrow(others).items(),
-        ]
-        for source, memory in borrowed:
-            self._numbers[source], self.segments[self._next] = self._next, memory
-            self._next += 1
+        return False
 
     def _drop(self, source: File | GpuSegment) -> None:
         number = self._numbers.pop(source, None)
