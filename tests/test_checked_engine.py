@@ -275,25 +275,6 @@ def test_what_an_update_has_left_half_way_is_not_called_what_it_was_before() -> 
     assert engine.version == "8"
 
 
-def test_a_version_that_has_changed_since_the_last_update_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """SGLang takes that of a closing message which comes late."""
-    engine = Engine()
-    checked = CheckedEngine(engine)
-    for version in (1, 2, 3):
-        checked.pause("abort", 10)
-        control(checked, "open")
-        control(checked, "close", version)
-        if version > 1:  # the first one fails
-            checked.resume(10)
-    assert not caplog.messages
-    engine.version = "2"
-    checked.pause("abort", 10)
-    (text,) = caplog.messages
-    assert "engine stock: reports weight version 2, and the last update gave it 3" in text
-
-
 class Plain:
     """A handle that offers what it has to, and passes on whatever else it is asked."""
 

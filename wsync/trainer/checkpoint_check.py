@@ -425,10 +425,10 @@ def _to_keep(facts: Iterable[TensorFacts], lacking: Sequence[str]) -> Iterator[s
     if not lacking:
         return
     known = {beginning for name, *_ in facts for beginning in _beginnings(name)}
-    found = dict[str, None]()
-    for name in lacking:
-        own = next((each for each in _beginnings(name) if each not in known), None)
-        found[name if own is None else f"{own}*"] = None
+    found = dict.fromkeys(
+        next((f"{each}*" for each in _beginnings(name) if each not in known), name)
+        for name in lacking
+    )
     if len(found) > _SHOWN:
         found = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", pattern) for pattern in found)
     if any(name.endswith(_BUFFER) for name in lacking):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +11,6 @@ from wsync.handles.answers import identity_of
 from wsync.handles.base import EngineHandle, send_control
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import UPDATING, Control
-
-_log = logging.getLogger(__name__)
 
 
 class CheckedEngine:
@@ -83,8 +80,8 @@ class CheckedEngine:
         self.stopped = False
 
     def _for_one_update(self) -> Any:
-        during = getattr(self.handle, "during", None)
-        return (None if during is None else during()) or self.handle
+        own: Any = self.handle
+        return own.during() if hasattr(type(own), "during") else own
 
     def pause(self, mode: str, timeout: float) -> None:
         deadline, former, given = Deadline(timeout), self._identity, self._version
@@ -94,22 +91,7 @@ class CheckedEngine:
         self._identity, self._version = self._ask(deadline)
         stock = "instance" not in self._identity and self._version is not None
         self._updating = f"{UPDATING}{secrets.token_hex(12)}" if stock else None
-        disturbed = stock and self._version != given
-        self.restarted = disturbed or self._identity != former
-        if disturbed and given is not None:
-            _log.warning(
-                "engine %s: reports weight version %s, and the last update gave it %s: it was "
-                "restarted, or somebody else has updated it",
-                self.name,
-                self._version,
-                given,
-            )
-
-    def look_anew(self, timeout: float) -> None:
-        """Has the handle look whether an engine that was started again still is what it was."""
-        look = getattr(self.handle, "look_anew", None)
-        if look is not None:
-            look(timeout)
+        self.restarted = self._identity != former or (stock and self._version != given)
 
     def flush(self, timeout: float) -> None:
         self._told.flush(timeout)

@@ -135,7 +135,9 @@ class EngineRequests:
         engine.pause(self._options.pause_mode, deadline.left)
         times.append(time.perf_counter())
         if engine.restarted:
-            engine.look_anew(deadline.left)
+            handle: Any = engine.handle
+            if hasattr(type(handle), "look_anew"):
+                handle.look_anew(deadline.left)
             self.compare(engine.handle, deadline.left)
         if self._options.flush_cache:
             engine.flush(deadline.left)
