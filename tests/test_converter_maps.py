@@ -128,6 +128,7 @@ COMPUTED = {
     "product": (lambda t: {"w": t @ t.t()}, "w"),
     "squares": (lambda t: {"w": t * t}, "w"),
     "rows-of-their-own": (lambda t: {"w": t * torch.arange(1, 7)[:, None]}, "w"),
+    "moved-and-more": (lambda t: {"w": t.t() + 1}, "w"),
     "constant": (lambda t: {"w": t, "v": torch.ones(3)}, "v"),
     "padded": (lambda t: {"w": torch.nn.functional.pad(t, (0, 1))}, "w"),
     "narrowed": (lambda t: {"w": t.bfloat16()}, "w"),

@@ -35,9 +35,9 @@ counts on from the model's last layer; where an MTP layer is a block of `block` 
 counts those of all MTP layers, and {first} and {last} are the ends of this one.
 
 A rule expands to boxes, which may take every so many-th index of a target's dimension.  Their
-elements are copied; where a target has a scale or an offset, each
-element is x * scale + offset, computed in float32.  What a rank holds of the unsharded parameter
-(its regions) is composed with these boxes later: a local shard is never reshaped.
+elements are copied; where a target has an offset, each element is x + offset, computed in
+float32.  What a rank holds of the unsharded parameter (its regions) is composed with these boxes
+later: a local shard is never reshaped.
 """
 
 from __future__ import annotations
@@ -295,17 +295,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Target:
-    """A Hugging Face tensor that takes elements of a parameter, times `scale`, plus `offset`."""
+    """A Hugging Face tensor that takes elements of a parameter, plus `offset`."""
 
     name: str
     view: str
-    scale: float = 1.0
     offset: float = 0.0
-
-    @property
-    def affine(self) -> tuple[float, float] | None:
-        """(scale, offset), or None where elements stay as they are."""
-        return None if (self.scale, self.offset) == (1.0, 0.0) else (self.scale, self.offset)
 
 
 @dataclass(frozen=True)
@@ -315,7 +309,7 @@ class Piece:
     `axes`: the parameter's axis of each axis of the target, or -1 where the extent is 1.
     `steps`: of the target's index along each of its axes, from one element of the box to the next.
     `counted`: (number in the parameter's name, axis of the target, stride): what the number adds
-    to `target_start`.
+    to `target_start`.  `affine`: (scale, offset), or None where elements stay as they are.
     """
 
     name: str
@@ -532,7 +526,7 @@ def _boxes(
             name = name.replace(f"{{{axis}}}", str(chosen[axis]))
         start, source_start = branch.at(chosen), source.at(chosen)
         place = (name, shape, start, source_start, tuple(extent), tuple(axes), tuple(steps))
-        yield Piece(*place, named, target.affine)
+        yield Piece(*place, named, (1.0, target.offset) if target.offset else None)
 
 
 class Rule:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.families.bridge import bridge_converter
-from wsync.families.probed_converter import Convert, Whole, converter_of, is_slimes, learn
+from wsync.families.probed_converter import Whole, converter_of, is_slimes, learn
 from wsync.families.registry import TOGETHER, Model
-from wsync.families.rules import ShardPlacement
+from wsync.families.rules import Piece, ShardPlacement
 from wsync.families.shares import share_of
 from wsync.megatron.global_names import EMBEDDING, OUTPUT
 from wsync.megatron.ranks import Ranks
@@ -28,32 +28,9 @@ class LearntReader:
     """Regions by the modules that hold parameters, and maps that a converter was seen to make."""
 
     def __init__(
-        self,
-        convert: Convert,
-        holders: Mapping[str, Sequence[Module]],
-        slots: Slots,
-        spec: Model,
-        ranks: Ranks,
-        index: Callable[[str], int],
-        rows_of_ranks: bool,
+        self, placements: Mapping[str, ShardPlacement], pieces: Mapping[str, Sequence[Piece]]
     ) -> None:
-        self._placements: dict[str, ShardPlacement] = {}
-        wholes: dict[str, Whole] = {}
-        for name, tensor in zip(slots.names, slots.read(), strict=True):
-            cut = ranks.expert_tensor if ".experts." in name else ranks.tensor
-            shape, placement = share_of(
-                name, tensor, holders[name], cut, rows_of_ranks=rows_of_ranks
-            )
-            self._placements[name] = placement
-            wholes[name] = Whole(shape, tensor.dtype)
-        self._pieces = learn(convert, wholes)
-        for name, pieces in self._pieces.items():
-            if (expert := index(name)) >= 0:
-                count = spec.sizes["experts"]
-                self._pieces[name] = [piece.stacked(expert, count) for piece in pieces]
-        for name in wholes:
-            if name.removeprefix("language_model.") in (EMBEDDING, OUTPUT):
-                self._strip(name, wholes[name].shape[0], spec.sizes.get("vocab"))
+        self._placements, self._pieces = placements, pieces
 
     def read(
         self, name: str, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
@@ -63,22 +40,6 @@ class LearntReader:
         placement = self._placements[name]
         maps = [piece.map({}, TOGETHER) for piece in self._pieces[name] if placement.meets(piece)]
         return placement.regions, maps, strides
-
-    def _strip(self, name: str, padded: int, rows: int | None) -> None:
-        """Takes the rows that pad the vocabulary out of tensors in which a converter has them."""
-        if rows is None or rows >= padded:
-            return
-        self._pieces[name] = [
-            piece
-            if piece.shape[:1] != (padded,)
-            else replace(
-                piece,
-                shape=(rows, *piece.shape[1:]),
-                extent=(min(piece.extent[0], rows - piece.target_start[0]), *piece.extent[1:]),
-            )
-            for piece in self._pieces[name]
-            if piece.shape[:1] != (padded,) or piece.target_start[0] < rows
-        ]
 
 
 def learnt_reader(
@@ -108,5 +69,30 @@ def learnt_reader(
         # say of how many ranks.
         count = getattr(config, "tensor_model_parallel_size", 1)
         rows_of_ranks = is_slimes(converter) and count == ranks.tensor.ranks
-        convert = converter_of(converter, config)
-        return LearntReader(convert, holders, slots, spec, ranks, index, rows_of_ranks)
+        placements: dict[str, ShardPlacement] = {}
+        wholes: dict[str, Whole] = {}
+        for name, tensor in zip(slots.names, slots.read(), strict=True):
+            cut = ranks.expert_tensor if ".experts." in name else ranks.tensor
+            shape, placements[name] = share_of(
+                name, tensor, holders[name], cut, rows_of_ranks=rows_of_ranks
+            )
+            wholes[name] = Whole(shape, tensor.dtype)
+        found = learn(converter_of(converter, config), wholes)
+        for name, pieces in found.items():
+            if (expert := index(name)) >= 0:
+                found[name] = [piece.stacked(expert, spec.sizes["experts"]) for piece in pieces]
+            elif name.removeprefix("language_model.") in (EMBEDDING, OUTPUT):
+                found[name] = list(
+                    _stripped(pieces, wholes[name].shape[0], spec.sizes.get("vocab"))
+                )
+    return LearntReader(placements, found)
+
+
+def _stripped(pieces: Iterable[Piece], padded: int, rows: int | None) -> Iterator[Piece]:
+    """Without the rows that pad the vocabulary, of tensors in which a converter has them."""
+    for piece in pieces:
+        if rows is None or rows >= padded or piece.shape[:1] != (padded,):
+            yield piece
+        elif (left := rows - piece.target_start[0]) > 0:
+            extent = (min(piece.extent[0], left), *piece.extent[1:])
+            yield replace(piece, shape=(rows, *piece.shape[1:]), extent=extent)
