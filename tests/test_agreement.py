@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +11,6 @@ from pathlib import Path
 import pytest
 from support import agreement_cases
 from support.procs import RankError, Ranks
-
-from wsync.machine.sweep import sweep
 
 
 @pytest.fixture(scope="module")
@@ -104,29 +100,6 @@ def test_ranks_that_have_called_for_different_numbers_of_updates_say_which_they_
         assert "version=''" in refused
         assert re.search(r"trainer ranks have called update\(\) \[2, 3\] times", apart)
         assert later == ["", ""]
-
-
-def test_folders_of_killed_processes_are_swept(tmp_path: Path) -> None:
-    """Only those: with a socket that refuses connections, and not young."""
-    kept = []
-    for name in ("wsync-dead00", "wsync-alive0", "wsync-young0", "wsync-other-0"):
-        (tmp_path / name).mkdir(mode=0o700)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(str(tmp_path / name / "s"))
-        listener.listen()
-        if name == "wsync-alive0":
-            kept.append(listener)
-        else:
-            listener.close()
-        if name != "wsync-young0":
-            os.utime(tmp_path / name, (1, 1))
-    for name in ("wsync-empty0", "wsync-empty1"):
-        (tmp_path / name).mkdir()
-    os.utime(tmp_path / "wsync-empty1", (1, 1))
-    sweep(str(tmp_path))
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"wsync-alive0", "wsync-young0", "wsync-other-0", "wsync-empty0"}
-    kept[0].close()
 
 
 def test_a_rank_that_is_killed_is_named() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -96,31 +94,3 @@ def test_an_end_is_heard_of_while_a_fork_goes_on() -> None:
         os.waitpid(child, 0)
         listener.close()
         worker.close()
-
-
-FORKS = """
-import os, sys, threading, torch
-from wsync.exchange.update_group import Rendezvous, Store
-
-store = Store(60.0)
-group = Rendezvous("localhost", store.port, 1).join(0, 60.0, bool, device=torch.device("cpu"))
-idle = threading.Event()
-threads = [threading.Thread(target=idle.wait, daemon=True) for _ in range(12)]
-for thread in threads:
-    thread.start()
-child = os.fork()
-if child == 0:  # whose own threads take the place of those that it does not have
-    for _ in range(20):
-        own = threading.Thread(target=bool)
-        own.start()
-        own.join()
-    sys.exit(3)
-_, status = os.waitpid(child, 0)
-group.close()
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
-
-def test_a_fork_of_a_process_with_a_group_ends_as_it_wants_to() -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", FORKS], timeout=SECONDS, check=False)
-    assert done.returncode == 3

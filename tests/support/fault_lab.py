@@ -33,7 +33,6 @@ from support.fault_points import Fault, allowed, memory, settled, settled_twice
 import wsync
 from wsync import _core
 from wsync.layout import TrainerLayout
-from wsync.machine.sweep import sweep
 from wsync.messages import payload
 from wsync.messages.control import Control
 
@@ -499,14 +498,10 @@ class Experiment:
                 self.wrong.append(f"{trainer.name} did not end")
 
     def _look_for_files(self) -> None:
-        """Nothing is left but what a killed process could not take along, and that goes later."""
+        """Nothing is left but what a killed process could not take along."""
         folder = self.bench.sockets
-        if not os.path.isdir(folder):
+        if self.how == "kill" or not os.path.isdir(folder):
             return
-        if self.how == "kill":
-            for entry in os.scandir(folder):
-                os.utime(entry.path, (1, 1))
-            sweep(folder)
         left = os.listdir(folder)
         if left:
             self.wrong.append(f"files are left: {left}")

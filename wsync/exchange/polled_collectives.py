@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from wsync import _core
 from wsync.machine.deadline import LEAVE_SECONDS, POLL_SECONDS, Check, Deadline
-from wsync.machine.fork_guard import lasting
 
 
 class Collective:
@@ -34,7 +33,6 @@ class Collectives:
         # In a list, which `close` takes.  No frame holds the group itself: the traceback of an
         # interrupt keeps frames, and whoever drops it would wait in the group's destructor.
         self._held = [group]
-        lasting(group)
         self._lingers = lingers
         self._whole, self._member = whole, member
         self._underway: set[Collective] = set()  # what was started, and not seen to end

@@ -26,7 +26,6 @@ from wsync.exchange.polled_collectives import Collectives, first_line
 from wsync.machine.daemon_threads import result, start
 from wsync.machine.deadline import LATER_SECONDS, Check, Deadline, look_around, seconds
 from wsync.machine.device import has_nccl
-from wsync.machine.fork_guard import lasting
 from wsync.machine.temporary_environment import variable
 from wsync.module_tensors import flat_bytes
 
@@ -85,7 +84,6 @@ class Store:
         self._server: Any = _c10d.TCPStore(
             "localhost", 0, is_master=True, wait_for_workers=False, timeout=_delta(timeout)
         )
-        lasting(self._server)
         self.port = int(self._server.port)
 
     def close(self) -> None:

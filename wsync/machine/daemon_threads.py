@@ -79,9 +79,6 @@ def _drive(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None
 def _make(future: Future[Any], call: Callable[[], Any]) -> None:
     try:
         future.set_result(call())
-    except StopIteration as error:
-        # where it is raised again it would end a generator; Python's own do the same with it
-        future.set_exception(RuntimeError(f"a call raised {error!r}"))
     except BaseException as error:
         future.set_exception(error)
     finally:

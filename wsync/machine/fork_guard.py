@@ -1,6 +1,5 @@
 """What belongs to one process: its threads, sockets and memory are no child's of it."""
 
-import ctypes
 import os
 import socket
 import weakref
@@ -9,7 +8,6 @@ from typing import Final
 from wsync._core import StateError
 
 _SOCKETS: Final = weakref.WeakSet[socket.socket]()
-_LASTING: Final = weakref.WeakSet[object]()
 
 
 class Owner:
@@ -39,17 +37,9 @@ def private(connection: socket.socket) -> socket.socket:
     return connection
 
 
-def lasting(thing: object) -> None:
-    """Processes that are forked from this one never drop the thing: its end would wait for threads
-    that they do not have."""
-    _LASTING.add(thing)
-
-
 def _after_fork() -> None:
     for connection in list(_SOCKETS):
         connection.close()
-    for thing in list(_LASTING):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -21,10 +21,7 @@ def place_of(gpu: str, *, mps: bool) -> str:
     """Where memory of a GPU, by its UUID, can be lent: on it, and in this PID namespace, and among
     clients of MPS or others, beyond which no process opens the IPC handle of an allocation; "" for
     the host's memory."""
-    try:
-        return gpu and f"{gpu}@{os.stat('/proc/self/ns/pid').st_ino}{'@mps' * mps}"
-    except OSError:  # a kernel without such namespaces
-        return gpu
+    return gpu and f"{gpu}@{os.stat('/proc/self/ns/pid').st_ino}{'@mps' * mps}"
 
 
 class GpuSegment(NamedTuple):

@@ -6,7 +6,6 @@ of a multiprocessing.shared_memory, or anything else that maps a file without a 
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import resource
@@ -20,16 +19,6 @@ _READ: Final = 1 << 16
 # a mapping of proc_pid_maps(5) that is shared ("s"): start, end, offset, device, inode, path
 _SHARED: Final = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) ([0-9]+) *(.*)$", re.M
-)
-
-# System V's memory, whose ids are there for inodes: a memfd may have the same number
-_NO_FILE: Final = re.compile(rb"/SYSV[0-9a-f]{8}( \(deleted\))?")
-
-# errors of descriptors that are of no use, where another one of the file may be
-_USELESS: Final = (
-    errno.EBADF,  # closed since
-    errno.EACCES,  # open for writing only
-    errno.EPERM,  # sealed, or on a mount that forbids it
 )
 
 
@@ -78,8 +67,6 @@ class SharedMaps:
         text = b"".join(iter(lambda: self._maps.read(_READ), b""))
         found: list[_Mapping] = []
         for start, end, offset, major, minor, inode, path in _SHARED.findall(text):
-            if _NO_FILE.fullmatch(path):
-                continue
             file = File((int(major, 16), int(minor, 16)), int(inode))
             mapping = _Mapping(int(start, 16), int(end, 16), int(offset, 16), file, path)
             last = found[-1] if found else None
@@ -120,12 +107,8 @@ class SharedMaps:
             that of another file by now: what has been borrowed is looked at."""
             try:
                 memory = _core.Memory.borrow(fd)
-            except _core.PeerRefusedError:  # a file on a disk
-                return
-            except _core.SystemCallError as error:
-                if error.native in _USELESS:
-                    return
-                raise
+            except (_core.PeerRefusedError, _core.SystemCallError):
+                return  # a file on a disk, or a descriptor of no use, where there may be another
             file = _file_of(os.fstat(memory.fileno()))
             if file in wanted:
                 borrowed[file] = memory

@@ -21,7 +21,6 @@ from wsync.exchange.update_group import Rendezvous, group_name
 from wsync.machine.deadline import PUNCTUAL, Check, Deadline
 from wsync.machine.device import settle, threads_for
 from wsync.machine.host import own_address
-from wsync.machine.sweep import sweep
 from wsync.messages.control import LEARN, PIECES, WHOLE, Control
 from wsync.options import Options
 from wsync.report import Report
@@ -85,7 +84,6 @@ class Connection:
         self._rings = _core.BufferTable([])
         self._own_loading: dict[str, str] = {}  # by engine, see Report
         self._learning_seconds = 0.0  # before the next report
-        sweep(options.directory)
         try:
             for number, worker in enumerate(roster.workers):
                 if worker.served_by == group.rank:
