@@ -4,16 +4,12 @@ had."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from wsync._core import StateError
-from wsync.module_tensors.held import bound_tensors, seen, usable
-
-# (path, where it is bound, under which name, tensor, what memory it was)
-_Bound = tuple[str, dict[str, Any], str, torch.Tensor, torch.Tensor]
+from wsync.module_tensors.held import Bound, bound_tensors, seen, usable
 
 
 def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:
@@ -29,16 +25,17 @@ def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def in_place(module: torch.nn.Module) -> Iterator[list[str]]:
+def in_place(module: torch.nn.Module, bound: Iterable[Bound] | None = None) -> Iterator[list[str]]:
     """Around what may bind other tensors to the module's attributes: in the end the tensors that
     were there are so again and take their values, as CUDA graphs go on reading them.
 
+    bound: the tensors that it is done for; None: all.
     Gives what it is not done for, when it ends: those of another dtype or shape.
     """
     before = [
-        (path, slot, name, tensor, tensor.detach())
-        for path, slot, name, tensor in bound_tensors(module)
-        if tensor.numel()
+        (each, each[-1].detach())
+        for each in (bound_tensors(module) if bound is None else bound)
+        if each[-1].numel()
     ]
     other: list[str] = []
     with torch.no_grad():
@@ -48,12 +45,12 @@ def in_place(module: torch.nn.Module) -> Iterator[list[str]]:
             other += _put_back(before)
 
 
-def _put_back(before: list[_Bound]) -> list[str]:
+def _put_back(before: list[tuple[Bound, torch.Tensor]]) -> list[str]:
     """Binds tensors as they were, with the values of what is bound there now; as `in_place`."""
-    places = {data.untyped_storage().data_ptr() for *_, data in before}
+    places = {data.untyped_storage().data_ptr() for _, data in before}
     changes: list[tuple[torch.Tensor, torch.Tensor]] = []
     other = []
-    for path, slot, name, tensor, data in before:
+    for (path, slot, name, tensor), data in before:
         now = slot.get(name)
         if not isinstance(now, torch.Tensor) or (now is tensor and seen(now) == seen(data)):
             continue

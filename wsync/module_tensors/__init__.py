@@ -26,14 +26,6 @@ class Slot(NamedTuple):
     part: int = 0
 
 
-class _Found(NamedTuple):
-    roots: tuple[Module, ...]
-    names: tuple[str, ...]
-    slots: list[Slot]
-    others: list[tuple[Slot, int]]  # further names, and whose tensor they are of
-    same: Callable[[], bool]  # whether modules hold the same parts and names
-
-
 class Slots:
     """The places of all tensors, which are read again at every update.
 
@@ -47,14 +39,14 @@ class Slots:
     """
 
     def __init__(self, roots: Sequence[Module], find: Callable[[], Iterable[Slot]]) -> None:
-        self._roots = roots
-        self._find = find
-        self._found = self._scan()
-
-    @property
-    def names(self) -> tuple[str, ...]:
+        self._roots, self._find = roots, find
+        self._known: list[Module] = []  # of the roots
+        self._slots: list[Slot] = []
+        self._others: list[tuple[Slot, int]] = []  # further names, and whose tensor they are of
+        self._tree: ModuleTree | None = None  # that all of it was found in
+        self._scan()
+        self.names = tuple(slot.name for slot in self._slots)
         """Of the distinct tensors, in order."""
-        return self._found.names
 
     def read(self) -> list[Tensor]:
         """The tensors of `names` as they are now.
@@ -62,30 +54,26 @@ class Slots:
         Raises:
             LayoutError: one is gone or new, or is no longer the one of all its names.
         """
-        known = self._found
-        same = tuple(self._roots) == known.roots and known.same()
-        if not same:
-            # what `find` has of its own is found anew, too, until all of it fits together
-            self._found = known._replace(same=lambda: False)
-            found = self._scan()
-            if found.names != self.names:
-                odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
+        if self._tree is None or [*self._roots] != self._known or not self._tree.same():
+            self._scan()
+            found = [slot.name for slot in self._slots]
+            if found != [*self.names]:
+                self._tree = None
+                odd = next(iter({*self.names} ^ {*found}), "the order of tensors")
                 raise _core.LayoutError(
                     f"{odd}: differs since the layout was made: make the layout anew"
                 )
-            self._found = found
-        slots = self._found.slots
-        tensors: list[Any] = [slot.home[slot.key] for slot in slots]
-        for slot, number in self._found.others:
+        tensors: list[Any] = [slot.home[slot.key] for slot in self._slots]
+        for slot, number in self._others:
             if slot.home.get(slot.key) is not tensors[number]:
                 raise _core.LayoutError(
-                    f"{slot.path}: was one tensor with {slots[number].path} when the layout was "
-                    "made, and is another now: make the layout anew"
+                    f"{slot.path}: was one tensor with {self._slots[number].path} when the layout "
+                    "was made, and is another now: make the layout anew"
                 )
         return tensors
 
-    def _scan(self) -> _Found:
-        roots = tuple(self._roots)
+    def _scan(self) -> None:
+        self._tree = None
         slots: list[Slot] = []
         others: list[tuple[Slot, int]] = []
         tensors: list[Any] = []
@@ -105,9 +93,8 @@ class Slots:
             else:
                 slots.append(slot)
                 tensors.append(tensor)
-        same = ModuleTree(roots).same  # after `find`, which may reshard
-        names = tuple(slot.name for slot in slots)
-        return _Found(roots, names, slots, others, same)
+        self._slots, self._others, self._known = slots, others, [*self._roots]
+        self._tree = ModuleTree(self._known)  # after `find`, which may reshard
 
 
 def homes_of(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 Seen = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+# (path, where it is bound, under which name, tensor)
+Bound = tuple[str, dict[str, Any], str, torch.Tensor]
 
 
 def seen(tensor: torch.Tensor) -> Seen:
@@ -32,10 +34,8 @@ def usable(tensor: torch.Tensor) -> bool:
     return True
 
 
-def bound_tensors(
-    module: torch.nn.Module,
-) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """(path, where it is bound, under which name, tensor) of those that are usable."""
+def bound_tensors(module: torch.nn.Module) -> Iterator[Bound]:
+    """Those that are usable."""
     for prefix, part in module.named_modules():
         for slot in slots(part):
             for name, tensor in slot.items():

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from wsync._core import UnsupportedError
-
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+
+_Stores = list[dict[str, Any]]
 
 
 class ModuleTree:
@@ -21,23 +21,14 @@ class ModuleTree:
 
     def __init__(self, roots: Iterable[Module]) -> None:
         parts = list(dict.fromkeys(part for root in roots for part in root.modules()))
-        if script := next((p for p in parts if not isinstance(p._parameters, dict)), None):
-            raise UnsupportedError(
-                f"{type(script).__name__} is TorchScript: what it holds is not Python's"
-            )
-        self._parts, self._kinds = parts, list(map(type, parts))
-        self._children: list[dict[str, Any]] = [part._modules for part in parts]
-        self._stores: list[dict[str, Any]] = [
-            store for part in parts for store in (part._parameters, part._buffers)
-        ]
-        self._keys = list(map(tuple, self._children)), list(map(tuple, self._stores))
-        self._below = list(chain.from_iterable(map(dict.values, self._children)))
-        held = list(chain.from_iterable(map(dict.values, self._stores)))
-        self._count, self._empty = len(_distinct(held)), _nowhere(held)
+        self._children: _Stores = [part._modules for part in parts]
+        self._stores: _Stores = [s for part in parts for s in (part._parameters, part._buffers)]
+        self._names = _names(self._children), _names(self._stores)
+        self._below, held = _values(self._children), _values(self._stores)
+        self._count = len(_distinct(held))
 
     def same(self) -> bool:
-        """Whether all parts are the same objects of the same classes, with tensors of the same
-        names."""
+        """Whether all parts are the same objects, with tensors of the same names."""
         return self._read() is not None
 
     def tensors(self) -> list[Tensor] | None:
@@ -48,18 +39,20 @@ class ModuleTree:
         return found if found is not None and len(found) == self._count else None
 
     def _read(self) -> list[Any] | None:
-        held = list(chain.from_iterable(map(dict.values, self._stores)))
-        below = list(chain.from_iterable(map(dict.values, self._children)))
-        if (list(map(tuple, self._children)), list(map(tuple, self._stores))) != self._keys:
+        names = _names(self._children), _names(self._stores)
+        if names != self._names or _values(self._children) != self._below:
             return None
-        if below != self._below:
-            return None
-        same = list(map(type, self._parts)) == self._kinds and _nowhere(held) == self._empty
-        return held if same else None
+        return _values(self._stores)
 
 
-def _nowhere(held: list[Any]) -> list[int]:
-    return [number for number, value in enumerate(held) if value is None]
+def _names(stores: _Stores) -> list[tuple[object, ...]]:
+    """Those in stores, and which have some: most have none, and are passed over in no time."""
+    full = list(filter(None, stores))
+    return [tuple(map(id, full)), *map(tuple, full)]
+
+
+def _values(stores: _Stores) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, filter(None, stores))))
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -10,9 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from wsync._core import StateError
 from wsync.machine import device
-from wsync.module_tensors.held import bound_tensors, usable
+from wsync.module_tensors.held import Bound, bound_tensors, usable
 from wsync.module_tensors.names_in_messages import listed
-from wsync.module_tensors.places import MemoryPlace, places_of
 from wsync.module_tensors.tree import ModuleTree
 from wsync.probing.codes import kind_of
 
@@ -59,9 +59,13 @@ class ModuleMemory:
         found = [target.home.get(target.key) for target in self.targets]
         return found if all(isinstance(each, torch.Tensor) for each in found) else None  # type: ignore[return-value]
 
+    def bound(self) -> list[Bound]:
+        """The targets as they are now, and where they are bound."""
+        return [(each.path, each.home, each.key, each.home[each.key]) for each in self.targets]
+
 
 def _apart(found: Sequence[tuple[TensorTarget, torch.Tensor]]) -> Iterator[TensorTarget]:
-    taken: dict[int, list[MemoryPlace]] = {}  # by storage
+    taken: dict[int, list[torch.Tensor]] = {}  # by storage
     asleep: list[str] = []
     for target, tensor in found:
         if not _may_be_loaded(target, tensor):
@@ -70,15 +74,41 @@ def _apart(found: Sequence[tuple[TensorTarget, torch.Tensor]]) -> Iterator[Tenso
             asleep += [target.path] if target.parameter else []
             continue
         others = taken.setdefault(tensor.untyped_storage().data_ptr(), [])
-        mine = places_of(tensor)
-        if not any(place.meets(other) for place in mine for other in others):
-            others += mine
+        if not any(_meet(tensor, other) for other in others):
+            others.append(tensor)
             yield target
     if asleep:
         raise StateError(
             f"{listed(asleep)}: no memory of a GPU lies there, as while an engine sleeps: wake its "
             "weights before the update"
         )
+
+
+def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have bytes in common."""
+    spans = [_span(tensor) for tensor in (one, other)]
+    base, end = min(start for start, _ in spans), max(end for _, end in spans)
+    if max(start for start, _ in spans) >= min(end for _, end in spans):
+        return False
+    later = spans[0][0] <= spans[1][0]
+    if (one if later else other).is_contiguous():  # it has the first byte of the other one
+        return True
+    unit = math.gcd(one.element_size(), other.element_size(), spans[0][0] - spans[1][0])
+    marks = torch.zeros((end - base) // unit, dtype=torch.bool, device="cpu")
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.element_size() // unit
+        strides = *(size * stride for stride in tensor.stride()), 1
+        return marks.as_strided((*tensor.shape, size), strides, (tensor.data_ptr() - base) // unit)
+
+    part(one).fill_(True)
+    return bool(part(other).any())
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((extent - 1) * step for extent, step in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _may_be_loaded(target: TensorTarget, tensor: torch.Tensor) -> bool:
