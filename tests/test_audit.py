@@ -209,20 +209,38 @@ def test_a_change_is_noticed_and_undone(way: Callable[[Loading], Callable[[], ob
     before = [layer.detach().clone() for layer in module.layers]
     for _ in range(3):
         audit.some(targets)
-    audit.all(targets)
     change()
     with pytest.raises(AuditError, match=r"layers\.\d\.a"):
         audit.some(targets)
-    with pytest.raises(AuditError):
-        audit.all(targets)
     assert all(map(torch.equal, before, module.layers))
 
 
 def test_samples_rotate_within_their_size() -> None:
     audit, targets = audited(Loading(), nbytes=2 * 48)
     samples = [audit.some(targets) for _ in range(LAYERS)]
-    assert all([name[-1] for name in names] == ["a", "b"] for names in samples)
-    assert len({names[0] for names in samples}) == LAYERS
+    assert all({name[-1] for name in names} == {"a", "b"} for names in samples)
+    assert len({name for names in samples for name in names}) == 2 * LAYERS
+    audit, targets = audited(Loading(), nbytes=1)
+    assert [audit.some(targets)[0][-1] for _ in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_what_a_load_joins_comes_together() -> None:
+    target = torch.rand(6, 4)
+    names = [f"layers.{n}.{part}_proj.weight" for n in range(2) for part in ("gate", "up")]
+
+    def load(pairs: Any) -> None:
+        given = dict(pairs)
+        for number in range(2):
+            parts = [given.get(name) for name in names[2 * number :][:2]]
+            if all(part is not None for part in parts):
+                target[2 * number :][:2] = torch.cat(parts)
+
+    sources = [Source(name, torch.float32, (1, 4)) for name in names]
+    values = [{name: torch.rand(1, 4) for name in names} for _ in range(2)]
+    found = learn(load, [target], sources, {}, tuple(lambda s, v=v: v[s.name] for v in values))
+    audit = Audit(load, found, sources, nbytes=1)
+    assert audit.is_possible([target])
+    assert sorted(audit.some([target]) + audit.some([target])) == names
 
 
 def test_a_load_that_asks_for_more_when_it_has_loaded_is_right() -> None:

@@ -229,12 +229,12 @@ class _Reader:
         self._zeros = self._made(torch.zeros(whole.shape, dtype=whole.dtype))
         self._ones = self._made(torch.ones(whole.shape, dtype=whole.dtype))
         self._units = units_of(whole.shape)[:-1]
-        numbering = Numbering([Source(name, whole.dtype, whole.shape)], {})
-        numbering.whole = True
+        source = Source(name, whole.dtype, whole.shape)
+        numbering = Numbering([source], {})
         # What is made of each digit, and what that adds to the number of an element.
         self._digits: list[tuple[int, list[Tensor]]] = []
         for call, digit in enumerate(numbering.digits[name], numbering.naming):
-            ((_, tensor),) = numbering.pairs(call)
+            tensor = numbering.tensor(source, call).contiguous()
             self._digits.append((digit.weight * self._units[digit.axis], self._made(tensor)))
 
     def sources(self) -> list[_Source]:

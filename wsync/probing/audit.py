@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
 
 from wsync.module_tensors import checksum_of
+from wsync.module_tensors.kept_together import JOINED, group_of
+from wsync.module_tensors.quantised_names import weight_of
 from wsync.probing.learn import LearntLoad
 from wsync.probing.lines import raw
 from wsync.probing.numbering import Source
 from wsync.probing.pieces import PlacedBox, as_kept
 from wsync.probing.probe import Load
 
-NBYTES: Final = 64 << 20  # of tensors that are loaded at a time
-SAMPLE_NBYTES: Final = 4 << 20
+MOST_NBYTES: Final = 64 << 20  # of what is read back together; larger ones are not audited
+SAMPLE_NBYTES: Final = 4 << 20  # at a time, as a rule
+SHARE: Final = 1000  # of the model's bytes, where these are more
 _NUMBER: Final = re.compile(r"\d+")
 _STRIDE: Final = 7919  # units that follow each other in turn lie far apart
 
@@ -37,10 +41,10 @@ class AuditError(Exception):
 
 
 class Audit:
-    """Audits a load by samples: of tensors called alike, those of one layer, or one expert.
+    """Audits a load by samples: one of all tensors that are called alike, in turn.
 
-    Tensors with the same numbers in their names go together: a load may wait for all of them.
-    Samples rotate.  What a load computes cannot be read back, and is not audited.
+    Tensors that a load may wait for together are one.  What a load computes cannot be read back,
+    and is not audited.
     """
 
     def __init__(
@@ -48,22 +52,24 @@ class Audit:
         load: Load,
         learnt: LearntLoad,
         sources: Iterable[Source],
-        nbytes: int = NBYTES,
+        nbytes: int = SAMPLE_NBYTES,
     ) -> None:
-        self._load, self._most = load, nbytes
-        self._sample = min(SAMPLE_NBYTES, nbytes)
+        self._load = load
         self._places: dict[str, list[PlacedBox]] = {}
         for piece in (*learnt.pieces, *(copy.target for copy in learnt.copies)):
             self._places.setdefault(piece.name, []).append(piece)
         self._known = {source.name: source for source in sources if source.name in self._places}
-        units: dict[tuple[str, ...], list[str]] = {}
-        for name in self._known:
-            units.setdefault(tuple(_NUMBER.findall(name)), []).append(name)
-        self._alike: dict[tuple[str, ...], list[list[str]]] = {}
+        units: dict[object, list[str]] = {}
+        for name, dtype, _ in self._known.values():
+            together = group_of(name, JOINED) or weight_of(name, str(dtype).removeprefix("torch."))
+            units.setdefault(together or name, []).append(name)
+        kinds: dict[tuple[str, ...], deque[list[str]]] = {}
         for names in units.values():
-            kind = tuple(_NUMBER.sub("#", name) for name in names)
-            self._alike.setdefault(kind, []).append(names)
-        self._turn = 0
+            if self._nbytes(names) <= MOST_NBYTES:
+                kind = tuple(_NUMBER.sub("#", name) for name in names)
+                kinds.setdefault(kind, deque()).append(names)
+        self._kinds = deque(kinds.values())
+        self._room = max(nbytes, self._nbytes(self._known) // SHARE)
 
     def is_possible(self, targets: Sequence[torch.Tensor]) -> bool:
         """Whether the load does with a sample: some want all tensors in one call."""
@@ -77,7 +83,8 @@ class Audit:
         return [checksum_of(targets[number]) for number in touched] == before
 
     def some(self, targets: Sequence[torch.Tensor]) -> list[str]:
-        """Checks the next sample.  AuditError where that fails; all is as it was, then.
+        """Checks the next sample, and names it.  AuditError where that fails; all is as it was,
+        then.
 
         targets: those of the load, wherever they lie by now.
         """
@@ -85,40 +92,20 @@ class Audit:
         self._check(names, targets)
         return names
 
-    def all(self, targets: Sequence[torch.Tensor]) -> None:
-        """Checks every tensor, in parts."""
-        for units in self._alike.values():
-            for names in self._parts(units):
-                self._check(names, targets)
-
     def _next(self) -> list[str]:
-        names: list[str] = []
-        for units in self._alike.values():
-            unit = units[self._turn * _STRIDE % len(units)]
-            names += self._within(unit, self._sample - sum(map(self._nbytes, names)))
-        self._turn += 1
+        names, room = list[str](), self._room
+        for units in self._kinds:
+            size = self._nbytes(units[0])
+            if size <= room or not names:
+                names += units[0]
+                room -= size
+                units.rotate(-_STRIDE)
+        self._kinds.rotate(-1)
         return names
 
-    def _within(self, unit: Sequence[str], room: int) -> list[str]:
-        found = []
-        for name in unit:
-            if (nbytes := self._nbytes(name)) <= room:
-                found.append(name)
-                room -= nbytes
-        return found
-
-    def _parts(self, units: Sequence[Sequence[str]]) -> Iterator[list[str]]:
-        part: list[str] = []
-        for unit in units:
-            if part and sum(map(self._nbytes, (*part, *unit))) > self._most:
-                yield part
-                part = []
-            part += unit
-        yield part
-
-    def _nbytes(self, name: str) -> int:
-        _, dtype, shape = self._known[name]
-        return math.prod(shape) * dtype.itemsize
+    def _nbytes(self, names: Iterable[str]) -> int:
+        known = (self._known[name] for name in names)
+        return sum(math.prod(source.shape) * source.dtype.itemsize for source in known)
 
     def _check(self, names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
         pairs, kept = [], []

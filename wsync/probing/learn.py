@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from wsync.probing.computed import sources_of
+from wsync.probing.computed import NotLearntError, computed
 from wsync.probing.lines import raw
-from wsync.probing.numbering import Source, backwards
+from wsync.probing.numbering import Source
 from wsync.probing.pieces import (
-    COMPUTED,
     CONSTANT,
+    UNWRITTEN,
     LocalCopy,
     PlacedBox,
     as_computed,
     kept_as,
     once,
 )
-from wsync.probing.probe import Load, Overwriting, RaisedError, probe
-from wsync.probing.verify import Expected, Values, is_made_of, verify
+from wsync.probing.probe import Load, Overwriting, probe
+from wsync.probing.verify import Proof, Values
 
-
-class NotLearntError(Exception):
-    """Why a load cannot be replaced by copies.  pieces: what it does all the same, if known."""
-
-    def __init__(self, text: str, pieces: Sequence[PlacedBox] = ()) -> None:
-        self.pieces = pieces
-        super().__init__(text)
+__all__ = ["LearntLoad", "NotLearntError", "learn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +31,14 @@ class LearntLoad:
 
     pieces: where each element of a tensor is copied to; copies: from there to further places.
     constants: what lies there whatever is loaded.  computed: tensors that the load itself has to be
-    given, after all copies, and a place that it makes of each.  others: places of no element:
-    unwritten or computed.
+    given, after all copies, and a place that it makes of each.  unwritten: where it writes nothing.
     """
 
     pieces: list[PlacedBox]
     copies: list[LocalCopy]
     constants: dict[PlacedBox, torch.Tensor]
     computed: dict[str, PlacedBox]
-    others: list[PlacedBox]
+    unwritten: list[PlacedBox]
 
     @property
     def written(self) -> list[PlacedBox]:
@@ -61,35 +53,34 @@ def learn(
     given: Mapping[str, torch.Tensor],
     values: tuple[Values, Values],
 ) -> LearntLoad:
-    """What a load does with tensors.  What it does not write to targets is put back.
+    """What a load does with tensors.  In the end places hold what it has put there, or, where it
+    writes nothing, what they held before.
 
     targets: all that it may write to; they share no elements.  given: tensors whose values it looks
-    at, such as shapes.  values: two sets of random ones.
+    at, such as shapes.  values: two sets of random ones, which have the given ones, too; those of
+    the second one are of a size that can be computed with.
 
     Raises:
         NotLearntError: what it computes cannot be told from some of the tensors.
         RaisedError: the load has failed.
     """
     loads = Overwriting(load, targets)
-    first, second = (_but_for(given, each) for each in values)
     try:
         pieces = probe(loads, sources, given)
         constants = {p: _constant(p.view(targets)) for p in pieces if p.why == CONSTANT}
-        pieces = verify(loads, pieces, constants, sources, first)
-        other = backwards(sources, given)
-        pieces = verify(loads, pieces, constants, other, second, twins=True)
+        proof = Proof(loads, sources, constants)
+        for each in values:
+            pieces = proof.refute(pieces, each)
         pieces = _castable(pieces, targets, sources)
-        constants = {piece: value for piece, value in constants.items() if piece in pieces}
-        computed = _computed(loads, pieces, constants, sources, first, second)
-    finally:
+        aside = computed(proof, pieces, values[1], values[0])
+    except BaseException:
         loads.put_back()
-    copied = [piece for piece in pieces if piece.name and piece.name not in computed]
-    others = [piece for piece in pieces if piece.why and piece not in constants]
-    return LearntLoad(*once(copied, targets), constants, computed, others)
-
-
-def _but_for(given: Mapping[str, torch.Tensor], values: Values) -> Values:
-    return lambda source: given[source.name] if source.name in given else values(source)
+        raise
+    unwritten = [piece for piece in pieces if piece.why == UNWRITTEN]
+    loads.put_back(piece.view(targets) for piece in unwritten)
+    copied = [piece for piece in pieces if piece.name and piece.name not in aside]
+    constants = {piece: constants[piece] for piece in pieces if piece.why == CONSTANT}
+    return LearntLoad(*once(copied, targets), constants, aside, unwritten)
 
 
 def _constant(place: torch.Tensor) -> torch.Tensor:
@@ -120,32 +111,3 @@ def _castable(
         if len({*map(kept, left)}) > 1 and len({*map(kept, once(left, targets)[0])}) > 1:
             uncopied.update(mine)
     return [as_computed(piece) if piece in uncopied else piece for piece in pieces]
-
-
-def _computed(
-    loads: Overwriting,
-    pieces: Sequence[PlacedBox],
-    constants: Mapping[PlacedBox, torch.Tensor],
-    sources: Sequence[Source],
-    values: Values,
-    others: Values,
-) -> dict[str, PlacedBox]:
-    """The tensors that computed places are made of.  NotLearntError where a load of these alone
-    makes something else of them, or writes to other places."""
-    places = [piece for piece in pieces if piece.why == COMPUTED]
-    if not places:
-        return {}
-    try:
-        found = sources_of(loads, places, sources, values, others)
-        made = is_made_of(loads, places, found, sources, values)
-    except RaisedError as error:
-        raise NotLearntError(f"given only what it computes with, {error}", pieces) from error
-    if not made:
-        raise NotLearntError(
-            "what it computes depends on more than the tensors that change it", pieces
-        )
-    expected = Expected(loads, constants, sources, values)
-    copied = (piece for piece in pieces if piece.name and piece.name not in found)
-    if not all(map(expected.at, itertools.chain(copied, constants))):
-        raise NotLearntError("given only what it computes with, it also writes elsewhere", pieces)
-    return found

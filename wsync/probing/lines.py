@@ -31,7 +31,8 @@ class Lines:
     starts: by axis, where a part begins; part: by axis and place, which part it is in.  written:
     whether the first load has changed anything.
     corners: by load, shaped by parts.  same: by load, where it has not changed a corner; from the
-    second on.  chosen: by axis, which line serves, shaped by parts along other axes.
+    second on.  chosen: by axis, which line serves, shaped by parts along other axes; first: by axis
+    and line, the first of these, counted along all of them.
     lines: by load from `choose` on and axis: (line, place).
     """
 
@@ -44,27 +45,26 @@ class Lines:
         self.corners: list[torch.Tensor] = []
         self.same: list[torch.Tensor] = []
         self.chosen: list[torch.Tensor] = []
+        self.first: list[list[int]] = []
         self.lines: list[list[torch.Tensor]] = []
-        self._before: list[torch.Tensor] = []
         count = 0 if tensor.numel() <= _WHOLE else _SAMPLE
         self._see([self._cross(self._slices(axis, count)) for axis in range(len(self.shape))])
-
-    def before(self) -> None:
-        """Notes what lies there before a load, which differs from all that the load may write."""
-        self._before = self._look()
+        self._last = self._look()
 
     def after(self) -> None:
-        """Notes what lies there after it."""
+        """Notes what lies there after a load, before which all was inverted."""
         found = self._look()
         if not self.starts:
-            self.written = not all(map(torch.equal, self._before, found))
-            pairs = enumerate(zip(self._before, found, strict=True))
+            before = [~each for each in self._last]
+            self.written = not all(map(torch.equal, before, found))
+            pairs = enumerate(zip(before, found, strict=True))
             self.starts = [_changes(one, other, axis) for axis, (one, other) in pairs]
             self.part = [_parts(*each) for each in zip(self.starts, self.shape, strict=True)]
             self._see([self._cross(self.starts)])
             found = self._look()
         else:
-            self.same.append(self._before[0] == found[0])
+            self.same.append(~self._last[0] == found[0])
+        self._last = found
         corners, *lines = (each.view(self.tensor.dtype) for each in found)
         self.corners.append(corners)
         if lines:
@@ -82,6 +82,7 @@ class Lines:
             others = self._cross([s if n != axis else [0] for n, s in enumerate(self.starts)])
             line = torch.arange(extent, device="cpu") * self.tensor.stride(axis)
             seen.append(others.flatten()[first].view(-1, 1) + line)
+            self.first.append(first)
             self.chosen.append(chosen.view(rows.shape[:-1]))
         self._see(seen)
 

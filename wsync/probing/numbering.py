@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ class _Digit(NamedTuple):
 class Numbering:
     """Which digit each call brings of each source.
 
-    given: tensors that are brought as they are.  device: where the others lie.  whole: makes all
-    elements of a tensor.
+    given: tensors that are brought as they are.  device: where the others lie.
     """
 
     def __init__(
@@ -40,11 +39,9 @@ class Numbering:
         given: Mapping[str, torch.Tensor],
         device: torch.device | str = "cpu",
     ) -> None:
-        self.sources = sources
         self._device = device
         self.given = given
         self.known = {source.name: source for source in sources}
-        self.whole = False
         self.kinds: dict[str, list[Source]] = {}
         self.digits: dict[str, list[_Digit]] = {}
         for source in sources:
@@ -54,27 +51,21 @@ class Numbering:
         self._number = {s.name: n for each in self.kinds.values() for n, s in enumerate(each)}
         counts = [(len(each), common_base(kind)) for kind, each in self.kinds.items()]
         self.naming = max((_count(*each) for each in counts), default=1)
-        self.calls = self.naming + max(map(len, self.digits.values()), default=0) + 1
-
-    def pairs(self, call: int) -> Made:
-        last = call == self.calls - 1
-        sources = backwards(self.sources, self.given) if last else self.sources
-        return Made(sources, lambda source: self._tensor(source, call))
+        # one more than names have, at least: what stays the same is constant
+        self.calls = self.naming + max([1, *map(len, self.digits.values())])
 
     def of(self, dtype: torch.dtype) -> list[Source]:
         """The sources that copies may bring to a tensor of a dtype."""
         return self.kinds.get(kind_of(dtype), [])
 
-    def base(self, dtype: torch.dtype) -> int:
-        return common_base(kind_of(dtype))
-
     def numbers(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Which of these sources calls have brought the name of; -1: none."""
-        names = [decode(each) for each in values[: self.naming]]
-        found = torch.zeros_like(names[0])
-        for call, digit in enumerate(names):
-            found += digit * self.base(values[0].dtype) ** call
-        known = torch.stack(names).ge(0).all(0) & (found < len(self.of(values[0].dtype)))
+        base = common_base(kind_of(values[0].dtype))
+        names = torch.stack(
+            [decode(each) * base**n for n, each in enumerate(values[: self.naming])]
+        )
+        found = names.sum(0)
+        known = names.ge(0).all(0) & (found < len(self.of(values[0].dtype)))
         return found.where(known, -1)
 
     def forms(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -87,24 +78,20 @@ class Numbering:
         each = [forms.setdefault(source[1:], len(forms)) for source in self.kinds.get(kind, [])]
         return torch.tensor([*each, -1], device="cpu")
 
-    def _tensor(self, source: Source, call: int) -> torch.Tensor:
+    def tensor(self, source: Source, call: int) -> torch.Tensor:
         if source.name in self.given:
             return self.given[source.name]
         kind = kind_of(source.dtype)
         base, digits = common_base(kind), self.digits[source.name]
-        number, count = self._number[source.name], len(self.kinds[kind])
         if call < self.naming:
-            made = self._values(source.dtype)[number // base**call % base]
-        elif call == self.calls - 1:
-            made = self._values(source.dtype)[(count - 1 - number) % base]
+            made = self._values(source.dtype)[self._number[source.name] // base**call % base]
         elif call - self.naming < len(digits):
             axis, weight = digits[call - self.naming]
             made = self._vector(source.dtype, source.shape[axis], weight)
             made = made.view(-1, *(1 for _ in source.shape[axis + 1 :]))
         else:
             made = self._values(source.dtype)[0]
-        found = made.clone().expand(source.shape)  # a loader may write to it
-        return found.contiguous() if self.whole else found
+        return made.clone().expand(source.shape)  # a loader may write to it
 
     @functools.cache  # noqa: B019
     def _values(self, dtype: torch.dtype) -> torch.Tensor:
@@ -117,35 +104,27 @@ class Numbering:
         return encode(digits, dtype).to(self._device)
 
 
-def backwards(sources: Sequence[Source], given: Mapping[str, torch.Tensor]) -> list[Source]:
-    """In the reverse order, but for what is given as it is: its last one stays where it lies."""
-    numbered = [source for source in sources if source.name not in given]
-    return [*reversed(numbered), *(source for source in sources if source.name in given)]
+class Made:
+    """(name, tensor) of each source, which is made when it is taken.
 
+    whole: makes all elements, so that none shares its memory with another.  last: the name of what
+    was taken last.
+    """
 
-class Made(list[tuple[str, torch.Tensor]]):
-    """A list whose tensors are made when they are taken."""
-
-    def __init__(self, sources: Sequence[Source], make: Callable[[Source], torch.Tensor]) -> None:
-        super().__init__([("", torch.empty(0, device="cpu"))] * len(sources))
-        self._sources, self._make = sources, make
-        self.last = ""  # the name of what was taken last
-        self.names: dict[int, str] = {}  # by the storages' addresses
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return Made(self._sources[index], self._make)
-        source = self._sources[index]
-        taken()
-        tensor = self._make(source)
-        self.last = self.names[tensor.untyped_storage().data_ptr()] = source.name
-        return source.name, tensor
+    def __init__(
+        self, sources: Iterable[Source], make: Callable[[Source], torch.Tensor], *, whole: bool
+    ) -> None:
+        self._sources, self._make, self._whole = sources, make, whole
+        self.last = ""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return (self[number] for number in range(len(self)))
-
-    def __reversed__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self[::-1])
+        for source in self._sources:
+            taken()
+            tensor = self._make(source)
+            if self._whole:
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            self.last = source.name
+            yield source.name, tensor
 
 
 def _digits(source: Source) -> Iterator[_Digit]:

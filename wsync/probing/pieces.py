@@ -27,7 +27,7 @@ class PlacedBox:
     """A box of a source in a target, or, with what is none (`why`), a box of the target.
 
     start, extent: by the axes of the source.  offset, strides: in elements of the target's storage,
-    counted from its first element.  twin: another source whose same elements come there, too.
+    counted from its first element.
     """
 
     target: int
@@ -36,7 +36,6 @@ class PlacedBox:
     extent: tuple[int, ...]
     offset: int
     strides: tuple[int, ...]
-    twin: str = ""
     why: str = ""
 
     def view(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -75,7 +74,7 @@ def as_kept(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_computed(piece: PlacedBox) -> PlacedBox:
-    return replace(piece, name="", twin="", why=COMPUTED)
+    return replace(piece, name="", why=COMPUTED)
 
 
 @dataclass(frozen=True, slots=True)

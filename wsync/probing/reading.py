@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -18,14 +16,6 @@ from wsync.probing.pieces import COMPUTED, CONSTANT, UNWRITTEN, PlacedBox
 
 _OTHERS: Final = (UNWRITTEN, CONSTANT, COMPUTED)
 _LONGEST: Final = 8  # step in which a box goes through a target
-
-
-@dataclass(slots=True)
-class _Local:
-    """What a target's numbers stand for.  The first three are none of a source's elements."""
-
-    names: list[str] = dataclasses.field(default_factory=lambda: list(_OTHERS))
-    twins: list[str] = dataclasses.field(default_factory=lambda: ["", "", ""])
 
 
 class Reading:
@@ -42,52 +32,35 @@ class Reading:
             place = (0,) * len(lines.shape), lines.shape, 0, lines.tensor.stride()
             yield PlacedBox(self._target, "", *place, why=UNWRITTEN)
             return
-        local = _Local()
-        rows = self._rows(local)
-        shapes = [lines.shape, *(self._known[name].shape for name in local.names[3:])]
+        names, rows = self._rows()
+        shapes = [lines.shape, *(self._known[name].shape for name in names[3:])]
         dims = max(map(len, shapes))
         extents = [max(each) for each in zip(*(_padded(s, dims) for s in shapes), strict=True)]
         *units, unit = units_of(extents)
-        field = self._field(rows, local, units, unit)
+        field = self._field(rows, names, units, unit)
         by_unit = {units[axis]: axis for axis in range(dims) if extents[axis] > 1}
         for box in boxes(field.read, lines.shape, by_unit, _LONGEST, field.like):
-            yield self._piece(box, local, units, unit)
+            yield self._piece(box, names, units, unit)
 
-    def _rows(self, local: _Local) -> torch.Tensor:
-        """Shaped by parts: which of `local` each is."""
-        lines, base = self._lines, self._numbering.base(self._lines.tensor.dtype)
-        values = torch.stack([raw(each) for each in lines.corners])
+    def _rows(self) -> tuple[list[str], torch.Tensor]:
+        """Sources, after three names for what is none of their elements, and, shaped by parts,
+        which of these each is."""
+        corners = self._lines.corners
+        values = torch.stack([raw(each) for each in corners])
         others = torch.where((values == values[0]).all(0), 1, 2)
-        others = torch.where(torch.stack(lines.same).all(0), 0, others)
-        last = decode(lines.corners[-1])
-        number = self._numbering.numbers(lines.corners)
-        found = (number >= 0) & (last >= 0) & (others > 0)
-        keys, rows = torch.unique(
-            (number * base + last % base).where(found, -1), return_inverse=True
-        )
-        known = []
-        for key in keys.tolist():
-            twin = self._twin(*divmod(key, base)) if key >= 0 else None
-            known.append(2 if twin is None else len(local.names))
-            if twin is not None:
-                local.names.append(self._sources[key // base].name)
-                local.twins.append(twin)
-        return torch.tensor(known, device="cpu")[rows].where(found, others)
+        others = torch.where(torch.stack(self._lines.same).all(0), 0, others)
+        number = self._numbering.numbers(corners).where(others > 0, -1)
+        keys, rows = torch.unique(number, return_inverse=True)
+        found = [self._sources[key].name for key in keys.tolist() if key >= 0]
+        first = len(_OTHERS) - (len(keys) - len(found))
+        return [*_OTHERS, *found], (rows + first).where(number >= 0, others)
 
-    def _twin(self, number: int, digit: int) -> str | None:
-        """What the last call has brought, if that is another source of the same form; "" for the
-        same one.  None: something else."""
-        count, base = len(self._sources), self._numbering.base(self._lines.tensor.dtype)
-        ends = range((count - 1 - digit) % base, count, base)
-        if number in ends:
-            return ""
-        others = [n for n in ends if self._sources[n][1:] == self._sources[number][1:]]
-        return self._sources[others[0]].name if len(others) == 1 else None
-
-    def _field(self, rows: torch.Tensor, local: _Local, units: Sequence[int], unit: int) -> Field:
+    def _field(
+        self, rows: torch.Tensor, names: Sequence[str], units: Sequence[int], unit: int
+    ) -> Field:
         """Numbers: those of places in the target itself, where no source is loaded."""
         lines = self._lines
-        weights = self._weights(local, units)
+        weights = self._weights(names, units)
         own = units[len(units) - len(lines.shape) :]
         corners = rows * unit
         digits = [decode(each) for each in lines.corners[self._numbering.naming :]]
@@ -99,31 +72,31 @@ class Reading:
             )
             corners += places.where(rows < 3, 0)
             others = rows.movedim(axis, -1).reshape(-1, len(starts))
-            chosen = lines.chosen[axis].flatten()
-            first = [int((chosen == line).nonzero()[0]) for line in range(int(chosen.max()) + 1)]
-            row = others[first][:, lines.part[axis]]
+            row = others[lines.first[axis]][:, lines.part[axis]]
             line = (torch.arange(lines.shape[axis], device="cpu") * each).where(row < 3, 0)
             for call, values in enumerate(lines.lines):
                 line += weights[row, call] * decode(values[axis])
             found.append(line)
         return Field(lines, corners, found)
 
-    def _weights(self, local: _Local, units: Sequence[int]) -> torch.Tensor:
+    def _weights(self, names: Sequence[str], units: Sequence[int]) -> torch.Tensor:
         """By what numbers stand for, and call after those for names: what a digit adds."""
         calls = self._numbering.calls - self._numbering.naming
-        found = torch.zeros(len(local.names), calls, dtype=torch.int64, device="cpu")
-        for row, name in enumerate(local.names[3:], 3):
+        found = torch.zeros(len(names), calls, dtype=torch.int64, device="cpu")
+        for row, name in enumerate(names[3:], 3):
             shift = len(units) - len(self._known[name].shape)
             for call, digit in enumerate(self._numbering.digits[name]):
                 found[row, call] = digit.weight * units[digit.axis + shift]
         return found
 
-    def _piece(self, box: NumberedBox, local: _Local, units: Sequence[int], unit: int) -> PlacedBox:
+    def _piece(
+        self, box: NumberedBox, names: Sequence[str], units: Sequence[int], unit: int
+    ) -> PlacedBox:
         target = self._lines.tensor
         strides = [step * stride for step, stride in zip(box.steps, target.stride(), strict=True)]
         offset = sum(at * n for at, n in zip(box.start, target.stride(), strict=True))
         row, number = divmod(box.number, unit)
-        name, start = local.names[row], list[int]()
+        name, start = names[row], list[int]()
         if row >= 3:
             for each in units:
                 place, number = divmod(number, each)
@@ -138,9 +111,9 @@ class Reading:
             inside = all(at + count <= size for at, count, size in ends)
             if inside and not any(start[:shift]) and math.prod(extent) == math.prod(box.extent):
                 found = tuple(start[shift:]), tuple(extent), offset, tuple(steps)
-                return PlacedBox(self._target, name, *found, local.twins[row])
+                return PlacedBox(self._target, name, *found)
         why = name if row < 3 else COMPUTED
-        return PlacedBox(self._target, "", box.start, box.extent, offset, tuple(strides), "", why)
+        return PlacedBox(self._target, "", box.start, box.extent, offset, tuple(strides), why=why)
 
 
 def _padded(shape: Sequence[int], dims: int) -> list[int]:

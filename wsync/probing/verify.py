@@ -3,93 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from wsync.module_tensors import checksum_of
 from wsync.probing.lines import raw
-from wsync.probing.numbering import Made, Source
-from wsync.probing.pieces import (
-    COMPUTED,
-    CONSTANT,
-    UNWRITTEN,
-    PlacedBox,
-    as_computed,
-    as_kept,
-)
+from wsync.probing.numbering import Source
+from wsync.probing.pieces import COMPUTED, CONSTANT, UNWRITTEN, PlacedBox, as_computed, as_kept
 from wsync.probing.probe import Overwriting
 
 # One of a model's tensors, with random values; the same each time that it is asked for.
 Values = Callable[[Source], torch.Tensor]
 
 
-class Expected:
-    """What places hold when tensors have been loaded."""
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Loads of random values, and what has to lie in a place afterwards.
 
-    def __init__(
-        self,
-        loads: Overwriting,
-        constants: Mapping[PlacedBox, torch.Tensor],
-        sources: Sequence[Source],
-        values: Values,
-    ) -> None:
-        self._loads, self._constants, self._values = loads, constants, values
-        self._known = {source.name: source for source in sources}
-
-    def at(self, piece: PlacedBox, *, twins: bool = False) -> bool:
-        """Whether a copy or a constant lies in a place.  twins: of two sources that go there it is
-        the other one."""
-        found = piece.view(self._loads.targets)
-        if piece.why == CONSTANT:
-            wanted = self._constants[piece]
-        else:
-            name = piece.twin if twins and piece.twin else piece.name
-            wanted = as_kept(piece.of(self._values(self._known[name])), found.dtype)
-        return torch.equal(raw(found), raw(wanted.to(found.device).expand(found.shape)))
-
-
-def verify(
-    loads: Overwriting,
-    pieces: Sequence[PlacedBox],
-    constants: Mapping[PlacedBox, torch.Tensor],
-    sources: Sequence[Source],
-    values: Values,
-    *,
-    twins: bool = False,
-) -> list[PlacedBox]:
-    """The pieces, with those marked as computed that a load of random values refutes.
-
-    twins: sources come in the reverse order, in which twins are loaded over what is known.
+    constants: what lies there whatever is loaded.
     """
-    loads.invert()
-    before = {piece: sum_of(piece, loads) for piece in pieces if piece.why == UNWRITTEN}
-    expected = Expected(loads, constants, sources, values)
-    loads.load(Made(sources, values))
 
-    def holds(piece: PlacedBox) -> bool:
-        if piece.why in (UNWRITTEN, COMPUTED):
-            return piece.why == COMPUTED or sum_of(piece, loads) == before[piece]
-        return expected.at(piece, twins=twins)
+    loads: Overwriting
+    sources: Sequence[Source]
+    constants: Mapping[PlacedBox, torch.Tensor]
 
-    return [piece if holds(piece) else as_computed(piece) for piece in pieces]
+    def load(self, values: Values, names: Collection[str] | None = None) -> None:
+        """names: of the tensors that are brought; None: all."""
+        sources = [each for each in self.sources if names is None or each.name in names]
+        self.loads.load(sources, values)
 
+    def sums(self, pieces: Sequence[PlacedBox]) -> list[int]:
+        """Checksums of what lies in places."""
+        return [checksum_of(piece.view(self.loads.targets)) for piece in pieces]
 
-def sum_of(piece: PlacedBox, loads: Overwriting) -> int:
-    return checksum_of(piece.view(loads.targets))
+    def holds(self, pieces: Sequence[PlacedBox], values: Values) -> list[bool]:
+        """Whether copies of these values, and constants, lie in places."""
+        known = {source.name: source for source in self.sources}
+        found = []
+        for piece in pieces:
+            place = piece.view(self.loads.targets)
+            if piece.why == CONSTANT:
+                wanted = self.constants[piece]
+            else:
+                wanted = as_kept(piece.of(values(known[piece.name])), place.dtype)
+            found.append(torch.equal(raw(place), raw(wanted.to(place.device).expand(place.shape))))
+        return found
 
-
-def is_made_of(
-    loads: Overwriting,
-    computed: Collection[PlacedBox],
-    names: Collection[str],
-    sources: Sequence[Source],
-    values: Values,
-) -> bool:
-    """Whether a load of these tensors leaves in the places what a load of all leaves there.  The
-    load of all has been the last one, of other values."""
-    loads.load(Made(sources, values))
-    wanted = [sum_of(piece, loads) for piece in computed]
-    for piece in computed:
-        raw(piece.view(loads.targets)).bitwise_not_()
-    loads.load(Made([source for source in sources if source.name in names], values))
-    return wanted == [sum_of(piece, loads) for piece in computed]
+    def refute(self, pieces: Sequence[PlacedBox], values: Values) -> list[PlacedBox]:
+        """The pieces, with those marked as computed that a load refutes."""
+        self.loads.invert()
+        unwritten = [piece for piece in pieces if piece.why == UNWRITTEN]
+        before = self.sums(unwritten)
+        self.load(values)
+        sums = zip(unwritten, before, self.sums(unwritten), strict=True)
+        wrong = {piece for piece, one, other in sums if one != other}
+        known = [piece for piece in pieces if piece.why not in (UNWRITTEN, COMPUTED)]
+        held = zip(known, self.holds(known, values), strict=True)
+        wrong.update(piece for piece, right in held if not right)
+        return [as_computed(piece) if piece in wrong else piece for piece in pieces]
