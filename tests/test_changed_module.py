@@ -92,13 +92,6 @@ def unlearnt() -> tuple[Pair, Any]:
     return module, RecordedLoader(module)
 
 
-def unlearnt_in_parts() -> tuple[Pair, Any]:
-    """What is on the meta device, as layers that vLLM makes anew are at first, lies nowhere."""
-    module = Computing()
-    module.register_buffer("nowhere", torch.empty(8, device="meta"), persistent=False)
-    return module, RecordedLoader(module)
-
-
 def by_layout() -> tuple[Pair, Any]:
     module = Pair()
     builder = LayoutBuilder()
@@ -351,7 +344,7 @@ def test_a_module_that_changes_before_the_commit_takes_no_version(
     assert not engine.receivers[0].consistent
 
 
-@pytest.mark.parametrize("make", [by_name, learnt, by_call, unlearnt, unlearnt_in_parts])
+@pytest.mark.parametrize("make", [by_name, learnt, by_call, unlearnt])
 def test_an_engine_may_free_its_weights_when_another_worker_has_failed(
     make: Callable[[], tuple[Pair, Any]],
 ) -> None:

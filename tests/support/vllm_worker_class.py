@@ -93,7 +93,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         load = self.model.load_weights
 
         def faulty(pairs: Any) -> Any:
-            pairs = list(pairs)
+            pairs = list(pairs) if past or self.fault else pairs
             if past:
                 for tensor in [tensor for name, tensor in pairs if name == past]:
                     self.model.get_parameter(past).copy_(tensor)

@@ -190,7 +190,7 @@ class Receiver:
         self._loader.borrow(importer.bound)
         try:
             receipt = self._load(importer, update, rounds, timeout)
-            importer.prepared(receipt.tensors, receipt.nbytes, 0, timeout)
+            importer.prepared(receipt.tensors, receipt.nbytes, receipt.audit_ns, timeout)
             with trace.span("verdict"):
                 importer.verdict(timeout)
         except BaseException:

@@ -57,10 +57,12 @@ def ignore_loss() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a worker has loaded: tensors of the manifest, and bytes that were delivered for them."""
+    """What a worker has loaded: tensors of the manifest, and bytes that were delivered for them.
+    audit_ns: how long it took to see that load_weights is what it was."""
 
     tensors: int
     nbytes: int
+    audit_ns: int = 0
 
 
 class RingManifest:

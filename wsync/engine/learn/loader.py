@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,6 @@ from wsync.engine.learn.made_up import MadeUpTensors, given_values
 from wsync.engine.learn.memory import ModuleMemory, wrapped_parameters
 from wsync.engine.learn.mismatch import not_taken, refuse_conversions
 from wsync.engine.learn.replay import LearntModule, ReplayLoader, has_changed
-from wsync.engine.learn.unlearnt import UnlearntLoader
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import (
     CallingLoader,
@@ -54,22 +53,21 @@ class RecordedLoader(ChoosingLoader):
     When a trainer lists its tensors for the first time, load_weights is called a few times, with
     tensors whose values number their elements: what lies in the module then says where it puts
     them, and random values prove it.  Tensors that load_weights computes with still go through
-    it, all together, when every round has arrived.  A loader that cannot be replaced is used as it
-    is, by an UnlearntLoader; `reason` is why.  What it does must not depend on the weights that the
-    module holds: these are lost when it is learnt.
+    it, all together, when every round has arrived.  A loader that cannot be replaced gets all
+    tensors in one call, as when its engine starts; `reason` is why.  What it does must not depend
+    on the weights that the module holds: these are lost when it is learnt.
 
     At each update the module has to have the same tensors, wherever they lie, and load_weights has
     to put some of them where it put them before.  Otherwise the update fails before it has written
     anything, and the next one learns anew.
 
     Refused, by name, are parameters that the trainer does not deliver completely, because they
-    would keep their old values, and tensors that load_weights writes to one place although their
-    bytes differ.
+    would keep their old values, and different values for a tensor that has two names.  Of other
+    tensors that load_weights writes to one place the last one stays there.
 
-    ignore: shell patterns ("visual.*") for the paths of parameters that the trainer does not have
-    and that stay as they are; where a part of one may stay, as its padding, its full path.  The
-    environment variable WSYNC_KEEP adds more, separated by commas, for engines that make their
-    loader themselves.
+    ignore: shell patterns ("visual.*") for the paths of parameters that the trainer does not have,
+    or has a part of, and that stay as they are.  The environment variable WSYNC_KEEP adds more,
+    separated by commas, for engines that make their loader themselves.
     needed: ask the trainer only for what the module keeps, not for whole tensors.
     after: called with the module when everything is loaded.
     """
@@ -119,21 +117,18 @@ class RecordedLoader(ChoosingLoader):
         self._load, self._depended_on = self.method(), self.depends_on()
         self._model, self.learnt, self.reason = [], None, ""
         self._chosen = CallingLoader(self._module, self._load)
-        given = given_values(sources)
         try:
-            learnt = self._learn(memory, sources, given)
+            learnt = self._learn(memory, sources)
         except NotLearntError as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
-            together = _together(facts, sources)
-            own = _in_place(self._module, self._load)
-            unlearnt = UnlearntLoader(self._module, own, sources, together, given)
-            known = _lacking(ModuleMemory(self._module), error.pieces) if error.pieces else None
-            self.check_delivered(unlearnt.lacking if known is None else known)
-            self._chosen = unlearnt
-            how = ", all in one call" if unlearnt.at_once else ""
-            _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
+            self.check_delivered(_lacking(ModuleMemory(self._module), error.pieces))
+            _log.warning("%s; it gets all tensors in one call of its load_weights", self.reason)
+            own, names = _in_place(self._module, self._load), [source.name for source in sources]
+            self._chosen = CallingLoader(self._module, own, at_once=names)
             return WHOLE
-        self._check_learnt(learnt)
+        used = {piece.name for piece in learnt.does.pieces} | learnt.does.computed.keys()
+        unused = [source.name for source in sources if source.name not in used]
+        self.check_delivered(_lacking(learnt.memory, learnt.does.unwritten), unused)
         replay = ReplayLoader(learnt, self._stream, self._threads)
         self.learnt, self._model, self._chosen = learnt, facts, replay
         for name, reason in self.computed().items():
@@ -145,21 +140,21 @@ class RecordedLoader(ChoosingLoader):
         if not isinstance(self._chosen, ReplayLoader) or self._stale():
             return False
         try:
-            return self._chosen.is_current()
+            self._chosen.check()
         except _core.StateError as error:
             _log.info("%s", error)
             return False
+        return True
 
-    def _learn(
-        self, memory: ModuleMemory, sources: Sequence[Source], given: Mapping[str, torch.Tensor]
-    ) -> LearntModule:
+    def _learn(self, memory: ModuleMemory, sources: Sequence[Source]) -> LearntModule:
         """Raises NotLearntError, and NotTakenError."""
         if wrapped := wrapped_parameters(self._module):
             raise NotLearntError(f"{listed(wrapped)}: a wrapper around other tensors")
-        made = [MadeUpTensors(sources, seed) for seed in (0, 1)]
+        given = given_values(sources)
+        made = [MadeUpTensors(sources, given, seed) for seed in (0, 1)]
         own = _in_place(self._module, self._load)
 
-        def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
+        def load(pairs: Any) -> None:
             own(pairs)
             for each in made:
                 each.restore()
@@ -174,29 +169,19 @@ class RecordedLoader(ChoosingLoader):
             former, memory = memory, ModuleMemory(self._module)
             if [target.path for target in memory.targets] == [t.path for t in former.targets]:
                 break  # load_weights has made no further tensors
-        does = _with_names(memory, sources, does)
-        refuse_conversions(self._module, load, memory, sources, does)
+        refuse_conversions(self._module, own, memory, sources, does)
         _check_share(sources, does)
-        return LearntModule(self._module, own, memory, sources, given, does)
-
-    def _check_learnt(self, learnt: LearntModule) -> None:
-        does = learnt.does
-        used = {piece.name for piece in does.pieces} | does.computed.keys()
-        unused = [source.name for source in learnt.sources if source.name not in used]
-        self.check_delivered(_lacking(learnt.memory, does.others), unused)
+        twins = _twins(memory, sources, does)
+        return LearntModule(self._module, self._load, memory, sources, does, twins)
 
     def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
         """Raises MissingError for parameters that lack bytes.  unused: tensors of the trainer."""
         sizes = {path: t.numel() * t.element_size() for path, t in self._module.named_parameters()}
-        missing = []
-        for path, nbytes in lacking.items():
-            size = sizes.get(path, nbytes)
-            pattern = self._named_by(path)
-            stays = self.stays(path)
-            if stays and (nbytes == size or not pattern or pattern == path):
-                continue
-            part = f", of which {pattern!r} lets no part stay, as its full name would"
-            missing.append(f"{path} ({nbytes} of its {size} bytes{part if stays else ''})")
+        missing = [
+            f"{path} ({nbytes} of its {sizes.get(path, nbytes)} bytes)"
+            for path, nbytes in lacking.items()
+            if not self.stays(path)
+        ]
         if missing:
             instead = f", and none of {listed(unused)} is made use of" if unused else ""
             raise MissingError(
@@ -206,15 +191,8 @@ class RecordedLoader(ChoosingLoader):
             )
 
     def stays(self, path: str) -> bool:
-        """Whether a parameter that nothing is loaded to is to stay as it is; for subclasses."""
-        return bool(self._named_by(path))
-
-    def _named_by(self, path: str) -> str:
-        """The name, or else the pattern, by which a parameter is to stay as it is; or ""."""
-        patterns = [pattern.strip() for pattern in self._ignore]
-        if path in patterns:
-            return path
-        return next((each for each in patterns if fnmatch.fnmatchcase(path, each)), "")
+        """Whether what nothing is loaded to of a parameter is to stay as it is; for subclasses."""
+        return any(fnmatch.fnmatchcase(path, pattern.strip()) for pattern in self._ignore)
 
     def depends_on(self) -> object:
         """What load_weights depends on outside the module and may change; for subclasses."""
@@ -294,22 +272,19 @@ def _in_place(module: torch.nn.Module, load: LoadWeights) -> LoadWeights:
     return load_in_place
 
 
-def _with_names(memory: ModuleMemory, sources: Sequence[Source], does: LearntLoad) -> LearntLoad:
-    """With the tensors that load_weights passes over because the module has them under two names,
-    of which the other one is loaded: a tied head.  Both have to bring the same."""
+def _twins(memory: ModuleMemory, sources: Sequence[Source], does: LearntLoad) -> dict[str, str]:
+    """The tensors that load_weights passes over because the module has them under two names, of
+    which the other one is loaded: a tied head.  Both have to bring the same."""
     known = {source.name: source for source in sources}
     loaded = {piece.name for piece in does.pieces}
+    used = loaded | does.computed.keys()
     twins: dict[str, str] = {}
     for names in memory.names.values():
         one = next((name for name in names if name in loaded), "")
         for other in names:
-            if one and other in known.keys() - loaded and known[other][1:] == known[one][1:]:
+            if one and other in known.keys() - used and known[other][1:] == known[one][1:]:
                 twins.setdefault(one, other)
-    pieces = [
-        replace(piece, twin=twins[piece.name]) if piece.name in twins and not piece.twin else piece
-        for piece in does.pieces
-    ]
-    return replace(does, pieces=pieces)
+    return twins
 
 
 def _lacking(memory: ModuleMemory, pieces: Iterable[PlacedBox]) -> dict[str, int]:
@@ -325,20 +300,8 @@ def _lacking(memory: ModuleMemory, pieces: Iterable[PlacedBox]) -> dict[str, int
 
 def _check_share(sources: Sequence[Source], does: LearntLoad) -> None:
     """NotLearntError where most of what is loaded is computed."""
-    sizes = {name: dtype.itemsize * _count(shape) for name, dtype, shape in sources}
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, dtype, shape in sources}
     aside = sum(sizes[name] for name in does.computed)
     if 2 * aside > sum(sizes.values()):
         text = f"most of it is no copy, as {next(iter(does.computed))}"
-        raise NotLearntError(text, does.others)
-
-
-def _count(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _together(facts: _Model, sources: Sequence[Source]) -> list[list[Source]]:
-    """The tensors, by those that no rounds bring apart."""
-    groups: dict[int, list[Source]] = {}
-    for number, (fact, source) in enumerate(zip(facts, sources, strict=True)):
-        groups.setdefault(fact[3] or -1 - number, []).append(source)
-    return list(groups.values())
+        raise NotLearntError(text, does.unwritten)

@@ -10,7 +10,7 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -30,9 +30,13 @@ _MAP_NORESERVE: Final = 0x4000
 
 
 class MadeUpTensors:
-    """Tensors of given dtypes and shapes.  seed: other values."""
+    """Tensors of these dtypes and shapes.  given: those that are no made-up ones.  seed: other
+    values."""
 
-    def __init__(self, sources: Iterable[Source], seed: int) -> None:
+    def __init__(
+        self, sources: Iterable[Source], given: Mapping[str, torch.Tensor], seed: int
+    ) -> None:
+        self._given = given
         self._places: dict[str, int] = {}
         offset = 0
         for source in sources:
@@ -42,6 +46,8 @@ class MadeUpTensors:
         self._memory = _repeating(max(offset, 1), seed)
 
     def of(self, source: Source) -> torch.Tensor:
+        if source.name in self._given:
+            return self._given[source.name]
         count = math.prod(source.shape)
         if not count:
             return torch.empty(source.shape, dtype=source.dtype, device="cpu")

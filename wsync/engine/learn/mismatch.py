@@ -91,7 +91,7 @@ def refuse_conversions(
         return torch.full(source.shape, _VALUE, dtype=torch.uint8, device="cpu").to(source.dtype)
 
     with torch.no_grad():
-        load(Made(sources, made))
+        load(Made(sources, made, whole=True))
     found = {}
     for name, piece in doubtful.items():
         if bool((piece.view(tensors).to(torch.float32) == _VALUE).all()):

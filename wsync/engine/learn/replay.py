@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -19,28 +21,38 @@ from wsync._core import (
     describe,
 )
 from wsync.engine.learn.memory import ModuleMemory
-from wsync.engine.ring_loaders import LoadWeights, RoutedLoader
+from wsync.engine.post_load import in_place
+from wsync.engine.ring_loaders import LoadWeights, Receipt, RoutedLoader
 from wsync.module_tensors import same_bytes
+from wsync.module_tensors.quantised_names import is_note
 from wsync.probing.audit import Audit, AuditError
+from wsync.probing.codes import kind_of
 from wsync.probing.learn import LearntLoad
 from wsync.probing.numbering import Source
-from wsync.probing.pieces import UNWRITTEN, PlacedBox, kept_as, once
-
-_ALL_EVERY: Final = 100  # updates, between audits of all tensors
+from wsync.probing.pieces import PlacedBox, as_kept, kept_as
 
 
 class LearntModule(NamedTuple):
     """What was learnt of a module's load_weights.
 
-    load: it, in place.  given: values that some tensors had when it was learnt.
+    method: it.  twins: tensors that it passes over, by those that have to bring the same.
     """
 
     module: torch.nn.Module
-    load: LoadWeights
+    method: LoadWeights
     memory: ModuleMemory
     sources: Sequence[Source]
-    given: Mapping[str, torch.Tensor]
     does: LearntLoad
+    twins: Mapping[str, str]
+
+    def load(self, pairs: Any) -> None:
+        with in_place(self.module):
+            self.method(pairs)
+
+    def load_again(self, pairs: Any) -> None:
+        """What it has loaded before; what else it has is not looked at, which would take long."""
+        with in_place(self.module, self.memory.bound()):
+            self.method(pairs)
 
     def describe(self) -> dict[str, Any]:
         """The fields of wsync.inspection.WorkerReport that are learnt; plain values."""
@@ -69,11 +81,10 @@ class LearntModule(NamedTuple):
             ]
             facts = {"name": name, "dtype": _name_of(dtype), "shape": list(shape), "boxes": boxes}
             found.append({**facts, "kept_as": _name_of(kept)})
-        used = by_name.keys() | self.does.computed.keys() | self.given.keys()
+        used = by_name.keys() | self.does.computed.keys()
         unwritten = [
             [targets[piece.target].path, piece.view(tensors).nbytes]
-            for piece in self.does.others
-            if piece.why == UNWRITTEN
+            for piece in self.does.unwritten
         ]
         return {
             "unlearnt": "",
@@ -82,8 +93,8 @@ class LearntModule(NamedTuple):
             "kept_nbytes": kept_nbytes,
             "fills": len(self.does.constants),
             "copies": len(self.does.copies),
-            "skipped": [source.name for source in self.sources if source.name not in used],
-            "twins": [[each.name, each.twin] for each in self.does.pieces if each.twin],
+            "skipped": [s.name for s in self.sources if s.name not in used and not is_note(s.name)],
+            "twins": [list(pair) for pair in self.twins.items()],
             "unwritten": unwritten,
             "tensors": found,
         }
@@ -102,26 +113,15 @@ class ReplayLoader(RoutedLoader):
         does, tensors = learnt.does, _tensors(learnt)
         self.paths = [target.path for target in learnt.memory.targets]
         self.form = describe(tensors, self.paths, gpu=True).form()
-        self.twins = [piece for piece in does.pieces if piece.twin]
-        others = [
-            PlacedBox(number, each.twin, each.start, each.extent, 0, _contiguous(each.extent))
-            for number, each in enumerate(self.twins, len(tensors))
-        ]
-        beside = [tensors[piece.target].new_empty(0) for piece in self.twins]
-        # what twins bring goes to memory of its own, to be compared
-        self._pieces, self.shadow_copies = once((*does.pieces, *others), (*tensors, *beside))
         written = (*does.constants, *(copy.target for copy in does.copies))
-        self.used = sorted({piece.target for piece in (*self._pieces, *written)})
-        # in the order of the trainer: one may go by another
-        self._aside = [
-            s for s in learnt.sources if s.name in does.computed or s.name in learnt.given
-        ]
-        self._last: dict[str, torch.Tensor] = dict(learnt.given)  # of these, what was loaded last
-        self.constants = dict(does.constants)
-        self.layout = self._destination([*tensors, *beside])
-        audit = Audit(learnt.load, does, learnt.sources)
+        self.used = sorted({piece.target for piece in (*does.pieces, *written)})
+        # whole, in the order of the trainer: one may go by another
+        aside = {*does.computed, *learnt.twins.values()}
+        self._aside = [s for s in learnt.sources if s.name in aside or not kind_of(s.dtype)]
+        self.layout = self._destination(tensors)
+        audit = Audit(learnt.load_again, does, learnt.sources)
         self._audit = audit if audit.is_possible(tensors) else None
-        self._updates = 0
+        self._audit_ns = 0
         self._whole = False  # whether the weights are those of an update
 
     def blob(self) -> bytes:
@@ -129,59 +129,37 @@ class ReplayLoader(RoutedLoader):
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
-        filling = _Filling(self)
-        if self._whole:
-            self.audit(filling.tensors)
+        filling = self.check()
         self._whole = False
         self._aim(filling)
 
-    def audit(self, tensors: Sequence[torch.Tensor]) -> None:
-        """StateError where load_weights does something else by now than what was learnt."""
-        if self._audit is None:
-            return
-        self._updates += 1
-        try:
-            if self._updates % _ALL_EVERY:
-                self._audit.some(tensors)
-            else:
-                self._audit.all(tensors)
-        except AuditError as error:
-            raise has_changed(self._learnt.module, str(error)) from error
-
-    def is_current(self) -> bool:
-        """Whether the module, and what its load_weights does, is what was learnt.  StateError as of
-        `begin`."""
+    def check(self) -> _Filling:
+        """What an update is to fill.  StateError where the module, or what its load_weights does,
+        is not what was learnt."""
         filling = _Filling(self)
-        if self._whole:
-            self.audit(filling.tensors)
-        return True
+        self._audit_ns = 0
+        if self._whole and self._audit is not None:
+            start = time.perf_counter_ns()
+            try:
+                self._audit.some(filling.tensors)
+            except AuditError as error:
+                raise has_changed(self._learnt.module, str(error)) from error
+            self._audit_ns = time.perf_counter_ns() - start
+        return filling
+
+    def finish(self, timeout: float) -> Receipt:
+        return replace(super().finish(timeout), audit_ns=self._audit_ns)
 
     def confirm(self) -> None:
         super().confirm()
         self._whole = True
 
-    def load_aside(
-        self, staged: Sequence[tuple[str, torch.Tensor]], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Has the loader load what it computes with; and shapes, unless these are those that it has
-        loaded last: what it makes of them is constant from then on."""
-        computed, changed = self._learnt.does.computed, dict[str, torch.Tensor]()
-        for name, tensor in staged:
-            if name in self._last and not torch.equal(tensor.cpu(), self._last[name]):
-                changed[name] = tensor.to("cpu", copy=True)
-        pairs = [pair for pair in staged if pair[0] in computed or pair[0] in changed]
-        if pairs:
-            self._learnt.load(pairs)
-        self._last |= changed
-        if changed:
-            self.constants = {p: p.view(tensors).clone() for p in self.constants}
-
     def _destination(self, tensors: Sequence[torch.Tensor]) -> Layout:
-        """A buffer for each tensor of the module that is used; then twins, and then tensors that
-        are kept for the loader."""
+        """A buffer for each tensor of the module that is used, and then for those that are kept
+        whole."""
         builder, known = LayoutBuilder(), {source.name: source for source in self._learnt.sources}
         numbers = {target: number for number, target in enumerate(self.used)}
-        for piece in sorted(self._pieces, key=lambda piece: (piece.target, piece.name)):
+        for piece in sorted(self._learnt.does.pieces, key=lambda piece: (piece.target, piece.name)):
             source, size = known[piece.name], tensors[piece.target].dtype.itemsize
             kept = kept_as(source.dtype, tensors[piece.target].dtype)
             assert kept is not None
@@ -233,50 +211,46 @@ class _Filling:
             change = f"{replay.paths[place]} has another dtype, shape or strides"
             raise has_changed(learnt.module, change)
         here = self.tensors[0].device if self.tensors else torch.device("cpu")
-        self._shadows = [
-            torch.empty(piece.extent, dtype=self.tensors[piece.target].dtype, device=here)
-            for piece in replay.twins
-        ]
-        self._staged = [
-            (name, torch.empty(shape, dtype=dtype, device=here))
+        self._staged = {
+            name: torch.empty(shape, dtype=dtype, device=here)
             for name, dtype, shape in replay._aside
-        ]
+        }
 
     def layout(self) -> Layout:
         return self._replay.layout
 
     def buffers(self) -> BufferTable:
-        used, count = self._replay.used, len(self.tensors)
-        spans = [self._table[number][::4] for number in used if number < count]
-        further = [self._shadows[number - count] for number in used if number >= count]
-        further += [tensor for _, tensor in self._staged]
-        spans += [(tensor.data_ptr(), tensor.nbytes) for tensor in further]
-        return BufferTable(spans, (self._table, further))
+        spans = [self._table[number][::4] for number in self._replay.used]
+        staged = [*self._staged.values()]
+        spans += [(tensor.data_ptr(), tensor.nbytes) for tensor in staged]
+        return BufferTable(spans, (self._table, staged))
 
     def complete(self) -> None:
         """Constants, then what the loader computes, and then the module's own copies.  LayoutError
-        where two tensors that go to one place bring different values."""
-        own = [number for number in self._replay.used if number < len(self.tensors)]
-        increment_version([self.tensors[number] for number in own])
+        where two tensors that have to be the same bring different values."""
+        learnt = self._replay._learnt
+        compared = {*learnt.twins.values()}
+        increment_version([self.tensors[number] for number in self._replay.used])
         with torch.no_grad():
-            for piece, value in self._replay.constants.items():
+            for piece, value in self._does.constants.items():
                 piece.view(self.tensors).copy_(value)
-            if self._staged:
+            if pairs := [each for each in self._staged.items() if each[0] not in compared]:
                 self.check_places()
-                self._replay.load_aside(self._staged, self.tensors)
+                learnt.load(pairs)
                 self.check_places()
             for copy in self._does.copies:
                 copy.run(self.tensors)
-            for copy in self._replay.shadow_copies:
-                copy.run([*self.tensors, *self._shadows])
-        for piece, brought in zip(self._replay.twins, self._shadows, strict=True):
-            if not same_bytes(piece.view(self.tensors), brought):
+        for piece in self._does.pieces if compared else ():
+            if not (twin := learnt.twins.get(piece.name)):
+                continue
+            place = piece.view(self.tensors)
+            if not same_bytes(place, as_kept(piece.of(self._staged[twin]), place.dtype)):
                 path = self._replay.paths[piece.target]
                 raise LayoutError(
-                    f"{path}: {piece.name} and {piece.twin} are both loaded there, and bring "
+                    f"{path}: {piece.name} and {twin} are one tensor of the module, and bring "
                     "different values"
                 )
-        self._staged, self._shadows = [], []
+        self._staged = {}
 
     def check_places(self) -> None:
         """StateError where the module no longer has the tensors that the update was written to."""
