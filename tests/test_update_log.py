@@ -185,11 +185,11 @@ def test_learning_that_takes_too_long_is_told_before_the_trainer_gives_up(
     limits: list[float] = []
 
     def late(*_: object) -> bytes:
-        limit = time_limit._limit.get()
+        limit = time_limit._learning.get()
         assert limit is not None
-        limits.append(limit.seconds)
+        limits.append(limit[0].seconds)
         with time_limit.learning(-1.0):
-            time_limit.check()
+            time_limit.taken()
         return b""
 
     monkeypatch.setattr(RecordedLoader, "_learn", late)
@@ -200,6 +200,18 @@ def test_learning_that_takes_too_long_is_told_before_the_trainer_gives_up(
     ):
         sync.update()
     assert limits[0] < PUNCTUAL * OPTIONS.deadline < OPTIONS.deadline
+
+
+@pytest.mark.parametrize("options", [OPTIONS, REMOTE], ids=["local", "remote"])
+def test_a_report_says_what_the_audit_took(options: wsync.Options) -> None:
+    engine = ThreadEngine([RecordedLoader(changed(Fused.load_weights))])
+    with wsync.connect(draw(0), engines=[engine], options=options) as sync:
+        learning, audited = sync.update(), sync.update()
+    for receiver in engine.receivers:
+        receiver.close()
+    assert learning.audit_seconds == 0 < audited.audit_seconds < audited.seconds
+    assert audited.metrics()["wsync/audit_seconds"] == audited.audit_seconds
+    assert "for the audit of the slowest worker" in audited._repr_html_()
 
 
 def test_metrics_have_names_of_slime_and_of_wsync() -> None:

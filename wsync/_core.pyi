@@ -437,7 +437,7 @@ class Exporter:
     def post(self, round: int, stream: Stream, timeout: float, check: Check = None) -> None:
         """Announces a round, ready when the stream gets here."""
     def prepared(self, timeout: float, check: Check = None) -> tuple[int, int, int]:
-        """(tensors, bytes, checksum)"""
+        """(tensors, bytes, nanoseconds of the audit)"""
     def commit(self, timeout: float, check: Check = None, park: bool = False) -> None:
         """Ends the update; with park, park() has to follow."""
     def park(self, timeout: float, check: Check = None) -> None:
@@ -474,7 +474,7 @@ class Importer:
         """Rounds of this update that were taken and lie in the ring, as far as is known."""
     def done(self, round: int, stream: Stream | None, timeout: float, check: Check = None) -> None:
         """Gives the slot back when the stream gets here (None: now)."""
-    def prepared(self, tensors: int, nbytes: int, checksum: int, timeout: float, check: Check = None) -> None:
+    def prepared(self, tensors: int, nbytes: int, audit_ns: int, timeout: float, check: Check = None) -> None:
         """Says that everything is loaded."""
     def verdict(self, timeout: float, check: Check = None) -> None:
         """Waits for the commit; where that asks for it the ring is parked: no view of it, and

@@ -51,7 +51,9 @@ class Report:
     ranks: "none", "shared" or one of these.
     `own_loading` says, by engine, which tensors its workers load by the engine's own load_weights
     although they run wsync's, and why.  `learning_seconds` is how long workers took to learn what
-    they keep, a part of open in the first update of a connection.
+    they keep, a part of open in the first update of a connection.  `audit_seconds` is how long the
+    slowest worker of this rank took to see that the engine's load_weights still does what was
+    learnt, before it has taken a round.
     """
 
     version: str = ""
@@ -75,6 +77,7 @@ class Report:
     own_loading: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     learning_seconds: float = 0.0
+    audit_seconds: float = 0.0
     engine_pause_seconds: float = 0.0
     engine_flush_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
@@ -146,7 +149,8 @@ class Report:
         for name, seconds in self.phases.items():
             flat[f"perf/update_weights_{name}_time"] = seconds
         flat["perf/update_weights_wire_bytes"] = float(self.delivered_nbytes)
-        names = ["engine_pause_seconds", "engine_flush_seconds", "learning_seconds"]
+        names = ["engine_pause_seconds", "engine_flush_seconds"]
+        names += ["learning_seconds", "audit_seconds"]
         names += ["model_nbytes", "delivered_nbytes", "sent_nbytes", "rounds", "redundancy"]
         if self.quantised_nbytes:
             names += ["image_nbytes", "quantised_nbytes", "repeated_nbytes"]

@@ -225,7 +225,7 @@ class Sync(Updates):
                 self._open(connection, report)
             connection.run(sources, messages, check, report, bar)
         with report.phase("prepare"):
-            connection.prepared(check)
+            connection.prepared(check, report)
         return connection
 
     def _lend(self, sources: _core.BufferTable, gpu: str) -> None:

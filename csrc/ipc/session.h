@@ -9,7 +9,7 @@
  *   acquire                           take k        ROUND announces, the ready event orders
  *   post k       -- ROUND k -------->
  *                <------- DONE k ---- done k        the slot may be written again
- *   prepared     <--- PREPARED ------ prepared      count, bytes, checksum
+ *   prepared     <--- PREPARED ------ prepared      count, bytes, audit_ns
  *   commit       -- COMMIT ---------> verdict       or ABORT(text)
  *   park         <------- PARKED ----               where COMMIT asked for it
  *
@@ -48,7 +48,7 @@
 typedef struct wsync_receipt {
     uint64_t tensor_count;
     uint64_t nbytes;
-    uint64_t checksum; /* 0: not computed */
+    uint64_t audit_ns; /* how long the worker took to see that its loader is what it was */
 } wsync_receipt_t;
 
 /* Where a buffer of a manifest lies in lent memory. */

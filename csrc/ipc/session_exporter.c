@@ -100,7 +100,7 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
             self->prepared = true;
             self->receipt = (wsync_receipt_t){.tensor_count = frame->arguments[0],
                                               .nbytes = frame->arguments[1],
-                                              .checksum = frame->arguments[2]};
+                                              .audit_ns = frame->arguments[2]};
             return WSYNC_OK;
         }
     }

@@ -371,7 +371,7 @@ wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
     const wsync_awaited_t awaited = {"room for the receipt", -1};
     const wsync_frame_t frame = {
         .kind = SESSION_PREPARED,
-        .arguments = {receipt->tensor_count, receipt->nbytes, receipt->checksum}};
+        .arguments = {receipt->tensor_count, receipt->nbytes, receipt->audit_ns}};
     wsync_status_t status = wsync_ending_check(&importer->ending, err);
 
     if (status != WSYNC_OK) {

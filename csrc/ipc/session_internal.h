@@ -12,7 +12,7 @@ enum {
     SESSION_BEGIN = 3,    /* update, round_count, base; fd: the ring's, if it is parked */
     SESSION_ROUND = 4,    /* round */
     SESSION_DONE = 5,     /* round, 1 if the slot is free already and no word will follow */
-    SESSION_PREPARED = 6, /* tensor_count, nbytes, checksum */
+    SESSION_PREPARED = 6, /* tensor_count, nbytes, audit_ns */
     SESSION_COMMIT = 7,   /* 1 to park the ring */
     SESSION_ABORT = WSYNC_LINK_ABORT,   /* payload: text */
     SESSION_FAILED = WSYNC_LINK_FAILED, /* payload: text */

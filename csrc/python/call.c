@@ -182,7 +182,7 @@ static const struct {
     [WSYNC_PY_TENSORS] = {"tensors", wsync_py_convert_u64, FIELD(receipt.tensor_count), 0,
                           false},
     [WSYNC_PY_NBYTES] = {"nbytes", wsync_py_convert_u64, FIELD(receipt.nbytes), 0, false},
-    [WSYNC_PY_CHECKSUM] = {"checksum", wsync_py_convert_u64, FIELD(receipt.checksum), 0,
+    [WSYNC_PY_AUDIT_NS] = {"audit_ns", wsync_py_convert_u64, FIELD(receipt.audit_ns), 0,
                            false},
 #undef FIELD
 #undef TYPE

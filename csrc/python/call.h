@@ -50,7 +50,7 @@ typedef struct wsync_py_call {
     uint32_t round;
     uint32_t rounds;
     int park;
-    wsync_receipt_t receipt; /* tensors, nbytes, checksum; also a result */
+    wsync_receipt_t receipt; /* tensors, nbytes, audit_ns; also a result */
     /* others, for the caller's own use */
     const void *data;
     void *made;
@@ -92,7 +92,7 @@ typedef enum wsync_py_parameter {
     WSYNC_PY_PARK,
     WSYNC_PY_TENSORS,
     WSYNC_PY_NBYTES,
-    WSYNC_PY_CHECKSUM,
+    WSYNC_PY_AUDIT_NS,
     WSYNC_PY_PARAMETER_COUNT,
 } wsync_py_parameter_t;
 

@@ -212,7 +212,7 @@ static PyObject *give_receipt(PyObject *Py_UNUSED(self), wsync_py_call_t *call)
 {
     return Py_BuildValue("KKK", (unsigned long long)call->receipt.tensor_count,
                          (unsigned long long)call->receipt.nbytes,
-                         (unsigned long long)call->receipt.checksum);
+                         (unsigned long long)call->receipt.audit_ns);
 }
 
 WSYNC_PY_CALL(exporter_prepared, "prepared", step_prepared, give_receipt, WSYNC_PY_TIMEOUT,

@@ -216,7 +216,7 @@ static wsync_status_t step_prepared(wsync_py_call_t *call, int timeout_ms,
 }
 
 WSYNC_PY_CALL(importer_prepared, "prepared", step_prepared, NULL, WSYNC_PY_TENSORS,
-              WSYNC_PY_NBYTES, WSYNC_PY_CHECKSUM, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+              WSYNC_PY_NBYTES, WSYNC_PY_AUDIT_NS, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static wsync_status_t step_verdict(wsync_py_call_t *call, int timeout_ms,
                                    wsync_error_t *err)
@@ -286,7 +286,7 @@ static PyMethodDef importer_methods[] = {
     METHOD(wait, "wait($self, round, timeout, check=None)\n--\n\n"),
     METHOD(done, "done($self, round, stream, timeout, check=None)\n--\n\n"),
     METHOD(prepared,
-           "prepared($self, tensors, nbytes, checksum, timeout, check=None)\n--\n\n"),
+           "prepared($self, tensors, nbytes, audit_ns, timeout, check=None)\n--\n\n"),
     METHOD(verdict, "verdict($self, timeout, check=None)\n--\n\n"),
     METHOD(fail, "fail($self, text)\n--\n\n"),
     {"close", wsync_py_peer_close, METH_NOARGS, "close($self)\n--\n\n"},

@@ -127,10 +127,10 @@ class RemoteImporter:
         self._recorded.append(stream is not None)
         self._channel.look()
 
-    def prepared(self, tensors: int, nbytes: int, checksum: int, timeout: float) -> None:
+    def prepared(self, tensors: int, nbytes: int, audit_ns: int, timeout: float) -> None:
         if self._exchange is not None:
             self._exchange.check()
-        self._channel.send(Frame.PREPARED, COUNTS.pack(tensors, nbytes, checksum), timeout)
+        self._channel.send(Frame.PREPARED, COUNTS.pack(tensors, nbytes, audit_ns), timeout)
 
     def verdict(self, timeout: float) -> None:
         _, said = self._channel.wait((Frame.COMMIT,), timeout)

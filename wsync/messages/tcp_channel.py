@@ -49,7 +49,7 @@ class Frame(enum.IntEnum):
     MODEL = 3  # where to come back to, a line feed, and a layout without shards
     PLAN = 4  # see wsync.exchange.plan_blueprint
     BEGIN = 5  # UPDATE: update and rounds
-    PREPARED = 6  # COUNTS: tensors, bytes and checksum that were loaded
+    PREPARED = 6  # COUNTS: tensors and bytes that were loaded, and ns of the audit
     COMMIT = 7  # PARK, or nothing
     FAILED = 8  # text
     INTRODUCTION = 9  # see wsync.exchange.introductions

@@ -24,10 +24,12 @@ def spent(seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
 def update(facts: Mapping[str, Any], records: Sequence[Record]) -> Html:
     """What a Report says (`Report.facts`), and what processes did when (see
     wsync.pages.timeline)."""
+    audit = seconds_text(facts["audit_seconds"])
     parts = [
         tag("b", f"Weights updated to version {facts['version']}"),
         *_engines(facts),
         _phases(facts["seconds"], facts["phases"]),
+        tag("p", f"of it {audit} for the audit of the slowest worker here"),
     ]
     if any(record["spans"] for record in records):
         parts.append(timeline(records))

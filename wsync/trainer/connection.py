@@ -457,11 +457,12 @@ class Connection:
             loaded = min((session.loaded for session in self._sessions), default=posted)
             bar.update(loaded - bar.n)
 
-    def prepared(self, check: Check) -> None:
+    def prepared(self, check: Check, report: Report) -> None:
         """Waits until all workers of this rank hold every byte."""
         deadline = Deadline(self._options.deadline)
         for session in self._sessions:
             session.prepared(deadline.left, check)
+            report.audit_seconds = max(report.audit_seconds, session.audit_seconds)
 
     def commit(self, check: Check) -> None:
         deadline = Deadline(self._options.deadline)

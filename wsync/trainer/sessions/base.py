@@ -25,6 +25,7 @@ class Session(abc.ABC):
 
     rounds: WorkerRounds  # once attached
     own_loading = ""  # which tensors go through a load_weights of the engine's own, and why
+    audit_seconds = 0.0  # of the update, once prepared
 
     def __init__(self, worker: int) -> None:
         self.worker = worker

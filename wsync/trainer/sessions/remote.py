@@ -75,8 +75,8 @@ class RemoteExporter:
 
     def prepared(self, timeout: float, check: Check) -> tuple[int, int, int]:
         _, content = self._peer.wait((Frame.PREPARED,), timeout, check)
-        tensors, nbytes, checksum = COUNTS.unpack(content)
-        return tensors, nbytes, checksum
+        tensors, nbytes, audit_ns = COUNTS.unpack(content)
+        return tensors, nbytes, audit_ns
 
     def commit(self, timeout: float, check: Check, park: bool) -> None:
         self._peer.send(Frame.COMMIT, PARK if park else b"", timeout, check)

@@ -223,7 +223,8 @@ class WorkerSession(Session):
             ProtocolError: the worker loaded another number of tensors or bytes.
         """
         with self._naming():
-            tensors, nbytes, _ = self._exporter.prepared(timeout, check)
+            tensors, nbytes, audit_ns = self._exporter.prepared(timeout, check)
+        self.audit_seconds = 1e-9 * audit_ns
         layout = self.manifest
         if (tensors, nbytes) != (layout.tensor_count, layout.shard_nbytes):
             raise _core.ProtocolError(
