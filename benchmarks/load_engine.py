@@ -20,7 +20,7 @@ from support import sglang_host, tiny_models
 
 from wsync._core import Layout, LayoutBuilder, Memory, host
 from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.ring_loaders import RingManifest
+from wsync.engine.ring_loaders import Receipt, RingManifest
 from wsync.module_tensors import flat_bytes
 from wsync.module_tensors.held import bound_tensors
 from wsync.probing.lines import raw
@@ -83,17 +83,25 @@ def main() -> None:
     learning = time.perf_counter() - start
     loader.attach(ring, manifest)
 
-    def replay() -> None:
+    def replay() -> Receipt:
         loader.begin(1)
         loader.load(0)
-        loader.finish(60.0)
+        return loader.finish(60.0)
+
+    def audited() -> int:
+        """Nanoseconds of an update's audit."""
+        receipt = replay()
+        loader.confirm()
+        return receipt.audit_ns
 
     for path, *_, tensor in bound_tensors(model):
         if path.endswith("weight"):
             raw(tensor).bitwise_not_()
     seconds = timed(replay, REPLAYS)
+    audits = [1e-9 * audited() for _ in range(REPLAYS)][1:]
     result = {"seconds": seconds, "peer_seconds": peer, "learning": learning}
     result |= {"tensors": len(tensors), "bytes": sum(t.nbytes for t in tensors.values())}
+    result |= {"audit": statistics.median(audits), "longest_audit": max(audits)}
     result |= {"reason": loader.reason, "verified": held(model) == wanted and not loader.reason}
     print(json.dumps(result))
 
