@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -42,36 +41,6 @@ def _torch() -> tuple[bool, str]:
     return True, f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'CPU build'})"
 
 
-def _dlpack() -> tuple[bool, str]:
-    import torch
-
-    capsule: object = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return False, f"torch {torch.__version__} has no C exchange API; data_ptr is used"
-    name = repr(capsule).split('"')[1] if '"' in repr(capsule) else repr(capsule)
-    return True, f"torch.Tensor hands out {name}"
-
-
-def _memfd() -> tuple[bool, str]:
-    from wsync import _core as core
-
-    memory = core.Memory(1)
-    same = core.Memory.from_fd(memory.fileno(), memory.nbytes)  # refuses one that is not sealed
-    memoryview(memory)[0] = 1
-    return bool(memoryview(same)[0]), "sealed memory is shared and refuses to shrink"
-
-
-def _sockets() -> tuple[bool, str]:
-    from wsync import _core as core
-
-    exporter = core.Exporter()
-    worker = core.Importer(exporter.address, b"hello", 1.0)
-    exporter.accept(1.0)  # refuses a peer of another user
-    worker.close()
-    exporter.close()
-    return True, f"peer credentials are reported (uid {os.getuid()})"
-
-
 def _driver() -> tuple[bool, str]:
     """The driver as the extension itself finds and refuses it."""
     from wsync import _core as core
@@ -85,26 +54,20 @@ def _driver() -> tuple[bool, str]:
     return True, f"{cuda}, {len(devices)} devices: {', '.join(names)}"
 
 
-def _library(names: Sequence[str], pattern: str, version: Callable[[ctypes.CDLL], str]) -> _Probe:
+def _nvrtc() -> tuple[bool, str]:
     """Opens the first library that loads: by soname, else one that a pip package brings (see
     wsync.machine.nvidia_wheels).  The loader's own words say why none does."""
-
-    def probe() -> tuple[bool, str]:
-        reasons = []
-        for name in [*names, *bundled(pattern)]:
-            try:
-                return True, f"{version(ctypes.CDLL(name))} ({name})"
-            except OSError as error:
-                reasons.append(str(error))
-        return False, reasons[0] if reasons else "no such library"
-
-    return probe
-
-
-def _nvrtc_version(library: ctypes.CDLL) -> str:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return f"{major.value}.{minor.value}"
+    reasons = []
+    for name in (*_NVRTC, *bundled("*/lib/libnvrtc.so.*")):
+        try:
+            library = ctypes.CDLL(name)
+        except OSError as error:
+            reasons.append(str(error))
+            continue
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return True, f"{major.value}.{minor.value} ({name})"
+    return False, reasons[0]
 
 
 def _nccl() -> tuple[bool, str]:
@@ -135,12 +98,9 @@ def _package(module: str, *distributions: str) -> _Probe:
 _NVRTC = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 _PROBES: tuple[tuple[str, _Probe], ...] = (
     ("wsync core", _core),
-    ("memfd and seals", _memfd),
-    ("unix sockets", _sockets),
     ("torch", _torch),
-    ("DLPack exchange API", _dlpack),
     ("GPU driver", _driver),
-    ("NVRTC", _library(_NVRTC, "*/lib/libnvrtc.so.*", _nvrtc_version)),
+    ("NVRTC", _nvrtc),
     ("NCCL", _nccl),
     ("transformers", _package("transformers", "transformers")),
     ("megatron-core", _package("megatron.core", "megatron-core")),
