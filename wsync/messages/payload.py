@@ -43,7 +43,8 @@ _SHM: Final = "/dev/shm"
 # those of the other kinds when asked for their file.
 _FILE_MARK: Final = "wsync_file"
 _SEGMENT_HEADER_NBYTES: Final = 64  # torch counts a segment's users there
-_REPEATS: Final = 1 << 14  # more of payloads than gateways make of one segment's
+# more than payloads of one segment are read: every pipeline stage reads its own
+_REPEATS: Final = 1 << 14
 _MANAGER_SECONDS: Final = 30.0
 
 _manager_lock = threading.Lock()
