@@ -240,7 +240,7 @@ def test_default_rounds_have_room_for_what_engines_join(delivery, gpu, options, 
         builder.add_shard(f"layers.0.{name}.weight", "bfloat16", shape, *facts)
     plan = plan_of(builder.build(), delivery, gpu, wsync.Options(**options))
     manifest = plan.manifest(0)
-    gate, up = (manifest.find(f"layers.0.{name}_proj.weight") for name in ("gate", "up"))
+    gate, up = (manifest.names().index(f"layers.0.{name}_proj.weight") for name in ("gate", "up"))
     rounds = [{shard.buffer for shard in manifest.shards(index)} for index in (gate, up)]
     assert (rounds[0] == rounds[1]) == together
 
@@ -255,7 +255,7 @@ def test_tensors_that_engines_join_stay_together_with_their_scales(make):
         for kind in kinds
     ]
     layout = make({name: torch.zeros(2) for name in ["q_a_proj_of.weight", *names]}).layout
-    groups = {name: layout.tensor(layout.find(name)).group for name in names}
+    groups = {name: layout.tensor(layout.names().index(name)).group for name in names}
     first, second = (
         {group for name, group in groups.items() if f".{layer}." in name and "_a_" in name}
         for layer in (0, 1)
@@ -265,7 +265,7 @@ def test_tensors_that_engines_join_stay_together_with_their_scales(make):
     others = {group for name, group in groups.items() if "q_b_proj" in name}
     assert others.isdisjoint(first | second)
     assert 0 in others  # of weights that are no codes
-    assert layout.tensor(layout.find("q_a_proj_of.weight")).group == 0
+    assert layout.tensor(layout.names().index("q_a_proj_of.weight")).group == 0
     # another rank, which has other tensors, calls them the same
     other = make({name: torch.zeros(2) for name in names[6:]}).layout
     assert {other.tensor(i).group for i in range(4)} == second
@@ -284,7 +284,7 @@ def test_slimes_updaters_take_a_model_as_slime_has_loaded_it(monkeypatch):
     updater = wsync.UpdateWeightFromTensor(args, [model], None, model_name="own", options=OPTIONS)
     plain = wsync.megatron.layout(model, args, model_name="own")
     for made, column in ((plain, 0), (updater._source, 4)):
-        shards = made.layout.shards(made.layout.find("fc.weight"))
+        shards = made.layout.shards(made.layout.names().index("fc.weight"))
         assert next(shard.start for shard in shards if shard.offset == 0) == (0, column)
 
 
@@ -300,7 +300,7 @@ def test_a_vision_tower_without_its_sizes_is_taken_as_it_is(known):
         args.vision_config = SimpleNamespace(hidden_size=4, spatial_merge_size=2)
     layout = wsync.megatron.layout(model, args, model_name="qwen3_vl").layout
     for kind, shape in (("weight", (16, 16)), ("bias", (16,))):
-        tensor = layout.tensor(layout.find(f"model.visual.merger.linear_fc1.{kind}"))
+        tensor = layout.tensor(layout.names().index(f"model.visual.merger.linear_fc1.{kind}"))
         assert tensor[2] == shape
 
 

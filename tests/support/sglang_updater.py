@@ -41,7 +41,7 @@ class Worker:
         self._method: quantised_models.Method | None = None
         self._drafts: list[Any] = []
         self._updater = self._make_updater()
-        sglang._loader = self._make_loader
+        sglang.SglangLoader = self._make_loader  # type: ignore[misc, assignment]
 
     def prepare(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -44,23 +45,20 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._pairs.append((name, tensor))
 
     def run(
-        self, module: torch.nn.Module, load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+        self, module: torch.nn.Module, load: Callable[[list[tuple[str, torch.Tensor]]], Any]
     ) -> bool:
         """Whether the loader has come to its end."""
-        ended, taken = True, list[str]()
-
-        def given() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in self._pairs:
-                taken[:] = [f"{name} ({_form(tensor)})"]
-                yield name, tensor
-
+        ended = True
         try:
             with torch.no_grad(), self:
-                load(given())
+                load(list(self._pairs))
         except Exception as error:
             ended = False
-            if taken and not self._converted and not _wants_values(error):
-                raise refusing(module, taken[0], error) from error
+            if not self._converted and not _wants_values(error):
+                if what := self._at_work(error.__traceback__):
+                    raise refusing(module, what, error) from error
+                if isinstance(error, ValueError):  # vLLM looks for a name before it takes a tensor
+                    raise refusing(module, "a tensor", error) from error
         if self._converted:
             raise converting(module, self._converted.values())
         return ended
@@ -72,6 +70,17 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = {view: math.prod(view[1]) for view in views}
         parts = [n for view, n in sizes.items() if views[view] or n < tensor.numel()]
         return sum(parts) if parts else sum(sizes.values())
+
+    def _at_work(self, trace: TracebackType | None) -> str:
+        """The tensor that the innermost functions have in their variables, or ""."""
+        found = ""
+        while trace is not None:
+            for value in list(trace.tb_frame.f_locals.values()):
+                plain = isinstance(value, torch.Tensor) and value.layout == torch.strided
+                if plain and (name := self._names.get(_storage(value))):
+                    found = f"{name} ({_form(value)})"
+            trace = trace.tb_next
+        return found
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
