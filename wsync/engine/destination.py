@@ -95,19 +95,16 @@ class NamedTensors(Destination):
 
 
 def named_tensors(
-    module: torch.nn.Module,
-    delivered: Mapping[str, tuple[int, ...]],
-    ignore: frozenset[str] = frozenset(),
+    module: torch.nn.Module, delivered: Mapping[str, tuple[int, ...]]
 ) -> NamedTensors:
-    """Finds the tensors of a module that are delivered.  delivered: shapes by name; ignore: names
-    that may be unknown to the module, or missing.
+    """Finds the tensors of a module that are delivered.  delivered: shapes by name.
 
     Raises:
         MissingError: a tensor of the module is not delivered.
         LayoutError: something else does not fit; the text names it.
     """
     who, state = type(module).__name__, state_of(module)
-    unknown = delivered.keys() - state.keys() - ignore
+    unknown = delivered.keys() - state.keys()
     if unknown:
         raise LayoutError(f"{listed(unknown)}: not in {who}{unfused(unknown)}")
     found: dict[str, torch.Tensor] = {}
@@ -115,7 +112,7 @@ def named_tensors(
     missing: list[str] = []
     for group in aliases(state):
         given = [name for name in group if name in delivered]
-        if not given and state[group[0]].numel() and not ignore.intersection(group):
+        if not given and state[group[0]].numel():
             missing.append(group[0])
         for name in given:
             if tuple(state[name].shape) != delivered[name]:

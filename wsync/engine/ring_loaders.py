@@ -333,23 +333,19 @@ class ModuleLoader(RoutedLoader):
     """Copies tensors to the parameters and persistent buffers of the same names in a module.
 
     An unknown name and a parameter that is not delivered are errors.  Of names that stand for one
-    tensor (a tied head) one is enough; further ones have to bring the same values.  ignore: names
-    that may be unknown or missing.
+    tensor (a tied head) one is enough; further ones have to bring the same values.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, *, ignore: Iterable[str] = (), threads: int = 1
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, *, threads: int = 1) -> None:
         super().__init__(loading_stream(device.of_module(module), threads), threads)
         self._module = module
-        self._ignore = frozenset(ignore)
 
     def blob(self) -> bytes:
         return PIECES
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
-        self._aim(named_tensors(self._module, self._attached().shapes, self._ignore))
+        self._aim(named_tensors(self._module, self._attached().shapes))
 
 
 class _Copies(list[tuple[str, torch.Tensor]]):
