@@ -23,7 +23,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[SglangProcesses]:
 
 
 def test_every_worker_holds_what_its_own_loading_gives(engine: SglangProcesses) -> None:
-    """Other families: test_learnt_ranks."""
+    """Other families: test_learnt_models."""
     engine.prepare("qwen3_moe", ep=2)
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
         for seed in (1, 2):

@@ -40,7 +40,7 @@ def engine() -> Iterator[VllmEngine]:
 
 
 def test_every_worker_holds_what_its_own_loading_gives(engine: VllmEngine) -> None:
-    """Other families: test_learnt_ranks; FP8: test_quantised_engines."""
+    """Other families: test_learnt_models; FP8: test_quantised_engines."""
     engine.prepare("qwen3_moe", ep=2)
     check_two_updates(engine)
     experts = [
