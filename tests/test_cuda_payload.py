@@ -206,34 +206,6 @@ def test_a_consumer_that_does_not_let_go_holds_nobody_up(owner: Peer, reader: Pe
         owner("first._memory.address")
 
 
-def test_a_consumer_that_dies_holds_nobody_up() -> None:
-    with started() as owner, started() as reader:
-        consumer_dies(owner, reader)
-
-
-def consumer_dies(owner: Peer, reader: Peer) -> None:
-    owner(f"first = new_ring(64, '{UUID}')")
-    reader(
-        "opened = open_tensor(load(data)['flattened_tensor'])",
-        data=owner(FIRST),
-    )
-    reader.kill()
-    with raises("DeadlineError"):
-        owner("first.acquire(0, 64, 0.05, never)")
-    assert owner(f"first.close(); second = new_ring(64, '{UUID}'); second.held()") is False
-    assert owner("gpu_payload.collect()") == 64  # nobody can tell that it has
-
-
-def test_what_nobody_may_ever_let_go_of_is_kept_for_some_time(owner: Peer) -> None:
-    owner(f"first = new_ring(64, '{UUID}')\n{FIRST}\nfirst.close('E')")
-    assert owner("gpu_payload.collect()") == 64
-    owner(
-        "from unittest import mock\nlate = time.monotonic() + 601\n"
-        "with mock.patch.object(time, 'monotonic', lambda: late): left = gpu_payload.collect()"
-    )
-    assert owner("left") == 0
-
-
 @pytest.mark.parametrize(
     ("how", "held"), [("not asked", 0), ("not there", 0), ("refused", 64), ("cut off", 64)]
 )

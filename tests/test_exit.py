@@ -25,16 +25,7 @@ __all__ = ["server"]
 HERE = Path(__file__).parent
 PATH = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
 SECONDS = 180.0  # of an interpreter that imports torch beside many others
-PHASES = ("round", "done", "prepared", "commit")
-QUICK = {("round", "wait"), ("done", "raise"), ("prepared", "exit")}
-
-
-def _cells(*hows: str) -> list[Any]:
-    return [
-        pytest.param(phase, how, marks=[] if (phase, how) in QUICK else [pytest.mark.slow])
-        for phase in PHASES
-        for how in hows
-    ]
+CELLS = [("round", "wait"), ("done", "raise"), ("prepared", "exit")]
 
 
 @contextmanager
@@ -82,7 +73,7 @@ def _held(engine: fault_engine.Handle) -> list[Any]:
     return [engine.call("ask", (rank, "held", None), SECONDS) for rank in range(engine.workers)]
 
 
-@pytest.mark.parametrize(("phase", "how"), _cells("wait", "thread", "exit", "raise", "end"))
+@pytest.mark.parametrize(("phase", "how"), CELLS)
 def test_a_trainer_s_interpreter_ends(phase: str, how: str, engine: fault_engine.Handle) -> None:
     with _started("-m", "support.exiting", "trainer", engine.path, phase, how) as trainer:
         _ended(trainer, how)
@@ -96,7 +87,7 @@ def test_a_trainer_s_interpreter_ends(phase: str, how: str, engine: fault_engine
         assert held == [fault_engine.share(t, rank).numpy().tobytes() for t in whole]
 
 
-@pytest.mark.parametrize(("phase", "how"), _cells("wait", "exit", "raise", "end"))
+@pytest.mark.parametrize(("phase", "how"), CELLS)
 def test_an_engine_s_interpreter_ends(phase: str, how: str, tmp_path: Path) -> None:
     path = str(tmp_path / "engine")
     with _started("-m", "support.exiting", "engine", path, phase, how) as process:

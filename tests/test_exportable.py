@@ -99,43 +99,6 @@ def test_what_is_free_when_the_block_ends_goes_back(trainer: Peer) -> None:
     assert counts == ((2, 2, 2), (1, 1, 1))
 
 
-def test_a_tensor_for_which_there_is_no_memory_says_what_the_driver_has_left(
-    trainer: Peer,
-) -> None:
-    found = trainer(
-        "def build(*sizes):\n"
-        "    with played() as gpu, wsync.exportable():\n"
-        "        for size in sizes:\n"
-        "            address, pool = gpu.empty(size)\n"
-        "            pool.cached[address] = size\n"
-        "def other():\n"
-        "    with played() as gpu, wsync.exportable():\n"
-        f"        raised(gpu.empty, {4 * GRANULE})\n"
-        "        address, pool = gpu.empty(1)\n"
-        "        pool.cached[address] = 1\n"
-        "        raise torch.OutOfMemoryError('of something else')\n"
-        f"raised(build, {GRANULE}, {3 * GRANULE}), raised(other), gc.collect() * 0"
-    )
-    text = (
-        "wsync.exportable: GPU memory of 6291456 bytes: 4194304 of 6291456 bytes of GPU 0 "
-        "(Fake GPU 0) are free"
-    )
-    assert found == (("OutOfMemoryError", [text]), ("OutOfMemoryError", []), 0)
-
-
-def test_a_gpu_that_wsync_cannot_use_is_named_and_torch_keeps_its_own_memory(
-    trainer: Peer,
-) -> None:
-    made, said = trainer(
-        "with played(current=1) as gpu, wsync.exportable():\n"
-        "    made = gpu.empty(1), torch.zeros(3)\n"
-        "(made[0], made[1].is_shared()), said"
-    )
-    assert made == (None, True)
-    (text,) = said
-    assert "torch's own, GPU 1: this process sees 1" in text
-
-
 def test_a_gpu_that_is_first_used_in_the_block_is_named(trainer: Peer) -> None:
     made, said = trainer(
         "with played(initialized=False) as gpu:\n"
@@ -144,18 +107,3 @@ def test_a_gpu_that_is_first_used_in_the_block_is_named(trainer: Peer) -> None:
     )
     assert made is None
     assert len(said) == 1 and "call torch.cuda.set_device before it" in said[0]
-
-
-def test_a_fork_gets_none_and_gives_nothing_back(trainer: Peer) -> None:
-    assert trainer(
-        "with played() as gpu, wsync.exportable(): address, pool = gpu.empty(100)\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    pool.free(address, 100, 0, None)\n"
-        "    none = pool.alloc(100, 0, None)\n"
-        "    os._exit(0 if none is None and 'fork' in _core.exportable_refusal() else 1)\n"
-        "_, status = os.waitpid(child, 0)\n"
-        "left = census()\n"
-        "pool.free(address, 100, 0, None)\n"
-        "status, left"
-    ) == (0, (1, 1, 1))

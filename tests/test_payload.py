@@ -184,13 +184,9 @@ def test_control_bytes_are_read_back(data: bytes) -> None:
     "value",
     [
         None,
-        [],
-        {},
         [("w", torch.ones(3))],
         [("__wsync__", torch.ones(3))],
-        [("__wsync__", torch.ones(1, 1, dtype=torch.uint8))],
         [("__wsync__", torch.ones(1, dtype=torch.uint8)), ("w", torch.ones(1))],
-        ["__wsync__"],
     ],
 )
 def test_other_payloads_are_no_control(value: object) -> None:
@@ -213,17 +209,9 @@ def by_value_of(data: bytes) -> bytes:
     [
         (reduce_to("os", "system", "true"), r"global os\.system is not allowed"),
         (reduce_to("builtins", "eval", "1"), r"global builtins\.eval"),
-        (reduce_to("builtins", "getattr", 1, "x"), r"global builtins\.getattr"),
-        (reduce_to("torch", "load", "/etc/passwd"), r"global torch\.load"),
-        (reduce_to("torch._utils", "_rebuild_tensor", 1), r"global torch\._utils\._rebuild_tensor"),
-        (
-            reduce_to("wsync.messages.payload", "control", b""),
-            r"global wsync\.messages\.payload\.control",
-        ),
         (reduce_to("torch", "float32"), "TypeError"),
         (by_value_of(reduce_to("os", "system", "true")), "Weights only load failed"),
         (b"", "EOFError"),
-        (b"\x80\x04]", "payload: "),
         (pickle.dumps([1, 2, 3])[:-1], "payload: "),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 import torch
 from support import ray_double
 from support.ray_double import Actor
-from support.tiny_qwen3 import draw, in_server, sums
 
 import wsync
 from wsync._core import (
@@ -22,7 +21,6 @@ from wsync._core import (
 )
 from wsync.handles.base import handle
 from wsync.handles.local import RayHandle
-from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
 from wsync.messages.control import LOAD_FORMAT
 from wsync.trainer.roster import RolloutEngine
@@ -74,24 +72,6 @@ class Engine:
         self, serialized_named_tensors: list[str], **settings: Any
     ) -> tuple[bool, str]:
         return True, "good"
-
-
-def test_an_actor_with_a_url_is_its_server(server: str, config: Any) -> None:
-    engine = SlimesEngine(server)
-    made = handle(Actor(engine))
-    assert isinstance(made, HttpHandle)
-    assert (made.name, made.workers, made.load_formats) == (server, 1, (LOAD_FORMAT,))
-    weights = draw(config, 1)
-    told = updater(weights)
-    told.connect_rollout_engines([Actor(engine)], None)  # as the README has it
-    try:
-        told.update_weights()
-        assert "wsync/open_seconds" in told.pop_metrics()
-        assert handle(server).model_info(30)["weight_version"] == "1"
-        assert in_server(server) == sums(weights)
-    finally:
-        told.disconnect_rollout_engines()
-    assert engine.asked == ["get_url", "get_url"]
 
 
 def test_an_actor_says_how_many_workers_its_engine_has() -> None:

@@ -86,9 +86,7 @@ def test_another_version_of_nccl_is_refused_by_name_or_torch_s_group_serves(
     "step",
     [
         "introduced",
-        pytest.param("ordered", marks=pytest.mark.slow),
         "round",
-        pytest.param("loaded", marks=pytest.mark.slow),
         "prepared",
     ],
 )
@@ -155,12 +153,8 @@ def server(misuse: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("rank", "step"),
     [
-        pytest.param(1, "choosing", marks=pytest.mark.slow),
         (1, "planned"),
-        pytest.param(1, "meeting", marks=pytest.mark.slow),
         (0, "round"),
-        pytest.param(1, "round", marks=pytest.mark.slow),
-        pytest.param(1, "loaded", marks=pytest.mark.slow),
         (1, "committing"),
     ],
 )

@@ -32,33 +32,21 @@ def trainer() -> Iterator[Ranks]:
         yield started
 
 
-def _updated(
-    trainer: Ranks, workers: int, memory: str | None, offsets: list[int] | None
-) -> tuple[str, list[str], bool]:
+@pytest.mark.parametrize(
+    ("workers", "memory", "offsets", "where"),
+    [
+        (1, None, None, "host"),  # an engine that may be anywhere
+        (1, None, [0], "gpu"),  # one worker on the trainer's GPU
+        (1, "host", [0], "host"),
+        (2, None, None, "host"),
+        (2, "gpu", None, "gpu"),
+    ],
+)
+def test_buckets_lie_where_the_engine_reaches_them(
+    workers: int, memory: str | None, offsets: list[int] | None, where: str, trainer: Ranks
+) -> None:
     (found,) = trainer.run(stock_memory_cases.update, workers, memory, offsets, timeout=120)
-    return found
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_engine_that_may_be_anywhere_gets_host_memory(workers: int, trainer: Ranks) -> None:
-    assert _updated(trainer, workers, None, None) == ("", ["host"], True)
-
-
-def test_an_engine_of_one_worker_on_the_trainer_s_gpu_gets_memory_of_it(trainer: Ranks) -> None:
-    assert _updated(trainer, 1, None, [0]) == ("", ["gpu"], False)
-
-
-def test_an_engine_whose_other_workers_have_other_gpus_gets_host_memory(trainer: Ranks) -> None:
-    assert _updated(trainer, 1, "host", [0]) == ("", ["host"], True)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_memory_of_the_gpu_can_be_asked_for(workers: int, trainer: Ranks) -> None:
-    assert _updated(trainer, workers, "gpu", None) == ("", ["gpu"], False)
-
-
-def test_an_update_may_run_in_torchs_inference_mode(trainer: Ranks) -> None:
-    assert trainer.run(stock_memory_cases.inferring, timeout=120) == [("", ["gpu"], False)]
+    assert found == ("", [where], where == "host")
 
 
 @pytest.mark.parametrize("known", ["0", "1"], ids=["unknown", "the device's"])
@@ -68,10 +56,6 @@ def test_a_tensor_whose_allocator_has_paused_is_named(known: str) -> None:
     assert said[1] == said[3] == ""
     for text in (said[0], said[2]):
         assert "StateError: " in text and "b: no memory of GPU 0 lies at its address" in text
-
-
-def test_registered_memory_is_given_back(trainer: Ranks) -> None:
-    assert trainer.run(stock_memory_cases.registered, timeout=120) == [0]
 
 
 def test_a_choice_that_there_is_not_is_named() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import io
 import os
 import signal
@@ -32,13 +31,11 @@ from wsync import _core
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.exchange.trainer_group import TrainerGroup
-from wsync.exchange.update_group import UpdateGroup
 from wsync.inspection import look
 from wsync.layout import TrainerLayout
 from wsync.machine.device import find, uuid
 from wsync.messages.control import Control
 from wsync.trainer import quantised_image
-from wsync.trainer.sessions import broadcast
 from wsync.trainer.sessions.worker import WorkerSession
 
 OPTIONS = wsync.Options(
@@ -132,52 +129,6 @@ def by_own_gpus(config: Any, exchange: str) -> list[tuple[str, bool]]:
             found.append((report.exchange, engine is None or same(engine.weights(), expected)))
             dist.barrier()
     return found
-
-
-def broadcast_from_the_gpu(config: Any) -> dict[str, Any]:
-    """Updates of an engine that takes broadcasts: whether it holds what it should, and whether all
-    that the group was given lies in the ring on the GPU.
-
-    torch knows nothing of played GPUs, so the group is gloo's and views their memory.
-    """
-    rings: list[_core.Memory] = []
-    handed: list[tuple[int, int]] = []
-    send = UpdateGroup.broadcast
-
-    def on_gpu(nbytes: int, device: _core.Device) -> torch.Tensor:
-        rings.append(_core.Memory(nbytes, device))
-        memory = (ctypes.c_uint8 * nbytes).from_address(rings[-1].address)
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def note(group: UpdateGroup, tensors: Sequence[torch.Tensor], check: Any = None) -> None:
-        handed.extend((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
-        send(group, tensors, check)
-
-    options = dataclasses.replace(
-        OPTIONS, delivery="distributed", broadcast="tensor", backend="gloo", round_nbytes=1 << 15
-    )
-    right = []
-    with contextlib.ExitStack() as stack:
-        patch = functools.partial(mock.patch.object, broadcast)
-        stack.enter_context(patch("_sends_from", lambda _, device: device.ordinal >= 0))
-        stack.enter_context(patch("on_gpu", on_gpu))
-        # the weights lie in memory of the host, which the played GPU reads
-        stack.enter_context(mock.patch.object(broadcast.BroadcastSession, "gpu", uuid(0)))
-        stack.enter_context(patch("device_of", lambda *_: torch.device("cpu")))
-        stack.enter_context(patch("staging", side_effect=AssertionError("memory of the host")))
-        stack.enter_context(mock.patch.object(UpdateGroup, "broadcast", note))
-        engine = stack.enter_context(_engine())
-        sync = stack.enter_context(wsync.connect(_weights(0), [engine], options=options))
-        for seed in range(2):
-            expected = _weights(seed)
-            sync.update(expected)
-            right.append(same(engine.weights(), expected))
-        (ring,) = rings
-        inside = all(
-            ring.address <= at and at + nbytes <= ring.address + ring.nbytes
-            for at, nbytes in handed
-        )
-    return {"right": right, "handed": len(handed), "inside": inside}
 
 
 # --- what goes wrong ----------------------------------------------------------------------------

@@ -7,7 +7,6 @@ fault_engine.py, an engine of one worker answers handles; both update once befor
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import tempfile
 import threading
@@ -26,7 +25,7 @@ from wsync._core import Exporter, LayoutBuilder
 OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 13, ring_nbytes=1 << 14, flush_cache=False
 )
-CODES = {"wait": 0, "thread": 0, "exit": 3, "raise": 1, "end": 5}
+CODES = {"wait": 0, "exit": 3, "raise": 1}
 
 kept: list[Any] = []  # what only the end of the interpreter takes down
 
@@ -51,13 +50,6 @@ class Ending(Fault):
         """The main thread ends while this one is in the extension.  (In the middle of torch the
         interpreter, up to 3.13, may end it with an abort of the process.)"""
         Exporter(self.folder).accept(60.0)
-
-    def _thread(self) -> None:
-        """Ends this thread alone."""
-        sys.exit(3)
-
-    def _end(self) -> None:
-        os._exit(CODES["end"])
 
 
 class One(fault_engine.Handle):
@@ -84,9 +76,8 @@ def trainer(path: str, phase: str, how: str) -> None:
     def update() -> None:
         sync.update(fault_engine.weights(2), version="2")
 
-    if how in ("wait", "thread"):
-        thread = threading.Thread(target=update, daemon=how != "thread")
-        thread.start()
+    if how == "wait":
+        threading.Thread(target=update, daemon=True).start()
         ending.reached.wait()
     else:
         update()
@@ -126,8 +117,6 @@ def engine(path: str, phase: str, how: str) -> None:
         raise RuntimeError("the engine's main thread fails")
     if how == "exit":
         sys.exit(CODES["exit"])
-    if how == "end":
-        threading.Event().wait()
 
 
 if __name__ == "__main__":

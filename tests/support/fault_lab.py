@@ -286,14 +286,6 @@ class Bench:
                 return version, consistent, update
         return "mixed", consistent, update
 
-    def kill_engine(self) -> None:
-        head, workers = self.heads[-1]
-        for pid in (*workers, head):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(head, 0)
-
     def end(self) -> None:
         for trainer in self.trainers:
             if not trainer.ended:

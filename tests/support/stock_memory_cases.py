@@ -4,7 +4,6 @@ tests/fakecuda plays, and its engines run without wsync."""
 from __future__ import annotations
 
 import base64
-import gc
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from support import gpu_reader
 from support.played_gpu import put, reserve, source_of
 
 import wsync
-from wsync import _core
 from wsync.messages.gpu_payload import GpuTensor
 
 SHAPES = {"a": (40, 5), "b": (300,), "c": (7, 7, 7)}
@@ -76,11 +74,6 @@ def update(
     return "", sorted(engine.where), right
 
 
-def inferring() -> tuple[str, list[str], bool]:
-    with torch.inference_mode():
-        return update(1, "gpu", None)
-
-
 def paused() -> list[str]:
     """What an update says of a tensor whose memory is gone, at first and after one that went
     well; the last one goes well again."""
@@ -98,26 +91,3 @@ def paused() -> list[str]:
             except wsync.WsyncError as error:
                 said.append(f"{type(error).__name__}: {error}")
     return said
-
-
-def registered() -> int:
-    """Ranges of host memory that the played driver has registered after an update, and is done
-    with by then: the streams' own words are there as long as the process."""
-    import ctypes
-    import os
-    import threading
-
-    library = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
-    counts = (ctypes.c_long * 9)()  # fakecuda_census_t
-    _core.cuda_devices()
-    found = []
-    for _ in range(2):
-        update(2, None, None)
-        for thread in threading.enumerate():
-            if thread.name == "wsync-stock":  # closes its ring when the connection has ended
-                thread.join(60)
-                assert not thread.is_alive()
-        gc.collect()
-        library.fakecuda_census(counts)
-        found.append(counts[4])
-    return found[1] - found[0]
