@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -301,12 +300,6 @@ def test_an_engine_that_dies_or_stalls_between_buckets(
 
 
 # --- sharded trainers ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4, path=sys.path) as started:
-        yield started
 
 
 CASES = {

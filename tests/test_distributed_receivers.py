@@ -42,12 +42,6 @@ PARALLEL = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4, path=sys.path) as started:
-        yield started
-
-
 @pytest.mark.parametrize("name", PARALLEL)
 def test_engines_of_different_sizes_come_and_go(name: str, ranks: Ranks) -> None:
     found = ranks.run(cases.come_and_go, *PARALLEL[name], timeout=240)

@@ -141,17 +141,6 @@ def by_pointer(module: Fused, pairs: Pairs) -> None:
     ctypes.memmove(module.norm.data_ptr(), data[2:] + data[:2], len(data))
 
 
-def by_pointer_elsewhere(module: Fused, pairs: Pairs) -> None:
-    Fused.load_weights(module, pairs)
-    ctypes.memmove(module.rotary.data_ptr(), module.norm.data_ptr(), 28)
-
-
-def by_pointer_from_outside(module: Fused, pairs: Pairs) -> None:
-    Fused.load_weights(module, pairs)
-    norm = dict(pairs)["norm"]
-    ctypes.memmove(module.rotary.data_ptr(), norm.data_ptr(), 28)
-
-
 def by_numpy(module: Fused, pairs: Pairs) -> None:
     Fused.load_weights(module, pairs)
     module.router.numpy()[1] = dict(pairs)["wide"].numpy()[2]
@@ -179,16 +168,6 @@ def rebinding(module: Fused, pairs: Pairs) -> None:
     module.norm = torch.nn.Parameter(dict(pairs)["norm"].clone(), requires_grad=False)
 
 
-def overwriting(module: Fused, pairs: Pairs) -> None:
-    Fused.load_weights(module, pairs)
-    module.norm.data.normal_()
-
-
-def drawing(module: Fused, pairs: Pairs) -> None:
-    Fused.load_weights(module, pairs)
-    module.rotary.normal_()
-
-
 MORE = "what it computes depends on more than the tensors that change it"
 
 
@@ -197,13 +176,9 @@ MORE = "what it computes depends on more than the tensors that change it"
     [
         (branching, ""),
         (by_pointer, ""),
-        (by_pointer_elsewhere, ""),
-        (by_pointer_from_outside, "given only what it computes with, it raised KeyError: 'norm'"),
         (by_numpy, "given only what it computes with, it raised KeyError: 'wide'"),
         (rebinding, ""),
         (fickle, MORE),
-        (overwriting, MORE),
-        (drawing, MORE),
     ],
 )
 def test_by_whatever_means_a_loader_writes_bytes_are_its_own(
@@ -224,7 +199,7 @@ def test_by_whatever_means_a_loader_writes_bytes_are_its_own(
         sync.update(draw(2))
     assert bool(reason) == bool(loader.reason) and reason in loader.reason
     assert engine.receivers[0].consistent
-    if load not in (fickle, overwriting, drawing):
+    if load is not fickle:
         assert differing(held(module), loaded(changed(whole), 2)) == []
 
 

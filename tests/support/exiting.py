@@ -39,7 +39,7 @@ class Ending(Fault):
         self.reached = threading.Event()
         self.ready = ready
 
-    def at(self, phase: str, ring: Any = None) -> None:
+    def at(self, phase: str) -> None:
         if phase == self.phase:
             while not self.ready():
                 time.sleep(0.01)

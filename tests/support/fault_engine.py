@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from support.engines import FIRST_GPU
-from support.fault_points import Fault, allowed, memory, settled, settled_twice
+from support.fault_points import Fault, allowed, settled
 
 from wsync._core import (
     DeadlineError,
@@ -230,16 +230,14 @@ class _Phased:
 
 class _Loader(LayoutLoader):
     fault = NO_FAULT
-    ring: Memory | None = None
 
     def attach(self, ring: Memory, manifest: Any) -> None:
-        self.ring = ring
         self.fault.at("attach")
         super().attach(ring, manifest)
 
     def load(self, round: int) -> None:
         if round >= 1 or self._borrowed is not None:  # which is one round
-            self.fault.at("round", self.ring)
+            self.fault.at("round")
         super().load(round)
 
 
@@ -299,10 +297,6 @@ def run_worker(rank: int, pipe: Connection) -> None:
                 found = settled(limits)
                 limits = limits or allowed(found)
                 answer = (found, limits)
-            elif what == "settle":
-                answer = settled_twice()
-            elif what == "memory":
-                answer = memory()
             pipe.send((number, good, answer))
     except SystemExit as error:
         status = int(str(error.code))

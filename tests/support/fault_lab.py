@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support import fault_engine
-from support.fault_points import Fault, allowed, memory, settled, settled_twice
+from support.fault_points import Fault, allowed, settled
 
 import wsync
 from wsync import _core
@@ -130,12 +130,6 @@ class Trainer:
         found = settled(self.limits)
         self.limits = self.limits or allowed(found)
         return found, self.limits
-
-    def settle(self) -> tuple[dict[str, int], None]:
-        return settled_twice(), None
-
-    def memory(self) -> int:
-        return memory()
 
     def arm(self, phase: str, how: str) -> None:
         self.fault = Fault(phase, how, self.folder)

@@ -14,15 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from wsync._core import Memory
 from wsync.sync import Sync
-from wsync.trainer.connection import Connection
 from wsync.trainer.lending import Lending
 from wsync.trainer.sessions.worker import WorkerSession
 
 # where a trainer rank is in each phase: just before it calls
 TRAINER: dict[str, tuple[type, str]] = {
-    "listen": (Connection, "__init__"),
     "open": (Sync, "_open"),
     "attach": (WorkerSession, "attach"),
     "lend": (Lending, "share"),  # direct delivery alone
@@ -44,11 +41,11 @@ class Fault:
         self.struck = False
         self._undo: list[Callable[[], object]] = []
 
-    def at(self, phase: str, ring: Memory | None = None) -> None:
+    def at(self, phase: str) -> None:
         """Says that this process has come to a phase."""
         if phase == self.phase and not self.struck:
             self.struck = True
-            getattr(self, "_" + self.how.replace("-", "_"))(*([ring] if ring else []))
+            getattr(self, "_" + self.how)()
 
     def arm(self) -> None:
         """Makes the phases of this trainer rank known."""
@@ -69,16 +66,16 @@ class Fault:
 
     # --- what can happen; the names are those of the report -----------------------------------
 
-    def _kill(self, *_: object) -> None:
+    def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _stop(self, *_: object) -> None:
+    def _stop(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def _raise(self, *_: object) -> None:
+    def _raise(self) -> None:
         raise ValueError("a planted failure")
 
-    def _exit(self, *_: object) -> None:
+    def _exit(self) -> None:
         sys.exit(3)
 
 
@@ -118,14 +115,3 @@ def settled(limits: dict[str, int] | None, patience: float = 60.0) -> dict[str, 
         if time.monotonic() > end:
             return found
         time.sleep(0.05)
-
-
-def settled_twice() -> dict[str, int]:
-    """What this process holds when that has not changed for a while."""
-    found = census()
-    for _ in range(50):
-        time.sleep(0.3)
-        found, before = census(), found
-        if found == before:
-            break
-    return found
