@@ -62,12 +62,6 @@ def test_arguments_that_ranks_have_to_share_are_compared(ranks: Ranks, tmp_path:
         assert first[name].endswith(f"have to make the same thing together: {', '.join(there)}")
 
 
-def test_connections_that_are_renewed_at_the_same_time_do_not_meet(ranks: Ranks) -> None:
-    first, second = ranks.run(agreement_cases.renewed_at_once)
-    assert first == (["", ""], ["7", "8"])
-    assert second == (["", ""], [])
-
-
 def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Ranks) -> None:
     first, _ = ranks.run(agreement_cases.absent)
     assert first == "DeadlineError: trainer ranks [1] did not come within 1 s"

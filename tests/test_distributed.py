@@ -15,7 +15,7 @@ import transformers
 from support import distributed_cases as cases
 from support.procs import Ranks
 from support.tensor_parallel_engine import TensorParallelEngine
-from support.tiny_qwen3 import dense, sparse
+from support.tiny_qwen3 import dense, in_server, sparse, sums
 from support.weights_only_engine import ProcessEngine
 
 import wsync
@@ -351,11 +351,7 @@ def check_http(server: ServerProcess, weights: dict[str, torch.Tensor]) -> None:
     def post(path: str, body: dict[str, Any]) -> requests.Response:
         return requests.post(server.url + path, json=body, timeout=60)
 
-    sums = post("/weights_checker", {"action": "checksum"}).json()["ranks"][0]["checksums"]
-    assert sums == {
-        name: f"{wsync._core.checksum(as_bytes(tensor).numpy()):016x}"
-        for name, tensor in weights.items()
-    }
+    assert in_server(server.url) == sums(weights)
     assert wsync.handle(server.url).model_info(5)["weight_version"] == "5"
     what = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
     assert post("/pause_generation", {}).status_code == 200

@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.memory import shared_nbytes
 from support.tensor_parallel_engine import TensorParallelEngine
-from support.tiny_qwen3 import Weights, draw, same
+from support.tiny_qwen3 import draw, in_server, same, sums
 from support.weights_only_engine import ProcessEngine
 from support.workers import ThreadEngine
 
@@ -184,25 +184,8 @@ def test_two_kinds_of_engine_in_one_update(
     with wsync.connect(weights, engines=[server, engine], options=OPTIONS) as sync:
         sync.update(version="after-step-5")
     assert wsync.handle(server).model_info(10)["weight_version"] == "after-step-5"
-    assert checksums(server) == expected_checksums(weights)
+    assert in_server(server) == sums(weights)
     assert same(engine.weights(), weights)
-
-
-def checksums(url: str) -> dict[str, str]:
-    import requests
-
-    answer = requests.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=60)
-    sums: dict[str, str] = answer.json()["ranks"][0]["checksums"]
-    return sums
-
-
-def expected_checksums(weights: Weights) -> dict[str, str]:
-    from wsync._core import checksum
-
-    return {
-        name: f"{checksum(t.contiguous().flatten().view(torch.uint8).numpy()):016x}"
-        for name, t in weights.items()
-    }
 
 
 def test_a_stock_engine_gets_flattened_buckets(config: Any, server: str) -> None:
@@ -211,7 +194,7 @@ def test_a_stock_engine_gets_flattened_buckets(config: Any, server: str) -> None
         for seed in (6, 7):
             weights = draw(config, seed)
             report = sync.update(weights)
-            assert checksums(server) == expected_checksums(weights)
+            assert in_server(server) == sums(weights)
     assert report.rounds > 3
     assert report.paths == {server: "stock buckets"}
     assert wsync.handle(server).model_info(10)["weight_version"] == "2"

@@ -7,12 +7,10 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
-import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +22,6 @@ from support.vllm_engine import VllmEngine
 import wsync
 from wsync import inspection
 from wsync.disk import DiskSync
-from wsync.engine.receiver import Receiver
-from wsync.engine.ring_loaders import ModuleLoader
 from wsync.handles.vllm import VllmHandle
 from wsync.vllm import WorkerExtension, register
 
@@ -422,77 +418,3 @@ def test_wsync_is_a_plugin_of_vllm(engine: VllmEngine) -> None:
     assert found.load() is register
     register()
     assert engine.collective_rpc("backends") == [["WorkerEngine", "TrainerEngine"]] * 2
-
-
-# --- vLLM's weight transfer ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def transfer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """wsync.vllm.transfer, with stand-ins for the classes of vLLM's that it is made of."""
-    name = "vllm.distributed.weight_transfer.base"
-    base = ModuleType(name)
-    for kind in ("WeightTransferInitInfo", "WeightTransferUpdateInfo", "TrainerInitInfo"):
-        setattr(base, kind, dataclasses.make_dataclass(kind, []))
-    for kind in ("WeightTransferEngine", "TrainerWeightTransferEngine"):
-        setattr(base, kind, type(kind, (), {"__class_getitem__": classmethod(lambda cls, _: cls)}))
-    for part in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
-        monkeypatch.setitem(sys.modules, part, ModuleType(part))
-    monkeypatch.setitem(sys.modules, name, base)
-    monkeypatch.delitem(sys.modules, "wsync.vllm.transfer", raising=False)
-    yield importlib.import_module("wsync.vllm.transfer")
-    sys.modules.pop("wsync.vllm.transfer")
-
-
-class TransferWorkers:
-    """vLLM's client, and the workers behind it, which are threads."""
-
-    def __init__(self, workers: list[Any]) -> None:
-        self.workers = workers
-
-    def start_weight_update(self) -> None: ...
-
-    def finish_weight_update(self, version: str | None) -> None: ...
-
-    def update_weights(self, info: Any) -> None:
-        told = SimpleNamespace(**info)
-        with ThreadPoolExecutor(len(self.workers)) as pool:
-            for call in [pool.submit(w.receive_weights, told) for w in self.workers]:
-                call.result()
-
-
-def transfer_worker(transfer: Any, rank: int, count: int) -> Any:
-    """One of `count`, which keeps whole tensors."""
-    worker = transfer.WorkerEngine.__new__(transfer.WorkerEngine)
-    worker.parallel_config = SimpleNamespace(world_size=count, data_parallel_size=1)
-    worker.model = torch.nn.Linear(3, 5)
-    worker._rank = rank
-    worker._receiver = Receiver(ModuleLoader(worker.model), worker=rank)
-    return worker
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_client_of_several_engines_updates_none_of_them_as_one(transfer: Any, count: int) -> None:
-    """vLLM's client for Ray tells all of its engines the same; workers of one alone can join."""
-    engines = [[transfer_worker(transfer, rank, count) for rank in range(count)] for _ in range(2)]
-    weights = dict(torch.nn.Linear(3, 5).named_parameters())
-    client = TransferWorkers([worker for engine in engines for worker in engine])
-    with wsync.connect(weights, [transfer._Engine(client, count)], options=OPTIONS) as sync:
-        with pytest.raises(wsync.WsyncError, match=r"nobody listens|closed the connection"):
-            sync.update()
-    told = SimpleNamespace(handles=[1, 2])
-    info = SimpleNamespace(is_sender=True, workers=count, options=None)
-    with pytest.raises(wsync.UnsupportedError, match="stands for 2 engines"):
-        transfer.TrainerEngine.trainer_init(info, client=told, source={})
-
-
-@pytest.mark.parametrize("newer", [False, True])
-def test_sources_of_both_versions_are_read(transfer: Any, newer: bool) -> None:
-    """vLLM 0.32's are iterated, those of 0.33 have iter_full."""
-    weights = [("a", torch.ones(2)), ("b", torch.zeros(3))]
-    engine = transfer.TrainerEngine.__new__(transfer.TrainerEngine)
-    engine.source = SimpleNamespace(iter_full=lambda: iter(weights)) if newer else weights
-    assert engine._from_source().keys() == {"a", "b"}
-    engine.source = weights * 2
-    with pytest.raises(wsync.LayoutError, match="two tensors of this name"):
-        engine._from_source()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -116,29 +114,6 @@ def unlike(folder: str) -> dict[str, str]:
         "broadcast": send(broadcast=("bucket", "tensor")[rank]),
         "backend": send(backend=("gloo", "nccl")[rank]),
     }
-
-
-def renewed_at_once() -> tuple[list[str], list[str]]:
-    """The errors of two connections of the same ranks that had to be renewed, in threads that come
-    to it in another order on each rank, and the versions that their engines were told."""
-    engines, errors = [Stock(), Stock()], ["", ""]
-    layout = from_tensors({"a": torch.ones(4)})
-
-    def update(index: int) -> None:
-        errors[index] = error_of(lambda: syncs[index].update(version=7 + index))
-
-    with contextlib.ExitStack() as stack:
-        made = [wsync.connect(layout, [engine], options=OPTIONS) for engine in engines]
-        syncs = [stack.enter_context(sync) for sync in made]
-        for sync in syncs:
-            assert error_of(lambda sync=sync: sync.update(version=""))
-        threads = [threading.Thread(target=update, args=(index,)) for index in range(2)]
-        for thread in threads[:: 1 if dist.get_rank() == 0 else -1]:
-            thread.start()
-            thread.join(0.3)  # to meet whom it must not
-        for thread in threads:
-            thread.join()
-    return errors, [version for engine in engines for version in engine.versions]
 
 
 def absent() -> str:

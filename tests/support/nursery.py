@@ -39,7 +39,6 @@ _NEEDED = {
         "support.tensor_parallel_engine",
     ),
     "support.forked_demo": ("wsync.demo.preload",),
-    "support.played_demo": ("wsync.demo.preload",),
     _ENGINE: ("wsync.demo.engines.server", "transformers.models.qwen3.modeling_qwen3"),
 }
 

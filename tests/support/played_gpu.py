@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -230,20 +229,3 @@ def source_of(names: Sequence[str], tensors: Sequence[Any]) -> TrainerLayout:
     builder = _core.LayoutBuilder(0)
     builder.add_tensors(names, table)
     return TrainerLayout(builder.build(), tuple(names), lambda: tensors, table)
-
-
-def placed(
-    layout: TrainerLayout,
-    place: Callable[[Mapping[str, torch.Tensor]], Mapping[str, PlayedTensor]],
-) -> TrainerLayout:
-    """The same of copies on a GPU, which `place` makes and each update makes anew."""
-    numbered = {str(number): tensor for number, tensor in enumerate(layout.tensors())}
-    copies = list(place(numbered).values())
-
-    def current() -> Any:
-        for copy, tensor in zip(copies, layout.tensors(), strict=True):
-            copy.fill(tensor)
-        return copies
-
-    table = _core.describe(copies, layout.names, gpu=True)
-    return dataclasses.replace(layout, tensors=current, made_from=table)
