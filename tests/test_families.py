@@ -201,13 +201,12 @@ def slimes_updater(model: Model, folder, rank: int = 0, ranks: int = 1, **change
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_every_published_size_has_a_layout_by_slimes_arguments(name, ranks, tmp_path):
+def test_every_published_size_has_a_layout_by_slimes_arguments(name, tmp_path):
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     model = PUBLISHED[name]
     wanted = {n: s for part in published_models.parts(model) for n, s in part.tensors.items()}
-    found = [slimes_updater(model, tmp_path, r, ranks)._source.layout for r in range(ranks)]
+    found = [slimes_updater(model, tmp_path, rank, 2)._source.layout for rank in (0, 1)]
     for layout in found:
         assert {
             layout.tensor(i).name: layout.tensor(i).shape for i in range(layout.tensor_count)

@@ -1,30 +1,15 @@
-"""Tensor-parallel workers: their boxes, and logits against transformers."""
+"""The boxes of the tests' own tensor-parallel workers."""
 
-import os
-import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.tensor_parallel_engine import TensorParallelEngine
 from support.tensor_parallel_model import ShardedModel
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
-    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
-
-from wsync._core import (
-    DeadlineError,
-    InvalidArgumentError,
-    PeerClosedError,
-    RemoteError,
-)
-from wsync.bucket import FlattenedTensorBucket
-from wsync.messages import payload
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
@@ -44,8 +29,6 @@ MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
 }
 CONFIGS: dict[str, Any] = {
-    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
     "qwen3 tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, head_dim=8, tie_word_embeddings=False),
@@ -66,31 +49,11 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def buckets(weights: dict[str, torch.Tensor], workers: int) -> list[bytes]:
-    flat = FlattenedTensorBucket(named_tensors=list(weights.items()))
-    return [payload.bucket(flat, by_value=True)] * workers
-
-
-def load(engine: TensorParallelEngine, weights: dict[str, torch.Tensor]) -> None:
-    engine.update_weights(
-        buckets(weights, engine.workers),
-        load_format="flattened_bucket",
-        weight_version=1,
-        timeout=30,
-    )
-
-
-# --- one worker's share, without processes --------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "tp", "experts"),
     [
-        ("llama", 1, "tp"),
-        ("qwen2", 2, "tp"),
         ("qwen3", 4, "tp"),
         ("qwen3 tied", 2, "tp"),
-        ("qwen3_moe", 2, "tp"),
         ("qwen3_moe", 4, "ep"),
     ],
 )
@@ -119,48 +82,3 @@ def test_the_workers_boxes_cover_the_model(family: str, tp: int, experts: str) -
     replicas = max(1, tp // config.num_key_value_heads)
     assert {int(n) for n in held["model.layers.0.self_attn.k_proj.weight"].unique()} == {replicas}
     assert {int(n) for n in held["model.layers.0.self_attn.q_proj.weight"].unique()} == {1}
-
-
-# --- real processes -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[TensorParallelEngine]:
-    with TensorParallelEngine(CONFIGS["qwen3_moe"], tp=2, experts="ep", name="tiny") as running:
-        yield running
-
-
-def test_a_refused_update_names_engine_and_worker_and_keeps_the_version(
-    engine: TensorParallelEngine,
-) -> None:
-    version = engine.model_info(10)["weight_version"]
-    wrong = {"model.norm.weight": torch.ones(33)}
-    engine.pause("abort", 10)
-    with pytest.raises(RemoteError, match=r"engine tiny: update: .*model.norm.weight: shape"):
-        engine.update_weights(
-            buckets(wrong, 2), load_format="flattened_bucket", weight_version="x", timeout=30
-        )
-    with pytest.raises(RemoteError, match="not a control message"):
-        engine.update_weights(
-            buckets(wrong, 2),
-            load_format="wsync.sglang.load_weights",
-            weight_version="x",
-            timeout=30,
-        )
-    with pytest.raises(InvalidArgumentError, match="1 payloads for 2 workers"):
-        engine.update_weights([b""], load_format=None, weight_version="x", timeout=30)
-    assert engine.model_info(10)["weight_version"] == version
-    load(engine, weights_of(reference(CONFIGS["qwen3_moe"])))
-    engine.resume(10)
-
-
-def test_a_stalled_worker_costs_the_deadline_and_a_dead_one_is_named() -> None:
-    with TensorParallelEngine(CONFIGS["qwen3"], tp=2, name="frail") as frail:
-        os.kill(frail.pids[1], signal.SIGSTOP)
-        with pytest.raises(DeadlineError, match=r"engine frail: state: worker 1: .*0\.3 s"):
-            frail.model_info(0.3)
-        os.kill(frail.pids[1], signal.SIGCONT)
-        assert frail.model_info(30)["consistent"]  # the late answer is not taken for this one
-        os.kill(frail.pids[1], signal.SIGKILL)
-        with pytest.raises(PeerClosedError, match=r"engine frail: .*worker 1 ended with -9"):
-            frail.flush(30)
