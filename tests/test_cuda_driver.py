@@ -1,6 +1,5 @@
 """The NVIDIA driver as wsync finds it: `wsync doctor` says what is there, or in words why not."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import nursery
+from support import doctor
 
 # A driver of one GPU.  Whatever is not said here is an entry point that nobody calls.
 LIBCUDA = """
@@ -63,14 +62,7 @@ DEFAULTS = {"RESULT": "0", "VERSION": "12080", "COUNT": "1", "STUB": "0", "MISSI
 
 
 def finding(library: str, **environment: str) -> tuple[bool, str]:
-    done = nursery.run(
-        [sys.executable, "-P", "-m", "wsync", "doctor", "--json"],
-        timeout=240,
-        env={**os.environ, "WSYNC_CUDA_LIB": library, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    (row,) = [row for row in json.loads(done.stdout)["findings"] if row["name"] == "GPU driver"]
-    return row["found"], row["detail"]
+    return doctor.finding("GPU driver", WSYNC_CUDA_LIB=library, **environment)
 
 
 def build(folder: Path, **macros: str) -> str:

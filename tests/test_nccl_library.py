@@ -1,6 +1,5 @@
 """NCCL as wsync finds it: `wsync doctor` says what is there, or in words why not."""
 
-import json
 import os
 import re
 import shutil
@@ -9,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import fakecuda
+from support import doctor, fakecuda
 
 _ROOT = Path(__file__).resolve().parent.parent
 _HEADER = (_ROOT / "csrc/comm/nccl_library.h").read_text(encoding="ascii")
@@ -19,25 +18,8 @@ _FUNCTIONS = re.findall(
 )
 
 
-# Other rows take seconds.
-_DOCTOR = """
-from wsync import doctor
-doctor._PROBES = tuple(probe for probe in doctor._PROBES if probe[0] == "NCCL")
-doctor.main(["--json"])
-"""
-
-
 def finding(library: str, **environment: str) -> tuple[bool, str]:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _DOCTOR],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "WSYNC_NCCL_LIB": library, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["findings"]
-    return row["found"], row["detail"]
+    return doctor.finding("NCCL", WSYNC_NCCL_LIB=library, **environment)
 
 
 def build(
