@@ -82,13 +82,8 @@ def _matches(ranks: Ranks, case: Any) -> list[dict[str, Any]]:
     return facts
 
 
-@pytest.mark.parametrize("case", LAYOUTS.values(), ids=LAYOUTS)
-def test_shards_of_two_ranks(two: Ranks, case: Any) -> None:
-    _matches(two, case)
-
-
 @pytest.mark.parametrize("case", [*LAYOUTS.values(), *MESHES.values()], ids=[*LAYOUTS, *MESHES])
-def test_shards_of_four_ranks(four: Ranks, case: Any) -> None:
+def test_shards(four: Ranks, case: Any) -> None:
     _matches(four, case)
 
 
@@ -580,11 +575,7 @@ def test_sharded_tensors_are_no_whole_tensors() -> None:
 
 # --- whole updates ------------------------------------------------------------------------------
 
-UPDATES_OF_TWO = {
-    "dense": ("dense", "fsdp2", {}, {}),
-    "moe-fused": ("fused", "fsdp2", {}, {"experts": "tp"}),
-}
-UPDATES_OF_FOUR = {
+UPDATES = {
     "dense": ("dense", "fsdp2", {}, {}),
     "dense-hsdp": ("dense", "hsdp", {}, {}),
     "dense-fsdp-tp": ("dense", "fsdp-tp", {}, {}),
@@ -595,23 +586,14 @@ UPDATES_OF_FOUR = {
 }
 
 
-def _updated(ranks: Ranks, case: Any) -> None:
-    facts = ranks.run(cases.update, *case, timeout=240)
+@pytest.mark.parametrize("case", UPDATES.values(), ids=UPDATES)
+def test_every_byte_arrives(four: Ranks, case: Any) -> None:
+    facts = four.run(cases.update, *case, timeout=240)
     assert [fact["wrong"] for fact in facts] == [[]] * len(facts)
     assert {fact["version"] for fact in facts} == {"2"}
     assert facts[0]["rounds"] > 1
     if case[3].get("delivery") != "full":
         assert facts[0]["redundancy"] == 1.0
-
-
-@pytest.mark.parametrize("case", UPDATES_OF_TWO.values(), ids=UPDATES_OF_TWO)
-def test_every_byte_arrives_from_two_ranks(two: Ranks, case: Any) -> None:
-    _updated(two, case)
-
-
-@pytest.mark.parametrize("case", UPDATES_OF_FOUR.values(), ids=UPDATES_OF_FOUR)
-def test_every_byte_arrives_from_four_ranks(four: Ranks, case: Any) -> None:
-    _updated(four, case)
 
 
 def test_slimes_updater_takes_a_layout(two: Ranks) -> None:
