@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -332,80 +332,3 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
     assert session._group is not None and session._group._device == torch.device("cuda", 3)
     assert session._group.timeout == wsync.Options().deadline  # not what the meeting has left
     session.close()
-
-
-RANKS, TENSORS, ROWS, COLUMNS = 3, 9, 4, 256
-PART = ROWS * COLUMNS * 4
-
-
-def make_plan(rank: int) -> _core.Plan:
-    """Each rank holds a third of the rows of every tensor; each serves a worker that wants all."""
-    shape = (ROWS * RANKS, COLUMNS)
-    strides = (COLUMNS * 4, 4)
-    parts = []
-    for owner in range(RANKS):
-        builder = _core.LayoutBuilder(owner)
-        for t in range(TENSORS):
-            builder.add_shard(
-                f"t{t}",
-                "float32",
-                shape,
-                (ROWS * owner, 0),
-                (ROWS, COLUMNS),
-                0,
-                t * PART,
-                strides,
-            )
-        parts.append(builder.build())
-    wanted = _core.LayoutBuilder()
-    for t in range(TENSORS):
-        wanted.add_shard(f"t{t}", "float32", shape, (0, 0), shape, t, 0, strides)
-    return _core.Plan(
-        _core.Layout.merge(parts),
-        [(wanted.build(), True)],
-        [(0, owner) for owner in range(RANKS)],
-        [0] * RANKS,
-        rank,
-        round_nbytes=PART * RANKS,
-        ring_nbytes=1 << 20,
-    )
-
-
-def test_a_round_is_not_loaded_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of NCCL does not wait for the streams that it has an order with."""
-
-    class Channel:
-        look = close = send = staticmethod(lambda *_: None)
-
-        @classmethod
-        def connect(cls, *_: object) -> Channel:
-            return cls()
-
-    class Exchange:
-        wait = release = check = close = staticmethod(lambda *_: None)
-
-    monkeypatch.setattr(wsync.engine.remote_session, "Channel", Channel)
-    host = wsync._core.host()
-    importer = wsync.engine.remote_session.RemoteImporter("anywhere", b"", 5.0, host)
-    plan = make_plan(0)
-    memory = wsync._core.Memory(plan.recv_nbytes + plan.send_nbytes)
-    memoryview(memory)[:] = bytes([7]) * memory.nbytes
-    spans = [(memory.address, nbytes) for *_, nbytes in plan.messages(0)]
-    importer.ring = wsync._core.Memory(plan.ring_nbytes(0))
-    importer._plan, importer._exchange = plan, cast("Any", Exchange())
-    importer._following = wsync._core.BufferTable(spans, memory)
-    importer._rounds, importer._waits = 1, [-1]
-    words = wsync._core.Memory(64)
-    gate, loaded = wsync._core.Event(words, 0), wsync._core.Event(words, 8)
-    stream, other = wsync._core.Stream(), wsync._core.Stream()
-    importer._stream.wait(gate, 1)  # unpacking has not begun
-    importer.take(0, stream, 5.0)
-    stream.record(loaded, 1)
-    with pytest.raises(wsync.DeadlineError):
-        loaded.wait(1, 0.2)
-    assert not any(memoryview(importer.ring))
-    other.record(gate, 1)
-    loaded.wait(1, 5.0)
-    assert any(memoryview(importer.ring))
-    stream.close()
-    importer.close()
