@@ -214,16 +214,13 @@ def test_every_published_size_has_a_layout_by_slimes_arguments(name, tmp_path):
     assert _core.Layout.short(found) == []
 
 
-def test_an_error_of_a_shape_names_the_field_and_both_of_its_values(tmp_path):
+def test_an_error_of_a_shape_names_the_field_of_the_checkpoint(tmp_path):
     """Megatron's arguments have its defaults where a model is built from config.json."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     model = PUBLISHED["Qwen3.5-27B"]  # of 48 heads, and Megatron's default is 32
     config = model._replace(config={**model.config, "linear_num_value_heads": 64}).json()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
-    text = (
-        r"linear_attn\.A_log: local shape \(48,\) .*, by linear_num_value_heads 64 \(of the "
-        r"checkpoint's config\.json; the trainer's linear_num_value_heads is 32\)"
-    )
+    text = r"linear_attn\.A_log: local shape \(48,\) .*, by linear_num_value_heads 64$"
     with pytest.raises(_core.LayoutError, match=text):
         slimes_updater(model, tmp_path, hf_checkpoint=str(tmp_path / "other"))
