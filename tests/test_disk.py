@@ -317,11 +317,15 @@ def test_a_half_written_checkpoint_is_refused_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda w: w.pop("model.norm.weight"), "nobody delivers its: model.norm.weight"),
-        (lambda w: w.update(extra=torch.zeros(2)), "it has no: extra"),
+        # by the engine, or by the version that it has, if that is there
+        (
+            lambda w: w.pop("model.norm.weight"),
+            r"model.norm.weight: in \w+, not del|delivers its: model.norm",
+        ),
+        (lambda w: w.update(extra=torch.zeros(2)), r"extra: not in \w+|has no: extra"),
         (
             lambda w: w.update({"model.norm.weight": torch.zeros(3)}),
-            "other shapes: model.norm.weight",
+            r"model.norm.weight:? (shape )?\(3,\) ",
         ),
     ],
 )
@@ -331,7 +335,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     before = in_server(server)
     weights = draw(config, 8)
     change(weights)
-    with pytest.raises(wsync.LayoutError, match=text), disk(weights, tmp_path, server) as sync:
+    with pytest.raises(wsync.WsyncError, match=text), disk(weights, tmp_path, server) as sync:
         sync.update()
     assert in_server(server) == before
 
