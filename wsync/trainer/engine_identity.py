@@ -102,10 +102,12 @@ class CheckedEngine:
         self._told.update_weights(payloads(), **checked)
 
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:
-        send_control(self._told, messages, **self._sending(**request))
+        checked = self._sending(**request)
+        send_control(self._told, messages, **checked)
 
     def update_weights_from_disk(self, path: str, **request: Any) -> None:
-        self._told.update_weights_from_disk(path, **self._sending(**request))
+        checked = self._sending(**request)
+        self._told.update_weights_from_disk(path, **checked)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         if method == "update_weights_from_distributed":
@@ -132,10 +134,9 @@ class CheckedEngine:
 
     def resume(self, timeout: float) -> None:
         """The engine may be started again between the check before this and its answer: it would
-        go on with the weights of its checkpoint.  So it is asked once more, by a new connection."""
+        go on with the weights of its checkpoint.  So it is asked once more."""
         deadline = Deadline(timeout)
         self._told.resume(deadline.left)
-        self._during = self.handle
         self.verify(deadline.left)
         self.stopped = self.sent = False
 
