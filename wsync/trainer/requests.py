@@ -98,8 +98,7 @@ class EngineRequests:
     """The requests to engines around an update.  Rank 0 makes them; other ranks have no engines.
 
     Calls left by a failed update ask engines for nothing more.  What they have asked is awaited
-    when the next one pauses (see also ApiHandle.pause): otherwise an engine could apply the older
-    version after the newer.
+    when the next one pauses: otherwise an engine could apply the older version after the newer.
 
     Attributes:
         compare: called, with a timeout, for the handle of an engine that has paused and may have
@@ -267,7 +266,9 @@ class EngineRequests:
             except _core.PeerClosedError:  # it has ended
                 engine.stopped = False
 
-        Calls(list(enumerate(engines)), go_on).busy(deadline.left)
+        calls = Calls(list(enumerate(engines)), go_on)
+        calls.busy(deadline.left)
+        self._left += calls.under_way
 
     def _start(self, call: Call) -> Calls:
         return Calls(list(enumerate(self.engines)), call)
