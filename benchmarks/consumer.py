@@ -37,13 +37,12 @@ class Consumer(ProcessEngine):
 
 
 class _Worker(BareWorker):
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "peer":
-            current_process().authkey, self._bucket_class = argument
-            sglang_bucket.pose()
-            return None
-        if what == "threads":
-            return torch.set_num_threads(argument)
-        if what == "bucket":
-            return peers.load(argument, self.tensors, self._bucket_class)
-        return super().answer(what, argument)
+    def peer(self, key: bytes, bucket_class: Any) -> None:
+        current_process().authkey, self._bucket_class = key, bucket_class
+        sglang_bucket.pose()
+
+    def threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
+    def bucket(self, payload: bytes) -> None:
+        peers.load(payload, self.tensors, self._bucket_class)

@@ -166,21 +166,20 @@ class _Reader(ProcessEngine):
 class _ReaderWorker(BareWorker):
     model: torch.nn.Module | None = None
 
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "disk":
-            self.model = None
-            path, version, timeout = argument
-            return self.update_weights_from_disk(
-                path, weight_version=version, end=Deadline(timeout)
-            )
-        if what == "from_pretrained":
-            from transformers import AutoModelForCausalLM
+    def disk(self, path: str, version: int | str | None, timeout: float) -> None:
+        self.model = None
+        given = None if version is None else str(version)
+        self.update_weights_from_disk(path, weight_version=given, end=Deadline(timeout))
 
-            self.model = AutoModelForCausalLM.from_pretrained(argument, dtype=torch.bfloat16)
-            return None
-        if what == "digest" and self.model is not None:
-            return digest(dict(self.model.named_parameters()))
-        return super().answer(what, argument)
+    def from_pretrained(self, path: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+
+    def digest(self) -> str:
+        if self.model is None:
+            return super().digest()
+        return digest(dict(self.model.named_parameters()))
 
 
 def _from_first(text: str, ranks: int) -> str:

@@ -186,7 +186,7 @@ class _Engine(ProcessEngine):
         kind = bucket_class()[1]
         key = bytes(current_process().authkey)  # torch shares tensors among those who know it
         plain = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
-        self.tensors: int = self._call("device", [(key, kind, plain, where)], _SECONDS)[0]
+        self.tensors: int = self._call("place", [(key, kind, plain, where)], _SECONDS)[0]
 
     def take(self, payload: bytes) -> None:
         self._call("bucket", [payload], _SECONDS)
@@ -208,23 +208,25 @@ class _Worker(BareWorker):
         super().__init__(shapes=shapes, threads=threads, device=str(_device()))
         self.kept = len(self.tensors)
 
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "device":
-            current_process().authkey, self._kind, self._shapes, self._where = argument
-            return self.kept
-        if what == "bucket":
-            return peers.load(argument, self.tensors, self._kind)
-        if what == "settle":
-            return torch.cuda.synchronize() if self._where != "cpu" else None
-        if what == "right":
-            return all(
-                torch.equal(
-                    self.tensors[name].view(torch.int16),
-                    _tensor(*facts, argument, index, self._where).view(torch.int16),
-                )
-                for index, (name, facts) in enumerate(self._shapes.items())
+    def place(self, key: bytes, kind: Any, shapes: Shapes, where: str) -> int:
+        current_process().authkey, self._kind, self._shapes, self._where = key, kind, shapes, where
+        return self.kept
+
+    def bucket(self, payload: bytes) -> None:
+        peers.load(payload, self.tensors, self._kind)
+
+    def settle(self) -> None:
+        if self._where != "cpu":
+            torch.cuda.synchronize()
+
+    def right(self, seed: int) -> bool:
+        return all(
+            torch.equal(
+                self.tensors[name].view(torch.int16),
+                _tensor(*facts, seed, index, self._where).view(torch.int16),
             )
-        return super().answer(what, argument)
+            for index, (name, facts) in enumerate(self._shapes.items())
+        )
 
 
 class _FusedWorker(_Worker):

@@ -67,21 +67,19 @@ class _Worker(ModelWorker):
         super().__init__(loader, rank=rank)
         self._loader = loader
 
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "bucket":
-            return self._load(pickle.loads(argument))
-        if what == "threads":
-            return torch.set_num_threads(argument)
-        if what == "clear":
-            for path, parameter in self._model.named_parameters():
-                assert parameter.data_ptr(), path
-                parameter.data.view(-1).view(torch.uint8).fill_(0xA5)
-            return None
-        if what == "digest":
-            return self._digest()
-        if what == "unlearnt":
-            return self._loader.reason
-        return super().answer(what, argument)
+    def bucket(self, payload: bytes) -> None:
+        self._load(pickle.loads(payload))
+
+    def threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
+    def clear(self) -> None:
+        for path, parameter in self._model.named_parameters():
+            assert parameter.data_ptr(), path
+            parameter.data.view(-1).view(torch.uint8).fill_(0xA5)
+
+    def unlearnt(self) -> str:
+        return self._loader.reason
 
     def _load(self, content: dict[str, Any]) -> None:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -91,7 +89,7 @@ class _Worker(ModelWorker):
         )
         self._model.load_weights(bucket.reconstruct_tensors())
 
-    def _digest(self) -> str:
+    def digest(self) -> str:
         total = hashlib.blake2b()
         for path, _, _, tensor in bound_tensors(self._model):
             total.update(path.encode())

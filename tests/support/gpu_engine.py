@@ -42,7 +42,7 @@ class GpuEngine(ProcessEngine):
 
     def start_slow_copy(self) -> None:
         """Has torch copy all weights on its stream, after it has been kept busy for a while."""
-        self._call("slow copy", None, 60.0)
+        self._call("slow_copy", None, 60.0)
 
     def slow_copy(self) -> dict[str, torch.Tensor]:
         data = self._call("copied", None, 60.0)[0]
@@ -54,17 +54,15 @@ class _BareGpuWorker(BareWorker):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, device=where())
 
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "slow copy":
-            slow()
-            self._copy = {name: tensor.clone() for name, tensor in self.tensors.items()}
-            return None
-        if what in ("copied", "weights"):
-            data = io.BytesIO()
-            chosen = self.tensors if what == "weights" else self._copy
-            torch.save({name: tensor.cpu() for name, tensor in chosen.items()}, data)
-            return data.getvalue()
-        return super().answer(what, argument)
+    def slow_copy(self) -> None:
+        slow()
+        self._copy = {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def copied(self) -> bytes:
+        return _saved(self._copy)
+
+    def weights(self) -> bytes:
+        return _saved(self.tensors)
 
 
 class FusedEngine(WorkersEngine):
@@ -92,14 +90,17 @@ class _FusedWorker(ModelWorker):
         self._loader = kind(self._module)
         super().__init__(self._loader)
 
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "held":
-            data = io.BytesIO()
-            torch.save({n: t.cpu() for n, t in fused.held(self._module).items()}, data)
-            return data.getvalue()
-        if what == "reason":
-            return getattr(self._loader, "reason", "not asked to learn")
-        return super().answer(what, argument)
+    def held(self) -> bytes:
+        return _saved(fused.held(self._module))
+
+    def reason(self) -> str:
+        return getattr(self._loader, "reason", "not asked to learn")
+
+
+def _saved(tensors: dict[str, torch.Tensor]) -> bytes:
+    data = io.BytesIO()
+    torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, data)
+    return data.getvalue()
 
 
 def module() -> fused.Fused:

@@ -89,14 +89,14 @@ class PlacedWorker(tensor_parallel_engine._Worker):
         os.environ["WSYNC_DEVICE"] = f"cuda:{int(os.environ[FIRST_GPU]) + rank}"
         super().__init__(rank=rank, **settings)
 
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "census":
-            return census()
-        if what == "inject":
-            return inject(*argument)
-        if what == "strike":
-            return _strike_at(*argument)
-        return super().answer(what, argument)
+    def census(self) -> tuple[int, int]:
+        return census()
+
+    def inject(self, what: str, k: int, value: int) -> None:
+        inject(what, k, value)
+
+    def strike(self, step: str, how: int) -> None:
+        _strike_at(step, how)
 
 
 def _strike_at(step: str, how: int) -> None:

@@ -283,4 +283,9 @@ def _answer(worker: ModelWorker, what: str, argument: Any) -> Any:
         return None
     if what == "state":
         return worker.updates.trouble, worker.updates.weight_version
-    return getattr(worker, what)(**(argument or {}))
+    method = getattr(worker, what)
+    if argument is None:
+        return method()
+    if isinstance(argument, dict):
+        return method(**argument)
+    return method(*argument) if isinstance(argument, tuple) else method(argument)
