@@ -37,7 +37,7 @@ def test_every_part_runs_and_checks_its_bytes_without_a_gpu(tmp_path: Path) -> N
     assert "a dry run: the figures say nothing" in text
     parts = [str(row["case"]).partition(":")[0] for row in rows]
     assert set(parts) == {"memory", "order", "copy", "quantise", "update"}
-    assert parts.count("order") == 2 * sum("hosts wait" in row["case"] for row in rows) > 0
+    assert parts.count("order") == 2
     assert all(row["verified"] for row in rows)
 
 
