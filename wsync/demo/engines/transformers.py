@@ -82,10 +82,10 @@ class Engine(ModuleWorker):
                     version = self.weight_version
                     if ticket.retracted:
                         cache, ticket.retracted = None, False
-                    ids = torch.tensor([tokens if cache is None else tokens[-1:]])
-                    step = self.model(
-                        input_ids=ids.to(self.model.device), past_key_values=cache, use_cache=True
+                    ids = torch.tensor(
+                        [tokens if cache is None else tokens[-1:]], device=self.model.device
                     )
+                    step = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
                 cache = step.past_key_values
                 tokens.append(_pick(step.logits[0, -1], sampling["temperature"]))
                 if tokens[-1] in stops:
