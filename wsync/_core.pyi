@@ -102,19 +102,19 @@ class LayoutBuilder:
 @final
 class Layout:
     @staticmethod
-    def from_bytes(data: bytes) -> Layout:
+    def from_bytes(data: bytes, /) -> Layout:
         """Parses what to_bytes() made.  ProtocolError names the byte that is wrong."""
     @staticmethod
-    def merge(layouts: Sequence[Layout]) -> Layout:
+    def merge(layouts: Sequence[Layout], /) -> Layout:
         """The union of layouts.  LayoutError names the tensor and the two ranks that disagree."""
     @staticmethod
-    def short(layouts: Sequence[Layout]) -> list[tuple[str, tuple[int, ...], int, int, int]]:
+    def short(layouts: Sequence[Layout], /) -> list[tuple[str, tuple[int, ...], int, int, int]]:
         """Tensors that the shards of all layouts, between them, do not reach both ends of: (name, shape, axis, first,
         end), where all lie within first <= i < end, for each such axis.  Tensors without shards are not among them."""
     def to_bytes(self) -> bytes: ...
     def names(self) -> list[str]: ...
-    def tensor(self, index: int) -> TensorInfo: ...
-    def shards(self, index: int) -> list[Shard]: ...
+    def tensor(self, index: int, /) -> TensorInfo: ...
+    def shards(self, index: int, /) -> list[Shard]: ...
     @property
     def tensor_count(self) -> int: ...
     @property
@@ -133,11 +133,11 @@ class Layout:
         all): their shards on one rank, buffer b of rank r as number b + the buffers of the ranks before r.  Of equal
         boxes one is left, so that the ranks share the work.  lent: a byte for each number, 0 where that cannot be read;
         tensors that are wanted from such a buffer alone are left out."""
-    def without(self, other: Layout) -> Layout:
+    def without(self, other: Layout, /) -> Layout:
         """The tensors that `other` lacks."""
     def beside(self, other: Layout, first: int) -> Layout:
         """Both layouts in one, where buffer b of `other` has become first + b."""
-    def check_apart(self, buffers: BufferTable) -> None:
+    def check_apart(self, buffers: BufferTable, /) -> None:
         """LayoutError, by name, where a byte belongs to shards of two buffers when buffer i lies at buffers[i]."""
 
 PACK: Final[int]
@@ -201,11 +201,11 @@ class Plan:
     @property
     def unused(self) -> list[int]:
         """Indices of the source's tensors that no worker reads, without empty ones."""
-    def ring_nbytes(self, worker: int) -> int: ...
-    def slot(self, worker: int, round: int) -> Slot: ...
-    def messages(self, round: int) -> list[Message]: ...
-    def copies(self, round: int, phase: int) -> list[CopyTuple]: ...
-    def manifest(self, worker: int) -> Layout:
+    def ring_nbytes(self, worker: int, /) -> int: ...
+    def slot(self, worker: int, round: int, /) -> Slot: ...
+    def messages(self, round: int, /) -> list[Message]: ...
+    def copies(self, round: int, phase: int, /) -> list[CopyTuple]: ...
+    def manifest(self, worker: int, /) -> Layout:
         """The layout of the worker's ring: rank 0, buffer = round, offsets from the ring's start, boxes contiguous."""
 
 @final
@@ -214,8 +214,8 @@ class Route:
     def __new__(cls, source: Layout, destination: Layout) -> Self: ...
     @property
     def buffer_count(self) -> int: ...
-    def copies(self, buffer: int) -> list[CopyTuple]: ...
-    def nbytes(self, buffer: int) -> int:
+    def copies(self, buffer: int, /) -> list[CopyTuple]: ...
+    def nbytes(self, buffer: int, /) -> int:
         """Bytes that the copies of a source buffer write."""
 
 # tensor, kind, reciprocal, rows and columns of a block (0: all of the tensor's), names of the codes,

@@ -2,7 +2,6 @@
 #include "python/call.h"
 
 #include <stddef.h>
-#include <string.h>
 #include <time.h>
 
 #include "python/convert.h"
@@ -128,20 +127,8 @@ static int convert_flag(PyObject *object, void *flag)
 
 static int convert_text(PyObject *object, void *text)
 {
-    Py_ssize_t length = 0;
-    const char *utf8;
-
-    if (!PyUnicode_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "must be str, not %R", (PyObject *)Py_TYPE(object));
-        return 0;
-    }
-    utf8 = PyUnicode_AsUTF8AndSize(object, &length);
-    if (utf8 != NULL && strlen(utf8) != (size_t)length) {
-        PyErr_SetString(PyExc_ValueError, "embedded null character");
-        utf8 = NULL;
-    }
-    *(const char **)text = utf8;
-    return utf8 != NULL;
+    *(const char **)text = PyUnicode_AsUTF8AndSize(object, NULL);
+    return *(const char **)text != NULL;
 }
 
 /* Called with NULL if a later argument is refused. */
@@ -200,12 +187,7 @@ static int check_type(ModuleState *state, wsync_py_parameter_t parameter,
     }
     object = *(PyObject **)((char *)call + parameters[parameter].field);
     type = *(PyTypeObject **)((char *)state + slot);
-    if (!Py_IS_TYPE(object, type)) {
-        PyErr_Format(PyExc_TypeError, "%s must be %R, not %R", parameters[parameter].name,
-                     (PyObject *)type, (PyObject *)Py_TYPE(object));
-        return -1;
-    }
-    return 0;
+    return wsync_py_check_type(object, type, parameters[parameter].name);
 }
 
 /* Fills a call from the arguments of a method; on success its buffer has to be released. */

@@ -8,30 +8,17 @@ const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char 
 {
     Py_ssize_t length = 0;
     const char *text = NULL;
-    const char *odd = NULL;
-    PyObject *shown = NULL;
 
     if (!PyUnicode_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s: not a string: %R", what, object);
         return NULL;
     }
     text = PyUnicode_AsUTF8AndSize(object, &length);
-    if (text != NULL && strlen(text) == (size_t)length) {
-        return text;
+    if (text != NULL && strlen(text) != (size_t)length) {
+        return wsync_py_fail(state, WSYNC_ERR_INVALID, "text",
+                             "%s: '%.256s' has a null character", what, text);
     }
-    if (text == NULL && !PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
-        return NULL;
-    }
-    odd = text != NULL ? "null character" : "character that UTF-8 does not have";
-    PyErr_Clear();
-    shown = PyObject_ASCII(object);
-    text = shown != NULL ? PyUnicode_AsUTF8AndSize(shown, NULL) : NULL;
-    if (text != NULL) {
-        (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "text", "%s: %.256s has a %s", what,
-                            text, odd);
-    }
-    Py_XDECREF(shown);
-    return NULL;
+    return text;
 }
 
 int wsync_py_read_int64s(PyObject *sequence, const char *what,
@@ -79,6 +66,31 @@ int wsync_py_read_exactly(PyObject *sequence, const char *what,
         return -1;
     }
     return 0;
+}
+
+int wsync_py_read_index(PyObject *object, size_t count, const char *what, size_t *index)
+{
+    const Py_ssize_t value = PyLong_AsSsize_t(object);
+
+    if (value == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (value < 0 || (size_t)value >= count) {
+        PyErr_Format(PyExc_IndexError, "%s %zd of %zu", what, value, count);
+        return -1;
+    }
+    *index = (size_t)value;
+    return 0;
+}
+
+int wsync_py_check_type(PyObject *object, PyTypeObject *type, const char *what)
+{
+    if (Py_IS_TYPE(object, type)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "%s must be %R, not %R", what, (PyObject *)type,
+                 (PyObject *)Py_TYPE(object));
+    return -1;
 }
 
 int wsync_py_read_u32(long long value, const char *what, uint32_t *result)

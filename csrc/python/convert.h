@@ -19,12 +19,17 @@ int wsync_py_read_int64s(PyObject *sequence, const char *what,
 int wsync_py_read_exactly(PyObject *sequence, const char *what,
                           int64_t values[WSYNC_MAX_NDIM], uint32_t count);
 
+/* Reads an index below `count`: IndexError names it. */
+int wsync_py_read_index(PyObject *object, size_t count, const char *what, size_t *index);
+
+/* TypeError, and -1, unless an object is of a type of the module. */
+int wsync_py_check_type(PyObject *object, PyTypeObject *type, const char *what);
+
 /* Checks that a number fits: 0 <= value <= UINT32_MAX. */
 int wsync_py_read_u32(long long value, const char *what, uint32_t *result);
 
 /* The UTF-8 of a str, borrowed from it; `what` names it in errors.  NULL with TypeError for
- * another object, and with InvalidArgumentError for a str that is no C string: with a null
- * character, or without UTF-8 (lone surrogates). */
+ * another object, and with ValueError for a str that is no C string. */
 const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char *what);
 
 /* Converters for "O&" into uint32_t and uint64_t: OverflowError where the value does not

@@ -538,9 +538,9 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
                                      &names, &describer.gpu_ok, &given)) {
         return NULL;
     }
-    if (given != Py_None && !Py_IS_TYPE(given, describer.state->type_TensorTable)) {
-        return PyErr_Format(PyExc_TypeError, "former must be a TensorTable or None, not %R",
-                            (PyObject *)Py_TYPE(given));
+    if (given != Py_None &&
+        wsync_py_check_type(given, describer.state->type_TensorTable, "former") < 0) {
+        return NULL;
     }
     tensors = PySequence_Tuple(sequence);
     if (tensors == NULL || read_names(&describer, names, PyTuple_Size(tensors)) < 0) {

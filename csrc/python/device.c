@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/base/hex.h"
 #include "device/cuda.h"
 #include "device/cuda_compile.h"
 #include "device/host.h"
@@ -36,32 +37,20 @@ void wsync_py_uuid_format(const uint8_t *uuid, char text[WSYNC_PY_UUID_NBYTES])
     }
 }
 
-/* The value of a hexadecimal digit, or -1. */
-static int digit_value(char digit)
-{
-    static const char digits[] = "0123456789abcdef";
-    const char lower = digit >= 'A' && digit <= 'F' ? (char)(digit - 'A' + 'a') : digit;
-    const char *found = digit != '\0' ? strchr(digits, lower) : NULL;
-
-    return found != NULL ? (int)(found - digits) : -1;
-}
-
 /* Takes 32 hexadecimal digits in groups as they please, after "GPU-" or nothing. */
 static bool parse_uuid(const char *text, wsync_cu_uuid_t *uuid)
 {
     const char *at = strncmp(text, "GPU-", 4) == 0 ? text + 4 : text;
 
     for (int i = 0; i < WSYNC_CUDA_UUID_NBYTES; i++) {
-        int high;
-        int low;
+        int value;
 
         at += *at == '-';
-        high = digit_value(at[0]);
-        low = high >= 0 ? digit_value(at[1]) : -1;
-        if (low < 0) {
+        value = wsync_hex_byte(at);
+        if (value < 0) {
             return false;
         }
-        uuid->bytes[i] = (uint8_t)(high * 16 + low);
+        uuid->bytes[i] = (uint8_t)value;
         at += 2;
     }
     return *at == '\0';
@@ -76,9 +65,7 @@ int wsync_py_convert_device(PyObject *object, void *argument)
     if (object == Py_None) {
         return 1;
     }
-    if (!Py_IS_TYPE(object, device->state->type_Device)) {
-        PyErr_Format(PyExc_TypeError, "device must be a Device or None, not %R",
-                     (PyObject *)Py_TYPE(object));
+    if (wsync_py_check_type(object, device->state->type_Device, "device") < 0) {
         return 0;
     }
     device->device = ((DeviceObject *)object)->device;

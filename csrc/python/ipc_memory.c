@@ -7,6 +7,9 @@
 typedef struct IpcMemoryObject {
     PyObject_HEAD
     wsync_cuda_ipc_t *memory; /* owned; NULL: closed */
+    wsync_cu_ptr_t at;
+    uint64_t nbytes;
+    wsync_cu_ipc_t handle;
 } IpcMemoryObject;
 
 static PyObject *ipc_memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -16,7 +19,7 @@ static PyObject *ipc_memory_new(PyTypeObject *type, PyObject *args, PyObject *kw
     wsync_cuda_ipc_t *memory = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
-    PyObject *self;
+    IpcMemoryObject *self;
     uint64_t nbytes;
     int ordinal;
 
@@ -33,13 +36,16 @@ static PyObject *ipc_memory_new(PyTypeObject *type, PyObject *args, PyObject *kw
     if (status != WSYNC_OK) {
         return wsync_py_raise(wsync_py_type_state(type), &err);
     }
-    self = wsync_py_alloc(type);
+    self = (IpcMemoryObject *)wsync_py_alloc(type);
     if (self == NULL) {
         wsync_cuda_ipc_destroy(memory);
         return NULL;
     }
-    ((IpcMemoryObject *)self)->memory = memory;
-    return self;
+    self->memory = memory;
+    self->at = memory->at;
+    self->nbytes = memory->nbytes;
+    self->handle = memory->handle;
+    return (PyObject *)self;
 }
 
 static void shut(IpcMemoryObject *self)
@@ -66,39 +72,15 @@ static PyObject *ipc_memory_close(PyObject *object, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* NULL with StateError set if it is closed. */
-static const wsync_cuda_ipc_t *get_memory(PyObject *object)
-{
-    const wsync_cuda_ipc_t *memory = ((IpcMemoryObject *)object)->memory;
-
-    if (memory == NULL) {
-        (void)wsync_py_fail(wsync_py_state_of(object), WSYNC_ERR_STATE, "IpcMemory",
-                            "the memory is closed");
-    }
-    return memory;
-}
-
-static PyObject *ipc_memory_get_address(PyObject *object, void *Py_UNUSED(unused))
-{
-    const wsync_cuda_ipc_t *memory = get_memory(object);
-
-    return memory != NULL ? PyLong_FromUnsignedLongLong(memory->at) : NULL;
-}
-
-static PyObject *ipc_memory_get_nbytes(PyObject *object, void *Py_UNUSED(unused))
-{
-    const wsync_cuda_ipc_t *memory = get_memory(object);
-
-    return memory != NULL ? PyLong_FromUnsignedLongLong(memory->nbytes) : NULL;
-}
+/* What it was, once it is closed. */
+WSYNC_PY_NUMBER_GETTER(ipc_memory_get_address, ((IpcMemoryObject *)self)->at)
+WSYNC_PY_NUMBER_GETTER(ipc_memory_get_nbytes, ((IpcMemoryObject *)self)->nbytes)
 
 static PyObject *ipc_memory_get_handle(PyObject *object, void *Py_UNUSED(unused))
 {
-    const wsync_cuda_ipc_t *memory = get_memory(object);
+    const wsync_cu_ipc_t *handle = &((IpcMemoryObject *)object)->handle;
 
-    return memory != NULL ? PyBytes_FromStringAndSize(memory->handle.bytes,
-                                                      sizeof(memory->handle.bytes))
-                          : NULL;
+    return PyBytes_FromStringAndSize(handle->bytes, sizeof(handle->bytes));
 }
 
 static PyMethodDef ipc_memory_methods[] = {

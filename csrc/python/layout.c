@@ -35,11 +35,9 @@ static void layout_dealloc(PyObject *self)
     wsync_py_free(self);
 }
 
-static PyObject *layout_from_bytes(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *layout_from_bytes(PyObject *module, PyObject *data)
 {
-    static char *keywords[] = {"data", NULL};
     ModuleState *state = wsync_py_state(module);
-    PyObject *data;
     char *bytes;
     Py_ssize_t nbytes;
     wsync_layout_t *layout = NULL;
@@ -47,8 +45,7 @@ static PyObject *layout_from_bytes(PyObject *module, PyObject *args, PyObject *k
     wsync_status_t status;
 
     /* Bytes alone: nobody can change them while they are parsed without the GIL. */
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "S:from_bytes", keywords, &data) ||
-        PyBytes_AsStringAndSize(data, &bytes, &nbytes) < 0) {
+    if (PyBytes_AsStringAndSize(data, &bytes, &nbytes) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -62,26 +59,23 @@ static int read_layout(const void *context, PyObject *object, size_t index, void
 {
     const ModuleState *state = context;
 
-    if (Py_TYPE(object) != state->type_Layout) {
-        PyErr_Format(PyExc_TypeError, "item %zu is no Layout: %R", index, object);
+    (void)index;
+    if (wsync_py_check_type(object, state->type_Layout, "a layout") < 0) {
         return -1;
     }
     *(const wsync_layout_t **)item = ((LayoutObject *)object)->layout;
     return 0;
 }
 
-static PyObject *layout_merge(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *layout_merge(PyObject *module, PyObject *sequence)
 {
-    static char *keywords[] = {"layouts", NULL};
     ModuleState *state = wsync_py_state(module);
     wsync_py_items_t layouts;
-    PyObject *sequence;
     wsync_layout_t *merged = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:merge", keywords, &sequence) ||
-        wsync_py_items_init(&layouts, sequence, sizeof(const wsync_layout_t *), read_layout,
+    if (wsync_py_items_init(&layouts, sequence, sizeof(const wsync_layout_t *), read_layout,
                             state) < 0) {
         return NULL;
     }
@@ -153,15 +147,12 @@ static PyObject *short_list(const wsync_layout_t *const *layouts, size_t count)
     return list;
 }
 
-static PyObject *layout_short(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *layout_short(PyObject *module, PyObject *sequence)
 {
-    static char *keywords[] = {"layouts", NULL};
     wsync_py_items_t layouts;
-    PyObject *sequence;
     PyObject *list;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:short", keywords, &sequence) ||
-        wsync_py_items_init(&layouts, sequence, sizeof(const wsync_layout_t *), read_layout,
+    if (wsync_py_items_init(&layouts, sequence, sizeof(const wsync_layout_t *), read_layout,
                             wsync_py_state(module)) < 0) {
         return NULL;
     }
@@ -202,9 +193,8 @@ static PyObject *layout_join(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OS:join", keywords, &wanted, &lent)) {
         return NULL;
     }
-    if (wanted != Py_None && Py_TYPE(wanted) != state->type_Layout) {
-        PyErr_Format(PyExc_TypeError, "wanted must be a Layout or None, not %R",
-                     (PyObject *)Py_TYPE(wanted));
+    if (wanted != Py_None &&
+        wsync_py_check_type(wanted, state->type_Layout, "wanted") < 0) {
         return NULL;
     }
     if (lent != NULL && check_lent(state, layout_of(self), PyBytes_Size(lent)) < 0) {
@@ -219,17 +209,14 @@ static PyObject *layout_join(PyObject *self, PyObject *args, PyObject *kwargs)
                               : wsync_py_raise(state, &err);
 }
 
-static PyObject *layout_without(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *layout_without(PyObject *self, PyObject *other)
 {
-    static char *keywords[] = {"other", NULL};
     ModuleState *state = wsync_py_state_of(self);
-    PyObject *other;
     wsync_layout_t *rest = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:without", keywords,
-                                     state->type_Layout, &other)) {
+    if (wsync_py_check_type(other, state->type_Layout, "other") < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -295,30 +282,21 @@ static PyObject *layout_names(PyObject *self, PyObject *Py_UNUSED(ignored))
     return list;
 }
 
-/* Parses the index of a tensor; returns the tensor or NULL with an exception set. */
-static const wsync_tensor_t *parse_index(PyObject *self, PyObject *args, PyObject *kwargs,
-                                         const char *format, size_t *index)
+/* The tensor of an index, or NULL with IndexError. */
+static const wsync_tensor_t *find_tensor(PyObject *self, PyObject *object, size_t *index)
 {
-    static char *keywords[] = {"index", NULL};
     const wsync_layout_t *layout = layout_of(self);
-    const size_t count = wsync_layout_tensor_count(layout);
-    Py_ssize_t value;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, &value)) {
-        return NULL;
-    }
-    if (value < 0 || (size_t)value >= count) {
-        PyErr_Format(PyExc_IndexError, "tensor %zd of a layout of %zu", value, count);
-        return NULL;
-    }
-    *index = (size_t)value;
-    return wsync_layout_tensor(layout, *index);
+    return wsync_py_read_index(object, wsync_layout_tensor_count(layout), "tensor",
+                               index) == 0
+               ? wsync_layout_tensor(layout, *index)
+               : NULL;
 }
 
-static PyObject *layout_tensor(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *layout_tensor(PyObject *self, PyObject *object)
 {
     size_t index;
-    const wsync_tensor_t *tensor = parse_index(self, args, kwargs, "n:tensor", &index);
+    const wsync_tensor_t *tensor = find_tensor(self, object, &index);
 
     if (tensor == NULL) {
         return NULL;
@@ -329,13 +307,13 @@ static PyObject *layout_tensor(PyObject *self, PyObject *args, PyObject *kwargs)
                       wsync_py_int64_tuple(tensor->shape, tensor->ndim), tensor->group));
 }
 
-static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *layout_shards(PyObject *self, PyObject *object)
 {
     const wsync_layout_t *layout = layout_of(self);
     size_t index;
     size_t count;
     const wsync_shard_t *shards;
-    const wsync_tensor_t *tensor = parse_index(self, args, kwargs, "n:shards", &index);
+    const wsync_tensor_t *tensor = find_tensor(self, object, &index);
     PyObject *list;
 
     if (tensor == NULL) {
@@ -380,20 +358,16 @@ static PyObject *layout_buffer_count(PyObject *self, PyObject *args, PyObject *k
     return PyLong_FromUnsignedLong(wsync_layout_buffer_count(layout_of(self), rank));
 }
 
-static PyObject *layout_check_apart(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *layout_check_apart(PyObject *self, PyObject *buffers)
 {
-    static char *keywords[] = {"buffers", NULL};
     ModuleState *state = wsync_py_state_of(self);
-    PyObject *buffers;
-    const BufferTableObject *table;
+    const BufferTableObject *table = (const BufferTableObject *)buffers;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:check_apart", keywords,
-                                     state->type_BufferTable, &buffers)) {
+    if (wsync_py_check_type(buffers, state->type_BufferTable, "buffers") < 0) {
         return NULL;
     }
-    table = (const BufferTableObject *)buffers;
     Py_BEGIN_ALLOW_THREADS
         status =
             wsync_layout_check_apart(layout_of(self), table->spans, table->count, &err);
@@ -410,15 +384,14 @@ WSYNC_PY_NUMBER_GETTER(layout_shard_nbytes, wsync_layout_shard_nbytes(layout_of(
 static PyMethodDef layout_methods[] = {
     {"to_bytes", layout_to_bytes, METH_NOARGS, "to_bytes($self)\n--\n\n"},
     {"names", layout_names, METH_NOARGS, "names($self)\n--\n\n"},
-    {"tensor", WSYNC_PY_KEYWORDS(layout_tensor), "tensor($self, index)\n--\n\n"},
-    {"shards", WSYNC_PY_KEYWORDS(layout_shards), "shards($self, index)\n--\n\n"},
+    {"tensor", layout_tensor, METH_O, "tensor($self, index, /)\n--\n\n"},
+    {"shards", layout_shards, METH_O, "shards($self, index, /)\n--\n\n"},
     {"join", WSYNC_PY_KEYWORDS(layout_join), "join($self, wanted=None, lent=...)\n--\n\n"},
-    {"without", WSYNC_PY_KEYWORDS(layout_without), "without($self, other)\n--\n\n"},
+    {"without", layout_without, METH_O, "without($self, other, /)\n--\n\n"},
     {"beside", WSYNC_PY_KEYWORDS(layout_beside), "beside($self, other, first)\n--\n\n"},
     {"buffer_count", WSYNC_PY_KEYWORDS(layout_buffer_count),
      "buffer_count($self, rank=0)\n--\n\n"},
-    {"check_apart", WSYNC_PY_KEYWORDS(layout_check_apart),
-     "check_apart($self, buffers)\n--\n\n"},
+    {"check_apart", layout_check_apart, METH_O, "check_apart($self, buffers, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -439,9 +412,9 @@ static PyType_Slot layout_slots[] = {
 };
 
 static PyMethodDef layout_static_methods[] = {
-    {"from_bytes", WSYNC_PY_KEYWORDS(layout_from_bytes), "from_bytes(data)\n--\n\n"},
-    {"merge", WSYNC_PY_KEYWORDS(layout_merge), "merge(layouts)\n--\n\n"},
-    {"short", WSYNC_PY_KEYWORDS(layout_short), "short(layouts)\n--\n\n"},
+    {"from_bytes", layout_from_bytes, METH_O, "from_bytes(data, /)\n--\n\n"},
+    {"merge", layout_merge, METH_O, "merge(layouts, /)\n--\n\n"},
+    {"short", layout_short, METH_O, "short(layouts, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

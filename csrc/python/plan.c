@@ -175,24 +175,26 @@ static const wsync_plan_t *plan_of(PyObject *self)
     return ((PlanObject *)self)->plan;
 }
 
-static bool check_index(long long value, uint32_t count, const char *what, uint32_t *index)
+static int read_u32_index(PyObject *object, uint32_t count, const char *what,
+                          uint32_t *result)
 {
-    if (value < 0 || value >= (long long)count) {
-        PyErr_Format(PyExc_IndexError, "%s %lld of a plan with %u", what, value, count);
-        return false;
+    size_t index;
+
+    if (wsync_py_read_index(object, count, what, &index) < 0) {
+        return -1;
     }
-    *index = (uint32_t)value;
-    return true;
+    *result = (uint32_t)index;
+    return 0;
 }
 
-static bool check_round(PyObject *self, long long value, uint32_t *round)
+static int read_round(PyObject *self, PyObject *object, uint32_t *round)
 {
-    return check_index(value, wsync_plan_round_count(plan_of(self)), "round", round);
+    return read_u32_index(object, wsync_plan_round_count(plan_of(self)), "round", round);
 }
 
-static bool check_worker(PyObject *self, long long value, uint32_t *worker)
+static int read_worker_index(PyObject *self, PyObject *object, uint32_t *worker)
 {
-    return check_index(value, wsync_plan_worker_count(plan_of(self)), "worker", worker);
+    return read_u32_index(object, wsync_plan_worker_count(plan_of(self)), "worker", worker);
 }
 
 WSYNC_PY_NUMBER_GETTER(plan_round_count, wsync_plan_round_count(plan_of(self)))
@@ -224,30 +226,26 @@ static PyObject *plan_stats(PyObject *self, void *Py_UNUSED(closure))
                          (unsigned long long)stats.message_count);
 }
 
-static PyObject *plan_ring_nbytes(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *plan_ring_nbytes(PyObject *self, PyObject *object)
 {
-    static char *keywords[] = {"worker", NULL};
-    long long value;
     uint32_t worker;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "L:ring_nbytes", keywords, &value) ||
-        !check_worker(self, value, &worker)) {
+    if (read_worker_index(self, object, &worker) < 0) {
         return NULL;
     }
     return PyLong_FromUnsignedLongLong(wsync_plan_ring_nbytes(plan_of(self), worker));
 }
 
-static PyObject *plan_slot(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *plan_slot(PyObject *self, PyObject *args)
 {
-    static char *keywords[] = {"worker", "round", NULL};
-    long long values[2];
+    PyObject *objects[2];
     uint32_t worker;
     uint32_t round;
     wsync_slot_t slot;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LL:slot", keywords, &values[0],
-                                     &values[1]) ||
-        !check_worker(self, values[0], &worker) || !check_round(self, values[1], &round)) {
+    if (!PyArg_ParseTuple(args, "OO:slot", &objects[0], &objects[1]) ||
+        read_worker_index(self, objects[0], &worker) < 0 ||
+        read_round(self, objects[1], &round) < 0) {
         return NULL;
     }
     slot = wsync_plan_slot(plan_of(self), worker, round);
@@ -275,17 +273,14 @@ static PyObject *message_record(const ModuleState *state, const wsync_message_t 
                                          (unsigned long long)message->nbytes));
 }
 
-static PyObject *plan_messages(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *plan_messages(PyObject *self, PyObject *object)
 {
-    static char *keywords[] = {"round", NULL};
     const wsync_message_t *messages;
     PyObject *list;
-    long long value;
     uint32_t round;
     size_t count;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "L:messages", keywords, &value) ||
-        !check_round(self, value, &round)) {
+    if (read_round(self, object, &round) < 0) {
         return NULL;
     }
     messages = wsync_plan_messages(plan_of(self), round, &count);
@@ -296,38 +291,33 @@ static PyObject *plan_messages(PyObject *self, PyObject *args, PyObject *kwargs)
     return list;
 }
 
-static PyObject *plan_copies(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *plan_copies(PyObject *self, PyObject *args)
 {
-    static char *keywords[] = {"round", "phase", NULL};
     const wsync_copy_t *copies;
-    long long values[2];
+    PyObject *objects[2];
     uint32_t round;
     uint32_t phase;
     size_t count;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LL:copies", keywords, &values[0],
-                                     &values[1]) ||
-        !check_round(self, values[0], &round) ||
-        !check_index(values[1], WSYNC_PHASE_COUNT, "phase", &phase)) {
+    if (!PyArg_ParseTuple(args, "OO:copies", &objects[0], &objects[1]) ||
+        read_round(self, objects[0], &round) < 0 ||
+        read_u32_index(objects[1], WSYNC_PHASE_COUNT, "phase", &phase) < 0) {
         return NULL;
     }
     copies = wsync_plan_copies(plan_of(self), round, (wsync_phase_t)phase, &count);
     return wsync_py_copy_list(copies, count);
 }
 
-static PyObject *plan_manifest(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *plan_manifest(PyObject *self, PyObject *object)
 {
-    static char *keywords[] = {"worker", NULL};
     ModuleState *state = wsync_py_state_of(self);
     const wsync_plan_t *plan = plan_of(self);
     wsync_layout_t *manifest = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
-    long long value;
     uint32_t worker;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "L:manifest", keywords, &value) ||
-        !check_worker(self, value, &worker)) {
+    if (read_worker_index(self, object, &worker) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -338,12 +328,11 @@ static PyObject *plan_manifest(PyObject *self, PyObject *args, PyObject *kwargs)
 }
 
 static PyMethodDef plan_methods[] = {
-    {"ring_nbytes", WSYNC_PY_KEYWORDS(plan_ring_nbytes),
-     "ring_nbytes($self, worker)\n--\n\n"},
-    {"slot", WSYNC_PY_KEYWORDS(plan_slot), "slot($self, worker, round)\n--\n\n"},
-    {"messages", WSYNC_PY_KEYWORDS(plan_messages), "messages($self, round)\n--\n\n"},
-    {"copies", WSYNC_PY_KEYWORDS(plan_copies), "copies($self, round, phase)\n--\n\n"},
-    {"manifest", WSYNC_PY_KEYWORDS(plan_manifest), "manifest($self, worker)\n--\n\n"},
+    {"ring_nbytes", plan_ring_nbytes, METH_O, "ring_nbytes($self, worker, /)\n--\n\n"},
+    {"slot", plan_slot, METH_VARARGS, "slot($self, worker, round, /)\n--\n\n"},
+    {"messages", plan_messages, METH_O, "messages($self, round, /)\n--\n\n"},
+    {"copies", plan_copies, METH_VARARGS, "copies($self, round, phase, /)\n--\n\n"},
+    {"manifest", plan_manifest, METH_O, "manifest($self, worker, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

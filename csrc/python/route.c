@@ -47,52 +47,44 @@ static void route_dealloc(PyObject *self)
 WSYNC_PY_NUMBER_GETTER(route_buffer_count,
                        wsync_route_buffer_count(((RouteObject *)self)->route))
 
-/* The copies of the buffer that the arguments name; false with an exception set. */
-static bool parse_buffer(PyObject *self, PyObject *args, PyObject *kwargs,
-                         const char *format, const wsync_copy_t **copies, size_t *count)
+/* The copies of a buffer; -1 with IndexError. */
+static int find_copies(PyObject *self, PyObject *object, const wsync_copy_t **copies,
+                       size_t *count)
 {
-    static char *keywords[] = {"buffer", NULL};
     const wsync_route_t *route = ((RouteObject *)self)->route;
-    const uint32_t buffer_count = wsync_route_buffer_count(route);
-    long long buffer;
+    size_t buffer;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, &buffer)) {
-        return false;
-    }
-    if (buffer < 0 || buffer >= (long long)buffer_count) {
-        PyErr_Format(PyExc_IndexError, "buffer %lld of a route with %u", buffer,
-                     buffer_count);
-        return false;
+    if (wsync_py_read_index(object, wsync_route_buffer_count(route), "buffer", &buffer) <
+        0) {
+        return -1;
     }
     *copies = wsync_route_copies(route, (uint32_t)buffer, count);
-    return true;
+    return 0;
 }
 
-static PyObject *route_copies(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *route_copies(PyObject *self, PyObject *object)
 {
     const wsync_copy_t *copies;
     size_t count;
 
-    if (!parse_buffer(self, args, kwargs, "L:copies", &copies, &count)) {
-        return NULL;
-    }
-    return wsync_py_copy_list(copies, count);
+    return find_copies(self, object, &copies, &count) == 0
+               ? wsync_py_copy_list(copies, count)
+               : NULL;
 }
 
-static PyObject *route_nbytes(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *route_nbytes(PyObject *self, PyObject *object)
 {
     const wsync_copy_t *copies;
     size_t count;
 
-    if (!parse_buffer(self, args, kwargs, "L:nbytes", &copies, &count)) {
-        return NULL;
-    }
-    return PyLong_FromUnsignedLongLong(wsync_copies_nbytes(copies, count));
+    return find_copies(self, object, &copies, &count) == 0
+               ? PyLong_FromUnsignedLongLong(wsync_copies_nbytes(copies, count))
+               : NULL;
 }
 
 static PyMethodDef route_methods[] = {
-    {"copies", WSYNC_PY_KEYWORDS(route_copies), "copies($self, buffer)\n--\n\n"},
-    {"nbytes", WSYNC_PY_KEYWORDS(route_nbytes), "nbytes($self, buffer)\n--\n\n"},
+    {"copies", route_copies, METH_O, "copies($self, buffer, /)\n--\n\n"},
+    {"nbytes", route_nbytes, METH_O, "nbytes($self, buffer, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -124,9 +124,7 @@ int wsync_py_stream_enter_any(ModuleState *state, PyObject *object, wsync_stream
     if (object == Py_None) {
         return 0;
     }
-    if (!Py_IS_TYPE(object, state->type_Stream)) {
-        PyErr_Format(PyExc_TypeError, "stream must be a Stream or None, not %R",
-                     (PyObject *)Py_TYPE(object));
+    if (wsync_py_check_type(object, state->type_Stream, "stream") < 0) {
         return -1;
     }
     *stream = enter(state, (StreamObject *)object);

@@ -157,9 +157,8 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
     const TensorTableObject *other = (TensorTableObject *)object;
     Py_ssize_t count;
 
-    if (!Py_IS_TYPE(object, Py_TYPE(self))) {
-        return PyErr_Format(PyExc_TypeError, "differs() takes a TensorTable, not %R",
-                            (PyObject *)Py_TYPE(object));
+    if (wsync_py_check_type(object, Py_TYPE(self), "other") < 0) {
+        return NULL;
     }
     count = table->count < other->count ? table->count : other->count;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -208,9 +207,8 @@ static PyObject *table_joined(PyObject *self, PyObject *object)
     const TensorTableObject *other = (TensorTableObject *)object;
     TensorTableObject *joined;
 
-    if (!Py_IS_TYPE(object, Py_TYPE(self))) {
-        return PyErr_Format(PyExc_TypeError, "joined() takes a TensorTable, not %R",
-                            (PyObject *)Py_TYPE(object));
+    if (wsync_py_check_type(object, Py_TYPE(self), "other") < 0) {
+        return NULL;
     }
     if (wsync_py_table_readable(state, one) < 0 ||
         wsync_py_table_readable(state, other) < 0) {
