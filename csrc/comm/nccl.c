@@ -12,6 +12,7 @@
 #include "comm/comm_internal.h"
 #include "comm/nccl_communicator.h"
 #include "core/base/array.h"
+#include "core/base/hex.h"
 
 enum {
     CONTROL_NBYTES = 4096,
@@ -81,28 +82,15 @@ typedef struct introduction {
     char id[HEX_NBYTES];
 } introduction_t;
 
-static void write_hex(const void *bytes, size_t nbytes, char *text)
-{
-    for (size_t i = 0; i < nbytes; i++) {
-        (void)snprintf(text + 2 * i, 3, "%02x", ((const uint8_t *)bytes)[i]);
-    }
-}
-
-static int digit(char c)
-{
-    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-}
-
 static bool read_hex(const char *text, char *bytes, size_t nbytes)
 {
     for (size_t i = 0; i < nbytes; i++) {
-        const int high = digit(text[2 * i]);
-        const int low = high < 0 ? -1 : digit(text[2 * i + 1]);
+        const int value = wsync_hex_byte(text + 2 * i);
 
-        if (low < 0) {
+        if (value < 0) {
             return false;
         }
-        bytes[i] = (char)(16 * high + low);
+        bytes[i] = (char)value;
     }
     return text[2 * nbytes] == '\0';
 }
@@ -113,7 +101,7 @@ static void write_introduction(const wsync_nccl_library_t *library,
 {
     char uuid[2 * WSYNC_DEVICE_UUID_NBYTES + 1];
 
-    write_hex(device->uuid, WSYNC_DEVICE_UUID_NBYTES, uuid);
+    wsync_hex_write(device->uuid, WSYNC_DEVICE_UUID_NBYTES, uuid);
     (void)snprintf(address, WSYNC_COMM_ADDRESS_NBYTES, "nccl %d %s %s", library->version,
                    uuid, id);
 }
@@ -138,7 +126,7 @@ static wsync_status_t introduce(nccl_t *self, wsync_error_t *err)
     status = wsync_nccl_check(self->library, self->library->get_unique_id(&id),
                               "ncclGetUniqueId", err, "rank 0");
     if (status == WSYNC_OK) {
-        write_hex(&id, sizeof(id), text);
+        wsync_hex_write(&id, sizeof(id), text);
         write_introduction(self->library, self->base.device, text, self->base.address);
     }
     return status;

@@ -25,8 +25,7 @@ enum {
     CLOSE_MS = 30 * 1000, /* how long NCCL may take to abort */
     /* What NCCL may take of the GPU, beside which an engine or a backward pass may run. */
     MAX_CTAS = 16,
-    RANKS_NBYTES = 128, /* of a list of ranks in a message */
-    WHAT_NBYTES = RANKS_NBYTES + 64,
+    WHAT_NBYTES = 64,
 };
 
 struct wsync_nccl_communicator {
@@ -83,66 +82,24 @@ static bool has_come(const wsync_nccl_point_t *point)
     return point->event.memory == NULL || wsync_event_query(point->event) >= point->value;
 }
 
-/* The other ranks of a group's transfers, as " 1 4 7"; as many as fit. */
-static void list_ranks(const wsync_nccl_communicator_t *self,
-                       const wsync_nccl_group_t *group, char text[RANKS_NBYTES])
-{
-    size_t used = 0;
-
-    for (uint32_t rank = 0; rank < self->rank_count; rank++) {
-        bool found = false;
-
-        for (size_t i = 0; i < group->count && !found; i++) {
-            const wsync_nccl_transfer_t *transfer = &group->transfers[i];
-
-            found = rank != self->rank &&
-                    (transfer->peer == rank || (transfer->way == WSYNC_NCCL_BROADCAST &&
-                                                transfer->peer == self->rank));
-        }
-        if (found && used < RANKS_NBYTES) {
-            const int length = snprintf(text + used, RANKS_NBYTES - used, " %u", rank);
-
-            used += length > 0 ? (size_t)length : 0;
-        }
-    }
-}
-
-static void write_ranks(wsync_nccl_communicator_t *self, const wsync_nccl_group_t *group,
-                        char text[RANKS_NBYTES])
-{
-    text[0] = '\0';
-    (void)pthread_mutex_lock(&self->mutex);
-    if (!has_come(&group->end)) { /* else another group may have the list now */
-        list_ranks(self, group, text);
-    }
-    (void)pthread_mutex_unlock(&self->mutex);
-}
-
-static wsync_status_t fail_late(wsync_nccl_communicator_t *self,
+static wsync_status_t fail_late(const wsync_nccl_communicator_t *self,
                                 const wsync_nccl_group_t *group, wsync_error_t *err)
 {
-    char ranks[RANKS_NBYTES];
-
-    write_ranks(self, group, ranks);
-    return wsync_fail(
-        err, WSYNC_ERR_CLOSED, 0, name,
-        "round %u: rank %u and its ranks%s have not moved their bytes in %d s",
-        group->round, self->rank, ranks, self->timeout_ms / 1000);
+    return wsync_fail(err, WSYNC_ERR_CLOSED, 0, name,
+                      "round %u: rank %u of %u has not moved its bytes in %d s",
+                      group->round, self->rank, self->rank_count, self->timeout_ms / 1000);
 }
 
 /* What was attempted, for messages: a group, or (NULL) to meet. */
-static void describe(wsync_nccl_communicator_t *self, const wsync_nccl_group_t *group,
+static void describe(const wsync_nccl_communicator_t *self, const wsync_nccl_group_t *group,
                      char text[WHAT_NBYTES])
 {
-    char ranks[RANKS_NBYTES];
-
     if (group == NULL) {
         (void)snprintf(text, WHAT_NBYTES, "rank %u of %u", self->rank, self->rank_count);
-        return;
+    } else {
+        (void)snprintf(text, WHAT_NBYTES, "round %u: rank %u of %u", group->round,
+                       self->rank, self->rank_count);
     }
-    write_ranks(self, group, ranks);
-    (void)snprintf(text, WHAT_NBYTES, "round %u: rank %u with ranks%s", group->round,
-                   self->rank, ranks);
 }
 
 /* OK if the call went well; else its error, with what was attempted. */

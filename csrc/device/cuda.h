@@ -122,6 +122,10 @@ void wsync_cuda_give(const wsync_cuda_device_t *device, wsync_cu_ptr_t at, uint6
 wsync_status_t wsync_cuda_import_handle(const wsync_cuda_device_t *device, int fd,
                                         wsync_cu_handle_t *handle, wsync_error_t *err);
 
+/* Unmaps memory, in the context; SUCCESS also if it was unmapped with an error. */
+wsync_cu_result_t wsync_cuda_unmap(const wsync_cuda_driver_t *driver, wsync_cu_ptr_t at,
+                                   uint64_t nbytes);
+
 /* Memory that is foreign, or lent by a peer. */
 wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, size_t count,
                                  wsync_memory_t **memory, wsync_error_t *err);

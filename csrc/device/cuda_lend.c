@@ -158,10 +158,8 @@ static wsync_status_t lend_piece(wsync_cuda_memory_t *memory,
                                 item->at);
     }
     memory->base.more_count++;
-    return fcntl(*fd, F_SETFD, FD_CLOEXEC) == 0
-               ? WSYNC_OK
-               : wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl",
-                            "descriptor %d of GPU memory: fcntl: %s", *fd, strerror(errno));
+    (void)fcntl(*fd, F_SETFD, FD_CLOEXEC);
+    return WSYNC_OK;
 }
 
 /* In the context. */
@@ -523,22 +521,15 @@ static wsync_cu_result_t unmap_pieces(wsync_cuda_memory_t *memory)
         end += memory->pieces[i].nbytes;
     }
     while (memory->piece_count > 0) {
-        const size_t nbytes = (size_t)memory->pieces[memory->piece_count - 1].nbytes;
-
-        end -= nbytes;
-        code = driver->mem_unmap(end, nbytes);
+        end -= memory->pieces[memory->piece_count - 1].nbytes;
+        code =
+            wsync_cuda_unmap(driver, end, memory->pieces[memory->piece_count - 1].nbytes);
         if (code != WSYNC_CU_SUCCESS) {
-            /* An error of earlier work may come with what has been done all the same: then
-             * nothing is left to be unmapped. */
-            const wsync_cu_result_t again = driver->mem_unmap(end, nbytes);
-
-            if (again != WSYNC_CU_SUCCESS && again != WSYNC_CU_INVALID_VALUE) {
-                return code;
-            }
+            return code;
         }
         memory->piece_count--;
     }
-    return WSYNC_CU_SUCCESS;
+    return code;
 }
 
 wsync_status_t wsync_cuda_lent_park(wsync_cuda_memory_t *memory, wsync_error_t *err)

@@ -93,31 +93,37 @@ static wsync_status_t map_handle(wsync_cuda_memory_t *memory, wsync_cu_handle_t 
                             memory->mapped_nbytes);
 }
 
-/* In the context.  False if the bytes are still mapped, with the reason in *code. */
-static bool unmap(wsync_cuda_memory_t *memory, wsync_cu_result_t *code)
+wsync_cu_result_t wsync_cuda_unmap(const wsync_cuda_driver_t *driver, wsync_cu_ptr_t at,
+                                   uint64_t nbytes)
 {
-    const wsync_cuda_driver_t *driver = device_of(memory)->driver;
-    const size_t nbytes = (size_t)memory->mapped_nbytes;
+    const wsync_cu_result_t code = driver->mem_unmap(at, (size_t)nbytes);
+    wsync_cu_result_t again;
 
-    *code = memory->mapped ? driver->mem_unmap(memory->at, nbytes) : WSYNC_CU_SUCCESS;
-    if (*code != WSYNC_CU_SUCCESS) {
-        /* An error of earlier work may come with what has been done all the same: then
-         * nothing is left to be unmapped. */
-        const wsync_cu_result_t again = driver->mem_unmap(memory->at, nbytes);
-
-        memory->mapped = again != WSYNC_CU_SUCCESS && again != WSYNC_CU_INVALID_VALUE;
-    } else {
-        memory->mapped = false;
+    if (code == WSYNC_CU_SUCCESS) {
+        return code;
     }
-    return !memory->mapped;
+    /* An error of earlier work may come with what has been done all the same: then nothing
+     * is left to be unmapped. */
+    again = driver->mem_unmap(at, (size_t)nbytes);
+    return again == WSYNC_CU_INVALID_VALUE ? WSYNC_CU_SUCCESS : again;
+}
+
+/* In the context. */
+static wsync_cu_result_t unmap(wsync_cuda_memory_t *memory)
+{
+    const wsync_cu_result_t code =
+        memory->mapped
+            ? wsync_cuda_unmap(device_of(memory)->driver, memory->at, memory->mapped_nbytes)
+            : WSYNC_CU_SUCCESS;
+
+    memory->mapped = code != WSYNC_CU_SUCCESS;
+    return code;
 }
 
 /* In the context.  What the driver keeps mapped keeps its addresses. */
 static void release(wsync_cuda_memory_t *memory)
 {
-    wsync_cu_result_t code;
-
-    (void)unmap(memory, &code);
+    (void)unmap(memory);
     (void)device_of(memory)->driver->mem_unreserve(memory->at,
                                                    (size_t)memory->mapped_nbytes);
 }
@@ -193,11 +199,8 @@ static wsync_status_t allocate(wsync_cuda_memory_t *memory, wsync_error_t *err)
     if (code != WSYNC_CU_SUCCESS) {
         memory->base.fd = -1;
         status = fail_create(memory, code, "cuMemExportToShareableHandle", err);
-    } else if (fcntl(memory->base.fd, F_SETFD, FD_CLOEXEC) != 0) {
-        status = wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl",
-                            "descriptor %d of GPU memory: fcntl: %s", memory->base.fd,
-                            strerror(errno));
     } else {
+        (void)fcntl(memory->base.fd, F_SETFD, FD_CLOEXEC);
         status = map_handle(memory, handle, err);
     }
     /* The mapping holds the memory from here on. */
@@ -316,7 +319,6 @@ static wsync_status_t memory_park(wsync_memory_t *memory, wsync_error_t *err)
 {
     wsync_cuda_memory_t *self = own(memory);
     const wsync_cuda_device_t *device = device_of(self);
-    wsync_cu_result_t code = WSYNC_CU_SUCCESS;
     wsync_status_t status;
 
     if (memory->lent) {
@@ -331,11 +333,13 @@ static wsync_status_t memory_park(wsync_memory_t *memory, wsync_error_t *err)
         return status;
     }
     status = wsync_pins_park(&memory->pins, err);
-    if (status == WSYNC_OK && !unmap(self, &code)) {
-        wsync_pins_unpark(&memory->pins);
+    if (status == WSYNC_OK) {
         status =
-            wsync_cuda_check(device->driver, code, "cuMemUnmap", err,
+            wsync_cuda_check(device->driver, unmap(self), "cuMemUnmap", err,
                              "parking %" PRIu64 " bytes of GPU memory", memory->nbytes);
+        if (status != WSYNC_OK) {
+            wsync_pins_unpark(&memory->pins);
+        }
     }
     if (status == WSYNC_OK) {
         close_fd(self);
@@ -348,7 +352,6 @@ static wsync_status_t memory_unpark(wsync_memory_t *memory, int fd, wsync_error_
 {
     wsync_cuda_memory_t *self = own(memory);
     wsync_error_t reason = {0};
-    wsync_cu_result_t code;
     wsync_status_t status = wsync_cuda_enter(device_of(self), err);
 
     if (status != WSYNC_OK) {
@@ -358,7 +361,7 @@ static wsync_status_t memory_unpark(wsync_memory_t *memory, int fd, wsync_error_
     if (status == WSYNC_OK) {
         wsync_pins_unpark(&memory->pins);
     } else {
-        (void)unmap(self, &code);
+        (void)unmap(self);
         close_fd(self);
         if (err != NULL) {
             *err = reason;

@@ -5,25 +5,13 @@
 #include <sys/random.h>
 #include <unistd.h>
 
+#include "core/base/hex.h"
 #include "ipc/channel.h"
-
-static const char digits[] = "0123456789abcdef";
-
-/* The value of a hexadecimal digit, or -1. */
-static int hex_value(char digit)
-{
-    const char *found = digit != '\0' ? strchr(digits, digit) : NULL;
-
-    return found != NULL ? (int)(found - digits) : -1;
-}
 
 void wsync_address_format(const uint8_t token[WSYNC_TOKEN_NBYTES], const char *path,
                           char address[WSYNC_ADDRESS_NBYTES])
 {
-    for (size_t i = 0; i < WSYNC_TOKEN_NBYTES; i++) {
-        address[2 * i] = digits[token[i] >> 4];
-        address[2 * i + 1] = digits[token[i] & 15];
-    }
+    wsync_hex_write(token, WSYNC_TOKEN_NBYTES, address);
     (void)snprintf(address + (size_t)2 * WSYNC_TOKEN_NBYTES,
                    WSYNC_ADDRESS_NBYTES - 2 * WSYNC_TOKEN_NBYTES, "@%s", path);
 }
@@ -36,16 +24,15 @@ wsync_status_t wsync_address_parse(const char *address, uint8_t token[WSYNC_TOKE
 
     /* The text is not repeated in messages: it holds the secret. */
     for (size_t i = 0; i < sizeof(parsed); i++) {
-        const int high = hex_value(address[2 * i]);
-        const int low = high < 0 ? -1 : hex_value(address[2 * i + 1]);
+        const int value = wsync_hex_byte(address + 2 * i);
 
-        if (low < 0) {
+        if (value < 0) {
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "address",
-                              "address: character %zu is not one of the token's %zu "
-                              "hexadecimal digits",
-                              2 * i + (high < 0 ? 0U : 1U), 2 * sizeof(parsed));
+                              "address: characters %zu and %zu are not among the token's "
+                              "%zu hexadecimal digits",
+                              2 * i, 2 * i + 1, 2 * sizeof(parsed));
         }
-        parsed[i] = (uint8_t)(high << 4 | low);
+        parsed[i] = (uint8_t)value;
     }
     if (address[2 * sizeof(parsed)] != '@') {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "address",

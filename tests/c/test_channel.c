@@ -404,9 +404,9 @@ TEST(addresses_read_back_what_was_written)
     text[0] = '\0';
     CHECK_EQ(wsync_address_parse(text, read_token, path, &err), WSYNC_ERR_INVALID);
     CHECK_EQ(wsync_address_parse("0102", read_token, path, &err), WSYNC_ERR_INVALID);
-    CHECK_HAS(err.message, "character 4");
+    CHECK_HAS(err.message, "characters 4 and 5");
     CHECK_EQ(wsync_address_parse("010G", read_token, path, &err), WSYNC_ERR_INVALID);
-    CHECK_HAS(err.message, "character 3");
+    CHECK_HAS(err.message, "characters 2 and 3");
     (void)snprintf(text, sizeof(text), "%.32s/tmp/x/s", address);
     CHECK_EQ(wsync_address_parse(text, read_token, path, &err), WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "'@'");

@@ -155,8 +155,8 @@ static void mistake(rank_t *rank, mistake_t mistake, const char *words)
         (void)usleep(1000);
     }
     CHECK_EQ(status, WSYNC_ERR_CLOSED);
-    CHECK_HAS(err.message, rank->rank == 0 ? "round 7: rank 0 and its ranks 1 have not"
-                                           : "round 7: rank 1 and its ranks 0 have not");
+    CHECK_HAS(err.message, rank->rank == 0 ? "round 7: rank 0 of 2 has not moved"
+                                           : "round 7: rank 1 of 2 has not moved");
     CHECK_EQ(wsync_nccl_communicator_begun(end.communicator, 7, deadline, &err),
              WSYNC_ERR_CLOSED);
     meet(rank);
