@@ -58,12 +58,12 @@ typedef struct nccl {
 
 static const char name[] = "exchange";
 
-static nccl_t *own(wsync_comm_t *comm)
+static nccl_t *nccl_of(wsync_comm_t *comm)
 {
     return (nccl_t *)(void *)comm;
 }
 
-static const nccl_t *own_const(const wsync_comm_t *comm)
+static const nccl_t *const_nccl_of(const wsync_comm_t *comm)
 {
     return (const nccl_t *)(const void *)comm;
 }
@@ -190,7 +190,7 @@ static wsync_status_t check_ranks(const nccl_t *self, const char *const *address
 static wsync_status_t nccl_connect(wsync_comm_t *comm, const char *const *addresses,
                                    int64_t deadline_ms, wsync_error_t *err)
 {
-    nccl_t *self = own(comm);
+    nccl_t *self = nccl_of(comm);
     wsync_status_t status = WSYNC_OK;
 
     if (self->communicator == NULL) {
@@ -212,7 +212,7 @@ static wsync_status_t nccl_connect(wsync_comm_t *comm, const char *const *addres
 
 static uint64_t nccl_half_nbytes(const wsync_comm_t *comm, uint32_t source)
 {
-    const nccl_t *self = own_const(comm);
+    const nccl_t *self = const_nccl_of(comm);
 
     return source == comm->rank ? self->send_nbytes : self->recv_nbytes;
 }
@@ -225,7 +225,7 @@ static uint64_t nccl_offset(const wsync_comm_t *comm, const wsync_message_t *mes
 static void *nccl_place(const wsync_comm_t *comm, uint32_t round,
                         const wsync_message_t *message)
 {
-    const nccl_t *self = own_const(comm);
+    const nccl_t *self = const_nccl_of(comm);
     const uint64_t half = wsync_comm_sequence(comm, round) & 1;
     const uint64_t start = message->source == comm->rank
                                ? half * self->send_nbytes
@@ -303,7 +303,7 @@ static wsync_status_t await_room(nccl_t *self, uint32_t round, int64_t deadline_
 static wsync_status_t nccl_acquire(wsync_comm_t *comm, uint32_t round, int64_t deadline_ms,
                                    wsync_error_t *err)
 {
-    nccl_t *self = own(comm);
+    nccl_t *self = nccl_of(comm);
     half_t *half = &self->halves[wsync_comm_sequence(comm, round) & 1];
     wsync_status_t status;
 
@@ -375,7 +375,7 @@ static size_t transfer_limit(const nccl_t *self, uint32_t round, bool *sends,
 static wsync_status_t nccl_post(wsync_comm_t *comm, uint32_t round, wsync_stream_t *stream,
                                 wsync_error_t *err)
 {
-    nccl_t *self = own(comm);
+    nccl_t *self = nccl_of(comm);
     const uint64_t sequence = wsync_comm_sequence(comm, round);
     half_t *half = &self->halves[sequence & 1];
     wsync_nccl_group_t group = {.end = {event_of(self, WORD_MOVED), sequence},
@@ -418,7 +418,7 @@ static wsync_status_t nccl_post(wsync_comm_t *comm, uint32_t round, wsync_stream
 static wsync_status_t nccl_wait(wsync_comm_t *comm, uint32_t round, wsync_stream_t *stream,
                                 int64_t deadline_ms, wsync_error_t *err)
 {
-    nccl_t *self = own(comm);
+    nccl_t *self = nccl_of(comm);
     const uint64_t sequence = wsync_comm_sequence(comm, round);
     half_t *half = &self->halves[sequence & 1];
     wsync_status_t status = wsync_nccl_communicator_check(self->communicator, err);
@@ -442,7 +442,7 @@ static wsync_status_t nccl_wait(wsync_comm_t *comm, uint32_t round, wsync_stream
 static wsync_status_t nccl_release(wsync_comm_t *comm, uint32_t round,
                                    wsync_stream_t *stream, wsync_error_t *err)
 {
-    const nccl_t *self = own_const(comm);
+    const nccl_t *self = const_nccl_of(comm);
     const uint64_t sequence = wsync_comm_sequence(comm, round);
 
     return self->halves[sequence & 1].received == sequence
@@ -452,7 +452,7 @@ static wsync_status_t nccl_release(wsync_comm_t *comm, uint32_t round,
 
 static wsync_status_t nccl_check(wsync_comm_t *comm, wsync_error_t *err)
 {
-    const nccl_t *self = own_const(comm);
+    const nccl_t *self = const_nccl_of(comm);
 
     return self->communicator != NULL
                ? wsync_nccl_communicator_check(self->communicator, err)
@@ -464,25 +464,25 @@ static wsync_status_t nccl_check(wsync_comm_t *comm, wsync_error_t *err)
 /* NCCL's own memory stays. */
 static wsync_status_t nccl_park(wsync_comm_t *comm, wsync_error_t *err)
 {
-    return wsync_memory_park(own(comm)->staging, err);
+    return wsync_memory_park(nccl_of(comm)->staging, err);
 }
 
 static wsync_status_t nccl_unpark(wsync_comm_t *comm, wsync_error_t *err)
 {
-    return wsync_memory_unpark(own(comm)->staging, -1, err);
+    return wsync_memory_unpark(nccl_of(comm)->staging, -1, err);
 }
 
 static void nccl_close(wsync_comm_t *comm, bool orderly)
 {
     (void)orderly; /* nothing is under way then, and an abort only frees */
-    if (own(comm)->communicator != NULL) {
-        wsync_nccl_communicator_close(own(comm)->communicator);
+    if (nccl_of(comm)->communicator != NULL) {
+        wsync_nccl_communicator_close(nccl_of(comm)->communicator);
     }
 }
 
 static void nccl_destroy(wsync_comm_t *comm)
 {
-    nccl_t *self = own(comm);
+    nccl_t *self = nccl_of(comm);
 
     if (!wsync_nccl_communicator_destroy(self->communicator)) {
         return; /* what hangs may still use all of it */

@@ -103,9 +103,9 @@ static void describe(const wsync_nccl_communicator_t *self, const wsync_nccl_gro
 }
 
 /* OK if the call went well; else its error, with what was attempted. */
-static wsync_status_t check(wsync_nccl_communicator_t *self, wsync_nccl_result_t result,
-                            const char *call, const wsync_nccl_group_t *group,
-                            wsync_error_t *err)
+static wsync_status_t check_call(wsync_nccl_communicator_t *self,
+                                 wsync_nccl_result_t result, const char *call,
+                                 const wsync_nccl_group_t *group, wsync_error_t *err)
 {
     char what[WHAT_NBYTES];
 
@@ -130,10 +130,10 @@ static wsync_status_t settle(wsync_nccl_communicator_t *self, const char *call,
             self->library->comm_get_async_error(self->comm, &state);
 
         if (result != WSYNC_NCCL_SUCCESS) {
-            return check(self, result, "ncclCommGetAsyncError", group, err);
+            return check_call(self, result, "ncclCommGetAsyncError", group, err);
         }
         if (state != WSYNC_NCCL_IN_PROGRESS) {
-            return check(self, state, call, group, err);
+            return check_call(self, state, call, group, err);
         }
         if (asked < ASKS) {
             continue;
@@ -158,7 +158,7 @@ static bool accepted(wsync_nccl_result_t result)
     return result == WSYNC_NCCL_SUCCESS || result == WSYNC_NCCL_IN_PROGRESS;
 }
 
-static wsync_status_t meet(wsync_nccl_communicator_t *self, wsync_error_t *err)
+static wsync_status_t init_communicator(wsync_nccl_communicator_t *self, wsync_error_t *err)
 {
     wsync_nccl_config_t config = WSYNC_NCCL_CONFIG_INIT;
     wsync_nccl_result_t result;
@@ -170,7 +170,7 @@ static wsync_status_t meet(wsync_nccl_communicator_t *self, wsync_error_t *err)
     result = self->library->comm_init(&self->comm, (int)self->rank_count, self->id,
                                       (int)self->rank, &config);
     if (!accepted(result)) {
-        return check(self, result, "ncclCommInitRankConfig", NULL, err);
+        return check_call(self, result, "ncclCommInitRankConfig", NULL, err);
     }
     /* Who waits for this has a deadline of its own, and closes. */
     return settle(self, "ncclCommInitRankConfig", NULL, INT64_MAX, err);
@@ -206,14 +206,15 @@ static wsync_status_t begin_transfers(wsync_nccl_communicator_t *self,
     wsync_nccl_result_t last;
 
     if (!accepted(result)) {
-        return check(self, result, "ncclGroupStart", group, err);
+        return check_call(self, result, "ncclGroupStart", group, err);
     }
     for (size_t i = 0; i < group->count && accepted(result); i++) {
         result = begin_transfer(self, &group->transfers[i]);
     }
     last = library->group_end();
     if (!accepted(result) || !accepted(last)) {
-        return check(self, accepted(result) ? last : result, "ncclGroupEnd", group, err);
+        return check_call(self, accepted(result) ? last : result, "ncclGroupEnd", group,
+                          err);
     }
     return settle(self, "ncclGroupEnd", group, wsync_clock_ms() + self->timeout_ms, err);
 }
@@ -251,8 +252,8 @@ static wsync_status_t watch(wsync_nccl_communicator_t *self,
     }
     result = self->library->comm_get_async_error(self->comm, &state);
     if (result != WSYNC_NCCL_SUCCESS || !accepted(state)) {
-        return check(self, result != WSYNC_NCCL_SUCCESS ? result : state,
-                     "ncclCommGetAsyncError", group, err);
+        return check_call(self, result != WSYNC_NCCL_SUCCESS ? result : state,
+                          "ncclCommGetAsyncError", group, err);
     }
     if (self->begun_ms == 0 && has_come(&group->begins[0]) && has_come(&group->begins[1])) {
         self->begun_ms = now;
@@ -336,7 +337,7 @@ static wsync_status_t serve(wsync_nccl_communicator_t *self, wsync_error_t *err)
 {
     wsync_nccl_group_t group = {.count = 0};
     work_t work = WORK_NONE;
-    wsync_status_t status = meet(self, err);
+    wsync_status_t status = init_communicator(self, err);
 
     publish(self, status, err);
     while (status == WSYNC_OK && work != WORK_END) {

@@ -20,12 +20,12 @@ enum {
 
 static const char name[] = "exchange";
 
-static shared_t *own(wsync_comm_t *comm)
+static shared_t *shared_of(wsync_comm_t *comm)
 {
     return (shared_t *)(void *)comm;
 }
 
-static const shared_t *own_const(const wsync_comm_t *comm)
+static const shared_t *const_shared_of(const wsync_comm_t *comm)
 {
     return (const shared_t *)(const void *)comm;
 }
@@ -369,7 +369,7 @@ static wsync_status_t fail_missing(const shared_t *self, wsync_error_t *err)
 
 /* Everybody first connects downwards, which waits for nobody, then answers those above; so
  * no order of ranks can end in a circle. */
-static wsync_status_t meet(shared_t *self, int64_t deadline, wsync_error_t *err)
+static wsync_status_t await_all_ranks(shared_t *self, int64_t deadline, wsync_error_t *err)
 {
     for (;;) {
         const uint32_t above = find_missing(self, self->base.rank + 1);
@@ -403,7 +403,7 @@ static wsync_status_t meet(shared_t *self, int64_t deadline, wsync_error_t *err)
 static wsync_status_t shared_connect(wsync_comm_t *comm, const char *const *addresses,
                                      int64_t deadline_ms, wsync_error_t *err)
 {
-    shared_t *self = own(comm);
+    shared_t *self = shared_of(comm);
     wsync_status_t status = WSYNC_OK;
 
     for (uint32_t i = 0; i < comm->rank && status == WSYNC_OK; i++) {
@@ -412,7 +412,7 @@ static wsync_status_t shared_connect(wsync_comm_t *comm, const char *const *addr
         }
     }
     if (status == WSYNC_OK) {
-        status = meet(self, deadline_ms, err);
+        status = await_all_ranks(self, deadline_ms, err);
     }
     if (status == WSYNC_OK) {
         wsync_listener_destroy(self->listener);
@@ -425,7 +425,7 @@ static wsync_status_t shared_connect(wsync_comm_t *comm, const char *const *addr
 
 static uint64_t shared_half_nbytes(const wsync_comm_t *comm, uint32_t source)
 {
-    const shared_t *self = own_const(comm);
+    const shared_t *self = const_shared_of(comm);
 
     return source == comm->rank ? self->half_nbytes : self->peers[source].half_nbytes;
 }
@@ -439,7 +439,7 @@ static uint64_t shared_offset(const wsync_comm_t *comm, const wsync_message_t *m
 static wsync_status_t shared_acquire(wsync_comm_t *comm, uint32_t round,
                                      int64_t deadline_ms, wsync_error_t *err)
 {
-    shared_t *self = own(comm);
+    shared_t *self = shared_of(comm);
     const size_t half = wsync_comm_sequence(comm, round) & 1;
     wsync_status_t status = look(self, 0, (wsync_awaited_t){"round", round}, err);
 
@@ -458,7 +458,7 @@ static wsync_status_t shared_acquire(wsync_comm_t *comm, uint32_t round,
 static void *shared_place(const wsync_comm_t *comm, uint32_t round,
                           const wsync_message_t *message)
 {
-    const shared_t *self = own_const(comm);
+    const shared_t *self = const_shared_of(comm);
     const bool mine = message->source == comm->rank;
     const wsync_memory_t *staging =
         mine ? self->staging : self->peers[message->source].staging;
@@ -492,7 +492,7 @@ static void mark_peers(shared_t *self, shared_word_t word, uint32_t round)
 static wsync_status_t shared_post(wsync_comm_t *comm, uint32_t round,
                                   wsync_stream_t *stream, wsync_error_t *err)
 {
-    shared_t *self = own(comm);
+    shared_t *self = shared_of(comm);
     const uint64_t sequence = wsync_comm_sequence(comm, round);
     wsync_status_t status;
 
@@ -512,7 +512,7 @@ static wsync_status_t shared_wait(wsync_comm_t *comm, uint32_t round,
                                   wsync_stream_t *stream, int64_t deadline_ms,
                                   wsync_error_t *err)
 {
-    shared_t *self = own(comm);
+    shared_t *self = shared_of(comm);
     size_t count = 0;
     const wsync_message_t *messages = wsync_plan_messages(comm->plan, round, &count);
     wsync_status_t status = look(self, 0, (wsync_awaited_t){"round", round}, err);
@@ -530,8 +530,8 @@ static wsync_status_t shared_wait(wsync_comm_t *comm, uint32_t round,
 static wsync_status_t shared_release(wsync_comm_t *comm, uint32_t round,
                                      wsync_stream_t *stream, wsync_error_t *err)
 {
-    mark_peers(own(comm), SHARED_WORD_RELEASED, round);
-    return announce(own(comm), SHARED_WORD_RELEASED, wsync_comm_sequence(comm, round),
+    mark_peers(shared_of(comm), SHARED_WORD_RELEASED, round);
+    return announce(shared_of(comm), SHARED_WORD_RELEASED, wsync_comm_sequence(comm, round),
                     stream, round, err);
 }
 
@@ -539,7 +539,7 @@ static wsync_status_t shared_release(wsync_comm_t *comm, uint32_t round,
 
 static void shared_close(wsync_comm_t *comm, bool orderly)
 {
-    shared_t *self = own(comm);
+    shared_t *self = shared_of(comm);
     const wsync_frame_t bye = {.kind = SHARED_BYE};
 
     for (uint32_t i = 0; self->peers != NULL && i < comm->rank_count; i++) {
@@ -556,7 +556,7 @@ static void shared_close(wsync_comm_t *comm, bool orderly)
 
 static void shared_destroy(wsync_comm_t *comm)
 {
-    shared_t *self = own(comm);
+    shared_t *self = shared_of(comm);
 
     for (uint32_t i = 0; self->peers != NULL && i < comm->rank_count; i++) {
         wsync_memory_destroy(self->peers[i].staging);

@@ -20,7 +20,7 @@
 
 enum { CONTROL_MAX_NBYTES = 1 << 20 };
 
-static wsync_cuda_memory_t *own(wsync_memory_t *memory)
+static wsync_cuda_memory_t *cuda_memory_of(wsync_memory_t *memory)
 {
     return (wsync_cuda_memory_t *)(void *)memory;
 }
@@ -218,7 +218,7 @@ static void close_fd(wsync_cuda_memory_t *memory)
 
 static void memory_destroy(wsync_memory_t *memory)
 {
-    wsync_cuda_memory_t *self = own(memory);
+    wsync_cuda_memory_t *self = cuda_memory_of(memory);
     const wsync_cuda_device_t *device = device_of(self);
 
     if (self->foreign || memory->lent) {
@@ -317,7 +317,7 @@ static wsync_status_t adopt(wsync_cuda_memory_t *memory, int borrowed, wsync_err
 
 static wsync_status_t memory_park(wsync_memory_t *memory, wsync_error_t *err)
 {
-    wsync_cuda_memory_t *self = own(memory);
+    wsync_cuda_memory_t *self = cuda_memory_of(memory);
     const wsync_cuda_device_t *device = device_of(self);
     wsync_status_t status;
 
@@ -350,7 +350,7 @@ static wsync_status_t memory_park(wsync_memory_t *memory, wsync_error_t *err)
 
 static wsync_status_t memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
 {
-    wsync_cuda_memory_t *self = own(memory);
+    wsync_cuda_memory_t *self = cuda_memory_of(memory);
     wsync_error_t reason = {0};
     wsync_status_t status = wsync_cuda_enter(device_of(self), err);
 
@@ -458,12 +458,12 @@ static wsync_status_t memory_make(const wsync_device_t *self, bool control, int 
 
 wsync_cu_ptr_t wsync_cuda_event_address(wsync_event_t event)
 {
-    return own(event.memory)->at + event.offset;
+    return cuda_memory_of(event.memory)->at + event.offset;
 }
 
 _Atomic uint64_t *wsync_cuda_event_recorded(wsync_event_t event)
 {
-    return &own(event.memory)->recorded[event.offset / sizeof(uint64_t)];
+    return &cuda_memory_of(event.memory)->recorded[event.offset / sizeof(uint64_t)];
 }
 
 /* --- memory without a record ------------------------------------------------------------

@@ -18,8 +18,8 @@ typedef struct places {
     wsync_cuda_place_t amaxes;
 } places_t;
 
-static wsync_status_t check(const wsync_cuda_runner_t *self, wsync_cu_result_t code,
-                            const char *call, wsync_error_t *err)
+static wsync_status_t check_call(const wsync_cuda_runner_t *self, wsync_cu_result_t code,
+                                 const char *call, wsync_error_t *err)
 {
     return wsync_cuda_check(self->device->driver, code, call, err, "quantising on %s",
                             self->device->label);
@@ -114,7 +114,7 @@ static wsync_status_t launch(wsync_cuda_runner_t *self, const wsync_cuda_table_t
         atomic_load(&device->quantise_kernel), wsync_quantise_grid(list), 1, 1,
         WSYNC_QUANTISE_BLOCK, 1, 1, 0, self->stream, parameters, NULL);
     *begun |= code == WSYNC_CU_SUCCESS;
-    return check(self, code, "cuLaunchKernel", err);
+    return check_call(self, code, "cuLaunchKernel", err);
 }
 
 /* Amaxes of blocks that the caller's table does not have. */
@@ -133,7 +133,7 @@ static wsync_status_t launch_scratch(wsync_cuda_runner_t *self,
     code =
         self->device->driver->memset_async(args->scratch, 0, (size_t)nbytes, self->stream);
     if (code != WSYNC_CU_SUCCESS) {
-        return check(self, code, "cuMemsetD8Async", err);
+        return check_call(self, code, "cuMemsetD8Async", err);
     }
     *begun = true;
     own.mode = WSYNC_QUANTISE_MODE_SCRATCH;

@@ -129,8 +129,8 @@ void wsync_cuda_runner_abandon(wsync_cuda_runner_t *runner)
     (void)atomic_fetch_add(&runner->abandoned, 1);
 }
 
-static wsync_status_t check(const wsync_cuda_runner_t *self, wsync_cu_result_t code,
-                            const char *call, wsync_error_t *err)
+static wsync_status_t check_call(const wsync_cuda_runner_t *self, wsync_cu_result_t code,
+                                 const char *call, wsync_error_t *err)
 {
     return wsync_cuda_check(self->device->driver, code, call, err, "copies on %s",
                             self->device->label);
@@ -179,7 +179,7 @@ static wsync_status_t launch(wsync_cuda_runner_t *self, const part_t *part,
     code = self->device->driver->launch_kernel(atomic_load(&self->device->copy_kernel),
                                                grid, 1, 1, WSYNC_KERNEL_BLOCK, 1, 1, 0,
                                                self->stream, parameters, NULL);
-    return check(self, code, "cuLaunchKernel", err);
+    return check_call(self, code, "cuLaunchKernel", err);
 }
 
 static const wsync_cuda_place_t *source_of(const part_t *part, const wsync_copy_t *copy)
@@ -419,7 +419,7 @@ static wsync_status_t await_stream(const wsync_cuda_runner_t *self, unsigned aba
                ? wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_copy",
                             "%s has not come to copies of pageable memory in %d s",
                             self->device->label, FEED_MS / 1000)
-               : check(self, code, "cuStreamQuery", err);
+               : check_call(self, code, "cuStreamQuery", err);
 }
 
 static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *batch,

@@ -32,9 +32,9 @@ bool wsync_cuda_is_unknown(wsync_cu_result_t code)
 
 /* What lies at an address, of which bytes up to `end` are wanted; *range is empty where a
  * device has no memory there. */
-static wsync_status_t ask(const wsync_cuda_device_t *device, uintptr_t address,
-                          uintptr_t end, answer_t *answer, wsync_cuda_range_t *range,
-                          wsync_error_t *err)
+static wsync_status_t ask_pointer(const wsync_cuda_device_t *device, uintptr_t address,
+                                  uintptr_t end, answer_t *answer,
+                                  wsync_cuda_range_t *range, wsync_error_t *err)
 {
     const wsync_cuda_driver_t *driver = device->driver;
     const char *call = "cuPointerGetAttributes";
@@ -147,7 +147,7 @@ static wsync_status_t walk(const wsync_cuda_device_t *device, const wsync_span_t
     while (*at < end && status == WSYNC_OK) {
         wsync_cuda_range_t range;
 
-        status = ask(device, *at, end, answer, &range, err);
+        status = ask_pointer(device, *at, end, answer, &range, err);
         if (status != WSYNC_OK || range.end <= *at) {
             return status;
         }
@@ -213,8 +213,8 @@ static wsync_status_t classify(wsync_cuda_spans_t *spans, const wsync_span_t *sp
         status = fail_unmapped(spans->device, span, at, err);
     } else if (status == WSYNC_OK && first.type == WSYNC_CU_MEMORY_HOST &&
                first.buffer != 0) {
-        status = ask(spans->device, data + span->nbytes - 1, data + span->nbytes, &last,
-                     &range, err);
+        status = ask_pointer(spans->device, data + span->nbytes - 1, data + span->nbytes,
+                             &last, &range, err);
         if (status == WSYNC_OK && last.type == first.type && last.buffer == first.buffer &&
             first.at != 0 && last.at - first.at == span->nbytes - 1) {
             made = (wsync_cuda_place_t){.at = first.at, .kind = WSYNC_CUDA_PINNED};

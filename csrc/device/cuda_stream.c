@@ -64,7 +64,7 @@ typedef struct cuda_stream {
     size_t timed_count;
 } cuda_stream_t;
 
-static cuda_stream_t *own(wsync_stream_t *stream)
+static cuda_stream_t *cuda_stream_of(wsync_stream_t *stream)
 {
     return (cuda_stream_t *)(void *)stream;
 }
@@ -158,8 +158,8 @@ static wsync_cu_result_t drain(cuda_stream_t *self, int timeout_ms, bool gives_u
     }
 }
 
-static wsync_status_t check(const cuda_stream_t *self, wsync_cu_result_t code,
-                            const char *call, wsync_error_t *err)
+static wsync_status_t check_call(const cuda_stream_t *self, wsync_cu_result_t code,
+                                 const char *call, wsync_error_t *err)
 {
     return wsync_cuda_check(self->device->driver, code, call, err, "a stream of %s",
                             self->device->label);
@@ -195,7 +195,7 @@ static wsync_status_t stream_create(const wsync_device_t *device, unsigned threa
 
 static bool stream_destroy(wsync_stream_t *stream)
 {
-    cuda_stream_t *self = own(stream);
+    cuda_stream_t *self = cuda_stream_of(stream);
     const wsync_cuda_device_t *device = self->device;
     bool dry;
 
@@ -224,19 +224,19 @@ static bool abandon(cuda_stream_t *self, int timeout_ms)
 
 static unsigned stream_ahead(wsync_stream_t *stream)
 {
-    const cuda_stream_t *self = own(stream);
+    const cuda_stream_t *self = cuda_stream_of(stream);
 
     return atomic_load(&self->runner.steady) ? WSYNC_STREAM_AHEAD : 0;
 }
 
 static void *stream_handle(wsync_stream_t *stream)
 {
-    return own(stream)->runner.stream;
+    return cuda_stream_of(stream)->runner.stream;
 }
 
 static bool stream_abandon(wsync_stream_t *stream, int timeout_ms)
 {
-    cuda_stream_t *self = own(stream);
+    cuda_stream_t *self = cuda_stream_of(stream);
     bool dry = true;
 
     if (wsync_cuda_enter_to_free(self->device)) {
@@ -249,7 +249,7 @@ static bool stream_abandon(wsync_stream_t *stream, int timeout_ms)
 static wsync_status_t stream_synchronize(wsync_stream_t *stream, int timeout_ms,
                                          wsync_error_t *err)
 {
-    cuda_stream_t *self = own(stream);
+    cuda_stream_t *self = cuda_stream_of(stream);
     wsync_status_t status = wsync_cuda_enter(self->device, err);
     wsync_cu_result_t code;
     size_t count;
@@ -260,7 +260,7 @@ static wsync_status_t stream_synchronize(wsync_stream_t *stream, int timeout_ms,
     code = drain(self, timeout_ms, false);
     wsync_cuda_leave(self->device);
     if (code != WSYNC_CU_NOT_READY) {
-        return check(self, code, "cuStreamQuery", err);
+        return check_call(self, code, "cuStreamQuery", err);
     }
     (void)pthread_mutex_lock(&self->mutex);
     count = self->count;
@@ -318,12 +318,12 @@ static wsync_status_t enqueue_word(cuda_stream_t *self, const entry_t *entry,
         return status;
     }
     if (entry->waits) {
-        status = check(
+        status = check_call(
             self, driver->stream_wait_value(stream, at, entry->value, WSYNC_CU_WAIT_GEQ),
             "cuStreamWaitValue64", err);
     } else {
-        status = check(self, driver->stream_write_value(stream, at, entry->value, 0),
-                       "cuStreamWriteValue64", err);
+        status = check_call(self, driver->stream_write_value(stream, at, entry->value, 0),
+                            "cuStreamWriteValue64", err);
     }
     if (status == WSYNC_OK) {
         add_entry(self, entry);
@@ -336,7 +336,7 @@ static wsync_status_t stream_enqueue(wsync_stream_t *stream, bool waits,
                                      wsync_error_t *err)
 {
     const entry_t entry = {.event = event, .value = value, .waits = waits};
-    cuda_stream_t *self = own(stream);
+    cuda_stream_t *self = cuda_stream_of(stream);
     _Atomic uint64_t *recorded = wsync_cuda_event_recorded(event);
     wsync_status_t status;
 
@@ -373,7 +373,7 @@ static wsync_status_t settle(const wsync_device_t *base, wsync_error_t *err)
 
 static wsync_status_t stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err)
 {
-    const cuda_stream_t *self = own(stream);
+    const cuda_stream_t *self = cuda_stream_of(stream);
     const wsync_cuda_driver_t *driver = self->device->driver;
     wsync_cu_event_t event = NULL;
     const char *call = "cuEventCreate";
@@ -395,7 +395,7 @@ static wsync_status_t stream_lead(wsync_stream_t *stream, void *other, wsync_err
     if (event != NULL) {
         (void)driver->event_destroy(event); /* lives on until it has been waited for */
     }
-    status = check(self, code, call, err);
+    status = check_call(self, code, call, err);
     wsync_cuda_leave(self->device);
     return status;
 }
@@ -475,14 +475,14 @@ static wsync_status_t enqueue_batch(cuda_stream_t *self, const wsync_batch_t *co
 static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *batch,
                                   wsync_error_t *err)
 {
-    return enqueue_batch(own(stream), batch, NULL, err);
+    return enqueue_batch(cuda_stream_of(stream), batch, NULL, err);
 }
 
 static wsync_status_t stream_quantise(wsync_stream_t *stream,
                                       const wsync_quantise_batch_t *batch,
                                       wsync_error_t *err)
 {
-    return enqueue_batch(own(stream), NULL, batch, err);
+    return enqueue_batch(cuda_stream_of(stream), NULL, batch, err);
 }
 
 /* Writes when the timed batches ran, counted back from `now`; in the context.  Those that
@@ -547,7 +547,7 @@ static size_t read_trace(cuda_stream_t *self)
 static void stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next, size_t capacity,
                          wsync_stream_span_t **spans, size_t *count)
 {
-    cuda_stream_t *self = own(stream);
+    cuda_stream_t *self = cuda_stream_of(stream);
 
     *spans = NULL;
     *count = 0;

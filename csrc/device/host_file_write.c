@@ -194,10 +194,10 @@ static wsync_status_t write_copy(writer_t *writer, const wsync_copy_t *copy,
     return WSYNC_OK;
 }
 
-static wsync_status_t check(const wsync_copy_t *copies, size_t count,
-                            const wsync_span_t *sources, size_t source_count,
-                            const wsync_file_t *files, size_t file_count,
-                            wsync_error_t *err)
+static wsync_status_t check_copies(const wsync_copy_t *copies, size_t count,
+                                   const wsync_span_t *sources, size_t source_count,
+                                   const wsync_file_t *files, size_t file_count,
+                                   wsync_error_t *err)
 {
     wsync_span_t *ranges = calloc(file_count + 1, sizeof(*ranges));
     wsync_status_t status;
@@ -252,7 +252,7 @@ wsync_status_t wsync_host_file_write(const wsync_copy_t *copies, size_t count,
 {
     writer_t writer = {.sources = sources, .files = files};
     wsync_status_t status =
-        check(copies, count, sources, source_count, files, file_count, err);
+        check_copies(copies, count, sources, source_count, files, file_count, err);
 
     if (status != WSYNC_OK) {
         return status;

@@ -74,7 +74,7 @@ typedef struct host_stream {
     pthread_t threads[];
 } host_stream_t;
 
-static host_stream_t *own(wsync_stream_t *stream)
+static host_stream_t *host_stream_of(wsync_stream_t *stream)
 {
     return (host_stream_t *)(void *)stream;
 }
@@ -271,7 +271,7 @@ static void init_sync(host_stream_t *self)
 
 static bool stream_destroy(wsync_stream_t *stream)
 {
-    host_stream_t *self = own(stream);
+    host_stream_t *self = host_stream_of(stream);
 
     /* In a fork: the threads are the parent's, and the mutex may be held for ever. */
     if (self->pid != getpid()) {
@@ -365,10 +365,11 @@ static wsync_status_t enqueue(host_stream_t *self, const entry_t *entry, wsync_e
 static wsync_status_t enqueue_work(wsync_stream_t *stream, entry_t *entry, uint64_t work,
                                    uint64_t each, wsync_error_t *err)
 {
-    const wsync_status_t status = check_process(own(stream), err);
+    const wsync_status_t status = check_process(host_stream_of(stream), err);
 
     entry->pieces = wsync_ceil_divide(work, each);
-    return status == WSYNC_OK && work > 0 ? enqueue(own(stream), entry, err) : status;
+    return status == WSYNC_OK && work > 0 ? enqueue(host_stream_of(stream), entry, err)
+                                          : status;
 }
 
 static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *batch,
@@ -398,15 +399,15 @@ static wsync_status_t stream_enqueue(wsync_stream_t *stream, bool waits,
                            .event = event,
                            .value = value,
                            .pieces = 1};
-    const wsync_status_t status = check_process(own(stream), err);
+    const wsync_status_t status = check_process(host_stream_of(stream), err);
 
-    return status == WSYNC_OK ? enqueue(own(stream), &entry, err) : status;
+    return status == WSYNC_OK ? enqueue(host_stream_of(stream), &entry, err) : status;
 }
 
 static void stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next, size_t capacity,
                          wsync_stream_span_t **spans, size_t *count)
 {
-    host_stream_t *self = own(stream);
+    host_stream_t *self = host_stream_of(stream);
 
     *spans = NULL;
     *count = 0;
@@ -425,7 +426,7 @@ static void stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next, size
 
 static bool stream_abandon(wsync_stream_t *stream, int timeout_ms)
 {
-    host_stream_t *self = own(stream);
+    host_stream_t *self = host_stream_of(stream);
     uint64_t target;
 
     (void)timeout_ms; /* a piece of a copy is all there is to wait for */
@@ -447,7 +448,7 @@ static bool stream_abandon(wsync_stream_t *stream, int timeout_ms)
 static wsync_status_t stream_synchronize(wsync_stream_t *stream, int timeout_ms,
                                          wsync_error_t *err)
 {
-    host_stream_t *self = own(stream);
+    host_stream_t *self = host_stream_of(stream);
     const uint64_t deadline = wsync_deadline_ns(timeout_ms);
     const struct timespec until = {
         .tv_sec = (time_t)(deadline / 1000000000),
