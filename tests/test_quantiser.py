@@ -230,7 +230,6 @@ def test_each_of_stacked_matrices_has_blocks_of_its_own() -> None:
     ("rules", "error", "text"),
     [
         ([rule("int4", "x")], _core.InvalidArgumentError, "x is to be quantised, but no rank"),
-        ([rule("int4"), rule("int4")], _core.InvalidArgumentError, "w is to be quantised twice"),
         ([rule("int4", "norm")], _core.UnsupportedError, "norm: 1 dimensions"),
         ([rule("int4", "ids")], _core.UnsupportedError, "ids: int64, where float32"),
         ([rule("int4", "odd")], _core.UnsupportedError, "odd: rank 0 has columns 0 to 12 of 32"),
@@ -239,7 +238,6 @@ def test_each_of_stacked_matrices_has_blocks_of_its_own() -> None:
             _core.UnsupportedError,
             "stack: several matrices in one tensor cannot have second scales",
         ),
-        ([rule("nvfp4", share=2)], _core.InvalidArgumentError, "w: number 2 of those that share"),
         ([("w", "fp9", *rule("int4")[2:])], _core.InvalidArgumentError, "is named 'fp9'"),
     ],
 )

@@ -73,34 +73,27 @@ static wsync_status_t require_round(const wsync_comm_t *comm, const char *call,
 static wsync_status_t check_message(const wsync_comm_t *comm, uint32_t round,
                                     const wsync_message_t *message, wsync_error_t *err)
 {
+    uint32_t last = message->source;
     uint64_t half_nbytes;
-    uint64_t offset;
-    uint64_t end = 0;
+    uint64_t end;
 
     for (uint32_t i = 0; i < message->peer_count; i++) {
-        if (message->peers[i] >= comm->rank_count || message->peers[i] == message->source) {
-            return wsync_fail(
-                err, WSYNC_ERR_INVALID, 0, name,
-                "round %u: message from rank %u to rank %u, the exchange has %u", round,
-                message->source, message->peers[i], comm->rank_count);
-        }
+        last = message->peers[i] > last ? message->peers[i] : last;
     }
-    if (message->source >= comm->rank_count) {
+    if (last >= comm->rank_count) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, name,
-                          "round %u: message from rank %u, the exchange has %u", round,
-                          message->source, comm->rank_count);
+                          "round %u: a message of rank %u, the exchange has %u", round,
+                          last, comm->rank_count);
     }
     half_nbytes = comm->ops->half_nbytes(comm, message->source);
-    offset = comm->ops->offset(comm, message);
-    if (__builtin_add_overflow(offset, message->nbytes, &end) || end > half_nbytes) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, name,
-                          "round %u: message of %llu bytes at %llu, the staging of rank %u "
-                          "has %llu",
-                          round, (unsigned long long)message->nbytes,
-                          (unsigned long long)offset, message->source,
-                          (unsigned long long)half_nbytes);
-    }
-    return WSYNC_OK;
+    end = comm->ops->offset(comm, message) + message->nbytes;
+    return end <= half_nbytes
+               ? WSYNC_OK
+               : wsync_fail(err, WSYNC_ERR_INVALID, 0, name,
+                            "round %u: messages of %llu bytes, the staging of rank %u has "
+                            "%llu",
+                            round, (unsigned long long)end, message->source,
+                            (unsigned long long)half_nbytes);
 }
 
 /* Whether a plan can be exchanged now. */

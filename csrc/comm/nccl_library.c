@@ -132,14 +132,11 @@ static wsync_status_t load(const char *const *paths, size_t path_count,
                           made.get_error_string(result), result);
     }
     if (made.version < WSYNC_NCCL_MIN_VERSION) {
-        /* Before 2.9 the thousands were the major version. */
-        const int major = made.version / (made.version < 10000 ? 1000 : 10000);
-
-        return wsync_fail(
-            err, WSYNC_ERR_UNSUPPORTED, 0, "ncclGetVersion",
-            "no NCCL: %s is NCCL %d.%d.%d, wsync needs %d.%d or later", made.path, major,
-            made.version % (made.version < 10000 ? 1000 : 10000) / 100, made.version % 100,
-            WSYNC_NCCL_MIN_VERSION / 10000, WSYNC_NCCL_MIN_VERSION % 10000 / 100);
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "ncclGetVersion",
+                          "no NCCL: %s is NCCL %d.%d.%d, wsync needs %d.%d or later",
+                          made.path, made.version / 10000, made.version % 10000 / 100,
+                          made.version % 100, WSYNC_NCCL_MIN_VERSION / 10000,
+                          WSYNC_NCCL_MIN_VERSION % 10000 / 100);
     }
     status = look_up(opened, NULL, &made, err);
     if (status == WSYNC_OK) {

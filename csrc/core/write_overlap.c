@@ -225,7 +225,7 @@ wsync_status_t wsync_copies_find_overlap(const wsync_copy_t *copies, size_t coun
     return status;
 }
 
-/* Copies to the shards of a tensor, by address. */
+/* Copies to the shards of a tensor, by address, from a buffer of its number. */
 static wsync_status_t append_shards(const wsync_layout_t *layout, size_t tensor,
                                     const wsync_span_t *spans, wsync_copies_t *copies,
                                     wsync_error_t *err)
@@ -237,40 +237,31 @@ static wsync_status_t append_shards(const wsync_layout_t *layout, size_t tensor,
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         const wsync_shard_t *shard = &shards[i];
         wsync_place_t place = wsync_layout_place(layout, shard, &shard->box);
+        wsync_place_t source;
 
         place.buffer = 0;
         place.offset += (uintptr_t)spans[shard->buffer].data;
-        status = wsync_copies_append(copies, shard->box.extent, &place, &place, err);
+        source = place;
+        source.buffer = (uint32_t)tensor;
+        status = wsync_copies_append(copies, shard->box.extent, &source, &place, err);
     }
     return status;
 }
 
-/* Copies follow each other by tensor: ends[i] comes after those of tensor i. */
-static const char *name_of(const wsync_layout_t *layout, const size_t *ends, size_t copy)
+static const char *name_of(const wsync_layout_t *layout, const wsync_copy_t *copy)
 {
-    size_t tensor = 0;
-
-    while (tensor + 1 < wsync_layout_tensor_count(layout) && ends[tensor] <= copy) {
-        tensor++;
-    }
-    return wsync_layout_tensor(layout, tensor)->name;
+    return wsync_layout_tensor(layout, copy->source_buffer)->name;
 }
 
 static wsync_status_t check_shards(const wsync_layout_t *layout, const wsync_span_t *spans,
                                    wsync_error_t *err)
 {
-    const size_t tensor_count = wsync_layout_tensor_count(layout);
-    size_t *ends = calloc(tensor_count + 1, sizeof(*ends));
     wsync_copies_t copies = {0};
     wsync_overlap_t overlap = {0};
     wsync_status_t status = WSYNC_OK;
 
-    if (ends == NULL) {
-        return wsync_no_memory(err, "overlap");
-    }
-    for (size_t i = 0; i < tensor_count && status == WSYNC_OK; i++) {
+    for (size_t i = 0; i < wsync_layout_tensor_count(layout) && status == WSYNC_OK; i++) {
         status = append_shards(layout, i, spans, &copies, err);
-        ends[i] = copies.count;
     }
     if (status == WSYNC_OK) {
         status = wsync_copies_find_overlap(copies.items, copies.count, &overlap, err);
@@ -279,11 +270,11 @@ static wsync_status_t check_shards(const wsync_layout_t *layout, const wsync_spa
         status = wsync_fail(
             err, WSYNC_ERR_LAYOUT, 0, "overlap",
             "%.256s and %.256s are kept in the same memory: both write the byte at 0x%llx",
-            name_of(layout, ends, overlap.first), name_of(layout, ends, overlap.second),
+            name_of(layout, &copies.items[overlap.first]),
+            name_of(layout, &copies.items[overlap.second]),
             (unsigned long long)overlap.offset);
     }
     wsync_copies_fini(&copies);
-    free(ends);
     return status;
 }
 

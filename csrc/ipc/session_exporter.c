@@ -208,30 +208,16 @@ wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
     return status;
 }
 
-static const char *device_text(const uint8_t *uuid, char *text, size_t nbytes)
-{
-    static const uint8_t host[WSYNC_DEVICE_UUID_NBYTES];
-
-    if (memcmp(uuid, host, sizeof(host)) == 0) {
-        return "the host";
-    }
-    (void)snprintf(text, nbytes, "the GPU with a UUID of %02x%02x%02x%02x-%02x%02x...",
-                   uuid[0], uuid[1], uuid[2], uuid[3], uuid[4], uuid[5]);
-    return text;
-}
-
 /* The control memory is of the ring's device, which has to be the worker's. */
 static wsync_status_t settle_device(wsync_exporter_t *self, const wsync_device_t *device,
                                     wsync_error_t *err)
 {
-    char here[64];
-    char there[64];
+    char text[WSYNC_DEVICE_TEXT_NBYTES];
 
     if (memcmp(device->uuid, self->worker_uuid, sizeof(device->uuid)) != 0) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "session",
-                          "attach: a ring on %s, but the worker is on %s",
-                          device_text(device->uuid, here, sizeof(here)),
-                          device_text(self->worker_uuid, there, sizeof(there)));
+                          "attach: a ring on %s, but the worker is on another device",
+                          wsync_device_text(device, text));
     }
     return self->link.control != NULL ? WSYNC_OK
                                       : wsync_control_create(device, SESSION_CONTROL_NBYTES,

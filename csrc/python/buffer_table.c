@@ -51,37 +51,20 @@ PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_t *devi
     return (PyObject *)self;
 }
 
-/* Reads (address, nbytes). */
-static int read_span(const void *context, PyObject *item, size_t index, void *made)
+static int read_span(const void *Py_UNUSED(context), PyObject *item,
+                     size_t Py_UNUSED(index), void *made)
 {
-    ModuleState *state = *(ModuleState *const *)context;
     wsync_span_t *span = made;
-    PyObject *pair = PySequence_Tuple(item);
-    uint64_t address;
-    uint64_t end;
-    int result = -1;
 
-    if (pair == NULL) {
+    if (!PyTuple_Check(item)) {
+        PyErr_Format(PyExc_TypeError, "a span is (address, nbytes), not %R", item);
         return -1;
     }
-    if (PyTuple_Size(pair) != 2) {
-        PyErr_Format(PyExc_ValueError, "span %zu is not (address, nbytes): %R", index,
-                     item);
-    } else if (wsync_py_convert_range_u64(PyTuple_GetItem(pair, 0), &address) &&
-               wsync_py_convert_range_u64(PyTuple_GetItem(pair, 1), &span->nbytes)) {
-        if ((address == 0 && span->nbytes > 0) ||
-            __builtin_add_overflow(address, span->nbytes, &end) || end > UINTPTR_MAX) {
-            (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "BufferTable",
-                                "span %zu: %llu bytes at address 0x%llx", index,
-                                (unsigned long long)span->nbytes,
-                                (unsigned long long)address);
-        } else {
-            span->data = PyLong_AsVoidPtr(PyTuple_GetItem(pair, 0));
-            result = 0;
-        }
-    }
-    Py_DECREF(pair);
-    return result;
+    return PyArg_ParseTuple(item, "O&O&;a span is (address, nbytes)",
+                            wsync_py_convert_address, &span->data, wsync_py_convert_u64,
+                            &span->nbytes)
+               ? 0
+               : -1;
 }
 
 static PyObject *buffers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -95,8 +78,7 @@ static PyObject *buffers_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:BufferTable", names, &spans,
                                      &owner) ||
-        wsync_py_items_init(&items, spans, sizeof(wsync_span_t), read_span,
-                            (const void *)&state) < 0) {
+        wsync_py_items_init(&items, spans, sizeof(wsync_span_t), read_span, NULL) < 0) {
         return NULL;
     }
     self = wsync_py_buffers_create(state, wsync_device_host(), items.items, items.count,

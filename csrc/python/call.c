@@ -162,7 +162,6 @@ static const struct {
     [WSYNC_PY_MANIFEST] = {"manifest", convert_buffer, FIELD(manifest), 0, false},
     [WSYNC_PY_WAIT_ROUND] = {"wait_round", convert_i64, FIELD(wait_round), 0, false},
     [WSYNC_PY_UPDATE] = {"update", wsync_py_convert_u64, FIELD(update), 0, false},
-    [WSYNC_PY_VALUE] = {"value", wsync_py_convert_u64, FIELD(value), 0, false},
     [WSYNC_PY_ROUND] = {"round", wsync_py_convert_u32, FIELD(round), 0, false},
     [WSYNC_PY_ROUNDS] = {"rounds", wsync_py_convert_u32, FIELD(rounds), 0, false},
     [WSYNC_PY_PARK] = {"park", convert_flag, FIELD(park), 0, true},

@@ -86,7 +86,6 @@ typedef enum wsync_py_parameter {
     WSYNC_PY_MANIFEST,
     WSYNC_PY_WAIT_ROUND,
     WSYNC_PY_UPDATE,
-    WSYNC_PY_VALUE,
     WSYNC_PY_ROUND,
     WSYNC_PY_ROUNDS,
     WSYNC_PY_PARK,

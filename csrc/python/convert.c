@@ -115,18 +115,6 @@ int wsync_py_convert_u64(PyObject *object, void *value)
     return 1;
 }
 
-int wsync_py_convert_range_u64(PyObject *object, void *value)
-{
-    if (wsync_py_convert_u64(object, value)) {
-        return 1;
-    }
-    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "%R is not between 0 and 2**64 - 1", object);
-    }
-    return 0;
-}
-
 int wsync_py_convert_u32(PyObject *object, void *value)
 {
     uint64_t converted = 0;

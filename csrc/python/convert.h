@@ -36,8 +36,6 @@ const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char 
  * fit ("I" and "K" would take it modulo the size). */
 int wsync_py_convert_u32(PyObject *object, void *value);
 int wsync_py_convert_u64(PyObject *object, void *value);
-/* The same as wsync_py_convert_u64, but with ValueError where the value does not fit. */
-int wsync_py_convert_range_u64(PyObject *object, void *value);
 
 /* Converter for "O&" into void *: an address as an integer. */
 int wsync_py_convert_address(PyObject *object, void *value);

@@ -48,19 +48,9 @@ __attribute__((format(printf, 4, 5))) static int fail_tensor(const describer_t *
         Py_XDECREF(type);
         return -1;
     }
-    if (describer->names != NULL) {
-        PyObject *given = PyTuple_GetItem(describer->names, describer->index);
-
-        name = PyObject_Str(given);
-        if (name != NULL && PyUnicode_AsUTF8AndSize(name, NULL) == NULL) {
-            PyErr_Clear();
-            wsync_py_assign(&name, PyObject_ASCII(given));
-        }
-    }
-    if (name == NULL) {
-        PyErr_Clear();
-        name = PyUnicode_FromFormat("tensor %zd", describer->index);
-    }
+    name = describer->names != NULL
+               ? PyObject_Str(PyTuple_GetItem(describer->names, describer->index))
+               : PyUnicode_FromFormat("tensor %zd", describer->index);
     name_text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
     if (name_text != NULL && type_text != NULL) {
         (void)wsync_py_fail(describer->state, status, "describe", "%s (%s): %s", name_text,
@@ -416,8 +406,11 @@ static Py_ssize_t find_moved(describer_t *describer, PyObject *tensors,
             continue;
         }
         if (read_tensor(describer, tensor, &row) < 0) {
-            /* one that lies nowhere, or that cannot be described any more */
-            return wsync_py_refused() < 0 ? -1 : i;
+            if (!PyErr_ExceptionMatches(describer->state->base_error)) {
+                return -1;
+            }
+            PyErr_Clear(); /* one that lies nowhere, or that cannot be described any more */
+            return i;
         }
         if (row.data != table->rows[i].data || !wsync_py_same_form(&row, &table->rows[i])) {
             return i;

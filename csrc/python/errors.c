@@ -46,19 +46,6 @@ cleanup:
     return result;
 }
 
-int wsync_py_refused(void)
-{
-    if (PyErr_Occurred() == NULL) {
-        return 0;
-    }
-    if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
-        !PyErr_ExceptionMatches(PyExc_Exception)) {
-        return -1;
-    }
-    PyErr_Clear();
-    return 0;
-}
-
 int wsync_py_add_errors(PyObject *module)
 {
     ModuleState *state = wsync_py_state(module);

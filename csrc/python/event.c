@@ -14,7 +14,7 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     wsync_error_t err = {0};
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&:Event", names, state->type_Memory,
-                                     &memory, wsync_py_convert_range_u64, &event.offset)) {
+                                     &memory, wsync_py_convert_u64, &event.offset)) {
         return NULL;
     }
     event.memory = ((MemoryObject *)memory)->memory;
@@ -50,7 +50,7 @@ static PyObject *event_wait(PyObject *object, PyObject *args, PyObject *kwargs)
     wsync_py_call_t call = {.core = object};
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&d|O:wait", names,
-                                     wsync_py_convert_range_u64, &call.value, &call.timeout,
+                                     wsync_py_convert_u64, &call.value, &call.timeout,
                                      &call.check) ||
         wsync_py_wait(wsync_py_state_of(object), event_step, &call) < 0) {
         return NULL;

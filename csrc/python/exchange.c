@@ -3,14 +3,13 @@
 #include "comm/comm.h"
 #include "comm/nccl_library.h"
 
+#include <limits.h>
 #include <stdlib.h>
 
 #include "python/call.h"
 #include "python/convert.h"
 #include "python/device_types.h"
 #include "python/plan.h"
-
-enum { MAX_TIMEOUT_S = 1000000 };
 
 /* close() only disconnects: the memory lives as long as the object, which every BufferTable
  * of spans keeps alive, so that streams may still run over them. */
@@ -99,17 +98,12 @@ static PyObject *exchange_nccl(PyObject *module, PyObject *args, PyObject *kwarg
                                      wsync_py_convert_device, &device)) {
         return NULL;
     }
-    if (!(timeout > 0) || timeout > MAX_TIMEOUT_S) {
-        return wsync_py_fail(state, WSYNC_ERR_INVALID, "nccl",
-                             "timeout=%g: more than 0 and at most %d seconds", timeout,
-                             (int)MAX_TIMEOUT_S);
-    }
     Py_BEGIN_ALLOW_THREADS
         status = wsync_nccl_library(NULL, 0, &library, &err);
         if (status == WSYNC_OK) {
-            status =
-                wsync_comm_create_nccl(library, device.device, rank, ranks, send_nbytes,
-                                       recv_nbytes, (int)(timeout * 1000), &comm, &err);
+            status = wsync_comm_create_nccl(
+                library, device.device, rank, ranks, send_nbytes, recv_nbytes,
+                timeout < INT_MAX / 1000 ? (int)(timeout * 1000) : INT_MAX, &comm, &err);
         }
     Py_END_ALLOW_THREADS
     return status == WSYNC_OK ? wrap(state, "nccl", device.device, ranks, comm)

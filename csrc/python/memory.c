@@ -28,8 +28,8 @@ static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     int control = 0;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&p:Memory", names,
-                                     wsync_py_convert_range_u64, &nbytes,
-                                     wsync_py_convert_device, &device, &control)) {
+                                     wsync_py_convert_u64, &nbytes, wsync_py_convert_device,
+                                     &device, &control)) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -52,8 +52,8 @@ static PyObject *memory_from_fd(PyObject *module, PyObject *args, PyObject *kwar
     int fd;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&|O&:from_fd", names, &fd,
-                                     wsync_py_convert_range_u64, &nbytes,
-                                     wsync_py_convert_device, &device)) {
+                                     wsync_py_convert_u64, &nbytes, wsync_py_convert_device,
+                                     &device)) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS

@@ -120,9 +120,6 @@ __attribute__((format(printf, 4, 5))) void *wsync_py_fail(ModuleState *state,
 /* None, or what wsync_py_raise returns if `status` is not WSYNC_OK. */
 PyObject *wsync_py_none(ModuleState *state, wsync_status_t status,
                         const wsync_error_t *err);
-/* Ends a question to an object that has failed: 0 if the exception is an answer, and was
- * dropped, -1 if it stays, as Ctrl-C and a lack of memory do. */
-int wsync_py_refused(void);
 
 int wsync_py_add_errors(PyObject *module);
 int wsync_py_add_records(PyObject *module);

@@ -31,25 +31,6 @@ static void packing_destroy(PyObject *capsule)
     free(packing);
 }
 
-/* Copying within one buffer would read what was just written. */
-static wsync_status_t check_overlap(const packing_t *packing, size_t index,
-                                    wsync_error_t *err)
-{
-    const uintptr_t begin = (uintptr_t)packing->destination.data;
-    const uintptr_t source = (uintptr_t)packing->sources[index].data;
-
-    if (source < begin + packing->destination.nbytes &&
-        begin < source + packing->sources[index].nbytes) {
-        return wsync_fail(
-            err, WSYNC_ERR_INVALID, 0, "pack",
-            "the tensor of %llu bytes at %p lies inside the buffer that it is "
-            "copied to",
-            (unsigned long long)packing->table->rows[index].nbytes,
-            packing->sources[index].data);
-    }
-    return WSYNC_OK;
-}
-
 static wsync_status_t append_tensor(packing_t *packing, size_t index, wsync_error_t *err)
 {
     const wsync_tensor_row_t *row = &packing->table->rows[index];
@@ -73,9 +54,6 @@ static wsync_status_t append_tensor(packing_t *packing, size_t index, wsync_erro
         source.stride[i] = row->shape[i] > 1 ? row->stride[i] * item : 0;
         destination.stride[i] = stride;
         stride *= row->shape[i];
-    }
-    if (check_overlap(packing, index, err) != WSYNC_OK) {
-        return err->status;
     }
     return wsync_copies_append(&packing->copies, row->shape, &source, &destination, err);
 }

@@ -65,22 +65,6 @@ static int read_host(const void *Py_UNUSED(context), PyObject *object,
     return host == -1 && PyErr_Occurred() ? -1 : wsync_py_read_u32(host, "host", item);
 }
 
-/* "K" would take a negative number for a huge one. */
-static int read_budget(PyObject *number, const char *name, uint64_t *nbytes)
-{
-    const long long value = number != NULL ? PyLong_AsLongLong(number) : 0;
-
-    if (value == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    if (value < 0) {
-        PyErr_Format(PyExc_ValueError, "%s %lld is negative", name, value);
-        return -1;
-    }
-    *nbytes = (uint64_t)value;
-    return 0;
-}
-
 static void spec_fini(plan_spec_t *parsed)
 {
     wsync_py_items_fini(&parsed->destinations);
@@ -97,37 +81,31 @@ static int spec_init(ModuleState *state, PyObject *args, PyObject *kwargs,
     wsync_plan_spec_t *spec = &parsed->spec;
     PyObject *source;
     PyObject *sequences[3];
-    PyObject *budgets[4] = {NULL};
     long long rank;
     int grow = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOL|$OOOOp:Plan", keywords,
-                                     state->type_Layout, &source, &sequences[0],
-                                     &sequences[1], &sequences[2], &rank, &budgets[0],
-                                     &budgets[1], &budgets[2], &budgets[3], &grow) ||
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!OOOL|$O&O&O&O&p:Plan", keywords, state->type_Layout, &source,
+            &sequences[0], &sequences[1], &sequences[2], &rank, wsync_py_convert_u64,
+            &spec->round_nbytes, wsync_py_convert_u64, &spec->ring_nbytes,
+            wsync_py_convert_u64, &spec->send_nbytes, wsync_py_convert_u64,
+            &spec->recv_nbytes, &grow) ||
         wsync_py_read_u32(rank, "rank", &spec->rank) < 0 ||
         wsync_py_items_init(&parsed->destinations, sequences[0],
                             sizeof(wsync_destination_t), read_destination, state) < 0 ||
         wsync_py_items_init(&parsed->workers, sequences[1], sizeof(wsync_worker_t),
                             read_worker, NULL) < 0 ||
         wsync_py_items_init(&parsed->hosts, sequences[2], sizeof(uint32_t), read_host,
-                            NULL) < 0 ||
-        wsync_py_read_u32((long long)parsed->destinations.count, "length",
-                          &spec->destination_count) < 0 ||
-        wsync_py_read_u32((long long)parsed->workers.count, "length", &spec->worker_count) <
-            0 ||
-        wsync_py_read_u32((long long)parsed->hosts.count, "length", &spec->rank_count) <
-            0 ||
-        read_budget(budgets[0], keywords[5], &spec->round_nbytes) < 0 ||
-        read_budget(budgets[1], keywords[6], &spec->ring_nbytes) < 0 ||
-        read_budget(budgets[2], keywords[7], &spec->send_nbytes) < 0 ||
-        read_budget(budgets[3], keywords[8], &spec->recv_nbytes) < 0) {
+                            NULL) < 0) {
         return -1;
     }
     spec->source = ((LayoutObject *)source)->layout;
     spec->destinations = parsed->destinations.items;
+    spec->destination_count = (uint32_t)parsed->destinations.count;
     spec->workers = parsed->workers.items;
+    spec->worker_count = (uint32_t)parsed->workers.count;
     spec->hosts = parsed->hosts.items;
+    spec->rank_count = (uint32_t)parsed->hosts.count;
     spec->rounds_grow = grow != 0;
     return 0;
 }

@@ -48,7 +48,6 @@ typedef struct maker {
     uint32_t rank;
     uint32_t image; /* its first buffer */
     uint64_t constants_nbytes;
-    size_t rule_count;
     wsync_quantiser_t *made;
     wsync_layout_builder_t *builder;
     wsync_cover_t cover;          /* of the tensor at hand, by the boxes of all ranks */
@@ -106,10 +105,6 @@ static wsync_status_t add_rule(maker_t *maker, const wsync_quantise_rule_t *rule
                           "%.256s is to be quantised, but no rank has it", rule->tensor);
     }
     found = &maker->tensors[index];
-    if (found->rule != NULL) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
-                          "%.256s is to be quantised twice", rule->tensor);
-    }
     found->tensor = wsync_layout_tensor(maker->layout, index);
     status = check_tensor(found->tensor, err);
     if (status != WSYNC_OK) {
@@ -120,11 +115,6 @@ static wsync_status_t add_rule(maker_t *maker, const wsync_quantise_rule_t *rule
                           "%.256s: blocks of %u columns, of which %u share a word",
                           rule->tensor, rule->method.block_cols,
                           wsync_quantise_codes(rule->method.kind));
-    }
-    if (rule->share > maker->rule_count) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
-                          "%.256s: number %u of those that share a scale, of %zu rules",
-                          rule->tensor, rule->share, maker->rule_count);
     }
     found->rule = rule;
     found->method = rule->method;
@@ -599,7 +589,6 @@ static wsync_status_t make(maker_t *maker, const wsync_quantise_rule_t *rules, s
     const size_t tensors = wsync_layout_tensor_count(maker->layout);
     wsync_status_t status = wsync_layout_builder_create(&maker->builder, err);
 
-    maker->rule_count = count;
     maker->constants_nbytes = constants_nbytes(rules, count);
     maker->made->image_nbytes = maker->constants_nbytes;
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
