@@ -117,5 +117,5 @@ def test_which_tensors_layouts_have_in_part() -> None:
         ("o", (2,), 0, 1, 2),
     ]
     assert _core.Layout.short([]) == []
-    with pytest.raises(TypeError, match="a layout must be .*Layout.*, not .*int"):
+    with pytest.raises(TypeError, match=r"a layout must be .*Layout.*, not .*int"):
         _core.Layout.short([first, 3])  # type: ignore[list-item]
