@@ -72,9 +72,10 @@ static wsync_status_t open_handle(wsync_cuda_ipc_t *memory, wsync_error_t *err)
 }
 
 /* Makes the record and has `fill` complete it in the context. */
-static wsync_status_t make(const wsync_cuda_ipc_t *wanted,
-                           wsync_status_t (*fill)(wsync_cuda_ipc_t *, wsync_error_t *),
-                           wsync_cuda_ipc_t **memory, wsync_error_t *err)
+static wsync_status_t make_filled(const wsync_cuda_ipc_t *wanted,
+                                  wsync_status_t (*fill)(wsync_cuda_ipc_t *,
+                                                         wsync_error_t *),
+                                  wsync_cuda_ipc_t **memory, wsync_error_t *err)
 {
     wsync_cuda_ipc_t *made = calloc(1, sizeof(*made));
     wsync_status_t status;
@@ -107,17 +108,19 @@ wsync_status_t wsync_cuda_ipc_create(const wsync_cuda_device_t *device, uint64_t
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "wsync_cuda_ipc_create",
                           "GPU memory of %" PRIu64 " bytes", nbytes);
     }
-    return make(&(wsync_cuda_ipc_t){.device = device,
-                                    .nbytes = wsync_round_up(nbytes, device->granularity)},
-                allocate, memory, err);
+    return make_filled(
+        &(wsync_cuda_ipc_t){.device = device,
+                            .nbytes = wsync_round_up(nbytes, device->granularity)},
+        allocate, memory, err);
 }
 
 wsync_status_t wsync_cuda_ipc_open(const wsync_cuda_device_t *device,
                                    const wsync_cu_ipc_t *handle, wsync_cuda_ipc_t **memory,
                                    wsync_error_t *err)
 {
-    return make(&(wsync_cuda_ipc_t){.device = device, .handle = *handle, .opened = true},
-                open_handle, memory, err);
+    return make_filled(
+        &(wsync_cuda_ipc_t){.device = device, .handle = *handle, .opened = true},
+        open_handle, memory, err);
 }
 
 void wsync_cuda_ipc_destroy(wsync_cuda_ipc_t *memory)

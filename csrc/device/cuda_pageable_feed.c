@@ -50,7 +50,7 @@ static uint64_t unit_nbytes(const wsync_copy_t *copy, unsigned dim)
 }
 
 /* Splits the first `count` indices of a dimension off; of ndim: elements of the row. */
-static wsync_copy_t take(wsync_copy_t *rest, unsigned dim, uint64_t count)
+static wsync_copy_t take_part(wsync_copy_t *rest, unsigned dim, uint64_t count)
 {
     wsync_copy_t piece = *rest;
 
@@ -150,13 +150,13 @@ static bool cut_outermost(wsync_cuda_load_t *load, wsync_copy_t *rest, wsync_cop
         unit = unit_nbytes(rest, dim);
         count = room / unit < left ? room / unit : left;
         if (count > 0) {
-            const wsync_copy_t piece = take(rest, dim, count);
+            const wsync_copy_t piece = take_part(rest, dim, count);
 
             *status = add_piece(load, &piece, err);
         } else if (unit <= WSYNC_CUDA_FEED_SLOT_NBYTES) {
             *status = add_slot(load, err);
         } else {
-            *inner = take(rest, dim, 1);
+            *inner = take_part(rest, dim, 1);
             return false;
         }
     }

@@ -87,8 +87,8 @@ static wsync_status_t upload(const wsync_cuda_tables_t *tables, wsync_cu_ptr_t a
 }
 
 /* The table that was made of these bytes, or NULL. */
-static const wsync_cuda_table_t *find(const wsync_cuda_tables_t *tables, const void *key,
-                                      size_t nbytes, uint64_t hash)
+static const wsync_cuda_table_t *find_table(const wsync_cuda_tables_t *tables,
+                                            const void *key, size_t nbytes, uint64_t hash)
 {
     const wsync_cuda_table_t *table = tables->buckets[hash % WSYNC_CUDA_TABLE_BUCKETS];
 
@@ -100,8 +100,8 @@ static const wsync_cuda_table_t *find(const wsync_cuda_tables_t *tables, const v
 }
 
 /* A table that is not in the list yet. */
-static wsync_status_t make(const void *key, size_t nbytes, uint64_t hash,
-                           wsync_cuda_table_t **table, wsync_error_t *err)
+static wsync_status_t make_table(const void *key, size_t nbytes, uint64_t hash,
+                                 wsync_cuda_table_t **table, wsync_error_t *err)
 {
     wsync_cuda_table_t *made = calloc(1, sizeof(*made));
     void *own_key = malloc(nbytes);
@@ -126,8 +126,8 @@ static wsync_status_t find_or_make(const wsync_cuda_tables_t *tables, const void
 {
     const uint64_t hash = wsync_checksum(key, nbytes);
 
-    *table = find(tables, key, nbytes, hash);
-    return *table != NULL ? WSYNC_OK : make(key, nbytes, hash, made, err);
+    *table = find_table(tables, key, nbytes, hash);
+    return *table != NULL ? WSYNC_OK : make_table(key, nbytes, hash, made, err);
 }
 
 /* Moves the table into the list if it was filled, else frees it and returns NULL. */

@@ -91,7 +91,7 @@ static int compare_numbers(const void *left, const void *right)
 }
 
 /* Index of a segment, or SIZE_MAX. */
-static size_t find(const wsync_lent_t *lent, uint64_t number)
+static size_t find_segment(const wsync_lent_t *lent, uint64_t number)
 {
     const uint64_t *numbers = lent->numbers.items;
     const uint64_t *found = lent->numbers.count > 0
@@ -109,7 +109,7 @@ static wsync_status_t resolve(const wsync_lent_t *lent, const wsync_binding_t *b
 {
     for (size_t i = 0; i < count; i++) {
         const wsync_binding_t *binding = &bindings[i];
-        const size_t index = find(lent, binding->segment);
+        const size_t index = find_segment(lent, binding->segment);
         const wsync_memory_t *memory;
 
         if (binding->segment == WSYNC_UNBOUND) {

@@ -6,7 +6,8 @@
 
 #include "core/layout/layout_parts.h"
 
-static const wsync_split_tensor_t *find(const wsync_split_t *split, const char *name)
+static const wsync_split_tensor_t *find_split_tensor(const wsync_split_t *split,
+                                                     const char *name)
 {
     const size_t index = wsync_names_find(&split->names, name);
 
@@ -181,8 +182,8 @@ static wsync_status_t split_layout(const wsync_split_t *split, const wsync_layou
             wsync_layout_builder_origin(builder, layout->origins.items[i], &index, err);
     }
     for (size_t i = 0; i < layout->names.count && status == WSYNC_OK; i++) {
-        status =
-            split_tensor(find(split, layout->tensors[i].name), layout, i, builder, err);
+        status = split_tensor(find_split_tensor(split, layout->tensors[i].name), layout, i,
+                              builder, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_layout_builder_finish(builder, made, err);
@@ -269,7 +270,7 @@ wsync_status_t wsync_split_restore(const wsync_split_t *split, const wsync_tenso
                                    const wsync_shard_t *shard,
                                    wsync_layout_builder_t *builder, wsync_error_t *err)
 {
-    const wsync_split_tensor_t *known = find(split, tensor->name);
+    const wsync_split_tensor_t *known = find_split_tensor(split, tensor->name);
     wsync_tensor_t before = *tensor;
     wsync_shard_t part = {0};
     uint32_t number;

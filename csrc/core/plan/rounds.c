@@ -113,7 +113,7 @@ static bool fits(const wsync_planner_t *planner, const uint64_t *used)
 
 /* Puts what planner->use holds into the first round where it fits, or into a new one, which
  * it may exceed. */
-static size_t put(const wsync_planner_t *planner, open_rounds_t *open)
+static size_t put_in_round(const wsync_planner_t *planner, open_rounds_t *open)
 {
     const wsync_plan_use_t *use = &planner->use;
     size_t round = open->oldest;
@@ -332,7 +332,7 @@ wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         turns[i].item = owners_take(planner, &owners);
         wsync_plan_use_set(planner, &planner->items.items[turns[i].item]);
-        turns[i].round = (uint32_t)put(planner, &open);
+        turns[i].round = (uint32_t)put_in_round(planner, &open);
     }
     if (status == WSYNC_OK) {
         const wsync_keyed_t keyed = {turns, count, sizeof(*turns),

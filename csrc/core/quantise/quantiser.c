@@ -583,8 +583,8 @@ static uint64_t constants_nbytes(const wsync_quantise_rule_t *rules, size_t coun
     return nbytes;
 }
 
-static wsync_status_t make(maker_t *maker, const wsync_quantise_rule_t *rules, size_t count,
-                           wsync_error_t *err)
+static wsync_status_t make_quantiser(maker_t *maker, const wsync_quantise_rule_t *rules,
+                                     size_t count, wsync_error_t *err)
 {
     const size_t tensors = wsync_layout_tensor_count(maker->layout);
     wsync_status_t status = wsync_layout_builder_create(&maker->builder, err);
@@ -629,8 +629,9 @@ wsync_status_t wsync_quantiser_create(const wsync_layout_t *layout, uint32_t ran
     }
     maker.made = calloc(1, sizeof(*maker.made));
     maker.tensors = calloc(wsync_layout_tensor_count(layout) + 1, sizeof(*maker.tensors));
-    status = maker.made != NULL && maker.tensors != NULL ? make(&maker, rules, count, err)
-                                                         : wsync_no_memory(err, "quantise");
+    status = maker.made != NULL && maker.tensors != NULL
+                 ? make_quantiser(&maker, rules, count, err)
+                 : wsync_no_memory(err, "quantise");
     wsync_layout_builder_destroy(maker.builder);
     wsync_cover_fini(&maker.cover);
     free(maker.tensors);
