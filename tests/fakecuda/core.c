@@ -1,19 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Initialisation, devices, contexts, the log, planned failures, shared pages. */
-#include <errno.h>
-#include <fcntl.h>
-#include <signal.h>
+ * Initialisation, devices, contexts, the log, planned failures. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "fake.h"
 #include "fake_calls.h"
 
-enum { DEFAULT_VERSION = 12080, MAX_PUSHED = 16, SHARED_MAGIC = 0x66616b65 };
+enum { DEFAULT_VERSION = 12080, MAX_PUSHED = 16 };
 
 fake_state_t fake = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
@@ -261,13 +257,7 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.connections = fake_read_number("WSYNC_FAKE_CUDA_CONNECTIONS", 0);
         fake.priorities =
             fake_read_number("WSYNC_FAKE_CUDA_PRIORITIES", 0) == 1 ? 1 : FAKE_PRIORITIES;
-        fake.syncs = fake_read_number("WSYNC_FAKE_CUDA_SYNCS", 0) != 0;
-        fake.queue = fake_read_number("WSYNC_FAKE_CUDA_QUEUE", 0);
         fake.seed = 1;
-        if (!fake_board_open(getenv("WSYNC_FAKE_CUDA_BOARD"))) {
-            fake_unlock();
-            return WSYNC_CU_OPERATING_SYSTEM;
-        }
         for (int i = 0; i < fake.device_count; i++) {
             fake.contexts[i].device = i;
         }
@@ -481,82 +471,6 @@ wsync_cu_result_t fake_context_priorities(int *least, int *greatest)
     *least = 0;
     *greatest = 1 - fake.priorities;
     return code;
-}
-
-/* --- pages that processes share --------------------------------------------------------
- */
-
-fake_shared_t *fake_shared_map(int fd, off_t offset)
-{
-    fake_shared_t *shared =
-        mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE,
-             fd < 0 ? MAP_SHARED | MAP_ANONYMOUS : MAP_SHARED, fd, offset);
-
-    if (shared == MAP_FAILED) {
-        return NULL;
-    }
-    atomic_store(&shared->magic, SHARED_MAGIC);
-    return shared;
-}
-
-void fake_shared_unmap(fake_shared_t *shared)
-{
-    (void)munmap(shared, sizeof(*shared));
-}
-
-bool fake_shared_join(fake_shared_t *shared)
-{
-    for (int i = 0; i < FAKE_MAX_USERS; i++) {
-        int nobody = 0;
-
-        if (atomic_compare_exchange_strong(&shared->users[i], &nobody, (int)getpid())) {
-            return true;
-        }
-    }
-    return false;
-}
-
-void fake_shared_leave(fake_shared_t *shared)
-{
-    for (int i = 0; i < FAKE_MAX_USERS; i++) {
-        int self = (int)getpid();
-
-        if (atomic_compare_exchange_strong(&shared->users[i], &self, 0)) {
-            return;
-        }
-    }
-}
-
-pid_t fake_shared_user(fake_shared_t *shared)
-{
-    for (int i = 0; i < FAKE_MAX_USERS; i++) {
-        const pid_t pid = (pid_t)atomic_load(&shared->users[i]);
-
-        if (pid != 0 && fake_is_alive(pid)) {
-            return pid;
-        }
-    }
-    return 0;
-}
-
-int fake_steal(pid_t pid, int fd, const char *name)
-{
-    char path[64];
-    char target[128];
-    char wanted[64];
-    ssize_t length;
-
-    (void)snprintf(path, sizeof(path), "/proc/%ld/fd/%d", (long)pid, fd);
-    (void)snprintf(wanted, sizeof(wanted), "/memfd:%s ", name);
-    length = readlink(path, target, sizeof(target) - 1);
-    if (length < 0) {
-        return -1;
-    }
-    target[length] = '\0';
-    if (strncmp(target, wanted, strlen(wanted)) != 0) {
-        return -1;
-    }
-    return open(path, O_RDWR | O_CLOEXEC);
 }
 
 /* --- what tests call -------------------------------------------------------------------

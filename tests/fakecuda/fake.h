@@ -16,14 +16,11 @@
 enum {
     FAKE_MAX_DEVICES = 16,
     FAKE_GRANULARITY = 2 * 1024 * 1024,
-    FAKE_MAX_USERS = 16,
-    FAKE_MAX_PARAMETERS = 8,
     FAKE_PARAMETER_NBYTES = 256,
     FAKE_LACKS = 64,
     FAKE_PRIORITIES = 6,
     FAKE_KERNELS = 2,
     FAKE_SHARED_NBYTES = 48 * 1024, /* of a block, unless more is asked for before */
-    FAKE_OUT_OF_RESOURCES = 701,    /* CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES */
     FAKE_PEER_UNSUPPORTED = 217,    /* CUDA_ERROR_PEER_ACCESS_UNSUPPORTED */
 };
 
@@ -31,13 +28,6 @@ struct wsync_cu_context {
     int device;
     long retained;
 };
-
-/* Who in other processes has something open, in memory that they all map. */
-typedef struct fake_shared {
-    atomic_uint magic;
-    atomic_int users[FAKE_MAX_USERS]; /* pids */
-    atomic_bool gone;                 /* its owner gave it up */
-} fake_shared_t;
 
 struct wsync_cu_event {
     struct wsync_cu_event *next;
@@ -48,7 +38,6 @@ struct wsync_cu_event {
     bool dead;                  /* destroyed; kept for pending operations */
     long pending;               /* operations that name it */
     uint64_t when;              /* ns, of the last record that passed */
-    uint64_t captured; /* of a record of the context: what came before this number */
 };
 
 typedef struct fake_physical {
@@ -58,6 +47,7 @@ typedef struct fake_physical {
     int fd;
     int device;
     int ordinal;  /* of the device in the process that made it */
+    int types;    /* of the handles that it can be exported as */
     long handles; /* references: create, import */
     long maps;
     bool charged; /* its bytes count as this process's */
@@ -81,9 +71,7 @@ typedef struct fake_range {
     unsigned char *host; /* where threads of the fake reach it, or NULL: nowhere */
     unsigned char *room; /* of a reservation: where they will reach what is mapped in it */
     struct wsync_cu_context *context; /* of an allocation */
-    int device;                       /* of a mapping; -1: no access */
     fake_physical_t *physical;        /* of a mapping */
-    fake_shared_t *shared;            /* of an allocation */
     int fd;
     pid_t owner; /* of an opened handle */
     int owner_fd;
@@ -101,20 +89,11 @@ typedef enum fake_op_kind {
     FAKE_WORK,
 } fake_op_kind_t;
 
-typedef void (*fake_kernel_func_t)(unsigned grid, unsigned block, void **parameters);
-/* Of some bytes; anything but SUCCESS ends the visit. */
-typedef wsync_cu_result_t (*fake_visit_func_t)(const void *state, uintptr_t at,
-                                               size_t nbytes);
-
 typedef struct fake_kernel {
     const char *name;
-    fake_kernel_func_t run;
-    /* Visits all that a launch touches; locked. */
-    wsync_cu_result_t (*each)(const unsigned char *parameters, fake_visit_func_t visit,
-                              const void *state);
+    void (*run)(unsigned grid, unsigned block, const void *parameters);
     unsigned block; /* threads that its registers are enough for */
-    int parameter_count;
-    size_t parameter_nbytes[FAKE_MAX_PARAMETERS];
+    size_t nbytes;  /* of its one parameter */
 } fake_kernel_t;
 
 typedef struct fake_op {
@@ -131,7 +110,6 @@ typedef struct fake_op {
     unsigned block;
     unsigned char parameters[FAKE_PARAMETER_NBYTES];
     uint64_t number; /* in the order of all streams */
-    uint64_t after;  /* it waits for all of its context that came before this number */
 } fake_op_t;
 
 struct wsync_cu_stream {
@@ -143,8 +121,6 @@ struct wsync_cu_stream {
     unsigned seed;
     bool running; /* the head, without the lock */
     bool destroyed;
-    bool blocking;  /* the default stream waits for it */
-    size_t length;  /* of the queue */
     size_t channel; /* of the device, that it shares with others of its priority */
     int priority;   /* 0, and below: sooner */
 };
@@ -167,8 +143,7 @@ typedef struct fake_state {
     int first;
     atomic_int lost; /* the code of every call from then on */
     size_t memory;
-    struct fake_board *board; /* shared with other processes, or not */
-    struct fake_use *use;     /* this process's, on it */
+    size_t used[FAKE_MAX_DEVICES]; /* by this process */
     unsigned delay_us;
     bool pageable;
     bool moving;   /* and moves its pages to the device when that reads them */
@@ -180,8 +155,6 @@ typedef struct fake_state {
     bool sizes;
     size_t connections; /* queues of a priority that streams share; 0: each has its own */
     int priorities;
-    bool syncs;   /* calls that may wait for all that runs do */
-    size_t queue; /* operations that a stream holds; 0: any number */
     uint64_t next_number;
     size_t next_channels[FAKE_PRIORITIES];
     unsigned seed;
@@ -234,45 +207,25 @@ void fake_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void fake_lock(void);
 void fake_unlock(void);
 
-/* A process that has ended, and that nobody has waited for yet, has nothing any more. */
-bool fake_is_alive(pid_t pid);
-/* A page of shared memory for open counts, in `fd` from `offset` on. */
-fake_shared_t *fake_shared_map(int fd, off_t offset);
-void fake_shared_unmap(fake_shared_t *shared);
-bool fake_shared_join(fake_shared_t *shared);
-void fake_shared_leave(fake_shared_t *shared);
-/* A process that is alive and has it open, or 0. */
-pid_t fake_shared_user(fake_shared_t *shared);
-/* What /proc knows as descriptor `fd` of process `pid`, or -1; it must be a memfd `name`.
- */
-int fake_steal(pid_t pid, int fd, const char *name);
-
 /* Whether [at, at + nbytes) may be used by an operation of the device; with `by_host` also
  * what only the host reaches; locked. */
 wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes,
                                    bool by_host);
-/* Of all processes that share a board; locked. */
-bool fake_board_open(const char *path);
+/* Of what this process has not taken of a device; locked. */
 size_t fake_free_nbytes(int device);
-uint64_t fake_now_ns(void);
-/* A moment, between two looks at something. */
-void fake_pause(void);
-/* Adds to what this process has of a device. */
+/* Adds to what this process has of a device; locked. */
 void fake_charge(int device, size_t nbytes);
 /* Addresses that nobody else has, at which there is nothing for the processor; 0: none. */
 uintptr_t fake_reserve(size_t nbytes);
-/* What its memory can be exported as, if it is a mapping; locked. */
-int fake_handle_types(const fake_range_t *range);
 /* Takes device memory away for ever. */
 void fake_bury(fake_range_t *range);
 /* Where a thread of the fake reads and writes what the device has at an address: other
  * addresses are the host's own.  Locked. */
 void *fake_reach(uintptr_t at);
 EXPORT void *fakecuda_reach(const void *at); /* not locked */
-/* Whether an operation that has not ended names the range; locked. */
+/* Whether an operation that has not ended, of those that are no launch of a kernel, names
+ * the range; locked. */
 bool fake_range_busy(uintptr_t at, size_t nbytes);
-/* Where the driver may wait for the device: until all streams have passed what they had. */
-void fake_synchronize(void);
 /* Every call fails from now on; returns when no stream runs anything any more. */
 void fake_streams_lose(wsync_cu_result_t code);
 /* INVALID_HANDLE unless it lives (and, if one is given, is of the context); locked. */

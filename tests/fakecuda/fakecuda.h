@@ -9,9 +9,7 @@
  *   WSYNC_FAKE_CUDA_VERSION   of CUDA that the driver speaks (12080)
  *   WSYNC_FAKE_CUDA_DEVICES   how many (1)
  *   WSYNC_FAKE_CUDA_FIRST     number of the first: what another process calls its n-th (0)
- *   WSYNC_FAKE_CUDA_MEMORY    bytes of each (1 GiB)
- *   WSYNC_FAKE_CUDA_BOARD     file of the processes that have these devices together, and
- *                             count their memory together (each process by itself)
+ *   WSYNC_FAKE_CUDA_MEMORY    bytes of each that a process has (1 GiB)
  *   WSYNC_FAKE_CUDA_DELAY_US  longest random pause before an operation of a stream (100)
  *   WSYNC_FAKE_CUDA_CONNECTIONS
  *                             N: streams of one priority, whoever made them, take turns at
@@ -19,9 +17,6 @@
  *                             with CUDA_DEVICE_MAX_CONNECTIONS=N (0: each has its own)
  *   WSYNC_FAKE_CUDA_PRIORITIES
  *                             1: streams have no priorities (0: six of them)
- *   WSYNC_FAKE_CUDA_SYNCS     1: calls that may wait for the device, which are those that
- *                             take and give back memory and modules, do (0)
- *   WSYNC_FAKE_CUDA_QUEUE     operations that a stream takes before it keeps callers (any)
  *   WSYNC_FAKE_CUDA_LACKS     numbers of attributes of devices that are 0, between commas
  *   WSYNC_FAKE_CUDA_PEERS     0: no device reaches another one's memory (1)
  *   WSYNC_FAKE_CUDA_MPS       1: the process is a client of MPS, and opens IPC handles of

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * cuMemAlloc and the handles by which other processes open it.  An allocation is a memfd;
- * a page behind its bytes counts who has it open. */
+ * cuMemAlloc and the handles by which other processes open it.  An allocation is a memfd.
+ */
+#include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -41,10 +43,8 @@ static fake_range_t *map_allocation(int fd, size_t nbytes, fake_kind_t kind)
                                 .at = at,
                                 .host = data,
                                 .nbytes = nbytes,
-                                .device = -1,
                                 .opens = 1,
                                 .fd = fd,
-                                .shared = fake_shared_map(fd, (off_t)pages(nbytes)),
                                 .next = fake.ranges};
         fake.ranges = range;
         return range;
@@ -57,10 +57,8 @@ static fake_range_t *map_allocation(int fd, size_t nbytes, fake_kind_t kind)
 static void unmap_allocation(fake_range_t *range)
 {
     fake_bury(range);
-    fake_shared_unmap(range->shared);
     (void)close(range->fd);
     range->fd = -1;
-    range->shared = NULL;
     range->kind = FAKE_GRAVE;
 }
 
@@ -84,12 +82,11 @@ wsync_cu_result_t fake_mem_alloc(wsync_cu_ptr_t *at, size_t nbytes)
     if (code != WSYNC_CU_SUCCESS || nbytes == 0) {
         return code != WSYNC_CU_SUCCESS ? code : WSYNC_CU_INVALID_VALUE;
     }
-    fake_synchronize();
     fake_lock();
     fd = nbytes > fake_free_nbytes(context->device)
              ? -1
              : memfd_create(ALLOCATION_NAME, MFD_CLOEXEC);
-    if (fd >= 0 && ftruncate(fd, (off_t)(pages(nbytes) + PAGE_NBYTES)) == 0) {
+    if (fd >= 0 && ftruncate(fd, (off_t)pages(nbytes)) == 0) {
         range = map_allocation(fd, nbytes, FAKE_ALLOCATED);
     }
     if (range != NULL) {
@@ -110,19 +107,14 @@ wsync_cu_result_t fake_mem_free(wsync_cu_ptr_t at)
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    fake_synchronize();
     fake_lock();
     range = find_base(FAKE_ALLOCATED, at);
     if (range == NULL) {
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemFree: nothing is allocated there");
-    } else if (fake_shared_user(range->shared) != 0) {
-        code = fake_refuse(WSYNC_CU_ILLEGAL_STATE, "cuMemFree: process %ld has it open",
-                           (long)fake_shared_user(range->shared));
+        code = fake_refuse(WSYNC_CU_ILLEGAL_STATE, "cuMemFree: nothing is allocated there");
     } else if (fake_range_busy(range->at, range->nbytes)) {
         code = fake_refuse(WSYNC_CU_ILLEGAL_STATE, "cuMemFree while a stream uses it");
     } else {
         fake_charge(range->context->device, -range->nbytes);
-        atomic_store(&range->shared->gone, true);
         unmap_allocation(range);
     }
     fake_unlock();
@@ -164,14 +156,12 @@ wsync_cu_result_t fake_ipc_get_memory(wsync_cu_ipc_t *handle, wsync_cu_ptr_t at)
     fake_lock();
     range = find_base(FAKE_ALLOCATED, at);
     if (range == NULL) {
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE,
-                           "cuIpcGetMemHandle: not the start of a cuMemAlloc");
+        code = WSYNC_CU_INVALID_VALUE;
     } else if (range->nbytes % FAKE_GRANULARITY != 0) {
         /* The real one gives away the block of memory that it is a part of, with all else
          * that lies there. */
-        code = fake_refuse(WSYNC_CU_ILLEGAL_STATE,
-                           "cuIpcGetMemHandle: %zu bytes in a block with others",
-                           range->nbytes);
+        code =
+            fake_refuse(WSYNC_CU_ILLEGAL_STATE, "cuIpcGetMemHandle: of a part of a block");
     } else {
         made.fd = range->fd;
         made.device = fake.first + range->context->device;
@@ -190,8 +180,7 @@ static wsync_cu_result_t open_again(fake_range_t *range,
                                     wsync_cu_ptr_t *at)
 {
     if (range->context != context) {
-        return fake_refuse(WSYNC_CU_INVALID_CONTEXT,
-                           "cuIpcOpenMemHandle: another context has it open");
+        return WSYNC_CU_INVALID_CONTEXT;
     }
     range->opens++;
     *at = range->at;
@@ -202,11 +191,13 @@ static wsync_cu_result_t open_new(const handle_t *handle, struct wsync_cu_contex
                                   wsync_cu_ptr_t *at)
 {
     fake_range_t *range = NULL;
-    const int fd = fake_steal(handle->pid, handle->fd, ALLOCATION_NAME);
+    char path[64];
+    int fd;
 
-    if (fd < 0 ||
-        lseek(fd, 0, SEEK_END) != (off_t)(pages((size_t)handle->nbytes) + PAGE_NBYTES)) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuIpcOpenMemHandle: it was freed");
+    (void)snprintf(path, sizeof(path), "/proc/%d/fd/%d", handle->pid, handle->fd);
+    fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0 || lseek(fd, 0, SEEK_END) != (off_t)pages((size_t)handle->nbytes)) {
+        return WSYNC_CU_INVALID_VALUE; /* it was freed */
     }
     range = map_allocation(fd, (size_t)handle->nbytes, FAKE_OPENED);
     if (range == NULL) {
@@ -215,10 +206,6 @@ static wsync_cu_result_t open_new(const handle_t *handle, struct wsync_cu_contex
     range->context = context;
     range->owner = handle->pid;
     range->owner_fd = handle->fd;
-    if (atomic_load(&range->shared->gone) || !fake_shared_join(range->shared)) {
-        unmap_allocation(range);
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuIpcOpenMemHandle: it was freed");
-    }
     *at = range->at;
     return WSYNC_CU_SUCCESS;
 }
@@ -235,20 +222,15 @@ wsync_cu_result_t fake_ipc_open_memory(wsync_cu_ptr_t *at, wsync_cu_ipc_t handle
         return code;
     }
     memcpy(&wanted, &handle, sizeof(wanted));
-    if (wanted.magic != HANDLE_MAGIC || flags != WSYNC_CU_IPC_LAZY_PEER_ACCESS) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuIpcOpenMemHandle: no handle or flag");
-    }
-    if ((wanted.mps != 0) != fake.mps) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuIpcOpenMemHandle beyond MPS");
+    if (wanted.magic != HANDLE_MAGIC || flags != WSYNC_CU_IPC_LAZY_PEER_ACCESS ||
+        (wanted.mps != 0) != fake.mps) {
+        return WSYNC_CU_INVALID_VALUE;
     }
     if (wanted.pid == (int32_t)getpid()) {
-        return fake_refuse(WSYNC_CU_INVALID_CONTEXT,
-                           "cuIpcOpenMemHandle in the process that made it");
+        return WSYNC_CU_INVALID_CONTEXT;
     }
     if (fake.no_peers && wanted.device != fake.first + context->device) {
-        return fake_refuse(FAKE_PEER_UNSUPPORTED,
-                           "cuIpcOpenMemHandle: memory of device %d, in a context of %d",
-                           wanted.device, fake.first + context->device);
+        return FAKE_PEER_UNSUPPORTED;
     }
     fake_lock();
     for (range = fake.ranges; range != NULL; range = range->next) {
@@ -271,19 +253,14 @@ wsync_cu_result_t fake_ipc_close_memory(wsync_cu_ptr_t at)
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    fake_synchronize();
     fake_lock();
     range = find_base(FAKE_OPENED, at);
-    if (range == NULL) {
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuIpcCloseMemHandle: not open");
-    } else if (range->context != context) {
-        code =
-            fake_refuse(WSYNC_CU_INVALID_CONTEXT, "cuIpcCloseMemHandle: another context");
+    if (range == NULL || range->context != context) {
+        code = fake_refuse(WSYNC_CU_ILLEGAL_STATE, "cuIpcCloseMemHandle: not open here");
     } else if (range->opens == 1 && fake_range_busy(range->at, range->nbytes)) {
         code = fake_refuse(WSYNC_CU_ILLEGAL_STATE,
                            "cuIpcCloseMemHandle while a stream uses it");
     } else if (--range->opens == 0) {
-        fake_shared_leave(range->shared);
         unmap_allocation(range);
     }
     fake_unlock();

@@ -48,20 +48,13 @@ static fake_range_t *find_host(uintptr_t data, size_t nbytes)
     return NULL;
 }
 
-/* The first byte that is not mapped, of some; NULL in *blocked, or the first range that the
- * device may not use. */
-static uintptr_t walk_mapped(uintptr_t at, size_t nbytes, const fake_range_t **blocked)
+/* The first byte that is not mapped, of some. */
+static uintptr_t walk_mapped(uintptr_t at, size_t nbytes)
 {
     const uintptr_t end = at + nbytes;
+    const fake_range_t *range;
 
-    *blocked = NULL;
-    while (at < end) {
-        const fake_range_t *range = find(FAKE_MAPPED, FAKE_MAPPED, at, 1);
-
-        if (range == NULL) {
-            break;
-        }
-        *blocked = *blocked == NULL && range->device < 0 ? range : *blocked;
+    while (at < end && (range = find(FAKE_MAPPED, FAKE_MAPPED, at, 1)) != NULL) {
         at = range->at + range->nbytes;
     }
     return at;
@@ -70,35 +63,23 @@ static uintptr_t walk_mapped(uintptr_t at, size_t nbytes, const fake_range_t **b
 wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes,
                                    bool by_host)
 {
-    const fake_range_t *blocked;
-    const fake_range_t *range = find(FAKE_ALLOCATED, FAKE_ALLOCATED, at, nbytes);
-
-    if (range == NULL && nbytes > 0 && walk_mapped(at, nbytes, &blocked) >= at + nbytes) {
-        return blocked == NULL
-                   ? WSYNC_CU_SUCCESS
-                   : fake_refuse(WSYNC_CU_ILLEGAL_ADDRESS, "%s: no access was set", call);
-    }
-
-    if (range == NULL) {
-        range = find(FAKE_OPENED, FAKE_HOST, at, nbytes);
-    }
-    if (range != NULL) {
+    if (find(FAKE_ALLOCATED, FAKE_ALLOCATED, at, nbytes) != NULL ||
+        find(FAKE_OPENED, FAKE_HOST, at, nbytes) != NULL ||
+        (nbytes > 0 && walk_mapped(at, nbytes) >= at + nbytes)) {
         return WSYNC_CU_SUCCESS;
     }
-    for (range = fake.ranges; range != NULL; range = range->next) {
+    for (const fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
         if (overlaps(range, at, nbytes)) {
             return fake_refuse(WSYNC_CU_ILLEGAL_ADDRESS,
                                "%s: %zu bytes at %#zx that are not mapped, or no more",
                                call, nbytes, (size_t)at);
         }
     }
-    if (by_host || fake.pageable) {
-        return WSYNC_CU_SUCCESS;
-    }
-    return fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: %#zx is %s", call, (size_t)at,
-                       find_host(at, nbytes) != NULL
-                           ? "the host's address of registered memory"
-                           : "not of the device, and not registered");
+    return by_host || fake.pageable
+               ? WSYNC_CU_SUCCESS
+               : fake_refuse(WSYNC_CU_INVALID_VALUE,
+                             "%s: %#zx is not of the device, and not registered", call,
+                             (size_t)at);
 }
 
 uintptr_t fake_reserve(size_t nbytes)
@@ -140,7 +121,6 @@ static fake_range_t *add_range(fake_kind_t kind, uintptr_t at, size_t nbytes)
         range->at = at;
         range->nbytes = nbytes;
         range->fd = -1;
-        range->device = -1;
         range->next = fake.ranges;
         fake.ranges = range;
     }
@@ -175,6 +155,16 @@ void fake_bury(fake_range_t *range)
 /* --- physical memory -------------------------------------------------------------------
  */
 
+size_t fake_free_nbytes(int device)
+{
+    return fake.memory - fake.used[device];
+}
+
+void fake_charge(int device, size_t nbytes)
+{
+    fake.used[device] += nbytes;
+}
+
 wsync_cu_result_t fake_mem_get_info(size_t *free_nbytes, size_t *total)
 {
     struct wsync_cu_context *context = NULL;
@@ -199,13 +189,11 @@ wsync_cu_result_t fake_mem_granularity(size_t *nbytes, const wsync_cu_property_t
 {
     const wsync_cu_result_t code = fake_enter("cuMemGetAllocationGranularity");
 
-    if (code != WSYNC_CU_SUCCESS) {
-        return code;
-    }
     *nbytes = FAKE_GRANULARITY;
-    return good_property(property) && option == WSYNC_CU_GRANULARITY_MINIMUM
-               ? WSYNC_CU_SUCCESS
-               : WSYNC_CU_INVALID_VALUE;
+    return code == WSYNC_CU_SUCCESS &&
+                   !(good_property(property) && option == WSYNC_CU_GRANULARITY_MINIMUM)
+               ? WSYNC_CU_INVALID_VALUE
+               : code;
 }
 
 static fake_physical_t *find_physical(wsync_cu_handle_t handle)
@@ -218,25 +206,21 @@ static fake_physical_t *find_physical(wsync_cu_handle_t handle)
     return NULL;
 }
 
-static wsync_cu_result_t add_physical(int fd, size_t nbytes, int device, int ordinal,
-                                      bool charged, wsync_cu_handle_t *handle)
+static wsync_cu_result_t add_physical(const fake_physical_t *physical,
+                                      wsync_cu_handle_t *handle)
 {
-    fake_physical_t *made = calloc(1, sizeof(*made));
+    fake_physical_t *made = malloc(sizeof(*made));
 
     if (made == NULL) {
-        (void)close(fd);
+        (void)close(physical->fd);
         return WSYNC_CU_OUT_OF_MEMORY;
     }
-    made->fd = fd;
-    made->nbytes = nbytes;
-    made->device = device;
-    made->ordinal = ordinal;
-    made->charged = charged;
+    *made = *physical;
     made->handles = 1;
     made->handle = fake.next_handle++;
     made->next = fake.physicals;
     fake.physicals = made;
-    fake_charge(device, charged ? nbytes : 0);
+    fake_charge(made->device, made->charged ? made->nbytes : 0);
     *handle = made->handle;
     return WSYNC_CU_SUCCESS;
 }
@@ -262,8 +246,13 @@ wsync_cu_result_t fake_mem_create(wsync_cu_handle_t *handle, size_t nbytes,
                                   const wsync_cu_property_t *property,
                                   unsigned long long flags)
 {
+    const int device = property->location.id;
+    fake_physical_t made = {.nbytes = nbytes,
+                            .device = device,
+                            .ordinal = device,
+                            .types = property->handle_types,
+                            .charged = true};
     char name[64];
-    int fd;
     wsync_cu_result_t code = fake_enter("cuMemCreate");
 
     if (code != WSYNC_CU_SUCCESS) {
@@ -271,23 +260,21 @@ wsync_cu_result_t fake_mem_create(wsync_cu_handle_t *handle, size_t nbytes,
     }
     if (!good_property(property) || flags != 0 || nbytes == 0 ||
         nbytes % FAKE_GRANULARITY != 0) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemCreate: %zu bytes", nbytes);
+        return WSYNC_CU_INVALID_VALUE;
     }
     fake_lock();
-    if (nbytes > fake_free_nbytes(property->location.id)) {
+    if (nbytes > fake_free_nbytes(device)) {
         code = WSYNC_CU_OUT_OF_MEMORY;
     } else {
-        (void)snprintf(name, sizeof(name), PHYSICAL_NAME "-%d-%d-%d",
-                       fake.first + property->location.id, property->location.id,
-                       property->handle_types);
+        (void)snprintf(name, sizeof(name), PHYSICAL_NAME "-%d-%d-%d", fake.first + device,
+                       device, property->handle_types);
         /* Nobody can take memory of the driver's away from others.  No seals that would
          * make it pass for memory of the host. */
-        fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-        code = fd < 0 || ftruncate(fd, (off_t)nbytes) != 0 ||
-                       fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) != 0
+        made.fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        code = made.fd < 0 || ftruncate(made.fd, (off_t)nbytes) != 0 ||
+                       fcntl(made.fd, F_ADD_SEALS, F_SEAL_SHRINK) != 0
                    ? WSYNC_CU_OUT_OF_MEMORY
-                   : add_physical(fd, nbytes, property->location.id, property->location.id,
-                                  true, handle);
+                   : add_physical(&made, handle);
     }
     fake_unlock();
     return code;
@@ -304,7 +291,7 @@ wsync_cu_result_t fake_mem_release(wsync_cu_handle_t handle)
     fake_lock();
     physical = find_physical(handle);
     if (physical == NULL) {
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemRelease: no handle %llu", handle);
+        code = fake_refuse(WSYNC_CU_INVALID_HANDLE, "cuMemRelease: no such handle");
     } else {
         physical->handles--;
         drop_physical(physical);
@@ -324,8 +311,7 @@ wsync_cu_result_t fake_mem_retain(wsync_cu_handle_t *handle, void *at)
     fake_lock();
     range = find(FAKE_MAPPED, FAKE_MAPPED, (uintptr_t)at, 1);
     if (range == NULL) {
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE,
-                           "cuMemRetainAllocationHandle: nothing is mapped there");
+        code = WSYNC_CU_INVALID_VALUE;
     } else {
         range->physical->handles++;
         *handle = range->physical->handle;
@@ -359,7 +345,7 @@ wsync_cu_result_t fake_mem_properties(wsync_cu_property_t *property,
 }
 
 /* What the memfd's name tells: the device here, its ordinal there, and the handle types. */
-static bool read_name(int fd, int *device, int *ordinal, int *types)
+static bool read_name(int fd, fake_physical_t *made)
 {
     char path[64];
     char target[128];
@@ -371,32 +357,18 @@ static bool read_name(int fd, int *device, int *ordinal, int *types)
         return false;
     }
     target[length] = '\0';
-    if (sscanf(target, "/memfd:" PHYSICAL_NAME "-%d-%d-%d", device, ordinal, types) != 3) {
+    if (sscanf(target, "/memfd:" PHYSICAL_NAME "-%d-%d-%d", &made->device, &made->ordinal,
+               &made->types) != 3) {
         return false;
     }
-    *device -= fake.first;
-    return *device >= 0 && *device < fake.device_count;
-}
-
-int fake_handle_types(const fake_range_t *range)
-{
-    int device = -1;
-    int ordinal = -1;
-    int types = 0;
-
-    return range->kind == FAKE_MAPPED &&
-                   read_name(range->physical->fd, &device, &ordinal, &types)
-               ? types
-               : 0;
+    made->device -= fake.first;
+    return made->device >= 0 && made->device < fake.device_count;
 }
 
 wsync_cu_result_t fake_mem_export(void *shareable, wsync_cu_handle_t handle, int type,
                                   unsigned long long flags)
 {
     const fake_physical_t *physical;
-    int device = -1;
-    int ordinal = -1;
-    int types = 0;
     int fd = -1;
     wsync_cu_result_t code = fake_enter("cuMemExportToShareableHandle");
 
@@ -405,10 +377,8 @@ wsync_cu_result_t fake_mem_export(void *shareable, wsync_cu_handle_t handle, int
     }
     fake_lock();
     physical = find_physical(handle);
-    if (physical == NULL || flags != 0 ||
-        !read_name(physical->fd, &device, &ordinal, &types) || (types & type) == 0) {
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE,
-                           "cuMemExportToShareableHandle: not asked for at creation");
+    if (physical == NULL || flags != 0 || (physical->types & type) == 0) {
+        code = WSYNC_CU_INVALID_VALUE; /* not asked for at creation */
     } else {
         fd = fcntl(physical->fd, F_DUPFD_CLOEXEC, 3);
         code = fd < 0 ? WSYNC_CU_OPERATING_SYSTEM : WSYNC_CU_SUCCESS;
@@ -423,26 +393,24 @@ wsync_cu_result_t fake_mem_export(void *shareable, wsync_cu_handle_t handle, int
 wsync_cu_result_t fake_mem_import(wsync_cu_handle_t *handle, void *shareable, int type)
 {
     const int fd = (int)(intptr_t)shareable;
+    fake_physical_t made = {0};
     struct stat info;
-    int device = -1;
-    int ordinal = -1;
-    int types = 0;
-    int own;
     wsync_cu_result_t code = fake_enter("cuMemImportFromShareableHandle");
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    if (type != WSYNC_CU_HANDLE_FD || !read_name(fd, &device, &ordinal, &types) ||
-        (types & type) == 0 || fstat(fd, &info) != 0) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "descriptor %d holds no memory", fd);
+    if (type != WSYNC_CU_HANDLE_FD || !read_name(fd, &made) || (made.types & type) == 0 ||
+        fstat(fd, &info) != 0) {
+        return WSYNC_CU_INVALID_VALUE;
     }
-    own = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-    if (own < 0) {
+    made.nbytes = (size_t)info.st_size;
+    made.fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    if (made.fd < 0) {
         return WSYNC_CU_OPERATING_SYSTEM;
     }
     fake_lock();
-    code = add_physical(own, (size_t)info.st_size, device, ordinal, false, handle);
+    code = add_physical(&made, handle);
     fake_unlock();
     return code;
 }
@@ -464,8 +432,7 @@ wsync_cu_result_t fake_mem_reserve(wsync_cu_ptr_t *at, size_t nbytes, size_t ali
     }
     if (nbytes == 0 || nbytes % FAKE_GRANULARITY != 0 || flags != 0 || wanted != 0 ||
         alignment > FAKE_GRANULARITY) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemAddressReserve: %zu bytes",
-                           nbytes);
+        return WSYNC_CU_INVALID_VALUE;
     }
     base = fake_reserve(nbytes + FAKE_GRANULARITY);
     aligned = (base + FAKE_GRANULARITY - 1) / FAKE_GRANULARITY * FAKE_GRANULARITY;
@@ -485,23 +452,19 @@ wsync_cu_result_t fake_mem_reserve(wsync_cu_ptr_t *at, size_t nbytes, size_t ali
 
 static fake_range_t *find_exact(fake_kind_t kind, uintptr_t at, size_t nbytes)
 {
-    for (fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
-        if (range->kind == kind && range->at == at &&
-            (nbytes == 0 || range->nbytes == nbytes)) {
-            return range;
-        }
-    }
-    return NULL;
+    fake_range_t *range = find(kind, kind, at, nbytes);
+
+    return range != NULL && range->at == at && range->nbytes == nbytes ? range : NULL;
 }
 
-static fake_range_t *find_overlap(fake_kind_t kind, uintptr_t at, size_t nbytes)
+static bool is_mapped(uintptr_t at, size_t nbytes)
 {
-    for (fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
-        if (range->kind == kind && overlaps(range, at, nbytes)) {
-            return range;
+    for (const fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
+        if (range->kind == FAKE_MAPPED && overlaps(range, at, nbytes)) {
+            return true;
         }
     }
-    return NULL;
+    return false;
 }
 
 wsync_cu_result_t fake_mem_unreserve(wsync_cu_ptr_t at, size_t nbytes)
@@ -514,9 +477,8 @@ wsync_cu_result_t fake_mem_unreserve(wsync_cu_ptr_t at, size_t nbytes)
     }
     fake_lock();
     range = find_exact(FAKE_RESERVED, (uintptr_t)at, nbytes);
-    if (range == NULL || find_overlap(FAKE_MAPPED, (uintptr_t)at, nbytes) != NULL) {
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE,
-                           "cuMemAddressFree: not reserved, or mapped");
+    if (range == NULL || is_mapped((uintptr_t)at, nbytes)) {
+        code = fake_refuse(WSYNC_CU_ILLEGAL_STATE, "cuMemAddressFree: mapped, or unknown");
     } else {
         range->kind = FAKE_GRAVE;
         if ((uintptr_t)range->room != range->at) {
@@ -544,12 +506,11 @@ wsync_cu_result_t fake_mem_map(wsync_cu_ptr_t at, size_t nbytes, size_t offset,
     reserved = find(FAKE_RESERVED, FAKE_RESERVED, (uintptr_t)at, nbytes);
     if (physical == NULL || offset != 0 || flags != 0 || nbytes == 0 ||
         nbytes % FAKE_GRANULARITY != 0 || nbytes > physical->nbytes || reserved == NULL ||
-        find_overlap(FAKE_MAPPED, (uintptr_t)at, nbytes) != NULL) {
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemMap: %zu bytes of %zu", nbytes,
-                           physical != NULL ? physical->nbytes : 0);
+        is_mapped((uintptr_t)at, nbytes)) {
+        code = WSYNC_CU_INVALID_VALUE;
     } else {
         /* What lies side by side for the device does so for the fake's threads. */
-        host = mmap(reserved->room + (at - reserved->at), nbytes, PROT_READ | PROT_WRITE,
+        host = mmap(reserved->room + (at - reserved->at), nbytes, PROT_NONE,
                     MAP_SHARED | MAP_FIXED, physical->fd, 0);
         range = host != MAP_FAILED ? add_range(FAKE_MAPPED, (uintptr_t)at, nbytes) : NULL;
         code = range != NULL ? WSYNC_CU_SUCCESS : WSYNC_CU_MAP_FAILED;
@@ -571,7 +532,6 @@ wsync_cu_result_t fake_mem_unmap(wsync_cu_ptr_t at, size_t nbytes)
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    fake_synchronize();
     fake_lock();
     range = find_exact(FAKE_MAPPED, (uintptr_t)at, nbytes);
     if (range == NULL) {
@@ -588,20 +548,6 @@ wsync_cu_result_t fake_mem_unmap(wsync_cu_ptr_t at, size_t nbytes)
     return fake_leave(code);
 }
 
-/* Whether these bytes are mappings, each whole; locked. */
-static bool are_mappings(uintptr_t at, size_t nbytes)
-{
-    const fake_range_t *blocked;
-
-    for (const fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
-        if (range->kind == FAKE_MAPPED && overlaps(range, at, nbytes) &&
-            (range->at < at || range->at + range->nbytes > at + nbytes)) {
-            return false;
-        }
-    }
-    return nbytes > 0 && walk_mapped(at, nbytes, &blocked) == at + nbytes;
-}
-
 wsync_cu_result_t fake_mem_set_access(wsync_cu_ptr_t at, size_t nbytes,
                                       const wsync_cu_access_t *access, size_t count)
 {
@@ -611,12 +557,12 @@ wsync_cu_result_t fake_mem_set_access(wsync_cu_ptr_t at, size_t nbytes,
         return code;
     }
     fake_lock();
-    if (count != 1 || !are_mappings((uintptr_t)at, nbytes) ||
+    if (count != 1 || walk_mapped((uintptr_t)at, nbytes) != at + nbytes ||
         (access->flags != WSYNC_CU_ACCESS_READ &&
          access->flags != WSYNC_CU_ACCESS_READ_WRITE) ||
         access->location.type != WSYNC_CU_LOCATION_DEVICE || access->location.id < 0 ||
         access->location.id >= fake.device_count) {
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemSetAccess: nothing mapped there");
+        code = WSYNC_CU_INVALID_VALUE;
     }
     for (fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
         if (code != WSYNC_CU_SUCCESS || range->kind != FAKE_MAPPED ||
@@ -624,11 +570,8 @@ wsync_cu_result_t fake_mem_set_access(wsync_cu_ptr_t at, size_t nbytes,
             continue;
         }
         if (fake.no_peers && access->location.id != range->physical->device) {
-            code = fake_refuse(FAKE_PEER_UNSUPPORTED,
-                               "cuMemSetAccess: device %d does not reach %d",
-                               access->location.id, range->physical->device);
+            code = FAKE_PEER_UNSUPPORTED;
         } else {
-            range->device = access->location.id;
             /* Who writes there all the same ends the process, as a device its context. */
             (void)mprotect(
                 range->host, range->nbytes,
@@ -658,10 +601,9 @@ wsync_cu_result_t fake_host_register(void *data, size_t nbytes, unsigned flags)
         (flags & ~(unsigned)(WSYNC_CU_HOST_PORTABLE | WSYNC_CU_HOST_DEVICE_MAP)) != 0) {
         return WSYNC_CU_INVALID_VALUE;
     }
-    fake_synchronize();
     fake_lock();
     if (find_host((uintptr_t)data, nbytes) != NULL) {
-        code = fake_refuse(WSYNC_CU_ALREADY_REGISTERED, "cuMemHostRegister: twice");
+        code = WSYNC_CU_ALREADY_REGISTERED;
     } else {
         at = fake_reserve(offset + nbytes);
         range = at != 0 ? add_range(FAKE_HOST, at + offset, nbytes) : NULL;
@@ -682,11 +624,10 @@ wsync_cu_result_t fake_host_unregister(void *data)
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    fake_synchronize();
     fake_lock();
     range = find_host((uintptr_t)data, 1);
     if (range == NULL || range->host != data) {
-        code = fake_refuse(WSYNC_CU_NOT_REGISTERED, "cuMemHostUnregister: not registered");
+        code = WSYNC_CU_NOT_REGISTERED;
     } else if (fake_range_busy(range->at, range->nbytes) ||
                fake_range_busy((uintptr_t)data, range->nbytes)) {
         code = fake_refuse(WSYNC_CU_ILLEGAL_STATE,
@@ -711,7 +652,7 @@ wsync_cu_result_t fake_host_pointer(wsync_cu_ptr_t *at, void *data, unsigned fla
     fake_lock();
     range = find_host((uintptr_t)data, 1);
     if (flags != 0 || range == NULL) {
-        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemHostGetDevicePointer: unknown");
+        code = WSYNC_CU_INVALID_VALUE;
     } else {
         *at = range->at + ((uintptr_t)data - (uintptr_t)range->host);
     }

@@ -51,7 +51,8 @@ static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_
     const wsync_cu_ptr_t address = by_host ? range->at + (at - start) : type != 0 ? at : 0;
     const size_t nbytes = known ? mappable(range)->nbytes : 0;
     const bool legacy = known && range->kind == FAKE_ALLOCATED;
-    const unsigned long long types = known ? (unsigned)fake_handle_types(range) : 0;
+    const unsigned long long types =
+        known && range->kind == FAKE_MAPPED ? (unsigned)range->physical->types : 0;
 
     switch (attribute) {
     case WSYNC_CU_POINTER_TYPE:

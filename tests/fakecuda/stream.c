@@ -18,12 +18,19 @@ static void pause_ns(long ns)
     (void)nanosleep(&time, NULL);
 }
 
-void fake_pause(void)
+static void pause_shortly(void)
 {
     pause_ns(POLL_NS);
 }
 
-uint64_t fake_now_ns(void)
+static void pause_unlocked(void)
+{
+    fake_unlock();
+    pause_shortly();
+    fake_lock();
+}
+
+static uint64_t now_ns(void)
 {
     struct timespec now;
 
@@ -35,33 +42,9 @@ static void record(struct wsync_cu_event *event, uint64_t value)
 {
     uint64_t seen = atomic_load(&event->completed);
 
-    __atomic_store_n(&event->when, fake_now_ns(), __ATOMIC_RELAXED);
+    __atomic_store_n(&event->when, now_ns(), __ATOMIC_RELAXED);
     while (seen < value && !atomic_compare_exchange_weak(&event->completed, &seen, value)) {
     }
-}
-
-static void launch(const fake_op_t *op)
-{
-    void *parameters[FAKE_MAX_PARAMETERS];
-    unsigned char copy[FAKE_PARAMETER_NBYTES];
-    size_t at = 0;
-
-    memcpy(copy, op->parameters, sizeof(copy));
-    for (int i = 0; i < op->kernel->parameter_count; i++) {
-        parameters[i] = copy + at;
-        at += (op->kernel->parameter_nbytes[i] + 15) / 16 * 16;
-    }
-    op->kernel->run(op->grid, op->block, parameters);
-}
-
-static void *reach(uintptr_t at)
-{
-    void *host;
-
-    fake_lock();
-    host = fake_reach(at);
-    fake_unlock();
-    return host;
 }
 
 /* Whether an operation that waits for something may end. */
@@ -75,27 +58,13 @@ static bool has_come(const fake_op_t *op, const uint64_t *word)
                : atomic_load(&op->event->completed) >= op->value;
 }
 
-static void await(const fake_op_t *op, const uint64_t *word)
-{
-    while (!has_come(op, word)) {
-        fake_pause();
-    }
-}
-
-static void work(const fakecuda_work_t *work)
-{
-    while (atomic_load(&fake.lost) == 0 && !work->step(work->argument)) {
-        fake_pause();
-    }
-}
-
 static void run(const fake_op_t *op)
 {
-    void *destination = reach(op->destination);
+    void *destination = fakecuda_reach((const void *)op->destination);
 
     switch (op->kind) {
     case FAKE_COPY:
-        memmove(destination, reach(op->source), op->nbytes);
+        memmove(destination, fakecuda_reach((const void *)op->source), op->nbytes);
         return;
     case FAKE_SET:
         memset(destination, (int)op->value, op->nbytes);
@@ -105,18 +74,22 @@ static void run(const fake_op_t *op)
         return;
     case FAKE_WAIT_VALUE:
     case FAKE_WAIT_EVENT:
-        await(op, destination);
+        while (!has_come(op, destination)) {
+            pause_shortly();
+        }
         return;
     case FAKE_RECORD:
         record(op->event, op->value);
         return;
     case FAKE_LAUNCH:
         if (!fake_launch_faults()) {
-            launch(op);
+            op->kernel->run(op->grid, op->block, op->parameters);
         }
         return;
     case FAKE_WORK:
-        work(&op->work);
+        while (atomic_load(&fake.lost) == 0 && !op->work.step(op->work.argument)) {
+            pause_shortly();
+        }
         return;
     }
 }
@@ -184,12 +157,9 @@ static void *stream_main(void *argument)
             (void)pthread_cond_wait(&stream->changed, &fake.mutex);
             continue;
         }
-        while (atomic_load(&fake.lost) == 0 &&
-               ((fake.connections > 0 && is_blocked(stream, op)) ||
-                (op->event != NULL && is_behind(op->event->context, op->after)))) {
-            fake_unlock();
-            fake_pause();
-            fake_lock();
+        while (atomic_load(&fake.lost) == 0 && fake.connections > 0 &&
+               is_blocked(stream, op)) {
+            pause_unlocked();
         }
         stream->running = true;
         fake_unlock();
@@ -211,7 +181,6 @@ static void *stream_main(void *argument)
             fake_event_let_go(op->event);
         }
         free(op);
-        stream->length--;
         (void)pthread_cond_broadcast(&stream->changed);
     }
     free_stream(stream);
@@ -231,9 +200,7 @@ void fake_streams_lose(wsync_cu_result_t code)
             stream = stream->next;
         }
         if (stream != NULL) {
-            fake_unlock();
-            fake_pause();
-            fake_lock();
+            pause_unlocked();
         }
     } while (stream != NULL);
     fake_unlock();
@@ -245,19 +212,8 @@ static void run_dry(const struct wsync_cu_context *context)
     const uint64_t number = fake.next_number + 1;
 
     while (is_behind(context, number) && atomic_load(&fake.lost) == 0) {
-        fake_unlock();
-        fake_pause();
-        fake_lock();
+        pause_unlocked();
     }
-}
-
-void fake_synchronize(void)
-{
-    fake_lock();
-    for (int i = 0; fake.syncs && i < fake.device_count; i++) {
-        run_dry(&fake.contexts[i]);
-    }
-    fake_unlock();
 }
 
 wsync_cu_result_t fake_context_synchronize(void)
@@ -282,7 +238,6 @@ static size_t next_channel(int priority)
     return fake.connections > 0 ? (*next)++ % fake.connections : 0;
 }
 
-/* For a priority that is not there the real one takes the nearest. */
 static wsync_cu_result_t make_stream(const char *call, unsigned flags, int priority,
                                      wsync_cu_stream_t *stream)
 {
@@ -295,18 +250,14 @@ static wsync_cu_result_t make_stream(const char *call, unsigned flags, int prior
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    if (priority > 0 || priority < 1 - fake.priorities) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: priority %d of 0 to %d", call,
-                           priority, 1 - fake.priorities);
-    }
     made = calloc(1, sizeof(*made));
-    if (made == NULL || flags > WSYNC_CU_STREAM_NON_BLOCKING) {
+    if (made == NULL || flags > WSYNC_CU_STREAM_NON_BLOCKING || priority > 0 ||
+        priority < 1 - fake.priorities) {
         free(made);
         return WSYNC_CU_INVALID_VALUE;
     }
     made->context = context;
     made->priority = priority;
-    made->blocking = flags != WSYNC_CU_STREAM_NON_BLOCKING;
     (void)pthread_cond_init(&made->changed, NULL);
     (void)pthread_attr_init(&attributes);
     (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
@@ -344,10 +295,8 @@ static wsync_cu_result_t check_stream(const char *call,
 {
     for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
         if (at == stream && !at->destroyed) {
-            return context == NULL || at->context == context
-                       ? WSYNC_CU_SUCCESS
-                       : fake_refuse(WSYNC_CU_INVALID_CONTEXT,
-                                     "%s: a stream of another context", call);
+            return context == NULL || at->context == context ? WSYNC_CU_SUCCESS
+                                                             : WSYNC_CU_INVALID_CONTEXT;
         }
     }
     return fake_refuse(WSYNC_CU_INVALID_HANDLE, "%s: no such stream, or destroyed", call);
@@ -363,12 +312,7 @@ static wsync_cu_result_t enqueue(struct wsync_cu_stream *stream, const fake_op_t
     }
     *made = *op;
     made->next = NULL;
-    while (fake.queue > 0 && stream->length >= fake.queue) {
-        (void)pthread_cond_wait(&stream->changed, &fake.mutex);
-    }
-    stream->length++;
     made->number = ++fake.next_number;
-    made->after = op->kind == FAKE_WAIT_EVENT ? op->event->captured : 0;
     if (stream->tail != NULL) {
         stream->tail->next = made;
     } else {
@@ -382,52 +326,30 @@ static wsync_cu_result_t enqueue(struct wsync_cu_stream *stream, const fake_op_t
     return WSYNC_CU_SUCCESS;
 }
 
-typedef struct range {
-    uintptr_t at;
-    size_t nbytes;
-} range_t;
-
-/* SUCCESS: the bytes are apart from the range. */
-static wsync_cu_result_t visit_apart(const void *state, uintptr_t at, size_t nbytes)
+static bool overlaps(fakecuda_span_t range, uintptr_t at, size_t nbytes)
 {
-    const range_t *range = state;
-
-    return at < range->at + range->nbytes && range->at < at + nbytes
-               ? WSYNC_CU_ILLEGAL_STATE
-               : WSYNC_CU_SUCCESS;
+    return nbytes > 0 && at < range.at + range.nbytes && range.at < at + nbytes;
 }
 
-static wsync_cu_result_t visit_usable(const void *state, uintptr_t at, size_t nbytes)
+static bool op_uses(const fake_op_t *op, fakecuda_span_t range)
 {
-    return fake_check_range(state, at, nbytes, false);
-}
-
-static bool op_uses(const fake_op_t *op, const range_t *range)
-{
-    if (op->kind == FAKE_LAUNCH) {
-        return op->kernel->each(op->parameters, visit_apart, range) != WSYNC_CU_SUCCESS;
-    }
     for (size_t i = 0; i < op->work.span_count; i++) {
         const fakecuda_span_t *span = &op->work.spans[i];
 
-        if (visit_apart(range, span->at, span->nbytes) != WSYNC_CU_SUCCESS) {
+        if (overlaps(range, span->at, span->nbytes)) {
             return true;
         }
     }
-    return op->nbytes > 0 &&
-           (visit_apart(range, op->destination, op->nbytes) != WSYNC_CU_SUCCESS ||
-            (op->kind == FAKE_COPY &&
-             visit_apart(range, op->source, op->nbytes) != WSYNC_CU_SUCCESS));
+    return overlaps(range, op->destination, op->nbytes) ||
+           (op->kind == FAKE_COPY && overlaps(range, op->source, op->nbytes));
 }
 
 bool fake_range_busy(uintptr_t at, size_t nbytes)
 {
-    const range_t range = {at, nbytes};
-
     for (const struct wsync_cu_stream *stream = fake.streams; stream != NULL;
          stream = stream->next) {
         for (const fake_op_t *op = stream->head; op != NULL; op = op->next) {
-            if (op_uses(op, &range)) {
+            if (op_uses(op, (fakecuda_span_t){at, nbytes})) {
                 return true;
             }
         }
@@ -473,18 +395,6 @@ wsync_cu_result_t fake_stream_query(wsync_cu_stream_t stream)
     return code;
 }
 
-/* Whether the context's default stream, which is given nothing itself, has to wait; locked.
- */
-static bool is_default_busy(const struct wsync_cu_context *context)
-{
-    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
-        if (at->context == context && at->blocking && at->head != NULL) {
-            return true;
-        }
-    }
-    return false;
-}
-
 wsync_cu_result_t fake_stream_synchronize(wsync_cu_stream_t stream)
 {
     struct wsync_cu_context *context = NULL;
@@ -494,12 +404,9 @@ wsync_cu_result_t fake_stream_synchronize(wsync_cu_stream_t stream)
         return code;
     }
     fake_lock();
-    while (stream == NULL && is_default_busy(context)) {
-        fake_unlock();
-        fake_pause();
-        fake_lock();
+    if (stream != NULL) { /* nobody gives the default stream anything */
+        code = check_stream("cuStreamSynchronize", stream, context);
     }
-    code = stream != NULL ? check_stream("cuStreamSynchronize", stream, context) : code;
     while (code == WSYNC_CU_SUCCESS && stream != NULL && stream->head != NULL) {
         (void)pthread_cond_wait(&stream->changed, &fake.mutex);
     }
@@ -532,9 +439,6 @@ static wsync_cu_result_t submit(const char *call, struct wsync_cu_stream *stream
     }
     if (code == WSYNC_CU_SUCCESS && op->kind == FAKE_COPY) {
         code = fake_check_range(call, op->source, op->nbytes, side == HOST_SOURCE);
-    }
-    if (code == WSYNC_CU_SUCCESS && op->kind == FAKE_LAUNCH) {
-        code = op->kernel->each(op->parameters, visit_usable, call);
     }
     if (code == WSYNC_CU_SUCCESS && (op->nbytes > 0 || op->kind == FAKE_LAUNCH)) {
         code = enqueue(stream, op);
@@ -588,7 +492,7 @@ wsync_cu_result_t fake_memcpy_batch_async(wsync_cu_ptr_t *destinations,
     *failed = SIZE_MAX;
     if (code == WSYNC_CU_SUCCESS &&
         !good_batch(count, attributes, attribute_starts, attribute_count)) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemcpyBatchAsync: %zu copies", count);
+        return WSYNC_CU_INVALID_VALUE;
     }
     for (size_t i = count; i-- > 0 && code == WSYNC_CU_SUCCESS;) {
         const fake_op_t op = {.kind = FAKE_COPY,
@@ -597,8 +501,7 @@ wsync_cu_result_t fake_memcpy_batch_async(wsync_cu_ptr_t *destinations,
                               .nbytes = sizes[i]};
 
         code = sizes[i] == 0
-                   ? fake_refuse(WSYNC_CU_INVALID_VALUE,
-                                 "cuMemcpyBatchAsync: copy %zu is empty", i)
+                   ? WSYNC_CU_INVALID_VALUE
                    : submit("cuMemcpyBatchAsync", stream, context, &op, HOST_NONE);
         *failed = code != WSYNC_CU_SUCCESS ? i : SIZE_MAX;
     }
@@ -650,7 +553,7 @@ static wsync_cu_result_t word(const char *call, fake_op_kind_t kind, wsync_cu_pt
         return code;
     }
     if (at % sizeof(uint64_t) != 0 || flags != 0) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: not aligned, or flags", call);
+        return WSYNC_CU_INVALID_VALUE;
     }
     return submit(call, stream, context, &op, HOST_NONE);
 }
@@ -688,10 +591,7 @@ static wsync_cu_result_t enqueue_event(const char *call, fake_op_kind_t kind,
     } else if (code == WSYNC_CU_SUCCESS) {
         op.value = atomic_load(&event->recorded);
     }
-    if (code == WSYNC_CU_SUCCESS && kind == FAKE_RECORD) {
-        event->captured = 0;
-    }
-    if (code == WSYNC_CU_SUCCESS && op.value == 0 && event->captured == 0) {
+    if (code == WSYNC_CU_SUCCESS && op.value == 0) {
         code =
             fake_refuse(WSYNC_CU_ILLEGAL_STATE, "%s: the event was never recorded", call);
     }
@@ -722,7 +622,6 @@ wsync_cu_result_t fake_launch_kernel(wsync_cu_function_t function, unsigned grid
 {
     fake_op_t op = {.kind = FAKE_LAUNCH, .grid = grid_x, .block = block_x};
     struct wsync_cu_context *context = NULL;
-    size_t at = 0;
     wsync_cu_result_t code = fake_enter_context("cuLaunchKernel", &context);
 
     if (code != WSYNC_CU_SUCCESS) {
@@ -734,22 +633,12 @@ wsync_cu_result_t fake_launch_kernel(wsync_cu_function_t function, unsigned grid
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    if (grid_x == 0 || grid_x > INT32_MAX || block_x == 0 || block_x > 1024 ||
+    if (grid_x == 0 || grid_x > INT32_MAX || block_x == 0 || block_x > op.kernel->block ||
         grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || extra != NULL ||
         shared_nbytes > FAKE_SHARED_NBYTES) {
-        return fake_refuse(WSYNC_CU_INVALID_VALUE,
-                           "cuLaunchKernel: grid %u, block %u, %u bytes", grid_x, block_x,
-                           shared_nbytes);
+        return WSYNC_CU_INVALID_VALUE;
     }
-    if (block_x > op.kernel->block) {
-        return fake_refuse(FAKE_OUT_OF_RESOURCES,
-                           "cuLaunchKernel: %u threads, registers for %u", block_x,
-                           op.kernel->block);
-    }
-    for (int i = 0; i < op.kernel->parameter_count; i++) {
-        memcpy(op.parameters + at, parameters[i], op.kernel->parameter_nbytes[i]);
-        at += (op.kernel->parameter_nbytes[i] + 15) / 16 * 16;
-    }
+    memcpy(op.parameters, parameters[0], op.kernel->nbytes);
     return submit("cuLaunchKernel", stream, context, &op, HOST_NONE);
 }
 

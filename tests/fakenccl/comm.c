@@ -85,7 +85,7 @@ int ncclGetUniqueId(wsync_nccl_id_t *id)
     if (made->id.fd < 0 || ftruncate(made->id.fd, (off_t)sizeof(fake_world_t)) != 0 ||
         pwrite(made->id.fd, &made->id.nonce, sizeof(made->id.nonce),
                offsetof(fake_world_t, nonce)) != (ssize_t)sizeof(made->id.nonce)) {
-        return fake_refuse(WSYNC_NCCL_SYSTEM_ERROR, "no memory for the ranks to share");
+        return WSYNC_NCCL_SYSTEM_ERROR;
     }
     memset(id, 0, sizeof(*id));
     memcpy(id, &made->id, sizeof(made->id));
@@ -127,10 +127,6 @@ static fake_world_t *open_world(const wsync_nccl_id_t *id, int *kept)
         status.st_size == (off_t)sizeof(fake_world_t)) {
         world = mmap(NULL, sizeof(*world), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     }
-    if (world != MAP_FAILED && world->nonce != wanted.nonce) {
-        (void)munmap(world, sizeof(*world));
-        world = MAP_FAILED;
-    }
     if (fd >= 0 && (world == MAP_FAILED || wanted.pid != (int32_t)getpid())) {
         (void)close(fd);
         fd = -1;
@@ -141,35 +137,6 @@ static fake_world_t *open_world(const wsync_nccl_id_t *id, int *kept)
 
 /* --- init -------------------------------------------------------------------------------
  */
-
-static bool is_undefined_or(int value, int least, int most)
-{
-    return value == WSYNC_NCCL_UNDEFINED || (value >= least && value <= most);
-}
-
-static int read_config(const wsync_nccl_config_t *given, wsync_nccl_config_t *config)
-{
-    const wsync_nccl_config_t initial = WSYNC_NCCL_CONFIG_INIT;
-
-    *config = initial;
-    config->blocking = 1;
-    if (given == NULL) {
-        return WSYNC_NCCL_SUCCESS;
-    }
-    if (given->magic != WSYNC_NCCL_CONFIG_MAGIC || given->nbytes < 16) {
-        return fake_refuse(WSYNC_NCCL_INVALID_ARGUMENT, "no configuration");
-    }
-    memcpy(config, given,
-           given->nbytes < sizeof(*config) ? given->nbytes : sizeof(*config));
-    if (!is_undefined_or(config->blocking, 0, 1) ||
-        !is_undefined_or(config->min_ctas, 1, 64) ||
-        !is_undefined_or(config->max_ctas, 1, 64) ||
-        !is_undefined_or(config->split_share, 0, 1) ||
-        (config->max_ctas != WSYNC_NCCL_UNDEFINED && config->min_ctas > config->max_ctas)) {
-        return fake_refuse(WSYNC_NCCL_INVALID_ARGUMENT, "a configuration of wrong values");
-    }
-    return WSYNC_NCCL_SUCCESS;
-}
 
 static int read_uuid(uint8_t *uuid)
 {
@@ -185,25 +152,18 @@ static int read_uuid(uint8_t *uuid)
 }
 
 /* Takes the rank's place among the others. */
-static int join(struct wsync_nccl_comm *comm, const uint8_t *uuid)
+static void join(struct wsync_nccl_comm *comm, const uint8_t *uuid)
 {
     fake_member_t *self = &comm->world->members[comm->rank];
 
-    if (atomic_load(&self->joined)) {
-        return fake_refuse(WSYNC_NCCL_INVALID_USAGE, "rank %d has joined twice",
-                           comm->rank);
-    }
-    self->pid = getpid();
     self->version = atomic_load(&fake_settings.version);
-    self->rank_count = comm->rank_count;
     memcpy(self->uuid, uuid, FAKE_UUID_NBYTES);
     atomic_store(&self->joined, true);
-    return WSYNC_NCCL_SUCCESS;
 }
 
 /* A communicator that waits for the others; locked. */
 static int make_comm(int rank_count, int rank, const wsync_nccl_id_t *id,
-                     const wsync_nccl_config_t *config, struct wsync_nccl_comm **comm)
+                     struct wsync_nccl_comm **comm)
 {
     struct wsync_nccl_comm *made = calloc(1, sizeof(*made));
     uint8_t uuid[FAKE_UUID_NBYTES];
@@ -216,18 +176,15 @@ static int make_comm(int rank_count, int rank, const wsync_nccl_id_t *id,
     made->owner = fake_thread();
     made->rank = rank;
     made->rank_count = rank_count;
-    made->blocking = config->blocking != 0;
     (void)fake_set_busy(made);
     made->world = open_world(id, &made->fd);
     atomic_store(&made->users, 1);
-    result = made->world == NULL
-                 ? fake_refuse(WSYNC_NCCL_REMOTE_ERROR, "who made the unique id is gone")
-                 : join(made, uuid);
-    if (result != WSYNC_NCCL_SUCCESS) {
+    if (made->world == NULL) {
         fake_drop(made);
         free(made);
-        return result;
+        return fake_refuse(WSYNC_NCCL_REMOTE_ERROR, "who made the unique id is gone");
     }
+    join(made, uuid);
     made->next = comms;
     comms = made;
     *comm = made;
@@ -237,37 +194,17 @@ static int make_comm(int rank_count, int rank, const wsync_nccl_id_t *id,
 int ncclCommInitRankConfig(wsync_nccl_comm_t *comm, int rank_count, wsync_nccl_id_t id,
                            int rank, wsync_nccl_config_t *config)
 {
-    wsync_nccl_config_t settled;
-    int result = WSYNC_NCCL_SUCCESS;
+    int result;
 
     *comm = NULL;
-    if (fake_in_group()) {
-        result = fake_misuse(WSYNC_NCCL_INVALID_USAGE, "ncclCommInitRankConfig in a group");
-    }
-    if (result == WSYNC_NCCL_SUCCESS &&
-        (rank_count < 1 || rank_count > FAKE_MAX_RANKS || rank < 0 || rank >= rank_count)) {
-        result =
-            fake_refuse(WSYNC_NCCL_INVALID_ARGUMENT, "rank %d of %d", rank, rank_count);
-    }
-    if (result == WSYNC_NCCL_SUCCESS) {
-        result = read_config(config, &settled);
-    }
-    if (result != WSYNC_NCCL_SUCCESS) {
-        return result;
+    if (rank_count > FAKE_MAX_RANKS || rank < 0 || rank >= rank_count ||
+        config->magic != WSYNC_NCCL_CONFIG_MAGIC || config->blocking != 0) {
+        return WSYNC_NCCL_INVALID_ARGUMENT;
     }
     fake_lock();
-    result = make_comm(rank_count, rank, &id, &settled, comm);
+    result = make_comm(rank_count, rank, &id, comm);
     fake_unlock();
-    if (result != WSYNC_NCCL_SUCCESS || !(*comm)->blocking) {
-        return result != WSYNC_NCCL_SUCCESS ? result : WSYNC_NCCL_IN_PROGRESS;
-    }
-    do {
-        pause_shortly();
-        fake_lock();
-        result = fake_progress(*comm);
-        fake_unlock();
-    } while (result == WSYNC_NCCL_IN_PROGRESS);
-    return result;
+    return result != WSYNC_NCCL_SUCCESS ? result : WSYNC_NCCL_IN_PROGRESS;
 }
 
 /* --- progress ---------------------------------------------------------------------------
@@ -291,10 +228,6 @@ static int look_round(struct wsync_nccl_comm *comm)
                                "Mismatched NCCL version detected: rank %d has %d, rank %d "
                                "has %d",
                                comm->rank, self->version, i, other->version);
-        }
-        if (other->rank_count != self->rank_count) {
-            return fake_refuse(WSYNC_NCCL_INVALID_USAGE, "rank %d of %d, rank %d of %d",
-                               comm->rank, self->rank_count, i, other->rank_count);
         }
         if (other != self && memcmp(other->uuid, self->uuid, FAKE_UUID_NBYTES) == 0) {
             return fake_refuse(WSYNC_NCCL_INVALID_USAGE,
@@ -353,25 +286,10 @@ static bool is_alive(const struct wsync_nccl_comm *comm)
     return at != NULL && !at->freed;
 }
 
-/* What a communicator that is in good hands does not do. */
-static int check_state(const struct wsync_nccl_comm *comm, const char *call, fake_use_t use)
-{
-    const int error = atomic_load(&comm->error);
-
-    if (use == FAKE_ABORT || use == FAKE_ASK) {
-        return WSYNC_NCCL_SUCCESS;
-    }
-    if (comm->busy && error == WSYNC_NCCL_SUCCESS) {
-        return fake_misuse(WSYNC_NCCL_INVALID_ARGUMENT,
-                           "%s: the communicator is in progress", call);
-    }
-    return error;
-}
-
 int fake_hold(struct wsync_nccl_comm *comm, const char *call, fake_use_t use)
 {
     const long self = fake_thread();
-    int result;
+    int result = WSYNC_NCCL_SUCCESS;
 
     if (!is_alive(comm)) {
         return fake_misuse(WSYNC_NCCL_INVALID_ARGUMENT,
@@ -386,10 +304,13 @@ int fake_hold(struct wsync_nccl_comm *comm, const char *call, fake_use_t use)
                            "%s: a second thread, while the first is in %s", call,
                            comm->call);
     }
-    if (comm->holder == self && use != FAKE_COMMUNICATE && use != FAKE_ASK) {
-        return fake_misuse(WSYNC_NCCL_INVALID_USAGE, "%s in a group", call);
+    if (use == FAKE_COMMUNICATE) {
+        result = atomic_load(&comm->error);
+        if (comm->busy && result == WSYNC_NCCL_SUCCESS) {
+            return fake_misuse(WSYNC_NCCL_INVALID_ARGUMENT,
+                               "%s: the communicator is in progress", call);
+        }
     }
-    result = check_state(comm, call, use);
     if (result == WSYNC_NCCL_SUCCESS && comm->holder == 0) {
         comm->holder = self;
         comm->call = call;
@@ -448,7 +369,7 @@ int ncclCommAbort(wsync_nccl_comm_t comm)
     int result;
 
     fake_lock();
-    result = fake_hold(comm, "ncclCommAbort", FAKE_ABORT);
+    result = fake_hold(comm, "ncclCommAbort", FAKE_ASK);
     fake_unlock();
     if (result != WSYNC_NCCL_SUCCESS) {
         return result;

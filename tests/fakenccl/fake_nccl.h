@@ -8,7 +8,6 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <sys/types.h>
 
 #include "../fakecuda/fakecuda.h"
 #include "comm/nccl_library.h"
@@ -43,9 +42,7 @@ typedef struct fake_channel {
 
 typedef struct fake_member {
     atomic_bool joined;
-    pid_t pid;
     int version;
-    int rank_count;
     uint8_t uuid[FAKE_UUID_NBYTES];
 } fake_member_t;
 
@@ -89,7 +86,6 @@ struct wsync_nccl_comm {
     int fd; /* of the world, for ranks that have yet to join; -1 */
     int rank;
     int rank_count;
-    bool blocking;
     bool ready; /* all ranks have joined */
     bool busy;  /* in progress */
     long polls; /* for which it is still in progress */
@@ -132,8 +128,7 @@ int fake_misuse(int result, const char *format, ...) __attribute__((format(print
 
 typedef enum fake_use {
     FAKE_COMMUNICATE,
-    FAKE_ASK, /* ncclCommGetAsyncError */
-    FAKE_ABORT,
+    FAKE_ASK, /* ncclCommGetAsyncError, ncclCommAbort */
 } fake_use_t;
 
 /* Whether this thread may make the call now; if so it holds the communicator.  Locked, and
@@ -158,15 +153,5 @@ int fake_launch(struct wsync_nccl_comm *comm);
 void fake_work_free(fake_work_t *work);
 long fake_received(void);
 long fake_operations(void);
-bool fake_in_group(void);
-/* Every operation is between these two; locked in between.  An operation outside of a group
- * is one by itself. */
-int fake_operation_begin(struct wsync_nccl_comm *comm, wsync_cu_stream_t stream,
-                         const char *call);
-int fake_operation_end(int result);
-/* Adds one side of a message to the operation. */
-int fake_add(struct wsync_nccl_comm *comm, bool sends, int peer, const void *data,
-             const fake_offer_t *offer);
-int fake_measure(size_t count, wsync_nccl_type_t type, uint64_t *nbytes);
 
 #endif

@@ -9,13 +9,14 @@
  * misuse says why:
  *   a call from a second thread, or while the communicator is in progress (but for
  *   ncclCommGetAsyncError and ncclCommAbort); a call on a communicator that was freed, or
- *   between the start and the end of another thread's group; a group that is ended and was
- *   not started, or has two streams; memory that is no device's.
+ *   between the start and the end of another thread's group; a group of two communicators
+ *   or two streams; memory that is no device's.  What wsync does not do is not there:
+ *   communicators that block, operations outside of groups, other types than bytes.
  * A send takes its place only when the receive is there; if that has another size, or one
  * side is in a collective operation and the other is not, or in another one, both wait
  * until they are aborted.  So does a send to a rank that waits for another one first.
  * Equal GPUs and unequal versions are refused.
- * A communicator that does not block is in progress for some polls after its init and
+ * A communicator is in progress for some polls after its init and
  * after each group, whose work is on the stream only then.
  *
  * Environment, read as the library is loaded:

@@ -8,14 +8,11 @@
 
 #include "fake_nccl.h"
 
-enum { GROUP_COMMS = 8 };
-
 /* Of a thread: the group that it has open. */
 static _Thread_local struct {
-    int depth;
+    bool open;
     int error;
-    int count;
-    struct wsync_nccl_comm *comms[GROUP_COMMS];
+    struct wsync_nccl_comm *comm;
 } group;
 
 static atomic_long operations;
@@ -231,19 +228,13 @@ int fake_launch(struct wsync_nccl_comm *comm)
 /* --- groups -----------------------------------------------------------------------------
  */
 
-bool fake_in_group(void)
-{
-    return group.depth > 0;
-}
-
 /* The communicator's part of the thread's group, which begins with its first operation. */
 static int join_group(struct wsync_nccl_comm *comm, wsync_cu_stream_t stream)
 {
+    if (!group.open || (group.comm != NULL && group.comm != comm)) {
+        return fake_misuse(WSYNC_NCCL_INVALID_USAGE, "no group, or another's");
+    }
     if (comm->group == NULL) {
-        if (group.count == GROUP_COMMS) {
-            fake_let_go(comm);
-            return WSYNC_NCCL_INTERNAL_ERROR;
-        }
         comm->group = calloc(1, sizeof(*comm->group));
         if (comm->group == NULL) {
             fake_let_go(comm);
@@ -251,7 +242,7 @@ static int join_group(struct wsync_nccl_comm *comm, wsync_cu_stream_t stream)
         }
         comm->group->comm = comm;
         comm->group->stream = stream;
-        group.comms[group.count++] = comm;
+        group.comm = comm;
     }
     if (comm->group->stream != stream) {
         return fake_misuse(WSYNC_NCCL_INVALID_USAGE, "a group on two streams");
@@ -269,80 +260,30 @@ static int close_group(struct wsync_nccl_comm *comm)
         comm->group = NULL;
         return group.error;
     }
-    return comm->blocking ? fake_launch(comm) : fake_set_busy(comm);
-}
-
-static int leave_group(void)
-{
-    int result = group.error;
-
-    if (--group.depth > 0) {
-        return result;
-    }
-    fake_lock();
-    for (int i = 0; i < group.count; i++) {
-        const int closed = close_group(group.comms[i]);
-
-        result = result == WSYNC_NCCL_SUCCESS || result == WSYNC_NCCL_IN_PROGRESS ? closed
-                                                                                  : result;
-    }
-    fake_unlock();
-    group.count = 0;
-    group.error = WSYNC_NCCL_SUCCESS;
-    return result;
+    return fake_set_busy(comm);
 }
 
 int ncclGroupStart(void)
 {
-    group.depth++;
+    group.open = true;
     return WSYNC_NCCL_SUCCESS;
 }
 
 int ncclGroupEnd(void)
 {
-    if (group.depth == 0) {
-        return fake_misuse(WSYNC_NCCL_INVALID_USAGE, "ncclGroupEnd without ncclGroupStart");
-    }
-    return leave_group();
-}
+    int result = group.error;
 
-int fake_operation_begin(struct wsync_nccl_comm *comm, wsync_cu_stream_t stream,
-                         const char *call)
-{
-    int result;
-
-    group.depth++;
     fake_lock();
-    result = fake_hold(comm, call, FAKE_COMMUNICATE);
-    return result == WSYNC_NCCL_SUCCESS ? join_group(comm, stream) : result;
-}
-
-int fake_operation_end(int result)
-{
-    int left;
-
-    fake_unlock();
-    if (result != WSYNC_NCCL_SUCCESS) {
-        group.error = result;
+    if (group.comm != NULL) {
+        result = close_group(group.comm);
     }
-    left = leave_group();
-    return result != WSYNC_NCCL_SUCCESS ? result : left;
+    fake_unlock();
+    memset(&group, 0, sizeof(group));
+    return result;
 }
 
 /* --- operations -------------------------------------------------------------------------
  */
-
-int fake_measure(size_t count, wsync_nccl_type_t type, uint64_t *nbytes)
-{
-    static const uint8_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-
-    if (type < 0 || type >= (int)sizeof(sizes) || count > SIZE_MAX / 8) {
-        return fake_refuse(WSYNC_NCCL_INVALID_ARGUMENT, "%zu elements of type %d", count,
-                           type);
-    }
-    *nbytes = count * sizes[type];
-    return WSYNC_NCCL_SUCCESS;
-}
 
 static int grow(fake_work_t *work)
 {
@@ -374,13 +315,14 @@ static unsigned char *reach(const void *data)
     return address != NULL ? function(data) : NULL;
 }
 
-int fake_add(struct wsync_nccl_comm *comm, bool sends, int peer, const void *data,
-             const fake_offer_t *offer)
+/* Adds one side of a message to the operation. */
+static int add(struct wsync_nccl_comm *comm, bool sends, int peer, const void *data,
+               const fake_offer_t *offer)
 {
     fake_work_t *work = comm->group;
 
-    if (peer < 0 || peer >= comm->rank_count || (data == NULL && offer->nbytes > 0)) {
-        return fake_refuse(WSYNC_NCCL_INVALID_ARGUMENT, "peer %d, data %p", peer, data);
+    if (peer < 0 || peer >= comm->rank_count) {
+        return WSYNC_NCCL_INVALID_ARGUMENT;
     }
     if (work->part_count == work->capacity && grow(work) != WSYNC_NCCL_SUCCESS) {
         return WSYNC_NCCL_SYSTEM_ERROR;
@@ -398,20 +340,40 @@ int fake_add(struct wsync_nccl_comm *comm, bool sends, int peer, const void *dat
     return WSYNC_NCCL_SUCCESS;
 }
 
+/* Every operation is between these two; locked in between. */
+static int begin(const char *call, int type, struct wsync_nccl_comm *comm,
+                 wsync_cu_stream_t stream)
+{
+    int result;
+
+    fake_lock();
+    result = fake_hold(comm, call, FAKE_COMMUNICATE);
+    if (result == WSYNC_NCCL_SUCCESS) {
+        result = join_group(comm, stream);
+    }
+    return result == WSYNC_NCCL_SUCCESS && type != WSYNC_NCCL_UINT8
+               ? WSYNC_NCCL_INVALID_ARGUMENT
+               : result;
+}
+
+static int end(int result)
+{
+    fake_unlock();
+    if (result != WSYNC_NCCL_SUCCESS) {
+        group.error = result;
+    }
+    return result;
+}
+
 static int point_to_point(const char *call, bool sends, const void *data, size_t count,
                           int type, int peer, struct wsync_nccl_comm *comm,
                           wsync_cu_stream_t stream)
 {
-    fake_offer_t offer = {.kind = FAKE_POINT_TO_POINT};
-    int result = fake_operation_begin(comm, stream, call);
+    const fake_offer_t offer = {.kind = FAKE_POINT_TO_POINT, .nbytes = count};
+    const int result = begin(call, type, comm, stream);
 
-    if (result == WSYNC_NCCL_SUCCESS) {
-        result = fake_measure(count, type, &offer.nbytes);
-    }
-    if (result == WSYNC_NCCL_SUCCESS) {
-        result = fake_add(comm, sends, peer, data, &offer);
-    }
-    return fake_operation_end(result);
+    return end(result == WSYNC_NCCL_SUCCESS ? add(comm, sends, peer, data, &offer)
+                                            : result);
 }
 
 int ncclSend(const void *data, size_t count, int type, int peer, wsync_nccl_comm_t comm,
@@ -426,38 +388,24 @@ int ncclRecv(void *data, size_t count, int type, int peer, wsync_nccl_comm_t com
     return point_to_point("ncclRecv", false, data, count, type, peer, comm, stream);
 }
 
-/* The root's copy for itself goes the way of all others. */
-static int add_broadcast(struct wsync_nccl_comm *comm, const void *source,
-                         void *destination, int root, const fake_offer_t *offer)
-{
-    const bool in_place = comm->rank == root && source == destination;
-    int result = WSYNC_NCCL_SUCCESS;
-
-    if (root < 0 || root >= comm->rank_count) {
-        return fake_refuse(WSYNC_NCCL_INVALID_ARGUMENT, "root %d", root);
-    }
-    for (int i = 0; i < comm->rank_count && result == WSYNC_NCCL_SUCCESS; i++) {
-        if (comm->rank == root && (i != root || !in_place)) {
-            result = fake_add(comm, true, i, source, offer);
-        }
-    }
-    return result == WSYNC_NCCL_SUCCESS && !in_place
-               ? fake_add(comm, false, root, destination, offer)
-               : result;
-}
-
+/* In place. */
 int ncclBroadcast(const void *source, void *destination, size_t count, int type, int root,
                   wsync_nccl_comm_t comm, wsync_cu_stream_t stream)
 {
-    fake_offer_t offer = {.kind = FAKE_BROADCAST};
-    int result = fake_operation_begin(comm, stream, "ncclBroadcast");
+    fake_offer_t offer = {.kind = FAKE_BROADCAST, .nbytes = count};
+    int result = begin("ncclBroadcast", type, comm, stream);
 
-    if (result == WSYNC_NCCL_SUCCESS) {
-        result = fake_measure(count, type, &offer.nbytes);
+    if (result == WSYNC_NCCL_SUCCESS && source != destination) {
+        result = WSYNC_NCCL_INVALID_ARGUMENT;
     }
     if (result == WSYNC_NCCL_SUCCESS) {
         offer.collective = ++comm->collectives;
-        result = add_broadcast(comm, source, destination, root, &offer);
+        result = comm->rank != root ? add(comm, false, root, destination, &offer) : result;
     }
-    return fake_operation_end(result);
+    for (int i = 0; i < comm->rank_count && result == WSYNC_NCCL_SUCCESS; i++) {
+        if (comm->rank == root && i != root) {
+            result = add(comm, true, i, source, &offer);
+        }
+    }
+    return end(result);
 }

@@ -81,11 +81,9 @@ def coherent(*, devices: int = 1) -> dict[str, str]:
 
 
 def logged(folder: Path, *, devices: int = 1) -> dict[str, str]:
-    """The same with a log of all calls, kernels compiled anew, and memory of GPUs that all
-    processes have together."""
+    """The same with a log of all calls, and kernels compiled anew."""
     return {
         **coherent(devices=devices),
-        "WSYNC_FAKE_CUDA_BOARD": str(folder / "board"),
         "WSYNC_FAKE_CUDA_LOG": str(folder / "calls"),
         "WSYNC_FAKE_CUDA_SIZES": "1",
         "XDG_CACHE_HOME": str(folder / "cache"),
