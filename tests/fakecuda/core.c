@@ -156,9 +156,6 @@ static wsync_cu_result_t find_context(const char *call, struct wsync_cu_context 
     if (pushed_count == 0) {
         return fake_refuse(WSYNC_CU_INVALID_CONTEXT, "%s without a context", call);
     }
-    if (pushed[pushed_count - 1]->retained == 0) {
-        return fake_refuse(WSYNC_CU_INVALID_CONTEXT, "%s: the context was released", call);
-    }
     *context = pushed[pushed_count - 1];
     return WSYNC_CU_SUCCESS;
 }
@@ -310,15 +307,8 @@ wsync_cu_result_t fake_device_can_access(int *can, wsync_cu_device_t device,
 {
     const wsync_cu_result_t code = fake_enter("cuDeviceCanAccessPeer");
 
-    if (code != WSYNC_CU_SUCCESS) {
-        return code;
-    }
-    if (device < 0 || device >= fake.device_count || peer < 0 ||
-        peer >= fake.device_count) {
-        return WSYNC_CU_INVALID_DEVICE;
-    }
     *can = device != peer && !fake.no_peers;
-    return WSYNC_CU_SUCCESS;
+    return code;
 }
 
 wsync_cu_result_t fake_device_get(wsync_cu_device_t *device, int ordinal)
@@ -404,33 +394,16 @@ wsync_cu_result_t fake_primary_retain(wsync_cu_context_t *context, wsync_cu_devi
 {
     const wsync_cu_result_t code = fake_enter("cuDevicePrimaryCtxRetain");
 
-    if (code != WSYNC_CU_SUCCESS) {
-        return code;
+    if (code == WSYNC_CU_SUCCESS) {
+        *context = &fake.contexts[device];
     }
-    if (device < 0 || device >= fake.device_count) {
-        return WSYNC_CU_INVALID_DEVICE;
-    }
-    fake_lock();
-    fake.contexts[device].retained++;
-    fake_unlock();
-    *context = &fake.contexts[device];
-    return WSYNC_CU_SUCCESS;
+    return code;
 }
 
 wsync_cu_result_t fake_primary_release(wsync_cu_device_t device)
 {
-    const wsync_cu_result_t code = fake_enter("cuDevicePrimaryCtxRelease");
-
-    if (code != WSYNC_CU_SUCCESS) {
-        return code;
-    }
-    if (device < 0 || device >= fake.device_count || fake.contexts[device].retained == 0) {
-        return fake_refuse(WSYNC_CU_INVALID_CONTEXT, "released more often than retained");
-    }
-    fake_lock();
-    fake.contexts[device].retained--;
-    fake_unlock();
-    return WSYNC_CU_SUCCESS;
+    (void)device;
+    return fake_enter("cuDevicePrimaryCtxRelease");
 }
 
 wsync_cu_result_t fake_context_push(wsync_cu_context_t context)
@@ -440,8 +413,8 @@ wsync_cu_result_t fake_context_push(wsync_cu_context_t context)
     if (code != WSYNC_CU_SUCCESS) {
         return code;
     }
-    if (context == NULL || context->retained == 0 || pushed_count == MAX_PUSHED) {
-        return fake_refuse(WSYNC_CU_INVALID_CONTEXT, "a context that nobody retained");
+    if (context == NULL || pushed_count == MAX_PUSHED) {
+        return WSYNC_CU_INVALID_CONTEXT;
     }
     pushed[pushed_count++] = context;
     return WSYNC_CU_SUCCESS;

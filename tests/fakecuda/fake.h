@@ -26,7 +26,6 @@ enum {
 
 struct wsync_cu_context {
     int device;
-    long retained;
 };
 
 struct wsync_cu_event {
