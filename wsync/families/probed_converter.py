@@ -167,13 +167,18 @@ def _tile(dtype: torch.dtype) -> Tensor:
 
     generator = torch.Generator().manual_seed(0)
     if dtype.itemsize == 2:
-        every = torch.arange(-1 << 15, 1 << 15, dtype=torch.int16).view(dtype)
+        every = torch.arange(-1 << 15, 1 << 15, dtype=torch.int16, device="cpu").view(dtype)
     else:
-        ends = -1 << 31, 1 << 31
-        every = torch.randint(*ends, (_PERIOD,), dtype=torch.int32, generator=generator).view(dtype)
+        drawn = torch.randint(
+            *(-1 << 31, 1 << 31, (_PERIOD,)),
+            dtype=torch.int32,
+            device="cpu",
+            generator=generator,
+        )
+        every = drawn.view(dtype)
     every = every[every.isfinite()]
     draws = range(0, _PERIOD, len(every))
-    orders = [torch.randperm(len(every), generator=generator) for _ in draws]
+    orders = [torch.randperm(len(every), generator=generator, device="cpu") for _ in draws]
     return every[torch.cat(orders)[:_PERIOD]]
 
 
@@ -226,8 +231,8 @@ class _Reader:
             )
         self._name, self._whole, self._convert = name, whole, convert
         self._forms: list[tuple[str, torch.Size]] = []
-        self._zeros = self._made(torch.zeros(whole.shape, dtype=whole.dtype))
-        self._ones = self._made(torch.ones(whole.shape, dtype=whole.dtype))
+        self._zeros = self._made(torch.zeros(whole.shape, dtype=whole.dtype, device="cpu"))
+        self._ones = self._made(torch.ones(whole.shape, dtype=whole.dtype, device="cpu"))
         self._units = units_of(whole.shape)[:-1]
         source = Source(name, whole.dtype, whole.shape)
         numbering = Numbering([source], {})
