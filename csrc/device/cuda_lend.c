@@ -495,7 +495,7 @@ wsync_status_t wsync_cuda_borrow(const wsync_device_t *self, const int *fds, siz
     }
     made->base.lent = true;
     status = read_note(made, fds[0], pieces, &note, err);
-    if (status == WSYNC_OK) {
+    if (note != NULL) {
         status = map_lent(made, fds, pieces, note, err);
     }
     free(note);

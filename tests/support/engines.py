@@ -32,7 +32,8 @@ PACKAGES = (
     *("compressed-tensors", "requests", "hf-xet", "typer", "shellingham", "rich", "click"),
     *("httpx", "httpcore", "h11", "anyio", "sniffio", "pyyaml", "loguru"),
     *("aiohttp", "multidict", "yarl", "aiosignal", "frozenlist", "propcache", "attrs"),
-    "aiohappyeyeballs",
+    *("aiohappyeyeballs", "fastapi", "annotated-doc", "opentelemetry-api", "starlette"),
+    *("pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types", "typing-inspection"),
 )
 
 FIRST_GPU = "WSYNC_TEST_FIRST_GPU"  # of an engine's workers, which have one each
