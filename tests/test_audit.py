@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,49 +15,15 @@ from wsync.probing.numbering import Source
 
 LAYERS = 5
 FLAG = False
-CLOCK = threading.local()
-
-
-class Way(enum.Enum):
-    PLAIN = 0
-    SWAPPED = 1
-
-
-class Slotted:
-    __slots__ = ("swapped",)
-
-    def __init__(self) -> None:
-        self.swapped = False
-
-
-class Locked:
-    """An object that can be neither copied nor compared."""
-
-    def __init__(self) -> None:
-        self.lock, self.swapped = threading.Lock(), False
-
-    def read(self) -> bool:
-        with self.lock:
-            return self.swapped
-
-
-@dataclasses.dataclass
-class Config:
-    swapped: bool = False
-    inner: dict[str, list[bool]] = dataclasses.field(default_factory=lambda: {"a": [False]})
 
 
 class Loading(torch.nn.Module):
     """Two halves of a weight in each layer, which a load swaps where it says so."""
 
-    mode = False  # of the class
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ParameterList(torch.rand(4, 6) for _ in range(LAYERS))
         self.says: Callable[[], bool] = lambda: False
-        self.config, self.slotted, self.locked = Config(), Slotted(), Locked()
-        self.way, self.order = Way.PLAIN, {"names": ["a", "b"]}
         self.register_buffer("map", torch.zeros(1, dtype=torch.int64))
 
     def load_weights(self, pairs: Any) -> None:
@@ -73,11 +36,6 @@ class Loading(torch.nn.Module):
 def by_a_global(module: Loading) -> Callable[[], object]:
     module.says = lambda: FLAG
     return lambda: globals().update(FLAG=True)
-
-
-def by_a_class_attribute(module: Loading) -> Callable[[], object]:
-    module.says = lambda: Loading.mode
-    return lambda: setattr(Loading, "mode", True)
 
 
 def by_a_cache_of_functools(module: Loading) -> Callable[[], object]:
@@ -96,40 +54,9 @@ def by_a_cache_of_functools(module: Loading) -> Callable[[], object]:
     return change
 
 
-def by_an_object_with_a_lock(module: Loading) -> Callable[[], object]:
-    module.says = module.locked.read
-    return lambda: setattr(module.locked, "swapped", True)
-
-
-def by_slots(module: Loading) -> Callable[[], object]:
-    module.says = lambda: module.slotted.swapped
-    return lambda: setattr(module.slotted, "swapped", True)
-
-
-def by_a_dataclass(module: Loading) -> Callable[[], object]:
-    module.says = lambda: module.config.inner["a"][0]
-    return lambda: module.config.inner.update(a=[True])
-
-
-def by_an_enum(module: Loading) -> Callable[[], object]:
-    module.says = lambda: module.way is Way.SWAPPED
-    return lambda: setattr(module, "way", Way.SWAPPED)
-
-
-def by_a_container(module: Loading) -> Callable[[], object]:
-    module.says = lambda: module.order["names"][0] == "b"
-    return lambda: module.order["names"].reverse()
-
-
 def by_a_buffers_value(module: Loading) -> Callable[[], object]:
     module.says = lambda: bool(module.map.item())
     return lambda: module.map.fill_(1)
-
-
-def by_a_tensor_outside(module: Loading) -> Callable[[], object]:
-    outside = torch.zeros(2)
-    module.says = lambda: bool(outside.sum() > 0)
-    return lambda: outside.add_(1)
 
 
 def by_a_closure(module: Loading) -> Callable[[], object]:
@@ -146,34 +73,15 @@ def by_a_closure(module: Loading) -> Callable[[], object]:
     return change
 
 
-def by_a_thread_local(module: Loading) -> Callable[[], object]:
-    module.says = lambda: getattr(CLOCK, "swapped", False)
-    return lambda: setattr(CLOCK, "swapped", True)
-
-
-def by_a_parameters_attribute(module: Loading) -> Callable[[], object]:
-    module.says = lambda: getattr(module.layers[0], "swapped", False)
-    return lambda: setattr(module.layers[0], "swapped", True)
-
-
 def by_another_load_weights(module: Loading) -> Callable[[], object]:
     return lambda: setattr(module, "says", lambda: True)
 
 
 WAYS = [
     by_a_global,
-    by_a_class_attribute,
     by_a_cache_of_functools,
-    by_an_object_with_a_lock,
-    by_slots,
-    by_a_dataclass,
-    by_an_enum,
-    by_a_container,
     by_a_buffers_value,
-    by_a_tensor_outside,
     by_a_closure,
-    by_a_thread_local,
-    by_a_parameters_attribute,
     by_another_load_weights,
 ]
 
@@ -182,8 +90,6 @@ WAYS = [
 def unchanged() -> Any:
     yield
     globals().update(FLAG=False)
-    Loading.mode = False
-    CLOCK.swapped = False
 
 
 def audited(module: Loading, nbytes: int = 1 << 20) -> tuple[Audit, list[torch.Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support.workers import ThreadEngine
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import wsync
-from wsync._core import DeadlineError, LayoutBuilder, WsyncError, describe
+from wsync._core import DeadlineError, LayoutBuilder, WsyncError
 from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.ring_loaders import CallingLoader, LayoutLoader, ModuleLoader
+from wsync.engine.ring_loaders import CallingLoader, ModuleLoader
 from wsync.probing.time_limit import learning
 
 OPTIONS = wsync.Options(deadline=20, progress=False)
@@ -57,13 +55,6 @@ def learnt() -> tuple[Pair, Any]:
     return module, RecordedLoader(module)
 
 
-class Computing(Loading):
-    """What its load_weights does cannot be learnt."""
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        super().load_weights([(n, t) for n, t in pairs if t.abs().max() < 1e9])
-
-
 class Rebinding(Pair):
     """Has other tensors after each call, which it processes further when all has come."""
 
@@ -75,23 +66,6 @@ class Rebinding(Pair):
         for each in (self.a, self.b):
             each.data = each.data.clone()
         self.b = parameter(self.b.data)
-
-
-def by_call() -> tuple[Pair, Any]:
-    module = Loading()
-    return module, CallingLoader(module)
-
-
-def unlearnt() -> tuple[Pair, Any]:
-    module = Computing()
-    return module, RecordedLoader(module)
-
-
-def by_layout() -> tuple[Pair, Any]:
-    module = Pair()
-    builder = LayoutBuilder()
-    builder.add_tensors(["a", "b"], describe([module.a, module.b]))
-    return module, LayoutLoader(builder.build(), [module.a, module.b])
 
 
 def other_data(module: Pair) -> None:
@@ -147,21 +121,6 @@ def test_a_load_weights_that_is_patched_later_is_called(make: Callable[[Loading]
         for tensor, name in (module.a, "a"), (module.b, "b"):
             assert torch.equal(tensor, draw(1)[name].flip(0))
         sync.update(draw(2))
-
-
-def test_a_load_weights_that_is_made_anew_each_time_is_no_change() -> None:
-    class Delegating(Pair):
-        @property
-        def load_weights(self) -> Any:
-            return functools.partial(Loading.load_weights, self)
-
-    module = Delegating()
-    with wsync.connect(
-        draw(0), engines=[ThreadEngine([RecordedLoader(module)])], options=OPTIONS
-    ) as sync:
-        sync.update()
-        sync.update(draw(1))
-    assert torch.equal(module.a, draw(1)["a"])
 
 
 def apart(module: Pair) -> None:
@@ -225,59 +184,6 @@ def test_a_module_that_changes_in_the_midst_of_an_update_is_not_called_updated(
     assert engine.receivers[0].consistent
     assert torch.equal(module.a, draw(2)["a"])
     assert torch.equal(module.b, draw(2)["b"])
-
-
-class AfterFinish(Midway):
-    """Has it done when the worker has said that it is prepared."""
-
-    def finish(self, timeout: float) -> Any:
-        answer = self._loader.finish(timeout)
-        self._change()
-        return answer
-
-    def confirm(self) -> None:
-        self._loader.confirm()
-
-
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        (learnt, other_data),
-        (learnt, other_parameter),
-        (by_name, other_data),
-        (by_layout, other_data),
-    ],
-)
-def test_a_module_that_changes_before_the_commit_takes_no_version(
-    make: Callable[[], tuple[Pair, Any]], change: Callable[[Pair], None]
-) -> None:
-    module, loader = make()
-    engine = ThreadEngine([AfterFinish(loader, "", lambda: change(module))])
-    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
-        with pytest.raises(WsyncError, match="while the update ran"):
-            sync.update(draw(1), version=1)
-    assert engine.version is None
-    assert not engine.receivers[0].consistent
-
-
-@pytest.mark.parametrize("make", [by_name, learnt, by_call, unlearnt])
-def test_an_engine_may_free_its_weights_when_another_worker_has_failed(
-    make: Callable[[], tuple[Pair, Any]],
-) -> None:
-    prepared = threading.Event()
-    (module, loader), (_, other) = make(), make()
-
-    def fail() -> None:
-        assert prepared.wait(20)
-        raise ValueError("no")
-
-    loaders = AfterFinish(loader, "", prepared.set), AfterFinish(other, "", fail)
-    with wsync.connect(draw(0), engines=[ThreadEngine(loaders)], options=OPTIONS) as sync:
-        with pytest.raises(WsyncError, match="no"):
-            sync.update()
-        memory = StorageWeakRef(module.a.untyped_storage())
-        module.a.data = torch.empty(0)
-        assert memory.expired()
 
 
 @pytest.mark.parametrize("make", [CallingLoader, RecordedLoader])

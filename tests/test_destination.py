@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +20,7 @@ from wsync._core import (
     WsyncError,
     describe,
 )
-from wsync.demo.engines.transformers import Engine
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
-from wsync.machine.deadline import Deadline
-from wsync.module_tensors.tree import ModuleTree
 
 OPTIONS = wsync.Options(deadline=20, progress=False, round_nbytes=64)
 Tensors = dict[str, torch.Tensor]
@@ -198,27 +193,6 @@ def test_names_of_one_tensor_may_bring_the_same_values_and_no_others() -> None:
         assert engine.receivers[0].consistent
 
 
-# --- a module whose state is not its own ------------------------------------------------------
-
-
-def test_a_state_dict_of_other_names_is_followed() -> None:
-    class Renaming(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.both = parameter(torch.zeros(6, 4))
-
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            return {"a": self.both[:3], "b": self.both[3:]}
-
-    module = Renaming()
-    weights = {"a": torch.ones(3, 4), "b": 2 * torch.ones(3, 4)}
-    with wsync.connect(
-        weights, engines=[ThreadEngine([ModuleLoader(module)])], options=OPTIONS
-    ) as sync:
-        sync.update()
-    assert module.both[:, 0].tolist() == [1, 1, 1, 2, 2, 2]
-
-
 @pytest.mark.parametrize("ffn", [3, 4])
 def test_experts_whose_axes_a_module_has_turned(ffn: int) -> None:
     """As transformers 5 has Qwen3-VL-MoE's; gate_up_proj of 2 x 4 and 8 has one shape in both."""
@@ -239,22 +213,6 @@ def test_experts_whose_axes_a_module_has_turned(ffn: int) -> None:
         assert torch.equal(tensor, sent[name].mT)
 
 
-# --- buckets, as stock trainers send them -----------------------------------------------------
-
-
-def engine_of(module: torch.nn.Module, **options: Any) -> Engine:
-    module.config = SimpleNamespace(model_type="none", architectures=None)
-    return Engine(module, **options)
-
-
-def bucket(engine: Engine, **tensors: torch.Tensor) -> tuple[bool, str]:
-    data, end = pickle.dumps(list(tensors.items())), Deadline(60)
-    try:
-        return True, engine.update(data, load_format=None, end=end)
-    except WsyncError as error:
-        return False, str(error)
-
-
 def test_tensors_that_no_engine_makes_use_of_are_named(caplog: pytest.LogCaptureFixture) -> None:
     tensors = [torch.zeros(4, 4), torch.zeros(3)]
     loader = LayoutLoader(layout_of(tensors), tensors)
@@ -273,19 +231,3 @@ def test_tensors_that_no_engine_makes_use_of_are_named(caplog: pytest.LogCapture
         f"wsync: no engine makes use of {names}: what the trainer has there is not delivered"
     ]
     assert torch.equal(tensors[0], weights["a"])
-
-
-def test_a_snapshot_sees_other_names() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    snapshot, first = ModuleTree([module]), module[0]
-    assert snapshot.same()
-    module._modules["2"] = module._modules.pop("1")
-    assert not snapshot.same()
-    module._modules["1"] = module._modules.pop("2")
-    assert snapshot.same()
-    bias = first._parameters.pop("bias")
-    first._buffers["bias"] = bias
-    assert not snapshot.same()
-    del first._buffers["bias"]
-    first._parameters["bias"] = bias
-    assert snapshot.same()

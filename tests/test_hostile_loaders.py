@@ -98,51 +98,6 @@ def test_scalars_of_every_layer_may_be_looked_at() -> None:
     assert not loader.computed()
 
 
-class Chain(torch.nn.Module):
-    """Every second one is multiplied with the parameter before it, as that is by then."""
-
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        self.names = {name: f"p{number}" for number, name in enumerate(names)}
-        for place in self.names.values():
-            self.register_parameter(place, parameter(torch.ones(SIDE, SIDE)))
-        self.filler = parameter(torch.zeros(64, 64))
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in pairs:
-            if name == "filler":
-                self.filler.data.copy_(tensor)
-                continue
-            place = self.names[name]
-            number = int(place[1:])
-            factor = getattr(self, f"p{number - 1}") if number % 2 else None
-            getattr(self, place).data.copy_(tensor if factor is None else tensor * factor)
-
-    def draw(self) -> Tensors:
-        found = {name: torch.randn(SIDE, SIDE) for name in self.names}
-        return {**found, "filler": torch.randn(64, 64)}
-
-
-def chained(module: Chain, other: Chain) -> RecordedLoader:
-    """Updates a module three times, and loads the same to another one."""
-    loader = RecordedLoader(module)
-    engine = ThreadEngine([loader])
-    with wsync.connect(module.draw(), engines=[engine], options=OPTIONS) as sync:
-        for _ in range(3):
-            weights = module.draw()
-            sync.update(weights)
-            other.load_weights(list(weights.items()))
-    return loader
-
-
-def test_what_the_loader_loads_itself_comes_in_the_trainers_order() -> None:
-    names = [f"w{number}" for number in range(16)]
-    module, other = Chain(*names), Chain(*names)
-    loader = chained(module, other)
-    assert loader.learnt is not None and loader.computed().keys() == {*names}
-    assert differing(dict(module.named_parameters()), dict(other.named_parameters())) == []
-
-
 # --- modules that change between updates ----------------------------------------------------
 
 

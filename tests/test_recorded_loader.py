@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 
@@ -128,79 +126,12 @@ def test_what_is_no_copy_goes_through_load_weights(
     assert differing(held(module), loaded(changed(load), 2)) == []
 
 
-def branching(module: Fused, pairs: Pairs) -> None:
-    for name, tensor in pairs:
-        if name == "norm" and tensor.float().sum().item() > 1e39:
-            raise AssertionError("never")
-    Fused.load_weights(module, pairs)
-
-
-def by_pointer(module: Fused, pairs: Pairs) -> None:
-    Fused.load_weights(module, pairs)
-    data = ctypes.string_at(module.norm.data_ptr(), module.norm.nbytes)
-    ctypes.memmove(module.norm.data_ptr(), data[2:] + data[:2], len(data))
-
-
-def by_numpy(module: Fused, pairs: Pairs) -> None:
-    Fused.load_weights(module, pairs)
-    module.router.numpy()[1] = dict(pairs)["wide"].numpy()[2]
-
-
 def raising(module: Fused, pairs: Pairs) -> None:
     pairs = list(pairs)
     Fused.load_weights(module, pairs[:3])
     if len(pairs) == len(SHAPES):
         raise ValueError("half way")
     Fused.load_weights(module, pairs[3:])
-
-
-_calls = [0]
-
-
-def fickle(module: Fused, pairs: Pairs) -> None:
-    _calls[0] += 1
-    Fused.load_weights(module, pairs)
-    module.scale.data.fill_(_calls[0])
-
-
-def rebinding(module: Fused, pairs: Pairs) -> None:
-    Fused.load_weights(module, pairs)
-    module.norm = torch.nn.Parameter(dict(pairs)["norm"].clone(), requires_grad=False)
-
-
-MORE = "what it computes depends on more than the tensors that change it"
-
-
-@pytest.mark.parametrize(
-    ("load", "reason"),
-    [
-        (branching, ""),
-        (by_pointer, ""),
-        (by_numpy, "given only what it computes with, it raised KeyError: 'wide'"),
-        (rebinding, ""),
-        (fickle, MORE),
-    ],
-)
-def test_by_whatever_means_a_loader_writes_bytes_are_its_own(
-    load: Callable[[Fused, Pairs], None], reason: str
-) -> None:
-    """It is learnt, or used as it is."""
-
-    def whole(module: Fused, pairs: Pairs) -> None:
-        """Sees whole models alone: an update of several rounds would be another story."""
-        load(module, pairs)
-
-    module = changed(whole)
-    loader = RecordedLoader(module)
-    engine = ThreadEngine([loader])
-    options = wsync.Options(deadline=60, progress=False)
-    with wsync.connect(draw(0), engines=[engine], options=options) as sync:
-        sync.update(draw(1))
-        sync.update(draw(2))
-    assert bool(reason) == bool(loader.reason) and reason in loader.reason
-    assert engine.receivers[0].consistent
-    if load is not fickle:
-        assert differing(held(module), loaded(changed(whole), 2)) == []
 
 
 def test_a_model_of_other_tensors_is_learnt_anew_or_refused() -> None:
@@ -302,35 +233,6 @@ def test_a_tensor_that_is_skipped_is_listed(caplog: pytest.LogCaptureFixture) ->
     assert bytes_of(module.o) == bytes_of(before)
 
 
-def test_the_last_of_two_writes_wins() -> None:
-    def load(module: Fused, pairs: Pairs) -> None:
-        tensors = dict(pairs)
-        module.qkv.data.zero_()
-        Fused.load_weights(module, pairs)
-        module.qkv.data[3:9, 2:5].copy_(tensors["q"][:3, 1:7].t())
-        module.qkv.data[8, 4] = 5.0
-
-    module = changed(load)
-    loader = RecordedLoader(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        update(ThreadEngine([loader]), 1)
-    assert differing(held(module), loaded(changed(load), 1)) == []
-
-
-def test_what_is_copied_onto_itself_stays_a_copy_of_the_model() -> None:
-    def load(module: Fused, pairs: Pairs) -> None:
-        Fused.load_weights(module, pairs)
-        module.kv_b.data[:2].copy_(module.kv_b.data[:2])
-
-    module = changed(load)
-    loader = RecordedLoader(module)
-    update(ThreadEngine([loader]), 1)
-    assert loader.learnt is not None
-    assert loader.computed() == {}
-    assert differing(held(module), loaded(Fused(), 1)) == []
-
-
 def test_a_loader_that_makes_its_tensors_is_learnt_when_it_has_run() -> None:
     def load(module: Fused, pairs: Pairs) -> None:
         if not hasattr(module, "made"):
@@ -381,15 +283,7 @@ class Complaining(Whole):
         self.qkv.copy_(torch.cat([given["q"], given["k"], given["v"]]))
 
 
-class Finishing(Whole):
-    """Does at the end of a call what may be done once."""
-
-    def fuse(self, given: dict[str, torch.Tensor]) -> None:
-        super().fuse(given)
-        self.qkv.mul_(2)
-
-
-@pytest.mark.parametrize("kind", [Whole, Complaining, Finishing])
+@pytest.mark.parametrize("kind", [Whole, Complaining])
 def test_what_cannot_be_learnt_gets_all_tensors_in_one_call(kind: type[Whole]) -> None:
     """A round brings one tensor here."""
     names = ["q", "o0", "o1", "k", "o2", "v", "o3", "o4"]
@@ -407,24 +301,6 @@ def test_what_cannot_be_learnt_gets_all_tensors_in_one_call(kind: type[Whole]) -
             assert torch.equal(module.qkv, other.qkv) and torch.equal(module.o, other.o)
     assert "cannot be learnt" in loader.reason
     assert module.calls[before:] == [list(tensors)]
-
-
-class Empty(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.none = torch.nn.Parameter(torch.empty(0, 8), requires_grad=False)
-
-    def load_weights(self, pairs: Pairs) -> None:
-        self.none.copy_(dict(pairs)["none"])
-
-
-def test_a_module_without_elements_is_updated() -> None:
-    tensors = {"none": torch.empty(0, 8), "other": torch.ones(4)}
-    engine = ThreadEngine([RecordedLoader(Empty())])
-    with wsync.connect(tensors, engines=[engine], options=OPTIONS) as sync:
-        for version in (1, 2):
-            sync.update(version=version)
-    assert engine.receivers[0].state.trouble == "" and engine.version == "2"
 
 
 def test_a_loader_that_nobody_has_any_more_goes_at_once() -> None:

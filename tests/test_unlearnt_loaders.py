@@ -55,25 +55,6 @@ def test_each_byte_of_a_parameter_has_to_be_delivered(copy: Copy, names: str) ->
                 sync.update()
 
 
-class Keeping(torch.nn.Module):
-    def __init__(self, load: Callable[[Keeping, Tensors], None]) -> None:
-        super().__init__()
-        self.a, self.b = parameter(64, 64), parameter(64, 64)
-        self.scale = 0.0
-        self.scales: dict[str, float] = {}
-        self._load = load
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        self._load(self, dict(pairs))
-
-
-def jointly_by_values(module: Keeping, tensors: Tensors) -> None:
-    joint = len(tensors) == 2 and tensors["a"].abs().max() < 1e9
-    for name, tensor in tensors.items():
-        if tensor.abs().max() < 1e9:
-            getattr(module, name).data.copy_(tensor + tensors["b"] if joint else tensor)
-
-
 faults: list[str] = []
 
 
@@ -117,33 +98,6 @@ def test_what_a_loader_binds_anew_lies_where_cuda_graphs_read_it(
     for name in names:
         assert torch.equal(graph[name], getattr(plain, name))
         assert getattr(module, name).data_ptr() == graph[name].data_ptr()
-
-
-def test_a_loader_that_looks_at_values_is_used_as_it_is() -> None:
-    module, plain = Keeping(jointly_by_values), Keeping(jointly_by_values)
-    weights = {name: torch.randn(64, 64) for name in "ab"}
-    engine = ThreadEngine([RecordedLoader(module)])
-    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
-        sync.update()
-    plain.load_weights(list(weights.items()))
-    assert torch.equal(module.a, plain.a) and torch.equal(module.b, plain.b)
-
-
-class Diagonal(Keeping):
-    def __init__(self) -> None:
-        super().__init__(lambda module, tensors: None)
-
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in pairs:
-            getattr(self, name).data.copy_(tensor).fill_diagonal_(1)
-
-
-def test_a_tensor_of_thousands_of_pieces_is_learnt_in_time() -> None:
-    loader = RecordedLoader(Diagonal())
-    weights = {name: torch.randn(64, 64) for name in "ab"}
-    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
-        sync.update()
-    assert torch.equal(loader._module.a, weights["a"].fill_diagonal_(1))
 
 
 class Checked(torch.nn.Module):

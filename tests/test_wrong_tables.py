@@ -72,9 +72,3 @@ def test_layers_are_as_the_family_needs_them(name):
                 f"decoder.layers.0: the trainer's {field} is {other}, but the family {name!r} "
                 f"needs {value}"
             )
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    yield
-    FAMILIES.pop("wrong", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -160,7 +160,3 @@ def changed(load: Callable[[Fused, Pairs], None], **options: int) -> Fused:
             load(self, pairs)
 
     return Changed(**options)
-
-
-def only(pairs: Iterable[tuple[str, torch.Tensor]], name: str) -> torch.Tensor | None:
-    return dict(pairs).get(name)
