@@ -43,15 +43,11 @@ def views(kind: str) -> torch.nn.Module:
         return module_of(a=base[:4], b=base[2:])
     if kind == "inside":
         return module_of(a=base, b=base[1:3, 1:3])
-    if kind == "interleaved":
-        return module_of(a=base[:, ::2], b=base[:, 2:])
-    if kind == "dtype":
-        return module_of(a=base, b=base.view(torch.int32))
-    assert kind == "transposed"
-    return module_of(a=base[:4], b=base[:4].t())
+    assert kind == "interleaved"
+    return module_of(a=base[:, ::2], b=base[:, 2:])
 
 
-KINDS = ["rows", "inside", "interleaved", "dtype", "transposed"]
+KINDS = ["rows", "inside", "interleaved"]
 
 
 def weights_of(module: torch.nn.Module, value: float = 1.0) -> Tensors:
