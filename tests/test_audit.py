@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,21 @@ LAYERS = 5
 FLAG = False
 
 
+class Locked:
+    """An object that can be neither copied nor compared."""
+
+    def __init__(self) -> None:
+        self.lock, self.swapped = threading.Lock(), False
+
+    def read(self) -> bool:
+        with self.lock:
+            return self.swapped
+
+
 class Loading(torch.nn.Module):
     """Two halves of a weight in each layer, which a load swaps where it says so."""
+
+    mode = False  # of the class
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +50,17 @@ class Loading(torch.nn.Module):
 def by_a_global(module: Loading) -> Callable[[], object]:
     module.says = lambda: FLAG
     return lambda: globals().update(FLAG=True)
+
+
+def by_a_class_attribute(module: Loading) -> Callable[[], object]:
+    module.says = lambda: Loading.mode
+    return lambda: setattr(Loading, "mode", True)
+
+
+def by_an_object_with_a_lock(module: Loading) -> Callable[[], object]:
+    locked = Locked()
+    module.says = locked.read
+    return lambda: setattr(locked, "swapped", True)
 
 
 def by_a_cache_of_functools(module: Loading) -> Callable[[], object]:
@@ -79,6 +104,8 @@ def by_another_load_weights(module: Loading) -> Callable[[], object]:
 
 WAYS = [
     by_a_global,
+    by_a_class_attribute,
+    by_an_object_with_a_lock,
     by_a_cache_of_functools,
     by_a_buffers_value,
     by_a_closure,
@@ -90,6 +117,7 @@ WAYS = [
 def unchanged() -> Any:
     yield
     globals().update(FLAG=False)
+    Loading.mode = False
 
 
 def audited(module: Loading, nbytes: int = 1 << 20) -> tuple[Audit, list[torch.Tensor]]:
