@@ -206,3 +206,18 @@ def test_what_other_workers_have_is_zero() -> None:
     Audit(load, found, [source]).some([target])
     assert not seen[-1][:2].any()
     assert torch.equal(seen[-1][2:], target)
+
+
+def test_memory_that_an_engine_has_taken_again_may_hold_anything() -> None:
+    """It has slept without a copy of its weights; an element of bfloat16 is kept in float32."""
+    target = torch.zeros(4, 6)
+
+    def load(pairs: Any) -> None:
+        for _, tensor in pairs:
+            target.copy_(tensor)
+
+    source = Source("w", torch.bfloat16, (4, 6))
+    values = [torch.rand(4, 6).bfloat16() for _ in range(2)]
+    found = learn(load, [target], [source], {}, (lambda _: values[0], lambda _: values[1]))
+    target.copy_(torch.rand(4, 6))
+    Audit(load, found, [source]).some([target])

@@ -129,7 +129,8 @@ def test_a_module_that_has_changed_is_learnt_anew(load: Any, change: Any, reason
         before = module.held()
         with pytest.raises(wsync.RemoteError, match=reason):
             sync.update(draw(2))
-        assert engine.receivers[0].consistent
+        # an audit cannot tell what else load_weights has written
+        assert engine.receivers[0].consistent == (change is transposed)
         assert differing(module.held(), before) == []
         sync.update(draw(3))
     change(other)

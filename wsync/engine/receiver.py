@@ -252,11 +252,6 @@ class Receiver:
         self._opened = message.update
         return importer
 
-    def settle_and_lose(self, timeout: float) -> None:
-        """Before made-up values are written, on whatever stream; see _load."""
-        settle(self._loader.device, timeout)
-        self.lose()
-
     def lose(self) -> None:
         """From here on the weights are not those of one update."""
         self.state.lose(f"{_nth(self._opened)} is running")
@@ -279,9 +274,10 @@ class Receiver:
         model = Layout.from_bytes(content)
         told = _Told(former, steps, PASSES * model.tensor_count, message.deadline)
         timeout = _to_learn(message.deadline)
+        settle(self._loader.device, timeout)  # as in _load: values are written on whatever stream
         with learning(timeout, told.one_more):
             receiver = weakref.ref(self)  # the loader keeps what it calls, and nobody in a circle
-            blob = self._loader.learn(model, lambda: _lose(receiver(), timeout))
+            blob = self._loader.learn(model, lambda: _lose(receiver()))
         # the trainer listens to the session for learning until this one has come
         self._learning = former
         following = address.decode("ascii", "replace")
@@ -341,9 +337,9 @@ def refused(worker: int, error: Exception) -> tuple[bool, str]:
     return False, f"worker {worker}: {_text(error)}"
 
 
-def _lose(receiver: Receiver | None, timeout: float) -> None:
+def _lose(receiver: Receiver | None) -> None:
     if receiver is not None:
-        receiver.settle_and_lose(timeout)
+        receiver.lose()
 
 
 def _to_learn(deadline: float) -> float:

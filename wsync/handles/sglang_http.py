@@ -233,6 +233,7 @@ class HttpHandle(ApiHandle):
                 raise
             except OSError as error:
                 raise NotConnected(*error.args) from error
+            made.sock.settimeout(max(deadline.left, 0.001))
             for option in KEEPALIVE:
                 made.sock.setsockopt(*option)
             headers = self._headers

@@ -35,7 +35,7 @@ PARK: Final = b"park"
 _HEADER: Final = struct.Struct("<BQ")
 _ADDRESS: Final = re.compile(r"([0-9a-f]{32})@([0-9A-Za-z._:%-]{1,253}):([0-9]{1,5})")
 _LAST_SECONDS: Final = 1.0  # for the last words to leave
-_TOKEN_SECONDS: Final = 1.0  # for a token to come
+_TOKEN_SECONDS: Final = 10.0  # for a token to come
 _READ_NBYTES: Final = 1 << 20
 _SAID_NBYTES: Final = 2000
 
@@ -47,7 +47,7 @@ class Frame(enum.IntEnum):
     HELLO = 1  # the token
     BLOB = 2  # what the worker keeps, as Loader.blob has it
     MODEL = 3  # where to come back to, a line feed, and a layout without shards
-    PLAN = 4  # see wsync.exchange.plan_blueprint
+    PLAN = 4  # see wsync.exchange.remote_plan
     BEGIN = 5  # UPDATE: update and rounds
     PREPARED = 6  # COUNTS: tensors and bytes that were loaded, and ns of the audit
     COMMIT = 7  # PARK, or nothing

@@ -113,7 +113,7 @@ class Audit:
             for name in names:
                 whole, places = self._read_back(name, targets)
                 pairs.append((name, whole))
-                kept += [(name, place, place.clone()) for place in places]
+                kept += [(name, place, brought) for place, brought in places]
             for _, place, _ in kept:
                 place.bitwise_not_()
             raised: Exception | None = None
@@ -121,20 +121,25 @@ class Audit:
                 self._load(pairs)
             except Exception as error:  # a load may ask for more tensors when it has loaded these
                 raised = error
-            wrong = [name for name, place, was in kept if not torch.equal(place, was)]
+            wrong = [name for name, place, brought in kept if not torch.equal(place, brought)]
             if wrong:
-                for _, place, was in kept:
-                    place.copy_(was)
+                for _, place, brought in kept:
+                    place.copy_(brought)
                 raise AuditError(list(dict.fromkeys(wrong)), raised)
 
     def _read_back(
         self, name: str, targets: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A tensor as far as this worker has it, and its places, as integers."""
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """A tensor as far as this worker has it; its places and what it brings there, as integers:
+        memory that an engine has taken again after it slept holds anything."""
         _, dtype, shape = self._known[name]
         pieces = self._places[name]
         views = [piece.view(targets) for piece in pieces]
         whole = torch.zeros(shape, dtype=dtype, device=views[0].device)
         for piece, view in zip(pieces, views, strict=True):
             piece.of(whole).copy_(as_kept(view, dtype))
-        return whole, [raw(view) for view in views]
+        brought = [
+            raw(as_kept(piece.of(whole), view.dtype).clone())
+            for piece, view in zip(pieces, views, strict=True)
+        ]
+        return whole, list(zip(map(raw, views), brought, strict=True))

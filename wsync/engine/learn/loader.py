@@ -129,7 +129,7 @@ class RecordedLoader(ChoosingLoader):
         used = {piece.name for piece in learnt.does.pieces} | learnt.does.computed.keys()
         unused = [source.name for source in sources if source.name not in used]
         self.check_delivered(_lacking(learnt.memory, learnt.does.unwritten), unused)
-        replay = ReplayLoader(learnt, self._stream, self._threads)
+        replay = ReplayLoader(learnt, self._stream, self._threads, on_weights_lost)
         self.learnt, self._model, self._chosen = learnt, facts, replay
         for name, reason in self.computed().items():
             _log.warning("%s goes through load_weights: %s", name, reason)

@@ -22,7 +22,7 @@ from wsync._core import (
 )
 from wsync.engine.learn.memory import ModuleMemory
 from wsync.engine.post_load import in_place
-from wsync.engine.ring_loaders import LoadWeights, Receipt, RoutedLoader
+from wsync.engine.ring_loaders import LoadWeights, OnWeightsLost, Receipt, RoutedLoader
 from wsync.module_tensors import same_bytes
 from wsync.module_tensors.quantised_names import is_note
 from wsync.probing.audit import Audit, AuditError
@@ -105,16 +105,21 @@ class ReplayLoader(RoutedLoader):
 
     At each update but the first the loading of some tensors is audited before anything is
     written.  StateError where the module, or what its load_weights does, has changed.
+
+    on_weights_lost: called where load_weights has loaded such tensors elsewhere.
     """
 
-    def __init__(self, learnt: LearntModule, stream: Stream, threads: int) -> None:
+    def __init__(
+        self, learnt: LearntModule, stream: Stream, threads: int, on_weights_lost: OnWeightsLost
+    ) -> None:
         super().__init__(stream, threads)
-        self._learnt = learnt
+        self._learnt, self._on_weights_lost = learnt, on_weights_lost
         does, tensors = learnt.does, _tensors(learnt)
         self.paths = [target.path for target in learnt.memory.targets]
-        self.form = describe(tensors, self.paths, gpu=True).form()
         written = (*does.constants, *(copy.target for copy in does.copies))
         self.used = sorted({piece.target for piece in (*does.pieces, *written)})
+        self.used_paths = [self.paths[number] for number in self.used]
+        self.form = describe([tensors[number] for number in self.used], gpu=True).form()
         # whole, in the order of the trainer: one may go by another
         aside = {*does.computed, *learnt.twins.values()}
         self._aside = [s for s in learnt.sources if s.name in aside or not kind_of(s.dtype)]
@@ -143,6 +148,7 @@ class ReplayLoader(RoutedLoader):
             try:
                 self._audit.some(filling.tensors)
             except AuditError as error:
+                self._on_weights_lost()
                 raise has_changed(self._learnt.module, str(error)) from error
             self._audit_ns = time.perf_counter_ns() - start
         return filling
@@ -206,10 +212,12 @@ class _Filling:
         learnt = replay._learnt
         self._replay, self._does = replay, learnt.does
         self.tensors = _tensors(learnt)
-        self._table = describe(self.tensors, replay.paths, gpu=True, former=replay.form)
+        used = [self.tensors[number] for number in replay.used]
+        self._table = describe(used, replay.used_paths, gpu=True, former=replay.form)
         if (place := self._table.differs(replay.form)) is not None:
-            change = f"{replay.paths[place]} has another dtype, shape or strides"
+            change = f"{replay.used_paths[place]} has another dtype, shape or strides"
             raise has_changed(learnt.module, change)
+        self._buffers = BufferTable.of(self._table)  # StateError while an engine sleeps
         here = self.tensors[0].device if self.tensors else torch.device("cpu")
         self._staged = {
             name: torch.empty(shape, dtype=dtype, device=here)
@@ -220,8 +228,10 @@ class _Filling:
         return self._replay.layout
 
     def buffers(self) -> BufferTable:
-        spans = [self._table[number][::4] for number in self._replay.used]
         staged = [*self._staged.values()]
+        if not staged:
+            return self._buffers
+        spans = [row[::4] for row in map(self._table.__getitem__, range(len(self._table)))]
         spans += [(tensor.data_ptr(), tensor.nbytes) for tensor in staged]
         return BufferTable(spans, (self._table, staged))
 
@@ -256,7 +266,8 @@ class _Filling:
         """StateError where the module no longer has the tensors that the update was written to."""
         learnt = self._replay._learnt
         now = learnt.memory.tensors()
-        if now is None or self._table.moved(now) is not None:
+        used = None if now is None else [now[number] for number in self._replay.used]
+        if used is None or self._table.moved(used) is not None:
             raise StateError(
                 f"{type(learnt.module).__name__} has changed while the update ran: tensors were "
                 "replaced"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from wsync.machine.deadline import Check, Deadline
 from wsync.machine.fork_guard import Owner
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
-from wsync.messages.gpu_payload import GpuRing
+from wsync.messages.gpu_payload import LEFT_SECONDS, GpuRing
 from wsync.trainer.engine_identity import CheckedEngine
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.round_contents import WorkerRounds
@@ -44,7 +45,7 @@ class SharedRing:
         self._ended = weakref.finalize(self, _remove, Owner(), self._bytes)
         self.address = self._bytes.data_ptr()
         self.nbytes = nbytes
-        self.left = False
+        self.left, self.since = False, 0.0
         # an object that streams keep, too, for as long as they use the memory
         self._registered: object = _core.host_register(self.address, nbytes, device, self._bytes)
 
@@ -63,7 +64,7 @@ class SharedRing:
         up all else."""
         self._ended.detach()
         self._ended = weakref.finalize(self, _give_back, Owner(), self._bytes)
-        self._registered, self.left = None, True
+        self._registered, self.left, self.since = None, True, time.monotonic()
 
     def remove(self) -> None:
         """The file of a ring that was left."""
@@ -175,8 +176,8 @@ _lock: Final = threading.Lock()
 
 def _close(engine: str, ring: SharedRing, sent: Sequence[Future[None]]) -> None:
     """Removes the file, once all requests have ended.  If one was not answered, the file stays
-    until the engine has answered all of a later connection, or two more have failed: a stock server
-    ends when it finds none."""
+    until the engine has answered all of a later connection, two more have failed, or ten minutes
+    have passed: a stock server ends when it finds none."""
     unanswered = any([_is_unanswered(request.exception()) for request in sent])
     with _lock:
         mine = _left[engine]
@@ -190,6 +191,9 @@ def _close(engine: str, ring: SharedRing, sent: Sequence[Future[None]]) -> None:
             ring.close()
         while len(mine) > (0 if sent and not unanswered else _MOST_LEFT):
             mine.pop(0).remove()
+        for others in _left.values():  # an engine may have come back under another name
+            while others and others[0].since < time.monotonic() - LEFT_SECONDS:
+                others.pop(0).remove()
 
 
 def _was_absent(error: BaseException) -> bool:
