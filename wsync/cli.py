@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(
             f"wsync {words[0]}: needs the Python package {error.name!r}, which is not installed: "
-            f"wsync's extra [{words[0]}] brings it",
+            "in a clone of wsync, pip install '.[demo]' brings it",
             file=sys.stderr,
         )
         return 1

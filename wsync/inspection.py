@@ -5,9 +5,6 @@ The workers have to run wsync's loader (SGLang: --custom-weight-loader wsync.sgl
 vLLM: --worker-extension-cls wsync.vllm.WorkerExtension), and learn when a trainer updates them.
 They answer over a socket of their own, so this runs on their host, as their user.  SGLang answers
 when the requests under way are done.
-
-Loads by other means than wsync's updates are counted by SGLang's workers from the time when wsync's
-loader is first called, be it by an inspection; vLLM's workers do not see them.
 """
 
 from __future__ import annotations

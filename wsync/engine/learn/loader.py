@@ -122,7 +122,9 @@ class RecordedLoader(ChoosingLoader):
         except NotLearntError as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
             self.check_delivered(_lacking(ModuleMemory(self._module), error.pieces))
-            _log.warning("%s; it gets all tensors in one call of its load_weights", self.reason)
+            text = "%s; it gets all tensors in one call of its load_weights, %.1f GB of host memory"
+            nbytes = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in sources)
+            _log.warning(text, self.reason, nbytes / 1e9)
             own, names = _in_place(self._module, self._load), [source.name for source in sources]
             self._chosen = CallingLoader(self._module, own, at_once=names)
             return WHOLE
