@@ -305,7 +305,7 @@ CHECKS = (
     Check(
         "a killed rank ends the update for all others, and leaves no kernel that waits for it",
         f"{MULTIGPU_TESTS} -k killed",
-        "passes: one error that names the round and a rank, within 30 s of a deadline of 20",
+        "passes: one error that names the rank, within 30 s of a deadline of 20",
         "what the test says",
         2,
         judge=passes,
