@@ -14,12 +14,14 @@ from wsync._core import (
     LayoutBuilder,
     LayoutError,
     StateError,
+    TensorTable,
     describe,
 )
 from wsync.families.runtime_names import RuntimeNames
-from wsync.module_tensors import same_bytes
+from wsync.module_tensors import homes_of, same_bytes
 from wsync.module_tensors.held import seen, usable
 from wsync.module_tensors.names_in_messages import listed, unfused
+from wsync.module_tensors.tree import ModuleTree
 
 
 class MissingError(LayoutError):
@@ -45,15 +47,20 @@ class LoadTarget(Protocol):
 
 class Destination:
     """The tensors that the buffers of a layout are for one update, in order.  Keeps their memory,
-    whatever the module is bound to by then.  names: what errors call them."""
+    whatever the module is bound to by then.  names: what errors call them.  former: the form of a
+    table of such tensors, by which they are described in less time."""
 
     def __init__(
-        self, layout: Layout, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        names: Sequence[str] = (),
+        former: TensorTable | None = None,
     ) -> None:
         self._layout = layout
-        self._tensors = list(tensors)
-        self._names = names or [f"tensor {place}" for place in range(len(tensors))]
-        self.table = describe(self._tensors, self._names, gpu=True)
+        self.tensors = list(tensors)
+        self.names = names or [f"tensor {place}" for place in range(len(tensors))]
+        self.table = describe(self.tensors, self.names, gpu=True, former=former)
 
     def layout(self) -> Layout:
         return self._layout
@@ -62,11 +69,11 @@ class Destination:
         return BufferTable.of(self.table)
 
     def complete(self) -> None:
-        increment_version(self._tensors)
+        increment_version(self.tensors)
 
     def check_places(self) -> None:
-        if (place := self.table.moved(self._tensors)) is not None:
-            raise StateError(f"{self._names[place]}: its memory was replaced while the update ran")
+        if (place := self.table.moved(self.tensors)) is not None:
+            raise StateError(f"{self.names[place]}: its memory was replaced while the update ran")
 
 
 class NamedTensors(Destination):
@@ -92,6 +99,27 @@ class NamedTensors(Destination):
                     f"{name} and {first} are one tensor of the module, and {name} brings other "
                     "values"
                 )
+
+
+class NamedPlaces:
+    """Where a module has the tensors of an update, to find them in the next one without asking for
+    its state_dict.  Keeps none of them."""
+
+    def __init__(self, module: torch.nn.Module, found: NamedTensors) -> None:
+        self._tree, self._names = ModuleTree([module]), found.names
+        self._layout, self._form = found.layout(), found.table.form()
+        places = {id(home[key]): (home, key) for _, home, key, _ in homes_of(module)}
+        self._places = [places[id(each)] for each in found.tensors if id(each) in places]
+        # a tensor of two names may come apart, and views that a state_dict has made have no place
+        self._one_each = len(module.state_dict()) == len(found.names) == len(self._places)
+
+    def again(self) -> Destination | None:
+        """None where they have to be looked for."""
+        if not self._one_each or not self._tree.same():
+            return None
+        tensors = [home[key] for home, key in self._places]
+        found = Destination(self._layout, tensors, self._names, self._form)
+        return found if found.table.differs(self._form) is None else None
 
 
 def named_tensors(

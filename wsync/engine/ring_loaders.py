@@ -40,7 +40,7 @@ from wsync._core import (
     UnsupportedError,
     WsyncError,
 )
-from wsync.engine.destination import Destination, LoadTarget, named_tensors
+from wsync.engine.destination import Destination, LoadTarget, NamedPlaces, named_tensors
 from wsync.machine import device
 from wsync.machine.error_text import error_text
 from wsync.messages.control import PIECES, WHOLE
@@ -339,13 +339,22 @@ class ModuleLoader(RoutedLoader):
     def __init__(self, module: torch.nn.Module, *, threads: int = 1) -> None:
         super().__init__(loading_stream(device.of_module(module), threads), threads)
         self._module = module
+        self._known: NamedPlaces | None = None  # of the last update by this plan
 
     def blob(self) -> bytes:
         return PIECES
 
+    def attach(self, ring: Memory, manifest: Layout) -> None:
+        self._known = None
+        super().attach(ring, manifest)
+
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
-        self._aim(named_tensors(self._module, self._attached().shapes))
+        target = self._known.again() if self._known is not None else None
+        if target is None:
+            target = named_tensors(self._module, self._attached().shapes)
+            self._known = NamedPlaces(self._module, target)
+        self._aim(target)
 
 
 class _Copies(list[tuple[str, torch.Tensor]]):
