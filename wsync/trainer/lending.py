@@ -225,7 +225,9 @@ class Lending:
         self._passed: set[int] = set()  # segments that the homes have
         self.news = 0  # counts the calls of `share` that brought a change
         self.places: list[list[Bound | None]] = [[] for _ in range(group.size)]
-        self._spots = [""] * group.size  # where each rank's memory is
+        # what plans are made for: where each rank lends memory, and a byte for each of its buffers,
+        # 1 where that can be read in place
+        self.pattern = (("", b""),) * group.size
         self.obstacles = [""] * group.size
         self.segments: dict[Segment, _core.Memory] = {}
 
@@ -237,13 +239,6 @@ class Lending:
             near = lent if home == host and place in reached else b""
             found += near[:count].ljust(count, b"\0")
         return found
-
-    @property
-    def pattern(self) -> list[tuple[str, bytes]]:
-        """What plans are made for: where each rank lends memory, and a byte for each of its
-        buffers, 1 where that can be read in place."""
-        lent = [bytes(place is not None for place in places) for places in self.places]
-        return list(zip(self._spots, lent, strict=True))
 
     @property
     def quarters(self) -> int:
@@ -304,7 +299,10 @@ class Lending:
         wait for each other."""
         rank = self._group.rank
         self.places[owner] = [place and Bound(*place) for place in told["places"]]
-        self._spots[owner], self.obstacles[owner] = told["place"], told["obstacle"]
+        lent = bytes(place is not None for place in self.places[owner])
+        known = (told["place"], lent)
+        self.pattern = (*self.pattern[:owner], known, *self.pattern[owner + 1 :])
+        self.obstacles[owner] = told["obstacle"]
         if owner == rank:
             self._pass(told["new"], doors)
             found = self._lender.segments
