@@ -252,7 +252,7 @@ class Listener:
         while True:
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 connection = self._listener.accept()[0]
-                if self._shows_token(connection):
+                if self._shows_token(connection, deadline.left):
                     return Channel(connection, self._peer)
                 connection.close()
             check()
@@ -262,13 +262,15 @@ class Listener:
     def close(self) -> None:
         self._listener.close()
 
-    def _shows_token(self, connection: socket.socket) -> bool:
+    def _shows_token(self, connection: socket.socket, timeout: float) -> bool:
         """Whether a connection begins with the token, which comes at once."""
+        deadline = Deadline(min(timeout, _TOKEN_SECONDS))
         hello, shown = _HEADER.pack(Frame.HELLO, 32) + self._token.encode(), b""
-        connection.settimeout(_TOKEN_SECONDS)
         with contextlib.suppress(OSError):
+            connection.settimeout(deadline.left)
             while part := connection.recv(len(hello) - len(shown)):
                 shown += part
+                connection.settimeout(deadline.left)
         return hmac.compare_digest(shown, hello)
 
 
