@@ -28,8 +28,8 @@ _CACHE_SCALES: Final = ("*.attn*.[kv]_scale",)
 _DERIVED: Final = ("_scale_inv_swizzled", "_scale_inv_deepgemm", "_scale_inv_shuffled")
 _UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _UE8M0: Final = (torch.uint8, torch.int32)  # MXFP8's, and DeepGEMM's four in a word
-# what models that only draft tokens are called there
 _RECEIVER: Final = "_wsync_receiver"  # where a model keeps it
+# what models that only draft tokens are called there
 _DRAFT: Final = re.compile(r"(NextN|MTP|Eagle\d*)$")
 
 

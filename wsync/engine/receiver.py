@@ -189,7 +189,7 @@ class Receiver:
         self._rounds, self._ring_nbytes = rounds, importer.ring.nbytes
         self._loader.borrow(importer.bound)
         try:
-            receipt = self._load(importer, update, rounds, timeout)
+            receipt = self._load(importer, rounds, timeout)
             importer.prepared(receipt.tensors, receipt.nbytes, receipt.audit_ns, timeout)
             with trace.span("verdict"):
                 importer.verdict(timeout)
@@ -200,7 +200,7 @@ class Receiver:
         self.state.commit(message.session, update)
         trace.write(update)
 
-    def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:
+    def _load(self, importer: Session, rounds: int, timeout: float) -> Receipt:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
         round after round, and then checks that each one comes in time."""
         trace = self._trace

@@ -226,7 +226,6 @@ class ApiHandle(ABC):
 
     def resume(self, timeout: float) -> None:
         self._do("continue_generation", {}, self._end(timeout))
-        self._sessions["resumed"] = True
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return self._info("model_info", timeout)

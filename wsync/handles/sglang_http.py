@@ -88,7 +88,9 @@ class HttpHandle(ApiHandle):
     @property
     def started(self) -> dict[str, Any]:
         """How the server was started."""
-        return self._server_info()
+        if not self._server:
+            self._server |= self.server_info(self._timeout)
+        return self._server
 
     @property
     def load_formats(self) -> tuple[str, ...]:
@@ -120,14 +122,9 @@ class HttpHandle(ApiHandle):
             raise self._strange("/flush_cache", text)
         return None if status == 200 else engine_text(text)
 
-    def _server_info(self) -> dict[str, Any]:
-        if not self._server:
-            self._server |= self.server_info(self._timeout)
-        return self._server
-
     @property
     def _setup(self) -> Setup:
-        return Setup.of(self.name, self._server_info())
+        return Setup.of(self.name, self.started)
 
     def _info(self, method: str, timeout: float) -> dict[str, Any]:
         deadline, path = Deadline(timeout), f"/{method}"

@@ -17,11 +17,6 @@ def seen(tensor: torch.Tensor) -> Seen:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def slots(part: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    """Where a module keeps tensors."""
-    return part._parameters, part._buffers, vars(part)
-
-
 def usable(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory of its own, in which its elements lie at strides: not one on the
     meta device, sparse, nested, uninitialised, or a wrapper around others."""
@@ -37,7 +32,7 @@ def usable(tensor: torch.Tensor) -> bool:
 def bound_tensors(module: torch.nn.Module) -> Iterator[Bound]:
     """Those that are usable."""
     for prefix, part in module.named_modules():
-        for slot in slots(part):
+        for slot in (part._parameters, part._buffers, vars(part)):
             for name, tensor in slot.items():
                 if isinstance(tensor, torch.Tensor) and usable(tensor):
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor

@@ -7,7 +7,6 @@ every byte has to return.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -32,10 +31,9 @@ _STRIDE: Final = 7919  # units that follow each other in turn lie far apart
 
 
 class AuditError(Exception):
-    """A load puts tensors elsewhere than it was learnt to.  names: some of them."""
+    """A load puts tensors elsewhere than it was learnt to."""
 
     def __init__(self, names: Sequence[str], error: Exception | None) -> None:
-        self.names = names
         why = f": {error}" if error is not None else ""
         super().__init__(f"load_weights loads {', '.join(names[:3])} elsewhere by now{why}")
 
@@ -104,8 +102,7 @@ class Audit:
         return names
 
     def _nbytes(self, names: Iterable[str]) -> int:
-        known = (self._known[name] for name in names)
-        return sum(math.prod(source.shape) * source.dtype.itemsize for source in known)
+        return sum(self._known[name].nbytes for name in names)
 
     def _check(self, names: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
         pairs, kept = [], []

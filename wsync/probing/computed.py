@@ -62,14 +62,15 @@ def _sources_of(
     for source in proof.sources:
         groups.setdefault(_group_of(source), []).append(source.name)
     proof.load(values)
+    before = proof.sums(places)
     found: dict[str, PlacedBox] = {}
     for names in groups.values():
-        before = proof.sums(places)
-        proof.load(others, names)
+        proof.load(others, set(names))
         after = proof.sums(places)
         changed = [p for p, one, other in zip(places, before, after, strict=True) if one != other]
         if changed:
             found |= dict.fromkeys(names, changed[0])
+        before = after
     return found
 
 

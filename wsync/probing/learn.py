@@ -45,6 +45,11 @@ class LearntLoad:
         """All places but those that are computed."""
         return [*self.pieces, *self.constants, *(copy.target for copy in self.copies)]
 
+    @property
+    def used(self) -> set[str]:
+        """The tensors that it copies from, or computes with."""
+        return {piece.name for piece in self.pieces} | self.computed.keys()
+
 
 def learn(
     load: Load,

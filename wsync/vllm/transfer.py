@@ -17,8 +17,8 @@ WorkerExtension does.  A source that makes its tensors gives each one memory of 
 fills the same memory again is refused.  As with vLLM's other backends the caller pauses generation,
 empties caches and has the engine resume.  Where a trainer has died within an update, the engine's
 finish_weight_update is to be called before another one's: what several workers refuse leaves vLLM's
-executor one answer behind.  Not supported: several engines behind one
-client, data-parallel engines, and draft models.
+executor one answer behind.  Not supported: several engines behind one client, data-parallel
+engines, and draft models.
 
 Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py): run with an LLM, and with the
 HTTP server and vLLM's client for it, from one trainer rank and from two; vLLM's client for Ray was
@@ -260,9 +260,8 @@ class _Engine:
         self._started = True
         try:
             self._client.start_weight_update()
-        except (
-            Exception
-        ):  # one whose answer was lost, or whose trainer has died, may not have ended
+        except Exception:
+            # one whose answer was lost, or whose trainer has died, may not have ended
             self._client.finish_weight_update(None)
             self._client.start_weight_update()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -123,12 +122,12 @@ class RecordedLoader(ChoosingLoader):
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
             self.check_delivered(_lacking(ModuleMemory(self._module), error.pieces))
             text = "%s; it gets all tensors in one call of its load_weights, %.1f GB of host memory"
-            nbytes = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in sources)
+            nbytes = sum(source.nbytes for source in sources)
             _log.warning(text, self.reason, nbytes / 1e9)
             own, names = _in_place(self._module, self._load), [source.name for source in sources]
             self._chosen = CallingLoader(self._module, own, at_once=names)
             return WHOLE
-        used = {piece.name for piece in learnt.does.pieces} | learnt.does.computed.keys()
+        used = learnt.does.used
         unused = [source.name for source in sources if source.name not in used]
         self.check_delivered(_lacking(learnt.memory, learnt.does.unwritten), unused)
         replay = ReplayLoader(learnt, self._stream, self._threads, on_weights_lost)
@@ -279,12 +278,12 @@ def _twins(memory: ModuleMemory, sources: Sequence[Source], does: LearntLoad) ->
     which the other one is loaded: a tied head.  Both have to bring the same."""
     known = {source.name: source for source in sources}
     loaded = {piece.name for piece in does.pieces}
-    used = loaded | does.computed.keys()
+    unused = known.keys() - does.used
     twins: dict[str, str] = {}
     for names in memory.names.values():
         one = next((name for name in names if name in loaded), "")
         for other in names:
-            if one and other in known.keys() - used and known[other][1:] == known[one][1:]:
+            if one and other in unused and known[other][1:] == known[one][1:]:
                 twins.setdefault(one, other)
     return twins
 
@@ -302,7 +301,7 @@ def _lacking(memory: ModuleMemory, pieces: Iterable[PlacedBox]) -> dict[str, int
 
 def _check_share(sources: Sequence[Source], does: LearntLoad) -> None:
     """NotLearntError where most of what is loaded is computed."""
-    sizes = {name: dtype.itemsize * math.prod(shape) for name, dtype, shape in sources}
+    sizes = {source.name: source.nbytes for source in sources}
     aside = sum(sizes[name] for name in does.computed)
     if 2 * aside > sum(sizes.values()):
         text = f"most of it is no copy, as {next(iter(does.computed))}"

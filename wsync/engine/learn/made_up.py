@@ -41,7 +41,7 @@ class MadeUpTensors:
         offset = 0
         for source in sources:
             self._places[source.name] = offset
-            nbytes = max(math.prod(source.shape) * source.dtype.itemsize, 1)
+            nbytes = max(source.nbytes, 1)
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self._memory = _repeating(max(offset, 1), seed)
 

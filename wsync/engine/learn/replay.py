@@ -61,10 +61,10 @@ class LearntModule(NamedTuple):
         for piece in self.does.pieces:
             by_name.setdefault(piece.name, []).append(piece)
         found, model_nbytes, kept_nbytes = list[dict[str, Any]](), 0, 0
-        for name, dtype, shape in self.sources:
-            nbytes = math.prod(shape) * dtype.itemsize
-            model_nbytes += nbytes
-            kept_nbytes += nbytes if name in self.does.computed else 0
+        for source in self.sources:
+            name, dtype, shape = source
+            model_nbytes += source.nbytes
+            kept_nbytes += source.nbytes if name in self.does.computed else 0
             if not (pieces := by_name.get(name)):
                 continue
             kept = kept_as(dtype, tensors[pieces[0].target].dtype) or dtype
@@ -81,7 +81,7 @@ class LearntModule(NamedTuple):
             ]
             facts = {"name": name, "dtype": _name_of(dtype), "shape": list(shape), "boxes": boxes}
             found.append({**facts, "kept_as": _name_of(kept)})
-        used = by_name.keys() | self.does.computed.keys()
+        used = self.does.used
         unwritten = [
             [targets[piece.target].path, piece.view(tensors).nbytes]
             for piece in self.does.unwritten
@@ -116,8 +116,7 @@ class ReplayLoader(RoutedLoader):
         self._learnt, self._on_weights_lost = learnt, on_weights_lost
         does, tensors = learnt.does, _tensors(learnt)
         self.paths = [target.path for target in learnt.memory.targets]
-        written = (*does.constants, *(copy.target for copy in does.copies))
-        self.used = sorted({piece.target for piece in (*does.pieces, *written)})
+        self.used = sorted({piece.target for piece in does.written})
         self.used_paths = [self.paths[number] for number in self.used]
         self.form = describe([tensors[number] for number in self.used], gpu=True).form()
         # whole, in the order of the trainer: one may go by another
