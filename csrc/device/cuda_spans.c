@@ -7,6 +7,19 @@
 
 #include "core/base/array.h"
 
+enum {
+    MIN_CAPACITY = 256,
+    /* Buffers that move from update to update leave their old answers behind. */
+    MAX_COUNT = 1 << 20,
+};
+
+typedef struct wsync_cuda_known {
+    uintptr_t data;
+    uint64_t nbytes; /* 0: nothing is known here */
+    wsync_cuda_place_t place;
+    unsigned age;
+} known_t;
+
 /* What the driver says of one address.  It writes what it takes to be large enough: a
  * boolean or bit mask, of whatever size, is read as a number. */
 typedef struct answer {
@@ -226,16 +239,94 @@ static wsync_status_t classify(wsync_cuda_spans_t *spans, const wsync_span_t *sp
     return status;
 }
 
+/* Where the span's answer is, or would be; there is room. */
+static known_t *seek(known_t *known, size_t capacity, const wsync_span_t *span)
+{
+    const uintptr_t data = (uintptr_t)span->data;
+    const uint64_t hash = ((uint64_t)data ^ span->nbytes << 7) * 0x9e3779b97f4a7c15U;
+    size_t i = (size_t)(hash >> 32) & (capacity - 1);
+
+    while (known[i].nbytes > 0 &&
+           (known[i].data != data || known[i].nbytes != span->nbytes)) {
+        i = (i + 1) & (capacity - 1);
+    }
+    return &known[i];
+}
+
+/* Room for one more answer. */
+static wsync_status_t reserve(wsync_cuda_spans_t *spans, wsync_error_t *err)
+{
+    size_t capacity;
+    known_t *known;
+
+    if (spans->count >= MAX_COUNT) {
+        wsync_cuda_spans_fini(spans);
+    }
+    if (2 * spans->count < spans->capacity) {
+        return WSYNC_OK;
+    }
+    capacity = spans->capacity > 0 ? 2 * spans->capacity : MIN_CAPACITY;
+    known = calloc(capacity, sizeof(*known));
+    if (known == NULL) {
+        return wsync_no_memory(err, "calloc");
+    }
+    for (size_t i = 0; spans->known != NULL && i < spans->capacity; i++) {
+        const known_t *old = &spans->known[i];
+
+        if (old->nbytes > 0) {
+            *seek(known, capacity, &(wsync_span_t){(void *)old->data, old->nbytes}) = *old;
+        }
+    }
+    free(spans->known);
+    spans->known = known;
+    spans->capacity = capacity;
+    return WSYNC_OK;
+}
+
+/* Whether an answer has to be had again.  A device that reads all of the host's memory goes
+ * on reading there what it has read, whoever registers it meanwhile. */
+static bool is_stale(const wsync_cuda_spans_t *spans, const known_t *known, unsigned age)
+{
+    const bool stays = known->place.kind == WSYNC_CUDA_PAGEABLE && spans->device->pageable;
+
+    return known->nbytes == 0 || (known->age != age && !stays);
+}
+
 wsync_status_t wsync_cuda_spans_find(wsync_cuda_spans_t *spans, const wsync_span_t *span,
                                      wsync_cuda_place_t *place, wsync_error_t *err)
 {
     const unsigned age = atomic_load(&spans->age);
+    wsync_status_t status;
+    wsync_cuda_place_t made;
+    known_t *known;
 
     if (spans->ranges_age != age) {
         spans->ranges.count = 0;
         spans->ranges_age = age;
     }
-    return classify(spans, span, place, err);
+    if (known_until(&spans->ranges, (uintptr_t)span->data, end_of(span)) >= end_of(span)) {
+        *place = (wsync_cuda_place_t){(uintptr_t)span->data, WSYNC_CUDA_DEVICE};
+        return WSYNC_OK;
+    }
+    status = reserve(spans, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    known = seek(spans->known, spans->capacity, span);
+    if (is_stale(spans, known, age)) {
+        status = classify(spans, span, &made, err);
+        if (status != WSYNC_OK) {
+            return status;
+        }
+        if (made.kind == WSYNC_CUDA_DEVICE) {
+            *place = made;
+            return WSYNC_OK;
+        }
+        spans->count += known->nbytes == 0;
+        *known = (known_t){(uintptr_t)span->data, span->nbytes, made, age};
+    }
+    *place = known->place;
+    return WSYNC_OK;
 }
 
 void wsync_cuda_spans_age(wsync_cuda_spans_t *spans)
@@ -245,6 +336,10 @@ void wsync_cuda_spans_age(wsync_cuda_spans_t *spans)
 
 void wsync_cuda_spans_fini(wsync_cuda_spans_t *spans)
 {
+    free(spans->known);
+    spans->known = NULL;
+    spans->count = 0;
+    spans->capacity = 0;
     free(spans->ranges.items);
     spans->ranges = (wsync_cuda_ranges_t){0};
 }

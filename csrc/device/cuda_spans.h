@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Which device's memory a span lies in.  What the driver says of memory of a device is kept
- * for an update; of the host's, by those who name its buffers (cuda_runner.c). */
+ * Which device's memory a span lies in.  The driver is asked once an update and the answer
+ * is kept, so that a round makes no such calls. */
 #ifndef WSYNC_DEVICE_CUDA_SPANS_H
 #define WSYNC_DEVICE_CUDA_SPANS_H
 
@@ -17,6 +17,8 @@ typedef struct wsync_cuda_place {
     wsync_cu_ptr_t at; /* for the device; of other memory, the processor's address */
     wsync_cuda_kind_t kind;
 } wsync_cuda_place_t;
+
+struct wsync_cuda_known;
 
 /* One allocation of a device, or one mapping of physical memory. */
 typedef struct wsync_cuda_range {
@@ -39,6 +41,9 @@ typedef struct wsync_cuda_ranges {
 typedef struct wsync_cuda_spans {
     const wsync_cuda_device_t *device;
     atomic_uint age;
+    struct wsync_cuda_known *known; /* owned; open addressing; of what is the host's */
+    size_t count;
+    size_t capacity;            /* a power of two, or 0 */
     wsync_cuda_ranges_t ranges; /* of any device, as known at ranges_age */
     unsigned ranges_age;
 } wsync_cuda_spans_t;

@@ -6,15 +6,6 @@
 /* --- what is asked of the driver --------------------------------------------------------
  */
 
-/* Takes a word out of a text. */
-static const char *without(char *text, const char *word)
-{
-    for (char *at = strstr(text, word); at != NULL; at = strstr(at, word)) {
-        memmove(at, at + strlen(word), strlen(at + strlen(word)) + 1);
-    }
-    return text;
-}
-
 /* One of the rows is long enough for a copy engine. */
 TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_run_one_record)
 {
@@ -38,7 +29,7 @@ TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_run_one_record)
         CHECK_OK(wsync_stream_record(rig.stream, done, round, &err), err);
         read_calls(fd, before, text);
         if (round > 1) {
-            CHECK_STR(without(text, "cuPointerGetAttributes "),
+            CHECK_STR(text,
                       "cuStreamWaitValue64 cuLaunchKernel cuMemcpyAsync "
                       "cuStreamWriteValue64 ");
         }
@@ -51,6 +42,15 @@ TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_run_one_record)
     free(source.data);
     (void)unlink(path);
     (void)close(fd);
+}
+
+/* Takes a word out of a text. */
+static const char *without(char *text, const char *word)
+{
+    for (char *at = strstr(text, word); at != NULL; at = strstr(at, word)) {
+        memmove(at, at + strlen(word), strlen(at + strlen(word)) + 1);
+    }
+    return text;
 }
 
 /* The device is waited for, and launched once for each filling of the slot. */
@@ -236,7 +236,7 @@ TEST(a_coherent_device_uses_host_memory_as_its_own)
         check_copies(&rig, runs, count, &source, 1);
         read_calls(fd, before, text);
         CHECK_HAS(text, "cuLaunchKernel");
-        CHECK(strstr(text, "refused") == NULL);
+        CHECK(strstr(text, "cuLaunchHostFunc") == NULL && strstr(text, "refused") == NULL);
     }
     free(rig.target.data);
     rig.memory = memory;
