@@ -11,9 +11,9 @@ EXPORTS = {"PyInit__core", "wsync_exportable_alloc", "wsync_exportable_free"}
 LIBRARIES = {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
 LIBRARIES |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 LAYERS = ("core", "device", "ipc", "comm")
-# of a process: its driver, GPUs and NCCL, filled once, memory that a peer still has open, how much
-# pinned memory streams have taken, and sockets that its forks close
-TABLES = {"cuda_driver.c.o", "cuda.c.o", "cuda_memory_legacy.c.o", "nccl_library.c.o"}
+# of a process: its driver, GPUs and NCCL, filled once, how much pinned memory streams have taken,
+# and sockets that its forks close
+TABLES = {"cuda_driver.c.o", "cuda.c.o", "nccl_library.c.o"}
 TABLES |= {"cuda_pageable_feed.c.o", "private_fd.c.o"}
 MUTABLE = (".data", ".bss", ".tdata", ".tbss")
 

@@ -335,7 +335,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     before = in_server(server)
     weights = draw(config, 8)
     change(weights)
-    with pytest.raises(wsync.WsyncError, match=text), disk(weights, tmp_path, server) as sync:
+    with pytest.raises(wsync.RemoteError, match=text), disk(weights, tmp_path, server) as sync:
         sync.update()
     assert in_server(server) == before
 

@@ -108,8 +108,7 @@ extern const wsync_memory_ops_t wsync_cuda_memory_ops;
 extern const wsync_stream_ops_t wsync_cuda_stream_ops;
 
 /* Memory without a record, which other processes can map by a descriptor like all other,
- * for an allocator that keeps its own: nbytes of it, whose contents are anything.
- */
+ * for an allocator that keeps its own: nbytes of it, whose contents are anything. */
 wsync_status_t wsync_cuda_take(const wsync_cuda_device_t *device, uint64_t nbytes,
                                wsync_cu_ptr_t *at, wsync_error_t *err);
 /* Gives it back, of the same nbytes, when everything has run that this stream of the driver

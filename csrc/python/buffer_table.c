@@ -6,7 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/base/counting_sort.h"
 #include "device/cuda_lend.h"
 #include "device/cuda_spans.h"
 #include "python/convert.h"

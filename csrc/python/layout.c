@@ -4,7 +4,6 @@
 
 #include <stdlib.h>
 
-#include "core/base/counting_sort.h"
 #include "core/layout/encoding.h"
 #include "core/layout/join.h"
 #include "core/write_overlap.h"

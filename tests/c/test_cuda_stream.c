@@ -94,6 +94,7 @@ TEST(a_stream_that_waits_keeps_no_others)
     (void)close(fd);
 }
 
+/* Buffers that moved cost an upload of addresses, not of the plan. */
 TEST(moved_buffers_are_bound_anew)
 {
     char path[] = "/var/tmp/wsync-calls-XXXXXX";

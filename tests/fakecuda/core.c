@@ -249,7 +249,6 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.pageable = fake_read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) != 0;
         fake.moving = fake_read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) == 2;
         fake.reserved = fake_read_number("WSYNC_FAKE_CUDA_RESERVED", 0) != 0;
-        fake.shown = fake_read_number("WSYNC_FAKE_CUDA_SHOWN", 0) != 0;
         fake.sizes = fake_read_number("WSYNC_FAKE_CUDA_SIZES", 0) != 0;
         fake.connections = fake_read_number("WSYNC_FAKE_CUDA_CONNECTIONS", 0);
         fake.priorities =

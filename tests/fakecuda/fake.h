@@ -150,7 +150,6 @@ typedef struct fake_state {
     bool no_peers; /* no device reaches another's memory */
     bool mps;
     char lacks[FAKE_LACKS]; /* numbers of attributes, between commas */
-    bool shown;             /* the processor reaches device memory where the device does */
     bool sizes;
     size_t connections; /* queues of a priority that streams share; 0: each has its own */
     int priorities;

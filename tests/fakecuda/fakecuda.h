@@ -26,8 +26,6 @@
  *                             its pages (0)
  *   WSYNC_FAKE_CUDA_RESERVED  1: reserved addresses without memory count as the device's;
  *                             0: the driver knows nothing of them (0)
- *   WSYNC_FAKE_CUDA_SHOWN     1: the processor reaches device memory at the device's
- *                             addresses, for those who play torch's part on it (0)
  *   WSYNC_FAKE_CUDA_LOG       file that gets a line "PID CALL" per call
  *   WSYNC_FAKE_CUDA_MISUSE    file that gets a line "PID TEXT" per call that is refused for
  *                             what would come of it: use after free or destroy, a late call

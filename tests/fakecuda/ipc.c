@@ -12,7 +12,7 @@
 
 #define ALLOCATION_NAME "fakecuda-allocation"
 
-enum { HANDLE_MAGIC = 0x6d656d31, ALLOCATION_ALIGNMENT = 512, PAGE_NBYTES = 4096 };
+enum { HANDLE_MAGIC = 0x6d656d31, PAGE_NBYTES = 4096 };
 
 typedef struct handle {
     uint32_t magic;
@@ -35,7 +35,7 @@ static fake_range_t *map_allocation(int fd, size_t nbytes, fake_kind_t kind)
 {
     fake_range_t *range = calloc(1, sizeof(*range));
     void *data = mmap(NULL, pages(nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    const uintptr_t at = fake.shown ? (uintptr_t)data : fake_reserve(pages(nbytes));
+    const uintptr_t at = fake_reserve(pages(nbytes));
 
     if (range != NULL && data != MAP_FAILED && at != 0) {
         *range = (fake_range_t){.kind = kind,

@@ -138,7 +138,8 @@ static void remove_range(fake_range_t *range)
     }
 }
 
-/* At addresses that are shown, nothing else is put: what uses them later is found out. */
+/* Where the processor reaches memory at its address, nothing else is put: what uses it
+ * later is found out. */
 void fake_bury(fake_range_t *range)
 {
     const size_t nbytes = (range->nbytes + PAGE_NBYTES - 1) / PAGE_NBYTES * PAGE_NBYTES;
@@ -436,7 +437,7 @@ wsync_cu_result_t fake_mem_reserve(wsync_cu_ptr_t *at, size_t nbytes, size_t ali
     }
     base = fake_reserve(nbytes + FAKE_GRANULARITY);
     aligned = (base + FAKE_GRANULARITY - 1) / FAKE_GRANULARITY * FAKE_GRANULARITY;
-    room = base == 0 || fake.shown ? aligned : fake_reserve(nbytes);
+    room = base == 0 ? aligned : fake_reserve(nbytes);
     if (base == 0 || room == 0) {
         return WSYNC_CU_OUT_OF_MEMORY;
     }

@@ -48,8 +48,10 @@ void wsync_layout_builder_destroy(wsync_layout_builder_t *builder)
     }
 }
 
-wsync_status_t wsync_tensor_check(const wsync_tensor_t *tensor, uint64_t *nbytes,
-                                  wsync_error_t *err)
+/* Computes a tensor's bytes.  INVALID if it has no name, dtype or dimensions that can be,
+ * or 2^63 bytes or more, where dimensions of 0 do not excuse the others. */
+static wsync_status_t check_tensor(const wsync_tensor_t *tensor, uint64_t *nbytes,
+                                   wsync_error_t *err)
 {
     char shape[WSYNC_SHAPE_TEXT_NBYTES];
     int64_t bound;
@@ -92,7 +94,7 @@ wsync_status_t wsync_layout_builder_tensor(wsync_layout_builder_t *builder,
     uint32_t found;
     bool added;
     wsync_tensor_t *known;
-    wsync_status_t status = wsync_tensor_check(tensor, &nbytes, err);
+    wsync_status_t status = check_tensor(tensor, &nbytes, err);
 
     if (status != WSYNC_OK) {
         return status;

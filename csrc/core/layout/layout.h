@@ -57,11 +57,6 @@ typedef struct wsync_map {
 typedef struct wsync_layout wsync_layout_t;
 typedef struct wsync_layout_builder wsync_layout_builder_t;
 
-/* Checks a tensor and computes its bytes.  INVALID if it has no name, dtype or dimensions
- * that can be, or 2^63 bytes or more, where dimensions of 0 do not excuse the others. */
-wsync_status_t wsync_tensor_check(const wsync_tensor_t *tensor, uint64_t *nbytes,
-                                  wsync_error_t *err);
-
 wsync_status_t wsync_layout_builder_create(wsync_layout_builder_t **builder,
                                            wsync_error_t *err);
 void wsync_layout_builder_destroy(wsync_layout_builder_t *builder);
