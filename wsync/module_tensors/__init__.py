@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
     from torch.nn import Module
 
-__all__ = ["Slot", "Slots", "checksum_of", "dtype_of", "flat_bytes", "homes_of", "same_bytes"]
+__all__ = [
+    "Slot",
+    "Slots",
+    "checksum_of",
+    "dtype_of",
+    "flat_bytes",
+    "homes_of",
+    "name_of",
+    "same_bytes",
+]
 
 
 class Slot(NamedTuple):
@@ -126,6 +135,11 @@ def dtype_of(name: str) -> dtype:
     if not isinstance(found, torch.dtype):
         raise _core.LayoutError(f"torch {torch.__version__} has no dtype {name!r}")
     return found
+
+
+def name_of(dtype: dtype) -> str:
+    """What a layout calls a torch dtype; `dtype_of` is the way back."""
+    return str(dtype).removeprefix("torch.")
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:

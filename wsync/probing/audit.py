@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from wsync.module_tensors import checksum_of
+from wsync.module_tensors import checksum_of, name_of
 from wsync.module_tensors.kept_together import JOINED, group_of
 from wsync.module_tensors.quantised_names import weight_of
 from wsync.probing.learn import LearntLoad
@@ -59,7 +59,7 @@ class Audit:
         self._known = {source.name: source for source in sources if source.name in self._places}
         units: dict[object, list[str]] = {}
         for name, dtype, _ in self._known.values():
-            together = group_of(name, JOINED) or weight_of(name, str(dtype).removeprefix("torch."))
+            together = group_of(name, JOINED) or weight_of(name, name_of(dtype))
             units.setdefault(together or name, []).append(name)
         kinds: dict[tuple[str, ...], deque[list[str]]] = {}
         for names in units.values():

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from wsync.module_tensors import name_of
 from wsync.module_tensors.quantised_names import weight_of
 from wsync.probing.lines import raw
 from wsync.probing.numbering import Source
@@ -77,5 +78,5 @@ def _sources_of(
 def _group_of(source: Source) -> str:
     """The same for all tensors that are called alike but for numbers, and for what belongs to one
     quantised weight."""
-    dtype = str(source.dtype).removeprefix("torch.")
-    return _NUMBER.sub("#", weight_of(source.name, dtype) or source.name)
+    weight = weight_of(source.name, name_of(source.dtype))
+    return _NUMBER.sub("#", weight or source.name)

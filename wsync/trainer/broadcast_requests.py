@@ -14,6 +14,7 @@ from wsync.exchange.update_group import Rendezvous
 from wsync.machine.daemon_threads import Lane, result
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.messages.control import FLATTENED_BUCKET
+from wsync.module_tensors import name_of
 from wsync.options import Options
 from wsync.trainer.requests import NO_CALLS, Calls, UnderWay
 from wsync.trainer.round_contents import WorkerRounds
@@ -76,7 +77,7 @@ class BroadcastRequests:
             for round, bucket in enumerate(WorkerRounds(plan, source).broadcasts):
                 arguments: dict[str, Any] = {
                     "names": [entry.name for entry in bucket],
-                    "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket],
+                    "dtypes": [name_of(entry.dtype) for entry in bucket],
                     "shapes": [list(entry.shape) for entry in bucket],
                     "group_name": place.name,
                 }

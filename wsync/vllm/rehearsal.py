@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wsync._core import Layout
 from wsync.engine.learn.mismatch import converting, meaningless, refusing
-from wsync.module_tensors import dtype_of
+from wsync.module_tensors import dtype_of, name_of
 
 _WRITES: Final = (
     torch.ops.aten.copy_.default,
@@ -106,7 +106,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _form(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    return f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
 
 
 def _wants_values(error: Exception) -> bool:

@@ -13,6 +13,7 @@ import torch
 from wsync._core import LayoutError
 from wsync.engine.learn.memory import ModuleMemory
 from wsync.machine.error_text import error_text
+from wsync.module_tensors import name_of
 from wsync.module_tensors.names_in_messages import listed, unfused
 from wsync.module_tensors.quantised_names import QUANTISED
 from wsync.probing.learn import LearntLoad, NotLearntError
@@ -103,4 +104,4 @@ def refuse_conversions(
 
 
 def text_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{name} ({str(dtype).removeprefix('torch.')} {tuple(shape)})"
+    return f"{name} ({name_of(dtype)} {tuple(shape)})"

@@ -23,7 +23,7 @@ from wsync._core import (
 from wsync.engine.learn.memory import ModuleMemory
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import LoadWeights, OnWeightsLost, Receipt, RoutedLoader
-from wsync.module_tensors import same_bytes
+from wsync.module_tensors import name_of, same_bytes
 from wsync.module_tensors.quantised_names import is_note
 from wsync.probing.audit import Audit, AuditError
 from wsync.probing.codes import kind_of
@@ -79,8 +79,8 @@ class LearntModule(NamedTuple):
                 }
                 for piece in pieces
             ]
-            facts = {"name": name, "dtype": _name_of(dtype), "shape": list(shape), "boxes": boxes}
-            found.append({**facts, "kept_as": _name_of(kept)})
+            facts = {"name": name, "dtype": name_of(dtype), "shape": list(shape), "boxes": boxes}
+            found.append({**facts, "kept_as": name_of(kept)})
         used = self.does.used
         unwritten = [
             [targets[piece.target].path, piece.view(tensors).nbytes]
@@ -169,7 +169,7 @@ class ReplayLoader(RoutedLoader):
             kept = kept_as(source.dtype, tensors[piece.target].dtype)
             assert kept is not None
             builder.add_shard(
-                *(piece.name, _name_of(kept), source.shape, piece.start, piece.extent),
+                *(piece.name, name_of(kept), source.shape, piece.start, piece.extent),
                 *(numbers[piece.target], piece.offset * size),
                 [stride * size for stride in piece.strides],
             )
@@ -177,7 +177,7 @@ class ReplayLoader(RoutedLoader):
             name, dtype, shape = source
             strides = [stride * dtype.itemsize for stride in _contiguous(shape)]
             zeros = [0] * len(shape)
-            builder.add_shard(name, _name_of(dtype), shape, zeros, shape, number, 0, strides)
+            builder.add_shard(name, name_of(dtype), shape, zeros, shape, number, 0, strides)
         return builder.build()
 
 
@@ -197,10 +197,6 @@ def _tensors(learnt: LearntModule) -> list[torch.Tensor]:
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _Filling:
