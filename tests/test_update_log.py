@@ -211,7 +211,7 @@ def test_a_report_says_what_the_audit_took(options: wsync.Options) -> None:
         receiver.close()
     assert learning.audit_seconds == 0 < audited.audit_seconds < audited.seconds
     assert audited.metrics()["wsync/audit_seconds"] == audited.audit_seconds
-    assert "for the audit of the slowest worker" in audited._repr_html_()
+    assert "of this, in the slowest worker" in audited._repr_html_()
 
 
 def test_metrics_have_names_of_slime_and_of_wsync() -> None:

@@ -117,7 +117,7 @@ def print_report(facts: dict[str, Any]) -> None:
     last = facts["updates"][-1]
     for name, seconds in spent(last["seconds"], last["phases"]).items():
         print(f"  {seconds:.3f} s  {name}: {KINDS[name].words}")
-    print(f"of it {last['audit_seconds']:.3f} s for the audit of the slowest worker there\n")
+    print(f"the audit took {last['audit_seconds']:.3f} s of this, in the slowest worker\n")
     for engine in facts["engines"]:
         print(f"{engine['name']}: {engine['checked']}")
         for moment in ("before", "after"):

@@ -217,7 +217,7 @@ class _Source:
 
 
 class _Reader:
-    """Reads where the elements go of which a converter makes its tensors."""
+    """Reads where a converter puts the elements of a parameter."""
 
     def __init__(self, convert: Convert, name: str, whole: Whole) -> None:
         import torch

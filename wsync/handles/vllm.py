@@ -28,8 +28,7 @@ _log = logging.getLogger(__name__)
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
 _DESCRIBED: Final = {"rank", "workers", "engines"}
-# the server's paths for what AsyncLLM's methods do; of which some get a body, and some are not in
-# every version
+# the server's paths for what AsyncLLM's methods do; some take a body, and some versions lack some
 _ROUTES: Final = {
     "collective_rpc": "/collective_rpc",
     "pause_generation": "/pause",

@@ -29,7 +29,7 @@ def update(facts: Mapping[str, Any], records: Sequence[Record]) -> Html:
         tag("b", f"Weights updated to version {facts['version']}"),
         *_engines(facts),
         _phases(facts["seconds"], facts["phases"]),
-        tag("p", f"of it {audit} for the audit of the slowest worker here"),
+        tag("p", f"The audit took {audit} of this, in the slowest worker."),
     ]
     if any(record["spans"] for record in records):
         parts.append(timeline(records))

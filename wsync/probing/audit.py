@@ -127,8 +127,9 @@ class Audit:
     def _read_back(
         self, name: str, targets: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """A tensor as far as this worker has it; its places and what it brings there, as integers:
-        memory that an engine has taken again after it slept holds anything."""
+        """This worker's part of a tensor, with zeros around it; the tensor's places, and what it
+        brings there, as integers.  The places themselves may hold anything, after an engine has
+        slept."""
         _, dtype, shape = self._known[name]
         pieces = self._places[name]
         views = [piece.view(targets) for piece in pieces]

@@ -155,7 +155,7 @@ class CheckedEngine:
         return {"weight_version": weight_version, "timeout": deadline.left, **others}
 
     def _ask(self, deadline: Deadline) -> tuple[dict[str, Any], str | None]:
-        """Which engine this is, as far as it says, and the version that it reports.
+        """Which engine this is, if it says so, and the version that it reports.
 
         SGLang answers server_info when its scheduler has done what came before: a load from disk
         that was given up has ended when the next one begins."""
