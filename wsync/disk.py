@@ -201,8 +201,7 @@ class DiskSync(Updates):
             self._config = config_to_write(options, base, model)
             check = EngineCheck(options, config_of(options), model, base=self._base)
             check.check_folders()
-        for name in check.check_engines(self._requests.handles, options.deadline):
-            self._requests.effect.watch(name)
+        check.check_engines(self._requests.handles, options.deadline)
         self._requests.compare = check.check_engine
 
     def _facts(self) -> dict[str, Any]:
