@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """tree.py ROOT: habits that no other tool checks, over the files git tracks."""
 
 import ast
