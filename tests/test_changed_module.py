@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from support.workers import ThreadEngine
 
 import wsync
-from wsync._core import DeadlineError, LayoutBuilder, WsyncError
+from wsync._core import WsyncError
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.ring_loaders import CallingLoader, ModuleLoader
-from wsync.probing.time_limit import learning
 
 OPTIONS = wsync.Options(deadline=20, progress=False)
 Tensors = dict[str, torch.Tensor]
@@ -196,42 +194,3 @@ def test_load_weights_and_what_follows_it_may_replace_tensors(make: Callable[...
             sync.update(draw(seed))
             assert torch.equal(module.a, draw(seed)["a"])
             assert torch.equal(module.b, draw(seed)["b"])
-
-
-# --- learning has an end ----------------------------------------------------------------------
-
-
-def test_learning_ends_when_the_trainer_waits_no_longer() -> None:
-    stop, ended = threading.Event(), threading.Event()
-    module = Loading()
-
-    def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
-        try:
-            while not stop.is_set():
-                list(pairs)
-        finally:
-            ended.set()
-
-    module.load_weights = load  # type: ignore[method-assign]
-    engine = ThreadEngine([RecordedLoader(module)])
-    options = wsync.Options(deadline=2, progress=False)
-    try:
-        with wsync.connect(draw(0), engines=[engine], options=options) as sync:
-            with pytest.raises(WsyncError):
-                sync.update(draw(1))
-            assert ended.wait(60)
-    finally:
-        stop.set()
-
-
-def test_what_cannot_be_learnt_in_time_is_not_left_to_the_loader() -> None:
-    builder = LayoutBuilder()
-    for name in "ab":
-        builder.add_tensor(name, "float32", [32, 8])
-    model = builder.build()
-    _, loader = learnt()
-    with learning(-1.0), pytest.raises(DeadlineError, match=r"learning .* took over"):
-        loader.learn(model)
-    assert loader.learnt is None
-    loader.learn(model)
-    assert loader.learnt is not None

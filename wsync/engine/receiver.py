@@ -20,7 +20,6 @@ from wsync._core import (
 )
 from wsync.engine.ring_loaders import Loader, Receipt
 from wsync.engine.update_state import UpdateState
-from wsync.machine.deadline import LATER_SECONDS, PUNCTUAL
 from wsync.machine.device import await_torch, settle
 from wsync.machine.error_text import error_text
 from wsync.machine.gpu_allocations import place_of
@@ -29,7 +28,6 @@ from wsync.machine.trace import Trace
 from wsync.messages import payload
 from wsync.messages.control import BORROWS, LEARN, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
-from wsync.probing.time_limit import PASSES, learning
 
 if TYPE_CHECKING:
     from wsync.engine.remote_session import RemoteImporter
@@ -209,8 +207,7 @@ class Receiver:
         look = None if stream is None else stream.look
         # a pause may leave a forward pass running that reads the weights, on a stream of its own
         settle(self._loader.device, timeout, look or (lambda: None))
-        with learning(_to_learn(timeout)):
-            self._loader.begin(rounds)
+        self._loader.begin(rounds)
         await_torch(self._loader.device, timeout)
         if stream is not None:
             trace.watch(stream, rounds)
@@ -269,15 +266,13 @@ class Receiver:
     def _learn(self, message: Control, former: Session) -> Session:
         """Receives what tensors the trainer has, learns what to keep of them, and connects again
         with that."""
-        _, steps = former.begin(message.deadline)
+        former.begin(message.deadline)
         address, _, content = former.manifest.partition(b"\n")
         model = Layout.from_bytes(content)
-        told = _Told(former, steps, PASSES * model.tensor_count, message.deadline)
-        timeout = _to_learn(message.deadline)
-        settle(self._loader.device, timeout)  # as in _load: values are written on whatever stream
-        with learning(timeout, told.one_more):
-            receiver = weakref.ref(self)  # the loader keeps what it calls, and nobody in a circle
-            blob = self._loader.learn(model, lambda: _lose(receiver()))
+        # as in _load: values are written on whatever stream
+        settle(self._loader.device, message.deadline)
+        receiver = weakref.ref(self)  # the loader keeps what it calls, and nobody in a circle
+        blob = self._loader.learn(model, lambda: _lose(receiver()))
         # the trainer listens to the session for learning until this one has come
         self._learning = former
         following = address.decode("ascii", "replace")
@@ -290,29 +285,6 @@ class Receiver:
         former, self._learning = self._learning, None
         if former is not None:
             former.close()
-
-
-class _Told:
-    """Tells the trainer how far learning is, by rounds of the session that is there only for
-    learning. rounds: how many stand for all of it.
-
-    count: how often a tensor is taken in all.
-    """
-
-    def __init__(self, session: Session, rounds: int, count: int, timeout: float) -> None:
-        self._session, self._rounds, self._timeout = session, rounds, timeout
-        self._count, self._taken, self._told = count, 0, 0
-
-    def one_more(self) -> None:
-        """Raises nothing: it is called from within load_weights."""
-        self._taken += 1
-        try:
-            while self._told < min(self._rounds, self._taken * self._rounds // self._count):
-                self._session.take(self._told, None, self._timeout)
-                self._session.done(self._told, None, self._timeout)
-                self._told += 1
-        except WsyncError:  # the trainer has ended, which is noticed when learning has
-            self._rounds = 0
 
 
 def refuse(control: bytes | None, why: Exception) -> None:
@@ -340,12 +312,6 @@ def refused(worker: int, error: Exception) -> tuple[bool, str]:
 def _lose(receiver: Receiver | None) -> None:
     if receiver is not None:
         receiver.lose()
-
-
-def _to_learn(deadline: float) -> float:
-    """Seconds for what may be learnt, so that the trainer hears why before it gives up."""
-    seconds = PUNCTUAL * deadline
-    return max(seconds - LATER_SECONDS, seconds / 2)
 
 
 def _text(error: Exception) -> str:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from wsync.probing.codes import base_of, common_base, decode, encode, kind_of
-from wsync.probing.time_limit import taken
 
 
 class Source(NamedTuple):
@@ -124,7 +123,6 @@ class Made:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for source in self._sources:
-            taken()
             tensor = self._make(source)
             if self._whole:
                 tensor = tensor.clone(memory_format=torch.contiguous_format)

@@ -277,9 +277,8 @@ class Connection:
             def look() -> None:
                 check()
                 for session in learning:
-                    session.look()  # which hears how far it is
-                learnt = min(session.learnt for session in learning)
-                bar.update(int(learnt * bar.total) - bar.n)
+                    session.look()
+                bar.update(0)  # which draws the seconds that have passed
 
             for session in learning:
                 session.send_model(model, deadline.left, check)

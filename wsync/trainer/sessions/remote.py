@@ -101,8 +101,6 @@ class RemoteSession(WorkerSession):
     memory back between updates, which all its ranks do together.
     """
 
-    _learning_rounds = 0  # nothing is known of its rounds
-
     def __init__(
         self, worker: int, *, engine: str, index: int, host: str, park: bool = False
     ) -> None:

@@ -63,8 +63,6 @@ class WorkerSession(Session):
         park: whether the ring's memory is given back between updates.
     """
 
-    _learning_rounds = 100  # by which a worker says how far it is
-
     def __init__(
         self,
         worker: int,
@@ -135,27 +133,17 @@ class WorkerSession(Session):
         learning = self._exporter
         self._exporters.append(self._listen())
         content = self.address.encode() + b"\n" + model
-        device, rounds = find(learning.worker_uuid), self._learning_rounds
         with self._naming():
-            learning.attach(_core.Memory(1, device), content, timeout, check)
-            learning.begin(0, rounds, timeout, check)
-            stream = _core.Stream(1, device)
-            for number in range(rounds):
-                learning.post(number, stream, timeout, check)
-            stream.synchronize(timeout, check)
-
-    @property
-    def learnt(self) -> float:
-        """How far a worker is that was sent the model, from 0 to 1; 1 where that is not known."""
-        if len(self._exporters) == 1 or not self._learning_rounds:
-            return 1.0
-        return self._exporters[0].loaded / self._learning_rounds
+            ring = _core.Memory(1, find(learning.worker_uuid))
+            learning.attach(ring, content, timeout, check)
+            learning.begin(0, 0, timeout, check)
 
     def accept_layout(self, timeout: float, check: Check) -> bytes:
         """Waits until the worker has learnt and is back; what `accept` returns.
 
         Raises:
             RemoteError: it failed to learn.
+            DeadlineError: it has not learnt in time.
         """
         learning, following = self._exporters
 
@@ -163,8 +151,14 @@ class WorkerSession(Session):
             check()
             learning.look()
 
-        with self._naming():
-            learnt = Learnt.from_bytes(self._hear(following.accept(timeout, alive)))
+        try:
+            with self._naming():
+                learnt = Learnt.from_bytes(self._hear(following.accept(timeout, alive)))
+        except _core.DeadlineError as error:
+            raise _core.DeadlineError(
+                f"{self.name} did not learn within {seconds(timeout)} what its load_weights does; "
+                "Options(deadline=) gives more"
+            ) from error
         self._exporters = [following]
         learning.close()
         self.own_loading = learnt.own_loading
