@@ -23,10 +23,12 @@ from support.wrong_names import WRONG, fused_experts
 
 import wsync
 from wsync.checkpoints.safetensors_layout import Stored
+from wsync.handles.sglang_http import HttpHandle
 from wsync.messages.control import LOAD_FORMAT
 from wsync.quantise.config import TensorFacts
 from wsync.trainer import checkpoint_check
 from wsync.trainer.checkpoint_check import compare
+from wsync.trainer.first_effect import FirstEffect
 
 Tensors = dict[str, torch.Tensor]
 OPTIONS = wsync.Options(progress=False)
@@ -348,3 +350,55 @@ def test_a_folder_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         *["the trainer's names are not compared with a checkpoint"] * 2,
         "no checkpoint is here to compare with",
     ]
+
+
+# --- what an update changes ---------------------------------------------------------------------
+
+EXPERTS = {f"model.layers.{n}.mlp.experts.w13_weight": "1" for n in range(2)}
+REST = {"model.layers.0.mlp.gate.weight": "1", "model.norm.weight": "1"}
+
+
+def looked(monkeypatch: pytest.MonkeyPatch, *answers: tuple[int, Any]) -> FirstEffect:
+    """After as many updates as there are two answers for."""
+    left = list(answers)
+
+    def request(*_: Any) -> tuple[int, str]:
+        status, sums = left.pop(0)
+        ranks = [{"checksums": sums}, {"checksums": sums}]
+        return status, json.dumps({"success": status == 200, "ranks": ranks})
+
+    monkeypatch.setattr(HttpHandle, "request", request)
+    engine, effect = HttpHandle("http://127.0.0.1:1", workers=2), FirstEffect()
+    effect.watch(engine.name)
+    for _ in range(len(answers) // 2):
+        effect.look(engine, 5, after=False)
+        effect.look(engine, 5, after=True)
+    effect.look(engine, 5, after=True)
+    return effect
+
+
+OLD, NEW = (200, EXPERTS | REST), (200, EXPERTS | REST | {"model.layers.0.mlp.gate.weight": "2"})
+ALL_NEW = (200, dict.fromkeys(EXPERTS | REST, "2"))
+
+
+@pytest.mark.parametrize(
+    ("answers", "named"),
+    [
+        ([OLD, ALL_NEW], ""),
+        ([OLD, NEW], "model.layers.*.mlp.experts.w13_weight"),  # and not the norm
+        ([OLD, OLD, OLD, NEW], "model.layers.*.mlp.experts.w13_weight"),
+        ([OLD, OLD], ""),  # weights may be the same
+        ([OLD] * 6, "model.layers.*.mlp.experts.w13_weight, model.layers.*.mlp.gate.weight"),
+        ([(400, {}), (400, {})], ""),
+        ([(200, {}), (200, {})], ""),
+    ],
+)
+def test_what_an_update_has_left_as_it_was_is_named(
+    answers: list[tuple[int, Any]],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    looked(monkeypatch, *answers)
+    expected = [f"engine http://127.0.0.1:1: the update left all of {named} as they were: "]
+    assert [text.partition("if the")[0] for text in caplog.messages] == expected * bool(named)

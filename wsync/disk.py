@@ -201,7 +201,8 @@ class DiskSync(Updates):
             self._config = config_to_write(options, base, model)
             check = EngineCheck(options, config_of(options), model, base=self._base)
             check.check_folders()
-        check.check_engines(self._requests.handles, options.deadline)
+        for name in check.check_engines(self._requests.handles, options.deadline):
+            self._requests.effect.watch(name)
         self._requests.compare = check.check_engine
 
     def _facts(self) -> dict[str, Any]:

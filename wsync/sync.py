@@ -161,7 +161,8 @@ class Sync(Updates):
     def _check_engines(self, model: _core.Layout) -> None:
         options = self.options
         check = EngineCheck(options, config_of(options), model, receivers=self._receivers)
-        check.check_engines(self._requests.handles, options.deadline)
+        for name in check.check_engines(self._requests.handles, options.deadline):
+            self._requests.effect.watch(name)
         self._requests.compare = check.check_engine
         tell_rearranged(self._requests.handles, options, model)
 

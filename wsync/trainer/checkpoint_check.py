@@ -141,9 +141,9 @@ class EngineCheck:
         self._form = _form_of(self._folder) if self._folder else None
         self._fitting = set[tuple[str, bool, bool]]()  # folders that fit, as `_compare` asks
 
-    def check_engines(self, engines: Sequence[EngineHandle], timeout: float) -> None:
-        """As `check_engine`, for all of them within a timeout.  The log names those of which
-        nothing was compared though it was wanted."""
+    def check_engines(self, engines: Sequence[EngineHandle], timeout: float) -> list[str]:
+        """As `check_engine`, for all of them within a timeout.  The names of those of which nothing
+        was compared though it was wanted; the log says so."""
         deadline = Deadline(timeout)
         unseen = [each.name for each in engines if not self.check_engine(each, deadline.left)]
         if unseen:
@@ -156,6 +156,7 @@ class EngineCheck:
                 "started from)",
                 ", ".join(unseen),
             )
+        return [] if self._folder == "" else unseen
 
     def check_engine(self, engine: EngineHandle, timeout: float) -> bool:
         """Compares what one engine holds; whether nothing is left that could be passed over.

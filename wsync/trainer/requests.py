@@ -25,6 +25,7 @@ from wsync.messages.control import Control
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.first_effect import FirstEffect
 
 _log = logging.getLogger(__name__)
 
@@ -102,11 +103,13 @@ class EngineRequests:
     Attributes:
         compare: called, with a timeout, for the handle of an engine that has paused and may have
             been started again since it was compared; raises where it cannot take what it is sent.
+        effect: looks at engines around an update.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
         self.handles = engines
         self.compare: Callable[[EngineHandle, float], object] = lambda engine, timeout: None
+        self.effect = FirstEffect()
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
@@ -138,6 +141,7 @@ class EngineRequests:
         if self._options.flush_cache:
             engine.flush(deadline.left)
         times.append(time.perf_counter())
+        self.effect.look(engine.handle, deadline.left, after=False)
         self._stops.append((times[1] - times[0], times[2] - times[1]))
 
     def measure(self, report: Report) -> None:
@@ -203,6 +207,7 @@ class EngineRequests:
         def hand_over(index: int, engine: Any) -> None:
             deliver(index, engine)
             engine.verify(deadline.left)
+            self.effect.look(engine.handle, deadline.left, after=True)
 
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
         end = Deadline(deadline.left + LATER_SECONDS)
