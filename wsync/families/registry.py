@@ -34,7 +34,7 @@ from wsync.families.minimax import MINIMAX_M2
 from wsync.families.nemotron import NEMOTRON_FIELDS, NEMOTRON_H
 from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_6, QWEN3_NEXT, SLIME_MTP
 from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, TOWER, VISION, VISION_FIELDS
-from wsync.families.rules import Expansion, Rule, Together, key_of
+from wsync.families.rules import PLACEHOLDER, Expansion, Rule, Together, key_of
 
 # Who puts the weights of a checkpoint into a model.  Megatron-Bridge and mbridge, as most, do it so
 # that Megatron-Core computes with them; slime exchanges the halves of some, and back on export.
@@ -90,7 +90,8 @@ class Family:
         self.sizes = frozenset(size for rule in self.rules for size in rule.sizes)
         self._by_key: dict[str, list[Rule]] = {}
         for rule in self.rules:
-            self._by_key.setdefault(rule.key, []).append(rule)
+            for name in rule.names:
+                self._by_key.setdefault(key_of(PLACEHOLDER.sub("0", name)), []).append(rule)
 
     @property
     def added(self) -> bool:

@@ -24,15 +24,17 @@ Grammar of a view:
 
 An axis may be in several alternatives of a group, once in each: `(key q | key k)`.
 
-A target's view repeats names of the rule's view, without sizes and marks.  There `expert` is also
-an axis where the parameter's name holds {expert}: the parameter fills that index of it, and the
-axis is as long as there are experts.  Each alternative of the
-parameter must go to some target; only an alternative that contains an axis called `pad` may stay
-behind.  An axis of the rule that a target's *name* mentions in braces gives one tensor for each
-of its indices.  `{layer}`, `{expert}`, `{mtp}`, `{inner}` and `{vision}` (a vision tower's layer)
-stand for numbers that the parameter's name holds.  In the targets of a rule with {mtp}, {layer}
-counts on from the model's last layer; where an MTP layer is a block of `block` layers, {inner}
-counts those of all MTP layers, and {first} and {last} are the ends of this one.
+A target's view repeats names of the rule's view, without sizes and marks.  Each of its dimensions
+takes elements of one dimension of the parameter.  A dimension may also be `expert` where the
+parameter's name holds {expert}: the parameter fills that index of it, and the dimension is as long
+as there are experts.  Each alternative of the parameter must go to some target; only an
+alternative that contains an axis called `pad` may stay behind.  A dimension of the rule that a
+target's *name* mentions in braces gives one tensor for each of its indices.
+
+In a parameter's name `(a|b)` stands for either.  `{layer}`, `{expert}`, `{mtp}`, `{inner}` and
+`{vision}` (a vision tower's layer) stand for numbers that the name holds.  In the targets of a rule
+with {mtp}, {layer} counts on from the model's last layer; where an MTP layer is a block of `block`
+layers, {inner} counts those of all MTP layers, and {first} and {last} are the ends of this one.
 
 A rule expands to boxes, which may take every so many-th index of a target's dimension.  Their
 elements are copied; where a target has an offset, each element is x + offset, computed in
@@ -43,24 +45,29 @@ later: a local shard is never reshaped.
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from wsync import _core
+from wsync.boxes import overlap
 from wsync.module_tensors.kept_together import group_of
+from wsync.probing.boxes import NumberedBox, boxes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PAD = "pad"
 INFERRED = "?"
 MAX_DIMENSIONS = 6
+LONGEST = 8  # step in which boxes go through a tensor
 
-_TOKEN = re.compile(r"\w+|\S")
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_NUMBERED = ("layer", "expert", "mtp", "inner", "vision")
-_ENDS = ("first", "last")  # more of them, which the number of a block of MTP layers tells
+_TOKEN = re.compile(r"\s*(?:([|)])|([*~@]?)(?:\(|([a-z_]\w*)(?::(\w+(?:\+\w+)*|\?))?))\s*")
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_EITHER = re.compile(r"\(([^)]*)\)")
+_ENDS = ("inner", "first", "last")  # numbers that the size of a block of MTP layers tells
 _COUNTS = {"expert": "experts"}  # numbers that may be axes of targets, and their sizes
 _Shape = tuple[int, ...]
 # Sets of modules, by the last part of their names, whose tensors engines take in one call only.
@@ -72,217 +79,65 @@ class RuleError(_core.InvalidArgumentError):
 
 
 @dataclass(frozen=True)
-class _Axis:
-    name: str
-    size: str
-    mark: str = ""
+class _Item:
+    """An axis, or a group of alternatives."""
+
+    mark: str
+    name: str = ""
+    size: str = ""
+    alternatives: tuple[tuple[_Item, ...], ...] = ()
 
 
-@dataclass(frozen=True)
-class _Group:
-    alternatives: tuple[tuple[_Item, ...], ...]
-    mark: str = ""
-
-
-_Item = _Axis | _Group
-
-
-class _Parser:
-    """Turns the text of one view into items, one per dimension."""
+class _View:
+    """A parsed view: an item for each dimension, and the sizes of axes by their names."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tokens: deque[str] = deque([*_TOKEN.findall(text), ""])
+        self.items = self._parsed()
+        self.sizes: dict[str, str] = {}
+        for axis in axes_of(self.items):
+            if self.sizes.setdefault(axis.name, axis.size) != axis.size:
+                raise self._error(f"axis {axis.name!r} has two sizes")
 
-    def error(self, what: str) -> RuleError:
+    def _parsed(self) -> tuple[_Item, ...]:
+        unfinished: list[tuple[str, list[list[_Item]]]] = [("", [[]])]
+        at = 0
+        while at < len(self.text):
+            token = _TOKEN.match(self.text, at)
+            if token is None or (token[1] and len(unfinished) == 1):
+                raise self._error(f"unexpected {self.text[at:]!r}")
+            at = token.end()
+            end, mark, name, size = token.groups()
+            group, alternatives = unfinished[-1]
+            if name:
+                alternatives[-1].append(_Item(mark, name, size or name))
+            elif end == "|":
+                alternatives.append([])
+            elif not end:
+                unfinished.append((mark, [[]]))
+            elif not all(alternatives):
+                raise self._error("an alternative is empty")
+            else:
+                unfinished.pop()
+                made = _Item(group, alternatives=tuple(map(tuple, alternatives)))
+                unfinished[-1][1][-1].append(made)
+        if len(unfinished) > 1:
+            raise self._error("a group is not closed")
+        return tuple(unfinished[0][1][0])
+
+    def _error(self, what: str) -> RuleError:
         return RuleError(f"view {self.text!r}: {what}")
-
-    def take(self, *wanted: str) -> str:
-        """The next token, if it is one of these (none given: whatever it is), else ""."""
-        token = self.tokens[0]
-        if token and (not wanted or token in wanted):
-            return self.tokens.popleft()
-        return ""
-
-    def view(self) -> tuple[_Item, ...]:
-        items = self.items()
-        if self.tokens[0]:
-            raise self.error(f"unexpected {self.tokens[0]!r}")
-        return items
-
-    def items(self) -> tuple[_Item, ...]:
-        items: list[_Item] = []
-        while self.tokens[0] not in ("", ")", "|"):
-            items.append(self.item())
-        return tuple(items)
-
-    def item(self) -> _Item:
-        mark = self.take("*", "~", "@")
-        if self.take("("):
-            alternatives = [self.items()]
-            while self.take("|"):
-                alternatives.append(self.items())
-            if not self.take(")"):
-                raise self.error("a group is not closed")
-            if not all(alternatives):
-                raise self.error("an alternative is empty")
-            return _Group(tuple(alternatives), mark)
-        name = self.take()
-        if not re.fullmatch(r"[a-z_]\w*", name):
-            raise self.error(f"{name!r} is not the name of an axis")
-        return _Axis(name, self.size() if self.take(":") else name, mark)
-
-    def size(self) -> str:
-        parts = [self.take()]
-        while self.take("+"):
-            parts.append(self.take())
-        if not all(re.fullmatch(r"\w+", part) for part in parts) and parts != [INFERRED]:
-            raise self.error(f"{'+'.join(parts)!r} is not a size")
-        return "+".join(parts)
 
 
 def _within(items: Iterable[_Item]) -> Iterator[_Item]:
     """All items, also those inside groups."""
     for item in items:
         yield item
-        if isinstance(item, _Group):
-            yield from _within(itertools.chain.from_iterable(item.alternatives))
+        yield from _within(itertools.chain.from_iterable(item.alternatives))
 
 
-def _axes(items: Iterable[_Item]) -> Iterator[_Axis]:
-    return (item for item in _within(items) if isinstance(item, _Axis))
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One axis in one dimension of a tensor: index i adds i * stride to the coordinate."""
-
-    dimension: int
-    stride: int
-    size: int
-
-
-@dataclass(frozen=True)
-class _Branch:
-    """One choice of alternatives: a dense box of the index space of its axes."""
-
-    origin: tuple[int, ...]  # coordinate of index 0 of every axis
-    steps: Mapping[str, _Step]
-
-    def at(self, chosen: Mapping[str, int]) -> _Shape:
-        """The coordinate where some axes have these indices, and the others 0."""
-        found = list(self.origin)
-        for axis in self.steps.keys() & chosen.keys():
-            found[self.steps[axis].dimension] += chosen[axis] * self.steps[axis].stride
-        return tuple(found)
-
-
-class _View:
-    """A parsed view: sizes, branches and parts once the sizes of its axes are known."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.items = _Parser(text).view()
-        sizes: dict[str, str] = {}
-        for axis in _axes(self.items):
-            if sizes.setdefault(axis.name, axis.size) != axis.size:
-                raise RuleError(f"view {text!r}: axis {axis.name!r} has two sizes")
-        self.names = frozenset(sizes)
-
-    def size(self, item: _Item, sizes: Mapping[str, int]) -> int:
-        if isinstance(item, _Axis):
-            return sizes[item.name]
-        return sum(self._product(alternative, sizes) for alternative in item.alternatives)
-
-    def _product(self, items: Sequence[_Item], sizes: Mapping[str, int]) -> int:
-        return math.prod(self.size(item, sizes) for item in items)
-
-    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(self.size(item, sizes) for item in self.items)
-
-    def branches(self, sizes: Mapping[str, int]) -> list[_Branch]:
-        """All choices of alternatives that hold at least one element."""
-        choices = [
-            list(self._choices(item, dimension, 1, sizes))
-            for dimension, item in enumerate(self.items)
-        ]
-        found = []
-        for choice in itertools.product(*choices):
-            steps = self._joined(part for _, part in choice)
-            if all(step.size > 0 for step in steps.values()):
-                found.append(_Branch(tuple(origin for origin, _ in choice), steps))
-        return found
-
-    def _choices(
-        self, item: _Item, dimension: int, stride: int, sizes: Mapping[str, int]
-    ) -> Iterator[tuple[int, dict[str, _Step]]]:
-        """(offset, steps) of every choice of alternatives inside one item, whose elements are
-        `stride` apart."""
-        if isinstance(item, _Axis):
-            yield 0, {item.name: _Step(dimension, stride, sizes[item.name])}
-            return
-        base = 0
-        for alternative in item.alternatives:
-            inner, options = stride, []
-            for part in reversed(alternative):
-                options.append(list(self._choices(part, dimension, inner, sizes)))
-                inner *= self.size(part, sizes)
-            for choice in itertools.product(*options):
-                steps = self._joined(part for _, part in choice)
-                yield base + sum(offset for offset, _ in choice), steps
-            base += inner
-
-    def _joined(self, parts: Iterable[dict[str, _Step]]) -> dict[str, _Step]:
-        found: dict[str, _Step] = {}
-        for part in parts:
-            if twice := found.keys() & part.keys():
-                raise RuleError(f"view {self.text!r}: axis {min(twice)!r} occurs twice")
-            found |= part
-        return found
-
-    def parts(
-        self, item: _Item, sizes: Mapping[str, int], cuts: Mapping[str, Cut]
-    ) -> list[tuple[int, int]]:
-        """(start, extent) of what a rank holds of one dimension, in the rank's own order."""
-        size = self.size(item, sizes)
-        if item.mark:
-            cut = cuts[item.mark]
-            if size % cut.ranks:
-                raise _core.LayoutError(
-                    f"an axis of {size} elements cannot be cut over {cut.ranks} ranks "
-                    f"(view {self.text!r})"
-                )
-            share = size // cut.ranks
-            return [(share * cut.rank, share)]
-        if isinstance(item, _Axis):
-            return [(0, size)]
-        found: list[tuple[int, int]] = []
-        base = 0
-        for alternative in item.alternatives:
-            held = [(0, 1)]
-            for part in alternative:
-                held = self._inside(held, part, sizes, cuts)
-            found += [(base + start, extent) for start, extent in held]
-            base += self._product(alternative, sizes)
-        return found
-
-    def _inside(
-        self,
-        outer: Sequence[tuple[int, int]],
-        item: _Item,
-        sizes: Mapping[str, int],
-        cuts: Mapping[str, Cut],
-    ) -> list[tuple[int, int]]:
-        """What a rank holds of the elements that an item has in each of these outer ones."""
-        size, parts = self.size(item, sizes), self.parts(item, sizes, cuts)
-        if parts == [(0, size)]:
-            return [(start * size, extent * size) for start, extent in outer]
-        return [
-            (index * size + first, count)
-            for start, extent in outer
-            for index in range(start, start + extent)
-            for first, count in parts
-        ]
+def axes_of(items: Iterable[_Item]) -> Iterator[_Item]:
+    return (item for item in _within(items) if item.name)
 
 
 @dataclass(frozen=True)
@@ -291,6 +146,84 @@ class Cut:
 
     rank: int = 0
     ranks: int = 1
+
+
+class _Dimension:
+    """One dimension of a parameter.  Each element has a number by its indices along axes.
+
+    text: what errors call the parameter.
+    """
+
+    def __init__(self, text: str, item: _Item, sizes: Mapping[str, int]) -> None:
+        self.item, self._text, self._sizes = item, text, sizes
+        self.units: dict[str, int] = {}
+        unit = 1
+        for axis in axes_of([item]):
+            if axis.name not in self.units:
+                self.units[axis.name] = unit
+                unit *= sizes[axis.name] + 1
+        self._numbers = self._of(item, {})
+        self.size = len(self._numbers)
+
+    def _of(self, item: _Item, cuts: Mapping[str, Cut]) -> Tensor:
+        """Numbers of an item's elements, in their order."""
+        import torch
+
+        if item.name:
+            found = torch.arange(1, self._sizes[item.name] + 1, device="cpu")
+            found *= self.units[item.name]
+        else:
+            found = torch.cat([self._product(each, cuts) for each in item.alternatives])
+        cut = cuts.get(item.mark, Cut())
+        share, rest = divmod(len(found), cut.ranks)
+        if rest:
+            raise _core.LayoutError(
+                f"an axis of {len(found)} elements cannot be cut over {cut.ranks} ranks "
+                f"({self._text})"
+            )
+        return found[share * cut.rank :][:share]
+
+    def _product(self, items: Iterable[_Item], cuts: Mapping[str, Cut]) -> Tensor:
+        import torch
+
+        found = torch.zeros(1, dtype=torch.int64, device="cpu")
+        for item in items:
+            found = (found[:, None] + self._of(item, cuts)).flatten()
+        return found
+
+    def places(self, item: _Item, cuts: Mapping[str, Cut] | None = None) -> Tensor:
+        """Where the elements of an item are, in its order; with cuts, those that a rank holds."""
+        import torch
+
+        numbers = self._of(item, cuts or {})
+        ordered, order = self._numbers.sort()
+        found = torch.searchsorted(ordered, numbers).clamp(max=max(0, self.size - 1))
+        if not torch.equal(ordered[found], numbers):
+            axes = sorted({axis.name for axis in axes_of([item])})
+            raise RuleError(
+                f"{self._text}: a target asks for axes {axes}, which no alternative has"
+            )
+        return order[found]
+
+    def left(self, taken: Iterable[Tensor]) -> bool:
+        """Whether there are elements besides these and those that pad."""
+        import torch
+
+        left = torch.ones(self.size, dtype=torch.bool, device="cpu")
+        if PAD in self.units:
+            left = self._numbers // self.units[PAD] % (self._sizes[PAD] + 1) == 0
+        for places in taken:
+            left[places] = False
+        return bool(left.any())
+
+
+def _runs(places: Tensor, longest: int) -> list[NumberedBox]:
+    """Boxes of one dimension; their numbers are places."""
+
+    def read(leading: tuple[int, ...], low: int, high: int) -> Tensor:
+        return places[low:high, None]
+
+    return list(boxes(read, places.shape, {1: 0}, longest))
 
 
 @dataclass(frozen=True)
@@ -308,8 +241,8 @@ class Piece:
 
     `axes`: the parameter's axis of each axis of the target, or -1 where the extent is 1.
     `steps`: of the target's index along each of its axes, from one element of the box to the next.
-    `counted`: (number in the parameter's name, axis of the target, stride): what the number adds
-    to `target_start`.  `affine`: (scale, offset), or None where elements stay as they are.
+    `counted`: (number in the parameter's name, axis of the target): the number is added to
+    `target_start`.  `affine`: (scale, offset), or None where elements stay as they are.
     """
 
     name: str
@@ -319,16 +252,16 @@ class Piece:
     extent: tuple[int, ...]
     axes: tuple[int, ...]
     steps: tuple[int, ...]
-    counted: tuple[tuple[str, int, int], ...] = ()
+    counted: tuple[tuple[str, int], ...] = ()
     affine: tuple[float, float] | None = None
 
     def map(self, numbers: Mapping[str, int], together: Together = ()) -> _core.Map:
         """The piece of one parameter, whose name holds these numbers."""
-        start = self.target_start
-        for number, axis, stride in self.counted:
-            start = (*start[:axis], start[axis] + numbers[number] * stride, *start[axis + 1 :])
+        start = list(self.target_start)
+        for number, axis in self.counted:
+            start[axis] += numbers[number]
         name = self.name.format(**numbers)
-        place = (name, "", self.shape, start, self.source_start, self.extent, self.axes)
+        place = (name, "", self.shape, tuple(start), self.source_start, self.extent, self.axes)
         group = group_of(name, together)
         affine = self.affine or (0.0, 0.0)
         if max(self.steps, default=1) > 1:
@@ -362,104 +295,19 @@ class ShardPlacement:
     shape: tuple[int, ...]
     regions: tuple[_core.Region, ...]
 
+    @staticmethod
+    def of(shape: _Shape, held: Sequence[Sequence[_Shape]]) -> ShardPlacement:
+        """held: for each dimension, (start, extent, local start) of what the tensor has of it."""
+        regions = []
+        for choice in itertools.product(*held):
+            start, extent, local = (tuple(part[n] for part in choice) for n in range(3))
+            regions.append((start, extent, local))
+        return ShardPlacement(shape, tuple(regions))
+
     def meets(self, piece: Piece) -> bool:
-        start, extent = piece.source_box()
-        return any(
-            all(
-                a < b + n and b < a + m
-                for a, m, b, n in zip(start, extent, where, count, strict=True)
-            )
-            for where, count, _ in self.regions
-        )
-
-
-def regions_of(
-    held: Sequence[Sequence[tuple[int, int]]],
-) -> tuple[tuple[_Shape, _Shape, _Shape], ...]:
-    """The boxes of a parameter that a local tensor consists of.
-
-    held: for each dimension, (start, extent) of what the tensor has of it, in its own order.
-    """
-    local: list[list[tuple[int, int, int]]] = []
-    for parts in held:
-        joined: list[tuple[int, int, int]] = []
-        for start, extent in parts:
-            if joined and sum(joined[-1][:2]) == start:
-                first, count, at = joined[-1]
-                joined[-1] = (first, count + extent, at)
-            elif extent:
-                joined.append((start, extent, sum(count for _, count, _ in joined)))
-        local.append(joined)
-    return tuple(
-        (tuple(c[0] for c in choice), tuple(c[1] for c in choice), tuple(c[2] for c in choice))
-        for choice in itertools.product(*local)
-    )
-
-
-class Expansion:
-    """A rule with all sizes known."""
-
-    def __init__(self, rule: Rule, sizes: Mapping[str, int]) -> None:
-        self.rule = rule
-        self._sizes = sizes
-        self._view = rule.parsed
-        self.shape = self._view.shape(sizes)
-
-    def place(self, tensor: Cut, expert: Cut | None = None) -> ShardPlacement:
-        """The share of a rank; raises LayoutError if an axis does not divide."""
-        cuts = {"*": tensor, "~": tensor, "@": expert or Cut()}
-        dimensions = [self._view.parts(item, self._sizes, cuts) for item in self._view.items]
-        shape = tuple(sum(extent for _, extent in parts) for parts in dimensions)
-        return ShardPlacement(shape, regions_of(dimensions))
-
-    def maps(
-        self, placement: ShardPlacement, numbers: Mapping[str, int], together: Together = ()
-    ) -> list[_core.Map]:
-        """Where the elements of a share go; numbers: those in the parameter's name."""
-        return [piece.map(numbers, together) for piece in self.pieces if placement.meets(piece)]
-
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """Boxes from the parameter to its targets; names still hold {layer} and {expert}."""
-        sources = self._view.branches(self._sizes)
-        claimed = {i for i, branch in enumerate(sources) if PAD in branch.steps}
-        pieces: list[Piece] = []
-        for stepping in (True, False):
-            pieces = []
-            for target in self.rule.targets:
-                pieces += self._pieces(target, sources, claimed, stepping)
-            if may_step(pieces):
-                break
-        for index, source in enumerate(sources):
-            if index not in claimed:
-                raise RuleError(
-                    f"{self.rule.name}: no target takes the axes {sorted(source.steps)} of "
-                    f"{self._view.text!r}"
-                )
-        return tuple(pieces)
-
-    def _pieces(
-        self, target: Target, sources: Sequence[_Branch], claimed: set[int], stepping: bool
-    ) -> Iterator[Piece]:
-        """Boxes that go to one target; adds the alternatives that they come from to `claimed`."""
-        view = _View(target.view)
-        named = _PLACEHOLDER.findall(target.name)
-        each = [name for name in named if name not in (*_NUMBERED, *_ENDS)]
-        sizes = {name: self._sizes[name] for name in view.names}
-        shape = view.shape(sizes)
-        for branch in view.branches(sizes):
-            wanted = branch.steps.keys() - self.rule.counted | set(each)
-            index = next(
-                (i for i, source in enumerate(sources) if source.steps.keys() == wanted), None
-            )
-            if index is None:
-                raise RuleError(
-                    f"{self.rule.name}: {target.view!r} asks for axes {sorted(wanted)}, "
-                    f"which no alternative of {self._view.text!r} has"
-                )
-            claimed.add(index)
-            numbers = self.rule.counted
-            yield from _boxes(target, shape, sources[index], branch, each, numbers, stepping)
+        box = piece.source_box()
+        regions = ((tuple(start), tuple(extent)) for start, extent, _ in self.regions)
+        return any(overlap(box, region) for region in regions)
 
 
 def may_step(pieces: Iterable[Piece]) -> bool:
@@ -477,56 +325,101 @@ def may_step(pieces: Iterable[Piece]) -> bool:
     return True
 
 
-def _boxes(
-    target: Target,
-    shape: _Shape,
-    source: _Branch,
-    branch: _Branch,
-    each: Sequence[str],
-    numbers: frozenset[str],
-    stepping: bool,
-) -> Iterator[Piece]:
-    """Boxes that carry one source branch to one branch of a target, or to the branch of that kind
-    of each tensor that the axes `each` number; `numbers` are axes that the parameter's name counts.
+class Expansion:
+    """A rule with all sizes known."""
 
-    In each target dimension the longest run of axes that lie dense in one source dimension, and
-    in the target in equal steps (of 1 if not `stepping`), becomes the extent of the boxes; every
-    other axis is counted through.
-    """
-    extent = [1] * len(shape)
-    steps = [1] * len(shape)
-    axes = [-1] * len(shape)
-    counted = list(each)
-    for dimension in range(len(shape)):
-        inside = [item for item in branch.steps.items() if item[1].dimension == dimension]
-        inside.sort(key=lambda item: item[1].stride)
-        for axis, step in inside:
-            if axis in numbers:
-                continue
-            origin = source.steps[axis]
-            if step.size == 1:
-                continue
-            first = axes[dimension] == -1 and origin.dimension not in axes
-            if first and origin.stride == 1 and (stepping or step.stride == 1):
-                axes[dimension], steps[dimension] = origin.dimension, step.stride
-            dense = step.stride == extent[dimension] * steps[dimension]
-            if dense and (axes[dimension], extent[dimension]) == (origin.dimension, origin.stride):
-                extent[dimension] *= step.size
-            else:
-                counted.append(axis)
-    named = tuple(
-        (axis, step.dimension, step.stride)
-        for axis, step in branch.steps.items()
-        if axis in numbers
-    )
-    for indices in itertools.product(*(range(source.steps[axis].size) for axis in counted)):
-        chosen = dict(zip(counted, indices, strict=True))
-        name = target.name
-        for axis in each:
-            name = name.replace(f"{{{axis}}}", str(chosen[axis]))
-        start, source_start = branch.at(chosen), source.at(chosen)
-        place = (name, shape, start, source_start, tuple(extent), tuple(axes), tuple(steps))
-        yield Piece(*place, named, (1.0, target.offset) if target.offset else None)
+    def __init__(self, rule: Rule, sizes: Mapping[str, int]) -> None:
+        self.rule = rule
+        numbers = (_Item("", name) for name in rule.counted)
+        text = f"{rule.name}: {rule.parsed.text}"
+        self._all = [_Dimension(text, item, sizes) for item in (*rule.parsed.items, *numbers)]
+        self._dimensions = self._all[: len(rule.parsed.items)]
+        self.shape = tuple(each.size for each in self._dimensions)
+
+    def place(self, tensor: Cut, expert: Cut | None = None) -> ShardPlacement:
+        """The share of a rank; raises LayoutError if an axis does not divide."""
+        cuts = {"*": tensor, "~": tensor, "@": expert or Cut()}
+        shape: list[int] = []
+        held: list[list[_Shape]] = []
+        for each in self._dimensions:
+            places = each.places(each.item, cuts)
+            shape.append(len(places))
+            held.append([(box.number, *box.extent, *box.start) for box in _runs(places, 1)])
+        return ShardPlacement.of(tuple(shape), held)
+
+    def maps(
+        self, placement: ShardPlacement, numbers: Mapping[str, int], together: Together = ()
+    ) -> list[_core.Map]:
+        """Where the elements of a share go; numbers: those in the parameter's name."""
+        return [piece.map(numbers, together) for piece in self.pieces if placement.meets(piece)]
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Boxes from the parameter to its targets; names still hold {layer} and {expert}."""
+        taken = [self._taken(target) for target in self.rule.targets]
+        for number, dimension in enumerate(self._dimensions):
+            if dimension.left(each[number] for each in taken if number in each):
+                raise RuleError(
+                    f"{self.rule.name}: no target takes some of dimension {number} of "
+                    f"{self.rule.parsed.text!r}"
+                )
+        pieces: tuple[Piece, ...] = ()
+        for longest in (LONGEST, 1):
+            targets = zip(self.rule.targets, taken, strict=True)
+            pieces = tuple(piece for each in targets for piece in self._pieces(*each, longest))
+            if may_step(pieces):
+                break
+        return pieces
+
+    def _taken(self, target: Target) -> dict[int, Tensor]:
+        """The places that a target takes in each dimension of the parameter, or in numbers of its
+        name behind these: in the order of the target's own dimensions, then of its name's."""
+        found: dict[int, Tensor] = {}
+        for item in _View(target.view).items:
+            names = {axis.name for axis in axes_of([item])}
+            known = (n for n, each in enumerate(self._all) if names <= each.units.keys())
+            number = next((n for n in known if n not in found), -1)
+            if number < 0:
+                raise RuleError(
+                    f"{self.rule.name}: {target.view!r} asks for axes {sorted(names)}, which no "
+                    f"dimension of {self.rule.parsed.text!r} has"
+                )
+            found[number] = self._all[number].places(item)
+        for number, each in enumerate(self._dimensions):
+            if f"{{{each.item.name}}}" in target.name:
+                found[number] = each.places(each.item)
+        return found
+
+    def _pieces(self, target: Target, taken: Mapping[int, Tensor], longest: int) -> Iterator[Piece]:
+        """Boxes that go to one target, or to that of each index that its name mentions."""
+        count, numbers = len(_View(target.view).items), len(self.shape)
+        own, named = list(taken)[:count], list(taken)[count:]
+        shape = tuple(len(taken[number]) for number in own)
+        counted = tuple(
+            (self._all[number].item.name, axis)
+            for axis, number in enumerate(own)
+            if number >= numbers
+        )
+        runs = [_runs(taken[n] if n < numbers else taken[n][:1], longest) for n in own]
+        runs += [[run for place in taken[n] for run in _runs(place[None], 1)] for n in named]
+        for choice in itertools.product(*runs):
+            source = {number: run.number for number, run in zip(taken, choice, strict=True)}
+            name = target.name
+            for number in named:
+                place = f"{{{self._dimensions[number].item.name}}}"
+                name = name.replace(place, str(source[number]))
+            boxes = choice[:count]
+            yield Piece(
+                name,
+                shape,
+                tuple(run.start[0] for run in boxes),
+                tuple(source[number] for number in range(numbers)),
+                tuple(run.extent[0] for run in boxes),
+                tuple(n if run.axes[0] == 0 else -1 for n, run in zip(own, boxes, strict=True)),
+                tuple(run.steps[0] for run in boxes),
+                counted,
+                (1.0, target.offset) if target.offset else None,
+            )
 
 
 class Rule:
@@ -537,7 +430,8 @@ class Rule:
     contiguous in the view's order (legacy grouped experts).  `inferred_dimension`: the dimension of
     the parameter that holds the inferred axis, or -1; `inferred_cut`: whether ranks hold parts of
     it; `shaped_dimension`: the one that is cut as the local shape says, or -1.  `sizes`: the names
-    of the sizes that it needs.  `counted`: numbers of the name that are axes of targets.
+    of the sizes that it needs.  `counted`: numbers of the name that are axes of targets.  `names`:
+    all that the name stands for.
     """
 
     def __init__(
@@ -554,64 +448,45 @@ class Rule:
             self._read(view)
         except RuleError as error:
             raise RuleError(f"{name}: {error}") from None
-        text = re.escape(name)
-        for key in _NUMBERED:
-            text = text.replace(re.escape("{" + key + "}"), rf"(?P<{key}>\d+)")
-        self._pattern = re.compile(text)
+        parts = [part.split("|") for part in _EITHER.split(name)]
+        self.names = tuple(map("".join, itertools.product(*parts)))
+        number = re.compile(r"\\{(\w+)\\}")
+        self._patterns = [
+            re.compile(number.sub(r"(?P<\1>\\d+)", re.escape(each))) for each in self.names
+        ]
 
     def _read(self, view: str) -> None:
         self.parsed = _View(view)
+        items = self.parsed.items
         inferred = [
-            dimension
-            for dimension, item in enumerate(self.parsed.items)
-            for axis in _axes([item])
+            number
+            for number, item in enumerate(items)
+            for axis in axes_of([item])
             if axis.size == INFERRED
         ]
         if len(inferred) > 1:
             raise RuleError(f"more than one inferred axis in {view!r}")
         self.inferred_dimension = inferred[0] if inferred else -1
-        self.inferred_cut = any(
-            item.mark in ("*", "~") for item in _within(self.parsed.items[d] for d in inferred)
-        )
-        shaped = [index for index, item in enumerate(self.parsed.items) if item.mark == "~"]
-        if len(shaped) != self.parsed.text.count("~") or len(shaped) > 1:
+        marks = {item.mark for item in _within(items[number] for number in inferred)}
+        self.inferred_cut = bool(marks & {"*", "~"})
+        shaped = [number for number, item in enumerate(items) if item.mark == "~"]
+        if len(shaped) != view.count("~") or len(shaped) > 1:
             raise RuleError(f"{view!r} may have one ~, on a dimension of its own")
         self.shaped_dimension = shaped[0] if shaped else -1
-        parts = {part for axis in _axes(self.parsed.items) for part in axis.size.split("+")}
-        named = {key for target in self.targets for key in _PLACEHOLDER.findall(target.name)}
-        parts |= {"block"} if named.intersection(("inner", *_ENDS)) else set()
+        parts = {part for size in self.parsed.sizes.values() for part in size.split("+")}
+        named = {key for target in self.targets for key in PLACEHOLDER.findall(target.name)}
+        parts |= {"block"} if named.intersection(_ENDS) else set()
         self.sizes = frozenset(part for part in parts if part != INFERRED and not part.isdigit())
-        wanted = {axis for target in self.targets for axis in _View(target.view).names}
-        numbers = {number for number in _COUNTS if "{" + number + "}" in self.name}
-        self.counted = frozenset(numbers & wanted - self.parsed.names)
-        for target in self.targets:
-            self._check(target)
-
-    def _check(self, target: Target) -> None:
-        view = _View(target.view)
-        unknown = view.names - self.parsed.names - self.counted
-        if unknown:
-            raise RuleError(
-                f"{target.name}: axes {sorted(unknown)} are not in {self.parsed.text!r}"
-            )
-        known = {name for name in _NUMBERED if "{" + name + "}" in self.name} | self.parsed.names
-        if "mtp" in known:
-            known |= {"layer", *_ENDS}
-        for name in _PLACEHOLDER.findall(target.name):
-            if name not in known or name in view.names:
-                raise RuleError(f"{target.name}: nothing tells what {{{name}}} is")
+        wanted = {axis for target in self.targets for axis in _View(target.view).sizes}
+        numbers = {number for number in _COUNTS if f"{{{number}}}" in self.name}
+        self.counted = sorted(numbers & wanted - self.parsed.sizes.keys())
 
     def __repr__(self) -> str:
         return f"Rule({self.name!r}, {self.parsed.text!r})"
 
-    @property
-    def key(self) -> str:
-        """The name with every number replaced; names of the same key may match."""
-        return key_of(_PLACEHOLDER.sub("0", self.name))
-
     def match(self, name: str) -> dict[str, int] | None:
         """The numbers that a global parameter name holds, or None."""
-        match = self._pattern.fullmatch(name)
+        match = next((m for each in self._patterns if (m := each.fullmatch(name))), None)
         return None if match is None else {k: int(v) for k, v in match.groupdict().items()}
 
     def inferred(self, sizes: Mapping[str, int], extent: int) -> int | None:
@@ -623,12 +498,10 @@ class Rule:
     def expand(self, sizes: Mapping[str, int], inferred: int = 0) -> Expansion:
         """Fixes the sizes of all axes; KeyError names a size that `sizes` lacks."""
         known = {number: sizes[_COUNTS[number]] for number in self.counted}
-        for axis in _axes(self.parsed.items):
-            if axis.size == INFERRED:
-                known[axis.name] = inferred
-            else:
-                parts = axis.size.split("+")
-                known[axis.name] = sum(int(p) if p.isdigit() else sizes[p] for p in parts)
+        for axis, size in self.parsed.sizes.items():
+            parts = ("0",) if size == INFERRED else size.split("+")
+            known[axis] = sum(int(p) if p.isdigit() else sizes[p] for p in parts)
+            known[axis] += inferred if size == INFERRED else 0
         return Expansion(self, known)
 
 

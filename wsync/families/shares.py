@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wsync import _core
-from wsync.families.rules import Cut, ShardPlacement, regions_of
+from wsync.families.rules import Cut, ShardPlacement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,19 +83,19 @@ def share_of(
     """
     shape = tuple(tensor.shape)
     axis, cut = (-1, cut) if cut.ranks == 1 else _axis(name, tensor, modules, cut)
+    held = [[(0, extent, 0)] for extent in shape]
     if axis < 0:
-        return shape, ShardPlacement(shape, regions_of([[(0, extent)] for extent in shape]))
+        return shape, ShardPlacement.of(shape, held)
     parts = _joined(name, modules, shape[axis], cut.ranks)
     if rows_of_ranks and _home(name, modules)[0]:
         parts = [shape[axis]]
-    held = [[(0, extent)] for extent in shape]
     starts = itertools.accumulate(parts, initial=0)
     held[axis] = [
-        (start * cut.ranks + cut.rank * part, part)
+        (start * cut.ranks + cut.rank * part, part, start)
         for start, part in zip(starts, parts, strict=False)
     ]
     full = (*shape[:axis], shape[axis] * cut.ranks, *shape[axis + 1 :])
-    return full, ShardPlacement(shape, regions_of(held))
+    return full, ShardPlacement.of(shape, held)
 
 
 def _home(name: str, modules: Sequence[Module]) -> tuple[str, Any, str]:
