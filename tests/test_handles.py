@@ -436,7 +436,7 @@ def test_a_question_leaves_the_engine_as_it_is(server: FakeServer, left_open: bo
     server.answers["/model_info"] = (200, {"weight_version": "1"})
     receiver.state.lose("an update died half way")
     found = look(server.url, timeout=60).workers
-    assert [worker.consistent for worker in found] == [False]
+    assert [worker["consistent"] for worker in found] == [False]
     assert not {"pause", "continue"} & set(sessions.calls)
     assert (asked, sessions.open) == ((["all"], "all") if left_open else (["draft"], None))
 

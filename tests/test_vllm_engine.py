@@ -38,7 +38,7 @@ def test_every_worker_holds_what_its_own_loading_gives(engine: VllmEngine) -> No
     engine.prepare("qwen3_moe", ep=2)
     check_two_updates(engine)
     experts = [
-        {tensor["name"] for tensor in worker.tensors if ".mlp.experts." in tensor["name"]}
+        {tensor["name"] for tensor in worker["tensors"] if ".mlp.experts." in tensor["name"]}
         for worker in inspection.look(engine).workers
     ]
     assert experts[0] and experts[1]
@@ -56,7 +56,7 @@ def check_two_updates(engine: VllmEngine) -> None:
         assert engine.collective_rpc("reasons") == [["", ""]] * len(engine.processes)
         assert not any(engine.differing(2))
         kept = inspection.look(engine).workers
-        assert sum(worker.kept_nbytes for worker in kept) == report.delivered_nbytes
+        assert sum(worker["kept_nbytes"] for worker in kept) == report.delivered_nbytes
     # where CUDA graphs would look for them
     assert engine.collective_rpc("places") == places
     assert wsync.handle(engine).model_info(5)["weight_version"] == "2"
@@ -78,7 +78,7 @@ def test_a_remote_engine_is_sent_what_its_workers_keep(engine: VllmEngine) -> No
     assert engine.differing(2) == [[], []]
     assert engine.collective_rpc("places") == places
     assert wsync.handle(engine).model_info(5)["weight_version"] == "2"
-    assert [worker.consistent for worker in inspection.look(engine).workers] == [True, True]
+    assert [worker["consistent"] for worker in inspection.look(engine).workers] == [True, True]
 
 
 def test_what_is_shuffled_after_loading_goes_through_vllms_own_reload(engine: VllmEngine) -> None:

@@ -271,7 +271,7 @@ def chosen_rounds(cases: Sequence[tuple[int, dict[str, Any]]]) -> list[dict[str,
             ):
                 report = sync.update()
             said = [
-                (worker.rounds, worker.ring_nbytes)
+                (worker["rounds"], worker["ring_nbytes"])
                 for engine in engines
                 for worker in look(engine).workers
             ]

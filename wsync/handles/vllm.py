@@ -149,14 +149,6 @@ class VllmHandle(LocalHandle):
             **({"instance": " ".join(instances)} if instances else {}),
         }
 
-    def says(self, timeout: float) -> dict[str, Any]:
-        """What the engine itself says of its version and of that of its weights, whoever has set
-        it; None where it has no such method."""
-        deadline, asked = Deadline(timeout), ("version", "get_weight_version")
-        own = [method for method in asked if self._has(method) and not self._remote]
-        found = {method: self._call(method, deadline.left) for method in own}
-        return {"version": found.get(asked[0]), "weight_version": found.get(asked[1])}
-
     def _count(self, timeout: float) -> int:
         try:
             found = self._describe(timeout)
@@ -261,20 +253,6 @@ class VllmServer:
     def wake_up(self, tags: Sequence[str], *, timeout: float) -> Any:
         """Whether all of it is awake; None where this version of vLLM does not say it."""
         return self._post("wake_up", tags=tags, timeout=timeout)
-
-    def get_weight_version(self, timeout: float) -> str | None:
-        """What it calls its weights, whoever has said it; None where it does not know that."""
-        return self._get("/weight_info", "weight_version", timeout)
-
-    def version(self, timeout: float) -> str | None:
-        """Of vLLM."""
-        return self._get("/version", "version", timeout)
-
-    def _get(self, path: str, key: str, timeout: float) -> str | None:
-        status, text = self._http.request("GET", path, None, timeout)
-        answer = json_or_text(text)
-        found = answer.get(key) if status == 200 and isinstance(answer, dict) else None
-        return found if isinstance(found, str) else None
 
     def _post(self, method: str, /, *, timeout: float, **arguments: Any) -> Any:
         path, body = _ROUTES[method], None

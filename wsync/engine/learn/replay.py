@@ -55,7 +55,7 @@ class LearntModule(NamedTuple):
             self.method(pairs)
 
     def describe(self) -> dict[str, Any]:
-        """The fields of wsync.inspection.WorkerReport that are learnt; plain values."""
+        """What wsync.inspection shows of it; plain values."""
         tensors, targets = self.memory.tensors() or [], self.memory.targets
         by_name: dict[str, list[PlacedBox]] = {}
         for piece in self.does.pieces:
