@@ -113,12 +113,11 @@ class Report:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from wsync.pages.html import fragment
-        from wsync.pages.update import update
+        from wsync import pages
 
         rank, spans = self.trace.rank, self.trace.spans
         record = {"role": "trainer", "name": f"trainer rank {rank}", "spans": spans}
-        return fragment(update(self.facts(), [record]))
+        return pages.fragment(*pages.update(self.facts(), [record]))
 
     def _quantised(self) -> str:
         if not self.quantised_nbytes:

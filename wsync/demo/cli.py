@@ -10,12 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from wsync import pages
 from wsync.demo import traces
 from wsync.demo.launcher import MODES, DemoFailed, Settings, run_demo
 from wsync.machine import trace
-from wsync.pages import html
-from wsync.pages.style import KINDS
-from wsync.pages.update import spent, update
 
 _DESCRIPTION = """
 A Megatron trainer in several processes takes optimizer steps and updates two inference engines
@@ -89,8 +87,8 @@ def _write(files: dict[str, Path | None], folder: Path, facts: dict[str, Any]) -
         last, names = facts["updates"][-1], facts["processes"]
         records = traces.read(folder, {int(pid): name for pid, name in names.items()})
         verdict = "verified" if last["verified"] else "NOT VERIFIED"
-        shown = html.tag("p", verdict), update(last, records)
-        text = html.page(f"wsync demo: {facts['model']}", *shown)
+        shown = pages.tag("p", verdict), *pages.update(last, records)
+        text = pages.page(f"wsync demo: {facts['model']}", *shown)
         path.write_text(text, encoding="utf-8")
     if path := files["json"]:
         path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -115,8 +113,8 @@ def print_report(facts: dict[str, Any]) -> None:
     )
     print("\nwhat the trainer's rank 0 waited for in the last update:")
     last = facts["updates"][-1]
-    for name, seconds in spent(last["seconds"], last["phases"]).items():
-        print(f"  {seconds:.3f} s  {name}: {KINDS[name].words}")
+    for name, seconds in pages.spent(last["seconds"], last["phases"]).items():
+        print(f"  {seconds:.3f} s  {name}: {pages.WORDS[name]}")
     print(f"the audit took {last['audit_seconds']:.3f} s of this, in the slowest worker\n")
     for engine in facts["engines"]:
         print(f"{engine['name']}: {engine['checked']}")

@@ -1,0 +1,179 @@
+"""What people look at: HTML of an update, as a notebook and the demo's page show it.
+
+A page needs nothing but itself: no network, no script.  It follows the reader's choice of light or
+dark.  Everything is well-formed XML.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+from xml.etree.ElementTree import Element, tostring
+
+# phases of an update, which are waits of a trainer's thread, in their order
+_PHASES: Final = {
+    "quantise": "codes and scales are made",
+    "pause": "engines stop",
+    "open": "workers join; before the first update: they learn, ranks plan",
+    "staging": "other ranks have read what was sent before",
+    "engine": "workers have taken rounds",
+    "gather": "what other ranks send has come",
+    "copy": "this rank's own copies have run",
+    "prepare": "all workers hold every byte",
+    "commit": "engines take the version and continue",
+    "begin": "a folder has files of full size",
+    "write": "files are written",
+    "sync": "the disk has them",
+    "publish": "the folder gets its name",
+    "engines": "engines load the files and continue",
+    "other": "ranks agree to begin, and what lies between the phases",
+}
+# what else is seen of a process: its copies, and the waits of an engine's worker
+_OTHERS: Final = {
+    "pack": "shards to staging",
+    "local": "shards to ring",
+    "unpack": "staging to ring",
+    "load": "ring to parameters",
+    "post": "here a round is handed over",
+    "join": "join the update",
+    "take": "wait for a round",
+    "finish": "last copies",
+    "verdict": "wait for the commit",
+}
+WORDS: Final = {**_PHASES, **_OTHERS}
+"""What each stretch of time is, in words."""
+
+_COLOURS: Final = {
+    name: f"hsl({137 * number % 360}, 45%, 55%)" for number, name in enumerate(WORDS)
+}
+_SHOWN: Final = ("version", "phases", "ways", "paths", "own_loading")  # above the other facts
+_PIXELS: Final = 4000  # of a lane, in which one span of a kind each is drawn
+# what XML has no way to write
+_UNWRITABLE: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# a notebook has rules for tables, which names given twice outrank
+_STYLE: Final = """
+.wsync{color-scheme:light dark;color:CanvasText;background:Canvas;font:14px/1.45 system-ui,
+sans-serif;max-width:1100px;margin:0 auto;padding:12px 16px;overflow-wrap:anywhere}
+.wsync table{border-collapse:collapse;margin:8px 0;font-variant-numeric:tabular-nums}
+.wsync.wsync tr:nth-child(n){background:transparent}
+.wsync.wsync th,.wsync.wsync td{padding:3px 14px 3px 0;text-align:left;vertical-align:top;
+border:0;border-bottom:1px solid GrayText}
+.wsync .key{display:inline-block;width:12px;height:12px;margin-right:6px}
+.wsync .lane{position:relative;height:12px;margin:1px 0}
+.wsync .lane span{position:absolute;height:100%;min-width:1px}
+"""
+
+
+def tag(name: str, /, *content: str | Element, **attributes: object) -> Element:
+    """An element.  Attributes: `class_` is class."""
+    made = Element(name, {key.rstrip("_"): str(value) for key, value in attributes.items()})
+    for part in content:
+        if isinstance(part, Element):
+            made.append(part)
+        elif len(made):
+            made[-1].tail = part
+        else:
+            made.text = part
+    return made
+
+
+def fragment(*content: Element) -> str:
+    """A part of somebody else's page, with the style that it needs."""
+    return _written(tag("div", tag("style", _STYLE), *content, class_="wsync"))
+
+
+def page(title: str, *content: Element) -> str:
+    """A whole file."""
+    sized = {"name": "viewport", "content": "width=device-width, initial-scale=1"}
+    head = tag("head", tag("meta", charset="utf-8"), tag("meta", **sized), tag("title", title))
+    body = tag("body", tag("h1", title), *content, class_="wsync")
+    head.append(tag("style", _STYLE))
+    return f"<!DOCTYPE html>\n{_written(tag('html', head, body, lang='en'))}\n"
+
+
+def _written(element: Element) -> str:
+    text = tostring(element, "unicode", short_empty_elements=False)  # which HTML does not know
+    return _UNWRITABLE.sub("\ufffd", text)
+
+
+def spent(seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
+    """An update's phases in their order, those that are not known after them, and the rest of its
+    time."""
+    found = {name: phases[name] for name in (*_PHASES, *phases) if name in phases}
+    rest = seconds - sum(phases.values())
+    return found | ({"other": rest} if rest > 0 else {})
+
+
+def update(facts: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Element]:
+    """What a Report says (`Report.facts`), and what processes did when.
+
+    records: what wsync.machine.trace writes, with a "name" each.
+    """
+    paths, seconds = facts["paths"], facts["seconds"]
+    parts = [tag("b", f"Weights updated to version {facts['version']}")]
+    for way, names in facts["ways"].items():
+        said = [f"{name} ({paths[name]})" if name in paths else name for name in names]
+        parts.append(tag("p", f"by {way}: {', '.join(said)}"))
+    for name, text in facts["own_loading"].items():
+        parts.append(tag("p", f"by its own load_weights, {name}: {text}"))
+    phases = []
+    for name, size in spent(seconds, facts["phases"]).items():
+        label = tag("div", _key(name), name)
+        phases.append([label, WORDS.get(name, ""), _duration(size), f"{size / seconds:.1%}"])
+    audit = f"The audit took {_duration(facts['audit_seconds'])} of this, in the slowest worker."
+    parts += [_table(["phase", "waits until", "time", "share"], phases), tag("p", audit)]
+    rows = [(name, _text(value)) for name, value in facts.items() if name not in _SHOWN]
+    return [*parts, *_timeline(records), _table(["", "value"], rows)]
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str | Element]]) -> Element:
+    lines = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
+    return tag("table", tag("tr", *(tag("th", head) for head in heads)), *lines)
+
+
+def _timeline(records: Sequence[Mapping[str, Any]]) -> Iterator[Element]:
+    """What every process did, from the first moment of the update to the last: waits of its thread,
+    and below them what its stream copied."""
+    spans = [span for record in records for span in record["spans"]]
+    if not spans:
+        return
+    begin, end = min(span[3] for span in spans), max(span[4] for span in spans) + 1
+    yield tag("p", f"What was done when, in {_duration((end - begin) / 1e9)}:")
+    for record in records:
+        yield tag("div", record["name"])
+        for lane in ("thread", "stream"):
+            own = [span for span in record["spans"] if span[0] == lane and span[1] in WORDS]
+            yield tag("div", *_bars(own, begin, end), class_="lane")
+    seen = {span[1] for span in spans}
+    for name in filter(seen.__contains__, _OTHERS):
+        yield tag("div", _key(name), f"{name}: {_OTHERS[name]}")
+
+
+def _bars(spans: Iterable[Sequence[Any]], begin: int, end: int) -> Iterator[Element]:
+    """Rounds that are handed over come last, on top of what they stand in."""
+    share, pixel = 100 / (end - begin), (end - begin) / _PIXELS
+    seen = {(span[1], span[3] // pixel, span[4] // pixel): span for span in spans}
+    for _, what, number, first, last in sorted(seen.values(), key=lambda span: span[1] == "post"):
+        label = what if number < 0 else f"{what} of round {number}"
+        place = f"left:{share * (first - begin):.3f}%;width:{share * (last - first):.3f}%"
+        style = f"{place};background:{_COLOURS[what]}"
+        yield tag("span", title=f"{label}: {_duration((last - first) / 1e9)}", style=style)
+
+
+def _key(name: str) -> Element:
+    return tag("span", class_="key", style=f"background:{_COLOURS.get(name, 'none')}")
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{1e3 * seconds:.{1 if seconds >= 0.01 else 2}f} ms"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
