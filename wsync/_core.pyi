@@ -2,13 +2,11 @@
 50 ms during a wait and may raise to end it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, Self, TypeVar, final
+from typing import Any, Final, Self, final
 
 from _typeshed import structseq
 
 __version__: Final[str]
-
-_T = TypeVar("_T")
 
 Check = Callable[[], object] | None
 
@@ -45,40 +43,27 @@ Region = tuple[Sequence[int], Sequence[int], Sequence[int]]
 class Shard(structseq[Any], tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]):
     """A box of a tensor and where it lies."""
     __match_args__: Final = ("rank", "buffer", "offset", "start", "extent", "strides", "origin")
-    @property
-    def rank(self) -> int: ...
-    @property
-    def buffer(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def start(self) -> tuple[int, ...]: ...
-    @property
-    def extent(self) -> tuple[int, ...]: ...
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Bytes."""
-    @property
-    def origin(self) -> str: ...
-    @property
-    def affine(self) -> tuple[float, float]:
-        """(scale, offset) that the box's elements are computed with; (0.0, 0.0): as they are."""
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The box takes every step-th index of the tensor: start, start + step, ..."""
+    rank: Final[int]
+    buffer: Final[int]
+    offset: Final[int]
+    start: Final[tuple[int, ...]]
+    extent: Final[tuple[int, ...]]
+    strides: Final[tuple[int, ...]]
+    """Bytes."""
+    origin: Final[str]
+    affine: Final[tuple[float, float]]
+    """(scale, offset) that the box's elements are computed with; (0.0, 0.0): as they are."""
+    steps: Final[tuple[int, ...]]
+    """The box takes every step-th index of the tensor: start, start + step, ..."""
 
 @final
 class TensorInfo(structseq[Any], tuple[str, str, tuple[int, ...], int]):
     """A tensor of a layout."""
     __match_args__: Final = ("name", "dtype", "shape", "group")
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def group(self) -> int: ...
+    name: Final[str]
+    dtype: Final[str]
+    shape: Final[tuple[int, ...]]
+    group: Final[int]
 
 @final
 class LayoutBuilder:
@@ -115,18 +100,13 @@ class Layout:
     def names(self) -> list[str]: ...
     def tensor(self, index: int, /) -> TensorInfo: ...
     def shards(self, index: int, /) -> list[Shard]: ...
-    @property
-    def tensor_count(self) -> int: ...
-    @property
-    def shard_count(self) -> int: ...
-    @property
-    def rank_count(self) -> int: ...
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, each counted once and whole."""
-    @property
-    def shard_nbytes(self) -> int:
-        """Bytes of all shards, replicas counted each time."""
+    tensor_count: Final[int]
+    shard_count: Final[int]
+    rank_count: Final[int]
+    nbytes: Final[int]
+    """Bytes of all tensors, each counted once and whole."""
+    shard_nbytes: Final[int]
+    """Bytes of all shards, replicas counted each time."""
     def buffer_count(self, rank: int = 0) -> int: ...
     def join(self, wanted: Layout | None = None, lent: bytes = ...) -> Layout:
         """What a process that reads the memory of all ranks sees of the tensors and boxes that `wanted` has (None:
@@ -154,28 +134,20 @@ CopyTuple = tuple[int, int, int, int, int, int, tuple[int, ...], tuple[int, ...]
 class Slot(structseq[int], tuple[int, int, int]):
     """Where a round lies in a worker's ring."""
     __match_args__: Final = ("offset", "nbytes", "wait_round")
-    @property
-    def offset(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def wait_round(self) -> int:
-        """The slot may be written once the worker has finished this round; -1: at once."""
+    offset: Final[int]
+    nbytes: Final[int]
+    wait_round: Final[int]
+    """The slot may be written once the worker has finished this round; -1: at once."""
 
 @final
 class Message(structseq[Any], tuple[int, tuple[int, ...], int, int, int]):
     """Equal bytes from one rank to one or more others in one round."""
     __match_args__: Final = ("source", "peers", "send_offset", "recv_offset", "nbytes")
-    @property
-    def source(self) -> int: ...
-    @property
-    def peers(self) -> tuple[int, ...]: ...
-    @property
-    def send_offset(self) -> int: ...
-    @property
-    def recv_offset(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+    source: Final[int]
+    peers: Final[tuple[int, ...]]
+    send_offset: Final[int]
+    recv_offset: Final[int]
+    nbytes: Final[int]
 
 @final
 class Plan:
@@ -185,22 +157,15 @@ class Plan:
                  rounds_grow: bool = False) -> Self:
         """destinations: (layout, whole); workers: (destination, home rank); hosts: one per rank.  A whole destination
         takes each box of its layout in one piece.  rounds_grow: what cannot be cut may exceed round_nbytes."""
-    @property
-    def round_count(self) -> int: ...
-    @property
-    def round_nbytes(self) -> int:
-        """Most bytes of a round for one worker, but for a larger tensor that stays whole."""
-    @property
-    def send_nbytes(self) -> int: ...
-    @property
-    def recv_nbytes(self) -> int: ...
-    @property
-    def fingerprint(self) -> int: ...
-    @property
-    def stats(self) -> dict[str, int]: ...
-    @property
-    def unused(self) -> list[int]:
-        """Indices of the source's tensors that no worker reads, without empty ones."""
+    round_count: Final[int]
+    round_nbytes: Final[int]
+    """Most bytes of a round for one worker, but for a larger tensor that stays whole."""
+    send_nbytes: Final[int]
+    recv_nbytes: Final[int]
+    fingerprint: Final[int]
+    stats: Final[dict[str, int]]
+    unused: Final[list[int]]
+    """Indices of the source's tensors that no worker reads, without empty ones."""
     def ring_nbytes(self, worker: int, /) -> int: ...
     def slot(self, worker: int, round: int, /) -> Slot: ...
     def messages(self, round: int, /) -> list[Message]: ...
@@ -212,8 +177,7 @@ class Plan:
 class Route:
     """Copies that fill `destination` from `source` in one process, grouped by source buffer (round)."""
     def __new__(cls, source: Layout, destination: Layout) -> Self: ...
-    @property
-    def buffer_count(self) -> int: ...
+    buffer_count: Final[int]
     def copies(self, buffer: int, /) -> list[CopyTuple]: ...
     def nbytes(self, buffer: int, /) -> int:
         """Bytes that the copies of a source buffer write."""
@@ -228,25 +192,19 @@ class Quantiser:
     """What of the merged layout of all ranks one rank, which has so many buffers, quantises.  InvalidArgumentError or
     UnsupportedError, which name the tensor: see csrc/core/quantise/quantiser.h."""
     def __new__(cls, layout: Layout, rank: int, buffers: int, rules: Sequence[QuantiseRule]) -> Self: ...
-    @property
-    def layout(self) -> Layout:
-        """The rank's shards: codes and scales, in the buffers after its own, and what is not quantised."""
-    @property
-    def ends(self) -> list[int]:
-        """Where the image's buffers end; each begins where the one before ends."""
-    @property
-    def constants(self) -> bytes:
-        """The bytes that the image begins with, and which never change."""
-    @property
-    def image_nbytes(self) -> int:
-        """Bytes of the memory for codes and scales."""
-    @property
-    def amax_count(self) -> int:
-        """Entries of the table of amaxes, a float32 each; the same on all ranks."""
-    @property
-    def stats(self) -> dict[str, int]:
-        """Of all ranks, in bytes of weights: quantised_nbytes, and of those repeated_nbytes, which another rank that
-        holds the same elements quantises, too."""
+    layout: Final[Layout]
+    """The rank's shards: codes and scales, in the buffers after its own, and what is not quantised."""
+    ends: Final[list[int]]
+    """Where the image's buffers end; each begins where the one before ends."""
+    constants: Final[bytes]
+    """The bytes that the image begins with, and which never change."""
+    image_nbytes: Final[int]
+    """Bytes of the memory for codes and scales."""
+    amax_count: Final[int]
+    """Entries of the table of amaxes, a float32 each; the same on all ranks."""
+    stats: Final[dict[str, int]]
+    """Of all ranks, in bytes of weights: quantised_nbytes, and of those repeated_nbytes, which another rank that
+    holds the same elements quantises, too."""
 
 # --- torch exchange (csrc/python/tensor_table.c) ---------------------------
 
@@ -256,15 +214,12 @@ class TensorTable:
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, str, tuple[int, ...], tuple[int, ...], int]:
         """(address, dtype, shape, element strides, bytes spanned from the address)"""
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-    @property
-    def gpu(self) -> int | None:
-        """The CUDA device that some of them lie on, or None."""
-    @property
-    def known(self) -> bool:
-        """Whether everything is as the form says that describe() was given."""
+    nbytes: Final[int]
+    """Bytes of all elements."""
+    gpu: Final[int | None]
+    """The CUDA device that some of them lie on, or None."""
+    known: Final[bool]
+    """Whether everything is as the form says that describe() was given."""
     def form(self) -> TensorTable:
         """The same facts, to compare with later ones: keeps no tensor alive, and cannot be read from."""
     def differs(self, other: TensorTable, /) -> int | None:
@@ -318,25 +273,20 @@ def write_files(route: Route, first: int, last: int, sources: BufferTable, files
 @final
 class Device:
     """Where memory and streams are made: the host or a GPU."""
-    @property
-    def name(self) -> str:
-        """"host" or "cuda"."""
-    @property
-    def uuid(self) -> str:
-        """"GPU-..."; "" for the host."""
-    @property
-    def ordinal(self) -> int:
-        """Of the GPU in this process; -1: the host."""
+    name: Final[str]
+    """"host" or "cuda"."""
+    uuid: Final[str]
+    """"GPU-..."; "" for the host."""
+    ordinal: Final[int]
+    """Of the GPU in this process; -1: the host."""
     def memory_available(self) -> int:
         """Bytes that may still be allocated there now."""
     def settle(self) -> None:
         """Waits until a GPU has done everything that this process has given it, without an end."""
-    @property
-    def mps(self) -> bool:
-        """Whether this process uses the GPU as a client of MPS, where the driver says so."""
-    @property
-    def peers(self) -> list[str]:
-        """UUIDs of the other GPUs of this process whose memory it can map."""
+    mps: Final[bool]
+    """Whether this process uses the GPU as a client of MPS, where the driver says so."""
+    peers: Final[list[str]]
+    """UUIDs of the other GPUs of this process whose memory it can map."""
 
 def host() -> Device: ...
 
@@ -358,10 +308,8 @@ class Memory:
     def retire(self) -> bool:
         """Whether what BufferTable.lend has lent may be given back: no process has it open whom that would hurt, and
         from now on none opens it."""
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+    address: Final[int]
+    nbytes: Final[int]
     def __buffer__(self, flags: int, /) -> memoryview: ...  # writable bytes; of the host only
 
 @final
@@ -375,8 +323,7 @@ class Event:
 @final
 class Stream:
     def __new__(cls, threads: int = 1, device: Device | None = None) -> Self: ...
-    @property
-    def device(self) -> Device: ...
+    device: Final[Device]
     def copy(self, copies: Plan | Route, index: int, phase: int, sources: BufferTable, destinations: BufferTable) -> int:
         """Enqueues the copies of a plan's round and phase, or of a route's buffer (phase ignored).  Returns the bytes
         written.  Everything is kept alive until the stream has passed."""
@@ -409,9 +356,8 @@ class Stream:
 @final
 class Exporter:
     def __new__(cls, directory: str | None = None) -> Self: ...
-    @property
-    def address(self) -> str:
-        """What a worker needs to connect: "<token in hex>@<socket path>"."""
+    address: Final[str]
+    """What a worker needs to connect: "<token in hex>@<socket path>"."""
     @property
     def loaded(self) -> int:
         """Rounds of this update that the worker has finished, as far as is known without waiting."""
@@ -500,12 +446,10 @@ class Exchange:
     @staticmethod
     def nccl_address(device: Device | None) -> str:
         """The address that nccl() will have on a rank other than 0.  UnsupportedError: there is no NCCL."""
-    @property
-    def name(self) -> str:
-        """Either "shared" or "nccl"."""
-    @property
-    def address(self) -> str:
-        """Text to hand to all ranks."""
+    name: Final[str]
+    """Either "shared" or "nccl"."""
+    address: Final[str]
+    """Text to hand to all ranks."""
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's own staging: both halves."""
@@ -564,12 +508,9 @@ class IpcMemory:
     """Memory of GPU `ordinal` (its place in cuda_devices) that processes without wsync open by its handle: an
     allocation of its own, of at least nbytes.  Not cleared."""
     def __new__(cls, ordinal: int, nbytes: int) -> Self: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def handle(self) -> bytes: ...
+    address: Final[int]
+    nbytes: Final[int]
+    handle: Final[bytes]
     def close(self) -> None:
         """Frees it.  No work on it may be under way, and nobody may have it open."""
 
