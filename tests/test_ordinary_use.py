@@ -70,10 +70,10 @@ def test_what_stands_in_anothers_place_is_named(use: Any, text: str) -> None:
         use()
 
 
-def test_weights_beside_codes_are_not_said_to_lie_outside_exportable(
+def test_weights_beside_codes_are_not_said_to_lie_in_private_memory(
     server: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Codes are made in memory of wsync's, so the block would change nothing."""
+    """Codes are made in memory of wsync's, so sharing them would change nothing."""
     shapes = {"model.layers.0.mlp.up_proj.weight": (128, 128), "model.norm.weight": (128,)}
     weights = {name: torch.ones(shape) for name, shape in shapes.items()}
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -81,7 +81,7 @@ def test_weights_beside_codes_are_not_said_to_lie_outside_exportable(
     with wsync.connect(weights, [server], options=options) as sync:
         with pytest.raises(wsync.WsyncError, match="up_proj"):
             sync.update()
-    assert "exportable" not in caplog.text
+    assert "share_memory" not in caplog.text
 
 
 def test_the_hard_limit_of_descriptors_counts_and_the_soft_one_is_raised(

@@ -38,7 +38,7 @@ RUN_BY = {
     "import wsync\nfrom wsync.demo": "tests/test_readme.py",
     "python train.py": "test_slime_s_flags, which names what it names; slime needs GPUs",
     "python -m pydoc": "test_a_command_of_the_guide",
-    "with wsync.exportable()": "test_weights_are_read_in_place",
+    "model = build_model()": "test_weights_are_read_in_place",
     "checkpoint_engine:": "tests/test_verl.py",
     "-            if effective_mode": "tests/test_verl.py",
     "python -m sglang.launch_server": "test_a_server_of_sglang, its words; tests/test_servers.py",

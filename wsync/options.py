@@ -39,10 +39,10 @@ class Options:
             and is "direct" for trainer ranks all of whose weights lie in host memory that can be
             lent, in pieces for which processes have descriptors enough.
             "direct" is "wsync" for trainers whose weights lie in memory that other processes can
-            map, of the host or of a GPU (see `wsync.exportable`): each worker on a rank's host
-            copies them from there to its parameters, and keeps that memory mapped until an update
-            finds them elsewhere.  What cannot be read there comes through its ring in the same
-            update, and is named once.
+            map: of the host (`model.share_memory()`), or of a GPU (`wsync.exportable`).  Each
+            worker on a rank's host copies them from there to its parameters, and keeps that memory
+            mapped until an update finds them elsewhere.  What cannot be read there comes through
+            its ring in the same update, and is named once.
         broadcast: what remote engines take: "wsync" (they run wsync's receiver, and each worker is
             sent what it keeps), a "bucket" in one broadcast, or one for each "tensor" (slime's
             actors of 0.2.2, whose update_weights_from_distributed has no load_format); "auto"

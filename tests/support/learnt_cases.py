@@ -56,8 +56,9 @@ def update_twice(
         if family == own_family.NAME:
             own_family.add()
             options = gqa_families.options(config)
-        with wsync.exportable() if direct else contextlib.nullcontext():
-            trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16, **options)
+        trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16, **options)
+        for chunk in trainer.chunks if direct else ():
+            chunk.share_memory()
         layout = megatron.layout(trainer.chunks, config)
         engines = [] if engine is None else [engine]
         sync = stack.enter_context(

@@ -245,8 +245,9 @@ def update_twice(
     with contextlib.ExitStack() as stack:
         stack.enter_context(megatron_cpu.on_cpu())
         stack.enter_context(megatron_cpu.groups(parallel))
-        with wsync.exportable() if direct else contextlib.nullcontext():
-            trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
+        trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
+        for chunk in trainer.chunks if direct else ():
+            chunk.share_memory()
         layout = megatron.layout(trainer.chunks, config)
         for number, (method, (given, _)) in enumerate(METHODS.items()):
             expected = quantised(hf_reference.hf_state_dict(trainer.chunks, config), method)

@@ -39,15 +39,16 @@ def trainer_and_engine(
     parallel: megatron_cpu.Parallel,
     engine: dict[str, Any],
     *,
-    exportable: bool = False,
+    shared: bool = False,
 ) -> Any:
     """A sharded trainer, in shared memory where that is wanted, and on rank 0 an engine of two
     workers."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(megatron_cpu.on_cpu())
         stack.enter_context(megatron_cpu.groups(parallel))
-        with wsync.exportable() if exportable else contextlib.nullcontext():
-            trainer = megatron_cpu.build(config, parallel)
+        trainer = megatron_cpu.build(config, parallel)
+        for chunk in trainer.chunks if shared else ():
+            chunk.share_memory()
         started = None
         if dist.get_rank() == 0:
             started = stack.enter_context(TensorParallelEngine(config, **engine))
@@ -84,7 +85,7 @@ def update_twice(
     host = "second" if exchange == "hosts" and rank >= 2 else "first"
     lendable = direct and not (exchange == "private" and rank % 2)
     wrong: list[str] = []
-    with trainer_and_engine(config, parallel, engine, exportable=lendable) as (trainer, started):
+    with trainer_and_engine(config, parallel, engine, shared=lendable) as (trainer, started):
         layout = megatron.layout(trainer.chunks, config)
         with (
             mock.patch("wsync.sync.host_identity", lambda: host),

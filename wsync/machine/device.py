@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.utils._mode_utils import no_dispatch
 
 from wsync import _core
 from wsync.machine.daemon_threads import result, start
@@ -177,7 +176,7 @@ def release_cached(device: _core.Device) -> None:
 
 def on_gpu(nbytes: int, device: _core.Device) -> torch.Tensor:
     """Bytes on a GPU that torch's groups can send and fill."""
-    with no_dispatch(), torch.inference_mode(False):
+    with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device.ordinal))
 
 
@@ -188,8 +187,6 @@ def has_nccl(device: _core.Device) -> bool:
 
 def staging(nbytes: int, device: _core.Device) -> torch.Tensor:
     """Bytes of host memory that streams of the device can write to, for as long as the tensor is
-    kept: no mode that the caller has set sees it made, as one of wsync.exportable would, which
-    moves what was made, or makes it an inference tensor.
-    """
-    with no_dispatch(), torch.inference_mode(False):
+    kept."""
+    with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_torch_uses(device), device="cpu")

@@ -189,14 +189,15 @@ class Lender:
             if any(shard.buffer in private for shard in layout.shards(index))
         ]
         way = (
-            "leave their allocation to torch, which torch_memory_saver does not"
+            "make the model within wsync.exportable(), or leave their allocation to torch, which "
+            "torch_memory_saver does not"
             if self.gpu
-            else "have its tensors share_memory_()"
+            else "call its tensors' share_memory_()"
         )
         return (
             f"{listed(names)}: rank {self._rank} has {len(private)} of {len(self.places)} "
-            "parameters in memory that no other process can map; make the model within "
-            f"wsync.exportable(), or {way}, for engines to read them in place"
+            f"parameters in memory that no other process can map; {way}, for engines to read them "
+            "in place"
         )
 
 
