@@ -160,7 +160,7 @@ def test_payloads_are_read_back() -> None:
 
 
 def test_engines_of_the_host_refuse_them() -> None:
-    with pytest.raises(ProtocolError, match="a tensor on a GPU, where only those of the host"):
+    with pytest.raises(ProtocolError, match="rebuild_cuda_tensor is not allowed"):
         payload.load(gpu_payload.bucket(TENSOR, []))
 
 

@@ -95,11 +95,6 @@ def test_sglang_takes_a_bucket_of_ordinary_memory(sglang: SglangReceiver) -> Non
     assert sglang(payload.bucket(bucket)) == {"tensors": rows(TENSORS)}
 
 
-def test_sglang_takes_a_bucket_by_value(sglang: SglangReceiver) -> None:
-    bucket = FlattenedTensorBucket(TENSORS)
-    assert sglang(payload.bucket(bucket, by_value=True)) == {"tensors": rows(TENSORS)}
-
-
 def test_sglang_takes_named_tensors_and_control_bytes(sglang: SglangReceiver) -> None:
     assert sglang(payload.named_tensors(TENSORS)) == {"tensors": rows(TENSORS)}
     data = b'{"op": "open"}\x00\xff'
@@ -152,18 +147,16 @@ def test_shared_files_go_with_their_processes() -> None:
 # --- wsync's reader ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by_value", [False, True])
-def test_a_bucket_is_read_back(by_value: bool) -> None:
+def test_a_bucket_is_read_back() -> None:
     bucket = FlattenedTensorBucket(TENSORS)
-    value: Any = payload.load(payload.bucket(bucket, by_value=by_value))
+    value: Any = payload.load(payload.bucket(bucket))
     assert value["metadata"] == bucket.get_metadata()
     assert rows(FlattenedTensorBucket(**value).reconstruct_tensors()) == rows(TENSORS)
 
 
-@pytest.mark.parametrize("by_value", [False, True])
-def test_a_bucket_that_was_read_goes_with_its_last_user(by_value: bool) -> None:
+def test_a_bucket_that_was_read_goes_with_its_last_user() -> None:
     """And not when Python next collects garbage: it is as large as a trainer makes its buckets."""
-    data = payload.bucket(FlattenedTensorBucket(TENSORS), by_value=by_value)
+    data = payload.bucket(FlattenedTensorBucket(TENSORS))
     gc.disable()
     try:
         value: Any = payload.load(data)

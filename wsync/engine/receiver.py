@@ -26,7 +26,7 @@ from wsync.machine.gpu_allocations import place_of
 from wsync.machine.process_maps import most_segments, raise_descriptor_limit
 from wsync.machine.trace import Trace
 from wsync.messages import payload
-from wsync.messages.control import BORROWS, LEARN, Control, Learnt
+from wsync.messages.control import BORROWS, LEARN, LOAD_FORMAT, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ class Receiver:
             control = payload.control_bytes(content)
             if control is None:
                 raise ProtocolError(
-                    f"the payload is not a control message but {payload.named_kind(content)}"
+                    f"the payload is a {type(content).__name__} and no control message: does the "
+                    f"engine's handle list {LOAD_FORMAT!r} in load_formats?"
                 )
         except WsyncError as error:
             return refused(self._worker, error)

@@ -34,14 +34,11 @@ import torch
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.checkpoints.safetensors_layout import system_calls
-from wsync.messages.control import LOAD_FORMAT, TENSOR_NAME
+from wsync.messages.control import TENSOR_NAME
 
 _METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
 REDUCTIONS: Final = "torch.multiprocessing.reductions"
 _SHM: Final = "/dev/shm"
-# On storages of shared_bytes: torch does not tell which kind of shared memory one is, and moves
-# those of the other kinds when asked for their file.
-_FILE_MARK: Final = "wsync_file"
 _SEGMENT_HEADER_NBYTES: Final = 64  # torch counts a segment's users there
 # more than payloads of one segment are read: every pipeline stage reads its own
 _REPEATS: Final = 1 << 14
@@ -55,19 +52,10 @@ _managers: list[subprocess.Popen[bytes]] = []  # one at most
 
 
 class _Writer(pickle._Pickler):
-    """Python's own writer, protocol 4, for plain values and what names or calls globals that
-    need not be here.  In Python, because in C every global is looked up."""
+    """Python's own writer, which also writes globals that need not be here: the one in C looks
+    every global up."""
 
-    dispatch: ClassVar[dict[type, Callable[..., None]]] = {
-        kind: pickle._Pickler.dispatch[kind]
-        for kind in (type(None), bool, int, str, bytes, tuple, list, dict)
-    }
-
-    def reducer_override(self, value: Any) -> Any:
-        plain = type(value) in self.dispatch or isinstance(value, torch.Size | torch.dtype)
-        if plain or value is torch.Size:
-            return NotImplemented
-        raise _core.InvalidArgumentError(f"payload: {type(value).__name__} cannot be written")
+    dispatch: ClassVar[dict[type, Callable[..., None]]] = {**pickle._Pickler.dispatch}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,10 +128,7 @@ def _by_file(tensor: torch.Tensor) -> _Called:
     payload: the receiver drops it when it unpickles, so a payload that is never read leaves its
     segment to `remove`, or to torch_shm_manager, which removes it when the sender ends."""
     storage = tensor.untyped_storage()
-    if not hasattr(storage, _FILE_MARK):
-        tensor = shared_bytes(tensor.numel()).copy_(tensor)
-        storage = tensor.untyped_storage()
-    file = storage._share_filename_cpu_()
+    file = storage._share_filename_cpu_()  # which moves other memory than shared_bytes
     storage._shared_incref()  # type: ignore[no-untyped-call]
 
     cls = named("torch.storage", "UntypedStorage")
@@ -209,7 +194,6 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
         raise _core.NoMemoryError(f"{_SHM} has {free} bytes left, but the bucket needs {nbytes}")
     _start_manager()
     storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
-    setattr(storage, _FILE_MARK, True)
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[:nbytes]
 
 
@@ -255,16 +239,13 @@ def values(value: object) -> bytes:
     return out.getvalue()
 
 
-def bucket(bucket: FlattenedTensorBucket, *, by_value: bool = False) -> bytes:
+def bucket(bucket: FlattenedTensorBucket) -> bytes:
     """The payload of SGLang's load_format "flattened_bucket", for a bucket of the host.
 
-    A bucket filled into `shared_bytes` travels as the name of its file (the receiver sees what
-    is written to it later, and each payload is to be read once); any other is first copied to
-    such a file.  With by_value its bytes are part of the payload.
+    It travels as the name of its file: the receiver sees what is written to it later, and each
+    payload is to be read once.  A bucket in other memory than `shared_bytes` moves to such a file.
     """
-    flat = bucket.get_flattened_tensor()
-    sent = _by_value(flat) if by_value else _by_file(flat)
-    return flattened(sent, bucket.get_metadata())
+    return flattened(_by_file(bucket.get_flattened_tensor()), bucket.get_metadata())
 
 
 def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
@@ -275,13 +256,7 @@ def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
 def control(data: bytes) -> bytes:
     """A payload that carries only `data`: one uint8 tensor by value named wsync.messages.control's
     TENSOR_NAME.  For the load_format that names wsync's loader."""
-    # frombuffer takes no empty buffer
-    tensor = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, device="cpu")
-    )
-    return named_tensors([(TENSOR_NAME, tensor.to(torch.uint8))])
+    return named_tensors([(TENSOR_NAME, torch.tensor([*data], dtype=torch.uint8, device="cpu"))])
 
 
 def control_bytes(value: object) -> bytes | None:
@@ -295,18 +270,6 @@ def control_bytes(value: object) -> bytes | None:
 
 
 # --- reading ---------------------------------------------------------------------------------
-
-
-def named_kind(content: object) -> str:
-    """What a payload is that is no control message, for the error of an engine that wants one."""
-    match content:
-        case {"flattened_tensor": _}:
-            kind = "a flattened bucket"
-        case [[str(), torch.Tensor()], *_]:
-            kind = "named tensors"
-        case _:
-            return f"a {type(content).__name__}"
-    return f"{kind}: does the engine's handle list {LOAD_FORMAT!r} in load_formats?"
 
 
 def load(data: bytes) -> object:
@@ -346,10 +309,6 @@ def _load_from_bytes(data: bytes) -> object:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
-def _refuse_gpu(*_arguments: object) -> object:
-    raise malformed("a tensor on a GPU, where only those of the host are taken")
-
-
 _ADMITTED: Final = {
     ("collections", "OrderedDict"),
     ("multiprocessing.resource_sharer", "DupFd"),
@@ -369,5 +328,4 @@ _ADMITTED: Final = {
 _REPLACED: Final[dict[tuple[str, str], Any]] = {
     _METADATA_GLOBAL: FlattenedTensorMetadata,
     ("torch.storage", "_load_from_bytes"): _load_from_bytes,
-    (REDUCTIONS, "rebuild_cuda_tensor"): _refuse_gpu,
 }
