@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wsync.machine.installed_modules import importable
+from wsync.doctor import importable
 
 _DESCRIPTION = """
 Starts the engine's own server on the CPU, as an engine that wsync can update, with a small Qwen3 of

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wsync.machine.installed_modules import importable
+from wsync.doctor import importable
 from wsync.machine.temporary_environment import variable
 
 MODES = {  # and how weights travel in each
