@@ -61,25 +61,18 @@ class SharedMaps:
         self._maps.close()
 
     def read(self, buffers: _core.BufferTable | None = None) -> Sequence[object]:
-        """Reads which there are now, whatever the buffers, and gives them, to be compared.
-        Neighbours that continue each other are one."""
+        """Reads which there are now, whatever the buffers, and gives them, to be compared."""
         self._maps.seek(0)
         text = b"".join(iter(lambda: self._maps.read(_READ), b""))
-        found: list[_Mapping] = []
-        for start, end, offset, major, minor, inode, path in _SHARED.findall(text):
-            file = File((int(major, 16), int(minor, 16)), int(inode))
-            mapping = _Mapping(int(start, 16), int(end, 16), int(offset, 16), file, path)
-            last = found[-1] if found else None
-            if (
-                last is not None
-                and (last.file, last.end) == (file, mapping.start)
-                and last.offset + last.end - last.start == mapping.offset
-            ):
-                found[-1] = last._replace(end=mapping.end)
-            else:
-                found.append(mapping)
-        self._found = found
-        return found
+        self._found = [
+            _Mapping(
+                *(int(number, 16) for number in numbers),
+                File((int(major, 16), int(minor, 16)), int(inode)),
+                path,
+            )
+            for *numbers, major, minor, inode, path in _SHARED.findall(text)
+        ]
+        return self._found
 
     def find(self, spans: Iterable[tuple[int, int]]) -> list[FilePlace | None]:
         """Where each span (address, bytes) lies; None for one that is empty, or not within one
@@ -99,39 +92,26 @@ class SharedMaps:
         """The memory of files that `find` has met, to be lent to another process: of those that
         this process has a descriptor of, or that can be opened by their name."""
         wanted, borrowed = set(files), dict[File, _core.Memory]()
-        if not wanted:
-            return borrowed
-
-        def take(fd: int) -> None:
-            """Another thread may have closed a descriptor that is not ours, and its number may be
-            that of another file by now: what has been borrowed is looked at."""
+        descriptors = os.listdir("/proc/self/fd") if wanted else ()
+        paths = [os.fsencode(f"/proc/self/fd/{name}") for name in descriptors]
+        for path in paths + [each.path for each in self._found if each.file in wanted]:
+            try:
+                if _file_of(os.stat(path)) not in wanted:
+                    continue
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:  # closed since, or it has no name any more
+                continue
             try:
                 memory = _core.Memory.borrow(fd)
             except (_core.PeerRefusedError, _core.SystemCallError):
-                return  # a file on a disk, or a descriptor of no use, where there may be another
+                continue  # a file on a disk, or a descriptor of no use, where there may be another
+            finally:
+                os.close(fd)
+            # the number or the name may be another file's since it was looked at
             file = _file_of(os.fstat(memory.fileno()))
             if file in wanted:
                 borrowed[file] = memory
                 wanted.discard(file)
-
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                file = _file_of(os.stat(f"/proc/self/fd/{name}"))
-            except OSError:  # closed since
-                continue
-            if file in wanted:
-                take(int(name))
-        for mapping in self._found:
-            if mapping.file not in wanted:
-                continue
-            try:
-                fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # it has no name any more, or none that can be opened
-                continue
-            try:
-                take(fd)
-            finally:
-                os.close(fd)
         return borrowed
 
 

@@ -24,7 +24,6 @@ from wsync import _core
 from wsync.checkpoints.safetensors_layout import system_calls
 from wsync.machine.deadline import POLL_SECONDS, Check, Deadline, seconds
 from wsync.machine.error_text import error_text
-from wsync.machine.fork_guard import private
 
 # what BEGIN and PREPARED hold
 UPDATE: Final = struct.Struct("<QQ")
@@ -70,7 +69,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self.peer = peer
-        self._socket = private(connection)
+        self._socket = connection
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for level, option, value in KEEPALIVE:
@@ -237,7 +236,7 @@ class Listener:
 
     def __init__(self, host: str, peer: str) -> None:
         self._peer = peer
-        self._listener = private(_listen(host))
+        self._listener = _listen(host)
         self._listener.setblocking(False)
         self._token = secrets.token_hex(16)
         self.address = f"{self._token}@{host}:{self._listener.getsockname()[1]}"
