@@ -8,12 +8,14 @@ nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 
 from wsync import _core
 
@@ -24,31 +26,26 @@ PHASES = {_core.PACK: "pack", _core.LOCAL: "local", _core.UNPACK: "unpack"}
 Span = tuple[str, str, int, int, int]
 
 
-class Stretch:
-    """A stretch of this thread's time, for `with`; there are some in every round."""
-
-    __slots__ = ("_begin", "_end")
-
-    def __init__(self, end: Callable[[int, int], object]) -> None:
-        """end: called at the end with the times of both, in ns of CLOCK_MONOTONIC."""
-        self._end = end
-
-    def __enter__(self) -> None:
-        self._begin = time.monotonic_ns()
-
-    def __exit__(self, *_: object) -> None:
-        self._end(self._begin, time.monotonic_ns())
+@contextlib.contextmanager
+def stretch(end: Callable[[int, int], object]) -> Iterator[None]:
+    """A stretch of this thread's time.  end: called at its end with the times of both, in ns of
+    CLOCK_MONOTONIC."""
+    begin = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        end(begin, time.monotonic_ns())
 
 
+@dataclass
 class Trace:
     """What one process does in one update; without a folder, nobody is told.  Lanes are "thread",
     whose spans are waits, and "stream"."""
 
-    def __init__(self, folder: str = "", role: str = "", rank: int = 0) -> None:
-        self.role = role
-        self.rank = rank
-        self.spans: list[Span] = []
-        self._folder = folder
+    folder: str = ""
+    role: str = ""
+    rank: int = 0
+    spans: list[Span] = field(default_factory=list)
 
     @classmethod
     def wanted(cls, role: str, rank: int) -> Trace:
@@ -56,11 +53,11 @@ class Trace:
 
     def anew(self) -> Trace:
         """An empty one, for the next update."""
-        return Trace(self._folder, self.role, self.rank)
+        return Trace(self.folder, self.role, self.rank)
 
-    def span(self, what: str, round: int = -1) -> Stretch:
+    def span(self, what: str, round: int = -1) -> AbstractContextManager[None]:
         """Around what is to be a span."""
-        return Stretch(lambda begin, end: self.spans.append(("thread", what, round, begin, end)))
+        return stretch(lambda begin, end: self.spans.append(("thread", what, round, begin, end)))
 
     def mark(self, what: str, round: int) -> None:
         """Something that takes no time."""
@@ -70,7 +67,7 @@ class Trace:
     def watch(self, stream: _core.Stream, copies: int) -> None:
         """Has the stream note so many copies: for a folder, and for a trainer's report where that
         costs next to nothing, which is on the host."""
-        if self._folder or (self.role == "trainer" and stream.device.name == "host"):
+        if self.folder or (self.role == "trainer" and stream.device.name == "host"):
             stream.trace(copies)
 
     def take(self, stream: _core.Stream) -> None:
@@ -81,18 +78,11 @@ class Trace:
 
     def write(self, update: int) -> None:
         """Appends an update; where that fails a warning says so, for the weights are there."""
-        if not self._folder:
+        if not self.folder:
             return
-        pid = os.getpid()
-        facts = {
-            "role": self.role,
-            "rank": self.rank,
-            "pid": pid,
-            "update": update,
-            "spans": self.spans,
-        }
+        facts = {**asdict(self), "pid": os.getpid(), "update": update}
         try:
-            with open(Path(self._folder, f"{pid}.jsonl"), "a", encoding="utf-8") as file:
+            with open(f"{self.folder}/{os.getpid()}.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(facts) + "\n")
         except OSError as error:
             _log.warning("update %d of this connection is not traced: %s", update, error)

@@ -132,11 +132,13 @@ class GpuRing:
         Consumers identify open storages only by their offset: until all of a storage
         has been acquired, none of another size may begin where it does.
         """
-        if min(offset, nbytes) < 0 or offset + nbytes > self.nbytes:
-            raise _core.InvalidArgumentError(
-                f"{nbytes} bytes at {offset} of a ring of {self.nbytes}"
-            )
-        counter = self._take_counter(offset, offset + nbytes)
+        with self._exports_lock:
+            if self._closed:
+                raise _core.StateError("the ring is closed")
+            self._prune()
+            counter = self._free.pop()
+            self._counters[counter] = 1
+            self._exports[counter] = (offset, offset + nbytes)
         return GpuTensor(self._uuid, self._handle, offset, nbytes, (self._file, counter))
 
     def payload(self, offset: int, nbytes: int, metadata: Sequence[Any]) -> bytes:
@@ -200,18 +202,3 @@ class GpuRing:
         for counter in [c for c in self._exports if self._counters[c].item() <= 0]:
             del self._exports[counter]
             self._free.append(counter)
-
-    def _take_counter(self, first: int, last: int) -> int:
-        with self._exports_lock:
-            if self._closed:
-                raise _core.StateError("the ring is closed")
-            if not self._free:
-                self._prune()
-            if not self._free:
-                raise _core.NoMemoryError(
-                    f"a ring has {COUNTERS} buckets that no engine has let go of"
-                )
-            counter = self._free.pop()
-            self._counters[counter] = 1
-            self._exports[counter] = (first, last)
-            return counter
