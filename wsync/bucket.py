@@ -7,7 +7,6 @@ of metadata.  Buckets and metadata of either side can be read by the other.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,10 @@ from typing import Any
 
 import torch
 
-from wsync._core import InvalidArgumentError, LayoutError, Stream, TensorTable, describe, pack
+from wsync._core import InvalidArgumentError, LayoutError, describe, pack
 from wsync.module_tensors import dtype_of
 
 ALIGNMENT = 16
-# Tensors that a worker thread copies while the next are described.
-_PART = 256
 
 
 @dataclass
@@ -72,7 +69,6 @@ class FlattenedTensorBucket:
         alignment: int = ALIGNMENT,
         out: torch.Tensor | None = None,
     ) -> None:
-        self._tables: list[TensorTable] = []
         self._names: list[str] = []
         self._starts: list[int] = []
         self._metadata: list[Any] | None = None
@@ -92,48 +88,30 @@ class FlattenedTensorBucket:
         alignment: int,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Where there is memory to fill, a worker thread copies a part while this one describes
-        the next: where a tensor lies is seldom in the caches, and takes as long to find as some
-        10 KiB to copy."""
         if not named_tensors:
             raise InvalidArgumentError("a bucket of no tensors cannot be made")
         self._names = [name for name, _ in named_tensors]
-        tensors = [tensor for _, tensor in named_tensors]
-        step = len(tensors) if out is None else _PART
-        end = 0
-        with contextlib.ExitStack() as stack:
-            streams: list[Stream] = []
-            if len(tensors) > step:
-                streams.append(Stream())
-                stack.callback(streams[0].close)
-            for first in range(0, len(tensors), step):
-                part = slice(first, first + step)
-                table = describe(tensors[part], self._names[part])
-                starts, end = table.offsets(alignment, end)
-                if out is None:
-                    out = torch.empty(end, dtype=torch.uint8, device="cpu")
-                    if end != table.nbytes:  # gaps must not show what the memory held before
-                        out.zero_()
-                else:
-                    if end > out.numel():
-                        end = describe(tensors, self._names).offsets(alignment)[1]
-                    _check_out(out, end, alignment)
-                pack(table, out.data_ptr(), end, starts, *streams)
-                self._tables.append(table.form())
-                self._starts += starts
-        assert out is not None
+        table = describe([tensor for _, tensor in named_tensors], self._names)
+        self._starts, end = table.offsets(alignment)
+        if out is None:
+            out = torch.empty(end, dtype=torch.uint8, device="cpu")
+            if end != table.nbytes:  # gaps must not show what the memory held before
+                out.zero_()
+        else:
+            _check_out(out, end, alignment)
+        pack(table, out.data_ptr(), end, self._starts)
+        self._table = table.form()
         return out[:end]
 
     @property
     def metadata(self) -> list[Any]:
         """One FlattenedTensorMetadata a tensor, in order; made when first asked for."""
         if self._metadata is None:
-            rows = (table[i] for table in self._tables for i in range(len(table)))
+            rows = (self._table[i] for i in range(len(self._table)))
             self._metadata = [
                 metadata_at(start, name, row[1], row[2])
                 for name, row, start in zip(self._names, rows, self._starts, strict=True)
             ]
-            self._tables = []
         return self._metadata
 
     def get_flattened_tensor(self) -> torch.Tensor:
