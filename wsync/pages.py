@@ -117,7 +117,7 @@ def update(facts: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> li
         parts.append(tag("p", f"by {way}: {', '.join(said)}"))
     for name, text in facts["own_loading"].items():
         parts.append(tag("p", f"by its own load_weights, {name}: {text}"))
-    phases = []
+    phases = list[list[str | Element]]()
     for name, size in spent(seconds, facts["phases"]).items():
         label = tag("div", _key(name), name)
         phases.append([label, WORDS.get(name, ""), _duration(size), f"{size / seconds:.1%}"])

@@ -64,15 +64,12 @@ class SharedMaps:
         """Reads which there are now, whatever the buffers, and gives them, to be compared."""
         self._maps.seek(0)
         text = b"".join(iter(lambda: self._maps.read(_READ), b""))
-        self._found = [
-            _Mapping(
-                *(int(number, 16) for number in numbers),
-                File((int(major, 16), int(minor, 16)), int(inode)),
-                path,
-            )
-            for *numbers, major, minor, inode, path in _SHARED.findall(text)
-        ]
-        return self._found
+        found = []
+        for start, end, offset, major, minor, inode, path in _SHARED.findall(text):
+            file = File((int(major, 16), int(minor, 16)), int(inode))
+            found.append(_Mapping(int(start, 16), int(end, 16), int(offset, 16), file, path))
+        self._found = found
+        return found
 
     def find(self, spans: Iterable[tuple[int, int]]) -> list[FilePlace | None]:
         """Where each span (address, bytes) lies; None for one that is empty, or not within one
