@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,26 +115,6 @@ def test_a_load_that_does_not_end_costs_the_next_update_its_deadline_and_is_name
     finally:
         go_on.set()
         end_calls()
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_slime_s_updater_calls_no_other_weights_what_was_published(
-    again: bool, tmp_path: Path
-) -> None:
-    engine = Engine("engine")
-    engine.acts["load 1"] = wsync.RemoteError("no room")
-    args = SimpleNamespace(update_weight_disk_dir=str(tmp_path))
-    layout = wsync.layout.from_tensors({"a": torch.zeros(3)})
-    updater = wsync.UpdateWeightFromDisk(args, layout, None, model_name="any", options=OPTIONS)
-    updater.connect_rollout_engines([engine])
-    with pytest.raises(wsync.RemoteError, match="no room"):
-        updater.update_weights()
-    if again:
-        updater.connect_rollout_engines([engine])
-    updater.update_weights()
-    updater.disconnect_rollout_engines()
-    assert engine.told[-2:] == ["load 2", "resume"]
-    assert updater.weight_version == 2
 
 
 def test_a_version_counts_though_a_rank_dies_when_it_is_published(

@@ -68,14 +68,13 @@ def test_replicas_share_the_writing(ranks: Ranks, tmp_path: Path) -> None:
     assert max(written) < 1.5 * min(written)
 
 
-def test_slimes_calls_work_and_engines_may_come_late(ranks: Ranks, tmp_path: Path) -> None:
+def test_slimes_calls_work(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(
         disk_cases.as_slime_does, dense(), Parallel(tp=2, pp=2), str(tmp_path), timeout=240
     )
     for facts in found:
-        assert facts["missing"].startswith("update_weight_disk_dir=None")
         assert facts["wrong"] == []
-        assert (facts["version"], facts["engine_version"]) == (2, "2")
+        assert facts["version"] == 2
         assert facts["versions"] == [".lock", "latest", "weight_v000001", "weight_v000002"]
         assert facts["written"] == ["weight_v000001", "weight_v000002"]
         assert facts["metrics"]["wsync/write_seconds"] > 0

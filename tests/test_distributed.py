@@ -150,20 +150,18 @@ def test_an_engine_of_the_trainers_own_process_is_not_remote() -> None:
             sync.update()
 
 
-@pytest.mark.parametrize("told", [True, False])
 def test_colocated_and_remote_engines_in_one_update(
-    engines: list[ProcessEngine], told: bool, monkeypatch: pytest.MonkeyPatch
+    engines: list[ProcessEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = drawn(30)
     updater = wsync.UpdateWeightFromTensor(
-        SimpleNamespace(rollout_num_gpus_per_engine=1),
+        SimpleNamespace(),
         from_tensors(weights),
         None,
         model_name="any",
         options=wsync.Options(**{**OPTIONS, "delivery": "auto"}),
     )
-    offsets: dict[str, Any] = {"engine_gpu_offsets": [0, 1]} if told else {}
-    updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1, 1], **offsets)
+    updater.connect_rollout_engines(engines, None, engine_gpu_offsets=[0, 1])
     joins = cases.note_joins(engines)
     known: list[int] = []  # joins when the workers that learn had learnt
     send_model = Connection._send_model

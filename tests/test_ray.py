@@ -91,15 +91,10 @@ def states(engines: list[Any]) -> list[tuple[str, str, bool]]:
     return get([engine.state.remote() for engine in engines])  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    "name", ["UpdateWeightFromTensor", "UpdateWeightFromDistributed", "UpdateWeightFromDisk"]
-)
-def test_actors_update_actors(
-    name: str, trainer: Group, engines: list[Any], llm: Any, tmp_path: Path
-) -> None:
-    if name != "UpdateWeightFromDisk":
-        engines = [*engines, llm]
-    trainer.connect(name, engines, update_weight_disk_dir=str(tmp_path))
+@pytest.mark.parametrize("name", ["UpdateWeightFromTensor", "UpdateWeightFromDistributed"])
+def test_actors_update_actors(name: str, trainer: Group, engines: list[Any], llm: Any) -> None:
+    engines = [*engines, llm]
+    trainer.connect(name, engines)
     for number in (1, 2):
         metrics = trainer.update(10 * len(name) + number)
         expected = digest(drawn(10 * len(name) + number))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support import ray_double
 from support.ray_double import Actor
 
@@ -21,7 +19,6 @@ from wsync._core import (
 )
 from wsync.handles.base import handle
 from wsync.handles.local import RayHandle
-from wsync.layout import from_tensors
 from wsync.messages.control import LOAD_FORMAT
 from wsync.trainer.roster import RolloutEngine
 
@@ -31,12 +28,6 @@ OPTIONS = wsync.Options(deadline=60.0, progress=False)
 @pytest.fixture(autouse=True)
 def _ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_double.install(monkeypatch)
-
-
-def updater(weights: Any, **arguments: Any) -> wsync.UpdateWeightFromTensor:
-    return wsync.UpdateWeightFromTensor(
-        SimpleNamespace(**arguments), from_tensors(weights), None, model_name="any", options=OPTIONS
-    )
 
 
 class SlimesEngine:
@@ -101,9 +92,3 @@ def test_an_actor_that_does_not_say_its_url_is_named() -> None:
     slow.get_url = lambda: 1 / 0  # type: ignore[method-assign,return-value]
     with pytest.raises(RemoteError, match=r"get_url: ZeroDivisionError: division by zero$"):
         handle(Actor(slow))
-
-
-def test_slimes_arguments_say_the_gpus_of_actors_that_do_not() -> None:
-    told = updater({"w": torch.ones(4)}, rollout_num_gpus_per_engine=1)
-    told.connect_rollout_engines([Actor(Engine())], None)
-    told.disconnect_rollout_engines()

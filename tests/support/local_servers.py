@@ -30,6 +30,9 @@ class Packing(Engine):
     def get_weight_version(self) -> str:
         return self.version
 
+    def get_server_info(self) -> dict[str, Any]:
+        return {"tp_size": 1}
+
     def pause_generation(self) -> None: ...
     def flush_cache(self) -> None: ...
 

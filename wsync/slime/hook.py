@@ -124,10 +124,8 @@ def _replaceable(actor: Any, ours: type[Updater]) -> type:
             continue
         found = list(inspect.signature(function).parameters)
         mine = getattr(ours, method, None)
-        if mine is None:
-            raise _unknown(f"{name} has a method {method}, which is not known")
-        known = [each for each in inspect.signature(mine).parameters if each != "options"]
-        if found != known:
+        known = [] if mine is None else list(inspect.signature(mine).parameters)
+        if found != [each for each in known if each != "options"]:
             raise _unknown(f"{name}.{method} takes ({', '.join(found)}), not ({', '.join(known)})")
     return own
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib
 import logging
 import os
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from wsync import _core, megatron
 from wsync.disk import DiskSync
 from wsync.exchange.trainer_group import TrainerGroup, rank_has_ended, together
-from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
 from wsync.machine.deadline import seconds
-from wsync.options import Options, numbers
+from wsync.options import Options
 from wsync.sync import Sync
 
 if TYPE_CHECKING:
@@ -56,6 +54,8 @@ class Updater:
             names it.
     """
 
+    _nobody = "no engines"
+
     def __init__(
         self,
         args: Any,
@@ -74,12 +74,7 @@ class Updater:
         self.weight_version = 0
         self.update_weight_metrics: dict[str, float] = {}
         self._weights_getter = weights_getter
-        self._options = Options.of(_options_of(args) if options is None else options)
-        if self._options.checkpoint is None:
-            folder = str(getattr(args, "hf_checkpoint", None) or "")
-            self._options = dataclasses.replace(self._options, checkpoint=folder)
-        self._options = _quantised(self._options, quantization_config)
-        self._read_args()
+        self._options = _slimes(args, quantization_config, options)
         self._source = (
             model
             if isinstance(model, TrainerLayout)
@@ -88,23 +83,13 @@ class Updater:
                 timeout=self._options.exchange_deadline,
             )
         )
-        self._engines: Sequence[Any] = ()
         self._sync: Sync | DiskSync | None = None
         self._calls = 0  # of update_weights
 
-    def _read_args(self) -> None:
-        """Takes on what only one class does with args and options."""
-        return
-
     def _connect(
-        self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
+        self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None
     ) -> Sync | DiskSync:
-        return Sync(
-            self._source,
-            engines,
-            engine_gpu_offsets=gpu_offsets,
-            options=self._options,
-        )
+        return Sync(self._source, engines, engine_gpu_offsets=gpu_offsets, options=self._options)
 
     def connect_rollout_engines(
         self,
@@ -120,37 +105,20 @@ class Updater:
             rollout_engines: Ray actors, URLs, local engines or `EngineHandle`s.
             rollout_engine_lock: slime's, by which its pipeline stages take turns.  It is not
                 needed: wsync's requests have one order for all engines.
-            engine_gpu_counts: GPUs of each engine.  An engine is asked how many tensor-parallel
-                workers it has; where it cannot say it, these are as many, by default
-                `args.rollout_num_gpus_per_engine`.
+            engine_gpu_counts, engine_parallel_configs: slime's.  They are not needed: an engine is
+                asked how many workers it has.
             engine_gpu_offsets: index of the trainer rank whose GPU an engine's first worker
                 shares; engines beyond the trainer's ranks are remote.
-            engine_parallel_configs: tp_size and pp_size of each engine.
 
         Raises:
             UnsupportedError: an engine with several pipeline stages.
             WsyncError: as `Sync`, the same on every rank.
         """
-        self._engines = rollout_engines
-        count = len(rollout_engines)
-        workers = _workers(count, engine_parallel_configs)
-        gpus = _gpus(count, engine_gpu_counts, self._args)
         self.disconnect_rollout_engines()
-        handles = functools.partial(
-            handles_of, rollout_engines, workers=workers, gpus=gpus, timeout=self._options.deadline
-        )
-        offsets = self._offsets(gpus) if engine_gpu_offsets is None else engine_gpu_offsets
-        self._sync = self._connect(handles, offsets)
+        self._sync = self._connect(rollout_engines, engine_gpu_offsets)
         if self._source.rank == 0:
-            _log.info("wsync: %s: %s", type(self).__name__, self._ways(self._sync))
-
-    def _offsets(self, gpus: Sequence[int | None]) -> list[int] | None:
-        """The first GPU of each engine, where nobody says it."""
-        return None
-
-    def _ways(self, sync: Sync | DiskSync) -> str:
-        """Which way each engine takes, for a person to read."""
-        return sync.reached or "no engines"
+            ways = self._sync.reached or self._nobody
+            _log.info("wsync: %s: %s", type(self).__name__, ways)
 
     def update_weights(self) -> None:
         """Pauses the engines, replaces every weight, counts the version up and continues.  What
@@ -217,61 +185,25 @@ class Updater:
             self._sync = None
 
 
-def _options_of(args: Any) -> Options:
-    """What is chosen where slime makes updaters, whose calls have no room for options."""
-    most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
-    chosen: dict[str, Any] = {"bucket_nbytes": most}
-    chosen |= Options.named(_VARIABLE, os.environ.get(_VARIABLE) or {})
-    chosen |= Options.named("args.wsync_options", getattr(args, "wsync_options", None) or {})
-    return Options(**chosen)
-
-
-def _quantised(options: Options, config: Any) -> Options:
-    """With what slime's updaters are given, whose arithmetic is slime's."""
-    if config is None:
-        config = options.quantise
-    elif options.quantise is not None:
-        raise _core.InvalidArgumentError(
-            "quantization_config is given, and so is quantise in options: one is wanted"
-        )
+def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options | None) -> Options:
+    """What is chosen, also where slime makes updaters, whose calls have no room for options; the
+    arithmetic of quantising is slime's."""
+    if options is None:
+        most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
+        chosen: dict[str, Any] = {"bucket_nbytes": most}
+        chosen |= Options.named(_VARIABLE, os.environ.get(_VARIABLE) or {})
+        chosen |= Options.named("args.wsync_options", getattr(args, "wsync_options", None) or {})
+        options = Options(**chosen)
+    options = Options.of(options)
+    checkpoint = options.checkpoint
+    if checkpoint is None:
+        checkpoint = str(getattr(args, "hf_checkpoint", None) or "")
+    config = config if options.quantise is None else options.quantise
     if config == "checkpoint":
         config = {}
     if isinstance(config, Mapping):
         config = {**config, "producer": {"name": "slime"}}
-    return dataclasses.replace(options, quantise=config)
-
-
-def _function_of(args: Any, name: str) -> Callable[..., Any] | None:
-    """The function that slime's arguments name: "package.module.function"."""
-    path = getattr(args, name, None)
-    if not path:
-        return None
-    module, _, function = str(path).rpartition(".")
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _core.InvalidArgumentError(f"{name}={path!r}: {error}") from error
-    return found
-
-
-def _gpus(count: int, given: Any, args: Any) -> list[int | None]:
-    """GPUs of each of so many engines, None where nobody says it."""
-    if given is None:
-        return [getattr(args, "rollout_num_gpus_per_engine", None)] * count
-    return [*numbers("engine_gpu_counts", given)]
-
-
-def _workers(count: int, given: Any) -> list[int | None]:
-    """Tensor-parallel workers of each of so many engines, None where nobody says it."""
-    if given is None:
-        return [None] * count
-    for config in given:
-        if config.get("pp_size", 1) != 1:
-            raise _core.UnsupportedError(
-                f"engine_parallel_configs: pp_size {config['pp_size']}: one pipeline stage is "
-                "supported"
-            )
-    return [config.get("tp_size") for config in given]
+    return dataclasses.replace(options, checkpoint=checkpoint, quantise=config)
 
 
 class UpdateWeightFromTensor(Updater):
@@ -279,16 +211,9 @@ class UpdateWeightFromTensor(Updater):
 
     Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
     arguments; `args.update_weight_buffer_size` bounds the bytes of a round for engines without
-    wsync, unless options are given.  Engines beyond the trainer's GPUs are remote, and get the
-    same rounds as `UpdateWeightFromDistributed` sends them: by engine_gpu_offsets, or else where
-    engines have more GPUs together than the trainer, and lie on them one after another.
+    wsync, unless options are given.  Engines beyond the trainer's GPUs, by engine_gpu_offsets, are
+    remote, and get the same rounds as `UpdateWeightFromDistributed` sends them.
     """
-
-    def _offsets(self, gpus: Sequence[int | None]) -> list[int] | None:
-        known = [count for count in gpus if count is not None]
-        if len(known) < len(gpus) or sum(known) <= self._source.ranks:
-            return None
-        return [sum(known[:index]) for index in range(len(known))]
 
 
 class UpdateWeightFromDistributed(Updater):
@@ -303,65 +228,56 @@ class UpdateWeightFromDistributed(Updater):
     broadcasts unless it is "wsync".
     """
 
-    def _read_args(self) -> None:
-        self._options = dataclasses.replace(self._options, delivery="distributed")
+    def _connect(self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None) -> Sync:
+        options = dataclasses.replace(self._options, delivery="distributed")
+        return Sync(self._source, engines, engine_gpu_offsets=gpu_offsets, options=options)
 
 
 class UpdateWeightFromDisk(Updater):
-    """Updates engines through checkpoints in a folder that they and all trainer ranks see.
+    """Writes checkpoints into a folder that engines and all trainer ranks see.
 
     Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
     arguments; of `args` it reads in addition `update_weight_disk_dir`, the folder of versions;
-    `hf_checkpoint`, the folder whose configuration and tokenizer every version gets;
-    `update_weight_disk_keep_files`: True keeps all versions, else the newest two stay; and
+    `hf_checkpoint`, the folder whose configuration and tokenizer every version gets; and
     `custom_update_weight_post_write_path`, a function that is called on every rank with args, the
     folder and the engines when a version is complete.
 
-    With `args.update_weight_transport` "disk" this is run by slime, whose RayTrainGroup has the
-    engines load weight_v<version> when all ranks are done, and removes it after that unless it is
-    to stay.  So versions are written here and nothing else: a folder of that name is replaced.
+    slime's RayTrainGroup has the engines load weight_v<version> when all ranks are done, and
+    removes it after that unless `update_weight_disk_keep_files` is given.  So versions are written
+    here and nothing else: a folder of that name is replaced.  `wsync.DiskSync` has engines load
+    them itself.
 
-    Raises:
-        UnsupportedError: such a function, and a trainer of several nodes.  It is for file systems
-            where each host has to publish what it has written, and here hosts write one file.
+    connect_rollout_engines raises UnsupportedError for such a function and a trainer of several
+    nodes.  It is for file systems where each host has to publish what it has written, and here
+    hosts write one file.
     """
 
-    def _read_args(self) -> None:
+    _nobody = "all engines by the files that slime has them load"
+
+    def _connect(self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None) -> DiskSync:
+        del gpu_offsets
         args = self._args
-        folder = getattr(args, "update_weight_disk_dir", None)
-        if not folder:
-            raise _core.InvalidArgumentError(
-                f"update_weight_disk_dir={folder!r}: the folder of versions is missing"
-            )
-        self._folder: str = folder
-        self._base = getattr(args, "hf_checkpoint", None) or None
-        self._slime_loads = getattr(args, "update_weight_transport", None) == "disk"
-        keeps = self._slime_loads or getattr(args, "update_weight_disk_keep_files", False)
-        self._keep = None if keeps else 2
-        self._hook = _function_of(args, "custom_update_weight_post_write_path")
-        nodes = getattr(args, "actor_num_nodes", None) or 1
-        if self._hook is not None and nodes > 1:
-            raise _core.UnsupportedError(
-                f"custom_update_weight_post_write_path with actor_num_nodes={nodes}: hosts write "
-                "one file together, which no host can publish"
-            )
-
-    def _ways(self, sync: Sync | DiskSync) -> str:
-        if self._slime_loads:
-            return f"all engines by the files of {self._folder}, which slime has them load"
-        return super()._ways(sync)
-
-    def _connect(
-        self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
-    ) -> DiskSync:
-        hook, given = self._hook, list(self._engines)
         return DiskSync(
             self._source,
-            () if self._slime_loads else engines,
-            folder=self._folder,
-            base=self._base,
-            keep=self._keep,
-            replace=self._slime_loads,
-            published=None if hook is None else lambda path: hook(self._args, path, given),
+            (),
+            folder=args.update_weight_disk_dir,
+            base=getattr(args, "hf_checkpoint", None) or None,
+            keep=None,
+            replace=True,
+            published=_published(args, list(engines)),
             options=self._options,
         )
+
+
+def _published(args: Any, engines: list[Any]) -> Callable[[str], object] | None:
+    """What calls the function that slime's arguments name, if they name one."""
+    path = getattr(args, "custom_update_weight_post_write_path", None)
+    if not path:
+        return None
+    if (nodes := getattr(args, "actor_num_nodes", 1)) > 1:
+        raise _core.UnsupportedError(
+            f"custom_update_weight_post_write_path with actor_num_nodes={nodes}: hosts write one "
+            "file together, which no host can publish"
+        )
+    hook = pkgutil.resolve_name(path)
+    return lambda folder: hook(args, folder, engines)
