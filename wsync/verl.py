@@ -19,9 +19,7 @@ engine_kwargs:
 
 Each trainer rank keeps its share of the whole tensors that verl gathers, and the ranks update the
 servers with one `wsync.Sync`.  verl's rollout workers, through which verl's own engines send, only
-wait for that: they are told when every server has the weights, or why none has.  A trainer that
-hands over its training engine instead of tensors has its shards sent where they lie; verl needs a
-change for that, which wsync/guide/trainers.md names.
+wait for that: they are told when every server has the weights, or why none has.
 
 Made against verl 0.9.1: its base class, its actors' names, and what its rollouts do with an update
 of which they are handed nothing (`wire_format`).
@@ -29,6 +27,7 @@ of which they are handed nothing (`wire_format`).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
@@ -46,12 +45,7 @@ import wsync
 from wsync.handles.sglang_http import HttpHandle
 from wsync.handles.vllm import VllmHandle, VllmServer
 from wsync.layout import ADAPTERS
-from wsync.messages.tcp_channel import (
-    UPDATE,
-    Channel,
-    Frame,
-    Listener,
-)
+from wsync.messages.tcp_channel import Channel, Frame, Listener
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +113,6 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     # Of an update that brings no flush verl's rollouts record the step, and do nothing else.
     wire_format = "delta_flush"
-    sends_shards = True  # send_weights takes a training engine, too
 
     def __init__(
         self,
@@ -226,14 +219,13 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._listener = None
 
     async def send_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]] | Any, global_steps: int | None = None
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
         """Updates all servers; every trainer rank calls it with the same step.
 
         Args:
             weights: whole tensors under their Hugging Face names, all of them on every rank in
-                the same order; or verl's training engine (FSDP or Megatron), of which the
-                shards are sent.
+                the same order.
             global_steps: the weight version that servers report afterwards; None counts.
 
         Returns:
@@ -243,13 +235,12 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             wsync's names.
 
         Raises:
-            UnsupportedError: adapters that are not merged, or a training engine whose shards
-                cannot be described.
+            UnsupportedError: adapters that are not merged.
             WsyncError: see `wsync.Sync.update`; rollout workers raise its text.
         """
         try:
             report = self._update(weights, global_steps)
-            self._say(Frame.COMMIT, b"")
+            self._say(Frame.COMMIT)
         except BaseException as error:
             for channel in self._channels:
                 channel.fail(error)
@@ -270,36 +261,31 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             RemoteError: the trainer has failed; its words.
             PeerClosedError, DeadlineError: it is gone, or was not done in `timeout` seconds.
-            ProtocolError: it sends another step.
         """
         (trainer,) = self._channels
-        _, content = trainer.wait((Frame.BEGIN,), self._timeout)
-        step, known = UPDATE.unpack(content)
-        sent = step if known else None
-        if sent != global_steps:
-            raise wsync.ProtocolError(f"{trainer.peer} sends step {sent}, not {global_steps}")
+        trainer.wait((Frame.BEGIN,), self._timeout)
         trainer.wait((Frame.COMMIT,), self._timeout)
         yield from ()
 
-    def _say(self, kind: Frame, content: bytes) -> None:
+    def _say(self, kind: Frame) -> None:
         for channel in self._channels:
             channel.look()
-            channel.send(kind, content, self._options.deadline)
+            channel.send(kind, b"", self._options.deadline)
 
-    def _update(self, weights: Any, step: int | None) -> wsync.Report:
+    def _update(
+        self, weights: Iterable[tuple[str, torch.Tensor]], step: int | None
+    ) -> wsync.Report:
         """A step's update.  After one that fails, be it on whichever rank, the next one connects
         anew: with other tensors than these, or where another rank has given this one up."""
-        engine = hasattr(weights, "get_per_tensor_param")
-        given = weights if engine else iter(weights)
+        given = iter(weights)
         try:
             try:
-                self._say(Frame.BEGIN, UPDATE.pack(step or 0, step is not None))
+                self._say(Frame.BEGIN)
                 sync = self._connected(given)
             except Exception:
                 # the other ranks gather on, and would wait for this one
                 with contextlib.suppress(Exception):
-                    for _ in () if engine else given:
-                        pass
+                    collections.deque(given, maxlen=0)
                 raise
             return sync.update(version=step)
         except BaseException:
@@ -327,14 +313,12 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 self._kept[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
         return list(forms.items())
 
-    def _connected(self, weights: Any) -> wsync.Sync:
+    def _connected(self, weights: Iterable[tuple[str, torch.Tensor]]) -> wsync.Sync:
         """The connection with the servers there are now, for such tensors; another one only when
         these change."""
-        engine = weights if hasattr(weights, "get_per_tensor_param") else None
         start = time.perf_counter()
-        given = self._keep(weights) if engine is None else (engine, _parts(engine))
-        self._gather_seconds = 0.0 if engine is not None else time.perf_counter() - start
-        wanted = (self._servers, self._offsets, given)
+        wanted = (self._servers, self._offsets, self._keep(weights))
+        self._gather_seconds = time.perf_counter() - start
         if self._sync is not None and self._made_for == wanted:
             return self._sync
         if self._sync is not None:
@@ -346,41 +330,13 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 _log.info("wsync: connects to verl's servers anew: %s", why)
         deadline = self._options.deadline
         self._sync = wsync.Sync(
-            self._kept if engine is None else layout_of(engine),
+            self._kept,
             lambda: [server.handle(deadline) for server in self._servers],
             engine_gpu_offsets=self._offsets,
             options=self._options,
         )
         self._sync.version, self._made_for = self._version, wanted
         return self._sync
-
-
-def layout_of(engine: Any) -> wsync.layout.TrainerLayout:
-    """The layout of what a training engine of verl's holds on this rank.
-
-    Raises:
-        UnsupportedError: it is neither FSDP's nor Megatron's, has an adapter, or keeps its
-            parameters elsewhere between steps.
-    """
-    kinds = [kind.__name__ for kind in type(engine).__mro__]
-    name, module = kinds[0], engine.module
-    if getattr(engine, "is_param_offload_enabled", False):
-        raise wsync.UnsupportedError(f"{name}: param_offload: the shards are not where they train")
-    parts = _parts(engine)
-    if any(hasattr(getattr(p, "_fsdp_wrapped_module", p), "peft_config") for p in parts) or (
-        getattr(engine, "peft_cls", None) is not None
-    ):
-        raise wsync.UnsupportedError(f"{name}: the shards of a model with an adapter are not whole")
-    if "MegatronEngine" in kinds:
-        return wsync.megatron.layout(module, engine.model_config.hf_config)
-    if "FSDPEngine" in kinds and "VeOmniEngine" not in kinds:
-        return wsync.fsdp.layout(module)
-    raise wsync.UnsupportedError(f"{name}: only FSDP's and Megatron's shards can be sent")
-
-
-def _parts(engine: Any) -> list[Any]:
-    """The modules of a training engine on this rank."""
-    return list(engine.module) if isinstance(engine.module, list) else [engine.module]
 
 
 def _gpu() -> str:

@@ -63,8 +63,6 @@ class FSDPEngine:
         self.wrong: dict[str, torch.Tensor] = {}  # given instead of the module's
         self.dies = False
 
-    is_param_offload_enabled = False
-
     def get_per_tensor_param(self) -> tuple[Any, None]:
         return self._whole(), None
 
@@ -74,14 +72,6 @@ class FSDPEngine:
                 os._exit(1)
             tensor = parameter.full_tensor()
             yield name, self.wrong.get(name, tensor)
-
-
-def _trainers(shards: bool) -> dict[str, Any]:
-    wanted: dict[str, Any] = {"update_weights": verl_source.documented_change() if shards else {}}
-    if not shards:
-        wanted["execute_checkpoint_engine"] = {}
-    known = {"register": register, "Dispatch": Dispatch}
-    return verl_source.borrowed(TRAINER, "ActorRolloutRefWorker", wanted, **known)
 
 
 class Trainer(Worker):  # type: ignore[misc]
@@ -102,21 +92,16 @@ class Trainer(Worker):  # type: ignore[misc]
         model = tiny_qwen3.transformers.AutoModelForCausalLM.from_config(tiny_qwen3.dense())
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         self.actor = type("Actor", (), {"engine": FSDPEngine(model)})()
-        self._sends_shards = False
 
-    locals().update(_trainers(shards=False))
-    _whole = _trainers(shards=False)["update_weights"]
-    _shards = _trainers(shards=True)["update_weights"]
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, **given: Any) -> Any:
-        """verl's text, by the choice; an actor's methods cannot be exchanged once it runs."""
-        return await (self._shards if self._sends_shards else self._whole)(**given)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def choose(self, shards: bool) -> None:
-        """Which text of verl's update_weights is run from now on."""
-        self._sends_shards = shards
+    locals().update(
+        verl_source.borrowed(
+            TRAINER,
+            "ActorRolloutRefWorker",
+            {"update_weights": {}, "execute_checkpoint_engine": {}},
+            register=register,
+            Dispatch=Dispatch,
+        )
+    )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def train(self, step: int) -> dict[str, str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import re
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,18 +36,6 @@ def methods_of(path: str, name: str) -> dict[str, ast.FunctionDef | ast.AsyncFun
         for node in class_of(path, name).body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
-
-
-def documented_change() -> dict[str, str]:
-    """What the guide says that verl needs to send shards: a condition, and its successor."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-    lines = {
-        sign: "\n".join(line[1:] for line in diff.splitlines() if line[0] == sign) for sign in "-+"
-    }
-    assert text("workers/engine_workers.py").count(lines["-"]) == 1
-    old, new = (ast.parse(textwrap.dedent(part) + " pass").body[0] for part in lines.values())
-    assert isinstance(old, ast.If) and isinstance(new, ast.If)
-    return {ast.unparse(old.test): ast.unparse(new.test)}
 
 
 def borrowed(
