@@ -21,11 +21,7 @@ import functools
 import io
 import os
 import pickle
-import secrets
-import select
 import signal
-import subprocess
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
@@ -33,7 +29,6 @@ import torch
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-from wsync.checkpoints.safetensors_layout import system_calls
 from wsync.messages.control import TENSOR_NAME
 
 _METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
@@ -42,11 +37,6 @@ _SHM: Final = "/dev/shm"
 _SEGMENT_HEADER_NBYTES: Final = 64  # torch counts a segment's users there
 # more than payloads of one segment are read: every pipeline stage reads its own
 _REPEATS: Final = 1 << 14
-_MANAGER_SECONDS: Final = 30.0
-
-_manager_lock = threading.Lock()
-_managers: list[subprocess.Popen[bytes]] = []  # one at most
-
 
 # --- writing ---------------------------------------------------------------------------------
 
@@ -143,45 +133,20 @@ def _entry(entry: Any) -> _Called:
     return _Called(named(*_METADATA_GLOBAL), (), {**state, "shape": torch.Size(entry.shape)})
 
 
-def _start_manager() -> None:
-    """Starts torch_shm_manager, which removes unused segments, once for this process.
-
-    Torch would start it with the files that this process has open: a reader of this process's
-    standard error would then wait for the engines that use a segment.  Torch uses a manager that it
-    is connected to, and connects where it opens a segment that belongs to one.
-    """
-    with _manager_lock:
-        if _managers:
-            return
-        program = os.path.join(os.path.dirname(torch.__file__), "bin", "torch_shm_manager")
-        # what ends all processes of a job is not for it, which goes with its last user
-        former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(system_calls(program))
-            stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, former)
-            process = subprocess.Popen(
-                [program],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is not for it: it cleans up after this process
-            )
-        assert process.stdout is not None
-        with process.stdout as output:  # one line, and then it closes its own end
-            ready = select.select([output], [], [], _MANAGER_SECONDS)[0]
-            place = output.readline().rstrip(b"\n") if ready else b""
-        if not place or place == b"ERROR":
-            process.kill()
-            process.wait()
-            raise _core.SystemCallError(f"{program}: did not start")
-        name = f"torch_wsync_{os.getpid()}_{secrets.token_hex(8)}"
-        path = os.path.join(_SHM, name)
-        with system_calls(path), open(path, "xb") as file:
-            file.truncate(_SEGMENT_HEADER_NBYTES + 1)
-        # the only user's end removes it
-        torch.UntypedStorage._new_shared_filename_cpu(place, f"/{name}".encode(), 1)
-        process.returncode = 0  # it outlives this process, which need not be warned of
-        _managers.append(process)
+@functools.cache
+def _start_manager(pid: int) -> None:
+    """Has torch start torch_shm_manager, which removes unused segments, with the first segment of
+    this process, but without its standard error, whose reader would then wait for the engines that
+    use a segment.  What ends all processes of a job is not for it: it goes with its last user."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    try:
+        with contextlib.suppress(OSError):  # there is none
+            os.set_inheritable(2, False)
+        torch.UntypedStorage._new_using_filename_cpu(1)
+    finally:
+        with contextlib.suppress(OSError):
+            os.set_inheritable(2, True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def shared_bytes(nbytes: int) -> torch.Tensor:
@@ -192,7 +157,7 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
     free = room.f_bavail * room.f_frsize
     if nbytes > free:
         raise _core.NoMemoryError(f"{_SHM} has {free} bytes left, but the bucket needs {nbytes}")
-    _start_manager()
+    _start_manager(os.getpid())
     storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[:nbytes]
 
