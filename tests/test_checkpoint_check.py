@@ -169,9 +169,8 @@ def test_what_is_to_stay_is_named(tmp_path: Path) -> None:
         pass
     assert wsync.Options.named("WSYNC_OPTIONS", '{"keep": null}') == {"keep": None}
     assert wsync.Options(keep=None).keep == ()  # type: ignore[arg-type]
-    for wrong in ("model.visual.*", [3], 3):
-        with pytest.raises(wsync.InvalidArgumentError, match="a list of names or patterns is"):
-            wsync.Options(keep=wrong)  # type: ignore[arg-type]
+    with pytest.raises(wsync.InvalidArgumentError, match="is no list of names or patterns"):
+        wsync.Options(keep=[3])  # type: ignore[list-item]
 
 
 MTP = ("model.layers.1.eh_proj.weight", "mtp.fc.weight", "model.mtp_layers.0.a.weight")

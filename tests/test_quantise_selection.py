@@ -413,10 +413,9 @@ def test_a_checkpoint_that_cannot_say_it_is_named(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("fp8", "quantise='fp8': the mapping of a quantization_config, 'checkpoint' or None"),
-        (True, "quantise=True: the mapping"),
-        (["fp8"], r"quantise=\['fp8'\]: the mapping"),
-        ({"quant_method": torch.float8_e4m3fn}, "is no configuration in JSON: Object of type"),
+        ("fp8", "quantise='fp8' is no quantization_config, 'checkpoint' or None"),
+        (True, "quantise=True is no"),
+        (["fp8"], r"quantise=\['fp8'\] is no"),
     ],
 )
 def test_other_choices_are_refused(value: Any, text: str) -> None:

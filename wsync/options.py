@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Final, NoReturn
 
 from wsync import _core
 from wsync.machine.deadline import check_seconds
+
+_CHOICES: Final = {
+    "stock_memory": ("auto", "host", "gpu"),
+    "delivery": ("auto", "wsync", "direct", "stock", "distributed"),
+    "broadcast": ("auto", "wsync", "bucket", "tensor"),
+    "backend": ("auto", "gloo", "nccl"),
+    "exchange": ("auto", "shared", "gloo", "nccl"),
+    "pause_mode": ("abort", "retract", "in_place"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,57 +126,38 @@ class Options:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        choices = {
-            "stock_memory": ("auto", "host", "gpu"),
-            "delivery": ("auto", "wsync", "direct", "stock", "distributed"),
-            "broadcast": ("auto", "wsync", "bucket", "tensor"),
-            "backend": ("auto", "gloo", "nccl"),
-            "exchange": ("auto", "shared", "gloo", "nccl"),
-            "pause_mode": ("abort", "retract", "in_place"),
-        }
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise _core.InvalidArgumentError(f"{name}={value!r} is none of {allowed}")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                self._fail(name, f"is none of {allowed}")
         for name in ("threads", "round_nbytes", "ring_nbytes", "bucket_nbytes"):
             value = getattr(self, name)
             if not hasattr(value, "__index__") or isinstance(value, bool):
-                raise _core.InvalidArgumentError(f"{name}={value!r} is no integer")
+                self._fail(name, "is no integer")
             object.__setattr__(self, name, operator.index(value))  # numpy's, too
             if value < 0:
-                raise _core.InvalidArgumentError(f"{name}={value!r} is negative")
+                self._fail(name, "is negative")
         if self.threads > _core.MAX_THREADS:
-            raise _core.InvalidArgumentError(f"threads={self.threads} is over {_core.MAX_THREADS}")
+            self._fail("threads", f"is over {_core.MAX_THREADS}")
         check_seconds("deadline", self.deadline)
         for name in ("directory", "checkpoint"):
             value = getattr(self, name)
-            if isinstance(value, os.PathLike):
-                value = os.fspath(value)
-                object.__setattr__(self, name, value)
-            if not isinstance(value, str | None):
-                raise _core.InvalidArgumentError(f"{name}={value!r} is no text")
-        keep: Any = () if self.keep is None else self.keep  # null in WSYNC_OPTIONS
-        names = (None,) if isinstance(keep, str) or not isinstance(keep, Iterable) else tuple(keep)
-        if not all(isinstance(name, str) for name in names):
-            raise _core.InvalidArgumentError(
-                f"keep={self.keep!r:.200}: a list of names or patterns is wanted, as "
-                "['model.visual.*']"
-            )
-        object.__setattr__(self, "keep", names)
+            if not isinstance(value, str | os.PathLike | None):
+                self._fail(name, "is no text")
+            object.__setattr__(self, name, value and os.fspath(value))
         if self.directory:  # engines have another working directory
             object.__setattr__(self, "directory", os.path.abspath(self.directory))
-        if isinstance(self.quantise, Mapping):
-            try:  # a copy of its own: the caller's may change
-                object.__setattr__(self, "quantise", json.loads(json.dumps(self.quantise)))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise _core.InvalidArgumentError(
-                    f"quantise={self.quantise!r:.200}: is no configuration in JSON: {error}"
-                ) from None
+        # None: null in WSYNC_OPTIONS
+        keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep or ())
+        if not all(isinstance(name, str) for name in keep):
+            self._fail("keep", "is no list of names or patterns, as ['model.visual.*']")
+        object.__setattr__(self, "keep", keep)
+        if isinstance(self.quantise, Mapping):  # a copy of its own: the caller's may change
+            object.__setattr__(self, "quantise", json.loads(json.dumps(self.quantise)))
         elif self.quantise not in (None, "checkpoint"):
-            raise _core.InvalidArgumentError(
-                f"quantise={self.quantise!r:.200}: the mapping of a quantization_config, "
-                "'checkpoint' or None is wanted"
-            )
+            self._fail("quantise", "is no quantization_config, 'checkpoint' or None")
+
+    def _fail(self, name: str, why: str) -> NoReturn:
+        raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r:.200} {why}")
 
     def refuse(self, without_effect: Mapping[str, str]) -> None:
         """Raises InvalidArgumentError for a choice that has no effect, given by name with what it
