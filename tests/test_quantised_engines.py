@@ -18,7 +18,7 @@ from support.workers import ThreadEngine
 import wsync
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.ring_loaders import CallingLoader, ModuleLoader
-from wsync.module_tensors.quantised_names import group_of_parts, without_scales
+from wsync.module_tensors.names import group_of_parts, without_scales
 from wsync.sglang import SglangLoader
 from wsync.sync import Sync
 from wsync.vllm import processed_once

@@ -11,8 +11,7 @@ from wsync import _core
 from wsync.families.registry import TOGETHER
 from wsync.families.runtime_names import RuntimeNames
 from wsync.module_tensors import two_tensors
-from wsync.module_tensors.kept_together import group_of
-from wsync.module_tensors.quantised_names import group_of_parts
+from wsync.module_tensors.names import group_of, group_of_parts
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from wsync import _core
 from wsync.boxes import Box
-from wsync.module_tensors.quantised_names import group_of_parts
+from wsync.module_tensors.names import group_of_parts
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"

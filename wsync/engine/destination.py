@@ -18,10 +18,9 @@ from wsync._core import (
     describe,
 )
 from wsync.families.runtime_names import RuntimeNames
-from wsync.module_tensors import homes_of, same_bytes
+from wsync.module_tensors import ModuleTree, homes_of, same_bytes
 from wsync.module_tensors.held import seen, usable
-from wsync.module_tensors.names_in_messages import listed, unfused
-from wsync.module_tensors.tree import ModuleTree
+from wsync.module_tensors.names import listed, unfused
 
 
 class MissingError(LayoutError):

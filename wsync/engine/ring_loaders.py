@@ -45,7 +45,7 @@ from wsync.machine import device
 from wsync.machine.error_text import error_text
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import dtype_of
-from wsync.module_tensors.names_in_messages import unfused
+from wsync.module_tensors.names import unfused
 
 OnWeightsLost = Callable[[], object]
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]

@@ -53,7 +53,7 @@ from typing import TYPE_CHECKING
 
 from wsync import _core
 from wsync.boxes import overlap
-from wsync.module_tensors.kept_together import group_of
+from wsync.module_tensors.names import group_of
 from wsync.probing.boxes import NumberedBox, boxes
 
 if TYPE_CHECKING:

@@ -15,9 +15,7 @@ from wsync import _core
 from wsync.families.blocks import HF_LAYER, fused_experts, renamed
 from wsync.families.registry import TOGETHER, Family, read_sizes
 from wsync.families.rules import Expansion, Rule, ShardPlacement, Target
-from wsync.module_tensors.kept_together import group_of
-from wsync.module_tensors.names_in_messages import FUSED
-from wsync.module_tensors.quantised_names import group_of_parts
+from wsync.module_tensors.names import FUSED, group_of, group_of_parts
 
 if TYPE_CHECKING:
     from torch import Tensor

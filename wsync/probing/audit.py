@@ -15,8 +15,7 @@ from typing import Final
 import torch
 
 from wsync.module_tensors import checksum_of, name_of
-from wsync.module_tensors.kept_together import JOINED, group_of
-from wsync.module_tensors.quantised_names import weight_of
+from wsync.module_tensors.names import JOINED, group_of, weight_of
 from wsync.probing.learn import LearntLoad
 from wsync.probing.lines import raw
 from wsync.probing.numbering import Source

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from wsync.module_tensors import name_of
-from wsync.module_tensors.quantised_names import weight_of
+from wsync.module_tensors.names import weight_of
 from wsync.probing.lines import raw
 from wsync.probing.numbering import Source
 from wsync.probing.pieces import COMPUTED, CONSTANT, PlacedBox

@@ -36,8 +36,7 @@ from wsync.handles.answers import drafts_itself
 from wsync.handles.base import EngineHandle, how_started
 from wsync.layout import ADAPTERS, WRAPPERS
 from wsync.machine.deadline import Deadline
-from wsync.module_tensors.names_in_messages import FUSED, listed
-from wsync.module_tensors.quantised_names import is_note, weight_of, without_scales
+from wsync.module_tensors.names import FUSED, is_note, listed, weight_of, without_scales
 from wsync.options import Options
 from wsync.quantise.config import Method, TensorFacts, facts_of, quantization_config
 from wsync.trainer.fused_experts import fused_of

@@ -18,7 +18,7 @@ from typing import Any, Final
 from wsync import _core
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
-from wsync.module_tensors.names_in_messages import listed
+from wsync.module_tensors.names import listed
 
 _log = logging.getLogger(__name__)
 

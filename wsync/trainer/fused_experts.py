@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from wsync import _core
 from wsync.module_tensors import dtype_of
-from wsync.module_tensors.names_in_messages import FUSED
+from wsync.module_tensors.names import FUSED
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # start and extent
 

@@ -23,7 +23,7 @@ from wsync.machine.process_maps import (
     most_segments,
     raise_descriptor_limit,
 )
-from wsync.module_tensors.names_in_messages import listed
+from wsync.module_tensors.names import listed
 from wsync.options import Options
 
 _NOTHING: Final = _core.BufferTable([])

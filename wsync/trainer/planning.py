@@ -15,9 +15,7 @@ from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import dtype_of
-from wsync.module_tensors.kept_together import JOINED, group_of
-from wsync.module_tensors.names_in_messages import listed
-from wsync.module_tensors.quantised_names import is_note
+from wsync.module_tensors.names import JOINED, group_of, is_note, listed
 from wsync.options import Options
 from wsync.trainer.fused_experts import Box, single_experts
 from wsync.trainer.roster import Delivery, Roster

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from wsync import _core
 from wsync.handles.base import EngineHandle
-from wsync.module_tensors.quantised_names import group_of_weight
+from wsync.module_tensors.names import group_of_weight
 from wsync.options import Options
 from wsync.quantise.config import (
     BESIDE,

@@ -28,8 +28,7 @@ from wsync.engine.ring_loaders import (
 )
 from wsync.messages.control import WHOLE
 from wsync.module_tensors import checksum_of, same_bytes
-from wsync.module_tensors.names_in_messages import listed
-from wsync.module_tensors.quantised_names import without_scales
+from wsync.module_tensors.names import listed, without_scales
 from wsync.quantise.config import facts_of
 from wsync.trainer.checkpoint_check import check_room
 from wsync.vllm.made_once import BoundTensor, made_by_hook, run_anew

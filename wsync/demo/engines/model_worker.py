@@ -17,7 +17,7 @@ from wsync.engine.ring_loaders import Loader, ModuleLoader
 from wsync.engine.update_groups import Named, UpdateGroups
 from wsync.machine.deadline import Deadline
 from wsync.messages import control, payload
-from wsync.module_tensors.names_in_messages import unfused
+from wsync.module_tensors.names import unfused
 
 Facts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _CASTS: Final = ({torch.float32, torch.bfloat16}, {torch.float32, torch.float16})

@@ -159,7 +159,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import transformers
 
     from wsync.module_tensors import dtype_of
-    from wsync.module_tensors.names_in_messages import listed
+    from wsync.module_tensors.names import listed
 
     torch.set_num_threads(arguments.threads)
     options: dict[str, Any] = {}

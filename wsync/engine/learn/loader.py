@@ -30,8 +30,7 @@ from wsync.engine.ring_loaders import (
 from wsync.machine import device
 from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors import dtype_of
-from wsync.module_tensors.names_in_messages import listed, unfused
-from wsync.module_tensors.quantised_names import is_note
+from wsync.module_tensors.names import is_note, listed, unfused
 from wsync.probing.learn import LearntLoad, NotLearntError, learn
 from wsync.probing.numbering import Source
 from wsync.probing.pieces import UNWRITTEN, PlacedBox

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from wsync._core import NoMemoryError
-from wsync.module_tensors.quantised_names import is_note
+from wsync.module_tensors.names import is_note
 from wsync.probing.codes import kind_of
 from wsync.probing.numbering import Source
 

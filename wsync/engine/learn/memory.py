@@ -11,9 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from wsync._core import StateError
 from wsync.machine import device
+from wsync.module_tensors import ModuleTree
 from wsync.module_tensors.held import Bound, bound_tensors, usable
-from wsync.module_tensors.names_in_messages import listed
-from wsync.module_tensors.tree import ModuleTree
+from wsync.module_tensors.names import listed
 from wsync.probing.codes import kind_of
 
 _CACHE_NBYTES: Final = 16 << 20  # an engine's caches are larger

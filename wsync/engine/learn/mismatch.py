@@ -14,8 +14,7 @@ from wsync._core import LayoutError
 from wsync.engine.learn.memory import ModuleMemory
 from wsync.machine.error_text import error_text
 from wsync.module_tensors import name_of
-from wsync.module_tensors.names_in_messages import listed, unfused
-from wsync.module_tensors.quantised_names import QUANTISED
+from wsync.module_tensors.names import QUANTISED, listed, unfused
 from wsync.probing.learn import LearntLoad, NotLearntError
 from wsync.probing.numbering import Made, Source
 from wsync.probing.probe import Load, RaisedError

@@ -24,7 +24,7 @@ from wsync.engine.learn.memory import ModuleMemory
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import LoadWeights, OnWeightsLost, Receipt, RoutedLoader
 from wsync.module_tensors import name_of, same_bytes
-from wsync.module_tensors.quantised_names import is_note
+from wsync.module_tensors.names import is_note
 from wsync.probing.audit import Audit, AuditError
 from wsync.probing.codes import kind_of
 from wsync.probing.learn import LearntLoad

@@ -1,11 +1,34 @@
-"""Names of the tensors that quantised checkpoints have for one weight."""
+"""Names of tensors: which belong together, and how a message lists them."""
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
+
+# Some of SGLang's classes (sarashina2_vision.py, minimax_vl_common.py, dots3_common) join these
+# within one call of load_weights, and drop what comes without the others, or raise.
+JOINED: Final = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
+)
+
+
+def group_of(name: str, together: Sequence[Sequence[str]]) -> int:
+    """The keep-together group of a tensor, 0 for none: the same number on every rank.
+
+    The tensors of some modules in one parent, weights, scales and all, are one group.
+    """
+    for modules in together:
+        parent, module, _ = ("", "", *name.rsplit(".", 2))[-3:]
+        if module in modules:
+            return zlib.crc32(f"{parent}.{modules[0]}".encode()) or 1
+    return 0
+
+
+# --- codes and scales, which quantised checkpoints have for one weight --------------------------
 
 # what stands beside or in place of MODULE.weight: codes, their scales, and facts about them
 _PARTS: Final = re.compile(
@@ -61,3 +84,24 @@ def without_scales(tensors: Iterable[tuple[str, str]]) -> list[str]:
         if name == weight or name.endswith(".weight_packed")
         if weight not in scaled and f"{weight}_scale" not in given
     ]
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+FUSED: Final = (".experts.gate_up_proj", ".experts.down_proj")
+
+_LISTED: Final = 5
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names in order, and how many more."""
+    ordered = sorted(names)
+    more = len(ordered) - _LISTED
+    return ", ".join(ordered[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def unfused(names: Iterable[str]) -> str:
+    """What helps where an engine does not know some names, as the end of a message; or ""."""
+    if any(name.endswith(FUSED) for name in names):
+        return "; wsync.fsdp.layout(model) gives fused experts the names that checkpoints have"
+    return ""
