@@ -66,9 +66,9 @@ def test_an_engine_says_what_it_waits_for(records: Records) -> None:
 def test_a_report_draws_what_its_own_rank_did(updated: tuple[Records, wsync.Report]) -> None:
     records, report = updated
     assert [list(span) for span in report.trace.spans] == records[0]["spans"]
-    titles = titles_of(report._repr_html_())
-    assert [f"local of round {n}:" in " ".join(titles) for n in range(8)] == [True] * 8
-    assert "load" not in " ".join(titles)
+    titles = " ".join(titles_of(report._repr_html_()))
+    assert "local of round 7:" in titles  # of rounds in one pixel the last is drawn
+    assert "load" not in titles
 
 
 def test_a_trace_that_cannot_be_written_fails_no_update(
