@@ -142,12 +142,11 @@ class Report:
         slime's or in its manner.  Engines are counted by their paths.  whole: with
         `perf/update_weights_time`, which slime's actor measures itself, around all that it does for
         an update."""
-        flat = {f"wsync/{name}_seconds": seconds for name, seconds in self.phases.items()}
-        flat["wsync/update_seconds"] = self.seconds
+        flat = {"wsync/update_seconds": self.seconds}
         if whole:
             flat["perf/update_weights_time"] = self.seconds
         for name, seconds in self.phases.items():
-            flat[f"perf/update_weights_{name}_time"] = seconds
+            flat[f"wsync/{name}_seconds"] = flat[f"perf/update_weights_{name}_time"] = seconds
         flat["perf/update_weights_wire_bytes"] = float(self.delivered_nbytes)
         names = ["engine_pause_seconds", "engine_flush_seconds"]
         names += ["learning_seconds", "audit_seconds"]

@@ -18,7 +18,7 @@ from wsync.machine.deadline import Check, Deadline
 from wsync.machine.nvidia_wheels import bundled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 # The GPU to use for weights in host memory: a UUID, or cuda:N.
 VARIABLE: Final = "WSYNC_DEVICE"
@@ -121,14 +121,11 @@ def of_module(module: torch.nn.Module) -> str:
     tensors = itertools.chain(module.parameters(), module.buffers())
     ordinals = {t.device.index for t in tensors if t.device.type == "cuda"}
     if len(ordinals) > 1:
+        names = " and ".join(f"cuda:{ordinal}" for ordinal in sorted(ordinals))
         raise _core.UnsupportedError(
-            f"{type(module).__name__} is on {_listed(ordinals)}: one worker has one GPU"
+            f"{type(module).__name__} is on {names}: one worker has one GPU"
         )
     return uuid(ordinals.pop()) if ordinals else ""
-
-
-def _listed(ordinals: Iterable[int]) -> str:
-    return " and ".join(f"cuda:{ordinal}" for ordinal in sorted(ordinals))
 
 
 def settle(device: _core.Device, timeout: float, check: Check = lambda: None) -> None:

@@ -1,7 +1,6 @@
 """Shared libraries that pip packages bring."""
 
 import importlib.util
-import re
 from pathlib import Path
 
 
@@ -10,13 +9,9 @@ def bundled(pattern: str) -> list[str]:
     spec = importlib.util.find_spec("nvidia")
     folders = (spec.submodule_search_locations or []) if spec else []
     found = (path for folder in folders for path in Path(folder).glob(pattern))
-    return [str(path) for path in sorted(found, key=_version, reverse=True)]
+    return [str(path) for path in sorted(found, key=lambda path: path.name, reverse=True)]
 
 
 def nccl_libraries() -> list[str]:
     """Where NCCL may lie beside the system's folders."""
     return bundled("nccl/lib/libnccl.so.*")
-
-
-def _version(path: Path) -> tuple[list[int], str]:
-    return [int(number) for number in re.findall("[0-9]+", path.name)], str(path)

@@ -13,7 +13,6 @@ def variable(name: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before

@@ -68,15 +68,7 @@ class Learnt:
     @staticmethod
     def from_bytes(data: bytes) -> "Learnt":
         line, _, blob = data.partition(b"\n")
-        try:
-            (own_loading,) = json.loads(line).values()
-        except (ValueError, AttributeError, RecursionError):
-            own_loading = None
-        if not isinstance(own_loading, str):
-            raise ProtocolError(
-                "a worker that has learnt says something else: use the same wsync on both sides"
-            )
-        return Learnt(blob, own_loading)
+        return Learnt(blob, **json.loads(line))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
