@@ -193,7 +193,4 @@ def test_a_bucket_is_flat_bytes() -> None:
     )
     with pytest.raises(LayoutError, match=r"stride \(2,\) instead of contiguous"):
         gaps.reconstruct_tensors()
-    nothing: Any = "flat"
-    with pytest.raises(LayoutError, match="bucket: str instead of a tensor"):
-        FlattenedTensorBucket(flattened_tensor=nothing, metadata=[]).reconstruct_tensors()
     assert wsync.FlattenedTensorBucket is FlattenedTensorBucket

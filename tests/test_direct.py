@@ -24,7 +24,7 @@ from support.tiny_qwen3 import Weights, draw, same
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import wsync
-from wsync.machine.process_maps import SharedMaps
+from wsync.machine.lendable import SharedMaps
 from wsync.trainer.sessions.direct import DirectSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False, delivery="direct")

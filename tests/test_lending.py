@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from wsync import _core
-from wsync.machine.process_maps import SharedMaps
+from wsync.machine.lendable import SharedMaps
 
 PATIENCE = 60.0
 PAGE = 4096
@@ -110,14 +110,14 @@ def test_shared_mappings_are_found_by_address() -> None:
     place = found[0]
     assert place is not None and place.offset == 5
     assert found[1:] == [None, None, None]
-    borrowed = maps.borrow([place.file])[place.file]
+    borrowed = maps.borrow([place.source])[place.source]
     assert bytes(memoryview(borrowed)[5:8]) == b"567"
     # another file at the same address is another one
     del memory
     again = memory_of(b"other", 2 * PAGE)
     maps.read()
     (other,) = maps.find([(again.address, 5)])
-    assert other is not None and other.file != place.file
+    assert other is not None and other.source != place.source
     maps.close()
 
 

@@ -127,8 +127,6 @@ class FlattenedTensorBucket:
         not start at a multiple of its item size.  Raises LayoutError for metadata that does not
         fit the bucket."""
         flat = self.flattened_tensor
-        if not isinstance(flat, torch.Tensor):
-            raise LayoutError(f"bucket: {type(flat).__name__} instead of a tensor")
         if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
             raise LayoutError(
                 f"bucket: {flat.dtype} of shape {tuple(flat.shape)} and stride {flat.stride()} "

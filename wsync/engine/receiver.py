@@ -22,8 +22,7 @@ from wsync.engine.ring_loaders import Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, settle
 from wsync.machine.error_text import error_text
-from wsync.machine.gpu_allocations import place_of
-from wsync.machine.process_maps import most_segments, raise_descriptor_limit
+from wsync.machine.lendable import most_segments, place_of, raise_descriptor_limit
 from wsync.machine.trace import Trace
 from wsync.messages import payload
 from wsync.messages.control import BORROWS, LEARN, LOAD_FORMAT, Control, Learnt

@@ -15,12 +15,14 @@ from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Deadline
 from wsync.machine.device import find
-from wsync.machine.gpu_allocations import GpuAllocations, GpuPlace, GpuSegment, place_of
-from wsync.machine.process_maps import (
+from wsync.machine.lendable import (
     File,
-    FilePlace,
+    GpuAllocations,
+    GpuSegment,
+    LentPlace,
     SharedMaps,
     most_segments,
+    place_of,
     raise_descriptor_limit,
 )
 from wsync.module_tensors.names import listed
@@ -131,8 +133,8 @@ class Lender:
 
     def _lend(self, around: Any, spans: Sequence[tuple[int, int]]) -> bool:
         """False if what lies so is not lent."""
-        found: Sequence[FilePlace | GpuPlace | None] = around.find(spans)
-        used = {place[0] for place in found if place is not None}
+        found: Sequence[LentPlace | None] = around.find(spans)
+        used = {place.source for place in found if place is not None}
         count = sum(source.descriptors for source in used)
         raise_descriptor_limit()  # also for what other ranks lend, which some ranks pass on
         if count > (most := self.quarters * most_segments(self._ranks)):
@@ -156,8 +158,8 @@ class Lender:
         for source in self._numbers.keys() - used:
             self._drop(source)
         self.places = [
-            Bound(self._numbers[place[0]], place.offset, nbytes)
-            if place is not None and place[0] in self._numbers
+            Bound(self._numbers[place.source], place.offset, nbytes)
+            if place is not None and place.source in self._numbers
             else None
             for place, (_, nbytes) in zip(found, spans, strict=True)
         ]

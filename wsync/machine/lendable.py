@@ -1,0 +1,239 @@
+"""Which memory of this process lies where, and what of it can be lent to other processes.
+
+The kernel or the driver is asked, and not who has made the memory: tensors may be torch's
+(share_memory_, segments of cudaMalloc or expandable ones), views of a
+multiprocessing.shared_memory, or anything else that maps a file without a disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from wsync import _core
+
+_READ: Final = 1 << 16
+# a mapping of proc_pid_maps(5) that is shared ("s"): start, end, offset, device, inode, path
+_SHARED: Final = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) ([0-9]+) *(.*)$", re.M
+)
+
+
+class File(NamedTuple):
+    """A file whose pages are memory, by the numbers that no other has while it is mapped."""
+
+    device: tuple[int, int]
+    inode: int
+
+    @property
+    def descriptors(self) -> int:
+        """How many another process needs to map it."""
+        return 1
+
+
+class GpuSegment(NamedTuple):
+    """Allocations of a GPU that are lent together; no other ones have its number."""
+
+    number: int
+    descriptors: int
+
+
+class LentPlace(NamedTuple):
+    """Where memory of this process lies in something that can be lent."""
+
+    source: File | GpuSegment
+    offset: int
+
+
+class _Mapping(NamedTuple):
+    start: int
+    end: int
+    offset: int
+    file: File
+    path: bytes
+
+
+class SharedMaps:
+    """The shared mappings of this process, as they were when it was made, or `read` was called."""
+
+    def __init__(self) -> None:
+        self._maps = open("/proc/self/maps", "rb", buffering=0)  # noqa: SIM115  until `close`
+        self._found: Sequence[_Mapping] = ()
+        self.read()
+
+    def close(self) -> None:
+        self._maps.close()
+
+    def read(self, buffers: _core.BufferTable | None = None) -> Sequence[object]:
+        """Reads which there are now, whatever the buffers, and gives them, to be compared."""
+        self._maps.seek(0)
+        text = b"".join(iter(lambda: self._maps.read(_READ), b""))
+        found = []
+        for start, end, offset, major, minor, inode, path in _SHARED.findall(text):
+            file = File((int(major, 16), int(minor, 16)), int(inode))
+            found.append(_Mapping(int(start, 16), int(end, 16), int(offset, 16), file, path))
+        self._found = found
+        return found
+
+    def find(self, spans: Iterable[tuple[int, int]]) -> list[LentPlace | None]:
+        """Where each span (address, bytes) lies; None for one that is empty, or not within one
+        shared mapping."""
+        starts = [mapping.start for mapping in self._found]
+        places: list[LentPlace | None] = []
+        for address, nbytes in spans:
+            index = bisect_right(starts, address) - 1
+            place = None
+            if nbytes and index >= 0 and address + nbytes <= self._found[index].end:
+                mapping = self._found[index]
+                place = LentPlace(mapping.file, mapping.offset + address - mapping.start)
+            places.append(place)
+        return places
+
+    def borrow(self, files: Iterable[File]) -> dict[File, _core.Memory]:
+        """The memory of files that `find` has met, to be lent to another process: of those that
+        this process has a descriptor of, or that can be opened by their name."""
+        wanted, borrowed = set(files), dict[File, _core.Memory]()
+        descriptors = os.listdir("/proc/self/fd") if wanted else ()
+        paths = [os.fsencode(f"/proc/self/fd/{name}") for name in descriptors]
+        for path in paths + [each.path for each in self._found if each.file in wanted]:
+            try:
+                if _file_of(os.stat(path)) not in wanted:
+                    continue
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:  # closed since, or it has no name any more
+                continue
+            try:
+                memory = _core.Memory.borrow(fd)
+            except (_core.PeerRefusedError, _core.SystemCallError):
+                continue  # a file on a disk, or a descriptor of no use, where there may be another
+            finally:
+                os.close(fd)
+            # the number or the name may be another file's since it was looked at
+            file = _file_of(os.fstat(memory.fileno()))
+            if file in wanted:
+                borrowed[file] = memory
+                wanted.discard(file)
+        return borrowed
+
+
+def most_segments(ranks: int = 1) -> int:
+    """How many files each of so many ranks may lend unasked, that processes which hold all of them
+    keep most of their descriptors and mappings for other things; after raise_descriptor_limit."""
+    return _most_descriptors() // (4 * ranks)
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process have as many descriptors as it may have mappings, if its hard limit allows
+    that: 1,024, the usual soft limit, are the segments of 20 GB.  No more: containers' hard limit
+    is 2^30, and there are programs that go through all numbers up to the soft one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (most := _most_descriptors()):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _most_descriptors() -> int:
+    with open("/proc/sys/vm/max_map_count", encoding="ascii") as file:
+        mappings = int(file.read())
+    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], mappings)
+
+
+def _file_of(facts: os.stat_result) -> File:
+    return File((os.major(facts.st_dev), os.minor(facts.st_dev)), facts.st_ino)
+
+
+# --- memory of a GPU ----------------------------------------------------------------------------
+
+# (address, bytes, identity, whether it is a piece) of BufferTable.allocations
+Allocation = tuple[int, int, int, bool]
+
+
+def place_of(gpu: str, *, mps: bool) -> str:
+    """Where memory of a GPU, by its UUID, can be lent: on it, and in this PID namespace, and among
+    clients of MPS or others, beyond which no process opens the IPC handle of an allocation; "" for
+    the host's memory."""
+    return gpu and f"{gpu}@{os.stat('/proc/self/ns/pid').st_ino}{'@mps' * mps}"
+
+
+class GpuAllocations:
+    """The memory around buffers on a GPU, as it was when `read` was called last."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Allocation, ...], GpuSegment] = {}
+        self._buffers = _core.BufferTable([])
+        self._found: list[Allocation] = []
+        self._next = 0
+
+    def close(self) -> None:
+        self._known, self._buffers = {}, _core.BufferTable([])
+
+    def read(self, buffers: _core.BufferTable) -> Sequence[object]:
+        """Asks the driver what is around these buffers now, and gives that, to be compared."""
+        self._buffers, self._found = buffers, buffers.allocations()
+        return self._found
+
+    def find(self, spans: Sequence[tuple[int, int]]) -> list[LentPlace | None]:
+        """Where each span (address, bytes) of the buffers lies; None for one that is empty, or that
+        no other process can map."""
+        found = self._found
+        starts = [allocation[0] for allocation in found]
+        covers = [_cover(span, found, starts) for span in spans]
+        homes = self._segments(found, covers)
+        return [
+            None if cover is None else LentPlace(homes[cover[0]][0], address - homes[cover[0]][1])
+            for (address, _), cover in zip(spans, covers, strict=True)
+        ]
+
+    def borrow(self, segments: Iterable[GpuSegment]) -> dict[GpuSegment, _core.Memory]:
+        """The memory of segments that `find` has met, to be lent to another process."""
+        parts = {segment: allocations for allocations, segment in self._known.items()}
+        return {segment: self._buffers.lend(parts[segment]) for segment in segments}
+
+    def _segments(
+        self, found: Sequence[Allocation], covers: Iterable[tuple[int, int] | None]
+    ) -> dict[int, tuple[GpuSegment, int]]:
+        """By allocation: its segment, and where that begins.  Allocations that a buffer lies across
+        are one segment: a worker maps it side by side, too."""
+        known, homes = (
+            dict[tuple[Allocation, ...], GpuSegment](),
+            dict[int, tuple[GpuSegment, int]](),
+        )
+        runs: list[tuple[int, int]] = []
+        for first, last in sorted(set(filter(None, covers))):
+            if runs and first <= runs[-1][1]:
+                runs[-1] = runs[-1][0], max(last, runs[-1][1])
+            else:
+                runs.append((first, last))
+        for first, last in runs:
+            parts = tuple(found[first : last + 1])
+            segment = self._known.get(parts)
+            if segment is None:
+                segment = GpuSegment(self._next, 1 + sum(part[3] for part in parts))
+                self._next += 1
+            known[parts] = segment
+            homes |= {index: (segment, parts[0][0]) for index in range(first, last + 1)}
+        self._known = known
+        return homes
+
+
+def _cover(
+    span: tuple[int, int], found: Sequence[Allocation], starts: Sequence[int]
+) -> tuple[int, int] | None:
+    """The first and last of the allocations that a span lies in, if it can be lent."""
+    address, nbytes = span
+    first = last = bisect_right(starts, address) - 1
+    if not nbytes or first < 0:
+        return None
+    end = found[first][0]
+    while last < len(found):
+        start, size, identity, piece = found[last]
+        if not identity or start != end or (last > first and not piece):
+            return None
+        end = start + size
+        if address + nbytes <= end:
+            return (first, last) if last == first or found[first][3] else None
+        last += 1
+    return None
