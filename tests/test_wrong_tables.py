@@ -30,7 +30,7 @@ def expanded(rule):
 
 def parameters_of(rule):
     experts = range(SIZES["experts"]) if "{expert}" in rule.name else (0,)
-    return [rule.name.format(**NUMBERS, expert=expert) for expert in experts]
+    return [rule.names[0].format(**NUMBERS, expert=expert) for expert in experts]
 
 
 def module_of(rules):
@@ -52,7 +52,7 @@ def module_of(rules):
 def configured(**fields):
     """A model of one layer, whose configuration has these fields."""
     module = module_of(
-        rule for rule in own_family.RULES if rule.name.endswith(".input_layernorm.weight")
+        rule for rule in own_family.RULES if rule.names[0].endswith(".input_layernorm.weight")
     )
     module.decoder.layers.get_submodule("0").config = SimpleNamespace(**fields)
     return module

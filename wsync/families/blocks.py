@@ -6,12 +6,14 @@ of transformers.  Sizes are those of the model:
     h hidden, vocab, experts, layers
     g query groups, n query heads per group, d channels of a head, heads = g * n
     ffn, moe_ffn, shared_ffn: intermediate sizes of dense layers, one expert, the shared experts
+
+A target is written as "name", or as "name view" where it lies otherwise than the parameter.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from wsync.families.rules import Rule, Target
@@ -19,65 +21,58 @@ from wsync.families.rules import Rule, Target
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 MTP_LAYER = "mtp.layers.{mtp}."
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+_Stored = Sequence[Sequence[int]] | None
 
 
-def renamed(name: str, view: str, target: str) -> Rule:
-    """A parameter that holds one tensor, laid out as the parameter is."""
-    return Rule(name, view, Target(target, re.sub(r"[*~@]|:[\w+?]+", "", view)))
+def renamed(name: str, view: str, *targets: str, stored: _Stored = None) -> Rule:
+    """The rule of a parameter, by the texts of its targets."""
+    pairs = (target.partition(" ") for target in targets)
+    made = (Target(to, re.sub(r"[*~@]|:[\w+?]+", "", other or view)) for to, _, other in pairs)
+    return Rule(name, view, *made, stored=stored)
 
 
-def layer_rules(*rows: tuple[str, str, str]) -> tuple[Rule, ...]:
-    """Parameters of a layer that lie as the tensors of other names do: (name, view, other name)."""
-    return tuple(renamed(LAYER + name, view, HF_LAYER + target) for name, view, target in rows)
-
-
-def attention_rules(*rows: tuple[str, str, str]) -> tuple[Rule, ...]:
-    """As `layer_rules`, of a layer's attention."""
-    return layer_rules(*((f"self_attention.{n}", v, f"self_attn.{to}") for n, v, to in rows))
-
-
-def with_bias(
-    name: str, rows: str, *targets: tuple[str, str], columns: str = "h"
-) -> tuple[Rule, ...]:
-    """A linear layer's weight and bias, by the views of their rows; targets: (name, rows)."""
+def layer_rules(*rows: tuple[str, ...], part: str = "", target: str = "") -> tuple[Rule, ...]:
+    """Parameters of a layer: (name, view, targets); part, target: what stands before the names."""
     return tuple(
-        Rule(
+        renamed(f"{LAYER}{part}{name}", view, *(f"{HF_LAYER}{target}{each}" for each in targets))
+        for name, view, *targets in rows
+    )
+
+
+def attention_rules(*rows: tuple[str, ...]) -> tuple[Rule, ...]:
+    """As `layer_rules`, of a layer's attention."""
+    return layer_rules(*rows, part="self_attention.", target="self_attn.")
+
+
+def linear(name: str, rows: str, columns: str, *targets: str) -> tuple[Rule, ...]:
+    """A linear layer's weight and bias; the targets' views are those of their rows."""
+    pairs = [target.partition(" ") for target in targets]
+    return tuple(
+        renamed(
             f"{name}.{kind}",
             f"{rows}{tail}",
-            *(Target(f"{target}.{kind}", f"{view}{tail}") for target, view in targets),
+            *(f"{to}.{kind} {view or rows}{tail}" for to, _, view in pairs),
         )
         for kind, tail in (("weight", f" {columns}"), ("bias", ""))
     )
 
 
-def linear(name: str, rows: str, columns: str, target: str) -> tuple[Rule, ...]:
-    """A weight and a bias that lie as the target's do."""
-    return (
-        renamed(f"{name}.weight", f"{rows} {columns}", f"{target}.weight"),
-        renamed(f"{name}.bias", rows, f"{target}.bias"),
-    )
-
-
-def gated(
-    name: str, size: str, target: str, names: Sequence[str] = ("gate_proj", "up_proj")
-) -> Rule:
+def gated(name: str, size: str, target: str) -> Rule:
     """The weight of a gated first linear layer: every rank holds its gate rows, then its up rows.
 
     Args:
         size: of each of the two.
         target: what stands before the names of gate and up projections.
     """
-    return Rule(
-        name,
-        f"(*gate:{size} | *up:{size}) h",
-        Target(f"{target}{names[0]}.weight", "gate h"),
-        Target(f"{target}{names[1]}.weight", "up h"),
-    )
+    targets = (f"{target}gate_proj.weight gate h", f"{target}up_proj.weight up h")
+    return renamed(name, f"(*gate:{size} | *up:{size}) h", *targets)
 
 
 def vocabulary(name: str, target: str) -> Rule:
     """An embedding or head, whose rows are padded."""
-    return Rule(name, "*(vocab | pad:?) h", Target(target, "vocab h"))
+    return renamed(name, "*(vocab | pad:?) h", f"{target} vocab h")
 
 
 EMBEDDING: tuple[Rule, ...] = (
@@ -86,80 +81,89 @@ EMBEDDING: tuple[Rule, ...] = (
     renamed("decoder.final_layernorm.weight", "h", "model.norm.weight"),
 )
 
+# One norm, two names: fused into the linear layer by TransformerEngine, else of its own.
 NORMS: tuple[Rule, ...] = layer_rules(
-    ("input_layernorm.weight", "h", "input_layernorm.weight"),
-    # One norm, two names: fused into the linear layer by TransformerEngine, else of its own.
-    ("mlp.linear_fc1.layer_norm_weight", "h", "post_attention_layernorm.weight"),
-    ("pre_mlp_layernorm.weight", "h", "post_attention_layernorm.weight"),
+    (
+        "(input_layernorm.|self_attention.linear_qkv.layer_norm_)weight",
+        "h",
+        "input_layernorm.weight",
+    ),
+    (
+        "(pre_mlp_layernorm.|mlp.linear_fc1.layer_norm_)weight",
+        "h",
+        "post_attention_layernorm.weight",
+    ),
 )
 
-# Rows per query group: its query heads, its key head, its value head.
-QKV = with_bias(
+QKV_ROWS = (
+    "*(g (n | k:1 | v:1) d)"  # per query group: its query heads, its key head, its value head
+)
+_ATTENTION = f"{HF_LAYER}self_attn."
+QKV = linear(
     f"{LAYER}self_attention.linear_qkv",
-    "*(g (n | k:1 | v:1) d)",
-    (f"{HF_LAYER}self_attn.q_proj", "(g n d)"),
-    (f"{HF_LAYER}self_attn.k_proj", "(g k d)"),
-    (f"{HF_LAYER}self_attn.v_proj", "(g v d)"),
+    QKV_ROWS,
+    "h",
+    f"{_ATTENTION}q_proj (g n d)",
+    f"{_ATTENTION}k_proj (g k d)",
+    f"{_ATTENTION}v_proj (g v d)",
 )
 # What attention has besides.
 ATTENTION_REST: tuple[Rule, ...] = (
-    *linear(f"{LAYER}self_attention.linear_proj", "h", "*(g n d)", f"{HF_LAYER}self_attn.o_proj"),
+    *linear(f"{LAYER}self_attention.linear_proj", "h", "*(g n d)", f"{_ATTENTION}o_proj"),
     *attention_rules(
         ("q_layernorm.weight", "d", "q_norm.weight"),
         ("k_layernorm.weight", "d", "k_norm.weight"),
     ),
-    *layer_rules(("self_attention.linear_qkv.layer_norm_weight", "h", "input_layernorm.weight")),
     *NORMS,
 )
 ATTENTION = (*QKV, *ATTENTION_REST)
 
+_MLP = f"{HF_LAYER}mlp."
 DENSE_MLP: tuple[Rule, ...] = (
-    *with_bias(
+    *linear(
         f"{LAYER}mlp.linear_fc1",
         "(*gate:ffn | *up:ffn)",
-        (f"{HF_LAYER}mlp.gate_proj", "gate"),
-        (f"{HF_LAYER}mlp.up_proj", "up"),
+        "h",
+        f"{_MLP}gate_proj gate",
+        f"{_MLP}up_proj up",
     ),
-    *linear(f"{LAYER}mlp.linear_fc2", "h", "*ffn", f"{HF_LAYER}mlp.down_proj"),
+    *linear(f"{LAYER}mlp.linear_fc2", "h", "*ffn", f"{_MLP}down_proj"),
 )
 
 
-def expert_names(linear: str) -> tuple[str, str]:
+def expert_names(linear: str) -> str:
     """A parameter of every expert ("linear_fc1.weight"), where TransformerEngine groups experts and
     where they are modules of their own."""
-    experts = f"{LAYER}mlp.experts."
-    return f"{experts}{linear}{{expert}}", f"{experts}local_experts.{{expert}}.{linear}"
+    return f"mlp.experts.({linear}{{expert}}|local_experts.{{expert}}.{linear})"
 
 
-_HALVES = "(*gate:moe_ffn | *up:moe_ffn)"
-
-
-def _experts(first: Sequence[tuple[str, str]], second: tuple[str, str]) -> tuple[Rule, ...]:
-    """The two linear layers of experts, by (name, view) of their targets, in which `$` is the axis
-    of a layer's experts."""
-
-    def to(axis: str, *targets: tuple[str, str]) -> Iterator[Target]:
-        return (Target(name.replace("$", axis), view.replace("$", axis)) for name, view in targets)
-
-    legacy = f"{LAYER}mlp.experts.weight"
-    return (
-        *(
-            Rule(name, f"{_HALVES} h", *to("expert", *first))
-            for name in expert_names("linear_fc1.weight")
-        ),
-        *(
-            Rule(name, "h *moe_ffn", *to("expert", second))
-            for name in expert_names("linear_fc2.weight")
-        ),
+def _experts(first: Sequence[str], second: str) -> tuple[Rule, ...]:
+    """The two linear layers of experts; `$` in their targets is the axis of a layer's experts."""
+    halves = "(*gate:moe_ffn | *up:moe_ffn)"
+    forms: tuple[tuple[str, str, str, _Stored], ...] = (
+        (expert_names("linear_fc1.weight"), "expert", f"{halves} h", None),
+        (expert_names("linear_fc2.weight"), "expert", "h *moe_ffn", None),
+        # One parameter for all of a rank's experts, as slime's converters know it.
+        ("mlp.experts.linear_fc1", "experts", f"@experts {halves} h", None),
+        ("mlp.experts.linear_fc2", "experts", "@experts h *moe_ffn", None),
         # Legacy grouped experts: one tensor per rank, transposed for each expert.
-        Rule(f"{legacy}1", f"@experts h {_HALVES}", *to("experts", *first), stored=((1,), (0, 2))),
-        Rule(f"{legacy}2", "@experts *moe_ffn h", *to("experts", second), stored=((0, 1), (2,))),
+        ("mlp.experts.weight1", "experts", f"@experts h {halves}", ((1,), (0, 2))),
+        ("mlp.experts.weight2", "experts", "@experts *moe_ffn h", ((0, 1), (2,))),
+    )
+    return tuple(
+        renamed(
+            f"{LAYER}{name}",
+            view,
+            *(f"{HF_LAYER}{to}".replace("$", axis) for to in (first, (second,))[number % 2]),
+            stored=stored,
+        )
+        for number, (name, axis, view, stored) in enumerate(forms)
     )
 
 
 def routed_experts(
     moe: str = "mlp.",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, str, str] = GATE_UP_DOWN,
     *,
     bias: str = "gate.e_score_correction_bias",
 ) -> tuple[Rule, ...]:
@@ -170,13 +174,13 @@ def routed_experts(
         names: of an expert's gate, up and down projections.
         bias: the router's bias that balances the experts' load.
     """
-    gate, up, down = (f"{HF_LAYER}{moe}experts.{{$}}.{name}.weight" for name in names)
+    gate, up, down = (f"{moe}experts.{{$}}.{name}.weight" for name in names)
     return (
         *layer_rules(
             ("mlp.router.weight", "experts h", f"{moe}gate.weight"),
             ("mlp.router.expert_bias", "experts", f"{moe}{bias}"),
         ),
-        *_experts([(gate, "gate h"), (up, "up h")], (down, "h moe_ffn")),
+        *_experts((f"{gate} gate h", f"{up} up h"), f"{down} h moe_ffn"),
     )
 
 
@@ -187,10 +191,9 @@ def stacked_experts(gate_up: str, down: str) -> tuple[Rule, ...]:
     """A router and experts whose tensors hold all of a layer's: gate_up_proj and down_proj, whose
     axes behind the first one are those of the views `gate_up` ("h (gate | up)") and `down`
     ("moe_ffn h")."""
-    first, second = (f"{HF_LAYER}mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
     return (
         *layer_rules(("mlp.router.weight", "experts h", "mlp.gate.weight")),
-        *_experts([(first, f"$ {gate_up}")], (second, f"$ {down}")),
+        *_experts((f"mlp.experts.gate_up_proj $ {gate_up}",), f"mlp.experts.down_proj $ {down}"),
     )
 
 
@@ -230,9 +233,7 @@ def moved(
 def beside_vision(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Rules of a language model beside a vision tower, with and without the name that a wrapper
     gives it."""
-    rules = tuple(rules)
-    target = ("model.", "model.language_model.")
-    return (*moved(rules, ("", "language_model."), target), *moved(rules, ("", ""), target))
+    return moved(rules, ("", "(language_model.|)"), ("model.", "model.language_model."))
 
 
 def eh_proj(target: str, *, swapped: bool = False) -> Rule:
@@ -240,7 +241,7 @@ def eh_proj(target: str, *, swapped: bool = False) -> Rule:
     hidden state (`_concat_embeddings` of Megatron-Core); swapped: the other way in the target."""
     columns = "(hidden | embedding)" if swapped else "(embedding | hidden)"
     view = "*h (embedding:h | hidden:h)"
-    return Rule(f"{MTP_LAYER}eh_proj.weight", view, Target(f"{target}.weight", f"h {columns}"))
+    return renamed(f"{MTP_LAYER}eh_proj.weight", view, f"{target}.weight h {columns}")
 
 
 def mtp(
@@ -266,31 +267,25 @@ def mtp(
         within: what stands before the names of the inner layer's parameters, where an MTP layer is
             a block of several: "layers.{inner}.".
     """
-    layer = tuple(layer)
+    norms = {"enorm": enorm, "hnorm": hnorm, "final_layernorm": norm}
     # The inner layer is called transformer_layer up to Megatron-Core 0.16, mtp_model_layer later.
+    name = f"{MTP_LAYER}(transformer_layer|mtp_model_layer).{within}"
     return (
-        renamed(f"{MTP_LAYER}enorm.weight", "h", f"{enorm}.weight"),
-        renamed(f"{MTP_LAYER}hnorm.weight", "h", f"{hnorm}.weight"),
+        *(renamed(f"{MTP_LAYER}{own}.weight", "h", f"{to}.weight") for own, to in norms.items()),
         eh_proj(projection, swapped=swapped),
-        renamed(f"{MTP_LAYER}final_layernorm.weight", "h", f"{norm}.weight"),
-        *moved(layer, (LAYER, f"{MTP_LAYER}transformer_layer.{within}"), (HF_LAYER, inner)),
-        *moved(layer, (LAYER, f"{MTP_LAYER}mtp_model_layer.{within}"), (HF_LAYER, inner)),
+        *moved(layer, (LAYER, name), (HF_LAYER, inner)),
     )
 
 
 def fused_experts(
     target: str = f"{HF_LAYER}mlp.experts.",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    names: tuple[str, str, str] = GATE_UP_DOWN,
     size: str = "moe_ffn",
 ) -> tuple[Rule, ...]:
     """A layer's experts as transformers 5 keeps them at run time; it saves them one by one."""
     gate, up, down = (f"{target}{{experts}}.{name}.weight" for name in names)
+    name, halves = f"{HF_LAYER}mlp.experts.", f"(gate:{size} | up:{size})"
     return (
-        Rule(
-            f"{HF_LAYER}mlp.experts.gate_up_proj",
-            f"experts (gate:{size} | up:{size}) h",
-            Target(gate, "gate h"),
-            Target(up, "up h"),
-        ),
-        Rule(f"{HF_LAYER}mlp.experts.down_proj", f"experts h {size}", Target(down, f"h {size}")),
+        renamed(f"{name}gate_up_proj", f"experts {halves} h", f"{gate} gate h", f"{up} up h"),
+        renamed(f"{name}down_proj", f"experts h {size}", f"{down} h {size}"),
     )

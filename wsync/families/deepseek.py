@@ -8,24 +8,13 @@ embedding is brought into its order when it is applied.  The number of query gro
 
 from __future__ import annotations
 
-from wsync.families.blocks import (
-    DENSE_MLP,
-    EMBEDDING,
-    EXPERTS,
-    HF_LAYER,
-    LAYER,
-    NORMS,
-    UNGATED_SHARED_EXPERTS,
-    attention_rules,
-    moved,
-    mtp,
-)
-from wsync.families.rules import Rule, Target
+from wsync.families import blocks
+from wsync.families.rules import Rule
 
 # SGLang joins the two (deepseek_v2.py), and drops either that comes without the other.
 LATENT_TOGETHER = (("q_a_proj", "kv_a_proj_with_mqa"),)
 
-LATENT_ATTENTION: tuple[Rule, ...] = attention_rules(
+LATENT_ATTENTION: tuple[Rule, ...] = blocks.attention_rules(
     # Without a rank for queries (Moonlight) they have one projection.
     ("linear_q_proj.weight", "*(heads qk:nope+rope) h", "q_proj.weight"),
     # TransformerEngine's linear layers hold these two whole, Megatron's own hold parts.
@@ -35,58 +24,55 @@ LATENT_ATTENTION: tuple[Rule, ...] = attention_rules(
     ("linear_kv_up_proj.weight", "*(heads kv:nope+dv) kv_lora", "kv_b_proj.weight"),
     ("linear_proj.weight", "h *(heads dv)", "o_proj.weight"),
     # One norm, two names, as elsewhere.
-    ("linear_q_up_proj.layer_norm_weight", "q_lora", "q_a_layernorm.weight"),
-    ("q_layernorm.weight", "q_lora", "q_a_layernorm.weight"),
-    ("linear_kv_up_proj.layer_norm_weight", "kv_lora", "kv_a_layernorm.weight"),
-    ("kv_layernorm.weight", "kv_lora", "kv_a_layernorm.weight"),
+    ("(linear_q_up_proj.layer_norm_|q_layernorm.)weight", "q_lora", "q_a_layernorm.weight"),
+    ("(linear_kv_up_proj.layer_norm_|kv_layernorm.)weight", "kv_lora", "kv_a_layernorm.weight"),
 )
-
-
-def _swapped(name: str, view: str) -> Rule:
-    """A parameter of slime's plugin, which holds the second half of each head's 128 channels
-    before the first, as its rotary embedding wants them."""
-    return Rule(
-        f"{LAYER}self_attention.{name}",
-        view.format("(second:64 | first:64)"),
-        Target(
-            f"{HF_LAYER}self_attn.indexer.{name}",
-            view.format("(first | second)").replace(":?", ""),
-        ),
-    )
 
 
 # Of layers that use another layer's choice of tokens there is none: such a layer has no
-# parameters for it.  All ranks hold all of it.  Megatron-Core's own keeps the order of checkpoints.
+# parameters for it.  All ranks hold all of it.  Megatron-Core's own keeps the order of checkpoints;
+# slime's plugin holds the second half of each head's 128 channels before the first, as its rotary
+# embedding wants them.
+_HALVES = "(second:64 | first:64)"
 INDEXER: tuple[Rule, ...] = (
-    *attention_rules(
-        ("core_attention.indexer.linear_wq_b.weight", "rows:? q_lora", "indexer.wq_b.weight"),
-        ("core_attention.indexer.linear_wk.weight", "rows:? h", "indexer.wk.weight"),
-        (
-            *("core_attention.indexer.linear_weights_proj.weight", "rows:? h"),
-            "indexer.weights_proj.weight",
-        ),
-        ("core_attention.indexer.k_norm.weight", "rows:?", "indexer.k_norm.weight"),
-        ("core_attention.indexer.k_norm.bias", "rows:?", "indexer.k_norm.bias"),
-        ("weights_proj.weight", "rows:? h", "indexer.weights_proj.weight"),
+    *blocks.layer_rules(
+        ("linear_wq_b.weight", "rows:? q_lora", "wq_b.weight"),
+        ("linear_wk.weight", "rows:? h", "wk.weight"),
+        ("linear_weights_proj.weight", "rows:? h", "weights_proj.weight"),
+        ("k_norm.weight", "rows:?", "k_norm.weight"),
+        ("k_norm.bias", "rows:?", "k_norm.bias"),
+        part="self_attention.core_attention.indexer.",
+        target="self_attn.indexer.",
     ),
-    _swapped("wq_b.weight", "(heads_of_indexer:? {}) q_lora"),
-    _swapped("wk.weight", "{} h"),
-    _swapped("k_norm.weight", "{}"),
-    _swapped("k_norm.bias", "{}"),
+    *blocks.layer_rules(
+        ("weights_proj.weight", "rows:? h", "weights_proj.weight"),
+        (
+            "wq_b.weight",
+            f"(heads_of_indexer:? {_HALVES}) q_lora",
+            "wq_b.weight (heads_of_indexer (first | second)) q_lora",
+        ),
+        ("wk.weight", f"{_HALVES} h", "wk.weight (first | second) h"),
+        ("k_norm.weight", _HALVES, "k_norm.weight (first | second)"),
+        ("k_norm.bias", _HALVES, "k_norm.bias (first | second)"),
+        part="self_attention.",
+        target="self_attn.indexer.",
+    ),
 )
 
-_LAYER = (*LATENT_ATTENTION, *NORMS, *DENSE_MLP, *EXPERTS, *UNGATED_SHARED_EXPERTS)
+_LAYER = (
+    *LATENT_ATTENTION,
+    *blocks.NORMS,
+    *blocks.DENSE_MLP,
+    *blocks.EXPERTS,
+    *blocks.UNGATED_SHARED_EXPERTS,
+)
 
 # A checkpoint also has copies of embedding and head in each layer of MTP; engines share the
 # model's own, and no trainer holds more.
-DEEPSEEK: tuple[Rule, ...] = (*EMBEDDING, *_LAYER, *mtp(_LAYER))
+DEEPSEEK: tuple[Rule, ...] = (*blocks.EMBEDDING, *_LAYER, *blocks.mtp(_LAYER))
 _SPARSE_LAYER = (*_LAYER, *INDEXER)
-DEEPSEEK_SPARSE: tuple[Rule, ...] = (*EMBEDDING, *_SPARSE_LAYER, *mtp(_SPARSE_LAYER))
+DEEPSEEK_SPARSE: tuple[Rule, ...] = (*blocks.EMBEDDING, *_SPARSE_LAYER, *blocks.mtp(_SPARSE_LAYER))
 
 # Kimi-K2.5 is a DeepSeek-V3 beside a vision tower, which ranks hold as it is.
-KIMI_K25: tuple[Rule, ...] = tuple(
-    rule
-    for name in ("language_model.", "")
-    for rule in moved(DEEPSEEK, ("", name), ("", "language_model."))
-)
+KIMI_K25 = blocks.moved(DEEPSEEK, ("", "(language_model.|)"), ("", "language_model."))
 KIMI_VISION = {rf"{name}\.": f"{name}." for name in ("vision_tower", "mm_projector")}

@@ -11,16 +11,7 @@ are fused and transposed.  Sizes of the vision tower beside those of blocks.py:
 
 from __future__ import annotations
 
-from wsync.families.blocks import (
-    ATTENTION,
-    DENSE_MLP,
-    EMBEDDING,
-    beside_vision,
-    linear,
-    renamed,
-    stacked_experts,
-    with_bias,
-)
+from wsync.families import blocks
 from wsync.families.rules import Rule
 
 # The vision tower is transformers' own module, whole on every rank of the first stage, or
@@ -38,45 +29,45 @@ VISION_FIELDS = {
 }
 _LAYER = "vision_model.decoder.layers.{vision}."
 _BLOCK = "model.visual.blocks.{vision}."
-_MERGED = "(a:merge b:merge c:vision_h)"
 
 
-def _norms(name: str, view: str, target: str) -> tuple[Rule, ...]:
+def _norms(names: str, view: str, target: str) -> tuple[Rule, ...]:
     kinds = ("weight", "bias")
-    return tuple(renamed(f"{name}{kind}", view, f"{target}.{kind}") for kind in kinds)
+    return tuple(blocks.renamed(f"{names}{kind}", view, f"{target}.{kind}") for kind in kinds)
 
 
 def _merger(name: str, target: str, cut: str) -> tuple[Rule, ...]:
     """A projection of merged patches; cut: how its dimensions are marked that ranks hold parts
     of."""
     inner = f"{cut}(d:merge e:merge f:vision_h)"
+    merged = "(a:merge b:merge c:vision_h)"
     return (
-        *linear(f"{name}.linear_fc1", inner, _MERGED, f"{target}.linear_fc1"),
-        *linear(f"{name}.linear_fc2", "vision_out", inner, f"{target}.linear_fc2"),
+        *blocks.linear(f"{name}.linear_fc1", inner, merged, f"{target}.linear_fc1"),
+        *blocks.linear(f"{name}.linear_fc2", "vision_out", inner, f"{target}.linear_fc2"),
         *_norms(f"{name}.patch_norm.", "rows:?", f"{target}.norm"),
     )
 
 
+_PROJ = f"{_LAYER}self_attention.linear_proj"
 TOWER: tuple[Rule, ...] = (
     # Rows per head: its query, its key, its value; the checkpoint has all queries first.
-    *with_bias(
+    *blocks.linear(
         f"{_LAYER}self_attention.linear_qkv",
         "*(vision_heads (q:1 | k:1 | v:1) d:?)",
-        (f"{_BLOCK}attn.qkv", "(q vision_heads d | k vision_heads d | v vision_heads d)"),
-        columns="vision_h",
-    ),
-    *linear(
-        f"{_LAYER}self_attention.linear_proj",
         "vision_h",
-        "*(vision_heads d:?)",
-        f"{_BLOCK}attn.proj",
+        f"{_BLOCK}attn.qkv (q vision_heads d | k vision_heads d | v vision_heads d)",
     ),
-    *linear(f"{_LAYER}mlp.linear_fc1", "*vision_ffn", "vision_h", f"{_BLOCK}mlp.linear_fc1"),
-    *linear(f"{_LAYER}mlp.linear_fc2", "vision_h", "*vision_ffn", f"{_BLOCK}mlp.linear_fc2"),
-    *_norms(f"{_LAYER}self_attention.linear_qkv.layer_norm_", "vision_h", f"{_BLOCK}norm1"),
-    *_norms(f"{_LAYER}input_layernorm.", "vision_h", f"{_BLOCK}norm1"),
-    *_norms(f"{_LAYER}mlp.linear_fc1.layer_norm_", "vision_h", f"{_BLOCK}norm2"),
-    *_norms(f"{_LAYER}pre_mlp_layernorm.", "vision_h", f"{_BLOCK}norm2"),
+    *blocks.linear(_PROJ, "vision_h", "*(vision_heads d:?)", f"{_BLOCK}attn.proj"),
+    *blocks.linear(f"{_LAYER}mlp.linear_fc1", "*vision_ffn", "vision_h", f"{_BLOCK}mlp.linear_fc1"),
+    *blocks.linear(f"{_LAYER}mlp.linear_fc2", "vision_h", "*vision_ffn", f"{_BLOCK}mlp.linear_fc2"),
+    *_norms(
+        f"{_LAYER}(input_layernorm.|self_attention.linear_qkv.layer_norm_)",
+        "vision_h",
+        f"{_BLOCK}norm1",
+    ),
+    *_norms(
+        f"{_LAYER}(pre_mlp_layernorm.|mlp.linear_fc1.layer_norm_)", "vision_h", f"{_BLOCK}norm2"
+    ),
     *_merger(
         "vision_model.decoder.deepstack_merger_list.{vision}",
         "model.visual.deepstack_merger_list.{vision}",
@@ -85,5 +76,11 @@ TOWER: tuple[Rule, ...] = (
     # transformers' own has these names, too, and is whole
     *_merger("vision_model.merger", "model.visual.merger", "~"),
 )
-QWEN3_VL = (*beside_vision((*EMBEDDING, *ATTENTION, *DENSE_MLP)), *TOWER)
-QWEN3_VL_MOE = (*QWEN3_VL, *beside_vision(stacked_experts("h (gate | up)", "moe_ffn h")))
+QWEN3_VL = (
+    *blocks.beside_vision((*blocks.EMBEDDING, *blocks.ATTENTION, *blocks.DENSE_MLP)),
+    *TOWER,
+)
+QWEN3_VL_MOE = (
+    *QWEN3_VL,
+    *blocks.beside_vision(blocks.stacked_experts("h (gate | up)", "moe_ffn h")),
+)

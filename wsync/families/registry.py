@@ -11,29 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wsync import _core
-from wsync.families.bailing import BAILING_MOE_V2
-from wsync.families.blocks import (
-    ATTENTION,
-    DENSE_MLP,
-    EMBEDDING,
-    EXPERTS,
-    SHARED_EXPERT,
-    UNGATED_SHARED_EXPERTS,
-)
-from wsync.families.deepseek import (
-    DEEPSEEK,
-    DEEPSEEK_SPARSE,
-    KIMI_K25,
-    KIMI_VISION,
-    LATENT_TOGETHER,
-)
-from wsync.families.glm import GLM4, GLM4_MOE
-from wsync.families.gpt_oss import GPT_OSS
-from wsync.families.mimo import MIMO
-from wsync.families.minimax import MINIMAX_M2
-from wsync.families.nemotron import NEMOTRON_FIELDS, NEMOTRON_H
-from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_6, QWEN3_NEXT, SLIME_MTP
-from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, TOWER, VISION, VISION_FIELDS
+from wsync.families import blocks, deepseek, grouped_query, nemotron, qwen3_next, qwen3_vl
 from wsync.families.rules import PLACEHOLDER, Expansion, Rule, Together, key_of
 
 # Who puts the weights of a checkpoint into a model.  Megatron-Bridge and mbridge, as most, do it so
@@ -150,20 +128,22 @@ class Family:
 
 
 def _dense(name: str, *tables: tuple[Rule, ...], oracle: str) -> Family:
-    return Family(name, EMBEDDING, ATTENTION, DENSE_MLP, *tables, oracle=oracle)
+    return Family(
+        name, blocks.EMBEDDING, blocks.ATTENTION, blocks.DENSE_MLP, *tables, oracle=oracle
+    )
 
 
 def _latent(
     name: str, rules: tuple[Rule, ...], oracle: str, copied: Mapping[str, str] | None = None
 ) -> Family:
-    return Family(name, rules, copied=copied, together=LATENT_TOGETHER, oracle=oracle)
+    return Family(name, rules, copied=copied, together=deepseek.LATENT_TOGETHER, oracle=oracle)
 
 
 def _from_zero(name: str, rules: tuple[Rule, ...], oracle: str, **options: Any) -> Family:
     return Family(name, rules, settings=COUNTS_FROM_ZERO, oracle=oracle, **options)
 
 
-_SEEING: Any = {"copied": VISION, "fields": VISION_FIELDS}
+_SEEING: Any = {"copied": qwen3_vl.VISION, "fields": qwen3_vl.VISION_FIELDS}
 _LOGITS = "logits of transformers 4.57"
 # Exports after loading a checkpoint.
 _OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"
@@ -172,38 +152,54 @@ _AS = "the rules of {} under another name"
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("bailing_moe_v2", BAILING_MOE_V2, oracle=_NEW),
-        _latent("deepseek_v3", DEEPSEEK, f"{_BOTH}, {_LOGITS}"),
-        _latent("deepseek_v32", DEEPSEEK_SPARSE, _AS.format("glm_moe_dsa")),
-        Family("glm4", GLM4, settings=INTERLEAVED, oracle=_LOGITS),
-        Family("glm4_moe", GLM4_MOE, oracle=f"{_BOTH}, mbridge 0.15, {_LOGITS}"),
-        _latent("glm4_moe_lite", DEEPSEEK, _NEW),
-        _latent("glm_moe_dsa", DEEPSEEK_SPARSE, f"{_NEW}; slime's indexer by documents only"),
-        Family("gpt_oss", GPT_OSS, oracle=f"{_OLD}, {_LOGITS}"),
-        _latent("kimi_k2", DEEPSEEK, _AS.format("deepseek_v3")),
-        _latent("kimi_k25", KIMI_K25, f"{_NEW}; MTP by documents only", KIMI_VISION),
+        Family("bailing_moe_v2", grouped_query.BAILING_MOE_V2, oracle=_NEW),
+        _latent("deepseek_v3", deepseek.DEEPSEEK, f"{_BOTH}, {_LOGITS}"),
+        _latent("deepseek_v32", deepseek.DEEPSEEK_SPARSE, _AS.format("glm_moe_dsa")),
+        Family("glm4", grouped_query.GLM4, settings=INTERLEAVED, oracle=_LOGITS),
+        Family("glm4_moe", grouped_query.GLM4_MOE, oracle=f"{_BOTH}, mbridge 0.15, {_LOGITS}"),
+        _latent("glm4_moe_lite", deepseek.DEEPSEEK, _NEW),
+        _latent(
+            "glm_moe_dsa", deepseek.DEEPSEEK_SPARSE, f"{_NEW}; slime's indexer by documents only"
+        ),
+        Family("gpt_oss", grouped_query.GPT_OSS, oracle=f"{_OLD}, {_LOGITS}"),
+        _latent("kimi_k2", deepseek.DEEPSEEK, _AS.format("deepseek_v3")),
+        _latent(
+            "kimi_k25", deepseek.KIMI_K25, f"{_NEW}; MTP by documents only", deepseek.KIMI_VISION
+        ),
         _dense("llama", oracle=f"{_BOTH}, {_LOGITS}"),
-        Family("mimo", MIMO, oracle=f"{_NEW}, {_LOGITS}"),
-        Family("minimax_m2", MINIMAX_M2, oracle=_NEW),
+        Family("mimo", grouped_query.MIMO, oracle=f"{_NEW}, {_LOGITS}"),
+        Family("minimax_m2", grouped_query.MINIMAX_M2, oracle=_NEW),
         Family(
             "nemotron_h",
-            NEMOTRON_H,
-            fields=NEMOTRON_FIELDS,
+            nemotron.NEMOTRON_H,
+            fields=nemotron.NEMOTRON_FIELDS,
             oracle=f"{_BOTH}, logits of transformers 5.23",
         ),
-        _latent("moonlight", DEEPSEEK, f"{_LOGITS} (deepseek_v3 without q_lora)"),
+        _latent("moonlight", deepseek.DEEPSEEK, f"{_LOGITS} (deepseek_v3 without q_lora)"),
         _dense("qwen2", oracle=f"{_OLD}, {_LOGITS}"),
-        _dense("qwen2_moe", EXPERTS, SHARED_EXPERT, oracle="a checkpoint of transformers 4.57"),
+        _dense(
+            "qwen2_moe",
+            blocks.EXPERTS,
+            blocks.SHARED_EXPERT,
+            oracle="a checkpoint of transformers 4.57",
+        ),
         _dense("qwen3", oracle=f"{_OLD}, {_LOGITS}"),
-        _dense("qwen3_moe", EXPERTS, UNGATED_SHARED_EXPERTS, oracle=f"{_BOTH}, {_LOGITS}"),
-        _from_zero("qwen3_5", (*QWEN3_5, *TOWER), _NEW, **_SEEING),
-        _from_zero("qwen3_5_moe", (*QWEN3_5, *TOWER), _NEW, **_SEEING),
-        _from_zero("qwen3_5_moe_text", QWEN3_5_TEXT, _NEW),
-        _from_zero("qwen3_5_text", QWEN3_5_TEXT, _NEW),
-        _from_zero("qwen3_6_moe", (*QWEN3_6, *TOWER), _NEW, **_SEEING),
-        _from_zero("qwen3_next", QWEN3_NEXT, f"{_BOTH}, {_LOGITS}", loaders={"slime": SLIME_MTP}),
-        Family("qwen3_vl", QWEN3_VL, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
-        Family("qwen3_vl_moe", QWEN3_VL_MOE, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
+        _dense(
+            "qwen3_moe", blocks.EXPERTS, blocks.UNGATED_SHARED_EXPERTS, oracle=f"{_BOTH}, {_LOGITS}"
+        ),
+        _from_zero("qwen3_5", (*qwen3_next.QWEN3_5, *qwen3_vl.TOWER), _NEW, **_SEEING),
+        _from_zero("qwen3_5_moe", (*qwen3_next.QWEN3_5, *qwen3_vl.TOWER), _NEW, **_SEEING),
+        _from_zero("qwen3_5_moe_text", qwen3_next.QWEN3_5_TEXT, _NEW),
+        _from_zero("qwen3_5_text", qwen3_next.QWEN3_5_TEXT, _NEW),
+        _from_zero("qwen3_6_moe", (*qwen3_next.QWEN3_6, *qwen3_vl.TOWER), _NEW, **_SEEING),
+        _from_zero(
+            "qwen3_next",
+            qwen3_next.QWEN3_NEXT,
+            f"{_BOTH}, {_LOGITS}",
+            loaders={"slime": qwen3_next.SLIME_MTP},
+        ),
+        Family("qwen3_vl", qwen3_vl.QWEN3_VL, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
+        Family("qwen3_vl_moe", qwen3_vl.QWEN3_VL_MOE, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
     )
 }
 
