@@ -35,11 +35,18 @@ class File(NamedTuple):
         return 1
 
 
-class GpuSegment(NamedTuple):
-    """Allocations of a GPU that are lent together; no other ones have its number."""
+# (address, bytes, identity, whether it is a piece) of BufferTable.allocations
+Allocation = tuple[int, int, int, bool]
 
-    number: int
-    descriptors: int
+
+class GpuSegment(NamedTuple):
+    """Allocations of a GPU that are lent together; by their identities, no others are equal."""
+
+    parts: tuple[Allocation, ...]
+
+    @property
+    def descriptors(self) -> int:
+        return 1 + sum(part[3] for part in self.parts)
 
 
 class LentPlace(NamedTuple):
@@ -147,9 +154,6 @@ def _file_of(facts: os.stat_result) -> File:
 
 # --- memory of a GPU ----------------------------------------------------------------------------
 
-# (address, bytes, identity, whether it is a piece) of BufferTable.allocations
-Allocation = tuple[int, int, int, bool]
-
 
 def place_of(gpu: str, *, mps: bool) -> str:
     """Where memory of a GPU, by its UUID, can be lent: on it, and in this PID namespace, and among
@@ -162,13 +166,11 @@ class GpuAllocations:
     """The memory around buffers on a GPU, as it was when `read` was called last."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Allocation, ...], GpuSegment] = {}
         self._buffers = _core.BufferTable([])
         self._found: list[Allocation] = []
-        self._next = 0
 
     def close(self) -> None:
-        self._known, self._buffers = {}, _core.BufferTable([])
+        self._buffers = _core.BufferTable([])
 
     def read(self, buffers: _core.BufferTable) -> Sequence[object]:
         """Asks the driver what is around these buffers now, and gives that, to be compared."""
@@ -178,44 +180,31 @@ class GpuAllocations:
     def find(self, spans: Sequence[tuple[int, int]]) -> list[LentPlace | None]:
         """Where each span (address, bytes) of the buffers lies; None for one that is empty, or that
         no other process can map."""
-        found = self._found
-        starts = [allocation[0] for allocation in found]
-        covers = [_cover(span, found, starts) for span in spans]
-        homes = self._segments(found, covers)
+        starts = [allocation[0] for allocation in self._found]
+        covers = [_cover(span, self._found, starts) for span in spans]
+        homes = self._segments(covers)
         return [
-            None if cover is None else LentPlace(homes[cover[0]][0], address - homes[cover[0]][1])
+            cover and LentPlace(homes[cover[0]], address - homes[cover[0]].parts[0][0])
             for (address, _), cover in zip(spans, covers, strict=True)
         ]
 
     def borrow(self, segments: Iterable[GpuSegment]) -> dict[GpuSegment, _core.Memory]:
         """The memory of segments that `find` has met, to be lent to another process."""
-        parts = {segment: allocations for allocations, segment in self._known.items()}
-        return {segment: self._buffers.lend(parts[segment]) for segment in segments}
+        return {segment: self._buffers.lend(segment.parts) for segment in segments}
 
-    def _segments(
-        self, found: Sequence[Allocation], covers: Iterable[tuple[int, int] | None]
-    ) -> dict[int, tuple[GpuSegment, int]]:
-        """By allocation: its segment, and where that begins.  Allocations that a buffer lies across
-        are one segment: a worker maps it side by side, too."""
-        known, homes = (
-            dict[tuple[Allocation, ...], GpuSegment](),
-            dict[int, tuple[GpuSegment, int]](),
-        )
+    def _segments(self, covers: Iterable[tuple[int, int] | None]) -> dict[int, GpuSegment]:
+        """By allocation: its segment.  Allocations that a buffer lies across are one segment: a
+        worker maps it side by side, too."""
         runs: list[tuple[int, int]] = []
         for first, last in sorted(set(filter(None, covers))):
             if runs and first <= runs[-1][1]:
                 runs[-1] = runs[-1][0], max(last, runs[-1][1])
             else:
                 runs.append((first, last))
+        homes = dict[int, GpuSegment]()
         for first, last in runs:
-            parts = tuple(found[first : last + 1])
-            segment = self._known.get(parts)
-            if segment is None:
-                segment = GpuSegment(self._next, 1 + sum(part[3] for part in parts))
-                self._next += 1
-            known[parts] = segment
-            homes |= {index: (segment, parts[0][0]) for index in range(first, last + 1)}
-        self._known = known
+            segment = GpuSegment(tuple(self._found[first : last + 1]))
+            homes |= dict.fromkeys(range(first, last + 1), segment)
         return homes
 
 
