@@ -54,7 +54,7 @@ def test_a_notebook_shows_the_report_s_own_numbers() -> None:
     text = words(made._repr_html_())
     for number in ("1,234", "4,000,000", "6,000,000", "9,000,000", "5,000,001", "1.5", "17"):
         assert re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d,])", text), number
-    assert "commit engines take the version and continue 100.0 ms 40.0%" in text
+    assert "commit engines take the version and continue 100.00 ms 40.0%" in text
     assert "lm_head.<weight>" in text
     assert "by flattened buckets: http://a, http://b (ring)" in text
     assert "by its own load_weights, http://a: norm: computed" in text

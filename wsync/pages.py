@@ -166,9 +166,7 @@ def _key(name: str) -> Element:
 
 
 def _duration(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:,.2f} s"
-    return f"{1e3 * seconds:.{1 if seconds >= 0.01 else 2}f} ms"
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
 def _text(value: object) -> str:

@@ -63,11 +63,9 @@ class Slots:
     def __init__(self, roots: Sequence[Module], find: Callable[[], Iterable[Slot]]) -> None:
         self._roots, self._find = roots, find
         self._known: list[Module] = []  # of the roots
-        self._slots: list[Slot] = []
-        self._others: list[tuple[Slot, int]] = []  # further names, and whose tensor they are of
+        self._slots: list[tuple[Slot, int]] = []  # and the number of the tensor that is there
         self._tree: ModuleTree | None = None  # that all of it was found in
-        self._scan()
-        self.names = tuple(slot.name for slot in self._slots)
+        self.names = self._scan()
         """Of the distinct tensors, in order."""
 
     def read(self) -> list[Tensor]:
@@ -77,46 +75,41 @@ class Slots:
             LayoutError: one is gone or new, or is no longer the one of all its names.
         """
         if self._tree is None or [*self._roots] != self._known or not self._tree.same():
-            self._scan()
-            found = [slot.name for slot in self._slots]
-            if found != [*self.names]:
+            found = self._scan()
+            if found != self.names:
                 self._tree = None
                 odd = next(iter({*self.names} ^ {*found}), "the order of tensors")
                 raise _core.LayoutError(
                     f"{odd}: differs since the layout was made: make the layout anew"
                 )
-        tensors: list[Any] = [slot.home[slot.key] for slot in self._slots]
-        for slot, number in self._others:
-            if slot.home.get(slot.key) is not tensors[number]:
+        tensors: list[Any] = []
+        for slot, number in self._slots:
+            tensor = slot.home.get(slot.key)
+            if number == len(tensors):
+                tensors.append(tensor)
+            elif tensor is not tensors[number]:
                 raise _core.LayoutError(
-                    f"{slot.path}: was one tensor with {self._slots[number].path} when the layout "
+                    f"{slot.path}: was one tensor with {self.names[number]} when the layout "
                     "was made, and is another now: make the layout anew"
                 )
         return tensors
 
-    def _scan(self) -> None:
-        self._tree = None
-        slots: list[Slot] = []
-        others: list[tuple[Slot, int]] = []
-        tensors: list[Any] = []
-        numbers: dict[tuple[int, int], int] = {}
-        named: dict[str, tuple[str, int]] = {}
+    def _scan(self) -> tuple[str, ...]:
+        """Finds the slots; returns the names of the distinct tensors."""
+        self._tree, self._slots = None, []
+        named: dict[str, tuple[Slot, Any]] = {}
+        numbers: dict[tuple[int, int], int] = {}  # by part and tensor
         for slot in self._find():
             tensor = slot.home[slot.key]
-            if slot.name in named:
-                path, number = named[slot.name]
-                if tensors[number] is not tensor:
-                    raise two_tensors(slot.path, path, slot.name)
-            else:
-                number = numbers.setdefault((slot.part, id(tensor)), len(slots))
-                named[slot.name] = slot.path, number
-            if number < len(slots):
-                others.append((slot, number))
-            else:
-                slots.append(slot)
-                tensors.append(tensor)
-        self._slots, self._others, self._known = slots, others, [*self._roots]
+            first, known = named.setdefault(slot.name, (slot, tensor))
+            if known is not tensor:
+                raise two_tensors(slot.path, first.path, slot.name)
+            number = numbers.setdefault((first.part, id(tensor)), len(numbers))
+            self._slots.append((slot, number))
+        self._known = [*self._roots]
         self._tree = ModuleTree(self._known)  # after `find`, which may reshard
+        names = {number: slot.name for slot, number in reversed(self._slots)}
+        return tuple(names[number] for number in range(len(names)))
 
 
 def homes_of(
