@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,6 @@ from typing import Any, Self
 
 import pytest
 import requests
-from support.engine_nursery import free_ports
 from support.server_models import PATIENCE, Checkpoint
 
 import wsync
@@ -115,6 +115,20 @@ class Server:
     def tail(self) -> str:
         """The end of what the server has written."""
         return tail(self.log, self._log_began)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has, and that no outgoing connection will be given."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+        lowest = int(file.read().split()[0])
+    found: list[int] = []
+    port = lowest - 1 - os.getpid() * 64 % (lowest // 2)  # away from neighbours
+    while len(found) < count:
+        port -= 1
+        with socket.socket() as candidate, contextlib.suppress(OSError):
+            candidate.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 def members(session: int) -> dict[int, str]:
