@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, None, None]:
-    """Freezes what was imported since the last time (see support.frozen_heap): tests collect
+    """Freezes what was imported since the last time (see support.preloaded): tests collect
     garbage and fork this process."""
     yield
     if len(sys.modules) > _frozen[0] + 50:

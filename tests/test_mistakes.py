@@ -274,7 +274,7 @@ def test_a_report_that_cannot_be_written_is_said_before_the_demo_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["--json", str(tmp_path / "no" / "facts.json")])
+        cli.main(["--report", str(tmp_path / "no" / "page.html")])
     assert "No such file or directory" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ import torch
 from support.weights_only_engine import ProcessEngine
 
 import wsync
-from wsync.demo import traces
+from wsync.demo.cli import traces
 from wsync.machine import trace
 
 Records = list[dict[str, Any]]
@@ -30,7 +30,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Records, wsync.Re
                 first = sync.update()
                 report = sync.update()
                 assert report.rounds == 8
-            found = traces.read(folder, {engine.pids[0]: "the <engine>"})
+            found = traces(folder, {engine.pids[0]: "the <engine>"})
     assert [record["update"] for record in found] == [2, 2]
     assert first.trace is not report.trace
     return found, report

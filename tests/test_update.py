@@ -24,7 +24,7 @@ from support.weights_only_engine import ProcessEngine
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.demo import traces
+from wsync.demo.cli import traces
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.machine import trace
 from wsync.trainer.sessions.worker import WorkerSession
@@ -207,7 +207,7 @@ def test_what_a_bucket_waits_for_is_in_a_phase(
     options = wsync.Options(deadline=60, delivery="stock", bucket_nbytes=1 << 15, progress=False)
     with wsync.connect(draw(config, 6), engines=[server], options=options) as sync:
         report = sync.update()
-    (record,) = (r for r in traces.read(tmp_path, {}) if r["role"] == "trainer")
+    (record,) = (r for r in traces(tmp_path, {}) if r["role"] == "trainer")
     order = [what for _, what, *_ in record["spans"] if what in ("copy", "post")]
     assert order == ["copy", "post"] * report.rounds + ["copy"]
 

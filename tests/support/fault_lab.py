@@ -527,7 +527,7 @@ def _asked() -> Iterator[tuple[Cell, str]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # see frozen_heap: each look at what a process holds collects garbage
+    gc.freeze()  # see preloaded: each look at what a process holds collects garbage
     for cell, exchange in _asked():
         print(json.dumps(run_cell(cell, exchange)), flush=True)
 

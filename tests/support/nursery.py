@@ -38,7 +38,7 @@ _NEEDED = {
         "support.worker_processes",
         "support.tensor_parallel_engine",
     ),
-    "support.forked_demo": ("wsync.demo.preload",),
+    "support.forked_demo": ("wsync.demo.trainer",),
     _ENGINE: ("wsync.demo.engines.server", "transformers.models.qwen3.modeling_qwen3"),
 }
 
@@ -264,7 +264,7 @@ def _started(line: socket.socket) -> dict[str, Any] | int | None:
     told: dict[str, Any] = json.loads(data)
     for name in told["modules"]:
         importlib.import_module(name)
-    gc.freeze()  # see frozen_heap
+    gc.freeze()  # see preloaded
     pid = os.fork()
     if pid == 0:
         line.detach()

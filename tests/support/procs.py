@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 
 from support import nursery
 
-PRELOADED = ["torch.distributed", "wsync.demo.preload", "support.frozen_heap"]
+PRELOADED = ["support.preloaded"]
 _ENVIRONMENT = dict(os.environ)
 GRACE = 30.0  # seconds that the other ranks have once one has failed
 
@@ -135,7 +135,7 @@ def _nursery(count, store, path, environment, modules, setup, pipes):
     sys.path[:0] = path
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # see frozen_heap
+    gc.freeze()  # see preloaded
     for pipe in pipes:  # what a rank starts (torch_shm_manager) may outlive it
         os.set_inheritable(pipe.fileno(), False)
     children = []

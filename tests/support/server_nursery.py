@@ -58,7 +58,7 @@ def main() -> None:
     else:
         hold_until_paused()
         rest_between_messages()
-    gc.freeze()  # see frozen_heap
+    gc.freeze()  # see preloaded
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         log, module, *arguments = json.loads(line)

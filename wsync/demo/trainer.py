@@ -1,140 +1,187 @@
-"""One trainer process of the demo: train, update the engines, check every byte."""
+"""One trainer process of the demo: train, update the engines, compare every byte."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import requests
 import torch
 import torch.distributed as dist
+import transformers
+from mbridge import AutoBridge
 from tqdm import tqdm
 
 import wsync
-from wsync.demo import hf_reference, megatron_cpu
-from wsync.demo.launcher import Settings
-from wsync.demo.two_engines import Engines
-from wsync.handles.base import EngineHandle
-from wsync.layout import TrainerLayout
+from wsync import pages
+from wsync.demo.cli import traces
+from wsync.demo.engines.serve import ServerProcess, serve_in_process
+from wsync.demo.engines.transformers import checksum
+from wsync.demo.megatron_cpu import CpuTrainer, Parallel, build, groups, on_cpu
 
 SENTENCE = "Fresh weights reach every engine, byte for byte, before the next token is due. "
 PROMPT_LENGTH = 18
 NEW_TOKENS = 40
-STEPS_PER_UPDATE = 12
-TOLERANCE = 1e-3
-_PATHS = {"ring": "shared memory", "disk": "files"}  # others are named so in a Report
+_STEPS = 12  # before each update, and five times as many before the last: until the text is learnt
+_TOLERANCE = 1e-3  # of logits
+_MODEL = {
+    "vocab_size": 256,  # bytes
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+}
+_EXPERTS = {
+    "moe_intermediate_size": 96,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+_LAYER = "model.layers.{layer_number}."
+_http = requests.Session()
+_http.trust_env = False
 
 
-def train(rank: int, settings: Settings, folder: Path) -> dict[str, Any]:
-    """What one rank does; rank 0 prints how far it is and returns the facts of the demo."""
-    config = settings.config()
-    parallel = megatron_cpu.Parallel(
-        tp=settings.tp, pp=settings.pp, ep=settings.ep, etp=1 if settings.ep > 1 else None
-    )
+def train(rank: int, chosen: Any, remote: int, folder: str) -> None:
+    """What one rank does.  Rank 0 has the engines, prints, and exits with 1 if a byte is wrong.
+
+    remote: how many engines are taken for remote ones."""
+    torch.set_num_threads(1)
+    sizes = _MODEL if chosen.model == "qwen3" else {**_MODEL, **_EXPERTS}
+    config = transformers.AutoConfig.for_model(chosen.model.replace("-", "_"), **sizes)
+    parallel = Parallel(tp=chosen.tp, pp=chosen.pp, ep=chosen.ep, etp=1 if chosen.ep > 1 else None)
     with contextlib.ExitStack() as stack:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{folder / 'store'}",
+            init_method=f"file://{folder}/store",
             rank=rank,
-            world_size=settings.ranks,
+            world_size=chosen.ranks,
             timeout=datetime.timedelta(seconds=300),
         )
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(megatron_cpu.on_cpu())
-        stack.enter_context(megatron_cpu.groups(parallel))
-        trainer = megatron_cpu.build(config, parallel, dtype=torch.float32)
-        engines = None
+        stack.enter_context(on_cpu())
+        stack.enter_context(groups(parallel))
+        trainer = build(config, parallel)
+        servers = []
         if rank == 0:
             print("starting the engines", flush=True)
-            engines = Engines(config)
-            stack.callback(engines.close)
-            print("engines: " + "; ".join(fact["name"] for fact in engines.facts), flush=True)
-        return _updates(trainer, engines, settings, folder / "versions")
+            for seed in (1, 2):
+                server = serve_in_process(config, dtype="float32", seed=seed)
+                servers.append(stack.enter_context(server))
+                print(f"engine {seed} at {server.url} says {_said(server.url)!r}", flush=True)
+        offsets = [chosen.ranks] * remote + [0] * (2 - remote) if remote else None
+        _update(trainer, servers, offsets, chosen, folder)
 
 
-def _updates(
-    trainer: megatron_cpu.CpuTrainer,
-    engines: Engines | None,
-    settings: Settings,
-    folder: Path,
-) -> dict[str, Any]:
-    """Alternates training and updating; every rank takes part, rank 0 has engines and reports."""
-    text = list(SENTENCE.encode())
-    ids = torch.tensor([text], device="cpu")
-    prompt = text[:PROMPT_LENGTH]
+def _update(
+    trainer: CpuTrainer,
+    servers: Sequence[ServerProcess],
+    offsets: list[int] | None,
+    chosen: Any,
+    folder: str,
+) -> None:
+    """Alternates training and updating; every rank takes part, rank 0 compares and reports."""
+    ids = torch.tensor([list(SENTENCE.encode())], device="cpu")
+    hidden = None if servers else True  # of bars: shown on rank 0 where stderr is a terminal
     problems: list[str] = []
-    updates: list[dict[str, Any]] = []
-    if engines is not None:
-        engines.note("before", prompt, NEW_TOKENS)
-    expected: dict[str, torch.Tensor] = {}
+    urls, options = [server.url for server in servers], wsync.Options(round_nbytes=1 << 20)
     layout = wsync.megatron.layout(trainer.chunks, trainer.hf)
-    with _connect(layout, engines.handles if engines else [], settings, folder) as sync:
-        for number in range(1, settings.updates + 1):
-            steps = STEPS_PER_UPDATE
-            if number == settings.updates > 1:  # until the text is learnt
-                steps *= 5
-            for _ in _shown(range(steps), f"training before update {number}"):
+    with wsync.connect(layout, urls, engine_gpu_offsets=offsets, options=options) as sync:
+        for number in range(1, chosen.updates + 1):
+            steps = _STEPS * (5 if number == chosen.updates > 1 else 1)
+            text = f"training before update {number}"
+            for _ in tqdm(range(steps), text, unit="step", leave=False, disable=hidden):
                 trainer.step(ids)
             report = sync.update(version=number)
-            expected = hf_reference.hf_state_dict(trainer.chunks, trainer.hf)
+            expected = exported(trainer)
             logits = trainer.logits(ids)[0]
-            if engines is None:
-                continue
-            found = engines.check(
-                expected, str(number), ids=text, logits=logits, tolerance=TOLERANCE
-            )
-            verdict = "WRONG" if found else "verified"
-            seconds = f"{report.seconds:.3f} s, {verdict}"
-            print(f"update {number} of {settings.updates}: {seconds}", flush=True)
-            problems += [f"update {number}: {problem}" for problem in found]
-            updates.append({**report.facts(), "verified": not found})
-    if engines is None:
-        return {}
-    engines.note("after", prompt, NEW_TOKENS)
-    learnt = SENTENCE[: PROMPT_LENGTH + NEW_TOKENS]
-    _add_paths(engines, report.paths)
-    if settings.mode == "disk":
-        found = engines.join_late(folder, expected, str(settings.updates))
-        problems += [f"after the last update: {problem}" for problem in found]
-    return {
-        "verified": not problems,
-        "learnt": all(fact.get("after", learnt) == learnt for fact in engines.facts),
-        "problems": problems,
-        "mode": settings.mode,
-        "model": settings.model,
-        "parallel": {"tp": settings.tp, "pp": settings.pp, "ep": settings.ep},
-        "ranks": settings.ranks,
-        "tensors": len(expected),
-        "bytes": sum(tensor.nbytes for tensor in expected.values()),
-        "updates": updates,
-        "engines": engines.facts,
-        "processes": engines.processes,
-    }
+            found = [each for url in urls for each in _wrong(url, report, expected, ids, logits)]
+            if servers:
+                print(f"update {number} of {chosen.updates}: {report}", flush=True)
+            problems += found
+    if not servers:
+        return
+    for number, url in enumerate(urls, 1):
+        print(f"engine {number}, weights by {report.paths[url]}, says {_said(url)!r}")
+    if chosen.report:
+        shown = "NOT VERIFIED" if problems else "verified"
+        records = traces(folder, {s.pid: f"engine {n}" for n, s in enumerate(servers, 1)})
+        parts = pages.tag("p", shown), *pages.update(report.facts(), records)
+        page = pages.page(f"wsync demo: {chosen.model}", *parts)
+        chosen.report.write_text(page, encoding="utf-8")
+    if problems:
+        print("NOT VERIFIED: " + "; ".join(problems))
+        sys.exit(1)
+    nbytes = sum(tensor.nbytes for tensor in expected.values())
+    print(
+        f"verified: {len(expected)} tensors, {nbytes:,} bytes, in every engine after every update"
+    )
 
 
-def _add_paths(engines: Engines, paths: Mapping[str, str]) -> None:
-    for fact, engine in zip(engines.facts, engines.handles, strict=True):
-        path = paths[engine.name]
-        fact["checked"] = f"weights by {_PATHS.get(path, path)}; {fact['checked']}"
+class _Chunk:
+    """A part of a model under the names of TransformerEngine's experts, which mbridge knows."""
+
+    def __init__(self, chunk: Any) -> None:
+        self._chunk, self.decoder = chunk, chunk.decoder
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        local = re.compile(r"local_experts\.(\d+)\.(.*\.weight)$")
+        for name, tensor in self._chunk.named_parameters():
+            yield local.sub(r"\2\1", name), tensor
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.named_parameters())
 
 
-def _shown(steps: range, what: str) -> tqdm[int]:
-    """Steps with a bar, on rank 0 and where stderr is a terminal."""
-    hidden = None if dist.get_rank() == 0 else True
-    return tqdm(steps, desc=what, unit="step", leave=False, disable=hidden)
+@torch.no_grad()
+def exported(trainer: CpuTrainer) -> dict[str, torch.Tensor]:
+    """All weights under their Hugging Face names, as mbridge converts them; collective.  It shares
+    no code with wsync's rules and planner."""
+    bridge = AutoBridge.from_config(trainer.hf, dtype=trainer.dtype)
+    bridge._OTHER_MAPPING = {"input_layernorm": [f"{_LAYER}input_layernorm.weight"]}
+    after = {"pre_mlp_layernorm": [f"{_LAYER}post_attention_layernorm.weight"]}
+    bridge._MLP_MAPPING = bridge._MLP_MAPPING | after
+    return dict(bridge.export_weights([_Chunk(chunk) for chunk in trainer.chunks]))
 
 
-def _connect(
-    layout: TrainerLayout, handles: Sequence[EngineHandle], settings: Settings, folder: Path
-) -> wsync.Sync | wsync.DiskSync:
-    if settings.mode == "disk":
-        return wsync.DiskSync(
-            layout, handles, folder=folder, base=settings.config(), shard_nbytes=1 << 20
-        )
-    delivery = "distributed" if settings.mode == "distributed" else "auto"
-    options = wsync.Options(round_nbytes=1 << 20, delivery=delivery)
-    # the first engine is beyond the trainer's GPUs, the other one shares them
-    offsets = [settings.ranks, 0] if settings.mode == "mixed" else None
-    return wsync.Sync(layout, handles, engine_gpu_offsets=offsets, options=options)
+def _wrong(
+    url: str,
+    report: wsync.Report,
+    expected: Mapping[str, torch.Tensor],
+    ids: torch.Tensor,
+    logits: torch.Tensor,
+) -> list[str]:
+    """What is wrong with an engine's version, bytes and logits after an update."""
+    where = f"update {report.version}, {url}"
+    version = _post(url, "/model_info")["weight_version"]
+    problems = [f"{where}: version {version!r}"] if version != report.version else []
+    sums = _post(url, "/weights_checker", action="checksum")["ranks"][0]["checksums"]
+    right = {name: checksum(tensor) for name, tensor in expected.items()}
+    names = sorted(sums.keys() | right.keys())
+    problems += [f"{where}: {name}" for name in names if sums.get(name) != right.get(name)]
+    found = torch.tensor(_post(url, "/wsync/logits", input_ids=ids[0].tolist())["logits"])
+    worst = float((found - logits).abs().max())
+    if not worst <= _TOLERANCE:
+        problems.append(f"{where}: logits differ by {worst:.2e}")
+    return problems
+
+
+def _said(url: str) -> str:
+    """What an engine makes of the beginning of the text; an untrained one says any bytes."""
+    prompt = list(SENTENCE[:PROMPT_LENGTH].encode())
+    sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0}
+    ids = _post(url, "/generate", input_ids=prompt, sampling_params=sampling)["output_ids"]
+    return "".join(chr(token) if 32 <= token < 127 else "?" for token in prompt + ids)
+
+
+def _post(url: str, path: str, **body: Any) -> Any:
+    answer = _http.post(url + path, json=body, timeout=60)
+    answer.raise_for_status()
+    return answer.json()
