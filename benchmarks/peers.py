@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from wsync.demo import hf_reference
+from support import hf_reference
 
 BUCKET_NBYTES = 512 << 20
 # what torch uses on its own: one for each core of the process

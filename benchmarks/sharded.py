@@ -124,9 +124,10 @@ def _measure(
     connect: Callable[..., Any],
     exchanges: tuple[str, ...],
 ) -> list[dict[str, Any]]:
+    from support import hf_reference
+
     from benchmarks import peers, update
     from benchmarks.bucket import bucket_class
-    from wsync.demo import hf_reference
 
     peer, peer_class = bucket_class()
     weights = hf_reference.hf_state_dict(chunks, config)
