@@ -26,7 +26,7 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.demo.engines.serve import Child
+from wsync.demo.engines.serve import ServerProcess
 from wsync.engine.update_groups import BROADCAST_SECONDS
 from wsync.handles.sglang_base import check_payloads
 from wsync.machine.daemon_threads import Lane
@@ -196,12 +196,12 @@ class WorkersEngine:
             self._lock.release()
 
 
-class _Process(Child):
+class _Process(ServerProcess):
     """A worker's process.  A thread of its own asks it, one question after another: a process that
     is busy or stopped neither reads nor writes."""
 
     def __init__(self, engine: str, rank: int, path: Sequence[str]) -> None:
-        self._worker = f"worker {rank}"
+        self._worker, self._owner = f"worker {rank}", Owner()
         self._pipe, theirs = Pipe()
         environment = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -241,10 +241,10 @@ class _Process(Child):
         return answer
 
     def close(self) -> None:
-        super().close()
-        if not self._owner:  # a forked process has no such thread
+        if not self._owner:  # a forked process has no such thread, and the process is no child
             self._pipe.close()
             return
+        super().close()
         closed = self._lane.submit(self._pipe.close)  # which reads until the process has ended
         self._lane.close()
         wait([closed], _CLOSE_SECONDS)

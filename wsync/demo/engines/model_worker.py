@@ -173,24 +173,9 @@ def check_fit(weights: Named, facts: Facts, who: str) -> None:
 
 
 def _tensors(content: Any, load_format: str | None) -> Named:
-    """(name, tensor) of a stock engine's payload, which may be anything that could be read."""
+    """(name, tensor) of a stock engine's payload."""
     if load_format == control.FLATTENED_BUCKET:
-        if not (
-            isinstance(content, dict)
-            and isinstance(content.get("flattened_tensor"), torch.Tensor)
-            and isinstance(content.get("metadata"), list)
-        ):
-            raise InvalidArgumentError("payload: not a dict of flattened_tensor and metadata")
-        bucket = FlattenedTensorBucket(
-            flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
-        )
-        return bucket.reconstruct_tensors()
+        return FlattenedTensorBucket(**content).reconstruct_tensors()
     if load_format not in (None, "direct"):
         raise InvalidArgumentError(f"unknown load_format {load_format!r}")
-    try:
-        pairs = [(name, tensor) for name, tensor in content]
-    except (TypeError, ValueError):
-        pairs = [(None, None)]
-    if not all(isinstance(n, str) and isinstance(t, torch.Tensor) for n, t in pairs):
-        raise InvalidArgumentError("payload: not a list of (name, tensor)")
-    return pairs
+    return [(name, tensor) for name, tensor in content]

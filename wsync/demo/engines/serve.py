@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
-from typing import Any
+from typing import Any, Self
 
 from wsync._core import (
     DeadlineError,
@@ -22,18 +22,21 @@ from wsync._core import (
 )
 from wsync.checkpoints.safetensors_layout import INDEX, Checkpoint
 from wsync.machine.deadline import seconds
-from wsync.machine.fork_guard import Owner
 
 _EXIT_USAGE = 2
 _STOP_SECONDS = 10.0
 _TAIL_NBYTES = 2000
 
 
-class Child:
-    """A running command with a readable log.  Its standard input and output are pipes (the child
-    takes the end of its input for the end of its parent), its standard error is a file that is read
-    for messages.
+class ServerProcess:
+    """A running command with a readable log; `url` is the address of the engine that it is.  Close
+    it, or use `with`.
+
+    Its standard input and output are pipes (the child takes the end of its input for the end of its
+    parent), its standard error is a file that is read for messages.
     """
+
+    url: str = ""
 
     def __init__(
         self,
@@ -44,7 +47,6 @@ class Child:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
-        self._owner = Owner()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         try:
             self.process = Popen(
@@ -60,6 +62,12 @@ class Child:
             self._log.close()
             raise
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def pid(self) -> int:
         return self.process.pid
@@ -73,14 +81,9 @@ class Child:
         return os.pread(descriptor, _TAIL_NBYTES, start).decode("utf-8", "replace").strip()
 
     def close(self) -> None:
-        """Ends the process; more than once does no harm, nor does it in a process that was forked
-        from the one that started it."""
-        if not self._owner:
-            return
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        """Ends the process; more than once does no harm."""
+        for stream in filter(None, (self.process.stdin, self.process.stdout)):
+            stream.close()
         self.process.terminate()
         try:
             self.process.wait(_STOP_SECONDS)
@@ -88,18 +91,6 @@ class Child:
             self.process.kill()
             self.process.wait()
         self._log.close()
-
-
-class ServerProcess(Child):
-    """A running engine in a child process; `url` is its address.  Close it, or use `with`."""
-
-    url: str = ""
-
-    def __enter__(self) -> "ServerProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def await_port(self, timeout: float) -> None:
         """Waits until the engine says its port, where it listens from then on."""
@@ -118,75 +109,61 @@ class ServerProcess(Child):
 def serve_in_process(
     model: "str | os.PathLike[str] | Any",
     *,
-    random_weights: bool = False,
-    api_key: str | None = None,
+    api_key: str = "",
     dtype: str | None = None,
     seed: int = 0,
     timeout: float = 120.0,
 ) -> ServerProcess:
     """Starts an engine in a child process on a free port and waits until it listens.
 
-    model: a checkpoint folder; or a config (a folder that holds one with random_weights=True,
-    or a transformers config object), of which the weights are drawn with `seed`.  dtype: torch's
-    name, by default the checkpoint's or config's.  The child ends with this process.  Raises
-    DeadlineError, or PeerClosedError with the end of the child's log.
+    model: a checkpoint folder; or a transformers config object, of which the weights are drawn with
+    `seed`.  dtype: torch's name, by default the checkpoint's or config's.  The child ends with this
+    process.  Raises DeadlineError, or PeerClosedError with the end of the child's log.
     """
-    folder: tempfile.TemporaryDirectory[str] | None = None
-    if hasattr(model, "save_pretrained"):
-        folder = tempfile.TemporaryDirectory(prefix="wsync-engine-")
-        model.save_pretrained(folder.name)
-        model, random_weights = folder.name, True
-    command = [sys.executable, "-P", "-m", "wsync.demo.engines.transformers"]
-    command += ["--config" if random_weights else "--model", os.fspath(model)]
-    command += ["--port", "0", "--child", "--seed", str(seed)]
-    command += ["--dtype", dtype] if dtype else []
-    # the key does not go on the command line, which everybody can read
-    server = ServerProcess(command, str(model), environment={"WSYNC_API_KEY": api_key or ""})
-    try:
-        server.await_port(timeout)
-    except BaseException:
-        server.close()
-        raise
-    finally:
-        if folder is not None:
-            folder.cleanup()
-    return server
+    with contextlib.ExitStack() as stack:
+        words = ["--port", "0", "--child", *(["--dtype", dtype] if dtype else [])]
+        if hasattr(model, "save_pretrained"):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="wsync-engine-"))
+            model.save_pretrained(folder)
+            model, words = folder, [*words, "--seed", str(seed)]
+        program = [sys.executable, "-P", "-m", "wsync.demo.engines.transformers"]
+        # the key does not go on the command line, which everybody can read
+        server = ServerProcess(
+            [*program, "--model", os.fspath(model), *words],
+            str(model),
+            environment={"WSYNC_API_KEY": api_key},
+        )
+        try:
+            server.await_port(timeout)
+        except BaseException:
+            server.close()
+            raise
+        return server
 
 
-def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """(model, tokenizer or None) as the command line says."""
+def load(path: str, *, dtype: str | None, seed: int | None) -> Any:
+    """The model of a checkpoint folder, or with a seed one of its config and random weights."""
     import torch
     import transformers
 
     from wsync.module_tensors import dtype_of
     from wsync.module_tensors.names import listed
 
-    torch.set_num_threads(arguments.threads)
-    options: dict[str, Any] = {}
-    if arguments.dtype:
-        options["dtype"] = dtype_of(arguments.dtype)
-    path = arguments.model or arguments.config
+    options = {"dtype": dtype_of(dtype)} if dtype else {}
     if not Path(path, "config.json").is_file():
-        raise InvalidArgumentError(
-            f"{path}: {'no config.json in it' if Path(path).is_dir() else 'no such folder'}"
-        )
+        raise InvalidArgumentError(f"{path}: no config.json there")
     auto: Any = transformers.AutoModelForCausalLM
-    tokenizers: Any = transformers.AutoTokenizer
-    if arguments.model:
-        model, found = auto.from_pretrained(
-            path, local_files_only=True, output_loading_info=True, **options
-        )
-        if names := sorted(found["missing_keys"]):
-            # transformers warns, and draws them
-            raise LayoutError(f"{path}: the checkpoint lacks {listed(names)}")
-    else:
+    if seed is not None:
+        torch.manual_seed(seed)
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        torch.manual_seed(arguments.seed)
-        model = auto.from_config(config, **options)
-    tokenizer = None
-    if any((Path(path) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        tokenizer = tokenizers.from_pretrained(path, local_files_only=True)
-    return model, tokenizer
+        return auto.from_config(config, **options)
+    model, found = auto.from_pretrained(
+        path, local_files_only=True, output_loading_info=True, **options
+    )
+    if names := sorted(found["missing_keys"]):
+        # transformers warns, and draws them
+        raise LayoutError(f"{path}: the checkpoint lacks {listed(names)}")
+    return model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -198,33 +175,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     parser = command_line()
     options = parser.parse_args(arguments)
-    with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(EngineServer(options.host, options.port))  # before a model
-            if options.model:  # once: a trainer's `latest` may move between two files
-                options.model = os.path.realpath(options.model)
-            model, tokenizer = load(options)
-            engine = Engine(
-                model,
-                tokenizer=tokenizer,
-                model_path=options.model or options.config,
-                weight_version=_stored_version(options.model),
-                threads=options.threads,
-            )
-        except (OSError, ValueError, WsyncError) as error:  # transformers' are among them
-            text = " ".join(str(error).split())
-            parser.exit(_EXIT_USAGE, f"{parser.prog}: {text}\n")
-        server.open(engine, api_key=options.api_key or os.environ.get("WSYNC_API_KEY"))
-        print(json.dumps({"port": server.port}), flush=True)
-        if options.child:
-            threading.Thread(target=_end_with_parent, daemon=True).start()
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+    path = os.path.realpath(options.model)  # once: a trainer's `latest` may move between two files
+    try:
+        engine = Engine(
+            load(path, dtype=options.dtype, seed=options.seed),
+            model_path=path,
+            weight_version="default" if options.seed is not None else _stored_version(path),
+        )
+        key = os.environ.get("WSYNC_API_KEY", "")
+        server = EngineServer(engine, options.host, options.port, api_key=key)
+    except (OSError, ValueError, WsyncError) as error:  # transformers' are among them
+        parser.exit(_EXIT_USAGE, f"{parser.prog}: {' '.join(str(error).split())}\n")
+    print(json.dumps({"port": server.port}), flush=True)
+    if options.child:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    with server, contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
 
 
-def _stored_version(folder: str | None) -> str:
+def _stored_version(folder: str) -> str:
     """The weight version of a checkpoint that a trainer has written."""
-    stored = folder and Path(folder, INDEX).exists() and Checkpoint(folder).weight_version
+    stored = Path(folder, INDEX).exists() and Checkpoint(folder).weight_version
     return stored or "default"
 
 
@@ -238,16 +209,13 @@ def _end_with_parent() -> None:
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m wsync.demo.engines.transformers",
-        description="A small inference engine with SGLang's weight-update endpoints.",
+        description="A small inference engine with SGLang's weight-update endpoints.  If "
+        "WSYNC_API_KEY is set, requests need it as a bearer key.",
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", metavar="DIR", help="checkpoint folder")
-    source.add_argument("--config", metavar="DIR", help="config folder; weights are random")
+    parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000, help="0 takes a free one")
-    parser.add_argument("--api-key", help="bearer key; also read from WSYNC_API_KEY")
     parser.add_argument("--dtype", help="torch's name of a dtype")
-    parser.add_argument("--seed", type=int, default=0, help="of random weights")
-    parser.add_argument("--threads", type=int, default=1, help="of torch and of copies")
+    parser.add_argument("--seed", type=int, help="of random weights, in place of the folder's")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -5,18 +5,15 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from wsync._core import InvalidArgumentError, WsyncError
-from wsync.demo.engines.gate import REQUEST_SECONDS
+from wsync.demo.engines.transformers import REQUEST_SECONDS, Engine
 from wsync.machine.deadline import Deadline
 from wsync.machine.error_text import error_text
-
-if TYPE_CHECKING:
-    from wsync.demo.engines.transformers import Engine
 
 _UPDATES: Final = (
     "update_weights_from_tensor",
@@ -26,33 +23,29 @@ _UPDATES: Final = (
 
 
 class EngineServer(ThreadingTCPServer):
-    """Has its port from the start, and takes requests once it has an engine: each connection in a
-    thread of its own, so that requests that wait do not lock out those that end their wait."""
+    """Answers each connection in a thread of its own, so that requests that wait do not lock out
+    those that end their wait.
+
+    api_key: asked for as a bearer key everywhere but on /health.  Raises InvalidArgumentError where
+    it cannot have the port.
+    """
 
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int) -> None:
-        """Raises InvalidArgumentError where it cannot have the port."""
-        super().__init__((host, port), _Requests, bind_and_activate=False)
+    def __init__(self, engine: Engine, host: str, port: int, *, api_key: str = "") -> None:
+        calls = _calls(engine).items()
+        self._calls = {path: (call, inspect.signature(call).parameters) for path, call in calls}
+        self._api_key = api_key
         try:
-            self.server_bind()
+            super().__init__((host, port), _Requests)
         except (OSError, OverflowError) as error:
-            self.server_close()
             raise InvalidArgumentError(f"{host}:{port}: {error}") from error
 
     @property
     def port(self) -> int:
         return int(self.socket.getsockname()[1])
-
-    def open(self, engine: "Engine", *, api_key: str | None = None) -> None:
-        """Takes requests, for `serve_forever` to answer.  api_key: asked for as a bearer key
-        everywhere but on /health."""
-        calls = _calls(engine).items()
-        self._calls = {path: (call, inspect.signature(call).parameters) for path, call in calls}
-        self._api_key = api_key
-        self.server_activate()
 
     def answer(self, path: str, key: str, data: bytes) -> tuple[int, Any]:
         """Status and content.  The fields of a body that an endpoint does not know are passed
@@ -64,8 +57,9 @@ class EngineServer(ThreadingTCPServer):
             return 404, {"message": "Not Found"}
         call, known = self._calls[path[1:]]
         try:
-            fields = json.loads(data or b"{}").items()
-            found = call(**{name: value for name, value in fields if name in known})
+            fields = {k: v for k, v in json.loads(data or b"{}").items() if k in known}
+            late = {"end": Deadline(REQUEST_SECONDS)} if "end" in known else {}
+            found = call(**fields | late)
         except Exception as error:  # torch's, too, of a content that is none of a tensor's
             text = str(error) if isinstance(error, WsyncError) else error_text(error)
             return 400, {"success": False, "status": "error", "message": text}
@@ -78,7 +72,7 @@ class EngineServer(ThreadingTCPServer):
             super().handle_error(request, client_address)
 
 
-def _calls(engine: "Engine") -> dict[str, Callable[..., Any]]:
+def _calls(engine: Engine) -> dict[str, Callable[..., Any]]:
     """What each path calls with the fields of a request's body.  What is returned is the answer,
     unless it is a text about a success, or None."""
     return {
@@ -86,25 +80,15 @@ def _calls(engine: "Engine") -> dict[str, Callable[..., Any]]:
         "model_info": engine.model_info,
         "server_info": engine.server_info,
         "weights_checker": lambda: {"success": True, "ranks": [{"checksums": engine.checksums()}]},
-        "pause_generation": lambda mode="abort": engine.gate.pause(mode),
+        "pause_generation": engine.gate.pause,
         "continue_generation": engine.continue_generation,
-        "flush_cache": engine.gate.flush,
+        "flush_cache": lambda: None,  # a pause has what was computed forgotten
         "generate": engine.generate,
         "wsync/logits": engine.logits,  # ours: fp32 [tokens, vocab] of a prompt
         "init_weights_update_group": partial(engine.groups.init, meeting=REQUEST_SECONDS),
         "destroy_weights_update_group": engine.groups.destroy,
-        **{name: _in_time(getattr(engine, name)) for name in _UPDATES},
+        **{name: getattr(engine, name) for name in _UPDATES},
     }
-
-
-def _in_time(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Has a request wait for others no longer than any other."""
-
-    @wraps(update)
-    def call(**fields: Any) -> Any:
-        return update(**fields, end=Deadline(REQUEST_SECONDS))
-
-    return call
 
 
 class _Requests(BaseHTTPRequestHandler):

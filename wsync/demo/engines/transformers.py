@@ -1,31 +1,108 @@
 """A small inference engine on a Hugging Face transformers model, with SGLang's endpoints.
 
-For notebooks, demonstrations and tests: it generates text one token at a time and takes weight
+For notebooks, demonstrations and tests: it continues token ids one at a time and takes weight
 updates the way SGLang does.  One worker, CPU.
 
-    python -m wsync.demo.engines.transformers --model DIR --port 30000     # weights from DIR
-    python -m wsync.demo.engines.transformers --config DIR --port 30000    # random weights
+    python -m wsync.demo.engines.transformers --model DIR --port 30000           # its weights
+    python -m wsync.demo.engines.transformers --model DIR --port 30000 --seed 1  # random weights
 
 Weights go by the names of the model's checkpoint, also where transformers 5 has fused experts.
 """
 
 import base64
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
 
-from wsync._core import InvalidArgumentError, __version__
-from wsync.demo.engines.gate import REQUEST_SECONDS, Gate
+from wsync._core import DeadlineError, InvalidArgumentError, __version__
 from wsync.demo.engines.model_worker import ModuleWorker
 from wsync.engine.destination import aliases
-from wsync.machine.deadline import Deadline
+from wsync.machine.deadline import Deadline, seconds
 from wsync.messages.control import LOAD_FORMAT
 from wsync.module_tensors import checksum_of
 
-_GREEDY_TEMPERATURE: Final = 1e-6  # below it the likeliest token is taken, as SGLang does
+PAUSE_MODES: Final = ("abort", "retract", "in_place")
+REQUEST_SECONDS: Final = 600.0
+"""The most that a request waits for others."""
+
+
+class Gate:
+    """Orders the threads of one engine.
+
+    Requests wait outside while the engine is paused.  A running request asks before every step.
+    pause: "abort" ends running requests and waits until they are gone; with "retract" and
+    "in_place" they go on when generation continues.  Steps and updates are alone with the weights.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._paused = False
+        self._aborts = self._running = 0
+        self._writing = False  # a step or an update is alone with the weights
+        self.pauses = 0
+
+    def busy(self) -> int:
+        """Number of requests that have begun and not ended."""
+        return self._running
+
+    @contextmanager
+    def request(self) -> Iterator[Callable[[], bool]]:
+        """Around a request, which is told how to ask whether it was aborted."""
+        with self._changed:
+            self._wait(lambda: not self._paused, REQUEST_SECONDS, "the engine stays paused")
+            self._running += 1
+            begun = self._aborts
+        try:
+            yield lambda: self._aborts != begun
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def step(self, aborted: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Around a step of a request, which first looks whether it was aborted."""
+        return self._alone(
+            lambda: aborted() or not self._paused, REQUEST_SECONDS, "the engine stays paused"
+        )
+
+    def update(self, timeout: float) -> AbstractContextManager[None]:
+        """Around what reads or writes all weights."""
+        return self._alone(lambda: True, timeout, "a step or an update does not end")
+
+    def pause(self, mode: str = "abort") -> None:
+        if mode not in PAUSE_MODES:
+            raise InvalidArgumentError(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
+        with self._changed:
+            self._paused = True
+            self.pauses += 1
+            if mode == "abort":
+                self._aborts += 1
+                self._changed.notify_all()
+                self._wait(lambda: not self._running, REQUEST_SECONDS, "requests do not end")
+
+    def resume(self) -> None:
+        with self.update(REQUEST_SECONDS):
+            self._paused = False
+
+    @contextmanager
+    def _alone(self, ready: Callable[[], bool], timeout: float, otherwise: str) -> Iterator[None]:
+        with self._changed:
+            self._wait(lambda: not self._writing and ready(), timeout, otherwise)
+            self._writing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], timeout: float, otherwise: str) -> None:
+        if not self._changed.wait_for(ready, timeout):
+            raise DeadlineError(f"{otherwise}: waited {seconds(timeout)}")
 
 
 class Engine(ModuleWorker):
@@ -34,12 +111,9 @@ class Engine(ModuleWorker):
     worker: as of ModuleWorker.
     """
 
-    def __init__(
-        self, model: Any, *, tokenizer: Any = None, model_path: str = "", **worker: Any
-    ) -> None:
+    def __init__(self, model: Any, *, model_path: str = "", **worker: Any) -> None:
         super().__init__(model.eval(), **worker)
         self.model = model
-        self.tokenizer = tokenizer
         self.model_path = model_path or str(getattr(model.config, "name_or_path", ""))
         self.instance = uuid.uuid4().hex
         self.gate = Gate()
@@ -51,53 +125,39 @@ class Engine(ModuleWorker):
     # --- generation -------------------------------------------------------------------------
 
     def generate(
-        self,
-        text: str | None = None,
-        input_ids: Sequence[int] | None = None,
-        sampling_params: Mapping[str, Any] | None = None,
+        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Continues one prompt.  Waits while the engine is paused; what runs when it is paused
-        ends, starts over or goes on as the pause's mode says.  The version in the answer is that
-        of the weights that gave the last token."""
+        ends or goes on as the pause's mode says.  The version in the answer is that of the weights
+        that gave the last token."""
         sampling = {"max_new_tokens": 128, "temperature": 1.0, **(sampling_params or {})}
-        if (text is None) == (input_ids is None):
-            raise InvalidArgumentError("give either text or input_ids")
-        if text is not None and self.tokenizer is None:
-            raise InvalidArgumentError("this model has no tokenizer: give input_ids")
-        tokens = list(self.tokenizer.encode(text) if input_ids is None else input_ids)
-        prompt, longest = len(tokens), len(tokens) + sampling["max_new_tokens"]
-        self._check_prompt(tokens, longest)
-        cache: Any = None
-        stops = set() if sampling.get("ignore_eos") else self._eos()
+        eos = None if sampling.get("ignore_eos") else self.model.config.eos_token_id
+        stops = eos if isinstance(eos, list) else [eos]
         finish: dict[str, Any] = {"type": "length", "length": sampling["max_new_tokens"]}
-        with self.gate.request() as ticket:
+        tokens, output, cache, seen = list(input_ids), list[int](), None, -1
+        with self.gate.request() as aborted:
             version = self.weight_version
-            while len(tokens) < longest and finish["type"] == "length":
-                with self.gate.step(ticket), torch.no_grad():
-                    if ticket.aborted:
+            while len(output) < sampling["max_new_tokens"] and finish["type"] == "length":
+                with self.gate.step(aborted), torch.no_grad():
+                    if aborted():
                         finish = {"type": "abort", "message": "Aborted by a pause."}
                         break
                     self.updates.check_whole()
                     # not later: an update may follow as soon as the gate is left
                     version = self.weight_version
-                    if ticket.retracted:
-                        cache, ticket.retracted = None, False
-                    ids = torch.tensor(
-                        [tokens if cache is None else tokens[-1:]], device=self.model.device
-                    )
+                    if seen != self.gate.pauses:  # what was computed may be of other weights
+                        seen, cache = self.gate.pauses, None
+                    ids = self._ids(tokens + output if cache is None else output[-1:])
                     step = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
                 cache = step.past_key_values
-                tokens.append(_pick(step.logits[0, -1], sampling["temperature"]))
-                if tokens[-1] in stops:
-                    finish = {"type": "stop", "matched": tokens[-1]}
-        output = tokens[prompt:]
-        said = self.tokenizer and self.tokenizer.decode(output, skip_special_tokens=True)
+                output.append(_pick(step.logits[0, -1], sampling["temperature"]))
+                if output[-1] in stops:
+                    finish = {"type": "stop", "matched": output[-1]}
         return {
-            "text": said or "",
             "output_ids": output,
             "meta_info": {
                 "finish_reason": finish,
-                "prompt_tokens": prompt,
+                "prompt_tokens": len(tokens),
                 "completion_tokens": len(output),
                 "weight_version": version,
             },
@@ -105,11 +165,9 @@ class Engine(ModuleWorker):
 
     def logits(self, input_ids: Sequence[int]) -> dict[str, list[list[float]]]:
         """fp32 logits [tokens, vocab] of one prompt, for comparisons."""
-        self._check_prompt(input_ids, len(input_ids))
-        with self.gate.request() as ticket, self.gate.step(ticket), torch.no_grad():
+        with self.gate.request() as aborted, self.gate.step(aborted), torch.no_grad():
             self.updates.check_whole()
-            ids = torch.tensor([list(input_ids)], device=self.model.device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[0]
+            logits = self.model(input_ids=self._ids(input_ids), use_cache=False).logits[0]
         return {"logits": logits.float().tolist()}
 
     def continue_generation(self) -> None:
@@ -117,21 +175,11 @@ class Engine(ModuleWorker):
         self.updates.check_whole()
         self.gate.resume()
 
-    def _check_prompt(self, ids: Sequence[int], longest: int) -> None:
-        """longest: with all new tokens."""
-        vocab = int(self.model.config.vocab_size)
-        if not ids:
-            raise InvalidArgumentError("the prompt is empty")
-        for position, token in enumerate(ids):
-            if type(token) is not int or not 0 <= token < vocab:
-                raise InvalidArgumentError(f"input_ids[{position}]: {token!r}, vocabulary {vocab}")
-        most = getattr(self.model.config, "max_position_embeddings", longest)
-        if longest > most:
-            raise InvalidArgumentError(f"{longest} tokens with the new ones: at most {most}")
-
-    def _eos(self) -> set[int]:
-        eos = getattr(self.model.config, "eos_token_id", None)
-        return set(eos) if isinstance(eos, list | tuple) else set() if eos is None else {eos}
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        vocabulary = int(self.model.config.vocab_size)
+        if not tokens or not all(0 <= token < vocabulary for token in tokens):
+            raise InvalidArgumentError(f"input_ids: no list of tokens below {vocabulary}")
+        return torch.tensor([list(tokens)], device=self.model.device)
 
     # --- weights ----------------------------------------------------------------------------
 
@@ -190,7 +238,7 @@ class Engine(ModuleWorker):
 
 
 def _pick(logits: torch.Tensor, temperature: float) -> int:
-    if temperature < _GREEDY_TEMPERATURE:
+    if not temperature:
         return int(logits.argmax())
     return int(torch.multinomial((logits.float() / temperature).softmax(-1), 1))
 
