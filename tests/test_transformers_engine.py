@@ -59,7 +59,7 @@ class Server:
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.engine = Engine(model, **options)
-        self._server = EngineServer(self.engine, "127.0.0.1", 0)
+        self._server = EngineServer(self.engine, 0)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.port}"
@@ -272,17 +272,12 @@ def interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_process_serves_and_ends_with_its_parent(interpreters: None) -> None:
-    with serve_in_process(config(), api_key="k", dtype="float32", seed=0) as server:
+    with serve_in_process(config(), dtype="float32", seed=0) as server:
         assert isinstance(server, ServerProcess)
-        engine = handle(server.url, api_key="k")
+        engine = handle(server.url)
         assert engine.workers == 1
         body = {"input_ids": PROMPT}
-        answer = requests.post(
-            server.url + "/wsync/logits",
-            json=body,
-            headers={"Authorization": "Bearer k"},
-            timeout=30,
-        )
+        answer = requests.post(server.url + "/wsync/logits", json=body, timeout=30)
         with torch.no_grad():
             expected = model_of(0)(torch.tensor([PROMPT])).logits[0]
         assert torch.equal(torch.tensor(answer.json()["logits"]), expected)

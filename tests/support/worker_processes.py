@@ -283,6 +283,10 @@ def _answer(worker: ModelWorker, what: str, argument: Any) -> Any:
         return None
     if what == "state":
         return worker.updates.trouble, worker.updates.weight_version
+    if what == "init_weights_update_group":
+        return worker.groups.init(meeting=argument.pop("end").left, **argument)
+    if what == "destroy_weights_update_group":
+        return worker.groups.destroy(argument["group_name"])
     method = getattr(worker, what)
     if argument is None:
         return method()

@@ -30,11 +30,10 @@ class ModelWorker:
     then on, or None.
     """
 
-    def __init__(self, loader: Loader, *, rank: int = 0, weight_version: str = "default") -> None:
+    def __init__(self, loader: Loader, *, rank: int = 0) -> None:
         self.rank = rank
         self.receiver = Receiver(loader, worker=rank)
         self.updates = self.receiver.state
-        self.updates.weight_version = weight_version
         self.groups = UpdateGroups(rank)
 
     # --- what subclasses say ----------------------------------------------------------------
@@ -87,13 +86,6 @@ class ModelWorker:
                 for path in checkpoint.files:
                     self.load_weights(list(load_file(path).items()))
 
-    def init_weights_update_group(self, *, end: Deadline, **group: Any) -> None:
-        """Joins a process group for updates, as UpdateGroups.init does."""
-        self.groups.init(meeting=end.left, **group)
-
-    def destroy_weights_update_group(self, *, group_name: str, end: Deadline) -> None:
-        self.groups.destroy(group_name)
-
     def update_weights_from_distributed(
         self,
         *,
@@ -132,14 +124,8 @@ class ModuleWorker(ModelWorker):
     threads: copy threads.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        *,
-        threads: int = 1,
-        weight_version: str = "default",
-    ) -> None:
-        super().__init__(ModuleLoader(module, threads=threads), weight_version=weight_version)
+    def __init__(self, module: torch.nn.Module, *, threads: int = 1) -> None:
+        super().__init__(ModuleLoader(module, threads=threads))
         self.module = module
 
     def check_fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

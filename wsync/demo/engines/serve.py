@@ -48,19 +48,15 @@ class ServerProcess:
     ) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        try:
-            self.process = Popen(
-                command,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=self._log,
-                env={**os.environ, **(environment or {})},
-                pass_fds=tuple(pass_fds),
-                bufsize=0,
-            )
-        except BaseException:
-            self._log.close()
-            raise
+        self.process = Popen(
+            command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=self._log,
+            env={**os.environ, **(environment or {})},
+            pass_fds=tuple(pass_fds),
+            bufsize=0,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +105,6 @@ class ServerProcess:
 def serve_in_process(
     model: "str | os.PathLike[str] | Any",
     *,
-    api_key: str = "",
     dtype: str | None = None,
     seed: int = 0,
     timeout: float = 120.0,
@@ -127,12 +122,7 @@ def serve_in_process(
             model.save_pretrained(folder)
             model, words = folder, [*words, "--seed", str(seed)]
         program = [sys.executable, "-P", "-m", "wsync.demo.engines.transformers"]
-        # the key does not go on the command line, which everybody can read
-        server = ServerProcess(
-            [*program, "--model", os.fspath(model), *words],
-            str(model),
-            environment={"WSYNC_API_KEY": api_key},
-        )
+        server = ServerProcess([*program, "--model", os.fspath(model), *words], str(model))
         try:
             server.await_port(timeout)
         except BaseException:
@@ -177,13 +167,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     path = os.path.realpath(options.model)  # once: a trainer's `latest` may move between two files
     try:
-        engine = Engine(
-            load(path, dtype=options.dtype, seed=options.seed),
-            model_path=path,
-            weight_version="default" if options.seed is not None else _stored_version(path),
-        )
-        key = os.environ.get("WSYNC_API_KEY", "")
-        server = EngineServer(engine, options.host, options.port, api_key=key)
+        engine = Engine(load(path, dtype=options.dtype, seed=options.seed), model_path=path)
+        if options.seed is None and Path(path, INDEX).exists():  # perhaps a trainer has written it
+            stored = Checkpoint(path).weight_version
+            engine.updates.weight_version = stored or engine.weight_version
+        server = EngineServer(engine, options.port)
     except (OSError, ValueError, WsyncError) as error:  # transformers' are among them
         parser.exit(_EXIT_USAGE, f"{parser.prog}: {' '.join(str(error).split())}\n")
     print(json.dumps({"port": server.port}), flush=True)
@@ -191,12 +179,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     with server, contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
-
-
-def _stored_version(folder: str) -> str:
-    """The weight version of a checkpoint that a trainer has written."""
-    stored = Path(folder, INDEX).exists() and Checkpoint(folder).weight_version
-    return stored or "default"
 
 
 def _end_with_parent() -> None:
@@ -209,11 +191,9 @@ def _end_with_parent() -> None:
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m wsync.demo.engines.transformers",
-        description="A small inference engine with SGLang's weight-update endpoints.  If "
-        "WSYNC_API_KEY is set, requests need it as a bearer key.",
+        description="A small inference engine with SGLang's weight-update endpoints, on 127.0.0.1.",
     )
     parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000, help="0 takes a free one")
     parser.add_argument("--dtype", help="torch's name of a dtype")
     parser.add_argument("--seed", type=int, help="of random weights, in place of the folder's")

@@ -1,6 +1,5 @@
 """SGLang's HTTP endpoints in front of an Engine (paths and answers of SGLang 0.5.23)."""
 
-import hmac
 import inspect
 import json
 import sys
@@ -26,33 +25,28 @@ class EngineServer(ThreadingTCPServer):
     """Answers each connection in a thread of its own, so that requests that wait do not lock out
     those that end their wait.
 
-    api_key: asked for as a bearer key everywhere but on /health.  Raises InvalidArgumentError where
-    it cannot have the port.
+    Raises InvalidArgumentError where it cannot have the port.
     """
 
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, engine: Engine, host: str, port: int, *, api_key: str = "") -> None:
+    def __init__(self, engine: Engine, port: int) -> None:
         calls = _calls(engine).items()
         self._calls = {path: (call, inspect.signature(call).parameters) for path, call in calls}
-        self._api_key = api_key
         try:
-            super().__init__((host, port), _Requests)
+            super().__init__(("127.0.0.1", port), _Requests)
         except (OSError, OverflowError) as error:
-            raise InvalidArgumentError(f"{host}:{port}: {error}") from error
+            raise InvalidArgumentError(f"127.0.0.1:{port}: {error}") from error
 
     @property
     def port(self) -> int:
         return int(self.socket.getsockname()[1])
 
-    def answer(self, path: str, key: str, data: bytes) -> tuple[int, Any]:
+    def answer(self, path: str, data: bytes) -> tuple[int, Any]:
         """Status and content.  The fields of a body that an endpoint does not know are passed
         over, as SGLang does."""
-        wanted = f"Bearer {self._api_key}".encode()
-        if self._api_key and path != "/health" and not hmac.compare_digest(key.encode(), wanted):
-            return 401, {"error": "Unauthorized"}
         if path[1:] not in self._calls:
             return 404, {"message": "Not Found"}
         call, known = self._calls[path[1:]]
@@ -82,7 +76,7 @@ def _calls(engine: Engine) -> dict[str, Callable[..., Any]]:
         "weights_checker": lambda: {"success": True, "ranks": [{"checksums": engine.checksums()}]},
         "pause_generation": engine.gate.pause,
         "continue_generation": engine.continue_generation,
-        "flush_cache": lambda: None,  # a pause has what was computed forgotten
+        "flush_cache": lambda: "Cache flushed.",  # nothing is kept of what was computed
         "generate": engine.generate,
         "wsync/logits": engine.logits,  # ours: fp32 [tokens, vocab] of a prompt
         "init_weights_update_group": partial(engine.groups.init, meeting=REQUEST_SECONDS),
@@ -101,8 +95,7 @@ class _Requests(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        path, key = self.path.partition("?")[0], self.headers.get("Authorization") or ""
-        status, content = self.server.answer(path, key, data)
+        status, content = self.server.answer(self.path.partition("?")[0], data)
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -1,7 +1,7 @@
 """A small inference engine on a Hugging Face transformers model, with SGLang's endpoints.
 
-For notebooks, demonstrations and tests: it continues token ids one at a time and takes weight
-updates the way SGLang does.  One worker, CPU.
+For notebooks, demonstrations and tests: it continues token ids with the likeliest ones and takes
+weight updates the way SGLang does.  One worker, CPU.
 
     python -m wsync.demo.engines.transformers --model DIR --port 30000           # its weights
     python -m wsync.demo.engines.transformers --model DIR --port 30000 --seed 1  # random weights
@@ -43,7 +43,6 @@ class Gate:
         self._paused = False
         self._aborts = self._running = 0
         self._writing = False  # a step or an update is alone with the weights
-        self.pauses = 0
 
     def busy(self) -> int:
         """Number of requests that have begun and not ended."""
@@ -63,35 +62,28 @@ class Gate:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def step(self, aborted: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Around a step of a request, which first looks whether it was aborted."""
-        return self._alone(
-            lambda: aborted() or not self._paused, REQUEST_SECONDS, "the engine stays paused"
-        )
-
-    def update(self, timeout: float) -> AbstractContextManager[None]:
-        """Around what reads or writes all weights."""
-        return self._alone(lambda: True, timeout, "a step or an update does not end")
-
     def pause(self, mode: str = "abort") -> None:
         if mode not in PAUSE_MODES:
             raise InvalidArgumentError(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
         with self._changed:
             self._paused = True
-            self.pauses += 1
             if mode == "abort":
                 self._aborts += 1
                 self._changed.notify_all()
                 self._wait(lambda: not self._running, REQUEST_SECONDS, "requests do not end")
 
     def resume(self) -> None:
-        with self.update(REQUEST_SECONDS):
+        with self.alone():
             self._paused = False
 
     @contextmanager
-    def _alone(self, ready: Callable[[], bool], timeout: float, otherwise: str) -> Iterator[None]:
+    def alone(
+        self, timeout: float = REQUEST_SECONDS, *, ready: Callable[[], bool] = lambda: True
+    ) -> Iterator[None]:
+        """Around what reads or writes all weights."""
         with self._changed:
-            self._wait(lambda: not self._writing and ready(), timeout, otherwise)
+            late = "the engine stays paused, or a step or an update does not end"
+            self._wait(lambda: not self._writing and ready(), timeout, late)
             self._writing = True
         try:
             yield
@@ -100,19 +92,20 @@ class Gate:
                 self._writing = False
                 self._changed.notify_all()
 
+    def step(self, aborted: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Around a step of a request, which first looks whether it was aborted."""
+        return self.alone(ready=lambda: aborted() or not self._paused)
+
     def _wait(self, ready: Callable[[], bool], timeout: float, otherwise: str) -> None:
         if not self._changed.wait_for(ready, timeout):
             raise DeadlineError(f"{otherwise}: waited {seconds(timeout)}")
 
 
 class Engine(ModuleWorker):
-    """The engine behind the endpoints: a model, its receiver, and who may run when.
+    """The engine behind the endpoints: a model, its receiver, and who may run when."""
 
-    worker: as of ModuleWorker.
-    """
-
-    def __init__(self, model: Any, *, model_path: str = "", **worker: Any) -> None:
-        super().__init__(model.eval(), **worker)
+    def __init__(self, model: Any, *, model_path: str = "") -> None:
+        super().__init__(model.eval())
         self.model = model
         self.model_path = model_path or str(getattr(model.config, "name_or_path", ""))
         self.instance = uuid.uuid4().hex
@@ -127,14 +120,14 @@ class Engine(ModuleWorker):
     def generate(
         self, input_ids: Sequence[int], sampling_params: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Continues one prompt.  Waits while the engine is paused; what runs when it is paused
-        ends or goes on as the pause's mode says.  The version in the answer is that of the weights
-        that gave the last token."""
-        sampling = {"max_new_tokens": 128, "temperature": 1.0, **(sampling_params or {})}
+        """Continues one prompt with the likeliest tokens.  Waits while the engine is paused; what
+        runs when it is paused ends or goes on as the pause's mode says.  The version in the answer
+        is that of the weights that gave the last token."""
+        sampling = {"max_new_tokens": 128, **(sampling_params or {})}
         eos = None if sampling.get("ignore_eos") else self.model.config.eos_token_id
         stops = eos if isinstance(eos, list) else [eos]
         finish: dict[str, Any] = {"type": "length", "length": sampling["max_new_tokens"]}
-        tokens, output, cache, seen = list(input_ids), list[int](), None, -1
+        tokens, output = list(input_ids), list[int]()
         with self.gate.request() as aborted:
             version = self.weight_version
             while len(output) < sampling["max_new_tokens"] and finish["type"] == "length":
@@ -145,12 +138,7 @@ class Engine(ModuleWorker):
                     self.updates.check_whole()
                     # not later: an update may follow as soon as the gate is left
                     version = self.weight_version
-                    if seen != self.gate.pauses:  # what was computed may be of other weights
-                        seen, cache = self.gate.pauses, None
-                    ids = self._ids(tokens + output if cache is None else output[-1:])
-                    step = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
-                cache = step.past_key_values
-                output.append(_pick(step.logits[0, -1], sampling["temperature"]))
+                    output.append(int(self._logits(tokens + output)[-1].argmax()))
                 if output[-1] in stops:
                     finish = {"type": "stop", "matched": output[-1]}
         return {
@@ -167,24 +155,26 @@ class Engine(ModuleWorker):
         """fp32 logits [tokens, vocab] of one prompt, for comparisons."""
         with self.gate.request() as aborted, self.gate.step(aborted), torch.no_grad():
             self.updates.check_whole()
-            logits = self.model(input_ids=self._ids(input_ids), use_cache=False).logits[0]
-        return {"logits": logits.float().tolist()}
+            return {"logits": self._logits(input_ids).float().tolist()}
 
     def continue_generation(self) -> None:
         """Refused while the weights are inconsistent or have no version yet."""
         self.updates.check_whole()
         self.gate.resume()
 
-    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+    def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Nothing is kept of them: the next step may be one of other weights."""
         vocabulary = int(self.model.config.vocab_size)
         if not tokens or not all(0 <= token < vocabulary for token in tokens):
             raise InvalidArgumentError(f"input_ids: no list of tokens below {vocabulary}")
-        return torch.tensor([list(tokens)], device=self.model.device)
+        ids = torch.tensor([list(tokens)], device=self.model.device)
+        logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+        return logits
 
     # --- weights ----------------------------------------------------------------------------
 
     def exclusive(self, end: Deadline) -> AbstractContextManager[None]:
-        return self.gate.update(end.left)
+        return self.gate.alone(end.left)
 
     def update_weights_from_disk(
         self, model_path: str, *, end: Deadline, weight_version: str | None = None
@@ -210,7 +200,7 @@ class Engine(ModuleWorker):
         that stand for one tensor (a tied head) give one entry, under the first.  Waits for an
         update that is under way."""
         state: Mapping[str, torch.Tensor] = self.model.state_dict()
-        with self.gate.update(REQUEST_SECONDS):
+        with self.gate.alone():
             return {names[0]: checksum(state[names[0]]) for names in aliases(state)}
 
     def server_info(self) -> dict[str, Any]:
@@ -235,12 +225,6 @@ class Engine(ModuleWorker):
             "reason": trouble,
             "instance": self.instance,
         }
-
-
-def _pick(logits: torch.Tensor, temperature: float) -> int:
-    if not temperature:
-        return int(logits.argmax())
-    return int(torch.multinomial((logits.float() / temperature).softmax(-1), 1))
 
 
 def checksum(tensor: torch.Tensor) -> str:
