@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import math
 import os
 import shlex
 import sys
@@ -27,7 +25,6 @@ _INSTALL = {
 }
 _MODEL = Path("tiny-qwen3")
 _PORTS = {"sglang": 30000, "vllm": 8000}
-_SGLANG_CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # for each worker, with "|" between them
 _SGLANG_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # which import each other
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -49,18 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="wsync serve", description=_DESCRIPTION, allow_abbrev=False
     )
     parser.add_argument("engine", choices=sorted(_PORTS))
-    parser.add_argument(
-        "--model",
-        type=Path,
-        default=_MODEL,
-        metavar="FOLDER",
-        help=f"of a checkpoint (default {_MODEL}, which is made if it is missing)",
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        help="where it listens (default 30000 for sglang, 8000 for vllm)",
-    )
+    text = f"of a checkpoint (default {_MODEL}, which is made if it is missing)"
+    parser.add_argument("--model", type=Path, default=_MODEL, metavar="FOLDER", help=text)
+    text = "where it listens (default 30000 for sglang, 8000 for vllm)"
+    parser.add_argument("--port", type=int, help=text)
     given, further = parser.parse_known_args(arguments)
     engine: str = given.engine
     for package in (engine, "torch", "transformers"):
@@ -71,18 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 1
-    if not (given.model / "config.json").is_file():
-        if given.model != _MODEL:
-            print(f"wsync serve: no checkpoint in the folder {given.model}", file=sys.stderr)
-            return 1
-        make_model(given.model)
+    if given.model == _MODEL and not (_MODEL / "config.json").is_file():
+        make_model(_MODEL)
     port = given.port or _PORTS[engine]
     settings, words = command(engine, str(given.model), port)
-    if engine == "sglang":
-        settings[_SGLANG_CORES] = "|".join(["0"] * _sglang_workers(further))
     settings = {name: os.environ.get(name, value) for name, value in settings.items()}
     words += further
-    print(f"the model: {given.model}", file=sys.stderr)
     print(f"the engine, for wsync: {'vllm+' * (engine == 'vllm')}http://127.0.0.1:{port}")
     shown = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     print(*shown, "python -P", shlex.join(words), flush=True)
@@ -114,22 +97,13 @@ def _sglang(model: str, port: int) -> tuple[dict[str, str], list[str]]:
     words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     words += ["--disable-overlap-schedule", "--host", "127.0.0.1"]
     words += ["--max-total-tokens", "8192", "--max-running-requests", "4"]
-    settings = {"SGLANG_USE_CPU_ENGINE": "1", _SGLANG_CORES: "0"}
-    kind = json.loads(Path(model, "config.json").read_text(encoding="utf-8")).get("model_type")
-    if kind in _SGLANG_MODELS and (found := importlib.util.find_spec("sglang")):
+    settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}  # one worker's
+    if Path(model) == _MODEL and (found := importlib.util.find_spec("sglang")):
         # each worker imports all that it knows, which takes it longer than all else
         folders = map(Path, found.submodule_search_locations or ())
         known = {path.stem for folder in folders for path in folder.glob("srt/models/*.py")}
         settings["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(known - {*_SGLANG_MODELS}))
     return settings, words
-
-
-def _sglang_workers(words: Sequence[str]) -> int:
-    """How many an SGLang server with these arguments has."""
-    parser = argparse.ArgumentParser(prog="wsync serve", add_help=False)
-    for short, long in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        parser.add_argument(f"--{short}-size", f"--{long}-parallel-size", type=int, default=1)
-    return math.prod(vars(parser.parse_known_args(words)[0]).values())
 
 
 def _vllm(model: str, port: int) -> tuple[dict[str, str], list[str]]:
