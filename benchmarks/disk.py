@@ -51,8 +51,9 @@ def _one_process() -> dict[str, Any]:
 
 
 def _rank(rank: int) -> list[dict[str, Any]]:
+    from support import megatron_cpu
+
     from benchmarks import peers
-    from wsync.demo import megatron_cpu
 
     parallel = megatron_cpu.Parallel(tp=2, pp=2)
     with megatron_cpu.on_cpu(), megatron_cpu.groups(parallel), torch.no_grad():

@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import hf_reference
+from support import hf_reference, megatron_cpu
 from support.weights_only_engine import ProcessEngine, digest
 
 import wsync
 from benchmarks.peers import BUCKET_NBYTES, Named
 from benchmarks.ranks import on_ranks
-from wsync.demo import megatron_cpu
 from wsync.exchange.update_group import Rendezvous, Store
 from wsync.trainer.requests import Calls
 

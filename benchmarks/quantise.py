@@ -151,9 +151,7 @@ def int4_groups(name: str, weight: torch.Tensor, size: int = 32) -> Iterator[Nam
 def _rank(rank: int, method: str) -> list[dict[str, Any]]:
     """One rank of a TP2 x PP2 trainer; rank 0 returns the row."""
     import torch.distributed as dist
-    from support import hf_reference
-
-    from wsync.demo import megatron_cpu
+    from support import hf_reference, megatron_cpu
 
     parallel = megatron_cpu.Parallel(tp=2, pp=2)
     peer, peer_class = bucket_class()

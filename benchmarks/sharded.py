@@ -51,8 +51,9 @@ def sharded_direct(layers: int) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _trainer(layers: int) -> Iterator[tuple[list[torch.nn.Module], Any]]:
+    from support import megatron_cpu
+
     from benchmarks.update import qwen3_config
-    from wsync.demo import megatron_cpu
 
     parallel = megatron_cpu.Parallel(tp=2, pp=2)
     with megatron_cpu.on_cpu(), megatron_cpu.groups(parallel):

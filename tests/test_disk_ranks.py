@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from support import disk_cases
+from support.megatron_cpu import Parallel
 from support.procs import RankError, Ranks
 from support.tiny_qwen3 import dense, sparse
-
-from wsync.demo.megatron_cpu import Parallel
 
 ONE_FILE = 1 << 30
 # config, cut, bytes of a file, stored dtype, engine

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from support import distributed_cases as cases
+from support.megatron_cpu import Parallel
 from support.procs import Ranks
 from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import dense, in_server, sparse, sums
@@ -20,7 +21,6 @@ from support.weights_only_engine import ProcessEngine
 
 import wsync
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
-from wsync.demo.megatron_cpu import Parallel
 from wsync.layout import from_tensors
 from wsync.trainer.connection import Connection
 

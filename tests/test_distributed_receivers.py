@@ -15,6 +15,7 @@ import pytest
 import torch
 from support import distributed_receivers as cases
 from support.fused import Fused, bytes_of, draw, held
+from support.megatron_cpu import Parallel
 from support.procs import Ranks, started
 from support.relay import RelayedListener
 from support.tiny_qwen3 import dense, sparse
@@ -24,7 +25,6 @@ from support.worker_processes import WorkersEngine
 import wsync
 import wsync.engine.remote_session
 from wsync import _core
-from wsync.demo.megatron_cpu import Parallel
 from wsync.exchange import update_group
 from wsync.exchange.update_group import UpdateGroup
 from wsync.layout import from_tensors

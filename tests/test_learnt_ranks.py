@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from support import learnt_cases, own_family
 from support.engines import engine_packages, engine_tree
+from support.megatron_cpu import Parallel
 from support.procs import Ranks
-
-from wsync.demo.megatron_cpu import Parallel
 
 pytestmark = pytest.mark.slow
 

@@ -166,20 +166,6 @@ def test_the_reference_is_what_transformers_computes(local, case):
     assert max(local.run(cases.logits_match, *case)) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "case",
-    [LOCAL[k] for k in ("tp2-pp2-tied", "moe-tp2-ep2-etp2", "moe-tp2-pp2-ep2-etp1")],
-    ids=["tp2-pp2-tied", "moe-tp2-ep2-etp2", "moe-tp2-pp2-ep2-etp1"],
-)
-def test_training_keeps_replicas_equal(local, case):
-    results = local.run(cases.step_keeps_replicas, *case)
-    for losses, replicas, changed, count in results:
-        assert replicas > 0
-        assert changed == count > 10
-        assert all(loss is None or 0 < loss < 100 for loss in losses)
-    assert any(losses[1] is not None and losses[1] < losses[0] for losses, *_ in results)
-
-
 BRIDGED = ("te-tp2-pp2", "te-grouped-tp2-pp2-ep2", "te-grouped-etp2", "te-grouped-shared")
 
 

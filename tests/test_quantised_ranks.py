@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import pytest
 from support import quantised_ranks
 from support.engines import NEWEST, engine_packages, engine_tree
+from support.megatron_cpu import Parallel
 from support.procs import Ranks
 from support.quantised_models import EXPERTS
 from support.quantised_ranks import Case
-
-from wsync.demo.megatron_cpu import Parallel
 
 FP8 = ("fp8_block", (128, 128))
 INT4 = ("int4", (1, 128))

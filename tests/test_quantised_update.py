@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import quantised_cases
+from support.megatron_cpu import Parallel
 from support.procs import RankError, Ranks
 from support.quantised_cases import METHODS, blocks, differing, groups, quantised, shapes_of
 from support.tiny_qwen3 import dense, sparse
 from support.weights_only_engine import ProcessEngine
 
 import wsync
-from wsync.demo.megatron_cpu import Parallel
 from wsync.disk import newest
 from wsync.messages import payload
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from support import update_cases
+from support.megatron_cpu import Parallel
 from support.procs import RankError, Ranks
 from support.tiny_qwen3 import dense, sparse
-
-from wsync.demo.megatron_cpu import Parallel
 
 CASES = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2), {}, "auto"),

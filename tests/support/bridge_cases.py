@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
-from support import kimi_vision
+from support import kimi_vision, megatron_cpu
 from support import megatron_cases as cases
 
 import wsync.megatron
 from wsync import _core
-from wsync.demo import megatron_cpu
 from wsync.families import registry
 from wsync.families.rules import Expansion
 
@@ -352,8 +351,6 @@ def logits_differ(folder, case, parallel):
             chunk.eval()
             if getattr(chunk, "rotary_pos_emb", None) is not None:
                 chunk.rotary_pos_emb.cp_group = None  # every rank computes the whole sequence
-        trainer = megatron_cpu.CpuTrainer(
-            chunks, chunks[0].config, config, megatron_cpu.Parallel(**parallel), torch.float32
-        )
+        trainer = megatron_cpu.CpuTrainer(chunks, config)
         found = trainer.logits(ids)
         return float((found - want).abs().max()), float(want.abs().max())

@@ -13,10 +13,10 @@ import typing
 import torch
 import torch._inductor.compile_fx  # asks what kind of triton there is, which must be none
 import typing_extensions
-from support import kimi_vision, plain_mamba
+from support import kimi_vision, megatron_cpu, plain_mamba
 from torch.utils import _triton
 
-from wsync.demo import megatron_cpu, stand_ins
+from wsync.demo import stand_ins
 
 
 def _normalized(x, eps=1e-6, **_):

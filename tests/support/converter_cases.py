@@ -4,12 +4,18 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from support import converters, gqa_cases, gqa_families, latent_cases, megatron_reference
+from support import (
+    converters,
+    gqa_cases,
+    gqa_families,
+    latent_cases,
+    megatron_cpu,
+    megatron_reference,
+)
 from support.megatron_cases import check_everything, padded_rows
 
 import wsync.megatron
 from wsync import _core
-from wsync.demo import megatron_cpu
 
 
 def arguments(hf):

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from support import hf_reference
+from support import hf_reference, megatron_cpu
 from support.errors import error_of
 from support.update_cases import compare, slime_arguments, trainer_and_engine
 
 import wsync
 from wsync import _core, disk, megatron
-from wsync.demo import megatron_cpu
 from wsync.disk import DiskSync, newest
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)

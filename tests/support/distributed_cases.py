@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import hf_reference
+from support import hf_reference, megatron_cpu
 from support.errors import error_of
 from support.tensor_parallel_engine import TensorParallelEngine
 from support.update_cases import OPTIONS, breaking_rank, compare, slime_arguments
 from support.worker_processes import WorkersEngine
 
 import wsync
-from wsync.demo import megatron_cpu
 from wsync.exchange.update_group import UpdateGroup
 from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.sessions.stock import StockSession

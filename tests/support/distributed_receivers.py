@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import hf_reference
+from support import hf_reference, megatron_cpu
 from support.errors import error_of
 from support.fused import Fused, bytes_of, held
 from support.tensor_parallel_engine import TensorParallelEngine
@@ -19,7 +19,6 @@ from support.update_cases import before_receiving, breaking_rank, compare
 
 import wsync
 from wsync import megatron
-from wsync.demo import megatron_cpu
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.messages.control import LOAD_FORMAT

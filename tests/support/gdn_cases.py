@@ -6,13 +6,13 @@ from unittest import mock
 
 import torch
 from support import gdn_families as families
+from support import megatron_cpu
 from support.gqa_cases import merged
 from support.gqa_families import VisionLanguage
 from support.megatron_cases import check_everything, padded_rows, place
 
 import wsync.megatron
 from wsync import _core
-from wsync.demo import megatron_cpu
 
 
 class ZeroCenteredNorm(torch.nn.Module):

@@ -3,12 +3,11 @@
 import torch
 import torch.distributed as dist
 from support import gqa_families as families
-from support import own_family
+from support import megatron_cpu, own_family
 from support.megatron_cases import check_everything, host_bytes, padded_rows, place
 
 import wsync.megatron
 from wsync import _core
-from wsync.demo import megatron_cpu
 
 
 def _trainer(hf, parallel, form, options):

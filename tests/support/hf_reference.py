@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from wsync.demo.megatron_cpu import named_weights
+from support.megatron_cpu import named_weights
 
 Part = tuple[str, int, int, torch.Tensor]
 

@@ -14,12 +14,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from support import megatron_cases
+from support import megatron_cases, megatron_cpu
 from support import megatron_reference as reference
 
 import wsync.megatron
 from wsync import _core
-from wsync.demo import megatron_cpu
 
 INDEX_HEADS, INDEX_DIM = 2, 128  # slime's plugin has heads of 128 channels only
 SMALL = {

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import gqa_families, hf_reference, own_family, tiny_models
+from support import gqa_families, hf_reference, megatron_cpu, own_family, tiny_models
 from support.sglang_processes import SglangProcesses
 from support.vllm_engine import VllmEngine
 
 import wsync
 from wsync import megatron
-from wsync.demo import megatron_cpu
 
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 DIRECT = wsync.Options(deadline=60, progress=False, delivery="direct")

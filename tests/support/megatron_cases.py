@@ -10,12 +10,12 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from support import megatron_cpu
 from support import megatron_reference as reference
 from support.errors import error_of
 
 import wsync.megatron
 from wsync import _core
-from wsync.demo import megatron_cpu
 
 _cpu = megatron_cpu.on_cpu()
 
@@ -287,31 +287,6 @@ def logits_match(family, changes, parallel, options):
         with torch.no_grad():
             want = reference.hf_model(trainer.hf)(ids).logits
         return float((trainer.logits(ids) - want).abs().max())
-
-
-def step_keeps_replicas(family, changes, parallel, options):
-    """Trains and checks that all holders of a box still agree; returns boxes and losses."""
-    with trained(family, changes, parallel, options) as (trainer, _):
-        mine = wsync.megatron.layout(trainer.chunks, trainer.hf)
-        before = [host_bytes(tensor) for tensor in mine.tensors()]
-        ids = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(3))
-        losses = [trainer.step(ids) for _ in range(2)]
-        mine.bind()
-        after = [host_bytes(tensor) for tensor in mine.tensors()]
-        everyone = [None] * mine.ranks
-        dist.all_gather_object(everyone, (mine.layout.to_bytes(), after))
-        layout = _core.Layout.merge([_core.Layout.from_bytes(data) for data, _ in everyone])
-        replicas = 0
-        for index in range(layout.tensor_count):
-            seen = {}
-            for rank, buffer, offset, start, extent, strides, _ in layout.shards(index):
-                data = read_shard(everyone[rank][1][buffer], offset, extent, strides, np.uint32)
-                if (start, extent) in seen:
-                    replicas += 1
-                    assert np.array_equal(seen[start, extent], data), layout.tensor(index)
-                seen[start, extent] = data
-        changed = sum(a != b for a, b in zip(before, after, strict=True))
-        return losses, replicas, changed, len(before)
 
 
 def bridge_exports(family, changes, parallel, options):

@@ -13,7 +13,7 @@ import warnings
 _MODULES = (
     *("transformers.models.qwen3", "transformers.models.qwen3_moe", "torch.distributed"),
     *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.gpt.gpt_model"),
-    *("wsync.megatron", "wsync.demo.megatron_cpu"),
+    *("wsync.megatron", "support.megatron_cpu"),
 )
 
 # megatron-core says in many words that it has neither TransformerEngine nor a GPU here

@@ -10,14 +10,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from support import hf_reference, latent_cases, quantise_reference, tiny_models
+from support import hf_reference, latent_cases, megatron_cpu, quantise_reference, tiny_models
 from support.quantised_models import SIZES, Method, Tensors
 from support.sglang_sessions import SglangSessions
 from support.vllm_engine import VllmEngine
 
 import wsync
 from wsync import megatron
-from wsync.demo import megatron_cpu
 from wsync.trainer import quantised_image
 
 _started: list[Any] = []

@@ -50,9 +50,7 @@ def _stepping(parameters: Callable[[], Any], rounds: list[int]) -> Callable[[obj
 
 def megatron(url: str) -> tuple[list[float], dict[str, str]]:
     """On all ranks: what was logged, and the weights' checksums."""
-    from support import hf_reference
-
-    from wsync.demo import megatron_cpu
+    from support import hf_reference, megatron_cpu
 
     parallel = megatron_cpu.Parallel(tp=2)
     with megatron_cpu.groups(parallel):

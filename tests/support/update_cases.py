@@ -14,13 +14,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from support import hf_reference
+from support import hf_reference, megatron_cpu
 from support.errors import error_of
 from support.tensor_parallel_engine import TensorParallelEngine
 
 import wsync
 from wsync import megatron
-from wsync.demo import megatron_cpu
 from wsync.disk import newest
 from wsync.trainer.connection import Connection
 

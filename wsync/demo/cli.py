@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _chosen(arguments: list[str] | None) -> Any:
-    """What the command line says, and the number of trainer ranks."""
+    """What the command line says, the number of trainer ranks, and the engines' GPU offsets."""
     parser = argparse.ArgumentParser(prog="wsync demo", description=_DESCRIPTION)
     for name, known, text in (
         ("model", ("qwen3", _EXPERTS), "what is trained"),
@@ -73,6 +73,8 @@ def _chosen(arguments: list[str] | None) -> Any:
     if chosen.model != _EXPERTS:
         chosen.ep = 1
     chosen.ranks = chosen.pp * math.lcm(chosen.tp, chosen.ep)
+    remote = list(MODES).index(chosen.mode)
+    chosen.offsets = [chosen.ranks] * remote + [0] * (2 - remote) if remote else None
     return chosen
 
 
@@ -98,14 +100,14 @@ def _run(chosen: Any, folder: str) -> int:
     print("importing torch, transformers and megatron-core", flush=True)
     # they say in many words that there is neither TransformerEngine nor a GPU here
     warnings.filterwarnings("ignore", module=r"(mbridge|megatron|torch\.distributed)(\.|$)")
+    import mbridge  # noqa: F401 (once, for all ranks)
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
     from wsync.demo.trainer import train
 
-    remote = list(MODES).index(chosen.mode)
     start: Any = start_processes
     try:
-        start(train, (chosen, remote, folder), chosen.ranks, daemon=True, start_method="fork")
+        start(train, (chosen, folder), chosen.ranks, daemon=True, start_method="fork")
     except ProcessException as error:
         print(f"wsync demo: trainer rank {error.error_index} failed: {error}", file=sys.stderr)
         return 1

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import requests
 import torch
 import torch.distributed as dist
 import transformers
-from mbridge import AutoBridge
+from megatron.core import parallel_state
 from tqdm import tqdm
 
 import wsync
@@ -21,7 +20,7 @@ from wsync import pages
 from wsync.demo.cli import traces
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
 from wsync.demo.engines.transformers import checksum
-from wsync.demo.megatron_cpu import CpuTrainer, Parallel, build, groups, on_cpu
+from wsync.demo.megatron_cpu import CpuTrainer, build, exported, on_cpu
 
 SENTENCE = "Fresh weights reach every engine, byte for byte, before the next token is due. "
 PROMPT_LENGTH = 18
@@ -44,19 +43,15 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
-_LAYER = "model.layers.{layer_number}."
 _http = requests.Session()
 _http.trust_env = False
 
 
-def train(rank: int, chosen: Any, remote: int, folder: str) -> None:
-    """What one rank does.  Rank 0 has the engines, prints, and exits with 1 if a byte is wrong.
-
-    remote: how many engines are taken for remote ones."""
+def train(rank: int, chosen: Any, folder: str) -> None:
+    """What one rank does.  Rank 0 has the engines, prints, and exits with 1 if a byte is wrong."""
     torch.set_num_threads(1)
     sizes = _MODEL if chosen.model == "qwen3" else {**_MODEL, **_EXPERTS}
     config = transformers.AutoConfig.for_model(chosen.model.replace("-", "_"), **sizes)
-    parallel = Parallel(tp=chosen.tp, pp=chosen.pp, ep=chosen.ep, etp=1 if chosen.ep > 1 else None)
     with contextlib.ExitStack() as stack:
         dist.init_process_group(
             "gloo",
@@ -67,8 +62,14 @@ def train(rank: int, chosen: Any, remote: int, folder: str) -> None:
         )
         stack.callback(dist.destroy_process_group)
         stack.enter_context(on_cpu())
-        stack.enter_context(groups(parallel))
-        trainer = build(config, parallel)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=chosen.tp,
+            pipeline_model_parallel_size=chosen.pp,
+            expert_model_parallel_size=chosen.ep,
+            expert_tensor_parallel_size=1 if chosen.ep > 1 else None,
+            create_gloo_process_groups=False,  # the default group is gloo
+        )
+        trainer = build(config)
         servers = []
         if rank == 0:
             print("starting the engines", flush=True)
@@ -76,16 +77,11 @@ def train(rank: int, chosen: Any, remote: int, folder: str) -> None:
                 server = serve_in_process(config, dtype="float32", seed=seed)
                 servers.append(stack.enter_context(server))
                 print(f"engine {seed} at {server.url} says {_said(server.url)!r}", flush=True)
-        offsets = [chosen.ranks] * remote + [0] * (2 - remote) if remote else None
-        _update(trainer, servers, offsets, chosen, folder)
+        _update(trainer, servers, chosen, folder)
 
 
 def _update(
-    trainer: CpuTrainer,
-    servers: Sequence[ServerProcess],
-    offsets: list[int] | None,
-    chosen: Any,
-    folder: str,
+    trainer: CpuTrainer, servers: Sequence[ServerProcess], chosen: Any, folder: str
 ) -> None:
     """Alternates training and updating; every rank takes part, rank 0 compares and reports."""
     ids = torch.tensor([list(SENTENCE.encode())], device="cpu")
@@ -93,7 +89,7 @@ def _update(
     problems: list[str] = []
     urls, options = [server.url for server in servers], wsync.Options(round_nbytes=1 << 20)
     layout = wsync.megatron.layout(trainer.chunks, trainer.hf)
-    with wsync.connect(layout, urls, engine_gpu_offsets=offsets, options=options) as sync:
+    with wsync.connect(layout, urls, engine_gpu_offsets=chosen.offsets, options=options) as sync:
         for number in range(1, chosen.updates + 1):
             steps = _STEPS * (5 if number == chosen.updates > 1 else 1)
             text = f"training before update {number}"
@@ -123,32 +119,6 @@ def _update(
     print(
         f"verified: {len(expected)} tensors, {nbytes:,} bytes, in every engine after every update"
     )
-
-
-class _Chunk:
-    """A part of a model under the names of TransformerEngine's experts, which mbridge knows."""
-
-    def __init__(self, chunk: Any) -> None:
-        self._chunk, self.decoder = chunk, chunk.decoder
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        local = re.compile(r"local_experts\.(\d+)\.(.*\.weight)$")
-        for name, tensor in self._chunk.named_parameters():
-            yield local.sub(r"\2\1", name), tensor
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self.named_parameters())
-
-
-@torch.no_grad()
-def exported(trainer: CpuTrainer) -> dict[str, torch.Tensor]:
-    """All weights under their Hugging Face names, as mbridge converts them; collective.  It shares
-    no code with wsync's rules and planner."""
-    bridge = AutoBridge.from_config(trainer.hf, dtype=trainer.dtype)
-    bridge._OTHER_MAPPING = {"input_layernorm": [f"{_LAYER}input_layernorm.weight"]}
-    after = {"pre_mlp_layernorm": [f"{_LAYER}post_attention_layernorm.weight"]}
-    bridge._MLP_MAPPING = bridge._MLP_MAPPING | after
-    return dict(bridge.export_weights([_Chunk(chunk) for chunk in trainer.chunks]))
 
 
 def _wrong(
