@@ -207,19 +207,20 @@ def test_a_wait_for_other_streams_ends_at_the_deadline(tmp_path: Path) -> None:
     assert right
 
 
-def test_rings_are_smaller_where_the_gpu_has_no_room(tmp_path: Path) -> None:
+def test_a_gpu_without_room_for_rings_takes_smaller_ones_that_are_asked_for(
+    tmp_path: Path,
+) -> None:
     memory = 30 << 20
     with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_MEMORY=str(memory)) as ranks:
         (facts,) = ranks.run(cuda_cases.short_of_memory, timeout=120)
     assert facts["right"]
     assert 0 < facts["ring"] <= memory
-    assert facts["rounds"] > 1
     assert facts["error"].startswith("NoMemoryError: rank 0: GPU memory of "), facts
     assert f" of {memory} bytes of GPU 0 (Fake GPU 0) are free" in facts["error"], facts
 
 
 def test_rounds_are_large_where_the_gpu_of_every_rank_has_room(tmp_path: Path) -> None:
-    memory, large, usual = 16 << 30, 1 << 30, 256 << 20
+    memory, large, usual = 24 << 30, 1 << 30, 256 << 20
     expected: list[tuple[int, dict[str, object], int]] = [
         (0, {}, large),
         (7 << 30, {}, large),
@@ -303,8 +304,8 @@ def test_a_gpu_that_waits_for_a_dead_engine_holds_nobody(
 
 def test_one_rank_does_not_serve_engines_on_two_gpus(trainer: Ranks) -> None:
     (facts,) = trainer.run(cuda_cases.two_devices, timeout=120)
-    assert facts["error"].startswith("InvalidArgumentError: rank 0 serves worker 0 of engine 0")
-    assert "engine_gpu_offsets says whose GPU" in facts["error"]
+    assert facts["error"].startswith("InvalidArgumentError: rank 0: its weights and the workers")
+    assert "engine_gpu_offsets says" in facts["error"]
     assert facts["alone"] == ["", "", "", ""]
 
 

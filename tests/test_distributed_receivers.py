@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,10 +32,9 @@ from wsync.layout import from_tensors
 from wsync.machine.host import own_address
 from wsync.messages.tcp_channel import Channel, Frame, Listener
 from wsync.trainer.planning import whole
-from wsync.trainer.roster import Delivery, RolloutEngine
-from wsync.trainer.sessions import remote
+from wsync.trainer.sessions import worker
 from wsync.trainer.sessions.broadcast import BroadcastSession
-from wsync.trainer.sessions.remote import RemoteSession
+from wsync.trainer.sessions.worker import RemoteSession
 
 PARALLEL = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2)),
@@ -181,7 +181,7 @@ def test_a_network_that_carries_nothing_any_more(
     answers: list[str] = []
     stalled, relays = threading.Event(), []
     listener = type("Listener", (RelayedListener,), {"stalled": stalled, "relays": relays})
-    monkeypatch.setattr(remote, "Listener", listener)
+    monkeypatch.setattr(worker, "Listener", listener)
     weights = {"a": torch.arange(5000.0)}
     deliver, post = engine.update_weights, RemoteSession.post
 
@@ -323,10 +323,12 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.get(threading.get_ident(), 0))
     monkeypatch.setattr(update_group, "_make", make)
-    taking = [RolloutEngine("http://127.0.0.1:1", 1, Delivery.BROADCAST)]
+    engine = SimpleNamespace(name="http://127.0.0.1:1", workers=1, call=lambda *_, **__: None)
+    taking: list[Any] = [engine]
     session = BroadcastSession(0, taking, name="g", options=wsync.Options(backend="nccl"))
     source = from_tensors({"a": torch.ones(3)}).layout
     plan = _core.Plan(source, [(whole(source, [0]), True)], [(0, 0)], [0], 0)
+    session.make_ring(plan, _core.host())
     session.attach(plan, _core.host(), 5.0, lambda: None)
     assert made == [("nccl", "wsync-join")]
     assert session._group is not None and session._group._device == torch.device("cuda", 3)

@@ -29,7 +29,6 @@ from wsync import _core
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.machine import device
 from wsync.messages import gpu_payload
-from wsync.trainer import lending
 
 pytestmark = pytest.mark.gpu
 
@@ -136,12 +135,8 @@ def test_a_thousand_rounds_through_two_slots_keep_their_order() -> None:
     assert report.ring_nbytes == 8192
 
 
-@pytest.mark.parametrize("delivery", ["direct", "auto"])
-def test_weights_are_copied_out_of_torch_s_own_memory(
-    delivery: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lending, "GPUS_UNASKED", True)
-    options = dataclasses.replace(OPTIONS, delivery=delivery)
+def test_weights_are_copied_out_of_torch_s_own_memory() -> None:
+    options = dataclasses.replace(OPTIONS, delivery="direct")
     weights = draw(17, {**DENSE, **LARGE})
     with (
         GpuEngine(weights) as engine,

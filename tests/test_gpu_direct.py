@@ -39,12 +39,9 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize("delivery", ["direct", "auto"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_steady_update_waits_launches_and_records_once(
-    place: str, delivery: str, trainer: Ranks
-) -> None:
-    (facts,) = trainer.run(gpu_direct_cases.steady, dense(), place, [0], delivery, 2, timeout=300)
+def test_a_steady_update_waits_launches_and_records_once(place: str, trainer: Ranks) -> None:
+    (facts,) = trainer.run(gpu_direct_cases.steady, dense(), place, [0], "direct", 2, timeout=300)
     assert facts["right"] == [True] * 3
     assert facts["paths"] == {"direct"}
     assert (facts["ring"], facts["rounds"]) == (0, 1)
@@ -108,19 +105,13 @@ def test_memory_that_was_replaced_at_its_address_is_lent_anew(trainer: Ranks) ->
 
 
 def test_what_cannot_be_lent_goes_through_a_ring_in_the_same_update(trainer: Ranks) -> None:
-    (facts,) = trainer.run(gpu_direct_cases.cannot_be_lent, "direct", timeout=120)
+    (facts,) = trainer.run(gpu_direct_cases.cannot_be_lent, timeout=120)
     assert facts["right"] == [True] * 3
     assert facts["paths"] == [{"direct and ring"}, {"direct and ring"}, {"ring"}]
     said = [text for text in facts["said"] if "no other process can map" in text]
     assert len(said) == 2, said
     assert said[0].startswith("wsync: a, c: rank 0 has 2 of 4 parameters in memory that "), said
     assert "torch_memory_saver" in said[0]
-
-
-def test_auto_reads_in_place_all_weights_or_none(trainer: Ranks) -> None:
-    (facts,) = trainer.run(gpu_direct_cases.cannot_be_lent, "auto", timeout=120)
-    assert facts["right"] == [True] * 3
-    assert facts["paths"] == [{"ring"}] * 3
 
 
 def test_workers_read_what_torch_still_writes_when_an_update_begins(trainer: Ranks) -> None:
@@ -148,19 +139,10 @@ def test_an_allocation_is_not_freed_while_a_worker_has_it_open(trainer: Ranks) -
 def test_a_driver_call_that_fails_while_memory_is_lent(
     place: str, call: str, trainer: Ranks
 ) -> None:
-    (facts,) = trainer.run(gpu_direct_cases.lending_fails, place, call, "direct", timeout=120)
+    (facts,) = trainer.run(gpu_direct_cases.lending_fails, place, call, timeout=120)
     assert facts["error"].startswith("DeviceError: ") and f"{call}: " in facts["error"], facts
     assert facts["right"]
     assert facts["paths"] == {"direct"}
-
-
-def test_auto_takes_rings_where_lending_fails(trainer: Ranks) -> None:
-    case = (gpu_direct_cases.lending_fails, "by handle", "cuIpcGetMemHandle", "auto")
-    (facts,) = trainer.run(*case, timeout=120)
-    assert facts["error"] == ""
-    assert facts["right"]
-    (said,) = [text for text in facts["said"] if "cannot lend its weights" in text]
-    assert "cuIpcGetMemHandle: " in said
 
 
 @pytest.mark.parametrize(

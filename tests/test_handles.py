@@ -260,7 +260,7 @@ def test_a_number_of_workers_that_is_given_hides_nothing(
     ("started", "options", "text"),
     [
         ({"dp_size": 2}, {}, "dp_size 2: SGLang updates no data-parallel replicas"),
-        ({"nnodes": 2}, {"delivery": "stock"}, "nnodes 2: workers on other hosts would end"),
+        ({"nnodes": 2}, {"delivery": "stock"}, "nnodes 2: workers are on another host"),
         ({"nnodes": 2}, {"delivery": "distributed"}, ""),
         ({"dp_size": 2, "enable_dp_attention": True, "nnodes": 1}, {}, ""),
     ],
@@ -623,24 +623,6 @@ def test_a_draft_is_not_processed_for_a_question(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("started", "text"),
-    [
-        (OTHER, "engine {} drafts tokens with another model, /head: updates"),
-        (
-            {"enable_dp_attention": True, "sleep_on_idle": True},
-            "engine {}: --sleep-on-idle",
-        ),
-    ],
-)
-def test_a_trainer_is_told_of_what_a_server_was_started_with(
-    server: FakeServer, caplog: pytest.LogCaptureFixture, started: Any, text: str
-) -> None:
-    server.answers["/server_info"] = (200, {"tp_size": 1, "model_path": "/model"} | started)
-    wsync.connect({"w": torch.zeros(2)}, engines=[server.url]).close()
-    assert text.format(server.url) in caplog.text
-
-
-@pytest.mark.parametrize(
     ("started", "options", "delivery"),
     [
         (OWN_LAYERS, {}, "stock"),
@@ -662,17 +644,20 @@ def test_an_engine_that_drafts_with_its_models_own_layers_takes_buckets(
 
 
 @pytest.mark.parametrize(
-    ("delivery", "text"), [("auto", "it takes buckets"), ("wsync", "leaves them as they are")]
+    ("started", "delivery", "text"),
+    [
+        (OTHER, "auto", "/head: updates leave that"),
+        (OWN_LAYERS, "wsync", "layers of its model: updates leave that"),
+    ],
 )
-def test_a_trainer_is_told_of_an_engine_that_drafts(
-    server: FakeServer, caplog: pytest.LogCaptureFixture, delivery: str, text: str
+def test_a_trainer_is_told_of_a_draft_that_stays(
+    server: FakeServer, caplog: pytest.LogCaptureFixture, started: Any, delivery: str, text: str
 ) -> None:
-    known = {"tp_size": 1, "custom_weight_loader": [LOAD_FORMAT]}
-    server.answers["/server_info"] = (200, known | OWN_LAYERS)
+    known = {"tp_size": 1, "custom_weight_loader": [LOAD_FORMAT], "model_path": "/model"}
+    server.answers["/server_info"] = (200, known | started)
     options = wsync.Options(delivery=delivery)
     wsync.connect({"w": torch.zeros(2)}, engines=[server.url], options=options).close()
-    assert f"engine {server.url} drafts tokens with layers of its model" in caplog.text
-    assert text in caplog.text
+    assert f"engine {server.url} drafts tokens with {text}" in caplog.text
 
 
 def test_a_url_of_vllm_without_its_name_is_told_how_it_is_given(server: FakeServer) -> None:

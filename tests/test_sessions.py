@@ -18,7 +18,7 @@ from wsync.trainer.sessions.worker import WorkerSession
 
 def plan_workers(engines: list[RolloutEngine], hosts: list[int]) -> list[PlanWorker]:
     model = _core.LayoutBuilder().build()
-    return Roster(hosts, [0] * len(hosts), model, engines).workers
+    return Roster(hosts, model, engines).workers
 
 
 def servers(workers: list[int], hosts: list[int], gpus: list[int] | None = None) -> list[int]:

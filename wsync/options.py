@@ -31,13 +31,13 @@ class Options:
             what they are when a trainer connects, to pause or to go on; trainer ranks wait 5 s
             longer for each other, and for the request that is open during an update 10 s longer.
         round_nbytes: bytes that move to one worker in one step; 0 chooses: 32 MiB on the host; on
-            GPUs 1 GiB where each has at least 8 GiB free, and twice what its rings then take, when
+            GPUs 1 GiB where each has at least 16 GiB free for each worker that its rank serves when
             a trainer connects, and nothing is parked and no engine is remote; else 256 MiB.
         ring_nbytes: bytes of the ring of one worker; 0 chooses: four rounds, or the model if that
             is less.
         bucket_nbytes: bytes of a round where some engine runs without wsync and takes one request
             per bucket.  Experts that a checkpoint has in one larger tensor (Qwen3.5-MoE) are sent
-            one by one; another tensor of more bytes has a bucket of its own, and a warning.
+            one by one; another tensor of more bytes has a bucket of its own.
         stock_memory: where buckets for engines without wsync lie when the weights are on a GPU:
             "host", a file of /dev/shm that every worker reads; "gpu", memory of the GPU of trainer
             rank 0, by CUDA's interprocess handles: every worker has to see that GPU and /dev/shm,

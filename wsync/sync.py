@@ -17,7 +17,7 @@ from wsync.options import Options, numbers
 from wsync.report import Report
 from wsync.trainer.checkpoint_check import EngineCheck, check_scales
 from wsync.trainer.connection import Connection
-from wsync.trainer.lending import Lender, Lending
+from wsync.trainer.lending import Lending
 from wsync.trainer.quantise_option import config_of, tell_rearranged
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
@@ -59,8 +59,8 @@ class Sync(Updates):
         super().__init__(source, options)
         self._receivers: list[EngineHandle] = []  # engines with wsync's receiver, on rank 0
         self._connection: Connection | None = None
-        self._lender: Lender | None = None
-        self._lending: Lending | None = None  # as long as a connection is kept that makes use of it
+        self._lending: Lending | None = None  # by whom workers may read in place
+        self._lends = False  # whether a connection is kept, or about to be made, that does
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
             self._same_call()
@@ -69,10 +69,8 @@ class Sync(Updates):
                 found = self._find(engines, engine_gpu_offsets)
             self._roster = self._meet(found)
         if self._delivery in ("auto", "direct") and self._roster.taking(Delivery.WSYNC):
-            hosts, rank = self._roster.hosts, self._group.rank
-            wholly, near = self._delivery == "auto", hosts.count(hosts[rank])
-            own = len(self._source.names)
-            self._lender = Lender(self._layout, rank, wholly=wholly, ranks=near, own=own)
+            known = self._layout, self._group.rank, self._roster, self.options
+            self._lending = Lending(*known, wholly=self._delivery == "auto")
 
     def update(
         self,
@@ -117,9 +115,8 @@ class Sync(Updates):
     def _close(self) -> None:
         with contextlib.ExitStack() as last_first:
             last_first.callback(super()._close)
-            if self._lender is not None:
-                last_first.callback(self._lender.close)
-            last_first.callback(self._let_go)
+            if self._lending is not None:
+                last_first.callback(self._lending.close)
             if self._connection is not None:
                 last_first.callback(self._disconnect)
 
@@ -131,9 +128,9 @@ class Sync(Updates):
 
     def _let_go(self) -> None:
         """Gives up all memory that is lent, until another connection is made."""
-        lending, self._lending = self._lending, None
-        if lending is not None:
-            lending.release()
+        self._lends = False
+        if self._lending is not None:
+            self._lending.release()
 
     def _find(
         self,
@@ -167,14 +164,12 @@ class Sync(Updates):
         tell_rearranged(self._requests.handles, options, model)
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
-        """Gathers all ranks' hosts, pipeline stages and layouts, and rank 0's engines and
-        delivery."""
-        mine = [host_identity(), self._source.stage, [dataclasses.astuple(e) for e in engines]]
+        """Gathers all ranks' hosts and layouts, and rank 0's engines and delivery."""
+        mine = [host_identity(), [dataclasses.astuple(engine) for engine in engines]]
         told = self._group.gather_json([*mine, self.options.delivery])
-        names, stages, found, (self._delivery, *_) = zip(*told, strict=True)
+        names, found, (self._delivery, *_) = zip(*told, strict=True)
         roster = Roster(
             [names.index(name) for name in names],
-            stages,
             self._gather(),
             [RolloutEngine(name, n, Delivery(how), gpu) for name, n, how, gpu in found[0]],
         )
@@ -189,7 +184,7 @@ class Sync(Updates):
         with report.phase("prepare"), self._group.watching(self._watch_failures):
             self._group.barrier()
         with report.phase("commit"):
-            connection.commit(self._group.check)
+            connection.commit()
             self._use_up_version()
             self._close_requests(connection, report.version)
             self._group.confirm()
@@ -200,7 +195,6 @@ class Sync(Updates):
         sources = _core.BufferTable.of(table)
         with report.phase("open"):
             self._lend(sources, of(table))  # before engines are asked for anything
-        check = self._group.check
         self._requests.pause()
         connection = self._connect(of(table))
         # A plan is made of what the workers say when they have joined, so that a first update opens
@@ -213,47 +207,40 @@ class Sync(Updates):
                 learning = functools.partial(
                     self._progress, report, doing=": engines learn where weights go", unit="tensor"
                 )
-                connection.attach(check, learning)
-            if self._delivery == "auto" and not connection.reads_in_place:
+                connection.attach(learning)
+            if self._delivery == "auto" and not connection.reading:
                 self._let_go()
         connection.describe(report)
         if self._roster.takes_buckets:
             self._use_up_version()  # the last bucket says it
         with self._progress(report, report.rounds, unit="round") as bar:
-            messages = connection.start(self._updates, sources, check, report)
+            messages = connection.start(self._updates, sources, report)
             if ahead:
                 self._open(connection, report)
-            connection.run(sources, messages, check, report, bar)
+            connection.run(sources, messages, report, bar)
         with report.phase("prepare"):
-            connection.prepared(check, report)
+            connection.prepared(report)
         return connection
 
     def _lend(self, sources: _core.BufferTable, gpu: str) -> None:
         """Tells all ranks which weights workers can read in place, and where these lie now.  Ends
         the connection if its plan was made for other ones.  With delivery="auto", if nothing can be
         read in place when a connection is made, it is not checked again during that connection."""
-        if self._lender is None:
+        lending, connection = self._lending, self._connection
+        if connection is None and lending is not None:
+            lending.reset(self._group)
+            self._lends = True
+        if lending is None or not self._lends:
             return
-        connection, lending, roster = self._connection, self._lending, self._roster
-        if connection is None:
-            homes = sorted({worker.served_by for worker in roster.workers})
-            known = (homes, roster.hosts, self.options)
-            lending = self._lending = Lending(self._group, self._lender, *known)
-        if lending is None:
-            return
-        pattern = lending.pattern
-        self._lender.look(sources, gpu)
-        lending.share()
-        if lending.pattern != pattern and connection is not None:
+        if lending.share(sources, gpu) and connection is not None:
             self._connection = None
             connection.close()
-        if lending.empty and self._delivery == "auto":
+        lent = any(any(buffers) for _, buffers in lending.pattern)
+        if not lent and self._delivery == "auto":
             self._let_go()
         if self._group.rank == 0:
-            auto = self._delivery == "auto"
-            rest = "all of its weights go" if auto else "what engines do not read in place goes"
             for text in filter(None, lending.obstacles):
-                self._warn(f"{text}; {rest} through rings")
+                self._warn(f"{text}; what engines do not read in place goes through rings")
 
     def _connect(self, gpu: str) -> Connection:
         if self._connection is None:
@@ -263,7 +250,7 @@ class Sync(Updates):
                 self._requests.engines,
                 self.options,
                 gpu,
-                lending=self._lending,
+                lending=self._lending if self._lends else None,
             )
         return self._connection
 
@@ -287,7 +274,7 @@ class Sync(Updates):
     def _watch_failures(self) -> None:
         """The same while ranks agree to commit: the first ranks to know already commit, so opening
         requests may end."""
-        self._requests.look_for_failures()
+        self._requests.look(committing=True)
         if self._connection is not None:
             self._connection.look()
 

@@ -76,13 +76,11 @@ def of_another_rank(folder: str) -> dict[str, str]:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
     strange = dataclasses.replace(own, group=None)
-    claimed = dataclasses.replace(strange, rank=dist.get_rank(), ranks=2)
     written = wsync.Options(deadline=60.0, progress=False)
     return {
         "sync": error_of(lambda: wsync.Sync(strange, [Stock()], options=OPTIONS)),
         "disk": error_of(lambda: DiskSync(strange, folder=folder, options=written)),
         "fewer": error_of(lambda: _ended(folder)),
-        "claimed": error_of(lambda: DiskSync(claimed, folder=folder, options=written)),
     }
 
 

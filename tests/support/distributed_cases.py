@@ -21,7 +21,7 @@ from support.worker_processes import WorkersEngine
 
 import wsync
 from wsync.exchange.update_group import UpdateGroup
-from wsync.trainer.broadcast_requests import BroadcastRequests
+from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.stock import StockSession
 
 
@@ -163,6 +163,6 @@ def die(url: str, shapes: dict[str, tuple[int, ...]], where: str, how: signal.Si
 
 WHERE: dict[str, Any] = {
     "broadcasting": (UpdateGroup, "broadcast"),
-    "announcing": (BroadcastRequests, "_tell"),
+    "announcing": (BroadcastSession, "_tell"),
     "sending": (StockSession, "_send"),
 }

@@ -39,9 +39,7 @@ import wsync
 from wsync import _core
 from wsync.layout import TrainerLayout
 from wsync.trainer import lending
-from wsync.trainer.sessions.direct import DirectSession
-
-lending.GPUS_UNASKED = True
+from wsync.trainer.sessions.worker import WorkerSession
 
 OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 20, flush_cache=False, delivery="direct"
@@ -214,13 +212,13 @@ def pauses() -> dict[str, Any]:
     }
 
 
-def cannot_be_lent(delivery: str) -> dict[str, Any]:
+def cannot_be_lent() -> dict[str, Any]:
     """One tensor lies in memory that is never exported; then all do."""
     weights = weights_of(1)
     part = {"a": weights["a"], "c": weights["c"]}
     played = {**by_handle(weights), **in_pieces(part, kind=0)}
     found: dict[str, Any] = {"right": [], "paths": []}
-    with Warned() as found["said"], _connected(played, delivery=delivery) as (sync, engine):
+    with Warned() as found["said"], _connected(played) as (sync, engine):
         for seed in (1, 2):
             fill(played, weights_of(seed))
             found["paths"].append(set(sync.update().paths.values()))
@@ -280,12 +278,9 @@ def frees_late(place: str) -> list[bool]:
 # --- what goes wrong ----------------------------------------------------------------------------
 
 
-def lending_fails(place: str, call: str, delivery: str) -> dict[str, Any]:
+def lending_fails(place: str, call: str) -> dict[str, Any]:
     """Such a call fails in the trainer's second update, for which the weights have moved."""
-    with (
-        Warned() as said,
-        _connected(PLACES[place](weights_of(1)), delivery=delivery) as (sync, engine),
-    ):
+    with Warned() as said, _connected(PLACES[place](weights_of(1))) as (sync, engine):
         sync.update()
         moved = PLACES[place](weights_of(2))
         plan_failure(call, 0, 999)
@@ -317,7 +312,7 @@ def elsewhere() -> dict[str, Any]:
     """The worker is in another PID namespace."""
     with (
         mock.patch.object(lending, "place_of", lambda gpu, **_: f"{gpu}@1"),
-        _connected(by_handle(weights_of(1)), delivery="auto") as (sync, engine),
+        _connected(by_handle(weights_of(1))) as (sync, engine),
     ):
         paths = set(sync.update().paths.values())
         return {"paths": paths, "right": same(engine.weights(), weights_of(1))}
@@ -328,7 +323,7 @@ def beside_mps() -> dict[str, Any]:
     played = by_handle(weights_of(1))
     with (
         mock.patch.dict(os.environ, WSYNC_FAKE_CUDA_MPS="1"),
-        _connected(played, delivery="auto") as (sync, engine),
+        _connected(played) as (sync, engine),
     ):
         paths = set(sync.update().paths.values())
         return {"paths": paths, "right": same(engine.weights(), weights_of(1))}
@@ -338,16 +333,16 @@ def worker_dies() -> list[str]:
     """What the trainer says whose worker is killed while it reads; and whether another engine is
     updated then, from memory that the first one had open."""
     played = by_handle(weights_of(1))
-    post = DirectSession.post
+    post = WorkerSession.post
 
     with _connected(played) as (sync, engine):
         sync.update()
 
-        def strike(session: DirectSession, *rest: Any) -> None:
+        def strike(session: WorkerSession, *rest: Any) -> None:
             os.kill(engine.pids[0], signal.SIGKILL)
             post(session, *rest)
 
-        with mock.patch.object(DirectSession, "post", strike):
+        with mock.patch.object(WorkerSession, "post", strike):
             error = _try(sync)
     with _connected(played) as (sync, engine):
         said = _try(sync) or ("right" if same(engine.weights(), weights_of(1)) else "wrong")

@@ -42,10 +42,10 @@ def default_backend() -> str:
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
-def group_name(connection: str, stage: int) -> str:
-    """The name of the group in which a stage of a trainer sends; `connection` is in hex, and new
-    each time that a trainer connects."""
-    return f"wsync-{connection}-pp_{stage}"
+def group_name(connection: str) -> str:
+    """The name of the group in which a trainer sends; `connection` is in hex, and new each time
+    that a trainer connects."""
+    return f"wsync-{connection}-pp_0"
 
 
 def connection_of(name: str) -> str:

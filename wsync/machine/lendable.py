@@ -128,9 +128,9 @@ class SharedMaps:
 
 
 def most_segments(ranks: int = 1) -> int:
-    """How many files each of so many ranks may lend unasked, that processes which hold all of them
-    keep most of their descriptors and mappings for other things; after raise_descriptor_limit."""
-    return _most_descriptors() // (4 * ranks)
+    """How many files each of so many ranks may lend: processes that hold all of them keep half of
+    their descriptors and mappings for other things.  Called after raise_descriptor_limit."""
+    return _most_descriptors() // (2 * ranks)
 
 
 def raise_descriptor_limit() -> None:

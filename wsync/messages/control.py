@@ -44,7 +44,7 @@ told first what tensors there are.  What it asks for then is in a `Learnt`."""
 
 BORROWS: Final = b"+"
 """Begins what a worker says when it joins, if it can also copy out of memory that the trainer
-lends.  Then follow between commas how many segments it may hold unasked
+lends.  Then follow between commas how many segments it may hold
 (wsync.machine.lendable.most_segments) and the places of what it reads, its own device first
 (wsync.machine.lendable.place_of); a line feed, and what it asks for."""
 

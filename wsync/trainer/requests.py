@@ -43,16 +43,18 @@ class Calls:
     """
 
     def __init__(self, engines: Sequence[tuple[int, Any]], call: Call) -> None:
-        self.under_way: UnderWay = [
-            (engine.name, start("wsync-call", partial(call, index, engine)))
-            for index, engine in engines
+        self._calls = [
+            (engine, start("wsync-call", partial(call, index, engine))) for index, engine in engines
         ]
-        self._engines = {engine.name: engine for _, engine in engines}
-        self._ended: dict[str, Deadline] = {}  # since `check_pending` first saw a call's end
+        self._verdict: Deadline | None = None  # since `check_pending` first saw a call's end
+
+    @property
+    def under_way(self) -> UnderWay:
+        return [(engine.name, call) for engine, call in self._calls]
 
     def check(self) -> None:
         """Raises the first error so far."""
-        for _, call in self.under_way:
+        for _, call in self._calls:
             if call.done():
                 call.result()
 
@@ -63,27 +65,27 @@ class Calls:
         workers, whose own error may still be on its way and says more.
         """
         self.check()
-        for name, call in self.under_way:
-            if call.done() and not self._ended.setdefault(name, Deadline(VERDICT_SECONDS)).left:
+        for name in (name for name, call in self.under_way if call.done()):
+            self._verdict = self._verdict or Deadline(VERDICT_SECONDS)
+            if not self._verdict.left:
                 raise _core.ProtocolError(
                     f"engine {name} answered the opening request before the update was committed"
                 )
 
-    def join(self, timeout: float, check: Check | None = None) -> None:
+    def wait(self, timeout: float) -> None:
+        """Waits for all calls, but not longer, however they end."""
+        wait([call for _, call in self._calls], timeout)
+
+    def join(self, timeout: float, check: Check = bool) -> None:
         """Waits for all calls; raises an error as soon as there is one, or DeadlineError."""
         deadline = Deadline(timeout)
-        while busy := self.busy(POLL_SECONDS):
-            self.check()
-            if check is not None:
-                check()
+        while busy := [engine for engine, call in self._calls if not call.done()]:
             if not deadline.left:
-                deadline.check(f"{_unanswered(self._engines[busy[0]])}: no answer")
+                deadline.check(f"{_unanswered(busy[0])}: no answer")
+            self.wait(POLL_SECONDS)
+            self.check()
+            check()
         self.check()
-
-    def busy(self, timeout: float) -> list[str]:
-        """Waits for all calls, but not longer, however they end; the engines that are not done."""
-        wait([call for _, call in self.under_way], timeout)
-        return [name for name, call in self.under_way if not call.done()]
 
 
 def _unanswered(engine: Any) -> str:
@@ -113,14 +115,14 @@ class EngineRequests:
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
-        self._closing: dict[int, list[Control]] = {}
+        self._messages: Mapping[int, Sequence[Control]] = {}  # that have opened the update
         self._left: UnderWay = []  # by updates that failed
-        self._stops: list[tuple[float, float]] = []  # how long engines paused and flushed
+        # by engine: how long it took to pause and to flush
+        self._stops: dict[str, tuple[float, float]] = {}
 
     def pause(self) -> None:
         """Pauses the engines."""
         deadline = Deadline(self._options.deadline)
-        self._stops = []
         self._pausing = self._start(lambda _, engine: self.stop(engine, deadline))
 
     def stop(self, engine: CheckedEngine, deadline: Deadline) -> None:
@@ -142,13 +144,12 @@ class EngineRequests:
             engine.flush(deadline.left)
         times.append(time.perf_counter())
         self.effect.look(engine.handle, deadline.left, after=False)
-        self._stops.append((times[1] - times[0], times[2] - times[1]))
+        self._stops[engine.name] = (times[1] - times[0], times[2] - times[1])
 
     def measure(self, report: Report) -> None:
-        """Reports how long engines took that have stopped since the last call."""
-        stops, self._stops = self._stops, []
-        if stops:
-            pauses, flushes = zip(*stops, strict=True)
+        """Reports how long the slowest engine took to stop."""
+        if self._stops:
+            pauses, flushes = zip(*self._stops.values(), strict=True)
             report.engine_pause_seconds, report.engine_flush_seconds = max(pauses), max(flushes)
 
     def paused(self, check: Check) -> None:
@@ -159,24 +160,18 @@ class EngineRequests:
     def open(self, messages: Mapping[int, Sequence[Control]]) -> None:
         """Has workers join the update.  messages: by engine, one for each of its workers."""
         timeout = self._options.request_deadline
-        self._closing = {
-            index: [dataclasses.replace(c, op="close", address="") for c in controls]
-            for index, controls in messages.items()
-        }
+        self._messages = messages
 
         def open_engine(index: int, engine: Any) -> None:
             send_control(engine, messages[index], weight_version=None, timeout=timeout)
 
         self._opened = Calls([(index, self.engines[index]) for index in messages], open_engine)
 
-    def look(self) -> None:
-        """Raises what has gone wrong with an engine, until all workers hold everything."""
+    def look(self, *, committing: bool = False) -> None:
+        """Raises what has gone wrong with an engine, until all workers hold everything, or while
+        ranks agree to commit: opening requests may end then."""
         self._pausing.check()
-        self._opened.check_pending()
-
-    def look_for_failures(self) -> None:
-        """The same while ranks agree to commit: opening requests may end."""
-        self._opened.check()
+        (self._opened.check if committing else self._opened.check_pending)()
 
     def close(self, version: str, check: Check, between: Check) -> None:
         """Ends the opening requests, records the version, and has the engines go on.  `between` is
@@ -185,11 +180,11 @@ class EngineRequests:
         self._opened.join(deadline.left, check)
         self._opened = NO_CALLS
         between()
-        closing = self._closing
 
         def close(index: int, engine: Any) -> None:
-            if index in closing:
-                send_control(engine, closing[index], weight_version=version, timeout=deadline.left)
+            opened = self._messages.get(index, ())
+            if messages := [dataclasses.replace(each, op="close", address="") for each in opened]:
+                send_control(engine, messages, weight_version=version, timeout=deadline.left)
 
         self.take_on(close, deadline, check, between)
 
@@ -202,7 +197,6 @@ class EngineRequests:
         `between` when all have the version and before any goes on.  Raises what they raise, or
         DeadlineError.
         """
-        self._stops = []
 
         def hand_over(index: int, engine: Any) -> None:
             deliver(index, engine)
@@ -267,7 +261,7 @@ class EngineRequests:
                 engine.stopped = False
 
         calls = Calls(list(enumerate(engines)), go_on)
-        calls.busy(deadline.left)
+        calls.wait(deadline.left)
         self._left += calls.under_way
 
     def _start(self, call: Call) -> Calls:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import functools
 import logging
 import operator
 import os
@@ -17,7 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from tqdm import TqdmWarning
+import torch
+from tqdm import TqdmWarning, tqdm
 
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup, together
@@ -25,6 +25,7 @@ from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.error_text import error_text
 from wsync.machine.fork_guard import Owner
 from wsync.machine.host import host_identity
+from wsync.module_tensors.names import listed
 from wsync.options import Options
 from wsync.report import Report, counted
 from wsync.trainer.quantise_option import quantise_rules
@@ -32,15 +33,15 @@ from wsync.trainer.quantised_image import Image
 from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:
-    import torch
-    from tqdm import tqdm
-
     Source = TrainerLayout | Mapping[str, torch.Tensor]
     Weights = Mapping[str, torch.Tensor]
 
+with warnings.catch_warnings():  # nobody has asked for bars, which ipywidgets makes nicer
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm as progress_bar
+
 _log = logging.getLogger("wsync")
 _MOST_THREADS = 16  # more than memory can feed
-_NOTABLE_SECONDS = 10.0
 _VERSION = re.compile(r"[ -~]{1,128}")
 
 
@@ -51,11 +52,10 @@ class Updates(abc.ABC):
         self.version = 0
         self.options = Options.of(options)
         timeout = self.options.exchange_deadline
-        self._source = (
-            source
-            if isinstance(source, TrainerLayout)
-            else together(lambda: from_tensors(source), timeout=timeout)
-        )
+        if not isinstance(source, TrainerLayout):
+            made_of = source
+            source = together(lambda: from_tensors(made_of), timeout=timeout)
+        self._source = source
         self._layout = self._source.layout  # of what this rank has to give
         self._image: Image | None = None  # of codes and scales, where weights are quantised
         self._updates = 0  # calls of update() since this was made; their number names each
@@ -110,18 +110,15 @@ class Updates(abc.ABC):
         """Raises InvalidArgumentError if ranks make different objects at the same time, differ in
         arguments that have to be the same on all ranks, or have options that move bytes in
         different ways: they would not meet."""
-        options, ways = self.options, ("exchange", "broadcast", "backend", "quantise", "park")
-        arguments = {name: getattr(options, name) for name in ways} | arguments
-        mine = [type(self).__name__, *(f"{name}={value!r}" for name, value in arguments.items())]
-        for meant in zip(*self._group.gather_json(mine), strict=False):  # the type comes first
-            if len(set(meant)) > 1:
-                each = ", ".join(
-                    f"{one} on ranks {[rank for rank, other in enumerate(meant) if other == one]}"
-                    for one in dict.fromkeys(meant)
-                )
-                raise _core.InvalidArgumentError(
-                    f"trainer ranks have to make the same thing together: {each}"
-                )
+        ways = ("exchange", "broadcast", "backend", "quantise", "park")
+        arguments |= {name: getattr(self.options, name) for name in ways}
+        mine = f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
+        said = self._group.gather_json(mine)
+        if other := next((rank for rank, text in enumerate(said) if text != said[0]), 0):
+            raise _core.InvalidArgumentError(
+                "trainer ranks have to make the same thing together: rank 0 makes "
+                f"{said[0]}, rank {other} {said[other]}"
+            )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"version {self.version}"
@@ -157,8 +154,6 @@ class Updates(abc.ABC):
 
     def _given(self, weights: Weights | Callable[[], Weights] | None) -> Weights | None:
         """What a caller of update() means by `weights`."""
-        import torch
-
         if not callable(weights) or isinstance(weights, torch.nn.Module):
             return cast("Weights | None", weights)  # a module is refused as what is no mapping
         try:
@@ -167,8 +162,7 @@ class Updates(abc.ABC):
             raise _core.RemoteError(error_text(error)) from error
         if given is None:
             raise _core.InvalidArgumentError(
-                "weights: the function returned None, where tensors by global name are wanted; "
-                "without a function, the tensors of the layout are sent"
+                "weights: the function returned None, where tensors by global name are wanted"
             )
         return given
 
@@ -183,11 +177,6 @@ class Updates(abc.ABC):
                 f"the layout is of rank {source.rank} of {source.ranks}, but this is rank {rank} "
                 f"of {size}: make it where torch.distributed runs, with the group of the updates"
             )
-        for other in range(source.layout.rank_count):
-            if other != rank and source.layout.buffer_count(other):
-                raise _core.InvalidArgumentError(
-                    f"the layout has tensors of rank {other}, but this is rank {rank} of {size}"
-                )
         model = self._merged()
         if not model.nbytes:
             raise _core.InvalidArgumentError(
@@ -195,13 +184,17 @@ class Updates(abc.ABC):
             )
         if rank == 0:
             self._check_engines(model)
-        rules = self._rules(model)
-        if rules is None:
+        quantised = None
+        if self.options.quantise is not None:  # as rank 0 says, which sees the checkpoint
+            told = quantise_rules(model, self.options) if rank == 0 else None
+            quantised = self._group.gather_json(told)[0]
+        if quantised is None:
             return model
         hosts = self._group.gather_json(host_identity())
         # before an update begins nothing else wants this rank's share of the host's cores
         share = len(os.sched_getaffinity(0)) // hosts.count(hosts[rank])
         threads = max(self.options.threads, 1, min(share, _MOST_THREADS))
+        rules: list[_core.QuantiseRule] = [tuple(rule) for rule in quantised]
         self._image = Image(model, rank, len(source.names), rules, threads)
         self._layout = self._image.layout
         return self._merged()
@@ -210,15 +203,6 @@ class Updates(abc.ABC):
         """All ranks' layouts in one."""
         parts = self._group.all_gather(self._layout.to_bytes())
         return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
-
-    def _rules(self, model: _core.Layout) -> list[_core.QuantiseRule] | None:
-        """What is quantised of the tensors of all ranks, and into what; None where weights stay as
-        they are.  Every rank gets the answer of rank 0, which sees the checkpoint."""
-        if self.options.quantise is None:
-            return None
-        rules = quantise_rules(model, self.options) if self._group.rank == 0 else None
-        found = self._group.gather_json(rules)[0]
-        return None if found is None else [tuple(rule) for rule in found]
 
     def _bind(self, weights: Weights | None, report: Report) -> _core.TensorTable:
         """What the buffers of this rank stand for now; codes and scales are made anew."""
@@ -241,13 +225,9 @@ class Updates(abc.ABC):
             self._renew()
             with self._one_error():
                 given = weights is not None if self._source.names else None
-                text, self._updates = agree(
-                    self._group, version, self.version, given, self._updates
-                )
+                text = self._agree(version, given)
                 report = Report(version=text)
-                self._next_version = self.version + 1
-                if report.version.isdecimal():
-                    self._next_version = int(report.version)
+                self._next_version = int(text) if text.isdecimal() else self.version + 1
                 try:
                     yield report
                 finally:
@@ -260,19 +240,51 @@ class Updates(abc.ABC):
                 with contextlib.suppress(Exception):  # a handler's: the update has succeeded
                     self._log_update(report)
 
+    def _agree(self, version: object, given: bool | None) -> str:
+        """The version that all ranks mean.  Where they leave it open it is one more than any has
+        counted: a rank may have missed the very end of an update that the others have seen.
+
+        given: whether this rank was given weights, None where it has none.
+
+        Raises:
+            InvalidArgumentError: ranks mean different versions, or only some were given weights:
+                the others would send weights of another time.
+            StateError: ranks have called update() different numbers of times, and not all say
+                which version they mean: one of them is in another step than the others.
+        """
+        text = None if version is None else version_text(version)
+        told = self._group.gather_json([self.version, text, given, self._updates])
+        counts, texts, givens, called = zip(*told, strict=True)
+        if None in texts and len(set(called)) > 1:
+            raise _core.StateError(
+                f"trainer ranks have called update() {list(called)} times: one has failed alone, "
+                "and their weights may be of different steps; say version= on all ranks, or "
+                "connect anew"
+            )
+        meant = [str(max(counts) + 1) if text is None else text for text in texts]
+        if len(set(meant)) > 1:
+            raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
+        if True in givens and False in givens:
+            raise _core.InvalidArgumentError(
+                f"trainer rank {givens.index(True)} gives weights to update(), and rank "
+                f"{givens.index(False)} does not"
+            )
+        self._updates = max(called)
+        return meant[0]
+
     def _log_update(self, report: Report) -> None:
         """One line an update; and once, what made it slower and could be changed."""
         _log.info("wsync: %s", "; ".join(filter(None, [str(report), self.reached])))
+        if report.unused:
+            names = listed(report.unused)
+            self._warn(
+                f"no engine makes use of {names}: what the trainer has there is not delivered"
+            )
         for engine, reason in report.own_loading.items():
             self._warn(
                 f"engine {engine} gets every weight, but by its own load_weights, which takes "
                 f"longer than wsync's copies: {reason} (what it only copies, as slices, transposes "
                 "and casts, is learnt)"
-            )
-        if report.learning_seconds > _NOTABLE_SECONDS:
-            self._warn(
-                f"engines took {report.learning_seconds:.1f} s of this update to learn what they "
-                "keep, as they do for each connection: keep one for all updates"
             )
 
     def _warn(self, text: str) -> None:
@@ -325,67 +337,13 @@ class Updates(abc.ABC):
 
     def _progress(self, report: Report, total: int, *, doing: str = "", **unit: Any) -> tqdm[None]:
         """A bar on rank 0, where it is wanted; `unit` says what it counts."""
-        wanted = self.options.progress
-        where = sys.stderr  # a daemon may have none, and a logger may take its place
+        wanted, where = self.options.progress, sys.stderr
+        # a daemon may have none, and a logger may take its place
         can = hasattr(where, "write") and not getattr(where, "closed", False)
-        shown = can and self._group.rank == 0 and wanted is not False
-        return _bars()(
-            total=total,
-            desc=f"weights v{report.version}{doing}",
-            leave=False,
-            disable=(None if wanted is None else False) if shown else True,
-            **unit,
-        )
-
-
-@functools.cache
-def _bars() -> type[tqdm[None]]:
-    """A notebook's bars in a notebook that has ipywidgets, else a terminal's.  Without ipywidgets
-    there is no warning: the user may not have asked for bars."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TqdmWarning)
-        from tqdm import auto
-
-    chosen: type[tqdm[None]] = auto.tqdm
-    return chosen
-
-
-def agree(
-    group: TrainerGroup, version: object, counted: int, given: bool | None, calls: int
-) -> tuple[str, int]:
-    """The version that all ranks of a group mean, and the highest number of calls of any.  Where
-    they leave the version open it is one more than any has counted: a rank may have missed the very
-    end of an update that the others have seen.
-
-    given: whether the rank was given weights, None where it has none.
-    calls: of update() by this rank.
-
-    Raises:
-        InvalidArgumentError: ranks mean different versions, or only some were given weights: the
-            others would send weights of another time.
-        StateError: ranks have made different numbers of calls, and not all say which version they
-            mean: one of them is in another step than the others.
-    """
-    text = None if version is None else version_text(version)
-    counts, texts, givens, called = zip(
-        *group.gather_json([counted, text, given, calls]), strict=True
-    )
-    if None in texts and len(set(called)) > 1:
-        raise _core.StateError(
-            f"trainer ranks have called update() {list(called)} times: one has failed alone, and "
-            "their weights may be of different steps; say version= on all ranks, or connect anew"
-        )
-    meant = [str(max(counts) + 1) if text is None else text for text in texts]
-    if len(set(meant)) > 1:
-        raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
-    giving, lacking = (
-        [rank for rank, given in enumerate(givens) if given is wanted] for wanted in (True, False)
-    )
-    if giving and lacking:
-        raise _core.InvalidArgumentError(
-            f"trainer ranks {giving} give weights to update(), and {lacking} do not"
-        )
-    return meant[0], max(called)
+        hidden = not can or self._group.rank != 0 or wanted is False
+        text = f"weights v{report.version}{doing}"
+        disable = hidden or (None if wanted is None else False)
+        return progress_bar(total=total, desc=text, leave=False, disable=disable, **unit)
 
 
 def version_text(version: object) -> str:

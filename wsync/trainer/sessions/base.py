@@ -1,118 +1,78 @@
-"""A trainer rank's session with one worker of a plan."""
+"""What sessions have in common, and those with workers that take whole tensors."""
 
 from __future__ import annotations
 
 import abc
 import functools
+import math
 import threading
 from concurrent.futures import Future
 
 from wsync import _core
+from wsync.bucket import FlattenedTensorMetadata, metadata_at
 from wsync.machine.daemon_threads import Lane
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages.control import WHOLE
-from wsync.trainer.requests import UnderWay
-from wsync.trainer.round_contents import WorkerRounds
+from wsync.trainer.fused_experts import name_of
 
 Span = tuple[int, int]
+Bucket = list[FlattenedTensorMetadata]
 
 
-class Session(abc.ABC):
-    """One worker's session.  The methods are called in the order of csrc/ipc/session.h.
+class WorkerRounds:
+    """A worker's part of a plan, as the trainer sees it.
+
+    Attributes:
+        manifest: what is delivered; buffer k is round k.
+        slots: by round.
+    """
+
+    def __init__(self, plan: _core.Plan, worker: int) -> None:
+        self.manifest = plan.manifest(worker)
+        self.slots = [plan.slot(worker, k) for k in range(plan.round_count)]
+
+    @functools.cached_property
+    def buckets(self) -> list[Bucket]:
+        """The tensors of every round in SGLang's terms, whole or an expert's: they start in the
+        round's slot.  What has no elements comes with the last of them: engines say whether they
+        take it."""
+        buckets: list[Bucket] = [[] for _ in self.slots]
+        empty: Bucket = []
+        for index in range(self.manifest.tensor_count):
+            name, dtype, shape, _ = self.manifest.tensor(index)
+            if math.prod(shape) == 0:
+                empty.append(metadata_at(0, name, dtype, shape))
+            for shard in self.manifest.shards(index):
+                start = shard.offset - self.slots[shard.buffer].offset
+                part = (name, dtype, shape)
+                if shard.extent != shape:
+                    part = (name_of(name, shard.start), dtype, shard.extent[1:])
+                buckets[shard.buffer].append(metadata_at(start, *part))
+        if empty and (filled := [bucket for bucket in buckets if bucket]):
+            filled[-1] += empty
+        return buckets
+
+    @functools.cached_property
+    def broadcasts(self) -> list[Bucket]:
+        """The same, largest item size first: the bucket that engines make of names and shapes has
+        no gaps, and each tensor must start at a multiple of its item size."""
+        return [
+            sorted(bucket, key=lambda entry: (-entry.dtype.itemsize, entry.start_idx))
+            for bucket in self.buckets
+        ]
+
+
+class BucketSession(abc.ABC):
+    """A worker that takes whole tensors: every round goes to it as a bucket, from a thread.  A
+    slot is free again when its bucket has gone.  Its methods are called as a WorkerSession's.
 
     worker: its number in the plan (see PlanWorker).
     """
 
     rounds: WorkerRounds  # once attached
-    own_loading = ""  # which tensors go through a load_weights of the engine's own, and why
-    audit_seconds = 0.0  # of the update, once prepared
-
-    def __init__(self, worker: int) -> None:
-        self.worker = worker
-
-    @property
-    def round_count(self) -> int:
-        """Once attached: the rounds that its worker is told of."""
-        return len(self.rounds.slots)
-
-    @property
-    def gpu(self) -> str | None:
-        """Once accepted: the UUID of the GPU that the ring has to be on, "" for the host; None
-        where rings may be anywhere."""
-        return None
-
-    @property
-    def under_way(self) -> UnderWay:
-        """Requests to engines that have not been answered."""
-        return []
-
-    @property
-    @abc.abstractmethod
-    def loaded(self) -> int:
-        """Rounds that have been taken, as far as is known."""
-
-    @abc.abstractmethod
-    def accept(self, timeout: float, check: Check) -> bytes:
-        """Waits for the worker; the layout it keeps, or control.WHOLE, PIECES or LEARN."""
-
-    def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
-        """Makes the ring, if `attach` does not.  Raises NoMemoryError where there is none."""
-        return
-
-    def drop_ring(self) -> None:
-        """Undoes that."""
-        return
-
-    @abc.abstractmethod
-    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        """Takes on a plan; returns where the worker's ring lies."""
-
-    @abc.abstractmethod
-    def begin(self, update: int, version: str, timeout: float, check: Check) -> None: ...
-
-    @abc.abstractmethod
-    def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Has the stream wait, or waits here, until the slot of a round may be written."""
-
-    @abc.abstractmethod
-    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Announces a round that is ready once the stream has filled its slot.  If the worker
-        cannot wait for that, this call does."""
-
-    @abc.abstractmethod
-    def wait(self, round: int, timeout: float, check: Check) -> None:
-        """Waits until a round has been taken."""
-
-    @abc.abstractmethod
-    def look(self) -> None:
-        """Raises if the worker has failed or is gone; does not wait."""
-
-    @abc.abstractmethod
-    def prepared(self, timeout: float, check: Check) -> None:
-        """Waits until the worker holds every byte."""
-
-    def commit(self, timeout: float, check: Check) -> None:
-        """Ends the update; nothing to do where the last request has carried the version."""
-        return
-
-    def park(self, timeout: float, check: Check) -> None:
-        """After the commit: gives the ring's memory back until the next update, where wanted."""
-        return
-
-    @abc.abstractmethod
-    def abort(self, text: str) -> None:
-        """Tells the worker why the update ends."""
-
-    @abc.abstractmethod
-    def close(self) -> None: ...
-
-
-class BucketSession(Session):
-    """A worker that takes whole tensors: every round goes to it as a bucket, from a thread.  A
-    slot is free again when its bucket has gone."""
 
     def __init__(self, worker: int, lane: str) -> None:
-        super().__init__(worker)
+        self.worker = worker
         self._sent: list[Future[None]] = []  # they end in this order
         self._seen = 0  # how many of them were seen to have ended well
         self._given_up = threading.Event()
@@ -120,10 +80,19 @@ class BucketSession(Session):
 
     @property
     def loaded(self) -> int:
+        """Rounds that have been taken, so far as it is known."""
         return sum(sent.done() for sent in self._sent)
+
+    @property
+    def round_count(self) -> int:
+        return len(self.rounds.slots)
 
     def accept(self, timeout: float, check: Check) -> bytes:
         return WHOLE
+
+    def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
+        """Makes the ring, if `attach` does not.  Raises NoMemoryError where there is none."""
+        return
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         self._sent, self._seen = [], 0
@@ -137,6 +106,10 @@ class BucketSession(Session):
         stream.synchronize(timeout, check)
         check()  # after an exchange has failed, streams go on and may have copied anything
         self._sent.append(self._lane.submit(functools.partial(self._send, round)))
+
+    @abc.abstractmethod
+    def wait(self, round: int, timeout: float, check: Check) -> None:
+        """Waits until a round has been taken."""
 
     def look(self) -> None:
         while self._seen < len(self._sent) and self._sent[self._seen].done():

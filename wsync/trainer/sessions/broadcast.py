@@ -1,120 +1,144 @@
-"""Engines that take broadcasts: buckets go to them over process groups that they join.
+"""Engines that take broadcasts: buckets go to them over a process group that they join.
 
-Every pipeline stage has a source, a rank that gathers the tensors of its stage into buckets and
-broadcasts each in a group of its own with all workers of all such engines.  Rank 0, the source of
-its own stage, announces every bucket to every engine, all in the same order, so that no two
-broadcasts can wait for each other.
+Rank 0 gathers whole tensors into buckets, announces each to every engine, all in the same order,
+and broadcasts it to all workers of all such engines at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from wsync import _core
-from wsync.exchange.polled_collectives import first_line
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, default_backend, device_of
-from wsync.machine.daemon_threads import result
+from wsync.machine.daemon_threads import Lane, result
 from wsync.machine.deadline import (
     LATER_SECONDS,
-    VERDICT_SECONDS,
+    LEAVE_SECONDS,
     Check,
     Deadline,
     look_around,
 )
 from wsync.machine.device import has_nccl, on_gpu, staging
 from wsync.machine.host import own_address
+from wsync.messages.control import FLATTENED_BUCKET
+from wsync.module_tensors import name_of
 from wsync.options import Options
-from wsync.trainer.broadcast_requests import BroadcastRequests
-from wsync.trainer.requests import UnderWay
-from wsync.trainer.roster import RolloutEngine
-from wsync.trainer.round_contents import Bucket, WorkerRounds
-from wsync.trainer.sessions.base import BucketSession, Span
+from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.requests import NO_CALLS, Calls, UnderWay
+from wsync.trainer.sessions.base import BucketSession, Span, WorkerRounds
 
 
 class BroadcastSession(BucketSession):
-    """A source: the rounds of its stage, broadcast to all engines at once.
+    """All engines that take broadcasts, as one worker.
 
     A bucket is free again when its broadcast has ended: the engines have it then, loaded or not.
     A group of NCCL is given memory of the GPU that rounds lie on, any other one memory of the host.
 
     Args:
         engines: those that take broadcasts.
-        name: of the source's group.
-
-    `requests` announces the buckets of all sources; on ranks other than 0 it does nothing.
+        name: of the group.
     """
 
+    _ring: torch.Tensor  # once made
+
     def __init__(
-        self, worker: int, engines: Sequence[RolloutEngine], *, name: str, options: Options
+        self, worker: int, engines: Sequence[CheckedEngine], *, name: str, options: Options
     ) -> None:
         super().__init__(worker, "wsync-broadcast")
-        self.requests = BroadcastRequests([], {}, options)
         self._options = options
-        self._engines = engines
+        self._engines = list(enumerate(engines))
         self._store = Store(options.deadline)
         backend = default_backend() if options.backend == "auto" else options.backend
         self._device = device_of(backend)
         self._backend = backend
         size = 1 + sum(engine.workers for engine in engines)
         host = own_address([engine.name for engine in engines])
-        self.rendezvous = Rendezvous(host, self._store.port, size, backend, name)
+        self._place = Rendezvous(host, self._store.port, size, backend, name)
         self._group: UpdateGroup | None = None
-        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._tight = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._verdict: Deadline | None = None  # once a broadcast was seen to have broken off
+        self._lanes = [Lane("wsync-announce") for _ in engines]
+        self._joining = NO_CALLS
+        self._last = -1  # the last round with a bucket
+        self._version = ""
+        self._answers: list[tuple[str, int, Future[None]]] = []
 
     @property
     def under_way(self) -> UnderWay:
-        return self.requests.under_way
+        return [*self._joining.under_way, *((name, call) for name, _, call in self._answers)]
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
         nbytes = max(plan.ring_nbytes(self.worker), 1)
-        if not _sends_from(self._backend, device):
+        if self._backend == "nccl" and has_nccl(device):
+            self._ring, self._device = on_gpu(nbytes, device), device_of(self._backend, device)
+        else:
             self._ring = staging(nbytes, device)
-            return
-        try:
-            self._ring = on_gpu(nbytes, device)
-        except torch.OutOfMemoryError as error:
-            raise _core.NoMemoryError(
-                f"a ring of {nbytes} bytes for broadcasts: {first_line(error)}"
-            ) from error
-        self._device = device_of(self._backend, device)
-
-    def drop_ring(self) -> None:
-        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        """Waits for all engines to join the group, and on rank 0 every other group."""
+        """Waits for all engines to join the group."""
         self.rounds = WorkerRounds(plan, self.worker)
-        if self._ring.numel() < self.rounds.ring_nbytes:
-            self.make_ring(plan, device)
-        deadline, here = Deadline(timeout), dataclasses.replace(self.rendezvous, host="localhost")
-        self.requests.join()
+        deadline, here = Deadline(timeout), dataclasses.replace(self._place, host="localhost")
+        self._joining = Calls(self._engines, self._join)
+        limit = self._options.deadline
         try:
             self._group = here.join(
-                0,
-                timeout,
-                check,
-                device=self._device,
-                collective_timeout=self._options.deadline,
+                0, timeout, check, device=self._device, collective_timeout=limit
             )
         except _core.DeadlineError as error:
-            wanted = ", ".join(f"{engine.name} (tp {engine.workers})" for engine in self._engines)
+            wanted = ", ".join(f"{each.name} (tp {each.workers})" for _, each in self._engines)
             raise _core.DeadlineError(f"{error}; wanted: {wanted}") from error
-        self.requests.joined(plan, deadline.left, check)
+        self._joining.join(deadline.left, check)
+        buckets = self.rounds.broadcasts
+        self._last = max((k for k, bucket in enumerate(buckets) if bucket), default=-1)
         return self._ring.data_ptr(), self._ring.numel()
+
+    def _join(self, index: int, engine: CheckedEngine) -> None:
+        before = sum(other.workers for _, other in self._engines[:index])
+        arguments = {
+            "master_address": self._place.host,
+            "master_port": self._place.port,
+            "rank_offset": 1 + before,
+            "world_size": self._place.size,
+            "group_name": self._place.name,
+            "backend": self._place.backend,
+        }
+        # a group that does not come about says why before engines are given up
+        timeout = self._options.request_deadline
+        engine.call("init_weights_update_group", arguments, timeout=timeout)
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         super().begin(update, version, timeout, check)
-        self.requests.begin(version)
+        self._version, self._answers = version, []
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        """Also announces the bucket; the last one carries the version."""
         super().post(round, stream, timeout, check)
-        self.requests.announce(round)
+        if not (bucket := self.rounds.broadcasts[round]):
+            return
+        told: dict[str, Any] = {
+            "names": [entry.name for entry in bucket],
+            "dtypes": [name_of(entry.dtype) for entry in bucket],
+            "shapes": [list(entry.shape) for entry in bucket],
+            "group_name": self._place.name,
+        }
+        if self._options.broadcast != "tensor":
+            told["load_format"] = FLATTENED_BUCKET
+        if round == self._last:
+            told["weight_version"] = self._version
+        for index, engine in self._engines:
+            tell = functools.partial(self._tell, engine, told)
+            self._answers.append((engine.name, round, self._lanes[index].submit(tell)))
+
+    def _tell(self, engine: CheckedEngine, arguments: Mapping[str, Any]) -> None:
+        if not self._given_up.is_set():
+            timeout = self._options.request_deadline
+            engine.call("update_weights_from_distributed", arguments, timeout=timeout)
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         try:
@@ -126,34 +150,41 @@ class BroadcastSession(BucketSession):
             raise
 
     def look(self) -> None:
-        """A broadcast that breaks off is reported a little later: what an engine says of it, which
-        is on its way, says more."""
-        self.requests.check()
-        try:
-            super().look()
-        except _core.PeerClosedError:
-            self._verdict = self._verdict or Deadline(VERDICT_SECONDS)
-            if not self._verdict.left:
-                raise
+        """A broadcast that breaks off is reported by who waits for it: what an engine says of it,
+        which is on its way, says more."""
+        self._joining.check()
+        for _, _, answer in self._answers:
+            if answer.done():
+                answer.result()
 
     def prepared(self, timeout: float, check: Check) -> None:
+        """Also waits until every engine has loaded every bucket."""
         deadline = Deadline(timeout)
         super().prepared(timeout, check)
-        self.requests.answered(deadline.left, check)
-
-    def abort(self, text: str) -> None:
-        super().abort(text)
-        self.requests.abort()
+        for name, round, answer in self._answers:
+            request = f"engine {name}: update_weights_from_distributed"
+            result(answer, deadline, check, f"{request}: no answer for bucket {round}")
 
     def close(self) -> None:
-        """Leaves the group and closes its store, which ends the engines' waits for either."""
-        self._given_up.set()
+        """Leaves the group and closes its store, which ends the engines' waits for either; has the
+        engines leave the groups, if they answer."""
         self._store.close()
         group, self._group = self._group, None
         if group is not None:
             self._lane.submit(group.close)
-        self._lane.close()
-        self.requests.close()
+        super().close()
+        for lane in self._lanes:
+            lane.close()
+        joined, self._joining = self._joining.under_way, NO_CALLS
+        if joined:
+            # an engine's handle may lack the call, and this is no place to say so
+            with contextlib.suppress(Exception):
+                Calls(self._engines, self._leave).join(LEAVE_SECONDS)
+
+    def _leave(self, _: int, engine: CheckedEngine) -> None:
+        arguments = {"group_name": self._place.name}
+        with contextlib.suppress(_core.RemoteError):  # it had not come so far
+            engine.call("destroy_weights_update_group", arguments, timeout=LEAVE_SECONDS)
 
     def _send(self, round: int) -> None:
         bucket = self.rounds.broadcasts[round]
@@ -166,22 +197,11 @@ class BroadcastSession(BucketSession):
 
         check()
         slot = self._ring[self.rounds.slots[round].offset :]
-        self._group.broadcast(self._tensors(slot, bucket), check)
-
-    def _tensors(self, slot: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
-        """What is broadcast: every tensor, or one run of bytes without gaps."""
+        # every tensor, or one run of bytes without gaps
         parts = [slot[entry.start_idx : entry.end_idx] for entry in bucket]
-        if self._options.broadcast == "tensor":
-            return parts
-        if all(a.end_idx == b.start_idx for a, b in pairwise(bucket)):
-            return [slot[bucket[0].start_idx : bucket[-1].end_idx]]
-        nbytes = sum(entry.numel for entry in bucket)
-        if self._tight.numel() < nbytes:
-            self._tight = torch.empty(nbytes, dtype=torch.uint8, device=slot.device)
-        torch.cat(parts, out=self._tight[:nbytes])
-        return [self._tight[:nbytes]]
-
-
-def _sends_from(backend: str, device: _core.Device) -> bool:
-    """Whether a group of this backend sends what lies on the device without a copy on the host."""
-    return backend == "nccl" and has_nccl(device)
+        if self._options.broadcast != "tensor":
+            if all(a.end_idx == b.start_idx for a, b in pairwise(bucket)):
+                parts = [slot[bucket[0].start_idx : bucket[-1].end_idx]]
+            else:
+                parts = [torch.cat(parts)]
+        self._group.broadcast(parts, check)

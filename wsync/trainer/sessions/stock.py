@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import weakref
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
+
+import torch
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
-from wsync.handles.sglang_http import NotConnected
 from wsync.machine.daemon_threads import result
 from wsync.machine.deadline import Check, Deadline
 from wsync.machine.fork_guard import Owner
@@ -22,13 +21,7 @@ from wsync.messages.control import FLATTENED_BUCKET
 from wsync.messages.gpu_payload import LEFT_SECONDS, GpuRing
 from wsync.trainer.engine_identity import CheckedEngine
 from wsync.trainer.requests import UnderWay
-from wsync.trainer.round_contents import WorkerRounds
-from wsync.trainer.sessions.base import BucketSession, Span
-
-if TYPE_CHECKING:
-    import torch
-
-_MOST_LEFT: Final = 2  # rings of one engine whose requests were not answered
+from wsync.trainer.sessions.base import BucketSession, Span, WorkerRounds
 
 
 class SharedRing:
@@ -42,10 +35,9 @@ class SharedRing:
         self._bytes = payload.shared_bytes(nbytes)
         payload.keep(self._bytes)
         # also where the connection is dropped, and nobody calls `close`
-        self._ended = weakref.finalize(self, _remove, Owner(), self._bytes)
+        self._ended = weakref.finalize(self, _by_owner, Owner(), payload.remove, self._bytes)
         self.address = self._bytes.data_ptr()
         self.nbytes = nbytes
-        self.left, self.since = False, 0.0
         # an object that streams keep, too, for as long as they use the memory
         self._registered: object = _core.host_register(self.address, nbytes, device, self._bytes)
 
@@ -53,33 +45,25 @@ class SharedRing:
         flat = self._bytes[offset : offset + nbytes]
         return payload.bucket(FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata))
 
-    def acquire(self, offset: int, nbytes: int, timeout: float, check: Check) -> None:
-        return
-
     def close(self) -> None:
-        self._ended()
-
-    def leave(self) -> None:
-        """Has the file stay until `remove`, or go with its last user after this object, and gives
-        up all else."""
-        self._ended.detach()
-        self._ended = weakref.finalize(self, _give_back, Owner(), self._bytes)
-        self._registered, self.left, self.since = None, True, time.monotonic()
-
-    def remove(self) -> None:
-        """The file of a ring that was left."""
+        """Removes the file, whatever has not been read."""
         self._ended.detach()
         payload.remove(self._bytes)
 
+    def leave(self) -> None:
+        """Keeps the file for who may read it yet: for ten minutes, or, if this process ends before,
+        until its last reader has ended.  A stock server ends when it finds none."""
+        self._ended.detach()
+        self._ended = weakref.finalize(self, _by_owner, Owner(), payload.give_back, self._bytes)
+        self._registered = None
+        later = threading.Timer(LEFT_SECONDS, payload.remove, [self._bytes])
+        later.daemon = True
+        later.start()
 
-def _remove(owner: Owner, ring: torch.Tensor) -> None:
+
+def _by_owner(owner: Owner, call: Callable[[torch.Tensor], None], ring: torch.Tensor) -> None:
     if owner:
-        payload.remove(ring)
-
-
-def _give_back(owner: Owner, ring: torch.Tensor) -> None:
-    if owner:
-        payload.give_back(ring)
+        call(ring)
 
 
 class StockSession(BucketSession):
@@ -110,7 +94,7 @@ class StockSession(BucketSession):
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         self.rounds = WorkerRounds(plan, self.worker)
         kind = GpuRing if self._on_gpu and device.uuid else SharedRing
-        self._ring = kind(self.rounds.ring_nbytes, device)
+        self._ring = kind(max(plan.ring_nbytes(self.worker), 1), device)
         # where other engines take part, the last rounds may be only theirs
         buckets = self.rounds.buckets
         self._last = max((k for k, bucket in enumerate(buckets) if bucket), default=-1)
@@ -123,12 +107,12 @@ class StockSession(BucketSession):
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         deadline = Deadline(timeout)
         super().acquire(round, stream, timeout, check)
-        assert self._ring is not None
-        slot = self.rounds.slots[round]
-        try:
-            self._ring.acquire(slot.offset, slot.nbytes, deadline.left, check)
-        except _core.DeadlineError as error:
-            raise _core.DeadlineError(f"engine {self._engine.name}: {error}") from None
+        if isinstance(self._ring, GpuRing):
+            slot = self.rounds.slots[round]
+            try:
+                self._ring.acquire(slot.offset, slot.nbytes, deadline.left, check)
+            except _core.DeadlineError as error:
+                raise _core.DeadlineError(f"engine {self._engine.name}: {error}") from None
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the request of a round has been answered."""
@@ -142,7 +126,7 @@ class StockSession(BucketSession):
         elif self._ring is not None:
             if not all(sent.done() for sent in self._sent):
                 self._ring.leave()  # also where this process ends before the engine has read it
-            self._lane.submit(functools.partial(_close, self._engine.name, self._ring, self._sent))
+            self._lane.submit(functools.partial(_close, self._ring, self._sent))
         super().close()
 
     def _send(self, round: int) -> None:
@@ -156,52 +140,16 @@ class StockSession(BucketSession):
             workers = range(self._engine.workers)
             return [ring.payload(slot.offset, slot.nbytes, metadata) for _ in workers]
 
-        try:
-            self._engine.update_weights(
-                payloads,
-                load_format=FLATTENED_BUCKET,
-                weight_version=self._version if round == self._last else None,
-                timeout=self._timeout,
-            )
-        except _core.PeerClosedError as error:
-            if _was_absent(error) and isinstance(ring, GpuRing):
-                ring.take_back(slot.offset, slot.nbytes)
-            raise
+        self._engine.update_weights(
+            payloads,
+            load_format=FLATTENED_BUCKET,
+            weight_version=self._version if round == self._last else None,
+            timeout=self._timeout,
+        )
 
 
-# by engine: rings of updates that have failed, whose last requests the engine may get yet
-_left: Final = defaultdict[str, list[SharedRing]](list)
-_lock: Final = threading.Lock()
-
-
-def _close(engine: str, ring: SharedRing, sent: Sequence[Future[None]]) -> None:
-    """Removes the file, once all requests have ended.  If one was not answered, the file stays
-    until the engine has answered all of a later connection, two more have failed, or ten minutes
-    have passed: a stock server ends when it finds none."""
-    unanswered = any([_is_unanswered(request.exception()) for request in sent])
-    with _lock:
-        mine = _left[engine]
-        if unanswered:
-            if not ring.left:
-                ring.leave()
-            mine.append(ring)
-        elif ring.left:
-            ring.remove()
-        else:
-            ring.close()
-        while len(mine) > (0 if sent and not unanswered else _MOST_LEFT):
-            mine.pop(0).remove()
-        for others in _left.values():  # an engine may have come back under another name
-            while others and others[0].since < time.monotonic() - LEFT_SECONDS:
-                others.pop(0).remove()
-
-
-def _was_absent(error: BaseException) -> bool:
-    """Whether nobody was there to take the request."""
-    return isinstance(error.__cause__, NotConnected)
-
-
-def _is_unanswered(error: BaseException | None) -> bool:
-    """Whether a request may be in the engine's hands."""
-    cut_off = isinstance(error, _core.PeerClosedError) and not _was_absent(error)
-    return cut_off or isinstance(error, _core.DeadlineError)
+def _close(ring: SharedRing, sent: Sequence[Future[None]]) -> None:
+    """Removes the file, once all requests have ended; not if one may be in the engine's hands."""
+    errors = [request.exception() for request in sent]
+    unanswered = any(isinstance(e, _core.PeerClosedError | _core.DeadlineError) for e in errors)
+    (ring.leave if unanswered else ring.close)()

@@ -1,32 +1,36 @@
-"""Sessions with workers on this host that run wsync's receiver."""
+"""Sessions with workers that run wsync's receiver.
+
+With remote workers a session is only control, over TCP.  Their rounds travel in the plan's
+exchange, of which each is a rank: see wsync.exchange.remote_plan.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from typing import TYPE_CHECKING, TypeAlias
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
 
 from wsync import _core
-from wsync.machine.deadline import Check, seconds
+from wsync.exchange.introductions import Introduction
+from wsync.exchange.remote_plan import RemotePlan
+from wsync.machine.deadline import Check, Deadline, seconds
 from wsync.machine.device import find
 from wsync.messages.control import BORROWS, Learnt
-from wsync.trainer.round_contents import WorkerRounds
-from wsync.trainer.sessions.base import Session, Span
-
-if TYPE_CHECKING:
-    from wsync.trainer.sessions.remote import RemoteExporter
-
-    Exporter: TypeAlias = "_core.Exporter | RemoteExporter"
+from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame, Listener
+from wsync.trainer.lending import Lending, Segment, buffers_of
+from wsync.trainer.sessions.base import Span, WorkerRounds
 
 _log = logging.getLogger(__name__)
+_BINDING: Final = struct.Struct("=QQQ")  # wsync_binding_t of csrc/ipc/session.h
+_UNBOUND: Final = _BINDING.pack(2**64 - 1, 0, 0)
 
 # origins of errors of csrc/ipc, and not of checks or streams: their text speaks of the worker, and
 # needs the engine's name
 _SESSIONS = ("session", "channel", "frame", "listener", "blob")
-_GONE = (
-    "; the worker has ended, or its engine was restarted: call update again when the engine "
-    "answers, which connects anew"
-)
+_GONE = "; its engine has ended or was restarted: call update again when the engine answers"
 
 
 class _Naming:
@@ -54,14 +58,102 @@ class _Naming:
         raise said from error
 
 
-class WorkerSession(Session):
-    """A worker that runs wsync's receiver: it maps the ring once and loads round by round.
+class RemoteExporter:
+    """A trainer rank's end, with the methods of `_core.Exporter`; its rounds need no care."""
+
+    worker_uuid: str | None = None  # nothing is shared with the worker
+
+    def __init__(self, host: str, peer: str) -> None:
+        self._listener = Listener(host, peer)
+        self._channel: Channel | None = None
+        self.introduction = Introduction()  # what the worker says of itself, once accepted
+        self.loaded = 0  # rounds that have been exchanged: what is known here
+
+    @property
+    def address(self) -> str:
+        return self._listener.address
+
+    @property
+    def _peer(self) -> Channel:
+        if self._channel is None:
+            raise _core.StateError("the worker has not connected")
+        return self._channel
+
+    def accept(self, timeout: float, check: Check) -> bytes:
+        deadline = Deadline(timeout)
+        self._channel = self._listener.accept(timeout, check)
+        self._listener.close()
+        said = self._channel.wait((Frame.INTRODUCTION,), deadline.left, check)[1]
+        self.introduction = Introduction.from_bytes(said)
+        return self._channel.wait((Frame.BLOB,), deadline.left, check)[1]
+
+    def attach(self, ring: _core.Memory, manifest: bytes, timeout: float, check: Check) -> None:
+        """Says what tensors there are; the worker has a ring of its own."""
+        self._peer.send(Frame.MODEL, manifest, timeout, check)
+
+    def tell_plan(self, plan: bytes, timeout: float, check: Check) -> None:
+        """Hands over the plan."""
+        self._peer.send(Frame.PLAN, plan, timeout, check)
+
+    def begin(self, update: int, rounds: int, timeout: float, check: Check) -> None:
+        self.loaded = 0
+        self._peer.send(Frame.BEGIN, UPDATE.pack(update, rounds), timeout, check)
+
+    def acquire(
+        self, wait_round: int, stream: _core.Stream | None, timeout: float, check: Check
+    ) -> None:
+        """Waits for nothing: the worker frees its own slots."""
+        self._peer.look()
+
+    def look(self) -> None:
+        if self._channel is not None:
+            self._channel.look()
+
+    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        self.loaded = round + 1
+
+    def prepared(self, timeout: float, check: Check) -> tuple[int, int, int]:
+        _, content = self._peer.wait((Frame.PREPARED,), timeout, check)
+        tensors, nbytes, audit_ns = COUNTS.unpack(content)
+        return tensors, nbytes, audit_ns
+
+    def commit(self, timeout: float, check: Check, park: bool) -> None:
+        self._peer.send(Frame.COMMIT, PARK if park else b"", timeout, check)
+
+    def park(self, timeout: float, check: Check) -> None:
+        """There is no ring here."""
+
+    def abort(self, text: str) -> None:
+        if self._channel is not None:
+            self._channel.fail(text)
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._channel is not None:
+            self._channel.close()
+
+
+class WorkerSession:
+    """A worker that runs wsync's receiver: it maps the ring once and loads round by round.  The
+    methods are called in the order of csrc/ipc/session.h.
+
+    It may also map what the ranks lend, and copy out of it.  What it cannot read there comes
+    through its ring, which may carry no data.  Round 0 says that the weights may be read, and its
+    end that they have been.
 
     Args:
-        worker: its number in the plan.
+        worker: its number in the plan (see PlanWorker).
         engine, index: what errors call it: the engine's name, and its number there.
         park: whether the ring's memory is given back between updates.
+        lending: what it may read in place, if it can.
+        host: of a remote one: the address of this host that it can reach.
     """
+
+    rounds: WorkerRounds  # once attached
+    manifest: _core.Layout  # once attached: what the worker is to load
+    audit_seconds = 0.0  # of the update, once prepared
+    own_loading = ""  # which tensors go through a load_weights of the engine's own, and why
+    gpu: str | None = None  # once accepted: its UUID, "" for the host; None: the ring is elsewhere
 
     def __init__(
         self,
@@ -71,30 +163,31 @@ class WorkerSession(Session):
         index: int,
         directory: str | None = None,
         park: bool = False,
+        lending: Lending | None = None,
+        host: str = "",
     ) -> None:
-        super().__init__(worker)
+        self.worker = worker
         self.name = f"engine {engine}: worker {index}"
-        self._engine, self._worker = engine, index
+        self._naming = _Naming(engine, index)
         self._park = park
         self.id = secrets.token_hex(8)
         # once accepted: the places of lent memory that the worker can read, its own device first;
         # empty if it reads none
         self.reaches: list[str] = []
-        self.most_segments = 0  # that such a worker may hold with delivery="auto"
-        self._directory = directory
+        self.most_segments = 0  # that such a worker may hold
+        self._directory, self._host = directory, host
         # the last is the current one; while the worker learns, the one that it learns in comes
         # before
-        self._exporters: list[Exporter] = [self._listen()]
+        self._exporters: list[_core.Exporter | RemoteExporter] = [self._listen()]
         self._ring: _core.Memory | None = None
+        self._lending = lending
+        self._joined: _core.Layout | None = None  # what it reads in place
 
-    def _listen(self) -> Exporter:
+    def _listen(self) -> _core.Exporter | RemoteExporter:
         return _core.Exporter(self._directory)
 
-    def _naming(self) -> _Naming:
-        return _Naming(self._engine, self._worker)
-
     @property
-    def _exporter(self) -> Exporter:
+    def _exporter(self) -> _core.Exporter | RemoteExporter:
         return self._exporters[-1]
 
     @property
@@ -103,18 +196,21 @@ class WorkerSession(Session):
         return self._exporter.address
 
     def accept(self, timeout: float, check: Check) -> bytes:
-        try:
-            with self._naming():
-                return self._hear(self._exporter.accept(timeout, check))
-        except _core.DeadlineError as error:
-            raise _core.DeadlineError(
-                f"{self.name} did not join the update within {seconds(timeout)}: its engine has "
-                "not carried out the request that opens it (update_weights_from_tensor, "
-                "collective_rpc of vLLM)"
-            ) from error
+        """Waits for the worker; the layout it keeps, or control.WHOLE, PIECES or LEARN."""
+        late = (
+            f"join the update within {seconds(timeout)}: its engine has not carried out the "
+            "request that opens it (update_weights_from_tensor, collective_rpc of vLLM)"
+        )
+        return self._hear(timeout, check, late)
 
-    def _hear(self, said: bytes) -> bytes:
+    def _hear(self, timeout: float, check: Check, late: str) -> bytes:
         """What a worker asks for; notes what else it says when it joins."""
+        try:
+            with self._naming:
+                said = self._exporter.accept(timeout, check)
+        except _core.DeadlineError as error:
+            raise _core.DeadlineError(f"{self.name} did not {late}") from error
+        self.gpu = self._exporter.worker_uuid
         if not said.startswith(BORROWS):
             return said
         facts, _, asked = said.removeprefix(BORROWS).partition(b"\n")
@@ -122,19 +218,14 @@ class WorkerSession(Session):
         self.most_segments = int(most) if most.isdecimal() else 0
         return asked
 
-    @property
-    def gpu(self) -> str | None:
-        """The GPU that the worker is on."""
-        return self._exporter.worker_uuid
-
     def send_model(self, model: bytes, timeout: float, check: Check) -> None:
         """Tells a worker that asked to LEARN what tensors there are (a layout without shards),
         and where to come back to."""
         learning = self._exporter
         self._exporters.append(self._listen())
         content = self.address.encode() + b"\n" + model
-        with self._naming():
-            ring = _core.Memory(1, find(learning.worker_uuid))
+        with self._naming:
+            ring = _core.Memory(1, find(self.gpu or ""))
             learning.attach(ring, content, timeout, check)
             learning.begin(0, 0, timeout, check)
 
@@ -145,21 +236,18 @@ class WorkerSession(Session):
             RemoteError: it failed to learn.
             DeadlineError: it has not learnt in time.
         """
-        learning, following = self._exporters
+        learning = self._exporters[0]
 
         def alive() -> None:
             check()
             learning.look()
 
-        try:
-            with self._naming():
-                learnt = Learnt.from_bytes(self._hear(following.accept(timeout, alive)))
-        except _core.DeadlineError as error:
-            raise _core.DeadlineError(
-                f"{self.name} did not learn within {seconds(timeout)} what its load_weights does; "
-                "Options(deadline=) gives more"
-            ) from error
-        self._exporters = [following]
+        late = (
+            f"learn within {seconds(timeout)} what its load_weights does; Options(deadline=) gives "
+            "more"
+        )
+        learnt = Learnt.from_bytes(self._hear(timeout, alive, late))
+        del self._exporters[0]
         learning.close()
         self.own_loading = learnt.own_loading
         return learnt.blob
@@ -167,47 +255,85 @@ class WorkerSession(Session):
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
         self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1), device)
 
-    def drop_ring(self) -> None:
-        self._ring = None
-
-    @property
-    def manifest(self) -> _core.Layout:
-        """What the worker is to load."""
-        return self.rounds.manifest
+    def serve(self, joined: _core.Layout, offsets: Sequence[int]) -> None:
+        """Sets what the worker reads in place (`Layout.join`); called before `attach`.  offsets:
+        the number of the first buffer of each rank there, and their end."""
+        self._told = -1  # `Lending.news` when the worker was last told
+        self._lent: dict[Segment, int] = {}  # the worker's numbers for them
+        self._joined, self._count, used = joined, offsets[-1], buffers_of(joined)
+        # of what it reads: its number there, the rank, and the number there
+        self._buffers = [
+            (number, rank, number - first)
+            for rank, (first, end) in enumerate(pairwise(offsets))
+            for number in range(first, end)
+            if number in used
+        ]
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        """Hands over ring and manifest; returns where the ring lies."""
+        """Hands over ring and manifest; returns where the ring lies.  The worker loads what it
+        reads in place, and then what its rounds bring."""
         assert self._ring is not None
         self.rounds = WorkerRounds(plan, self.worker)
-        with self._naming():
+        self.manifest = self.rounds.manifest
+        if self._joined is not None:
+            self.manifest = self._joined.beside(self.manifest, self._count)
+        with self._naming:
             self._exporter.attach(self._ring, self.manifest.to_bytes(), timeout, check)
-        return self._ring.address, self._ring.nbytes
+        return (self._ring.address, self._ring.nbytes) if plan.ring_nbytes(self.worker) else (0, 0)
+
+    @property
+    def round_count(self) -> int:
+        """Once attached: the rounds that its worker is told of."""
+        return max(len(self.rounds.slots), 0 if self._joined is None else 1)
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
-        with self._naming():
-            self._exporter.begin(update, len(self.rounds.slots), timeout, check)
+        """Also tells the worker where the weights lie, if that has changed since it was told."""
+        lending = self._lending
+        with self._naming:
+            if self._joined is not None and lending is not None and lending.news != self._told:
+                self._lend(lending, timeout, check)
+            self._exporter.begin(update, self.round_count, timeout, check)
+
+    def _lend(self, lending: Lending, timeout: float, check: Check) -> None:
+        """Has the worker map what is new, and let go of what it no longer reads."""
+        exporter = self._exporter
+        assert isinstance(exporter, _core.Exporter)
+        deadline = Deadline(timeout)
+        table, used = [_UNBOUND] * self._count, dict[Segment, int]()
+        for number, rank, buffer in self._buffers:
+            if (place := lending.places[rank][buffer]) is None:
+                continue
+            segment = (rank, place.segment)
+            if segment not in used:
+                known = self._lent.get(segment)
+                if known is None:
+                    known = exporter.lend(lending.segments[segment], deadline.left, check)
+                used[segment] = known
+            table[number] = _BINDING.pack(used[segment], place.offset, place.nbytes)
+        exporter.bind(b"".join(table), deadline.left, check)
+        self._lent, self._told = used, lending.news
 
     @property
     def loaded(self) -> int:
         return self._exporter.loaded
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        with self._naming():
+        with self._naming:
             self._exporter.acquire(self.rounds.slots[round].wait_round, stream, timeout, check)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        with self._naming():
+        with self._naming:
             self._exporter.post(round, stream, timeout, check)
 
     def look(self) -> None:
-        with self._naming():
+        with self._naming:
             for exporter in self._exporters:
                 exporter.look()
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
-        if isinstance(self._exporter, _core.Exporter) and self._exporter.loaded > round:
+        if self._exporter.loaded > round:
             return  # by its word in shared memory, without a system call
-        with self._naming():
+        with self._naming:
             self._exporter.acquire(round, None, timeout, check)
 
     def prepared(self, timeout: float, check: Check) -> None:
@@ -216,7 +342,7 @@ class WorkerSession(Session):
         Raises:
             ProtocolError: the worker loaded another number of tensors or bytes.
         """
-        with self._naming():
+        with self._naming:
             tensors, nbytes, audit_ns = self._exporter.prepared(timeout, check)
         self.audit_seconds = 1e-9 * audit_ns
         layout = self.manifest
@@ -227,18 +353,19 @@ class WorkerSession(Session):
             )
 
     def commit(self, timeout: float, check: Check) -> None:
-        with self._naming():
+        with self._naming:
             self._exporter.commit(timeout, check, self._park)
 
     def park(self, timeout: float, check: Check) -> None:
-        """Gives the ring's memory back unless a view of it is in use.  The update is committed
-        whatever comes of it."""
+        """Gives the ring's memory back unless a view of it is in use, and waits until the worker
+        has let go of all that was lent to it.  The update is committed whatever comes of it."""
         if not self._park:
             return
         try:
             self._exporter.park(timeout, check)
         except (_core.PeerRefusedError, _core.PeerClosedError) as error:
             _log.warning("%s: the ring is not parked: %s", self.name, error)
+        self._lent, self._told = {}, -1
 
     def abort(self, text: str) -> None:
         # an engine's words: they may hold what a C string cannot
@@ -249,3 +376,28 @@ class WorkerSession(Session):
     def close(self) -> None:
         for exporter in self._exporters:
             exporter.close()
+
+
+class RemoteSession(WorkerSession):
+    """A remote worker that runs wsync's receiver: it takes part in the exchange itself.
+
+    host: the address of this host that the worker can reach; park: whether the exchange gives its
+    memory back between updates, which all its ranks do together.
+    """
+
+    remote_plan: RemotePlan  # once there is a plan
+
+    def _listen(self) -> RemoteExporter:
+        self.exporter = RemoteExporter(self._host, self.name)
+        return self.exporter
+
+    def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
+        """The ring is the worker's own."""
+
+    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
+        """Hands over the plan; the ring is the worker's own."""
+        self.rounds = WorkerRounds(plan, self.worker)
+        self.manifest = self.rounds.manifest
+        self.exporter.tell_plan(self.remote_plan.to_bytes(), timeout, check)
+        del self.remote_plan
+        return 0, 0
