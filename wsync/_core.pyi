@@ -92,10 +92,6 @@ class Layout:
     @staticmethod
     def merge(layouts: Sequence[Layout], /) -> Layout:
         """The union of layouts.  LayoutError names the tensor and the two ranks that disagree."""
-    @staticmethod
-    def short(layouts: Sequence[Layout], /) -> list[tuple[str, tuple[int, ...], int, int, int]]:
-        """Tensors that the shards of all layouts, between them, do not reach both ends of: (name, shape, axis, first,
-        end), where all lie within first <= i < end, for each such axis.  Tensors without shards are not among them."""
     def to_bytes(self) -> bytes: ...
     def names(self) -> list[str]: ...
     def tensor(self, index: int, /) -> TensorInfo: ...

@@ -87,79 +87,6 @@ static PyObject *layout_merge(PyObject *module, PyObject *sequence)
                               : wsync_py_raise(state, &err);
 }
 
-/* Whether one of the first layouts knows a tensor. */
-static bool is_known(const wsync_layout_t *const *layouts, size_t count, const char *name)
-{
-    for (size_t i = 0; i < count; i++) {
-        if (wsync_layout_find(layouts[i], name) != SIZE_MAX) {
-            return true;
-        }
-    }
-    return false;
-}
-
-/* Appends (name, shape, axis, first, end) for each axis along which the shards of all these
- * layouts do not reach both ends of a tensor. */
-static int append_short(PyObject *list, const wsync_layout_t *const *layouts, size_t count,
-                        const wsync_tensor_t *tensor)
-{
-    for (unsigned axis = 0; axis < tensor->ndim; axis++) {
-        int64_t first = INT64_MAX;
-        int64_t end = 0;
-
-        for (size_t i = 0; i < count; i++) {
-            const size_t index = wsync_layout_find(layouts[i], tensor->name);
-
-            if (index != SIZE_MAX) {
-                wsync_layout_widen(layouts[i], index, axis, &first, &end);
-            }
-        }
-        if (end > 0 && (first > 0 || end < tensor->shape[axis])) {
-            PyObject *item = Py_BuildValue(
-                "sNILL", tensor->name, wsync_py_int64_tuple(tensor->shape, tensor->ndim),
-                axis, (long long)first, (long long)end);
-            const int status = item != NULL ? PyList_Append(list, item) : -1;
-
-            Py_XDECREF(item);
-            if (status < 0) {
-                return -1;
-            }
-        }
-    }
-    return 0;
-}
-
-static PyObject *short_list(const wsync_layout_t *const *layouts, size_t count)
-{
-    PyObject *list = PyList_New(0);
-
-    for (size_t i = 0; i < count; i++) {
-        for (size_t j = 0; list != NULL && j < wsync_layout_tensor_count(layouts[i]); j++) {
-            const wsync_tensor_t *tensor = wsync_layout_tensor(layouts[i], j);
-
-            if (!is_known(layouts, i, tensor->name) &&
-                append_short(list, layouts + i, count - i, tensor) < 0) {
-                Py_CLEAR(list);
-            }
-        }
-    }
-    return list;
-}
-
-static PyObject *layout_short(PyObject *module, PyObject *sequence)
-{
-    wsync_py_items_t layouts;
-    PyObject *list;
-
-    if (wsync_py_items_init(&layouts, sequence, sizeof(const wsync_layout_t *), read_layout,
-                            wsync_py_state(module)) < 0) {
-        return NULL;
-    }
-    list = short_list((const wsync_layout_t *const *)layouts.items, layouts.count);
-    wsync_py_items_fini(&layouts);
-    return list;
-}
-
 static int check_lent(ModuleState *state, const wsync_layout_t *layout, Py_ssize_t given)
 {
     wsync_error_t err = {0};
@@ -413,7 +340,6 @@ static PyType_Slot layout_slots[] = {
 static PyMethodDef layout_static_methods[] = {
     {"from_bytes", layout_from_bytes, METH_O, "from_bytes(data, /)\n--\n\n"},
     {"merge", layout_merge, METH_O, "merge(layouts, /)\n--\n\n"},
-    {"short", layout_short, METH_O, "short(layouts, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -213,22 +213,6 @@ wsync_place_t wsync_layout_place(const wsync_layout_t *layout, const wsync_shard
     return place;
 }
 
-void wsync_layout_widen(const wsync_layout_t *layout, size_t tensor, unsigned axis,
-                        int64_t *first, int64_t *end)
-{
-    size_t count;
-    const wsync_shard_t *shards = wsync_layout_shards(layout, tensor, &count);
-
-    for (size_t i = 0; i < count; i++) {
-        const int64_t start = shards[i].box.start[axis];
-        const int64_t last =
-            start + (shards[i].box.extent[axis] - 1) * shards[i].step[axis];
-
-        *first = start < *first ? start : *first;
-        *end = last >= *end ? last + 1 : *end;
-    }
-}
-
 size_t wsync_layout_shard_count(const wsync_layout_t *layout)
 {
     return layout->first[layout->names.count];

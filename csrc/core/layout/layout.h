@@ -111,9 +111,6 @@ wsync_place_t wsync_layout_place(const wsync_layout_t *layout, const wsync_shard
 /* All shards of one tensor, contiguous; NULL where there are none. */
 const wsync_shard_t *wsync_layout_shards(const wsync_layout_t *layout, size_t tensor,
                                          size_t *count);
-/* Widens [*first, *end) until all shards of a tensor lie within it along an axis. */
-void wsync_layout_widen(const wsync_layout_t *layout, size_t tensor, unsigned axis,
-                        int64_t *first, int64_t *end);
 size_t wsync_layout_shard_count(const wsync_layout_t *layout);
 const char *wsync_layout_origin(const wsync_layout_t *layout, uint32_t origin);
 size_t wsync_layout_origin_count(const wsync_layout_t *layout);
