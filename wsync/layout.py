@@ -90,8 +90,8 @@ class TrainerLayout:
     tensors that the layout was built from: dtypes, shapes and strides, which must not change.
     `pick` finds the buffers' tensors among weights that the caller has by name; None takes those
     of the same global name, or, where no buffer's is among them that has one, of `other_names`.
-    `stage` is the rank's pipeline stage.  `widened`: float32 parameters for which a caller may give
-    a 16-bit copy, from before the trainer widened them.
+    `widened`: float32 parameters for which a caller may give a 16-bit copy, from before the trainer
+    widened them.
     """
 
     layout: _core.Layout
@@ -102,7 +102,6 @@ class TrainerLayout:
     ranks: int = 1
     group: ProcessGroup | None = None
     pick: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] | None = None
-    stage: int = 0
     other_names: Mapping[str, str] = field(default_factory=dict)
     widened: Collection[str] = ()
     _known: list[_core.TensorTable] = field(  # the form of the last table

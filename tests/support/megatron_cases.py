@@ -209,7 +209,7 @@ def own_groups(reordered, silent, family, changes, parallel, options):
 
         def made():
             layout = wsync.megatron.layout(trainer.chunks, trainer.hf)
-            return layout.stage, layout.layout.to_bytes()
+            return layout.layout.to_bytes()
 
         before = made()
         for module in (module for chunk in trainer.chunks for module in chunk.modules()):

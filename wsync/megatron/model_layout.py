@@ -82,7 +82,6 @@ def layout(
 
     return TrainerLayout(
         *(built, names, read, table, rank, count, group),
-        stage=ranks.stage,
         other_names=local_experts(names, spec, ranks),
         widened={name for name in names if name.endswith(".expert_bias")},
     )

@@ -23,7 +23,6 @@ class Ranks:
     tensor: Cut = ALONE
     expert_tensor: Cut = ALONE
     expert: Cut = ALONE
-    stage: int = 0
 
     @staticmethod
     def current() -> Ranks:
@@ -37,8 +36,7 @@ class Ranks:
             rank = getattr(state, f"get_{kind}_parallel_rank")()
             return Cut(rank, getattr(state, f"get_{kind}_parallel_world_size")())
 
-        stage = state.get_pipeline_model_parallel_rank()
-        return Ranks(cut("tensor_model"), cut("expert_tensor"), cut("expert_model"), stage)
+        return Ranks(cut("tensor_model"), cut("expert_tensor"), cut("expert_model"))
 
     @staticmethod
     def of(chunks: Sequence[Module]) -> Ranks:
@@ -48,13 +46,8 @@ class Ranks:
         for module in (module for chunk in chunks for module in chunk.modules()):
             if "share_embeddings_and_output_weights" in vars(module):
                 groups = vars(module).get("pg_collection")
-                stage = _place(groups, "pp")
                 own = {field: _place(groups, key) for field, key in _GROUPS.items()}
-                return replace(
-                    known,
-                    **{field: cut for field, cut in own.items() if cut is not None},
-                    stage=known.stage if stage is None else stage.rank,
-                )
+                return replace(known, **{field: cut for field, cut in own.items() if cut})
         return known
 
 
