@@ -15,7 +15,6 @@ from support.played_gpu import put, source_of
 from support.sglang_receiver import digest
 
 import wsync
-from wsync.handles.sglang_http import NotConnected
 from wsync.messages import gpu_payload
 from wsync.trainer.sessions.stock import StockSession
 
@@ -109,10 +108,7 @@ class _Failing:
         payloads()
         if self._how == "refused":
             raise wsync.RemoteError("HTTP 400")
-        error = wsync.PeerClosedError(self._how)
-        if self._how == "not there":
-            error.__cause__ = NotConnected("refused")
-        raise error
+        raise wsync.PeerClosedError(self._how)
 
 
 def left_by(how: str) -> None:

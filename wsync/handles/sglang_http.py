@@ -32,10 +32,6 @@ from wsync.messages.tcp_channel import KEEPALIVE
 _STEERING: Final = ("pause_generation", "continue_generation")
 
 
-class NotConnected(OSError):
-    """Nobody was there to take a request."""
-
-
 class HttpHandle(ApiHandle):
     """An engine behind SGLang's HTTP endpoints.
 
@@ -224,12 +220,7 @@ class HttpHandle(ApiHandle):
         kind = HTTPSConnection if self._place.scheme == "https" else HTTPConnection
         made = kind(self._place.hostname or "", self._port, timeout=deadline.left)
         with contextlib.closing(made):
-            try:
-                made.connect()
-            except TimeoutError:
-                raise
-            except OSError as error:
-                raise NotConnected(*error.args) from error
+            made.connect()
             made.sock.settimeout(max(deadline.left, 0.001))
             for option in KEEPALIVE:
                 made.sock.setsockopt(*option)

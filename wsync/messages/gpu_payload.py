@@ -146,14 +146,6 @@ class GpuRing:
         is read is not ordered after any stream."""
         return bucket(self.export(offset, nbytes), metadata)
 
-    def take_back(self, offset: int, nbytes: int) -> None:
-        """What was exported of this has reached no consumer."""
-        with self._exports_lock:
-            for counter, (first, last) in self._exports.items():
-                if first < offset + nbytes and offset < last:
-                    self._counters[counter] = 0
-            self._prune()
-
     def held(self, offset: int = 0, nbytes: int | None = None) -> bool:
         """Whether a consumer has not let go of something that lies there."""
         end = self.nbytes if nbytes is None else offset + nbytes
