@@ -55,12 +55,16 @@ def _chosen(arguments: list[str] | None) -> Any:
     ):
         text += " (default %(default)s)"
         parser.add_argument(f"--{name}", choices=known, default=known[0], help=text)
-    for name, sizes in (("tp", (1, 2, 4, 8)), ("pp", (1, 2, 4)), ("ep", (1, 2, 4, 8))):
-        text = f"trainer's {name.upper()} size (default 2, EP for {_EXPERTS} only)"
+    for name, sizes, text in (
+        ("tp", (1, 2, 4, 8), "tensor-parallel size"),
+        ("pp", (1, 2, 4), "pipeline-parallel size"),
+        ("ep", (1, 2, 4, 8), f"expert-parallel size of {_EXPERTS}"),
+    ):
+        text += " (default %(default)s)"
         parser.add_argument(f"--{name}", type=int, choices=sizes, default=2, help=text)
     text = "weight updates, each after some optimizer steps (default %(default)s)"
     parser.add_argument("--updates", type=int, default=3, help=text)
-    text = "write a page to FILE.html: the last update's phases, bytes and timeline"
+    text = "write a page of HTML to FILE: the last update's phases, bytes and timeline"
     parser.add_argument("--report", metavar="FILE", type=Path, help=text)
     chosen = parser.parse_args(arguments)
     if chosen.updates < 1:
