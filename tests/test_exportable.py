@@ -1,5 +1,5 @@
 """Memory of a GPU that `wsync.exportable` has torch take, on a stand-in for the driver and a played
-torch (support/played_pool.py); memory of the host is in test_direct.py."""
+torch (support/played_pool.py)."""
 
 from __future__ import annotations
 
