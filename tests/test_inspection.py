@@ -113,7 +113,7 @@ def test_the_command_asks_a_url() -> None:
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
     )
     with serve_in_process(config) as server:
-        done = run(server.url)
+        done = run(server.url, "--timeout", "100")
         assert (done.returncode, done.stderr) == (0, "")
         assert "weight version: default\n" in done.stdout
         assert "nothing learnt: its loader knows by itself what it takes" in done.stdout
@@ -121,7 +121,9 @@ def test_the_command_asks_a_url() -> None:
         stock = dataclasses.replace(OPTIONS, delivery="stock")
         with wsync.connect(dict(model.named_parameters()), [server.url], options=stock) as sync:
             sync.update(version="seventh")
-        found = json.loads(run(server.url, "--json").stdout)
+        done = run(server.url, "--json", "--timeout", "100")
+        assert (done.returncode, done.stderr) == (0, "")
+        found = json.loads(done.stdout)
         assert found["weight_version"] == "seventh"
         assert found["workers"][0]["loader"] == "ModuleLoader"
     gone = run(server.url, "--timeout", "5")
