@@ -14,6 +14,7 @@ import time
 import traceback
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 from support import nursery
 
@@ -120,6 +121,9 @@ def _start_forking():
     now = dict(os.environ)
     os.environ.clear()
     os.environ.update(_ENVIRONMENT)
+    # the process that others are forked from goes by nothing else to find support.preloaded
+    path = [str(Path(__file__).parents[1]), *filter(None, [_ENVIRONMENT.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
     try:
         forkserver.ensure_running()
     finally:
