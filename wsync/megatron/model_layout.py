@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,7 +92,7 @@ def _checkpoint_config(args: Any) -> Any:
     name = getattr(args, "hf_checkpoint", None)
     if not name:
         return None
-    folder = name if os.path.isdir(name) else folder_of(str(name))
+    folder = folder_of(str(name))
     try:
         return _attributes(read_config(Path(folder) / "config.json")) if folder else None
     except (_core.SystemCallError, _core.LayoutError):
