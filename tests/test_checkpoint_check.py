@@ -105,7 +105,7 @@ def test_names_that_engines_pass_over_are_refused_before_anything_is_paused(
         deliver(given, engine, delivery="distributed", broadcast="bucket")
     with pytest.raises(wsync.LayoutError, match=text):
         wsync.DiskSync(given, [engine], folder=tmp_path, options=OPTIONS)
-    with pytest.raises(wsync.LayoutError, match=f"{folder}, whose configuration .*{text}"):
+    with pytest.raises(wsync.LayoutError, match=f"{folder} has other.*{text}"):
         wsync.DiskSync(given, folder=tmp_path, base=folder, options=OPTIONS)
     receiver = Noting(folder)
     receiver.load_formats = (LOAD_FORMAT,)
@@ -142,7 +142,7 @@ def test_every_family_delivers_what_its_checkpoint_has(
         deliver(weights, Noting(tmp_path / "fused"))
         one = next(name for name in weights if ".experts.1.up_proj" in name)
         del weights[one]
-        with pytest.raises(wsync.LayoutError, match=r"gate_up_proj: \d+ elements one by one"):
+        with pytest.raises(wsync.LayoutError, match=rf"delivers its: {one}"):
             deliver(weights, Noting(tmp_path / "fused"))
     assert all("no checkpoint is here" not in text for text in caplog.messages)
 
@@ -152,14 +152,10 @@ VISION = {**ones(*NAMES), **ones("model.visual.a.weight", "model.visual.b.0.weig
 
 def test_what_is_to_stay_is_named(tmp_path: Path) -> None:
     folder, text = saved(tmp_path / "model", VISION), ones(*NAMES)
-    advice = r"delivers its: model\.visual\.a\.weight, .*\(Options\(keep=\['model\.visual\.\*'\]\)"
+    advice = r"delivers its: model\.visual\.a\.weight, .*; Options\(keep=\[...\]\) names what"
     with pytest.raises(wsync.LayoutError, match=advice):
         deliver(text, Noting(folder))
     deliver(text, Noting(folder), keep=["model.visual.*"])
-    for count, end in ((3, r"'c\.\*'\]"), (4, r"'c\.\*', \.\.\.\]")):
-        more = ones(*(f"{letter}.weight" for letter in "abcd"[:count]))
-        with pytest.raises(wsync.LayoutError, match=rf"keep=\['a\.\*', 'b\.\*', {end}\)"):
-            deliver(text, Noting(saved(tmp_path / f"more{count}", text | more)))
     deliver(VISION, Noting(folder), keep=["model.visual.*"])
     deliver(text, Noting(folder), keep=["model.visual.a.weight", "*.0.weight"])
     with pytest.raises(wsync.LayoutError, match=r"delivers its: model\.visual\.b\.0\.weight \("):
@@ -209,7 +205,7 @@ DRAFTS = {"speculative_algorithm": "EAGLE"}
         ([], {}, MADE, {}, ""),
         (
             ["model.layers.0.mlp.gate.e_score_correction_bias"],
-            *({}, [], {}, "named_parameters() leaves out buffers, which state_dict() has"),
+            *({}, [], {}, "state_dict() has buffers, too, which named_parameters() leaves out"),
         ),
     ],
 )
@@ -253,7 +249,7 @@ def test_shapes_and_parameters_without_elements(tmp_path: Path) -> None:
     text = r"other shapes: model\.norm\.weight \(3,\) where it has \(2,\)"
     with pytest.raises(wsync.LayoutError, match=text):
         deliver(wider, Noting(folder))
-    with pytest.raises(wsync.LayoutError, match=f"{folder}, whose configuration .*{text}"):
+    with pytest.raises(wsync.LayoutError, match=f"{folder} has other.*{text}"):
         wsync.DiskSync(wider, folder=tmp_path, base=folder)
     hollow = weights | {"model.norm.weight": torch.ones(0)}
     for engine in (Noting(folder), Engine()):
@@ -283,7 +279,7 @@ def test_names_of_wrapped_models_are_refused(names: tuple[str, ...], tmp_path: P
     ):
         with pytest.raises(wsync.LayoutError, match=text):
             refuse()
-    with pytest.raises(wsync.LayoutError, match=r"it has no: .*takes the names of torch's wrapper"):
+    with pytest.raises(wsync.LayoutError, match=r"it has no: .*without those of torch's wrappers"):
         deliver(weights, Noting(folder))
     deliver(weights, Noting(saved(folder, weights)))  # a checkpoint that has them itself
 
@@ -308,22 +304,13 @@ def test_where_no_folder_is_seen_it_is_said_once(
         deliver(ones("model.other"), Engine(), checkpoint=folder)
 
 
-class Telling(Noting):
-    def get_model_info(self) -> dict[str, Any]:
-        return {"architectures": ["Any"]}
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_a_relative_folder_counts_where_it_is_of_the_same_architecture(
-    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_relative_folder_is_looked_up_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    saved(tmp_path / "model", ones(*NAMES), architectures=["Any" if same else "Other"])
-    if not same:
-        deliver(ones("model.other"), Telling("model"))
-        return
-    with pytest.raises(wsync.LayoutError, match=r"it has no: model\.other"):
-        deliver(ones("model.other"), Telling("model"))
+    saved(tmp_path / "model", ones(*NAMES))
+    with pytest.raises(wsync.LayoutError, match=rf"{tmp_path}/model, .*it has no: model\.other"):
+        deliver(ones("model.other"), Noting("model"))
 
 
 def test_a_name_of_the_hub_is_looked_up_in_this_hosts_cache(
@@ -334,8 +321,7 @@ def test_a_name_of_the_hub_is_looked_up_in_this_hosts_cache(
     made.mkdir(parents=True)
     saved(made, ones(*NAMES), model_type="any")
     for engine, checkpoint in ((Noting("Qwen/Any"), None), (Engine(), "Qwen/Any")):
-        title = f"{made}, which engine" if checkpoint is None else f"the checkpoint {made} has"
-        with pytest.raises(wsync.LayoutError, match=rf"^{title}.* it has no: model\.other"):
+        with pytest.raises(wsync.LayoutError, match=rf"^{made}, .* it has no: model\.other"):
             deliver(ones("model.other"), engine, checkpoint=checkpoint)
 
 

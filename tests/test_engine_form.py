@@ -4,7 +4,6 @@ and scales against those of a checkpoint."""
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,7 +130,7 @@ def test_arguments_of_the_server_are_read(tmp_path: Path) -> None:
         connect([engine], None)
     online = Engine(model_path=path, quantization="fp8", json_model_override_args="{}")
     for quantise in (None, PER_TENSOR):
-        with pytest.raises(REFUSAL, match="are quantised, by quantization='fp8'"):
+        with pytest.raises(REFUSAL, match="quantised, when it loads them, by quantization='fp8'"):
             connect([online], quantise)
     quantising = Engine(model_path=path, quantization="fp8", load_format="flash_rl")
     connect([quantising], None)
@@ -144,7 +143,6 @@ def test_arguments_of_the_server_are_read(tmp_path: Path) -> None:
     [
         {"enable_lora": True},
         {"enable_lora": True, "lora_target_modules": ["mlp.up_proj", "mlp.down_proj"]},
-        {"lora_paths": ["adapter"], "lora_target_modules": {"all"}},
     ],
 )
 def test_experts_are_not_sent_where_adapters_rename_them(
@@ -153,13 +151,11 @@ def test_experts_are_not_sent_where_adapters_rename_them(
     """SGLang wraps them, and its own load_weights passes over names that it does not find."""
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     weights = {name: torch.zeros(16, 64, dtype=torch.bfloat16)}
-    with pytest.raises(wsync.UnsupportedError, match=rf"engine e: .* LoRA.*{re.escape(name)}"):
+    with pytest.raises(wsync.UnsupportedError, match=r"engine e: .* LoRA"):
         wsync.connect(weights, [Engine(**started)])
     with pytest.raises(wsync.UnsupportedError, match="LoRA"):
         wsync.DiskSync(weights, [Engine(**started)], folder=tmp_path)
     connect([Engine(**started)], None)  # dense layers keep their names
-    attention = started | {"lora_target_modules": ["q_proj", "down_proj"]}
-    wsync.connect(weights, [Engine(**attention)]).close()
     wsync.connect(weights, [Engine(**started | {"enable_lora": False})]).close()
 
 
@@ -257,10 +253,10 @@ def test_codes_and_scales_are_those_of_the_checkpoint(
     folder = model(tmp_path, PER_TENSOR, weights=there | NOTE)
     given = {**given, "a.weight_shape": torch.zeros(2, dtype=torch.int32)}
     if not text:
-        assert compare(from_tensors(given).layout, folder)
+        assert compare(from_tensors(given).layout, folder, whole=True)
         return
     with pytest.raises(wsync.LayoutError) as error:
-        compare(from_tensors(given).layout, folder)
+        compare(from_tensors(given).layout, folder, whole=True)
     assert text in str(error.value)
 
 

@@ -9,28 +9,19 @@ they are sent into the form that they hold.  They say nothing of all this.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
-import math
 import operator
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from wsync import _core
 from wsync.checkpoints.hub_cache import folder_of
-from wsync.checkpoints.safetensors_layout import (
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    Stored,
-    read_config,
-    system_calls,
-)
+from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, Checkpoint, Stored, read_config
 from wsync.families.rules import key_of
 from wsync.handles.answers import drafts_itself
 from wsync.handles.base import EngineHandle, how_started
@@ -39,30 +30,25 @@ from wsync.machine.deadline import Deadline
 from wsync.module_tensors.names import FUSED, is_note, listed, weight_of, without_scales
 from wsync.options import Options
 from wsync.quantise.config import Method, TensorFacts, facts_of, quantization_config
-from wsync.trainer.fused_experts import fused_of
+from wsync.trainer.fused_experts import single_shapes
 
 _log = logging.getLogger(__name__)
 
 _PLAIN: Final = "not quantised"
 _OWN: Final = "codes and scales that the trainer holds"
+_SOME: Final = "quantised"  # and nothing says how
 _FLOATS: Final = ("float32", "bfloat16", "float16")
 _NO_METHOD: Final = (None, "", "unquant")  # of SGLang's --quantization
 # a loader of SGLang that takes weights as they are, and quantises them each time
 _QUANTISING: Final = "flash_rl"
-# targets of LoRA with which SGLang wraps experts, too, besides down_proj
-_GATED: Final = {"gate_up_proj", "gate_proj", "up_proj"}
-_ALL: Final = {"all", "all-linear"}
 
 # parts of names that no engine knows: wrappers', adapters' and torch.nn.utils.parametrize's
 _NOT_A_MODELS: Final = WRAPPERS | ADAPTERS | {"parametrizations"}
 # what DistributedDataParallel, peft and TRL's value heads put before all names of a model
 _PREFIXES: Final = ("module.", "base_model.model.", "pretrained_model.")
-_DEPTH: Final = 3  # components of another prefix, at most
-_SHOWN: Final = 3  # patterns for Options.keep, at most
 # what engines put themselves before all names of a base model's checkpoint
 _BASES: Final = ("model.", "transformer.")
 _HEAD: Final = "lm_head.weight"
-_BUFFER: Final = "e_score_correction_bias"
 # tensors of checkpoints that no trainer has, and no engine reads or needs: tables of positions and
 # masks, and scales of activations
 _MADE: Final = re.compile(
@@ -74,34 +60,17 @@ _LAYER: Final = re.compile(r"(?:(?:model|language_model|backbone)\.)*layers\.(\d
 _DRAFTING: Final = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")
 _SHARED: Final = (".embed_tokens.weight", ".shared_head.head.weight")  # by drafting layers
 _UNKNOWN: Final = Stored("", ())  # of a weight whose codes and scales are there
-_UNWRAP: Final = (
-    "wsync.fsdp.layout(model) takes the names of torch's wrappers off, and peft's "
-    "merge_and_unload() gives a model without its own"
-)
-_GATHER: Final = "within deepspeed.zero.GatheredParameters ZeRO-3's parameters have elements"
-# names that transformers gives parameters while it runs
-_AT_RUN_TIME: Final = ("model.language_model.", "model.visual.", "model.multi_modal_projector.")
 _RENAME: Final = (
-    "wsync.fsdp.layout(model) gives parameters of transformers the names that checkpoints have"
+    "wsync.fsdp.layout(model) gives parameters the names that checkpoints have, without those of "
+    "torch's wrappers, and peft's merge_and_unload() gives a model without its own"
+)
+_KEEP: Final = (
+    "state_dict() has buffers, too, which named_parameters() leaves out; Options(keep=[...]) names "
+    "what is to stay as engines have it"
 )
 _OTHERWISE: Final = (
     "Options(checkpoint=DIR) names the folder to compare with, and checkpoint='' switches this off"
 )
-
-
-class _Form(NamedTuple):
-    """text: how weights are quantised, equal for forms that engines take for each other. source:
-    what says so. vague: they are quantised, and nothing says how."""
-
-    text: str
-    source: str
-    vague: bool = False
-
-    def takes(self, sent: str) -> bool:
-        """Whether an engine that holds such weights is sent the same form, as far as can be
-        told."""
-        coded = _PLAIN not in (self.text, sent)
-        return self.text == sent or (coded and (sent == _OWN or self.vague))
 
 
 class EngineCheck:
@@ -129,15 +98,16 @@ class EngineCheck:
             receivers: engines that run wsync's receiver, which compares all but names and shapes
                 in its first update.
 
-        Raises what Method.of does of config.
+        Raises what Method.of does of config, and LayoutError for parameters without elements.
         """
         self._tensors = facts_of(model)
+        check_elements(self._tensors)
         own = config is None and any(map(_is_part, self._tensors))
         self._sent = _OWN if own else _PLAIN if config is None else _text(Method.of(config))
         self._options, self._receivers = options, receivers
         self._base = _found(base) if isinstance(base, str | os.PathLike) else None
-        self._folder = self._base if options.checkpoint is None else _found(options.checkpoint)
-        self._form = _form_of(self._folder) if self._folder else None
+        self._chosen = None if options.checkpoint is None else _found(options.checkpoint)
+        self._folder = self._base if self._chosen is None else self._chosen
         self._fitting = set[tuple[str, bool, bool]]()  # folders that fit, as `_compare` asks
 
     def check_engines(self, engines: Sequence[EngineHandle], timeout: float) -> list[str]:
@@ -166,14 +136,14 @@ class EngineCheck:
             UnsupportedError: it passes over names of layers that adapters wrap.
             WsyncError: it does not answer.
         """
-        deadline = Deadline(timeout)
         receives = any(engine is each for each in self._receivers)
         if receives and self._options.quantise is not None:
             return True
-        started = how_started(engine, deadline.left)
-        seen = _folder_of(engine, started, deadline)
+        started = how_started(engine, timeout)
+        path = started.get("model_path")
+        seen = folder_of(path, started.get("revision")) if isinstance(path, str) else ""
         if not receives:
-            self._check_form(engine, started, seen)
+            self._check_form(engine.name, started, self._chosen or seen or self._base or "")
         folder = seen if self._folder is None else self._folder
         drafts = drafts_itself(started) and not receives
         return self._compare(folder, engine.name, drafts, whole=not receives) or receives
@@ -186,23 +156,25 @@ class EngineCheck:
         if not any([self._compare(folder) for folder in wanted if folder]):
             check_names(self._tensors)
 
-    def _check_form(self, engine: EngineHandle, started: Mapping[str, Any], folder: str) -> None:
-        """Of the weights of an engine without wsync's receiver, which was started from a folder."""
-        if passed_over := _behind_adapters(self._tensors, started, self._sent != _PLAIN):
+    def _check_form(self, name: str, started: Mapping[str, Any], folder: str) -> None:
+        """Of the weights of an engine without wsync's receiver."""
+        coded = self._sent != _PLAIN
+        renamed = coded or any(".experts." in each.name for each in self._tensors)
+        if started.get("enable_lora") and renamed:
             raise _core.UnsupportedError(
-                f"engine {engine.name}: was started with LoRA, which gives weights of experts and "
-                "scales of other layers new names: SGLang's own loaders pass over those of "
-                f"{passed_over} without a word (say its --lora-target-modules: experts are "
-                "targets where both gate_up_proj and down_proj are)"
+                f"engine {name}: was started with LoRA (enable_lora), which gives weights of "
+                "experts and scales of other layers new names: SGLang's own loaders pass over them "
+                "without a word"
             )
-        known = [form for form in (_held(started, folder), self._form) if form is not None]
-        if known and not any(form.takes(self._sent) for form in known):
+        held, source = _held(started, folder)
+        taken = coded and held != _PLAIN and (self._sent == _OWN or held == _SOME)
+        if held not in ("", self._sent) and not taken:
             raise _core.InvalidArgumentError(
-                f"engine {engine.name}: its weights are {known[0].text}, by {known[0].source}, but "
-                f"what is delivered is {self._sent}, which it would convert without a word "
-                "(Options(quantise=) says how weights are delivered, as 'checkpoint' has them; "
-                "Options(checkpoint=DIR) names the folder that the engine was started from, where "
-                "another is under its path here)"
+                f"engine {name}: its weights are {held}, by {source}, but what is delivered is "
+                f"{self._sent}, which it would convert without a word (Options(quantise=) says how "
+                "weights are delivered, as 'checkpoint' has them; Options(checkpoint=DIR) names "
+                "the folder that the engine was started from, where another is under its path "
+                "here)"
             )
 
     def _compare(
@@ -211,11 +183,7 @@ class EngineCheck:
         """As `compare`, of a folder, once for all engines that it fits."""
         known = folder, drafts, whole
         if folder and known not in self._fitting:
-            title = f"the checkpoint {folder}"
-            if folder == self._base:
-                title = f"{folder}, whose configuration every version gets,"
-            elif self._folder is None:
-                title = f"{folder}, which engine {engine} was started from,"
+            title = f"{folder}, which engine {engine} was started from," if engine else folder
             keep = self._options.keep
             if compare(self._tensors, folder, title, keep=keep, drafts=drafts, whole=whole):
                 self._fitting.add(known)
@@ -225,7 +193,7 @@ class EngineCheck:
 def _found(folder: str | os.PathLike[str]) -> str:
     """A folder; what is none may be a name on the hub, and stands for that of this host's cache."""
     path = os.fspath(folder)
-    return path if not path or os.path.isdir(path) else folder_of(path) or path
+    return folder_of(path) or path
 
 
 def compare(
@@ -254,69 +222,52 @@ def compare(
 
     Raises:
         LayoutError: by name, for tensors that the checkpoint does not have, has in other shapes, or
-            that nobody delivers; for codes and scales of other dtypes, or without each other.
+            that nobody delivers; for codes and scales of other dtypes.
     """
-    facts = [each for each in facts_of(model) if not is_note(each.name)]
-    source = _Source.of(folder, coded=any(map(_is_part, facts)))
+    given = {each.name: each for each in facts_of(model) if not is_note(each.name)}
+    source = _Source.of(folder, given)
     if source is None:
         return False
     places = source.places
-    claimed = dict[str, list[TensorFacts]]()
-    for each in facts:
-        claimed.setdefault(source.home(each.name), []).append(each)
-    unknown = [each.name for each in claimed.pop("", ())]
+    unknown = [name for name in given if name not in places and not source.makes(name)]
     lacking = [
         name
         for name in places
-        if name not in claimed and not source.stays(name, drafts=drafts)
+        if name not in given and not source.stays(name, drafts=drafts)
         if not any(fnmatchcase(name, pattern) for pattern in keep)
     ]
-    asked = lacking if whole or unknown else _in_part(facts, claimed, lacking, places)
+    kinds = set() if whole else {key_of(name) for name in given}
+    asked = [name for name in lacking if whole or unknown or key_of(name) in kinds]
     wrong = {
-        "it has no": unknown,
-        "nobody delivers its": asked,
-        "other shapes": list(_other_shapes(claimed, places)),
-        "other dtypes": list(_other_dtypes(facts, places)),
+        "it has no": (unknown, _RENAME),
+        "nobody delivers its": (asked, _KEEP),
+        "other shapes": (list(_other_shapes(given.values(), places)), ""),
+        "other dtypes": (list(_other_dtypes(given.values(), places)), ""),
     }
-    if texts := [f"{text}: {listed(names)}" for text, names in wrong.items() if names]:
-        stays = [] if unknown else asked
-        help = [*_reasons(facts, unknown, places), *_to_keep(facts, stays), _OTHERWISE]
+    if texts := [f"{text}: {listed(names)}" for text, (names, _) in wrong.items() if names]:
+        help = [text for names, text in wrong.values() if names and text]
         raise _core.LayoutError(
-            f"{title or f'the checkpoint {folder}'} has other tensors than those delivered: "
-            f"{'; '.join(texts)} ({'; '.join(help)})"
+            f"{title or folder} has other tensors than those delivered: "
+            f"{'; '.join(texts)} ({'; '.join([*help, _OTHERWISE])})"
         )
     if lacking:
         _log.warning("only %s has %s", folder, listed(lacking))
     return True
 
 
-def _in_part(
-    facts: Iterable[TensorFacts],
-    claimed: Collection[str],
-    lacking: Sequence[str],
-    places: Mapping[str, Stored],
-) -> list[str]:
-    """What lacks beside codes or scales that are delivered, or that other layers have."""
-    given = {weight_of(each.name, each.dtype) for each in facts} - {""}
-    kinds = {key_of(name) for name in claimed}
-    return [
-        name
-        for name in lacking
-        if key_of(name) in kinds or weight_of(name, places[name].dtype) in given
-    ]
-
-
 class _Source(NamedTuple):
-    """A checkpoint: its tensors, and what its configuration says."""
+    """A checkpoint: its tensors, under the names that engines give them, and what its configuration
+    says."""
 
     places: Mapping[str, Stored]
     config: Mapping[str, Any]
-    bases: Collection[str] = ()  # of _BASES: those that begin one of its names
 
     @staticmethod
-    def of(folder: str, *, coded: bool) -> _Source | None:
-        """None, and the log says why, where nothing can be compared.  coded: with codes and scales
-        as they are; else with the weights that these are of, whose shapes are not known."""
+    def of(folder: str, given: Mapping[str, TensorFacts]) -> _Source | None:
+        """None, and the log says why, where nothing can be compared.  given: what is delivered.
+        Without codes among these, codes and scales stand for the weights that they are of, whose
+        shapes are not known."""
+        coded = any(map(_is_part, given.values()))
         config: Mapping[str, Any] = {}
         try:
             places = places_of(folder)
@@ -330,60 +281,57 @@ class _Source(NamedTuple):
         if not places:
             return None
         if not coded:
-            weights = (
-                (weight_of(name, place.dtype), name, place) for name, place in places.items()
-            )
-            places = {w or name: _UNKNOWN if w else place for w, name, place in weights}
-        bases = [base for base in _BASES if any(name.startswith(base) for name in places)]
-        return _Source(places, config, bases)
+            weights = ((weight_of(name, place.dtype), name) for name, place in places.items())
+            places = {w or name: _UNKNOWN if w else places[name] for w, name in weights}
+        return _Source(_as_given(places, given), config)
 
     def _said(self, field: str) -> list[Any]:
         """What the configuration, and its part for text, say in a field."""
         parts = self.config, self.config.get("text_config")
         return [part[field] for part in parts if isinstance(part, Mapping) and field in part]
 
-    def _is_tied_head(self, name: str) -> bool:
-        """Whether a tensor is a head that may be the embedding.  Classes differ in what they mean
-        by a configuration without a word, and in which part they go by."""
+    def makes(self, name: str) -> bool:
+        """Whether engines make a tensor themselves: tables, and a head that may be the embedding.
+        Classes differ in what they mean by a configuration without a word, and in which part they
+        go by."""
         said = self._said("tie_word_embeddings")
-        return name.endswith(_HEAD) and (True in said or False not in said)
-
-    def home(self, name: str) -> str:
-        """The name under which the checkpoint has a delivered tensor, "" where it has not.  A tied
-        head, and what engines make themselves, need to be in neither."""
-        if name in self.places:
-            return name
-        for base in _BASES:
-            rest = name.removeprefix(base)
-            if rest != name and rest in self.places:
-                return "" if base in self.bases else rest
-        if fused := fused_of(name):  # as slime sends Qwen3.5-MoE's
-            return fused if fused in self.places else ""
-        return name if self._is_tied_head(name) or _MADE.search(name) else ""
+        tied = name.endswith(_HEAD) and (True in said or False not in said)
+        return tied or bool(_MADE.search(name))
 
     def stays(self, name: str, *, drafts: bool) -> bool:
         """Whether nobody has to deliver a tensor of the checkpoint."""
         layer, layers = _LAYER.match(name), self._said("num_hidden_layers")
         if (layer and layers and int(layer[1]) >= layers[0]) or _DRAFTING.search(name):
             return not drafts or name.endswith(_SHARED)
-        return self._is_tied_head(name) or is_note(name) or bool(_MADE.search(name))
+        return self.makes(name) or is_note(name)
 
 
-def _other_shapes(
-    claimed: Mapping[str, Sequence[TensorFacts]], places: Mapping[str, Stored]
-) -> Iterator[str]:
+def _as_given(
+    places: Mapping[str, Stored], given: Mapping[str, TensorFacts]
+) -> Mapping[str, Stored]:
+    """A checkpoint's tensors by the names that engines give a base model's, and with experts one by
+    one where they are delivered so, as slime does Qwen3.5-MoE's."""
+    found = dict[str, Stored]()
+    bases = [base for base in _BASES if not any(name.startswith(base) for name in places)]
+    for name, place in places.items():
+        name = next((base + name for base in bases if base + name in given), name)
+        single = {}
+        if name.endswith(FUSED) and name not in given and len(place.shape) == 3:
+            single = single_shapes(name, place.shape)
+        if any(one in given for one in single):
+            found |= {one: Stored(place.dtype, shape) for one, shape in single.items()}
+        else:
+            found[name] = place
+    return found
+
+
+def _other_shapes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) -> Iterator[str]:
     """Tensors that a checkpoint has in other shapes, in words.  Scales of whole tensors are () in
     some and (1,) in others."""
-    for name, (each, *others) in claimed.items():
-        place, shape = places.get(name, _UNKNOWN), tuple(each.shape)
-        if place is _UNKNOWN or shape == place.shape or {shape, place.shape} == {(), (1,)}:
-            continue
-        if each.name != name and name.endswith(FUSED):
-            count = sum(math.prod(expert.shape) for expert in (each, *others))
-            if count != math.prod(place.shape):
-                yield f"{name}: {count} elements one by one, where it has {place.shape}"
-        else:
-            yield f"{each.name} {shape} where it has {place.shape}"
+    for name, _, given, _ in facts:
+        place, shape = places.get(name, _UNKNOWN), tuple(given)
+        if place is not _UNKNOWN and shape != place.shape and {shape, place.shape} != {(), (1,)}:
+            yield f"{name} {shape} where it has {place.shape}"
 
 
 def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) -> Iterator[str]:
@@ -403,79 +351,45 @@ def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) ->
             yield f"{name} ({here}, here {dtype}, which has no scales)"
 
 
-def _reasons(
-    facts: Sequence[TensorFacts], unknown: Sequence[str], places: Collection[str]
-) -> Iterator[str]:
-    """What may have made names and shapes that a checkpoint does not have, and what helps."""
-    yield from [_UNWRAP] * any(map(_is_wrapped, unknown))
-    yield from [_GATHER] * any(map(_is_hollow, facts))
-    yield from [_RENAME] * any(n.startswith(_AT_RUN_TIME) or n.endswith(FUSED) for n in unknown)
-    for name in unknown[:1]:
-        parts = name.split(".")
-        for start in range(min(_DEPTH + 1, len(parts) - 1)):
-            end = f".{'.'.join(parts[start:])}"
-            if near := next((own for own in places if f".{own}".endswith(end)), ""):
-                yield f"it has {near}, which may be {name}"
-                break
-
-
-def _to_keep(facts: Iterable[TensorFacts], lacking: Sequence[str]) -> Iterator[str]:
-    """What names tensors that nobody delivers, for Options.keep."""
-    if not lacking:
-        return
-    known = {beginning for name, *_ in facts for beginning in _beginnings(name)}
-    found = dict.fromkeys(
-        next((f"{each}*" for each in _beginnings(name) if each not in known), name)
-        for name in lacking
-    )
-    if len(found) > _SHOWN:
-        found = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", pattern) for pattern in found)
-    if any(name.endswith(_BUFFER) for name in lacking):
-        yield "named_parameters() leaves out buffers, which state_dict() has"
-    shown = [*map(repr, [*found][:_SHOWN]), *["..."] * (len(found) > _SHOWN)]
-    yield f"Options(keep=[{', '.join(shown)}]) leaves these as engines have them"
-
-
-def _beginnings(name: str) -> list[str]:
-    return [name[: dot.end()] for dot in re.finditer(r"\.", name)]
-
-
-def check_names(facts: Sequence[TensorFacts]) -> None:
+def check_names(facts: Iterable[TensorFacts]) -> None:
     """Without a checkpoint to compare with: raises LayoutError, by name, for tensors under the
-    names of a wrapped model, and for parameters without elements, which end a server of SGLang."""
-    if names := [each.name for each in facts if _is_wrapped(each.name)]:
+    names of a wrapped model."""
+    if names := [
+        each.name
+        for each in facts
+        if each.name.startswith(_PREFIXES) or not _NOT_A_MODELS.isdisjoint(each.name.split("."))
+    ]:
         raise _core.LayoutError(
-            f"{listed(names)}: names that a wrapper of the model or an adapter has made: {_UNWRAP} "
+            f"{listed(names)}: names that a wrapper of the model or an adapter has made: {_RENAME} "
             "(if they are the model's, Options(checkpoint=DIR) names a folder that has them)"
         )
-    if names := [each.name for each in facts if _is_hollow(each)]:
-        raise _core.LayoutError(f"{listed(names)}: no elements: {_GATHER}")
 
 
-def _is_wrapped(name: str) -> bool:
-    return name.startswith(_PREFIXES) or not _NOT_A_MODELS.isdisjoint(name.split("."))
-
-
-def _is_hollow(each: TensorFacts) -> bool:
-    """Whether a parameter is as DeepSpeed's ZeRO-3 leaves it between passes."""
-    return tuple(each.shape) == (0,) and "float" in each.dtype
+def check_elements(facts: Iterable[TensorFacts]) -> None:
+    """Raises LayoutError, by name, for parameters as DeepSpeed's ZeRO-3 leaves them between passes:
+    they end a server of SGLang."""
+    if names := [
+        each.name for each in facts if tuple(each.shape) == (0,) and "float" in each.dtype
+    ]:
+        raise _core.LayoutError(
+            f"{listed(names)}: no elements: within deepspeed.zero.GatheredParameters ZeRO-3's "
+            "parameters have elements"
+        )
 
 
 def check_room(tensors: Iterable[TensorFacts], folder: str) -> None:
     """Raises LayoutError for tensors that are larger than those of the checkpoint that an engine
     was started from: its loaders may take the part of them that there is room for."""
-    source = _Source.of(folder, coded=True) if folder else None
-    places = source.places if source else {}
-    larger = {
-        each.name: [each]
-        for each in tensors
-        if any(map(operator.gt, each.shape, places.get(each.name, _UNKNOWN).shape))
-    }
-    if texts := list(_other_shapes(larger, places)):
-        raise _core.LayoutError(
-            f"{listed(texts)}: {folder}, which the engine was started from, has less, and its own "
-            "loading may cut off the rest"
-        )
+    places: Mapping[str, Stored] = {}
+    with contextlib.suppress(_core.WsyncError):
+        places = places_of(folder) or {}
+    for each in tensors:
+        room = places.get(each.name, _UNKNOWN).shape
+        if any(map(operator.gt, each.shape, room)):
+            raise _core.LayoutError(
+                f"{each.name} {tuple(each.shape)} where it has {room}: {folder}, which the engine "
+                "was started from, has less, and its own loading may cut off the rest"
+            )
 
 
 def check_scales(model: _core.Layout) -> None:
@@ -495,22 +409,16 @@ def _is_part(each: TensorFacts) -> bool:
     return weight_of(each.name, each.dtype) != "" and not is_note(each.name)
 
 
-# --- what a folder says -----------------------------------------------------------------------
+# --- what folders and engines say -------------------------------------------------------------
 
 
 def places_of(folder: str | os.PathLike[str]) -> Mapping[str, Stored] | None:
-    """The tensors of a checkpoint; None, and the log says so, for a folder without safetensors
-    files (a name on the Hugging Face hub, say).
+    """The tensors of a checkpoint; None for a folder without safetensors files.
 
     Raises SystemCallError or LayoutError for one that cannot be read.
     """
-    path = Path(folder)
-    with system_calls(path):
-        known = (path / INDEX).exists() or (path / SINGLE).exists()
-    if known:
-        return Checkpoint(folder).places
-    _log.info("%s has no safetensors files: the trainer's names are not compared", folder)
-    return None
+    here = any(os.path.exists(os.path.join(folder, name)) for name in (INDEX, SINGLE))
+    return Checkpoint(folder).places if here else None
 
 
 def config_in(folder: Path) -> Mapping[str, Any] | None:
@@ -519,28 +427,8 @@ def config_in(folder: Path) -> Mapping[str, Any] | None:
     Raises SystemCallError, LayoutError: it has no configuration that can be read.
     """
     found = quantization_config(read_config(folder / "config.json"))
-    if found is None:
-        try:
-            found = read_config(folder / "hf_quant_config.json")  # of modelopt
-        except _core.SystemCallError as error:
-            if error.native != errno.ENOENT:
-                raise
-    return found
-
-
-def _form_of(folder: str) -> _Form | None:
-    """How a folder's weights are quantised; None where it does not say."""
-    try:
-        return _form(config_in(Path(folder)), f"the configuration in {folder}")
-    except (_core.SystemCallError, _core.LayoutError):
-        return None
-
-
-def _form(config: Mapping[str, Any] | None, source: str) -> _Form:
-    try:
-        return _Form(_PLAIN if config is None else _text(Method.of(config)), source)
-    except _core.UnsupportedError as error:
-        return _Form(f"quantised in a way that is not known ({error})", source)
+    beside = folder / "hf_quant_config.json"  # of modelopt
+    return read_config(beside) if found is None and beside.exists() else found
 
 
 def _text(method: Method) -> str:
@@ -549,54 +437,29 @@ def _text(method: Method) -> str:
     return method.text
 
 
-# --- what an engine says ----------------------------------------------------------------------
-
-
-def _folder_of(engine: EngineHandle, started: Mapping[str, Any], deadline: Deadline) -> str:
-    """The folder of the model that a server of SGLang was started from; "" where it is not here.
-    A relative path means another folder to a server in another directory: it counts where the
-    folder here is one of the architecture that the server says it runs."""
-    path, revision = started.get("model_path"), started.get("revision")
-    if not isinstance(path, str):
-        return ""
-    with contextlib.suppress(_core.WsyncError):
-        if path and not os.path.isabs(path) and os.path.isdir(path):
-            own = read_config(Path(path, "config.json")).get("architectures")
-            if own and engine.model_info(deadline.left).get("architectures") == own:
-                return os.path.abspath(path)
-    return folder_of(path, revision)
-
-
-def _held(started: Mapping[str, Any], folder: str) -> _Form | None:
-    """In which form a server of SGLang holds weights, None where that cannot be told."""
+def _held(started: Mapping[str, Any], folder: str) -> tuple[str, str]:
+    """In which form an engine holds weights that was started from a folder, and what says so; forms
+    that engines take for each other have one text.  "" where it cannot be told."""
     method, load_format = started.get("quantization"), started.get("load_format")
-    if not isinstance(started.get("model_path"), str):
-        return None
     if load_format == _QUANTISING:
-        return _Form(_PLAIN, f"{load_format=}")
-    form = _form_of(folder) if folder else None
+        return _PLAIN, f"{load_format=}"
+    form = source = ""
+    with contextlib.suppress(_core.SystemCallError, _core.LayoutError):
+        if folder:
+            form, source = _form(config_in(Path(folder))), f"the configuration in {folder}"
     with contextlib.suppress(TypeError, ValueError):
         overriding = json.loads(started.get("json_model_override_args"))  # type: ignore[arg-type]
         if (said := quantization_config(overriding)) is not None:
-            form = _form(said, "its json_model_override_args")
-    if method not in _NO_METHOD and (form is None or form.text == _PLAIN):
-        return _Form("quantised", f"quantization={method!r}", vague=form is None)
-    return form
+            form, source = _form(said), "its json_model_override_args"
+    if method not in _NO_METHOD and form in ("", _PLAIN):
+        return f"{_SOME}, when it loads them" if form else _SOME, f"quantization={method!r}"
+    return form, source
 
 
-def _behind_adapters(
-    tensors: Iterable[TensorFacts], started: Mapping[str, Any], coded: bool
-) -> str:
-    """The name of a weight which a server of SGLang with LoRA has under another name, or ""
-    (0.5.23: layers that it wraps have `weight` and `bias` of dense ones)."""
-    enabled, targets = started.get("enable_lora"), started.get("lora_target_modules")
-    if not enabled and (enabled is not None or not started.get("lora_paths")):
-        return ""
-    given = targets if isinstance(targets, list | set | tuple) else ()
-    last = {str(target).rpartition(".")[2] for target in given}
-    every = not last or not _ALL.isdisjoint(last)  # the adapters that are loaded say it
-    experts = every or ("down_proj" in last and not _GATED.isdisjoint(last))
-    for name, _, shape, _ in tensors:
-        if experts if ".experts." in name else coded and ".layers." in name and len(shape) == 2:
-            return name
-    return ""
+def _form(config: Mapping[str, Any] | None) -> str:
+    if config is None:
+        return _PLAIN
+    try:
+        return _text(Method.of(config))
+    except _core.UnsupportedError as error:
+        return f"quantised in a way that is not known ({error})"

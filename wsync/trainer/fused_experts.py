@@ -9,8 +9,7 @@ layers have one spelling.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from wsync import _core
@@ -19,8 +18,8 @@ from wsync.module_tensors.names import FUSED
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # start and extent
 
+_GATE_UP: Final = "gate_up_proj"
 _KINDS: Final = {name.rpartition(".")[2] for name in FUSED}
-_SINGLE: Final = re.compile(r"(.*\.experts\.)\d+\.(?:(gate|up)|down)_proj\.weight")
 
 
 def single_experts(model: _core.Layout, most: int) -> Mapping[int, Sequence[Box]]:
@@ -39,29 +38,34 @@ def single_experts(model: _core.Layout, most: int) -> Mapping[int, Sequence[Box]
     for kinds in layers.values():
         if kinds.keys() != _KINDS:
             return {}
-        both, down = (model.tensor(kinds[kind]) for kind in ("gate_up_proj", "down_proj"))
+        both, down = (model.tensor(kinds[kind]) for kind in (_GATE_UP, "down_proj"))
         experts, rows, hidden = (*both.shape, 0, 0, 0)[:3]
         if down.shape != (experts, hidden, rows // 2) or rows % 2 or len(both.shape) != 3:
             return {}
-        half = (1, rows // 2, hidden)
-        found[kinds["gate_up_proj"]] = [
-            ((expert, first, 0), half) for expert in range(experts) for first in (0, rows // 2)
-        ]
-        one = (1, *down.shape[1:])
-        found[kinds["down_proj"]] = [((expert, 0, 0), one) for expert in range(experts)]
+        found[kinds[_GATE_UP]] = list(_boxes(both.name, both.shape))
+        found[kinds["down_proj"]] = list(_boxes(down.name, down.shape))
         largest = max(largest, math.prod(both.shape) * dtype_of(both.dtype).itemsize)
     return found if largest > most else {}
+
+
+def _boxes(fused: str, shape: Sequence[int]) -> Iterator[Box]:
+    """The projections of all experts in a fused tensor."""
+    experts, rows, columns = shape
+    halves = 2 if fused.endswith(_GATE_UP) else 1
+    step = rows // halves
+    for expert in range(experts):
+        for half in range(halves):
+            yield (expert, half * step, 0), (1, step, columns)
+
+
+def single_shapes(fused: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the projections of all experts in a fused tensor, by their names."""
+    return {name_of(fused, start): extent[1:] for start, extent in _boxes(fused, shape)}
 
 
 def name_of(fused: str, start: Sequence[int]) -> str:
     """The name of a projection of one expert, whose box of a fused tensor starts there."""
     parent, _, kind = fused.rpartition(".")
-    if kind == "gate_up_proj":
+    if kind == _GATE_UP:
         kind = "up_proj" if start[1] else "gate_proj"
     return f"{parent}.{start[0]}.{kind}.weight"
-
-
-def fused_of(name: str) -> str:
-    """The name of the fused tensor that a projection of one expert lies in; "" for other names."""
-    found = _SINGLE.fullmatch(name)
-    return f"{found[1]}{'gate_up' if found[2] else 'down'}_proj" if found else ""
