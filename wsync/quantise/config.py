@@ -7,9 +7,8 @@ compressed-tensors 0.20 ("compressed-tensors", format "pack-quantized"), SGLang'
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -20,16 +19,47 @@ from wsync import _core
 # as DeepGEMM takes them (slime's name of it).
 BESIDE: Final = ("producer", "transform_ue8m0")
 _MAX_BLOCK: Final = 1 << 31
-LISTS: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-_DTYPES: Final = ("float32", "bfloat16", "float16")
+LISTS: Final = ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules")
 LINEAR: Final = "Linear"  # as a target: every linear layer
 
-# Keys that say nothing of what weights become: of activations that are quantised while a server
-# runs, of its KV cache, and of how the checkpoint was made.
-_SILENT: Final = (
+# Keys that are read by themselves, and those that say nothing of what weights become: of
+# activations that are quantised while a server runs, of its KV cache, and of how the checkpoint was
+# made.  Older versions of compressed-tensors count zeros (sparsity_config).
+_READ: Final = {"quant_method", "weight_block_size", "config_groups", "weights", "targets", *LISTS}
+_SILENT: Final = {
     *("dequantize", "global_compression_ratio", "kv_cache_quant_algo", "kv_cache_scheme"),
-    *("packed_modules_mapping", "quantization_status", "version", "producer"),
-)
+    *("packed_modules_mapping", "quantization_status", "version", "producer", "sparsity_config"),
+    *("observer", "observer_kwargs", "zp_dtype"),  # of groups
+}
+_Known = Mapping[str, tuple[object, ...]]
+_E4M3: Final[_Known] = {
+    "fmt": (None, "e4m3"),
+    "activation_scheme": (None, "dynamic"),
+    "scale_fmt": (None, "ue8m0"),
+}
+_NVFP4: Final[_Known] = {"quant_algo": ("NVFP4",), "group_size": (None, 16)}
+# The values of each key that are known, by quant_method.
+_METHODS: Final[Mapping[str, _Known]] = {
+    "compressed-tensors": {"format": ("pack-quantized",)},
+    "fp8": {**_E4M3, "transform_ue8m0": (None, False, True)},
+    "modelopt": _NVFP4,
+    "modelopt_fp4": _NVFP4,
+    "mxfp8": {**_E4M3, "weight_block_size": (None, [1, 32])},
+    "nvfp4": {**_NVFP4, "quant_algo": (None, "NVFP4")},  # miles' name of it
+}
+_GROUP: Final[_Known] = {
+    "format": (None, "pack-quantized"),
+    "input_activations": (None,),
+    "output_activations": (None,),
+}
+_INT4: Final[_Known] = {
+    "num_bits": (4,),
+    "type": (None, "int"),
+    "strategy": ("group",),
+    "symmetric": (None, True),
+    "dynamic": (None, False),
+    "actorder": (None, False, "weight", "static"),  # these two order while calibrating only
+}
 
 
 class TensorFacts(NamedTuple):
@@ -118,14 +148,22 @@ class Method:
             UnsupportedError: a method, a key or a value that is not known; the text names it.
             InvalidArgumentError: no mapping at all.
         """
-        reader = _Reader(inner_config(config))
-        name = reader.take("quant_method")
-        if name is None and "quant_algo" in reader.left:
+        given = inner_config(config)
+        name = given.get("quant_method")
+        if name is None and "quant_algo" in given:
             name = "modelopt"  # in its own file it does not say so
-        read = _READERS.get(name) if isinstance(name, str) else None
-        if read is None:
-            raise _refusal("quant_method", name, f"known are {', '.join(sorted(_READERS))}")
-        return read(reader)
+        if not isinstance(name, str) or name not in _METHODS:
+            raise _refusal("quant_method", name, f"known are {', '.join(sorted(_METHODS))}")
+        _check_known(given, _METHODS[name])
+        producer = given.get("producer")
+        slime = (producer.get("name") if isinstance(producer, Mapping) else producer) == "slime"
+        if name == "fp8":
+            found = _fp8(given, slime)
+        elif name == "compressed-tensors":
+            found = _int4(given, slime)
+        else:
+            found = Method("mxfp8", 1, 32) if name == "mxfp8" else Method("nvfp4", 1, 16)
+        return replace(found, kept=_texts(given, *LISTS))
 
     @property
     def form(self) -> _Form:
@@ -168,28 +206,16 @@ class Method:
         )
 
     def check(self, weight: TensorFacts) -> None:
-        """Raises UnsupportedError, by name, for a tensor that the method cannot take."""
+        """Raises UnsupportedError, by name, for a tensor whose shape no checkpoint of the method
+        has."""
         name, shape = weight.name, tuple(weight.shape)
         why = ""
-        if weight.dtype not in _DTYPES:
-            why = f"it is {weight.dtype}; {', '.join(_DTYPES)} can be quantised"
-        elif len(shape) == 3 and not self.form.stacked:
-            why = "no checkpoint format has experts stacked in it"
-        elif len(shape) not in (2, 3):
-            why = "matrices can be quantised"
-        elif 0 in shape:
-            why = "it has no elements"
-        elif multiple := self._multiple(shape[-1]):
-            why = f"its {shape[-1]} columns are no multiple of {multiple}"
+        if len(shape) != 2 and not (len(shape) == 3 and self.form.stacked):
+            why = "matrices are quantised, and in FP8 blocks experts that are stacked"
+        elif self.block_rows == 1 and shape[-1] % self.block_cols:
+            why = f"its {shape[-1]} columns are no multiple of {self.block_cols}"
         if why:
             raise _core.UnsupportedError(f"{name} {shape}: {self.kind}: {why}")
-
-    def _multiple(self, cols: int) -> int:
-        """What the columns have to be a multiple of and are not; 0: nothing."""
-        if self.block_rows != 1:
-            return 0
-        wanted = math.lcm(self.block_cols, self.form.per_word)
-        return wanted if cols % wanted else 0
 
     def keeps(self, name: str) -> str:
         """The entry of the lists by which a tensor stays plain; "": none."""
@@ -278,177 +304,62 @@ def _beside(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: config[key] for key in BESIDE if key in config}
 
 
-def _says_nothing(key: str, value: object) -> bool:
-    """Older versions of compressed-tensors count zeros, and say that these are stored as all else
-    is: "dense"."""
-    if key == "sparsity_config" and isinstance(value, Mapping) and value.get("format") == "dense":
-        return True
-    return value in (None, False, "", (), [], {})
+def _check_known(config: Mapping[str, Any], known: _Known, where: str = "") -> None:
+    """Refuses other values than those that are known, and keys that are not known and set."""
+    for key, values in known.items():
+        if config.get(key) not in values:
+            expected = " or ".join(map(repr, values))
+            raise _refusal(f"{where}{key}", config.get(key), f"known is {expected}")
+    for key in sorted(config.keys() - known.keys() - _READ - _SILENT):
+        if config[key] not in (None, False, "", (), [], {}):
+            raise _refusal(
+                f"{where}{key}", config[key], "it is not known what this does to weights"
+            )
 
 
-class _Reader:
-    """Takes the keys of a mapping one by one, and refuses what is left."""
-
-    def __init__(self, given: Mapping[str, Any], where: str = "") -> None:
-        self.left = dict(given)
-        self._where = where
-
-    def take(self, key: str) -> Any:
-        """The value of a key; None where it is not given."""
-        return self.left.pop(key, None)
-
-    def one_of(self, key: str, *known: object) -> Any:
-        """The value of a key, which has to be one of these."""
-        value = self.take(key)
-        if not any(type(value) is type(each) and value == each for each in known):
-            raise self.refusal(key, value, f"known is {' or '.join(map(repr, known))}")
-        return value
-
-    def block(self, key: str) -> tuple[int, int] | None:
-        """[rows, columns]"""
-        value = self.take(key)
-        if value is None:
-            return None
-        if (
-            not isinstance(value, Sequence)
-            or len(value) != 2
-            or not all(type(size) is int and 0 < size < _MAX_BLOCK for size in value)
-        ):
-            raise self.refusal(key, value, "[rows, columns] is wanted")
-        return value[0], value[1]
-
-    def texts(self, *keys: str) -> tuple[str, ...]:
-        """All texts of some lists; one text stands for a list of it."""
-        found: dict[str, None] = {}
-        for key in keys:
-            value = self.take(key)
-            each = [value] if isinstance(value, str) else value
-            if each is None:
-                continue
-            if not isinstance(each, Sequence) or not all(isinstance(one, str) for one in each):
-                raise self.refusal(key, value, "a list of names is wanted")
-            found.update(dict.fromkeys(each))
-        return tuple(found)
-
-    def inner(self, key: str) -> _Reader:
-        """A mapping in this one; an empty one where it is not given."""
-        value = self.take(key)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.refusal(key, value, "a mapping is wanted")
-        return _Reader(value or {}, f"{self._where}{key}.")
-
-    def groups(self) -> list[_Reader]:
-        groups = self.inner("config_groups")
-        return [groups.inner(name) for name in list(groups.left)]
-
-    def end(self, *silent: str) -> None:
-        """Refuses keys that nothing has asked for and that are set; silent: what may be."""
-        for key, value in self.left.items():
-            if key not in silent and not _says_nothing(key, value):
-                raise self.refusal(key, value, "it is not known what this does to weights")
-
-    def refusal(self, key: str, value: object, known: str) -> _core.UnsupportedError:
-        return _refusal(f"{self._where}{key}", value, known)
+def _texts(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    """All texts of some lists; one text stands for a list of it."""
+    found: dict[str, None] = {}
+    for key in keys:
+        value = config.get(key) or []
+        each = [value] if isinstance(value, str) else value
+        if not isinstance(each, Sequence) or not all(isinstance(one, str) for one in each):
+            raise _refusal(key, value, "a list of names is wanted")
+        found.update(dict.fromkeys(each))
+    return tuple(found)
 
 
-def _by_slime(reader: _Reader) -> bool:
-    producer = reader.take("producer")
-    return (producer.get("name") if isinstance(producer, Mapping) else producer) == "slime"
-
-
-def _fp8(reader: _Reader) -> Method:
+def _fp8(config: Mapping[str, Any], slime: bool) -> Method:
     """transformers' FineGrainedFP8Config, and without a block size slime's per-tensor form."""
-    slime = _by_slime(reader)
-    reader.one_of("fmt", None, "e4m3")
-    reader.one_of("activation_scheme", None, "dynamic")
-    power = reader.one_of("scale_fmt", None, "ue8m0") and "scale_fmt"
-    packed = reader.one_of("transform_ue8m0", None, False, True) and "transform_ue8m0"
-    block = reader.block("weight_block_size")
-    kept = reader.texts("ignored_layers", "modules_to_not_convert")
-    reader.end(*_SILENT)
-    if (key := packed or power) and block != (128, 128):
-        raise reader.refusal("weight_block_size", block, f"known with {key} is [128, 128]")
+    block = config.get("weight_block_size")
+    power = next((key for key in ("transform_ue8m0", "scale_fmt") if config.get(key)), "")
+    if power and block != [128, 128]:
+        raise _refusal("weight_block_size", block, f"known with {power} is [128, 128]")
     if block is None:
-        return Method("fp8_tensor", 0, 0, kept=kept)
-    if packed:
-        return Method("fp8_packed", *block, kept=kept)
-    if power:
-        return Method("fp8_ue8m0", *block, kept=kept)
-    return Method("fp8_block", *block, reciprocal=slime, kept=kept)
+        return Method("fp8_tensor", 0, 0)
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(map(_is_size, block)):
+        raise _refusal("weight_block_size", block, "[rows, columns] is wanted")
+    kinds = {"transform_ue8m0": "fp8_packed", "scale_fmt": "fp8_ue8m0"}
+    rows, cols = block
+    return Method(kinds.get(power, "fp8_block"), rows, cols, reciprocal=slime and not power)
 
 
-def _mxfp8(reader: _Reader) -> Method:
-    reader.one_of("fmt", None, "e4m3")
-    reader.one_of("activation_scheme", None, "dynamic")
-    reader.one_of("scale_fmt", None, "ue8m0")
-    block = reader.block("weight_block_size")
-    if block not in (None, (1, 32)):
-        raise reader.refusal("weight_block_size", block, "known is [1, 32]")
-    kept = reader.texts("ignored_layers", "modules_to_not_convert")
-    reader.end(*_SILENT)
-    return Method("mxfp8", 1, 32, kept=kept)
-
-
-def _compressed_tensors(reader: _Reader) -> Method:
-    slime = _by_slime(reader)
-    reader.one_of("format", "pack-quantized")
-    kept = reader.texts("ignore")
+def _int4(config: Mapping[str, Any], slime: bool) -> Method:
+    """compressed-tensors' groups, all of one size."""
     targets: dict[str, None] = {}
-    sizes = []
-    for group in reader.groups():
-        group.one_of("format", None, "pack-quantized")
-        group.one_of("input_activations", None)
-        group.one_of("output_activations", None)
-        targets.update(dict.fromkeys(group.texts("targets") or (LINEAR,)))
-        weights = group.inner("weights")
-        weights.one_of("symmetric", None, True)
-        sizes.append(_int4_group(weights))
-        group.end()
-    reader.end(*_SILENT)
-    if len(set(sizes)) != 1:
-        raise reader.refusal("config_groups", sizes, "one group_size for all groups is wanted")
-    kind = "int4_slime" if slime else "int4"
-    return Method(kind, 1, sizes[0], kept=kept, targets=tuple(targets))
+    sizes: dict[Any, None] = {}
+    for name, group in (config.get("config_groups") or {}).items():
+        weights = group.get("weights") or {}
+        _check_known(group, _GROUP, f"config_groups.{name}.")
+        _check_known({**weights, "group_size": None}, _INT4, f"config_groups.{name}.weights.")
+        targets.update(dict.fromkeys(_texts(group, "targets") or (LINEAR,)))
+        sizes[weights.get("group_size")] = None
+    size, *others = sizes or [0]
+    if others or not _is_size(size) or size % 8:
+        wanted = "one group_size for all groups, a multiple of 8, is wanted"
+        raise _refusal("config_groups", [*sizes], wanted)
+    return Method("int4_slime" if slime else "int4", 1, size, targets=tuple(targets))
 
 
-def _int4_group(weights: _Reader) -> int:
-    """The group size of INT4 weights."""
-    weights.one_of("num_bits", 4)
-    weights.one_of("type", None, "int")
-    weights.one_of("strategy", "group")
-    order = weights.take("actorder")
-    if order not in (None, False, "weight", "static"):  # these two order while calibrating only
-        raise weights.refusal(
-            "actorder", order, "columns in the order of activations (g_idx) are not supported"
-        )
-    weights.one_of("dynamic", None, False)
-    size = weights.take("group_size")
-    if type(size) is not int or not 0 < size < _MAX_BLOCK or size % 8:
-        raise weights.refusal("group_size", size, "a multiple of 8 is wanted")
-    # how a calibration found its scales, and the dtype of zero points, if there are any
-    weights.end("observer", "observer_kwargs", "zp_dtype")
-    return size
-
-
-def _nvfp4(reader: _Reader) -> Method:
-    """modelopt's export, and miles' name of it."""
-    reader.one_of("quant_algo", "NVFP4")
-    reader.one_of("group_size", None, 16)
-    kept = reader.texts("ignore", "exclude_modules")
-    reader.end(*_SILENT, "config_groups")  # which say once more what quant_algo says
-    return Method("nvfp4", 1, 16, kept=kept)
-
-
-def _miles_nvfp4(reader: _Reader) -> Method:
-    """The same without modelopt's quant_algo."""
-    return _nvfp4(_Reader({"quant_algo": "NVFP4", **reader.left}))
-
-
-_READERS: Final[Mapping[str, Callable[[_Reader], Method]]] = {
-    "compressed-tensors": _compressed_tensors,
-    "fp8": _fp8,
-    "mxfp8": _mxfp8,
-    "modelopt": _nvfp4,
-    "modelopt_fp4": _nvfp4,
-    "nvfp4": _miles_nvfp4,
-}
+def _is_size(size: Any) -> bool:
+    return type(size) is int and 0 < size < _MAX_BLOCK

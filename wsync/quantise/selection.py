@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from wsync import _core
 from wsync.quantise.config import Derived, Method, Modules, TensorFacts, facts_of, module_of
 
-# What no engine quantises: routers, heads, projections that engines make as plain linear layers,
-# and whole towers for images and sound.
+# What no engine quantises: routers, heads, embeddings, norms, convolutions, projections that
+# engines make as plain linear layers, and whole towers for images and sound.
 _PLAIN: Final = Modules(
     (
         *("audio_model", "audio_tower", "speech_encoder"),
         *("vision_encoder", "vision_model", "vision_tower", "visual"),
         *("classifier", "lm_head", "output_layer", "reward_head", "score", "v_head", "value_head"),
-        *("conv1d", "gate", "router", "shared_expert_gate", "weights_proj"),
+        *("gate", "router", "shared_expert_gate", "weights_proj"),
         *("eh_proj", "input_proj", "mtp.fc"),  # of MTP layers
-        *("mm_projector", "multi_modal_projector"),
+        *("mm_projector", "multi_modal_projector", "*embed*"),
+        r"re:(.*\.)?([^.]*(norm|conv)[^.]*|pos_emb|relative_attention_bias|shared|wpe|wte)$",
+        r"re:(?!.*\.\d+\.)(.*\.)?output$",  # a head where it is in no layer
     )
 )
-# Last parts of embeddings' names.
-_EMBEDDINGS: Final = ("pos_emb", "relative_attention_bias", "shared", "wpe", "wte")
 # Engines keep these in one tensor with one second scale.
 _SHARING: Final = (
     *(("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj")),
@@ -43,8 +42,7 @@ class Row(NamedTuple):
     share: str
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The tensors of a model that are quantised by a method.
 
     Attributes:
@@ -72,7 +70,7 @@ def select(
     Raises:
         UnsupportedError: a tensor that the method cannot take; the text names it.
         LayoutError: a checkpoint in which nothing is quantised; one of those that share a scale
-            is not quantised; two tensors would have one name.  The text names them.
+            is not quantised.  The text names them.
     """
     facts = facts_of(model)
     chosen = _chosen(method, facts, held)
@@ -89,7 +87,6 @@ def select(
             tensors += [each for each in derived if each is not None]
         else:
             tensors.append(fact)
-    _check_names(tensors)
     return Selection(method, tuple(rows), tuple(tensors))
 
 
@@ -130,48 +127,26 @@ def _check_fused(method: Method, facts: Iterable[TensorFacts]) -> None:
 def _is_linear(fact: TensorFacts) -> bool:
     """By name and shape: a weight of a linear layer, or of a stack of experts, that engines
     quantise where no list says otherwise."""
-    parts = module_of(fact.name).split(".")
+    stacked = len(fact.shape) == 3 and ("expert" in fact.name or "moe" in fact.name)
     return (
         fact.name.endswith(".weight")
-        and (len(fact.shape) == 2 or (len(fact.shape) == 3 and _has_experts(parts)))
+        and (len(fact.shape) == 2 or stacked)
         and 0 not in fact.shape
         and not _PLAIN.find(fact.name)
-        and not any("embed" in part for part in parts)
-        and not any(word in parts[-1] for word in ("norm", "conv"))
-        and parts[-1] not in _EMBEDDINGS
-        and (parts[-1] != "output" or any(map(str.isdigit, parts)))  # a head
     )
-
-
-def _has_experts(parts: Sequence[str]) -> bool:
-    return any("expert" in part or "moe" in part for part in parts)
 
 
 def _shares(method: Method, taken: Collection[str], names: Collection[str]) -> dict[str, str]:
     """The key of each tensor that shares its second scale with others."""
     found: dict[str, str] = {}
-    if method.kind != "nvfp4":
-        return found
-    for name in taken:
+    for name in taken if method.kind == "nvfp4" else ():
         parent, _, last = module_of(name).rpartition(".")
         together: tuple[str, ...] = next((each for each in _SHARING if last in each), ())
         others = [other for part in together if (other := f"{parent}.{part}.weight") in names]
-        if len(others) < 2:
-            continue
-        for other in others:
-            if other not in taken:
-                raise _core.LayoutError(
-                    f"{name}: it shares its second scale with {other}, which is not quantised"
-                )
-        found[name] = f"{parent}.{together[0]}"
-    return found
-
-
-def _check_names(tensors: Iterable[TensorFacts]) -> None:
-    seen: set[str] = set()
-    for each in tensors:
-        if each.name in seen:
+        if plain := [other for other in others if other not in taken]:
             raise _core.LayoutError(
-                f"{each.name}: the model has it, and so has what quantising makes"
+                f"{name}: it shares its second scale with {plain[0]}, which is not quantised"
             )
-        seen.add(each.name)
+        if len(others) > 1:
+            found[name] = f"{parent}.{together[0]}"
+    return found
