@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from wsync import _core
 from wsync.handles.base import EngineHandle
-from wsync.module_tensors.names import group_of_weight
+from wsync.handles.sglang_base import ApiHandle
+from wsync.module_tensors.names import group_of_weight, weight_of
 from wsync.options import Options
 from wsync.quantise.config import (
     BESIDE,
@@ -82,14 +82,13 @@ def config_to_write(options: Options, base: Any, model: _core.Layout) -> Mapping
     said = _said_by(base)
     if said is None:
         return None if config is None else _named(config)
-    where = f"base={base!s:.200}" if isinstance(base, str | os.PathLike) else "base"
     try:
-        method = Method.of(said)
+        held = Method.of(said).text
     except _core.UnsupportedError as error:
-        raise _core.LayoutError(f"{where}: {error}; what is delivered is {delivered}") from None
-    if method.text != delivered:
+        held = str(error)
+    if held != delivered:
         raise _core.LayoutError(
-            f"{where}: its quantization_config is {method.text}, but what is delivered is "
+            f"base={base!s:.200}: its quantization_config is {held}, but what is delivered is "
             f"{delivered} (Options(quantise=) says how weights are delivered)"
         )
     return _named(inner_config(said))
@@ -104,55 +103,37 @@ def exact_config(config: Mapping[str, Any], model: _core.Layout) -> Mapping[str,
     """A quantization_config that `config_to_write` has found, with a list that says of every module
     of a quantised model whether it is quantised.
 
-    Engines read short names differently, so all modules that stay plain are named in full.
-    Entries that mean what is quantised are left out: tensors of Options.checkpoint have decided
-    against them.  What engines ask FP8 configurations for is there.
+    Engines read short names differently, so all modules that stay plain are named in full.  What
+    engines ask FP8 configurations for is there.
     """
     method = Method.of(config)
-    facts = facts_of(model)
-    names = {each.name for each in facts}
-    codes, scales = method.form.codes, method.form.scales
-    taken = {
-        stem
-        for name in names
-        if name.endswith(scales) and (stem := name.removesuffix(scales)) + codes in names
-    }
-    plain = [
-        module_of(each.name) for each in facts if len(each.shape) > 1 and _has_weights(each, taken)
-    ]
     if method.kind == "nvfp4":
         _log.warning(
             "NVFP4: versions have no input_scale, which no trainer has: engines that start from "
             "one have to take weights alone as NVFP4 (w4a16), or theirs has what lay in memory"
         )
-    while wrong := {*map(method.keeps, taken)} - {""}:
-        method = replace(method, kept=tuple(each for each in method.kept if each not in wrong))
     found = {key: value for key, value in config.items() if key not in LISTS}
     name = str(found.get("quant_method"))
     if name in ("fp8", "mxfp8"):
         found = {"activation_scheme": "dynamic", "fmt": "e4m3", **found}
+    plain = [module_of(each.name) for each in facts_of(model) if _is_plain(each)]
     if listed := list(dict.fromkeys([*method.kept, *plain])):
         found[_WRITTEN.get(name, "ignore")] = listed
     return found
 
 
-def _has_weights(each: TensorFacts, taken: Collection[str]) -> bool:
+def _is_plain(each: TensorFacts) -> bool:
     """Whether a tensor of a quantised model is a weight of a plain module, or of its experts."""
     experts = len(each.shape) == 3 and "experts" in each.name.split(".")
-    return (experts or each.name.endswith(".weight")) and each.name not in taken
+    weight = experts or (len(each.shape) > 1 and each.name.endswith(".weight"))
+    return weight and not weight_of(each.name, each.dtype)
 
 
 def _said_by(base: Any) -> Mapping[str, Any] | None:
     """The quantization_config of a folder, or of a transformers configuration."""
     if isinstance(base, str | os.PathLike):
-        try:
-            return config_in(Path(base))
-        except _core.SystemCallError as error:
-            if error.native != errno.ENOENT:
-                raise
-            return None
-    facts = base.to_dict() if hasattr(base, "to_dict") else {}
-    return quantization_config(facts)
+        return config_in(Path(base)) if Path(base, "config.json").exists() else None
+    return quantization_config(base.to_dict()) if hasattr(base, "to_dict") else None
 
 
 def tell_rearranged(engines: Sequence[EngineHandle], options: Options, model: _core.Layout) -> None:
@@ -164,9 +145,8 @@ def tell_rearranged(engines: Sequence[EngineHandle], options: Options, model: _c
     else:
         rearranges = not Method.of(config).kind.startswith("fp8")
     for engine in engines:
-        if hasattr(type(engine), "rearranges"):  # and not by __getattr__
-            own: Any = engine
-            own.rearranges(rearranges)
+        if isinstance(engine, ApiHandle):
+            engine.rearranges(rearranges)
 
 
 def _rearranged(part: TensorFacts) -> bool:
@@ -205,16 +185,14 @@ def quantise_rules(model: _core.Layout, options: Options) -> list[_core.Quantise
     found = select_quantised(model, config, options.checkpoint)
     method = found.method
     numbers: dict[str, int] = {"": 0}  # of those that share a scale
-    rules: list[_core.QuantiseRule] = []
-    for weight, made, share in found.rows:
-        rules.append(
-            (
-                *(weight.name, method.kind, method.reciprocal),
-                *(method.block_rows, method.block_cols, made.codes.name, made.scales.name),
-                made.second and made.second.name,
-                made.shape and made.shape.name,
-                numbers.setdefault(share, len(numbers)),
-                weight.group or group_of_weight(weight.name),
-            )
+    return [
+        (
+            *(weight.name, method.kind, method.reciprocal),
+            *(method.block_rows, method.block_cols, made.codes.name, made.scales.name),
+            made.second and made.second.name,
+            made.shape and made.shape.name,
+            numbers.setdefault(share, len(numbers)),
+            weight.group or group_of_weight(weight.name),
         )
-    return rules
+        for weight, made, share in found.rows
+    ]

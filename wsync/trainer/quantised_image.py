@@ -45,7 +45,6 @@ class Image:
         threads: int,
     ) -> None:
         self._quantiser = _core.Quantiser(model, rank, buffers, rules)
-        self._buffers = buffers
         self._threads = threads
         self._where: torch.device | None = None
         self._stream: _core.Stream | None = None
@@ -87,13 +86,9 @@ class Image:
     def _fill(
         self, weights: _core.TensorTable, group: TrainerGroup, timeout: float
     ) -> _core.TensorTable:
-        if len(weights) != self._buffers:
-            raise _core.LayoutError(f"{len(weights)} parameters, where {self._buffers} were known")
-        image, amaxes = self._made(weights)
+        stream, image, amaxes = self._made(weights)
         results = _core.describe([image, amaxes], ["codes and scales", "amaxes"], gpu=True)
         sources, spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
-        stream = self._stream
-        assert stream is not None
         if len(amaxes):
             amaxes.zero_()
         settle(stream.device, timeout, group.check)  # some stream may still be writing the weights
@@ -120,8 +115,8 @@ class Image:
             stream.abandon()
             stream.close()
 
-    def _made(self, weights: _core.TensorTable) -> tuple[torch.Tensor, torch.Tensor]:
-        """Image and table of amaxes, on the device of the weights."""
+    def _made(self, weights: _core.TensorTable) -> tuple[_core.Stream, torch.Tensor, torch.Tensor]:
+        """A stream, the image and the table of amaxes, on the device of the weights."""
         where = torch.device("cpu" if weights.gpu is None else f"cuda:{weights.gpu}")
         if self._where != where:
             self.close()
@@ -131,7 +126,7 @@ class Image:
                 self._memory = self._make(where)
         if self._stream is None:
             self._stream = _core.Stream(self._threads, find(of(weights)))
-        return self._memory
+        return self._stream, *self._memory
 
     def _make(self, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         image = _bytes(self.nbytes, where)
