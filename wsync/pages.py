@@ -30,22 +30,9 @@ _PHASES: Final = {
     "other": "ranks agree to begin, and what lies between the phases",
 }
 # what else is seen of a process: its copies, and the waits of an engine's worker
-_OTHERS: Final = {
-    "pack": "shards to staging",
-    "local": "shards to ring",
-    "unpack": "staging to ring",
-    "load": "ring to parameters",
-    "post": "here a round is handed over",
-    "join": "join the update",
-    "take": "wait for a round",
-    "finish": "last copies",
-    "verdict": "wait for the commit",
-}
-WORDS: Final = {**_PHASES, **_OTHERS}
-"""What each stretch of time is, in words."""
-
+_OTHERS: Final = ("pack", "local", "unpack", "load", "post", "join", "take", "finish", "verdict")
 _COLOURS: Final = {
-    name: f"hsl({137 * number % 360}, 45%, 55%)" for number, name in enumerate(WORDS)
+    name: f"hsl({137 * number % 360}, 45%, 55%)" for number, name in enumerate((*_PHASES, *_OTHERS))
 }
 _SHOWN: Final = ("version", "phases", "ways", "paths", "own_loading")  # above the other facts
 _PIXELS: Final = 4000  # of a lane, in which one span of a kind each is drawn
@@ -120,7 +107,7 @@ def update(facts: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> li
     phases = list[list[str | Element]]()
     for name, size in spent(seconds, facts["phases"]).items():
         label = tag("div", _key(name), name)
-        phases.append([label, WORDS.get(name, ""), _duration(size), f"{size / seconds:.1%}"])
+        phases.append([label, _PHASES.get(name, ""), _duration(size), f"{size / seconds:.1%}"])
     audit = f"The audit took {_duration(facts['audit_seconds'])} of this, in the slowest worker."
     parts += [_table(["phase", "waits until", "time", "share"], phases), tag("p", audit)]
     rows = [(name, _text(value)) for name, value in facts.items() if name not in _SHOWN]
@@ -143,11 +130,11 @@ def _timeline(records: Sequence[Mapping[str, Any]]) -> Iterator[Element]:
     for record in records:
         yield tag("div", record["name"])
         for lane in ("thread", "stream"):
-            own = [span for span in record["spans"] if span[0] == lane and span[1] in WORDS]
+            own = [span for span in record["spans"] if span[0] == lane and span[1] in _COLOURS]
             yield tag("div", *_bars(own, begin, end), class_="lane")
     seen = {span[1] for span in spans}
     for name in filter(seen.__contains__, _OTHERS):
-        yield tag("div", _key(name), f"{name}: {_OTHERS[name]}")
+        yield tag("div", _key(name), name)
 
 
 def _bars(spans: Iterable[Sequence[Any]], begin: int, end: int) -> Iterator[Element]:
