@@ -126,7 +126,6 @@ def test_verl_takes_the_configuration_that_is_written_down(engine_class: Any) ->
     [
         ({"speed": 1}, "engine_kwargs.wsync: no option 'speed'"),
         ({"deadline": 0}, "deadline=0 is not positive"),
-        ({"timeout": -1}, "engine_kwargs.wsync: timeout=-1: seconds above 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(

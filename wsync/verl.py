@@ -30,7 +30,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,9 +46,6 @@ from wsync.handles.vllm import VllmHandle, VllmServer
 from wsync.layout import ADAPTERS
 from wsync.messages.tcp_channel import Channel, Frame, Listener
 
-_log = logging.getLogger(__name__)
-
-_OTHERS: Final = "servers or tensors are others than those of the last step"
 _WHERE: Final = "checkpoint_engine.engine_kwargs.wsync"
 _MEETING_SECONDS: Final = 60.0
 
@@ -124,8 +120,6 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         chosen = {"bucket_nbytes": bucket_size} | wsync.Options.named(_WHERE, options)
         self._options = wsync.Options(**chosen)
-        if not isinstance(timeout, int | float) or not timeout > 0:
-            raise wsync.InvalidArgumentError(f"{_WHERE}: timeout={timeout!r}: seconds above 0")
         self._timeout = timeout
         self._is_master = is_master
         self._listener: Listener | None = None
@@ -325,9 +319,6 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             former, self._sync = self._sync, None
             self._version = former.version
             former.close()
-            if self._is_master:
-                why = "the last step has failed" if self._made_for is None else _OTHERS
-                _log.info("wsync: connects to verl's servers anew: %s", why)
         deadline = self._options.deadline
         self._sync = wsync.Sync(
             self._kept,
