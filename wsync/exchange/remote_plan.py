@@ -23,15 +23,16 @@ each other's addresses, which are in their order."""
 
 @dataclasses.dataclass(frozen=True)
 class PlanInput:
-    """What a plan is made of, but for the rank; the arguments of `_core.Plan`."""
+    """What a plan is made of, but for the rank; the arguments of `_core.Plan`.
+
+    rounds: round_nbytes, ring_nbytes and rounds_grow.
+    """
 
     source: _core.Layout
     destinations: Sequence[tuple[_core.Layout, bool]]
     workers: Sequence[tuple[int, int]]
     hosts: Sequence[int]
-    round_nbytes: int
-    ring_nbytes: int
-    rounds_grow: bool
+    rounds: Mapping[str, Any]
 
     @functools.cached_property
     def layouts(self) -> list[bytes]:
@@ -39,16 +40,8 @@ class PlanInput:
         return [self.source.to_bytes(), *(layout.to_bytes() for layout, _ in self.destinations)]
 
     def plan(self, rank: int) -> _core.Plan:
-        return _core.Plan(
-            self.source,
-            self.destinations,
-            self.workers,
-            self.hosts,
-            rank,
-            round_nbytes=self.round_nbytes,
-            ring_nbytes=self.ring_nbytes,
-            rounds_grow=self.rounds_grow,
-        )
+        given = self.source, self.destinations, self.workers, self.hosts
+        return _core.Plan(*given, rank, **self.rounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,20 +57,14 @@ class RemotePlan:
 
     def to_bytes(self) -> bytes:
         """The source layout and the destinations', after a line of JSON."""
-        given, meeting = self.input, self.meeting
+        given, place = self.input, self.meeting
         fields = {
-            "worker": self.worker,
-            "rank": self.rank,
-            "fingerprint": self.fingerprint,
-            "meeting": dataclasses.asdict(meeting)
-            if isinstance(meeting, Rendezvous)
-            else list(meeting),
+            "numbers": [self.worker, self.rank, self.fingerprint],
+            "meeting": dataclasses.asdict(place) if isinstance(place, Rendezvous) else place,
             "whole": [whole for _, whole in given.destinations],
-            "workers": list(given.workers),
-            "hosts": list(given.hosts),
-            "round_nbytes": given.round_nbytes,
-            "ring_nbytes": given.ring_nbytes,
-            "rounds_grow": given.rounds_grow,
+            "workers": given.workers,
+            "hosts": given.hosts,
+            "rounds": given.rounds,
         }
         return join_parts(fields, given.layouts)
 
@@ -86,22 +73,13 @@ class RemotePlan:
         """What the same wsync has made by `to_bytes`; LayoutError for a layout of another."""
         told, parts = split_parts(data)
         source, *layouts = map(_core.Layout.from_bytes, parts)
-        meeting = told["meeting"]
-        return RemotePlan(
-            told["worker"],
-            told["rank"],
-            told["fingerprint"],
-            Rendezvous(**meeting) if isinstance(meeting, dict) else meeting,
-            PlanInput(
-                source,
-                list(zip(layouts, told["whole"], strict=True)),
-                [(kind, rank) for kind, rank in told["workers"]],
-                told["hosts"],
-                told["round_nbytes"],
-                told["ring_nbytes"],
-                told["rounds_grow"],
-            ),
-        )
+        place = told["meeting"]
+        meeting = Rendezvous(**place) if isinstance(place, dict) else place
+        destinations = list(zip(layouts, told["whole"], strict=True))
+        workers = [(kind, rank) for kind, rank in told["workers"]]
+        given = PlanInput(source, destinations, workers, told["hosts"], told["rounds"])
+        worker, rank, fingerprint = told["numbers"]
+        return RemotePlan(worker, rank, fingerprint, meeting, given)
 
 
 def join_parts(fields: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:

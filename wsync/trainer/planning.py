@@ -146,9 +146,11 @@ class Planning:
                 for kind, worker in zip(wanted, workers, strict=True)
             ],
             [*hosts, *range(elsewhere, elsewhere + remote)],
-            round_nbytes=_LARGE_ROUND_NBYTES if large else self._round_nbytes(device),
-            ring_nbytes=self.options.ring_nbytes,
-            rounds_grow=not self.options.round_nbytes,
+            {
+                "round_nbytes": _LARGE_ROUND_NBYTES if large else self._round_nbytes(device),
+                "ring_nbytes": self.options.ring_nbytes,
+                "rounds_grow": not self.options.round_nbytes,
+            },
         )
 
     def _destination(self, layout: bytes, in_buckets: bool) -> tuple[_core.Layout, bool]:
