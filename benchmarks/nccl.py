@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 from benchmarks.engines import played
 from benchmarks.gpu_device import FAKE, SECONDS, random_bytes
-from benchmarks.nccl_way import Way, thread_seconds
+from benchmarks.nccl_way import TorchNccl, Way, thread_seconds
 from benchmarks.ranks import on_ranks
 from wsync import UnsupportedError, _core
 from wsync.exchange.group_exchange import GroupExchange
+from wsync.exchange.polled_collectives import Collectives
 from wsync.exchange.trainer_group import TrainerGroup
-from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
+from wsync.exchange.update_group import Rendezvous, Store
 from wsync.machine import device
 from wsync.machine.nvidia_wheels import nccl_libraries
 
@@ -90,7 +91,7 @@ def _rank(rank: int, dry: bool) -> list[dict[str, Any]]:
     try:
         for name, together in PLANS.items():
             plan = _plan(whole, together, round_nbytes)
-            theirs = GroupExchange(group, "gloo" if dry else "nccl", gpu, lambda: None)
+            theirs = (GroupExchange if dry else TorchNccl)(group, gpu, lambda: None)
             ways = {
                 "wsync": Way(_ours(rank, plan, gpu), gpu, plan, whole),
                 # torch knows nothing of played GPUs
@@ -150,21 +151,18 @@ def _plan(whole: Sequence[torch.Tensor], together: int, round_nbytes: int) -> _c
     )
 
 
-def _group(
-    rank: int, gpu: _core.Device, dry: bool
-) -> tuple[TrainerGroup | UpdateGroup, Callable[[], None]]:
+def _group(rank: int, gpu: _core.Device, dry: bool) -> tuple[Collectives, Callable[[], None]]:
     """The group of the peer's way, and what ends it."""
     if dry:
         gloo = TrainerGroup(timeout=SECONDS)
-        return gloo, gloo.close
+        assert gloo.collectives is not None
+        return gloo.collectives, gloo.close
     store = Store(SECONDS) if rank == 0 else None
     size = dist.get_world_size()
     place = [Rendezvous("localhost", store.port, size, "nccl") if store else None]
     dist.broadcast_object_list(place, 0)
     assert place[0] is not None
-    nccl = place[0].join(
-        rank, SECONDS, lambda: None, device=torch.device("cuda", gpu.ordinal), greet=True
-    )
+    nccl = place[0].join(rank, SECONDS, bool, device=torch.device("cuda", gpu.ordinal))
 
     def close() -> None:
         nccl.close()

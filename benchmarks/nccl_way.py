@@ -19,6 +19,16 @@ from wsync.machine import device
 _THREAD = "wsync-nccl"  # of wsync, which makes the calls of NCCL
 
 
+class TorchNccl(GroupExchange):
+    """torch's all-to-all of NCCL, on staging of the GPU."""
+
+    _staging = staticmethod(device.on_gpu)
+
+    def _settle(self, stream: _core.Stream) -> None:
+        current: Any = torch.cuda.current_stream(stream.device.ordinal)
+        stream.lead(int(current.cuda_stream))
+
+
 class Way:
     """One rank's exchange of a plan's rounds, with what it reads and fills.
 

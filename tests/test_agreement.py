@@ -68,12 +68,6 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Ranks) -> 
     assert first == "DeadlineError: trainer ranks [1] did not come within 1 s"
 
 
-def test_a_rank_that_is_late_to_connect_says_why_the_others_have_left(ranks: Ranks) -> None:
-    first, second = ranks.run(agreement_cases.late_to_connect)
-    assert first == "InvalidArgumentError: trainer rank 0: engines=5"
-    assert second == first
-
-
 def test_ranks_hear_of_one_that_is_interrupted_while_they_connect(ranks: Ranks) -> None:
     first, second = ranks.run(agreement_cases.interrupted_to_connect)
     assert first.startswith("RemoteError: trainer rank 1: KeyboardInterrupt")

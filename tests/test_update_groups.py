@@ -129,12 +129,14 @@ def test_a_trainer_that_is_stopped_keeps_no_engine_from_answering() -> None:
 class Broken:
     """A backend of which a member is gone."""
 
+    rank = size = lambda _: 0
+
     def broadcast(self, *_: Any) -> Any:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1. This may be fatal")
 
 
 def test_a_collective_that_does_not_start_names_who_is_gone() -> None:
-    group = Collectives(Broken(), whole="group g", member="a member of group g")
+    group = Collectives(Broken(), timeout=1.0, whole="group g", member="a member of group g")
     with pytest.raises(wsync.PeerClosedError, match="a member of group g is gone: Connection"):
         group.start("broadcast")
     group.close()
@@ -157,6 +159,8 @@ def test_torch_does_not_end_a_process_whose_nccl_group_has_lost_a_member(
         def _set_default_timeout(self, _: object) -> None:
             pass
 
+        rank = size = lambda _: 0
+
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     for before in (None, "3"):
         if before is None:
@@ -170,7 +174,7 @@ def test_torch_does_not_end_a_process_whose_nccl_group_has_lost_a_member(
     assert seen == ["0", "0"]
 
 
-ONE = Introduction(gpu="GPU-1", version=22907, address="nccl 22907 1 -", lacks="", in_torch=True)
+ONE = Introduction(gpu="GPU-1", version=22907, address="nccl 22907 1 -", lacks="")
 TWO = dataclasses.replace(ONE, gpu="GPU-2")
 OLD = dataclasses.replace(TWO, version=22809)
 NONE = dataclasses.replace(TWO, version=0, address="", lacks="has no NCCL")
@@ -180,7 +184,7 @@ def chosen(
     options: wsync.Options, first: Introduction, second: Introduction, *workers: Introduction
 ) -> str:
     """By the first of two ranks on one host, which serves workers of engine E."""
-    told = [dataclasses.asdict(second), {}]
+    told = [[1, "trainer rank 1", dataclasses.asdict(second)]]
     group: Any = SimpleNamespace(rank=0, size=2, gather_json=lambda mine: [mine, told])
     transport = Transport(group, [0, 0], options)
     remote = {2 + i: (f"engine E: worker {i}", said) for i, said in enumerate(workers)}
@@ -210,16 +214,16 @@ def test_ranks_that_nccl_does_not_serve_share_memory_where_all_reach_it(
 
 
 @pytest.mark.parametrize(
-    ("worker", "kind", "why"),
+    ("worker", "why"),
     [
-        (TWO, "gloo", "trainer rank 1 and engine E: worker 1 share GPU-2: NCCL needs a GPU"),
-        (dataclasses.replace(OLD, gpu="GPU-4"), "gloo", "engine E: worker 1 NCCL 22809"),
-        (dataclasses.replace(NONE, gpu="GPU-4"), "torch nccl", "engine E: worker 1 has no NCCL"),
-        (Introduction(), "gloo", "engine E: worker 1 is on the host"),
+        (TWO, "trainer rank 1 and engine E: worker 1 share GPU-2: NCCL needs a GPU"),
+        (dataclasses.replace(OLD, gpu="GPU-4"), "engine E: worker 1 NCCL 22809"),
+        (dataclasses.replace(NONE, gpu="GPU-4"), "engine E: worker 1 has no NCCL"),
+        (Introduction(), "engine E: worker 1 is on the host"),
     ],
 )
-def test_remote_workers_that_nccl_does_not_serve_are_reached_by_torch_s_groups(
-    worker: Introduction, kind: str, why: str, caplog: pytest.LogCaptureFixture
+def test_remote_workers_that_nccl_does_not_serve_are_reached_by_gloo(
+    worker: Introduction, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     three = dataclasses.replace(ONE, gpu="GPU-3")
     choose_exchange._say_once.cache_clear()
@@ -227,9 +231,9 @@ def test_remote_workers_that_nccl_does_not_serve_are_reached_by_torch_s_groups(
         assert chosen(options, ONE, TWO, three) == "nccl"
     assert caplog.messages == []
     for _ in range(2):
-        assert chosen(wsync.Options(), ONE, TWO, three, worker) == kind
+        assert chosen(wsync.Options(), ONE, TWO, three, worker) == "gloo"
     (said,) = caplog.messages
-    assert f"remote workers are reached by {kind}, because " in said
+    assert "remote workers are reached by gloo, because " in said
     assert why in said
     assert chosen(wsync.Options(exchange="gloo"), ONE, TWO, three) == "gloo"
     with pytest.raises(wsync.InvalidArgumentError, match=why):

@@ -98,9 +98,8 @@ class Options:
             lists.  "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM, as SGLang
             keeps them on Blackwell.
         retry: of slime's classes: whether an update that fails because an engine was gone,
-            restarted or late, or a rank late, is tried once more before slime sees an error.  It
-            is not where the process of a rank on this host has ended; for ranks of other hosts
-            all wait, for at most 30 s.
+            restarted or late, or a rank late, is tried once more before slime sees an error.  All
+            ranks wait for each other before that, for at most 30 s.
         progress: True or False; None shows a progress bar in a notebook, and where
             stderr is a terminal.
     """

@@ -46,7 +46,7 @@ class Report:
     `unused` names the trainer's tensors that no engine makes use of, and that are not delivered.
     `ways` has the engines' names by the way that their weights take, in words; of a `DiskSync`, on
     rank 0.  `paths` says by engine what carried the bytes: "ring" (memory that it shares with a
-    trainer rank), "nccl" (a communicator of its workers and the trainer ranks), "torch nccl" or
+    trainer rank), "nccl" (a communicator of its workers and the trainer ranks) or
     "gloo" (a group of torch's), "direct" (the trainer's own memory), "direct and ring" (both),
     "stock buckets", "stock broadcast" or "disk".  `exchange` is what carried them between trainer
     ranks: "none", "shared" or one of these.

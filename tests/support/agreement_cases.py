@@ -126,29 +126,6 @@ def absent() -> str:
     return error
 
 
-def late_to_connect() -> str:
-    """The error of this rank, where rank 0 has failed before rank 1 is through with connecting."""
-    make = dist.ProcessGroupGloo
-    failed = dist.distributed_c10d._get_default_store()
-
-    def late(*arguments: Any) -> Any:
-        made = make(*arguments)  # which is there for as long as the others connect
-        failed.wait(["failed"])
-        del made
-        raise RuntimeError("Connection closed by peer")
-
-    def fail() -> None:
-        group = TrainerGroup(timeout=60)
-        error = group.fail(wsync.InvalidArgumentError("engines=5"))
-        failed.set("failed", "")
-        raise error
-
-    if dist.get_rank() == 0:
-        return error_of(fail)
-    with mock.patch.object(dist, "ProcessGroupGloo", late):
-        return error_of(lambda: TrainerGroup(timeout=60))
-
-
 class Interrupting(dict[str, torch.Tensor]):
     """Weights that somebody waits for in vain."""
 
@@ -227,6 +204,11 @@ def lose_a_rank() -> str:
     if dist.get_rank() == 2:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    error = error_of(group.barrier)
-    group.close()
-    return error
+    try:
+        group.barrier()
+    except wsync.WsyncError as error:
+        first = group.fail(error)
+        return f"{type(first).__name__}: {first}"
+    finally:
+        group.close()
+    return ""

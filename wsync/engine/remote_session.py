@@ -11,7 +11,7 @@ from wsync import _core
 from wsync.exchange.group_exchange import Exchange, GroupExchange
 from wsync.exchange.introductions import Introduction
 from wsync.exchange.remote_plan import Meeting, RemotePlan
-from wsync.exchange.update_group import Rendezvous, UpdateGroup, device_of
+from wsync.exchange.update_group import Rendezvous, UpdateGroup
 from wsync.machine.deadline import PUNCTUAL
 from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame
 
@@ -182,9 +182,8 @@ class RemoteImporter:
     def _meet(self, meeting: Meeting, rank: int, plan: _core.Plan, timeout: float) -> None:
         look = self._channel.look
         if isinstance(meeting, Rendezvous):
-            device = device_of(meeting.backend, self._device)
-            self._group = meeting.join(rank, timeout, look, device=device, greet=True)
-            self._exchange = GroupExchange(self._group, meeting.backend, self._device, look)
+            self._group = meeting.join(rank, timeout, look)
+            self._exchange = GroupExchange(self._group, self._device, look)
             return
         sizes = (plan.send_nbytes, plan.recv_nbytes)
         timeout *= PUNCTUAL  # of a round, before somebody's wait for it ends

@@ -6,20 +6,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 
 from wsync import _core
 from wsync.exchange.group_exchange import Exchange, GroupExchange
-from wsync.exchange.introductions import Introduction, misfit, obstacle
+from wsync.exchange.introductions import Introduction, obstacle
 from wsync.exchange.remote_plan import Meeting
 from wsync.exchange.trainer_group import TrainerGroup
-from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, device_of
+from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 from wsync.machine.deadline import PUNCTUAL, Check
 from wsync.machine.host import own_address
 from wsync.options import Options
 
-_log = logging.getLogger(__name__)
+_say_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 class Transport:
@@ -53,14 +55,12 @@ class Transport:
             InvalidArgumentError: the exchange that Options name is not possible.
         """
         self._device = device
-        mine = dataclasses.asdict(Introduction.on(device))
-        told = {rank: (name, dataclasses.asdict(said)) for rank, (name, said) in workers.items()}
-        ranks, remote = list[tuple[str, Introduction]](), dict[int, tuple[str, Introduction]]()
-        for rank, (said, served) in enumerate(self._group.gather_json([mine, told])):
-            ranks.append((f"trainer rank {rank}", Introduction(**said)))
-            remote |= {int(other): (name, Introduction(**m)) for other, (name, m) in served.items()}
-        self._members = ranks + [remote[rank] for rank in sorted(remote)]
-        self._kind = self._choose(bool(remote))
+        rank = self._group.rank
+        known = {**workers, rank: (f"trainer rank {rank}", Introduction.on(device))}
+        mine = [(n, name, dataclasses.asdict(said)) for n, (name, said) in known.items()]
+        told = sorted(itertools.chain(*self._group.gather_json(mine)), key=operator.itemgetter(0))
+        self._members = [(name, Introduction(**said)) for _, name, said in told]
+        self._kind = self._choose()
 
     def meet(self, plan: _core.Plan, engines: Sequence[str]) -> Meeting:
         """Makes what ranks need to meet, and says where that is, as remote workers are told it.
@@ -76,9 +76,7 @@ class Transport:
             mine: dict[str, object] = {}
             if self._group.rank == 0:
                 self._store = Store(self._options.deadline)
-                backend = "nccl" if self._kind == "torch nccl" else self._kind
-                place = Rendezvous(own_address(engines), self._store.port, size, backend)
-                mine = dataclasses.asdict(place)
+                mine = dataclasses.asdict(Rendezvous(own_address(engines), self._store.port, size))
             self._meeting = Rendezvous(**self._group.gather_json(mine)[0])
         return self._meeting
 
@@ -94,15 +92,12 @@ class Transport:
             if len(self._members) > self._group.size:  # workers that have met wait for an update
                 timeout = PUNCTUAL * self._options.deadline
             self._exchange.connect(self._meeting, timeout, check)
-        elif isinstance(self._meeting, Rendezvous):
-            backend = self._meeting.backend
-            device = device_of(backend, self._device)
-            self._everyone = self._meeting.join(
-                self._group.rank, timeout, check, device=device, greet=True
-            )
-            self._exchange = GroupExchange(self._everyone, backend, self._device, check)
         elif self._kind != "none":
-            self._exchange = GroupExchange(self._group, self._kind, self._device, check)
+            group = self._group.collectives
+            if isinstance(self._meeting, Rendezvous):
+                group = self._everyone = self._meeting.join(self._group.rank, timeout, check)
+            assert group is not None
+            self._exchange = GroupExchange(group, self._device, check)
         return self._exchange
 
     def close(self) -> None:
@@ -112,8 +107,8 @@ class Transport:
                 if part is not None:
                     last_first.callback(part.close)
 
-    def _choose(self, remote: bool) -> str:
-        """What rounds are exchanged by: "none", "shared", "nccl", "torch nccl" or "gloo"."""
+    def _choose(self) -> str:
+        """What rounds are exchanged by: "none", "shared", "nccl" or "gloo"."""
         wanted = self._options.exchange
         if len(self._members) == 1:
             return "none"
@@ -128,15 +123,13 @@ class Transport:
             return wanted
         if not lacking:
             return "nccl"
-        if not remote:
+        gpus = {member.gpu for _, member in self._members}
+        if len(self._members) == self._group.size:
             # a GPU may not reach the memory of another one
-            one_gpu = len({member.gpu for _, member in self._members}) == 1
-            return "shared" if self._hosts == 1 and one_gpu else "gloo"
-        in_torch = all(member.in_torch for _, member in self._members)
-        kind = "torch nccl" if in_torch and not misfit(self._members) else "gloo"
-        if self._group.rank == 0 and any(member.gpu for _, member in self._members):
-            _say_once(f"remote workers are reached by {kind}, because {lacking}")
-        return kind
+            return "shared" if self._hosts == 1 and len(gpus) == 1 else "gloo"
+        if self._group.rank == 0 and gpus != {""}:
+            _say_once("wsync: %s", f"remote workers are reached by gloo, because {lacking}")
+        return "gloo"
 
     def _make(self, plan: _core.Plan) -> _core.Exchange:
         rank, size, options = self._group.rank, len(self._members), self._options
@@ -146,8 +139,3 @@ class Transport:
         # engines wait for rounds, too, and cannot say which rank is missing
         sizes, timeout = (plan.send_nbytes, plan.recv_nbytes), PUNCTUAL * options.deadline
         return _core.Exchange.nccl(rank, size, *sizes, timeout, self._device)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    _log.warning("wsync: %s", text)

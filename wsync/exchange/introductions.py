@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from wsync import _core
-from wsync.machine.device import has_nccl
 from wsync.machine.nvidia_wheels import nccl_libraries
 
 
@@ -24,27 +22,25 @@ class Introduction:
     version: of NCCL, 22809 is 2.28.9; 0 where there is none.
     address: what others are told to meet it by NCCL, "" where it cannot.
     lacks: why it cannot, to come after a name.
-    in_torch: whether groups of torch on that GPU have NCCL.
     """
 
     gpu: str = ""
     version: int = 0
     address: str = ""
     lacks: str = "is on the host"
-    in_torch: bool = False
 
     @staticmethod
     def on(device: _core.Device) -> Introduction:
         """What this process says, whose rounds are to lie on a device."""
         if device.ordinal < 0:
             return Introduction()
-        gpu, in_torch = device.uuid, has_nccl(device)
+        gpu = device.uuid
         try:
             version, _ = _core.nccl_library(nccl_libraries())
         except _core.UnsupportedError as error:
-            return Introduction(gpu=gpu, lacks=f"has {error}", in_torch=in_torch)
+            return Introduction(gpu=gpu, lacks=f"has {error}")
         address = _core.Exchange.nccl_address(device)
-        return Introduction(gpu=gpu, version=version, address=address, lacks="", in_torch=in_torch)
+        return Introduction(gpu=gpu, version=version, address=address, lacks="")
 
     def to_bytes(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -55,30 +51,21 @@ class Introduction:
         return Introduction(**json.loads(data))
 
 
-Named: TypeAlias = Sequence[tuple[str, Introduction]]
-"""Ranks in order, with what messages call them."""
+def obstacle(members: Sequence[tuple[str, Introduction]]) -> str:
+    """Why ranks cannot be in one communicator of NCCL, by name: one that has none, or two that have
+    different versions or share a GPU; "" where they can.
 
-
-def misfit(members: Named) -> str:
-    """Why ranks cannot be in one communicator of NCCL, whoever makes it: the first two, by name,
-    that have different versions, or share a GPU; "" where nothing speaks against it."""
-    versions: dict[int, str] = {}
+    members: what messages call each, and what it says of itself.
+    """
     for name, member in members:
-        if member.version:
-            versions.setdefault(member.version, name)
-    if len(versions) > 1:
-        (one, first), (two, second), *_ = versions.items()
-        return f"{first} has NCCL {one} and {second} NCCL {two}: all need the same version"
-    gpus: dict[str, str] = {}
+        if member.lacks:
+            return f"{name} {member.lacks}"
+    (first, one), gpus = members[0], dict[str, str]()
     for name, member in members:
+        if member.version != one.version:
+            versions = f"{first} has NCCL {one.version} and {name} NCCL {member.version}"
+            return f"{versions}: all need the same version"
         if member.gpu in gpus:
             return f"{gpus[member.gpu]} and {name} share {member.gpu}: NCCL needs a GPU for each"
-        if member.gpu:
-            gpus[member.gpu] = name
+        gpus[member.gpu] = name
     return ""
-
-
-def obstacle(members: Named) -> str:
-    """Why ranks cannot meet by NCCL, by name; "" where they can."""
-    lacking = (f"{name} {member.lacks}" for name, member in members if member.lacks)
-    return next(lacking, "") or misfit(members)

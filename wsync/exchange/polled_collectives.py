@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import threading
 import time
-from typing import Any, Final
+from concurrent.futures import wait
+from typing import Any
 
 from wsync import _core
-from wsync.machine.deadline import LEAVE_SECONDS, POLL_SECONDS, Check, Deadline
+from wsync.machine.daemon_threads import start
+from wsync.machine.deadline import LEAVE_SECONDS, POLL_SECONDS, Check, Deadline, look_around
 
 
 class Collective:
@@ -18,21 +18,30 @@ class Collective:
     def __init__(self, work: Any) -> None:
         self.work = work
 
+    @property
+    def is_over(self) -> bool:
+        return self.work is None or bool(self.work.is_completed())
+
 
 class Collectives:
     """The collectives that one member starts in a process group.
 
     Args:
         group: a backend of torch, which belongs to this object.
-        whole: what errors call all members, for example "4 trainer ranks".
+        timeout: seconds that a collective may take, for those who choose none.
+        whole: what errors call all members, for example "group g".
         member: what they call one that is gone, for example "a trainer rank".
         lingers: whether only the group's end gives up a collective that is stuck, as NCCL's does.
     """
 
-    def __init__(self, group: Any, *, whole: str, member: str, lingers: bool = False) -> None:
+    def __init__(
+        self, group: Any, *, timeout: float, whole: str, member: str, lingers: bool = False
+    ) -> None:
         # In a list, which `close` takes.  No frame holds the group itself: the traceback of an
         # interrupt keeps frames, and whoever drops it would wait in the group's destructor.
         self._held = [group]
+        self.rank, self.size = int(group.rank()), int(group.size())
+        self.timeout = timeout
         self._lingers = lingers
         self._whole, self._member = whole, member
         self._underway: set[Collective] = set()  # what was started, and not seen to end
@@ -53,18 +62,13 @@ class Collectives:
         self._underway.add(started)
         return started
 
-    def _closed(self) -> _core.StateError:
-        return _core.StateError(f"the group of {self._whole} is closed")
+    def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Collective:
+        """Starts an all-to-all of contiguous uint8 tensors."""
+        return self.start("alltoall_base", output, data, outputs, inputs)
 
-    def finish(
-        self,
-        started: Collective,
-        timeout: float,
-        check: Check | None = None,
-        verdict: Check | None = None,
-    ) -> None:
+    def finish(self, started: Collective, timeout: float, check: Check = bool) -> None:
         """Waits for a collective; `check` is called about every 50 ms, and may raise to end that.
-        `verdict` is called when a member is gone, and may raise what others know about it.
+        When a member is gone, `check` may also raise what others say about it.
 
         Raises:
             DeadlineError: it is not complete after `timeout` seconds.
@@ -72,11 +76,10 @@ class Collectives:
             StateError: after close.
         """
         deadline, look, pause = Deadline(timeout), Deadline(POLL_SECONDS), 2e-5
-        while not _is_over(started.work):
+        while not started.is_over:
             if not look.left:
                 look = Deadline(POLL_SECONDS)
-                if check is not None:
-                    check()
+                check()
                 deadline.check(f"a collective of {self._whole} did not end")
             time.sleep(pause)
             pause = min(pause * 1.1, 2e-3)  # a tenth of the wait so far
@@ -88,58 +91,34 @@ class Collectives:
         try:
             work.wait()
         except RuntimeError as error:
-            if verdict is not None:
-                verdict()
+            look_around(check)
             raise self._gone(error) from error
         finally:
             del work
-
-    def _gone(self, error: RuntimeError) -> _core.PeerClosedError:
-        return _core.PeerClosedError(f"{self._member} is gone: {first_line(error)}")
 
     def close(self) -> None:
         """Leaves the group.  Its end, which is waited for for a moment, or not at all where it
         waits for a collective that is stuck, keeps nobody but a thread."""
         held, self._held = self._held, []
-        underway = list(self._underway)
-        # only its end gives up what is stuck in a group that lingers
-        before = [] if self._lingers else underway
-        ending = threading.Thread(
-            target=_end, args=(held, before, underway), daemon=True, name="wsync-group"
-        )
-        ending.start()
+        underway, lingers = list(self._underway), self._lingers
+        ending = start("wsync-group", lambda: _end(held, underway, lingers))
         if not underway:
-            ending.join(LEAVE_SECONDS)
+            wait([ending], LEAVE_SECONDS)
+
+    def _closed(self) -> _core.StateError:
+        return _core.StateError(f"the group of {self._whole} is closed")
+
+    def _gone(self, error: RuntimeError) -> _core.PeerClosedError:
+        return _core.PeerClosedError(f"{self._member} is gone: {first_line(error)}")
 
 
-_turn: Final = threading.Lock()
-_ending: Final = set[threading.Thread]()
-
-
-def _end(held: list[Any], before: list[Collective], underway: list[Collective]) -> None:
-    """Lets a group go, after some of the collectives that are under way, and all of these."""
-    while not all(_is_over(each.work) for each in before):
+def _end(held: list[Any], underway: list[Collective], lingers: bool) -> None:
+    """Lets a group go, after the collectives that are under way, and all of these."""
+    while not (lingers or all(each.is_over for each in underway)):
         time.sleep(POLL_SECONDS)
-    with _turn:
-        _ending.add(threading.current_thread())
     for each in underway:
         each.work = None
     held.clear()
-    _ending.discard(threading.current_thread())
-
-
-def _is_over(work: Any) -> bool:
-    return work is None or bool(work.is_completed())
-
-
-@atexit.register
-def _keep() -> None:
-    """Torch aborts a process whose interpreter ends while a daemon thread is in a group's
-    destructor: groups that are left now are kept."""
-    _turn.acquire()
-    deadline = Deadline(LEAVE_SECONDS)
-    for thread in list(_ending):
-        thread.join(deadline.left)
 
 
 def first_line(error: BaseException) -> str:

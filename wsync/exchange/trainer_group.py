@@ -1,7 +1,11 @@
 """Trainer ranks acting together: collectives that can be given up, and one error for all.
 
-The first rank that fails publishes its error on a board in the process group's store.  Every
-wait looks at the board about every 50 ms, so all ranks raise the same error soon after.
+The first rank that fails publishes its error in the process group's store.  Every wait looks there
+about every 50 ms, so all ranks raise the same error soon after.
+
+Calls of a store do not end while the process that hosts it is stopped, whatever their timeout.
+They are made from a thread, and a wait looks at the answer to the last one.  Who needs an answer
+waits for it as long as for another rank, for that is what it waits for.
 """
 
 from __future__ import annotations
@@ -32,15 +36,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_STORE_SECONDS: Final = 2.0  # for one answer of the store, where a deadline has passed already
-_GLOO_SECONDS: Final = 10.0
+_MORE_SECONDS: Final = 10.0  # for what comes after a deadline: gloo's own, a store's last answer
 _SIZE_NBYTES: Final = 8
-_SHORT_NBYTES: Final = 504
-_STORE_SILENT: Final = (
-    "the trainer's store does not answer: the process that hosts it is stuck or stopped"
+_STORE_GONE: Final = (
+    "the process that hosts the trainer's store is gone, stuck or stopped: it gives no answer"
 )
-_ENDED: Final = "trainer process"  # the origin of an error about one that has ended
-_STORE_GONE: Final = "the trainer's store cannot be reached: the process that hosts it is gone"
 _T = TypeVar("_T")
 
 
@@ -50,7 +50,8 @@ class TrainerGroup:
     Every rank makes one at the same time.  Without an initialised process group, or with one
     of a single rank, nothing is ever communicated.
 
-    `name`, in hex, is new each time, and the same on all ranks.
+    `name`, in hex, is new each time, and the same on all ranks.  `collectives` is None where
+    nothing is communicated.
 
     Args:
         group: the ranks that take part; None for the default group.
@@ -68,8 +69,10 @@ class TrainerGroup:
         self.timeout = timeout
         self.closed = False
         self._watch: Check | None = None
-        self._gloo: Collectives | None = None
-        self._board: _Board | None = None
+        self.collectives: Collectives | None = None
+        self._store: Any = None  # of this group only
+        self._looking: Future[str] | None = None
+        self._update = 0  # of this group's; ranks may have been in different numbers of groups
         self.rank, self.size = 0, 1
         self.name = secrets.token_hex(8)
         if not (dist.is_available() and dist.is_initialized()):
@@ -81,21 +84,18 @@ class TrainerGroup:
         self._lane = Lane("wsync-store")
         try:
             joining = self._lane.submit(functools.partial(self._join, list(members), meeting))
-            gloo, store, self.name = _result(joining, timeout + _STORE_SECONDS)
-        except BaseException as error:
-            self.closed = True
-            self._lane.close()
-            if isinstance(error, RuntimeError) and not isinstance(error, _core.WsyncError):
-                raise _core.PeerClosedError(_STORE_GONE) from error
+            gloo, self._store, self.name = _result(joining, timeout + _MORE_SECONDS)
+            whole = f"{self.size} trainer ranks"
+            self.collectives = Collectives(
+                gloo, timeout=timeout, whole=whole, member="a trainer rank"
+            )
+            self._processes = self.gather_json([host_identity(), os.getpid()])
+        except BaseException:
+            self.close()
             raise
-        self._board = _Board(store, self.rank, self._lane, timeout)
-        self._board.introduce(self.size)
-        whole = f"{self.size} trainer ranks"
-        self._gloo = Collectives(gloo, whole=whole, member="a trainer rank")
 
     def _join(self, members: list[int], meeting: str) -> tuple[Any, Any, str]:
         """Meets the others, and connects to them; (gloo group, store of this group only, name)."""
-        deadline = Deadline(self.timeout)
         # the default store's own timeout, which calls of the trainer need, is minutes long
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
@@ -106,35 +106,31 @@ class TrainerGroup:
         store = dist.distributed_c10d.PrefixStore(name, store)
         gloo = dist.distributed_c10d.PrefixStore("gloo", store)
         # a deadline of ours comes before one of gloo's, whose text is that of a broken connection
-        timeout = timedelta(seconds=self.timeout + _GLOO_SECONDS)
+        timeout = timedelta(seconds=self.timeout + _MORE_SECONDS)
         try:
             return dist.ProcessGroupGloo(gloo, self.rank, self.size, timeout), store, name
         except RuntimeError as error:
-            _raise(_published(store))  # who has failed since has left, which is what gloo saw
-            if deadline.left:
-                raise _core.PeerClosedError(
-                    f"a trainer rank is gone: {first_line(error)}"
-                ) from error
-            raise _core.DeadlineError(
-                f"{self.size} trainer ranks did not connect within {seconds(self.timeout)}: "
-                f"{first_line(error)}"
+            raise _core.PeerClosedError(
+                f"{self.size} trainer ranks did not connect: {first_line(error)}"
             ) from error
 
     def close(self) -> None:
         """Ends the communicator, with what may be stuck in it; other ranks may still use theirs."""
-        if self.closed:
-            return
         self.closed = True
-        if self._board is not None:
+        collectives, self.collectives = self.collectives, None
+        if collectives is not None:
             self._lane.close()
-        if self._gloo is not None:
-            self._gloo.close()
+            collectives.close()
 
     def check(self) -> None:
         """Raises the error that any rank has published, or what this one watches has met with;
         called during every wait, of this group's collectives too."""
-        if self._board is not None:
-            self._board.check()
+        if self._store is not None:
+            looking = self._looking
+            if looking is None or looking.done():
+                self._looking = self._lane.submit(self._look)
+            if looking is not None and looking.done():
+                _raise(_result(looking, self.timeout))
         if self._watch is not None:
             self._watch()
 
@@ -153,35 +149,60 @@ class TrainerGroup:
         not hear."""
         if self.closed:
             return False
-        return self._board is None or self._board.begin()
+        if self._store is None:
+            return True
+        self._update += 1
+        try:
+            published = self._read()
+        except _core.WsyncError:
+            return False
+        return not published or int(json.loads(published)["update"]) >= self._update
 
     def fail(self, error: BaseException) -> _core.WsyncError:
         """Publishes `error` unless another rank was first; returns the error to raise.  Where the
         process of a rank on this host has ended, that is the error, not a closed connection."""
         if not isinstance(error, _core.WsyncError):
             error = _core.RemoteError(error_text(error))
-        if self._board is None:
+        if self._store is None:
             return error
-        if isinstance(error, _core.PeerClosedError):
-            try:
-                self._board.check_gone()
-            except (RuntimeError, _core.WsyncError) as found:
-                if rank_has_ended(found):
-                    error = _has_ended(str(found))  # without the frames of `found`
-        return self._board.publish(error)
+        if isinstance(error, _core.PeerClosedError) and (ended := self._ended()):
+            error = _core.PeerClosedError(ended)
+        text = str(error)
+        if not text.startswith("trainer rank "):
+            text = f"trainer rank {self.rank}: {text}"
+        said = json.dumps({"class": type(error).__name__, "text": text, "update": self._update})
+        writing = self._lane.submit(lambda: self._store.compare_set("error", "", said).decode())
+        try:
+            first = _decode_error(_result(writing, min(_MORE_SECONDS, self.timeout)))
+        except _core.WsyncError:  # nobody can be told what was seen here: say what all can see
+            return _core.PeerClosedError(_STORE_GONE)
+        return error if (type(error), str(error)) == (type(first), str(first)) else first
+
+    def _look(self) -> str:
+        """What has been published; called in the store's thread."""
+        published: str = self._store.get("error").decode() if self._store.check(["error"]) else ""
+        return published
+
+    def _read(self) -> str:
+        return _result(self._lane.submit(self._look), self.timeout)
+
+    def _ended(self) -> str:
+        """Which rank on this host has, of what it is told when a connection has broken."""
+        deadline = Deadline(VERDICT_SECONDS)  # a process closes its sockets before it has ended
+        while deadline.left:
+            for rank, (host, pid) in enumerate(self._processes):
+                if host == host_identity() and has_ended(pid):
+                    return f"trainer rank {rank} (pid {pid}) has ended"
+            time.sleep(POLL_SECONDS)
+        return ""
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Everybody's bytes, by rank.  What all say in few bytes takes one collective."""
+        """Everybody's bytes, by rank."""
         if self.size == 1:
             return [data]
-        first = len(data).to_bytes(_SIZE_NBYTES, "little") + data[:_SHORT_NBYTES]
-        parts = self._gather(first, _SIZE_NBYTES + _SHORT_NBYTES)
-        sizes = [int.from_bytes(part[:_SIZE_NBYTES], "little") for part in parts]
-        widest = max(sizes)
-        if widest > _SHORT_NBYTES:
-            parts = self._gather(data, widest)
-        else:
-            parts = [part[_SIZE_NBYTES:] for part in parts]
+        told = self._gather(len(data).to_bytes(_SIZE_NBYTES, "little"), _SIZE_NBYTES)
+        sizes = [int.from_bytes(part, "little") for part in told]
+        parts = self._gather(data, max(*sizes, 1))
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def gather_json(self, value: object) -> list[Any]:
@@ -191,52 +212,27 @@ class TrainerGroup:
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if self.size > 1:
-            self.finish(self._start("barrier"), self.timeout)
+            self._collect("barrier")
 
     def confirm(self) -> None:
-        """A barrier, and a look at the board: one who was late may be let through a barrier that
-        the others have given up."""
+        """A barrier, and a look at what is published: one who was late may be let through a
+        barrier that the others have given up."""
         self.barrier()
-        if self._board is not None:
-            self._board.check_now()
+        if self._store is not None:
+            _raise(self._read())
 
-    def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any:
-        """Starts an all-to-all of contiguous uint8 tensors; `finish` waits for it."""
-        return self._start("alltoall_base", output, data, outputs, inputs)
-
-    def finish(self, work: Any, timeout: float, check: Check | None = None) -> None:
-        """Waits for a collective until it is complete, its error, another's error or the deadline.
-        `check` is called in place of this group's, which a caller's calls."""
-        assert self._gloo is not None and self._board is not None
-        self._gloo.finish(work, timeout, check or self.check, self._board.check_gone)
-
-    def _start(self, name: str, *arguments: Any) -> Any:
-        if self._gloo is None:
-            raise _core.StateError("a group of one trainer rank has no collectives")
-        assert self._board is not None
-        try:
-            return self._gloo.start(name, *arguments)
-        except _core.PeerClosedError:
-            self._board.check_gone()
-            raise
+    def _collect(self, name: str, *arguments: Any) -> None:
+        if self.collectives is None:
+            raise _core.StateError("the group of trainer ranks is closed")
+        started = self.collectives.start(name, *arguments)
+        self.collectives.finish(started, self.timeout, self.check)
 
     def _gather(self, data: bytes, width: int) -> list[bytes]:
         """So many bytes of each rank, the first of which are its data."""
         mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        self.finish(self._start("allgather", [parts], [mine]), self.timeout)
+        self._collect("allgather", [parts], [mine])
         return [part.numpy().tobytes() for part in parts]
-
-
-def rank_has_ended(error: BaseException) -> bool:
-    """Whether it says that the process of a trainer rank on this host has ended."""
-    return getattr(error, "origin", "") == _ENDED
-
-
-def _has_ended(text: str) -> _core.PeerClosedError:
-    error = _core.PeerClosedError(text)
-    error.origin = _ENDED
-    return error
 
 
 def together(make: Callable[[], _T], *, timeout: float) -> _T:
@@ -256,90 +252,6 @@ def together(make: Callable[[], _T], *, timeout: float) -> _T:
         group.close()
 
 
-class _Board:
-    """The first published error, visible to all ranks.
-
-    Calls of a store do not end while the process that hosts it is stopped, whatever their
-    timeout.  They are made from a thread, and `check` looks at the answer to the last one.  Who
-    needs an answer waits for it as long as for another rank, for that is what it waits for.
-    """
-
-    def __init__(self, store: Any, rank: int, lane: Lane, timeout: float) -> None:
-        self._store = store
-        self._rank = rank
-        self._lane = lane
-        self._timeout = timeout
-        self._ranks = 0
-        self._update = 0  # of this board's; ranks may have been in different numbers of groups
-        self._looking: Future[str] | None = None
-
-    def begin(self) -> bool:
-        self._update += 1
-        try:
-            published = _result(self._lane.submit(self._look), self._timeout)
-        except _core.WsyncError:
-            return False
-        return not published or int(json.loads(published)["update"]) >= self._update
-
-    def check(self) -> None:
-        looking = self._looking
-        if looking is None or looking.done():
-            self._looking = self._lane.submit(self._look)
-        if looking is not None and looking.done():
-            _raise(looking.result())
-
-    def check_now(self) -> None:
-        """Waits for the store's answer."""
-        _raise(_result(self._lane.submit(self._look), self._timeout))
-
-    def introduce(self, ranks: int) -> None:
-        """Tells so many ranks which process this one is; waits for nobody."""
-        self._ranks = ranks
-        process = json.dumps([host_identity(), os.getpid()])
-        self._lane.submit(lambda: self._store.set(f"process{self._rank}", process))
-
-    def check_gone(self) -> None:
-        """When a connection between ranks has broken: raises what any rank has published, or names
-        the rank on this host whose process has ended."""
-        names = [f"process{rank}" for rank in range(self._ranks)]
-        asked = self._lane.submit(lambda: [json.loads(self._store.get(name)) for name in names])
-        processes = _result(asked, self._timeout)
-        deadline = Deadline(VERDICT_SECONDS)  # a process closes its sockets before it has ended
-        while deadline.left:
-            self.check_now()
-            for rank, (host, pid) in enumerate(processes):
-                if host == host_identity() and has_ended(pid):
-                    raise _has_ended(f"trainer rank {rank} (pid {pid}) has ended")
-            time.sleep(POLL_SECONDS)
-
-    def publish(self, error: _core.WsyncError) -> _core.WsyncError:
-        text = _encode_error(error, self._rank, self._update)
-        writing = self._lane.submit(lambda: self._store.compare_set("error", "", text).decode())
-        # nobody waits for a second deadline
-        patience = _STORE_SECONDS if isinstance(error, _core.DeadlineError) else self._timeout
-        try:
-            first = _decode_error(_result(writing, min(patience, self._timeout)))
-        except RuntimeError:
-            # nobody can be told what was seen here: say what all ranks can see
-            return _core.PeerClosedError(_STORE_GONE)
-        except _core.DeadlineError:
-            # how long each rank has waited for this is its own matter: all say the same
-            return _core.DeadlineError(_STORE_SILENT)
-        return error if (type(error), str(error)) == (type(first), str(first)) else first
-
-    def _look(self) -> str:
-        try:
-            return _published(self._store)
-        except RuntimeError as error:
-            raise _core.PeerClosedError(_STORE_GONE) from error
-
-
-def _published(store: Any) -> str:
-    """What stands on the board in a store."""
-    published: str = store.get("error").decode() if store.check(["error"]) else ""
-    return published
-
-
 def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
     """Waits until all ranks have come; returns a name that no other meeting has.
 
@@ -349,16 +261,16 @@ def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
     """
     if rank != 0:
         return _come(store, rank, timeout)
-    callers = {other: f"rank{other}" for other in range(1, size)}
-    name, absent = secrets.token_hex(8), list[int]()
-    try:
-        store.wait(list(callers.values()), timedelta(seconds=timeout))
-    except RuntimeError:  # if it is because the store is gone, so are the next calls
-        absent = [other for other, key in callers.items() if not store.check([key])]
-    text = f"trainer ranks {absent} did not come within {seconds(timeout)}" if absent else ""
-    keys = [key for other, key in callers.items() if other not in absent]
-    for word in store.multi_get(keys) if store.has_extended_api() else map(store.get, keys):
-        store.set(word.decode(), json.dumps([name, text]))
+    keys = [f"rank{other}" for other in range(1, size)]
+    with contextlib.suppress(RuntimeError):  # if the store is gone, so are the next calls
+        store.wait(keys, timedelta(seconds=timeout))
+    came = [key for key in keys if store.check([key])]
+    absent = [other for other, key in enumerate(keys, 1) if key not in came]
+    name, text = secrets.token_hex(8), ""
+    if absent:
+        text = f"trainer ranks {absent} did not come within {seconds(timeout)}"
+    for key in came:
+        store.set(store.get(key).decode(), json.dumps([name, text]))
     if absent:
         raise _core.DeadlineError(text)
     return name
@@ -371,7 +283,6 @@ def _come(store: Any, rank: int, timeout: float) -> str:
     store.set(key, word)
     try:
         name, text = json.loads(store.get(word))
-        store.delete_key(word)
     except RuntimeError as error:
         late = f"trainer rank 0 did not come within {seconds(timeout)}"
         raise _core.DeadlineError(late) from error
@@ -385,8 +296,13 @@ def _come(store: Any, rank: int, timeout: float) -> str:
 
 
 def _result(future: Future[_T], timeout: float) -> _T:
-    """What a call of the store returns, or DeadlineError."""
-    return result(future, Deadline(timeout), bool, f"{_STORE_SILENT}; no answer")
+    """What a call of the store returns; DeadlineError or PeerClosedError where it does not."""
+    try:
+        return result(future, Deadline(timeout), bool, _STORE_GONE)
+    except _core.WsyncError:
+        raise
+    except RuntimeError as error:
+        raise _core.PeerClosedError(_STORE_GONE) from error
 
 
 def _raise(published: str) -> None:
@@ -394,15 +310,7 @@ def _raise(published: str) -> None:
         raise _decode_error(published)
 
 
-def _encode_error(error: _core.WsyncError, rank: int, update: int) -> str:
-    text = str(error)
-    if not text.startswith("trainer rank "):
-        text = f"trainer rank {rank}: {text}"
-    facts = {"class": type(error).__name__, "ended": rank_has_ended(error), "text": text}
-    return json.dumps({**facts, "update": update})
-
-
 def _decode_error(text: str) -> _core.WsyncError:
     fields = json.loads(text)
     cls: type[_core.WsyncError] = getattr(_core, fields["class"], _core.RemoteError)
-    return _has_ended(fields["text"]) if fields["ended"] else cls(fields["text"])
+    return cls(fields["text"])

@@ -14,7 +14,7 @@ from wsync.machine.deadline import POLL_SECONDS, Check, Deadline
 
 _T = TypeVar("_T")
 _LAST_SECONDS: Final = 1.0
-_closed: Final = weakref.WeakSet[threading.Thread]()  # of lanes that were closed
+_ending: Final = weakref.WeakSet[threading.Thread]()  # of closed lanes, and of single calls
 
 
 def result(future: Future[_T], deadline: Deadline, check: Check, late: str) -> _T:
@@ -49,16 +49,16 @@ class Lane:
 
     def close(self) -> None:
         """Ends the thread after what was submitted; returns at once."""
-        _closed.add(self._thread)
+        _ending.add(self._thread)
         self._calls.put(None)
 
 
 @atexit.register
-def _await_closed() -> None:
-    """Lets closed lanes come to their ends.  A daemon thread that Python stops while it drops a
-    tensor ends the process by SIGABRT: torch's destructors do not bear it."""
+def _await_ends() -> None:
+    """Lets closed lanes and single calls come to their ends.  A daemon thread that Python stops
+    while it drops a tensor or a group ends the process by SIGABRT: torch does not bear it."""
     deadline = Deadline(_LAST_SECONDS)
-    for thread in list(_closed):
+    for thread in list(_ending):
         thread.join(deadline.left)
 
 
@@ -66,7 +66,9 @@ def start(name: str, call: Callable[[], _T]) -> Future[_T]:
     """Makes one call in a daemon thread of its own."""
     future: Future[_T] = Future()
     # it has its call from the start: an interrupt here leaves no thread that waits for one
-    threading.Thread(target=_make, args=(future, call), daemon=True, name=name).start()
+    thread = threading.Thread(target=_make, args=(future, call), daemon=True, name=name)
+    thread.start()
+    _ending.add(thread)
     return future
 
 

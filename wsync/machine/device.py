@@ -141,13 +141,6 @@ def settle(device: _core.Device, timeout: float, check: Check = lambda: None) ->
         result(start("wsync-settle", device.settle), Deadline(timeout), check, late)
 
 
-def lead_torch(stream: _core.Stream) -> None:
-    """What torch is given from now on starts after what the stream has been given by now."""
-    if _torch_uses(stream.device):
-        current: Any = torch.cuda.current_stream(stream.device.ordinal)
-        stream.lead(int(current.cuda_stream))
-
-
 def await_torch(device: _core.Device, timeout: float = _TORCH_SECONDS) -> None:
     """Waits here until torch has done what it has been given in this thread; on a GPU.
     DeadlineError after `timeout` seconds."""

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from wsync import _core, megatron
 from wsync.disk import DiskSync
-from wsync.exchange.trainer_group import TrainerGroup, rank_has_ended, together
+from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.layout import TrainerLayout
-from wsync.machine.deadline import seconds
 from wsync.options import Options
 from wsync.sync import Sync
 
@@ -134,17 +133,22 @@ class Updater:
         try:
             self._update(self._sync)
         except _TRANSPORT as error:
-            if not self._options.retry or rank_has_ended(error):
+            if not self._options.retry:
                 raise
+            patience = min(_MEET_SECONDS, self._options.exchange_deadline)
             if self._source.rank == 0:
                 _log.warning(
                     "wsync: an update failed and is tried once more, when all trainer ranks have "
-                    "let go of it (at most %s): %s",
-                    seconds(self._patience),
+                    "let go of it: %s",
                     error,
                 )
-            if (all_ranks := self._meet_again()) is None:
-                raise
+            # one that has seen the update succeed does not come: its next weights would meet those
+            # that are sent again
+            meeting = f"update {self._calls} again"
+            try:
+                all_ranks = TrainerGroup(self._source.group, timeout=patience, meeting=meeting)
+            except _core.WsyncError:
+                raise error from None
             try:
                 with contextlib.closing(all_ranks):
                     self._update(self._sync)
@@ -159,19 +163,6 @@ class Updater:
         finally:  # one that fails may have told somebody of the version
             self.weight_version = sync.version
         self.update_weight_metrics = report.metrics(whole=False)
-
-    @property
-    def _patience(self) -> float:
-        return min(_MEET_SECONDS, self._options.exchange_deadline)
-
-    def _meet_again(self) -> TrainerGroup | None:
-        """All ranks, if all call this in the same update.  One that has seen the update succeed
-        does not come: its next weights would meet those that are sent again."""
-        meeting = f"update {self._calls} again"
-        try:
-            return TrainerGroup(self._source.group, timeout=self._patience, meeting=meeting)
-        except _core.WsyncError:
-            return None
 
     def pop_metrics(self) -> dict[str, float]:
         """Seconds and bytes of the last update, once."""
@@ -195,9 +186,8 @@ def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options 
         chosen |= Options.named("args.wsync_options", getattr(args, "wsync_options", None) or {})
         options = Options(**chosen)
     options = Options.of(options)
-    checkpoint = options.checkpoint
-    if checkpoint is None:
-        checkpoint = str(getattr(args, "hf_checkpoint", None) or "")
+    folder = str(getattr(args, "hf_checkpoint", None) or "")
+    checkpoint = folder if options.checkpoint is None else options.checkpoint
     config = config if options.quantise is None else options.quantise
     if config == "checkpoint":
         config = {}
