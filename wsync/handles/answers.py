@@ -57,6 +57,10 @@ def other_draft(started: Mapping[str, Any]) -> str:
     return str(draft) if started.get("speculative_algorithm") and draft not in own else ""
 
 
+class NotOfferedError(RemoteError):
+    """An engine has no method of this name."""
+
+
 class Setup(NamedTuple):
     """What a connection goes by of how an engine was started.
 

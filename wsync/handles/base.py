@@ -17,7 +17,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from wsync._core import InvalidArgumentError, RemoteError
+from wsync._core import InvalidArgumentError
+from wsync.handles.answers import NotOfferedError
 from wsync.handles.local import LocalHandle, RayHandle, url_of
 from wsync.handles.sglang_engine import SglangHandle
 from wsync.handles.sglang_http import HttpHandle
@@ -68,10 +69,8 @@ def how_started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
         return {}
     try:
         found = ask(engine, timeout)
-    except RemoteError as error:
-        if isinstance(engine, HttpHandle) and error.native != 404:
-            raise
-        return {}  # not all servers know the path
+    except NotOfferedError:
+        return {}
     return found if isinstance(found, Mapping) else {}
 
 

@@ -1,5 +1,6 @@
 """Engines reached by method calls: objects of this process, or Ray actors."""
 
+import contextlib
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,14 +12,7 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
-from wsync.handles.answers import (
-    Setup,
-    check_answer,
-    cut,
-    other_draft,
-    refusal,
-    translate,
-)
+from wsync.handles.answers import NotOfferedError, Setup, cut, other_draft, translate
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline, seconds
 from wsync.machine.error_text import error_text
@@ -30,7 +24,8 @@ class LocalHandle(ApiHandle):
     `load_formats` are read where it has them.
     """
 
-    _serves = False  # whether there is a server of SGLang behind it
+    _serves = False
+    _remote = False  # whether it is a Ray actor
 
     def __init__(
         self, engine: object, *, workers: int | None = None, gpus: int | None = None
@@ -43,30 +38,10 @@ class LocalHandle(ApiHandle):
         self.workers = int(workers or 1)
         self.load_formats: tuple[str, ...] = tuple(getattr(engine, "load_formats", ()))
 
-    def _pause(self, mode: str, timeout: float) -> None:
-        # slime's actors of 0.2.2 take no mode; abort is what they do
-        arguments = {} if mode == "abort" else {"mode": mode}
-        self._do("pause_generation", arguments, timeout)
-
-    def _flush_once(self, timeout: float) -> str | None:
-        return refusal(self._call("flush_cache", timeout))
-
-    def _reprocess(self, timeout: float, **steps: bool) -> bool:
-        method = "post_process_weights"
-        if not hasattr(self._engine, method):
-            return not self._serves  # what else an object does with weights is its own affair
-        check_answer(self.name, method, self._call(method, timeout, **steps))
-        return True
-
     def _info(self, method: str, timeout: float) -> dict[str, Any]:
-        if not hasattr(self._engine, method):
-            method = f"get_{method}"
-        if not hasattr(self._engine, method):
-            return {}
-        answer = self._call(method, timeout)
-        if not isinstance(answer, Mapping):
-            raise RemoteError(f"engine {self.name}: {method}: {cut(repr(answer))}")
-        return dict(answer)
+        with contextlib.suppress(NotOfferedError):
+            return super()._info(method, timeout)
+        return {}
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         found = super().model_info(timeout)
@@ -74,11 +49,20 @@ class LocalHandle(ApiHandle):
             return {"weight_version": self._call("get_weight_version", timeout)}
         return found
 
-    def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        check_answer(self.name, method, self._call(method, timeout, **arguments))
+    def _method(self, name: str) -> Any:
+        """The engine's method, or None."""
+        return getattr(self._engine, name, None)
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        return self._result(lambda: getattr(self._engine, method)(**arguments), method)
+        if self._method(method) is None:
+            raise NotOfferedError(f"engine {self.name}: has no method {method}")
+        if self._remote:
+            with self._asks(method):
+                return call_actor(self._engine, self.name, method, timeout, arguments)
+        return self._result(lambda: self._invoke(method, timeout, arguments), method)
+
+    def _invoke(self, method: str, timeout: float, arguments: dict[str, Any]) -> Any:
+        return self._method(method)(**arguments)
 
     def _result(self, function: Callable[[], Any], method: str) -> Any:
         """What a call of the engine's returns; its errors as wsync's."""
@@ -87,11 +71,6 @@ class LocalHandle(ApiHandle):
                 return function()
             except Exception as error:
                 raise translate(where, error) from error
-
-    def _call_actor(self, method: str, timeout: float, arguments: Mapping[str, Any]) -> Any:
-        """`_call` of an engine that is a Ray actor."""
-        with self._asks(method):
-            return call_actor(self._engine, self.name, method, timeout, arguments)
 
 
 class RayHandle(LocalHandle):
@@ -107,7 +86,7 @@ class RayHandle(LocalHandle):
         timeout: seconds that the actor has to answer.
     """
 
-    _serves = True
+    _serves = _remote = True
 
     def __init__(
         self, engine: Any, *, workers: int | None = None, gpus: int | None = None, timeout: float
@@ -128,10 +107,6 @@ class RayHandle(LocalHandle):
                 "takes no request for its own model only: give the URL of its server"
             )
 
-    @property
-    def started(self) -> dict[str, Any]:
-        return self._started
-
     def model_info(self, timeout: float) -> dict[str, Any]:
         """What the actor says, and which process it is: Ray may start it again without a word
         (max_restarts), with the weights that it began with."""
@@ -146,9 +121,6 @@ class RayHandle(LocalHandle):
             return str(ray.get_runtime_context().get_worker_id())
 
         return {**found, "process": self._call("__ray_call__", deadline.left, fn=worker)}
-
-    def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        return self._call_actor(method, timeout, arguments)
 
 
 def url_of(actor: Any, timeout: float) -> str | None:

@@ -8,8 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Self
 
-from wsync._core import DeadlineError, InvalidArgumentError, StateError, UnsupportedError
-from wsync.handles.answers import check_answer, cut, other_draft, refusal
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    RemoteError,
+    StateError,
+    UnsupportedError,
+)
+from wsync.handles.answers import NotOfferedError, check_answer, cut, other_draft, refusal
 from wsync.machine.deadline import POLL_SECONDS, Deadline, seconds
 from wsync.messages.control import LOAD_FORMAT
 
@@ -32,8 +38,10 @@ class ApiHandle(ABC):
 
     name: str
     workers: int
+    _serves = True  # whether there is a server of SGLang behind it
 
     def __init__(self, *, sessions: bool = False) -> None:
+        self._started: dict[str, Any] = {}
         # whether the session of this update is open; None: not known, another's may be
         self._begun: bool | None = None
         self._restored = False  # the weights, by this update, for them to be loaded
@@ -47,7 +55,7 @@ class ApiHandle(ABC):
     @property
     def started(self) -> dict[str, Any]:
         """How the engine was started, if it says so."""
-        return {}
+        return self._started
 
     def during(self) -> Self:
         """The same handle, for the requests of one update."""
@@ -77,20 +85,33 @@ class ApiHandle(ABC):
             self.unanswered.remove(where)
 
     @abstractmethod
-    def _pause(self, mode: str, timeout: float) -> None:
-        """Stops generation."""
+    def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
+        """What the engine answers, also where it refuses; NotOfferedError where it has no such
+        method."""
 
-    @abstractmethod
-    def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> object:
+    def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         """Calls a method; raises where the engine refuses or does not answer."""
+        check_answer(self.name, method, self._call(method, timeout, **arguments))
 
-    @abstractmethod
+    def _pause(self, mode: str, timeout: float) -> None:
+        """Stops generation.  slime's actors of 0.2.2 take no mode, and abort, as all do without."""
+        self._do("pause_generation", {} if mode == "abort" else {"mode": mode}, timeout)
+
     def _flush_once(self, timeout: float) -> str | None:
         """Empties the cache; why that cannot be done yet, or None."""
+        return refusal(self._call("flush_cache", timeout))
 
-    @abstractmethod
     def _info(self, method: str, timeout: float) -> dict[str, Any]:
         """What a method answers, or the one that is called get_... in older versions."""
+        deadline = Deadline(timeout)
+        try:
+            answer = self._call(method, deadline.left)
+        except NotOfferedError:
+            answer = self._call(f"get_{method}", deadline.left)
+        if not isinstance(answer, Mapping):
+            text = cut(str(answer))
+            raise RemoteError(f"engine {self.name}: {method}: not a JSON object: {text}")
+        return dict(answer)
 
     def rearranges(self, rearranges: bool) -> None:
         """Says whether updates bring weights that engines rearrange when they have loaded them:
@@ -100,7 +121,13 @@ class ApiHandle(ABC):
 
     def _session(self, method: str, timeout: float, **selector: str) -> object:
         """Begins or ends a session; what the engine answers, None where it knows none."""
-        return None
+        if not self._sessions["known"]:
+            return None
+        try:
+            return self._call(method, timeout, **selector)
+        except NotOfferedError:
+            self._sessions["known"] = False
+            return None
 
     def _for_model(self, load_format: object) -> dict[str, Any]:
         """What has a request leave a draft as it is, if wsync's loader takes it or if the draft is
@@ -110,8 +137,15 @@ class ApiHandle(ABC):
         return {}
 
     def _reprocess(self, timeout: float, **steps: bool) -> bool:
-        """Calls post_process_weights; False where the engine does not know it."""
-        return False
+        """Calls post_process_weights; False where a server does not know it.  What else an object
+        does with weights is its own affair."""
+        method = "post_process_weights"
+        try:
+            answer = self._call(method, timeout, **steps)
+        except NotOfferedError:
+            return not self._serves
+        check_answer(self.name, method, answer)
+        return True
 
     def _begin(self, timeout: float, load_format: object = None) -> float:
         """Begins a session unless this update has one; what is left of the timeout.  One that an

@@ -42,15 +42,8 @@ class SglangHandle(LocalHandle):
         self.workers, self.load_formats = setup.workers, setup.loaders
         self._sessions["known"] = hasattr(engine, "begin_weight_update")
 
-    @property
-    def started(self) -> dict[str, Any]:
-        return self._started
-
     def _pause(self, mode: str, timeout: float) -> None:
         """Nothing runs."""
-
-    def _session(self, method: str, timeout: float, **selector: str) -> object:
-        return self._call(method, timeout, **selector) if self._sessions["known"] else None
 
     def _update(self, payloads: Sequence[bytes], settings: dict[str, Any], timeout: float) -> None:
         form = _form("UpdateWeightsFromTensorReqInput")

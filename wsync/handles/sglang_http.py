@@ -3,11 +3,10 @@
 import contextlib
 import json
 import re
-from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from wsync._core import (
     DeadlineError,
@@ -16,11 +15,10 @@ from wsync._core import (
     RemoteError,
 )
 from wsync.handles.answers import (
+    NotOfferedError,
     Setup,
     cause,
-    check_answer,
     check_same,
-    cut,
     engine_text,
     json_or_text,
 )
@@ -28,7 +26,7 @@ from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline, seconds
 from wsync.messages.tcp_channel import KEEPALIVE
 
-# what SGLang answers with a status, and without flush_cache
+# what SGLang takes without flush_cache
 _STEERING: Final = ("pause_generation", "continue_generation")
 
 
@@ -49,8 +47,6 @@ class HttpHandle(ApiHandle):
     ) -> None:
         """Asks the server for tp_size unless `workers` is given.
 
-        A URL may have a user and a password, for a proxy in front of the engine; its name has not.
-
         Raises InvalidArgumentError for an api_key that no HTTP header can have.
         """
         if not url.startswith(("http://", "https://")):
@@ -58,14 +54,13 @@ class HttpHandle(ApiHandle):
                 f"engine {url!r}: a URL starts with http://, https:// or vllm+http://"
             )
         super().__init__(sessions=True)  # until the server says that it knows none
-        url = url.rstrip("/")
-        self.name = re.sub(r"(?<=://)[^/?#]*@", "", url)  # as others may read it
-        if self.name != url and api_key:
+        self.name = re.sub(r"(?<=://)[^/?#]*@", "", url.rstrip("/"))  # as others may read it
+        if self.name != url.rstrip("/"):
             raise InvalidArgumentError(
-                f"engine {self.name}: a URL with a user, and an api_key: requests carry one"
+                f"engine {self.name}: requests carry no user: api_key= gives the key of a server"
             )
         try:
-            self._place = urlsplit(url)
+            self._place = urlsplit(self.name)
             self._port = self._place.port
         except ValueError as error:
             raise InvalidArgumentError(f"engine {self.name}: {error}") from error
@@ -74,19 +69,15 @@ class HttpHandle(ApiHandle):
         self._headers = {"Connection": "close"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {_checked_key(api_key)}"
-        elif self._place.username is not None:
-            user = f"{unquote(self._place.username)}:{unquote(self._place.password or '')}"
-            self._headers["Authorization"] = f"Basic {b64encode(user.encode('latin1')).decode()}"
-        self._server: dict[str, Any] = {}  # as it was started; copies share it
         self._timeout = timeout
         self.workers = self._setup.workers if workers is None else workers
 
     @property
     def started(self) -> dict[str, Any]:
-        """How the server was started."""
-        if not self._server:
-            self._server |= self.server_info(self._timeout)
-        return self._server
+        """How the server was started; copies share it."""
+        if not self._started:
+            self._started |= self.server_info(self._timeout)
+        return self._started
 
     @property
     def load_formats(self) -> tuple[str, ...]:
@@ -100,70 +91,41 @@ class HttpHandle(ApiHandle):
             RemoteError: it has other workers or custom weight loaders than before, or drafts now.
             UnsupportedError: it has several HTTP processes now.
         """
-        if not self._server:
+        if not self._started:
             return
         found = self.server_info(timeout)
         check_same(self.name, self._setup, Setup.of(self.name, found))
-        if found.get("version") != self._server.get("version"):  # it may know less
-            self._sessions["known"] = True
-        self._server.clear()
-        self._server |= found
-
-    def _pause(self, mode: str, timeout: float) -> None:
-        self._do("pause_generation", {"mode": mode}, timeout)
-
-    def _flush_once(self, timeout: float) -> str | None:
-        status, text = self._ask("POST", "/flush_cache", None, timeout, also=(400,))
-        if status == 200 and "flush" not in text.lower():
-            raise self._strange("/flush_cache", text)
-        return None if status == 200 else engine_text(text)
+        self._sessions["known"] = True  # it may be of another version
+        self._started.clear()
+        self._started |= found
 
     @property
     def _setup(self) -> Setup:
         return Setup.of(self.name, self.started)
 
-    def _info(self, method: str, timeout: float) -> dict[str, Any]:
-        deadline, path = Deadline(timeout), f"/{method}"
-        status, text = self._ask("GET", path, None, deadline.left, also=(404,))
-        if status == 404:
-            path = f"/get_{method}"
-            _, text = self._ask("GET", path, None, deadline.left)
-        info = json_or_text(text)
-        if not isinstance(info, dict):
-            raise RemoteError(f"engine {self.name}: {path}: not a JSON object: {cut(text)}")
-        return info
-
-    def _session(self, method: str, timeout: float, **selector: str) -> object:
-        if not self._sessions["known"]:
-            return None
-        status, text = self._ask("POST", f"/{method}", selector, timeout, also=(400, 404))
-        self._sessions["known"] = status != 404
-        return json_or_text(text) if status != 404 else None
-
-    def _reprocess(self, timeout: float, **steps: bool) -> bool:
-        path = "/post_process_weights"
-        status, text = self._ask("POST", path, steps, timeout, also=(400, 404))
-        if status == 404:
-            return False
-        check_answer(self.name, path, json_or_text(text))
-        return True
-
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        """One request.  An answer of another form is not an engine's."""
-        path, body = f"/{method}", dict(arguments)
-        says = "status"
+        body = dict(arguments)
         if method not in _STEERING:
             body["flush_cache"] = False
-            says = "success"
         if method == "update_weights_from_disk" and self.started.get("load_format") == "dummy":
             body["load_format"] = "auto"  # by its own it would load none, and refuses
         if method in ("update_weights_from_tensor", "update_weights_from_distributed"):
             body |= self._for_model(body.get("load_format"))
-        _, text = self._ask("POST", path, body, timeout)
+        super()._do(method, body, timeout)
+
+    def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
+        """One request.  What is no JSON object is text, and a refusal; but for flush_cache's."""
+        verb, body = ("GET", None) if method.endswith("_info") else ("POST", arguments)
+        path = f"/{method}"
+        status, text = self.request(verb, path, body, timeout)
+        if status not in (200, 400):
+            kind = NotOfferedError if status == 404 else RemoteError
+            said = f"HTTP {status}: {engine_text(text)}{self.hint(status)}"
+            raise kind(f"engine {self.name}: {path}: {said}")
+        if status == 200 and method == "flush_cache" and "flush" in text.lower():
+            return True
         answer = json_or_text(text)
-        if not isinstance(answer, dict) or says not in answer:
-            raise self._strange(path, text)
-        check_answer(self.name, path, answer)
+        return answer if status == 200 and isinstance(answer, dict) else engine_text(text)
 
     def hint(self, status: int) -> str:
         """What a status may come of: no key, or a URL with a path, as clients of OpenAI want it."""
@@ -173,29 +135,6 @@ class HttpHandle(ApiHandle):
         if status != 404 or not parts.path:
             return ""
         return f"; is the server's root URL {parts.scheme}://{parts.netloc}?"
-
-    def _strange(self, path: str, text: str) -> RemoteError:
-        return RemoteError(
-            f"engine {self.name}: {path}: HTTP 200, but not an engine's answer: {cut(text)!r}"
-        )
-
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        timeout: float,
-        *,
-        also: Sequence[int] = (),
-    ) -> tuple[int, str]:
-        """(status, text).  RemoteError where the status is neither 200 nor one of `also`."""
-        status, text = self.request(method, path, body, timeout)
-        if status != 200 and status not in also:
-            said = f"{path}: HTTP {status}: {engine_text(text)}{self.hint(status)}"
-            error = RemoteError(f"engine {self.name}: {said}")
-            error.native = status
-            raise error
-        return status, text
 
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float

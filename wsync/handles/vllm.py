@@ -195,7 +195,7 @@ class VllmHandle(LocalHandle):
         return list(answers)
 
     def _method(self, name: str) -> Any:
-        """The engine's, or None; an LLM leaves some to its llm_engine."""
+        """An LLM leaves some to its llm_engine."""
         inner = getattr(self._engine, "llm_engine", None)
         return getattr(self._engine, name, getattr(inner, name, None))
 
@@ -215,15 +215,10 @@ class VllmHandle(LocalHandle):
         resumes = self._has("resume_generation") or self._sleeps()
         return resumes and not self._remote and self._takes("wake_up", "tags")
 
-    def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        if self._remote:
-            return self._call_actor(method, timeout, arguments)
+    def _invoke(self, method: str, timeout: float, arguments: dict[str, Any]) -> Any:
         if isinstance(self._engine, VllmServer):
             arguments["timeout"] = timeout
-        return self._result(lambda: self._wait_for(method, arguments, timeout), method)
-
-    def _wait_for(self, name: str, arguments: Mapping[str, Any], timeout: float) -> Any:
-        answer = self._method(name)(**arguments)
+        answer = super()._invoke(method, timeout, arguments)
         if not inspect.iscoroutine(answer):
             return answer
         handler = getattr(self._engine, "output_handler", None)
