@@ -229,7 +229,8 @@ class Calls:
     """An engine of one worker that only notes what it is asked."""
 
     def __init__(self, **facts: Any) -> None:
-        self.facts = {"rank": 0, "workers": 1, "engines": 1, "weight_version": "4", **facts}
+        told = {"rank": 0, "workers": 1, "engines": 1, "weight_version": "4", "instance": "a"}
+        self.facts = told | facts
         self.seen: list[tuple[Any, ...]] = []
         self.llm_engine: Any = None
 
@@ -250,10 +251,10 @@ def worker_of(model: torch.nn.Module) -> Any:
 
 def test_weights_that_an_update_has_left_half_way_have_no_version() -> None:
     worker = worker_of(torch.nn.Linear(2, 2))
-    side = worker._wsync_state()
-    side.receiver.state.weight_version = "6"
+    state = worker._wsync_receiver().state
+    state.weight_version = "6"
     assert json.loads(worker.wsync_describe())["weight_version"] == "6"
-    side.receiver.state.lose("update 7 is running")
+    state.lose("update 7 is running")
     assert json.loads(worker.wsync_describe())["weight_version"] is None
 
 
@@ -263,7 +264,7 @@ def test_workers_of_two_versions_are_of_none() -> None:
             facts = {**self.facts, "workers": 2}
             return [json.dumps({**facts, "rank": n, "weight_version": str(n)}) for n in range(2)]
 
-    assert VllmHandle(Two()).model_info(5) == {"weight_version": None}
+    assert VllmHandle(Two()).model_info(5) == {"weight_version": None, "instance": "a a"}
 
 
 class AsyncCalls(Calls):
@@ -301,7 +302,7 @@ def test_coroutines_run_in_the_engines_loop(driven: bool) -> None:
     found.pause("retract", 5)
     found.flush(5)
     found.resume(5)
-    assert found.model_info(5) == {"weight_version": "4"}
+    assert found.model_info(5) == {"weight_version": "4", "instance": "a"}
     assert ("pause", "keep", False) in engine.seen
     assert ("resume",) in engine.seen
     assert engine.held == -1

@@ -158,7 +158,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return str(self.model_config.model)
 
     def reasons(self) -> list[str]:
-        loader = self.__dict__["_wsync"].loader
+        loader = self._wsync_receiver()._loader
         return [loader.reason, loader.recorded.reason]
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -19,20 +19,18 @@ from wsync._core import Layout, LayoutError, UnsupportedError
 from wsync.checkpoints.hub_cache import folder_of
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.learn.replay import LearntModule
+from wsync.engine.post_load import run_in_place
 from wsync.engine.receiver import Receiver, refused
-from wsync.engine.ring_loaders import (
-    CallingLoader,
-    ChoosingLoader,
-    OnWeightsLost,
-    Receipt,
-)
+from wsync.engine.ring_loaders import CallingLoader, ChoosingLoader, OnWeightsLost, Receipt
 from wsync.messages.control import WHOLE
 from wsync.module_tensors import checksum_of, same_bytes
 from wsync.module_tensors.names import listed, without_scales
 from wsync.quantise.config import facts_of
 from wsync.trainer.checkpoint_check import check_room
-from wsync.vllm.made_once import BoundTensor, made_by_hook, run_anew
+from wsync.vllm.model_hook import run_hook_anew
 from wsync.vllm.rehearsal import Rehearsal
+
+_RECEIVER: Final = "_wsync_receiver"  # where a model keeps it
 
 
 class WorkerExtension:
@@ -64,24 +62,24 @@ class WorkerExtension:
         those of one update), what else keeps what they have computed, and whether layers of the
         model draft tokens, as JSON."""
         parallel = self.parallel_config
-        many = parallel.data_parallel_size > 1
         alone = getattr(parallel, "data_parallel_external_lb", False)
-        side: _Side | None = self.__dict__.get("_wsync")
-        whole = side is not None and not side.receiver.trouble
-        version = side.receiver.state.weight_version if side and whole else None
+        model = self.model_runner.get_model()
+        receiver: Receiver | None = vars(model).get(_RECEIVER)
+        whole = receiver is not None and not receiver.trouble
+        version = receiver.state.weight_version if receiver and whole else None
         cache = getattr(self.vllm_config, "cache_config", None)
         drafts = getattr(getattr(self.vllm_config, "speculative_config", None), "method", None)
         return json.dumps(
             {
                 "rank": self.rank,
                 "workers": parallel.world_size,
-                "engines": parallel.data_parallel_size if many and not alone else 1,
+                "engines": 1 if alone else parallel.data_parallel_size,
                 "weight_version": version,
                 "prefix_cache": bool(getattr(cache, "enable_prefix_caching", False)),
                 "kv_connector": bool(getattr(self.vllm_config, "kv_transfer_config", None)),
                 "drafts": drafts == "mtp",
                 "multimodal": bool(getattr(self.model_config, "is_multimodal_model", False)),
-                "instance": f"{os.getpid()}.{id(_model(self.model_runner))}",
+                "instance": f"{os.getpid()}.{id(model)}",
             }
         )
 
@@ -91,35 +89,18 @@ class WorkerExtension:
         try:
             if not 0 <= self.rank < len(messages):
                 return [False, f"worker {self.rank}: {len(messages)} control messages"]
-            side = self._wsync_state()
-            return list(side.receiver.handle(messages[self.rank].encode(), version=version))
+            receiver = self._wsync_receiver()
+            return list(receiver.handle(messages[self.rank].encode(), version=version))
         except Exception as error:
             return list(refused(self.rank, error))
 
-    def _wsync_state(self) -> _Side:
-        model = _model(self.model_runner)
-        state: _Side | None = self.__dict__.get("_wsync")
-        if state is None or state.model is not model:
-            if state is not None:
-                state.receiver.close()
+    def _wsync_receiver(self) -> Receiver:
+        model = self.model_runner.get_model()
+        if _RECEIVER not in vars(model):
             loader = VllmLoader(model, self.vllm_config, self.model_config, self.device)
-            state = _Side(model, loader, Receiver(loader, worker=self.rank))
-            self.__dict__["_wsync"] = state
-        return state
-
-
-class _Side(NamedTuple):
-    """One worker's part."""
-
-    model: torch.nn.Module
-    loader: VllmLoader
-    receiver: Receiver
-
-
-def _model(runner: Any) -> torch.nn.Module:
-    model = runner.get_model() if hasattr(runner, "get_model") else runner.model
-    assert isinstance(model, torch.nn.Module)
-    return model
+            vars(model)[_RECEIVER] = Receiver(loader, worker=self.rank)
+        receiver: Receiver = vars(model)[_RECEIVER]
+        return receiver
 
 
 class VllmLoader(ChoosingLoader):
@@ -144,7 +125,6 @@ class VllmLoader(ChoosingLoader):
         self.recorded = _Recorded(model, after=self._process)
         self._chosen = self.recorded
         self._tried: tuple[LearntModule | None, str] = (None, "")
-        self.made: list[BoundTensor] = []  # by the model's own hook
 
     def blob(self) -> bytes:
         return self.recorded.blob()  # whatever a session that lives has chosen
@@ -203,15 +183,12 @@ class VllmLoader(ChoosingLoader):
 
     def _process(self, _: object = None) -> None:
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.utils import (
-            process_weights_after_loading,
-        )
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-        def process() -> None:
-            process_weights_after_loading(self.model, self.model_config, self._device)
-
+        given = self.model, self.model_config, self._device
         with set_current_vllm_config(self.config):
-            run_anew(self.model, self.made, process)
+            run_in_place(self.model, lambda: process_weights_after_loading(*given))
+            run_hook_anew(self.model)
 
     def _process_kept(self) -> str:
         """Which parameter that is to stay as it is processing changes once more, or "": a reload
@@ -230,14 +207,10 @@ class VllmLoader(ChoosingLoader):
 
     def _changes(self, learnt: LearntModule) -> str:
         """What processing changes of that which load_weights has written just now, or ""."""
-        from vllm.config import set_current_vllm_config
-
         places = learnt.does.written
         tensors = learnt.memory.tensors() or []
         before = [checksum_of(place.view(tensors)) for place in places]
         self._process()
-        with set_current_vllm_config(self.config):
-            self.made += made_by_hook(self.model)
         tensors = learnt.memory.tensors() or []
         for place, sum in zip(places, before, strict=True):
             if checksum_of(place.view(tensors)) != sum:
@@ -353,24 +326,6 @@ def rewritten(model: torch.nn.Module) -> str:
     return ""
 
 
-class _Parameter(NamedTuple):
-    """A parameter after a rehearsal.
-
-    own: which tensor of the engine's it stands for.  rest: elements that nothing was loaded to, of
-    `item` bytes.  made_anew: by a reload, which loads biases where they are.  layer_loaded: whether
-    something was loaded to its layer.  is_missed: vLLM does not count what was loaded to it, and
-    takes it for one that nothing is loaded to.
-    """
-
-    path: str
-    own: int
-    rest: int
-    item: int
-    made_anew: bool
-    layer_loaded: bool
-    is_missed: bool
-
-
 class _Reloader(CallingLoader):
     """Whole tensors through vLLM's own reload: layers are made anew, loaded and processed, and
     copied to where they were.
@@ -403,53 +358,45 @@ class _Reloader(CallingLoader):
             with self._configured():
                 self._layerwise.initialize_layerwise_reload(self._module)
                 ended = rehearsal.run(self._module, self._module.load_weights)  # type: ignore[arg-type]
-                found = list(self._parameters(rehearsal))
+                lacking = self._lacking(rehearsal)
         finally:
             self._layerwise.get_layer_size = size
             self._put_back()
-        for each in found:
-            if each.is_missed:
-                raise UnsupportedError(
-                    f"{each.path}: {type(self._module).__name__} loads it without its "
-                    "weight_loader, and vLLM's layerwise reload, which is needed "
-                    f"({self._owner.reason}), leaves it as it is"
-                )
-        return self._lacking(found) if ended else {}
+        return lacking if ended else {}
 
-    def _lacking(self, found: list[_Parameter]) -> dict[str, int]:
+    def _lacking(self, rehearsal: Rehearsal) -> dict[str, int]:
         """The bytes of parameters that nothing was loaded to.  A layer that is loaded in part is
         processed with whatever memory it has for the rest; one that nothing is loaded to stays as
-        it is, which is right where others loaded its tensors: a tied head."""
-        complete = {each.own for each in found if each.rest <= 0}
-        lacking: dict[str, int] = {}
-        for each in found:
-            if each.rest > 0 and (each.layer_loaded or each.own not in complete):
-                lacking[each.path] = each.rest * each.item
-                if each.layer_loaded and each.made_anew:
-                    self.half_loaded.add(each.path)
-        return lacking
-
-    def _parameters(self, rehearsal: Rehearsal) -> Iterator[_Parameter]:
-        """But for layers of attention, whose scales may be missing."""
+        it is, which is right where others loaded its tensors: a tied head.  Layers of attention
+        are left out, whose scales may be missing."""
+        complete, idle, lacking = set[int](), dict[str, int](), dict[str, int]()
         for prefix, layer in self._module.named_modules():
             if is_attention(layer):
                 continue
             info = self._layerwise.get_layerwise_info(layer)
             kept = info.kernel_tensors[0] if info.kernel_tensors is not None else {}
-            counted = {name for name, _ in info.loaded_weights}
             for name, parameter in layer._parameters.items():
                 if parameter is None:
                     continue
-                written, anew = rehearsal.written(parameter), name in info.restore_metadata[0]
-                yield _Parameter(
-                    path=f"{prefix}.{name}",
-                    own=id(kept.get(name, parameter)),
-                    rest=parameter.numel() - written,
-                    item=parameter.element_size(),
-                    made_anew=anew,
-                    layer_loaded=info.load_numel > 0,
-                    is_missed=anew and written > 0 and name not in counted,
-                )
+                path, written = f"{prefix}.{name}", rehearsal.written(parameter)
+                anew = name in info.restore_metadata[0]  # by a reload: not so biases
+                if anew and written and name not in {known for known, _ in info.loaded_weights}:
+                    raise UnsupportedError(
+                        f"{path}: {type(self._module).__name__} loads it without its "
+                        "weight_loader, and vLLM's layerwise reload, which is needed "
+                        f"({self._owner.reason}), leaves it as it is"
+                    )
+                own, rest = id(kept.get(name, parameter)), parameter.numel() - written
+                if rest <= 0:
+                    complete.add(own)
+                    continue
+                lacking[path] = rest * parameter.element_size()
+                if info.load_numel == 0:
+                    idle[path] = own
+                elif anew:
+                    self.half_loaded.add(path)
+        tied = {path for path, own in idle.items() if own in complete}
+        return {path: nbytes for path, nbytes in lacking.items() if path not in tied}
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
@@ -457,8 +404,16 @@ class _Reloader(CallingLoader):
             self._layerwise.initialize_layerwise_reload(self._module)
 
     def finish(self, timeout: float) -> Receipt:
+        """vLLM's own reload ends without the model's hook, which its first load ends with, and
+        processes no layer that nothing is loaded to."""
         receipt = super().finish(timeout)
-        self._finalize()
+        with self._configured():
+            tied = self._tied()
+            self._layerwise.finalize_layerwise_reload(self._module, self._owner.model_config)
+            for layer in tied:
+                layer.quant_method.process_weights_after_loading(layer)
+            refill_unpacked(self._module)
+            run_hook_anew(self._module)
         return receipt
 
     def abandon(self) -> None:
@@ -474,19 +429,6 @@ class _Reloader(CallingLoader):
                 if info.kernel_tensors is not None:
                     self._layerwise._place_kernel_tensors(layer, info)
                 info.reset()
-
-    def _finalize(self) -> None:
-        """vLLM's own reload ends without the model's hook, which its first load ends with, and
-        processes no layer that nothing is loaded to."""
-        hook = getattr(self._module, "process_weights_after_loading", None)
-        with self._configured():
-            tied = self._tied()
-            self._layerwise.finalize_layerwise_reload(self._module, self._owner.model_config)
-            for layer in tied:
-                layer.quant_method.process_weights_after_loading(layer)
-            refill_unpacked(self._module)
-            if hook is not None:
-                run_anew(self._module, self._owner.made, hook)
 
     def _tied(self) -> list[Any]:
         """Layers that nothing was loaded to, and whose parameters others have, to which it was: a

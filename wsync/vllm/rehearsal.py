@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wsync._core import Layout
-from wsync.engine.learn.mismatch import converting, meaningless, refusing
-from wsync.module_tensors import dtype_of, name_of
+from wsync.engine.learn.mismatch import converting, meaningless, refusing, text_of
+from wsync.module_tensors import dtype_of
+from wsync.probing.numbering import Made, Source
 
-_WRITES: Final = (
-    torch.ops.aten.copy_.default,
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.fill_.Tensor,
-    torch.ops.aten.zero_.default,
-)
+_COPIES: Final = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor)
+_FILLS: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 _View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
 
 
@@ -33,32 +30,24 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: Layout) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names: dict[int, str] = {}  # by storage
-        self._pairs: list[tuple[str, torch.Tensor]] = []
+        facts = map(model.tensor, range(model.tensor_count))
+        self._sources = [Source(name, dtype_of(dtype), shape) for name, dtype, shape, _ in facts]
+        self._by_storage: dict[int, Source] = {}
+        self._made: list[torch.Tensor] = []  # so that no other one gets its storage
         self._converted: dict[str, str] = {}
-        # by storage: what of it has been written, and whether with the values of a tensor
-        self._written: dict[int, dict[_View, bool]] = {}
-        for index in range(model.tensor_count):
-            name, dtype, shape, _ = model.tensor(index)
-            tensor = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
-            self._names[_storage(tensor)] = name
-            self._pairs.append((name, tensor))
+        self._written: dict[int, set[_View]] = defaultdict(set)  # by storage
 
-    def run(
-        self, module: torch.nn.Module, load: Callable[[list[tuple[str, torch.Tensor]]], Any]
-    ) -> bool:
+    def run(self, module: torch.nn.Module, load: Callable[[Any], Any]) -> bool:
         """Whether the loader has come to its end."""
-        ended = True
+        pairs, ended = Made(self._sources, self._make, whole=False), True
         try:
             with torch.no_grad(), self:
-                load(list(self._pairs))
+                load(pairs)
         except Exception as error:
             ended = False
             if not self._converted and not _wants_values(error):
-                if what := self._at_work(error.__traceback__):
-                    raise refusing(module, what, error) from error
-                if isinstance(error, ValueError):  # vLLM looks for a name before it takes a tensor
-                    raise refusing(module, "a tensor", error) from error
+                taken = next((text_of(*s) for s in self._sources if s.name == pairs.last), "")
+                raise refusing(module, taken, error) from error
         if self._converted:
             raise converting(module, self._converted.values())
         return ended
@@ -66,38 +55,28 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def written(self, tensor: torch.Tensor) -> int:
         """How many elements of a parameter the loader has written.  What fills all of it before
         parts are loaded does not count."""
-        views = self._written.get(_storage(tensor), {})
-        sizes = {view: math.prod(view[1]) for view in views}
-        parts = [n for view, n in sizes.items() if views[view] or n < tensor.numel()]
-        return sum(parts) if parts else sum(sizes.values())
+        return sum(math.prod(shape) for _, shape, _ in self._written[_storage(tensor)])
 
-    def _at_work(self, trace: TracebackType | None) -> str:
-        """The tensor that the innermost functions have in their variables, or ""."""
-        found = ""
-        while trace is not None:
-            for value in list(trace.tb_frame.f_locals.values()):
-                plain = isinstance(value, torch.Tensor) and value.layout == torch.strided
-                if plain and (name := self._names.get(_storage(value))):
-                    found = f"{name} ({_form(value)})"
-            trace = trace.tb_next
-        return found
+    def _make(self, source: Source) -> torch.Tensor:
+        tensor = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        self._by_storage[_storage(tensor)] = source
+        self._made.append(tensor)
+        return tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func in _WRITES:
-            target = args[0]
-            view = int(target.storage_offset()), tuple(target.shape), target.stride()
-            views = self._written.setdefault(_storage(target), {})
-            views.setdefault(view, False)
-            if func is torch.ops.aten.copy_.default:
-                source = args[1]
-                if name := self._names.get(_storage(source), ""):
-                    views[view] = True
-                    if meaningless(source.dtype, target.dtype):
-                        self._converted[name] = f"{name} ({_form(source)}) to {_form(target)}"
-                if source.is_meta and not target.is_meta:
-                    return target
+        if func in _COPIES or (func in _FILLS and not _is_whole(args[0])):
+            view = int(args[0].storage_offset()), tuple(args[0].shape), args[0].stride()
+            self._written[_storage(args[0])].add(view)
+        if func in _COPIES:
+            target, value = args[:2]
+            source = self._by_storage.get(_storage(value))
+            if source is not None and meaningless(value.dtype, target.dtype):
+                found, place = (text_of("", t.dtype, tuple(t.shape)) for t in (value, target))
+                self._converted[source.name] = f"{source.name}{found} to{place}"
+            if value.is_meta and not target.is_meta:
+                return target
         return func(*args, **(kwargs or {}))
 
 
@@ -105,8 +84,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _form(tensor: torch.Tensor) -> str:
-    return f"{name_of(tensor.dtype)} {tuple(tensor.shape)}"
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
 
 
 def _wants_values(error: Exception) -> bool:
