@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from support import distributed_cases as cases
+from support.broadcast_engine import served
 from support.megatron_cpu import Parallel
 from support.procs import Ranks
 from support.tensor_parallel_engine import TensorParallelEngine
@@ -20,7 +21,7 @@ from support.tiny_qwen3 import dense, in_server, sparse, sums
 from support.weights_only_engine import ProcessEngine
 
 import wsync
-from wsync.demo.engines.serve import ServerProcess, serve_in_process
+from wsync.demo.engines.serve import ServerProcess
 from wsync.layout import from_tensors
 from wsync.trainer.connection import Connection
 
@@ -332,7 +333,7 @@ def test_a_rank_that_fails_leaves_engines_paused_and_the_next_update_works(ranks
 
 def test_http_engines_take_broadcasts() -> None:
     config = dense()
-    with serve_in_process(config) as server, TensorParallelEngine(config, tp=2) as sharded:
+    with served(config) as server, TensorParallelEngine(config, tp=2) as sharded:
         model = transformers.AutoModelForCausalLM.from_config(config)
         weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
         options = wsync.Options(**{**OPTIONS, "bucket_nbytes": 1 << 17})

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from support import cycles
+from support.broadcast_engine import served
 from support.procs import Ranks
-
-from wsync.demo.engines.serve import serve_in_process
 
 CYCLES = int(os.environ.get("WSYNC_CYCLES") or 40)
 SETTLING = 6.0  # seconds for threads and descriptors that are on their way out
@@ -32,7 +31,7 @@ def test_nothing_grows_when_a_trainer_comes_and_goes(
     way: str, config: object, tmp_path: Path
 ) -> None:
     with (
-        serve_in_process(config, dtype="float32") as server,
+        served(config, dtype="float32") as server,
         Ranks(1, path=sys.path, modules=["support.cycles"]) as trainer,
     ):
 

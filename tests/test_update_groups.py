@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.update_groups import UpdateGroups, take
 from support.weights_only_engine import ProcessEngine
 
 import wsync
 from wsync import _core
 from wsync.demo.engines.transformers import Engine
-from wsync.engine.update_groups import UpdateGroups
 from wsync.exchange import choose_exchange
 from wsync.exchange.choose_exchange import Transport
 from wsync.exchange.introductions import Introduction
@@ -83,16 +83,16 @@ def test_a_worker_that_does_not_take_a_bucket_leaves_its_group() -> None:
     module = torch.nn.Module()
     module.register_buffer("a", torch.zeros(3))
     module.config = SimpleNamespace(name_or_path="")
-    engine = Engine(module)
+    engine, groups = Engine(module), UpdateGroups()
     announced: dict[str, Any] = {**BUCKET, "group_name": "g", "end": Deadline(PATIENCE)}
-    with joined(engine.groups) as trainer, ThreadPoolExecutor() as pool:
+    with joined(groups) as trainer, ThreadPoolExecutor() as pool:
         engine.gate.pause("abort")
         pool.submit(trainer.broadcast, [torch.full((3,), 1.0)])
         with pytest.raises(wsync.WsyncError):
-            engine.update_weights_from_distributed(**announced | {"dtypes": ["float33"]})
+            take(engine, groups, **announced | {"dtypes": ["float33"]})
         pool.submit(trainer.broadcast, [torch.full((3,), 2.0)])
         with pytest.raises(wsync.WsyncError, match="in none of that name"):
-            engine.update_weights_from_distributed(**announced, weight_version="2")
+            take(engine, groups, **announced, weight_version="2")
     assert engine.weight_version == "default"
     assert module.a.tolist() == [0.0] * 3
 

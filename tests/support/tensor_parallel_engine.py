@@ -15,9 +15,8 @@ from support.tensor_parallel_model import ShardedModel, box_at
 from support.worker_processes import WorkersEngine
 
 from wsync._core import LayoutError
-from wsync.demo.engines.model_worker import ModelWorker
+from wsync.demo.engines.model_worker import ModelWorker, Named
 from wsync.engine.ring_loaders import CallingLoader, LayoutLoader, Loader
-from wsync.engine.update_groups import Named
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors import dtype_of, same_bytes
 

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final, Self
 
 import torch
+from support.update_groups import BROADCAST_SECONDS, UpdateGroups, take
 
 from wsync._core import (
     DeadlineError,
@@ -27,7 +28,6 @@ from wsync._core import (
 )
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.demo.engines.serve import ServerProcess
-from wsync.engine.update_groups import BROADCAST_SECONDS
 from wsync.handles.sglang_base import check_payloads
 from wsync.machine.daemon_threads import Lane
 from wsync.machine.deadline import Deadline, seconds
@@ -267,8 +267,9 @@ def serve(descriptor: int) -> None:
             if what == "start":
                 make, settings = argument
                 worker, what, argument = make(**settings), "ping", None
+                groups = UpdateGroups(worker.rank)
             assert worker is not None
-            reply = (True, _answer(worker, what, argument))
+            reply = (True, _answer(worker, groups, what, argument))
         except WsyncError as error:
             reply = (False, str(error))
         except Exception as error:
@@ -277,16 +278,18 @@ def serve(descriptor: int) -> None:
         pipe.send(reply)
 
 
-def _answer(worker: ModelWorker, what: str, argument: Any) -> Any:
+def _answer(worker: ModelWorker, groups: UpdateGroups, what: str, argument: Any) -> Any:
     """The answer to one question; most are methods."""
     if what == "ping":
         return None
     if what == "state":
         return worker.updates.trouble, worker.updates.weight_version
     if what == "init_weights_update_group":
-        return worker.groups.init(meeting=argument.pop("end").left, **argument)
+        return groups.init(meeting=argument.pop("end").left, **argument)
     if what == "destroy_weights_update_group":
-        return worker.groups.destroy(argument["group_name"])
+        return groups.destroy(argument["group_name"])
+    if what == "update_weights_from_distributed":
+        return take(worker, groups, **argument)
     method = getattr(worker, what)
     if argument is None:
         return method()

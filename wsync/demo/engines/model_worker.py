@@ -14,11 +14,11 @@ from wsync.checkpoints.safetensors_layout import Checkpoint
 from wsync.engine.destination import named_tensors, state_of
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import Loader, ModuleLoader
-from wsync.engine.update_groups import Named, UpdateGroups
 from wsync.machine.deadline import Deadline
 from wsync.messages import control, payload
 from wsync.module_tensors.names import unfused
 
+Named = Sequence[tuple[str, torch.Tensor]]
 Facts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _CASTS: Final = ({torch.float32, torch.bfloat16}, {torch.float32, torch.float16})
 
@@ -34,7 +34,6 @@ class ModelWorker:
         self.rank = rank
         self.receiver = Receiver(loader, worker=rank)
         self.updates = self.receiver.state
-        self.groups = UpdateGroups(rank)
 
     # --- what subclasses say ----------------------------------------------------------------
 
@@ -85,29 +84,6 @@ class ModelWorker:
             with self.updates.replacing(f"loading {model_path}", weight_version):
                 for path in checkpoint.files:
                     self.load_weights(list(load_file(path).items()))
-
-    def update_weights_from_distributed(
-        self,
-        *,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        end: Deadline,
-        load_format: str | None = None,
-        weight_version: str | None = None,
-    ) -> None:
-        """Takes what a trainer broadcasts."""
-        with self.groups.announced(group_name), self._bucket(end, weight_version):
-            received = self.groups.receive(
-                names=names,
-                dtypes=dtypes,
-                shapes=shapes,
-                group_name=group_name,
-                load_format=load_format,
-                timeout=end.left,
-            )
-            self.load_weights(received)
 
     @contextmanager
     def _bucket(self, end: Deadline, weight_version: str | None) -> Iterator[None]:

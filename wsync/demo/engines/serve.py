@@ -23,6 +23,7 @@ from wsync._core import (
 from wsync.checkpoints.safetensors_layout import INDEX, Checkpoint
 from wsync.machine.deadline import seconds
 
+MODULE = "wsync.demo.engines.transformers"
 _EXIT_USAGE = 2
 _STOP_SECONDS = 10.0
 _TAIL_NBYTES = 2000
@@ -121,7 +122,7 @@ def serve_in_process(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="wsync-engine-"))
             model.save_pretrained(folder)
             model, words = folder, [*words, "--seed", str(seed)]
-        program = [sys.executable, "-P", "-m", "wsync.demo.engines.transformers"]
+        program = [sys.executable, "-P", "-m", MODULE]
         server = ServerProcess([*program, "--model", os.fspath(model), *words], str(model))
         try:
             server.await_port(timeout)
@@ -190,7 +191,7 @@ def _end_with_parent() -> None:
 
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m wsync.demo.engines.transformers",
+        prog=f"python -m {MODULE}",
         description="A small inference engine with SGLang's weight-update endpoints, on 127.0.0.1.",
     )
     parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")

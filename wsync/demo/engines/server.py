@@ -4,21 +4,14 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
-from typing import Any, Final
+from typing import Any
 
 from wsync._core import InvalidArgumentError, WsyncError
 from wsync.demo.engines.transformers import REQUEST_SECONDS, Engine
 from wsync.machine.deadline import Deadline
 from wsync.machine.error_text import error_text
-
-_UPDATES: Final = (
-    "update_weights_from_tensor",
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-)
 
 
 class EngineServer(ThreadingTCPServer):
@@ -79,9 +72,8 @@ def _calls(engine: Engine) -> dict[str, Callable[..., Any]]:
         "flush_cache": lambda: "Cache flushed.",  # nothing is kept of what was computed
         "generate": engine.generate,
         "wsync/logits": engine.logits,  # ours: fp32 [tokens, vocab] of a prompt
-        "init_weights_update_group": partial(engine.groups.init, meeting=REQUEST_SECONDS),
-        "destroy_weights_update_group": engine.groups.destroy,
-        **{name: getattr(engine, name) for name in _UPDATES},
+        "update_weights_from_tensor": engine.update_weights_from_tensor,
+        "update_weights_from_disk": engine.update_weights_from_disk,
     }
 
 

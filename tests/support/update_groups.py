@@ -1,14 +1,15 @@
-"""An engine worker's part in updates over process groups, with SGLang's semantics."""
+"""A stock engine worker's part in updates over process groups, with SGLang's semantics."""
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from wsync._core import InvalidArgumentError, LayoutError
 from wsync.bucket import FlattenedTensorBucket, metadata_at
+from wsync.demo.engines.model_worker import ModelWorker, Named
 from wsync.exchange.update_group import Rendezvous, UpdateGroup, connection_of, device_of
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import FLATTENED_BUCKET
@@ -16,8 +17,6 @@ from wsync.messages.control import FLATTENED_BUCKET
 BROADCAST_SECONDS: Final = 120.0
 """The most that a broadcast may take where an engine is not told otherwise: as many seconds as a
 trainer waits for it by default.  SGLang has no such deadline of its own."""
-
-Named = list[tuple[str, torch.Tensor]]
 
 
 class UpdateGroups:
@@ -124,3 +123,17 @@ class UpdateGroups:
                 "init_weights_update_group comes first"
             )
         return self._groups[name]
+
+
+def take(
+    worker: ModelWorker,
+    groups: UpdateGroups,
+    *,
+    group_name: str,
+    end: Deadline,
+    weight_version: str | None = None,
+    **bucket: Any,
+) -> None:
+    """Has a worker load what a trainer broadcasts."""
+    with groups.announced(group_name), worker._bucket(end, weight_version):
+        worker.load_weights(groups.receive(group_name=group_name, timeout=end.left, **bucket))
