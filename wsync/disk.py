@@ -7,13 +7,11 @@ gathered.  See wsync.checkpoints.versions for what readers see, and when.
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import (
@@ -41,12 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskSync", "newest"]
 
-_log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-
-# one write call's share: how much is written between two looks at the other ranks
-_BATCH_NBYTES = 64 << 20
 _PACE_SECONDS = 2.0  # with a call's deadline, less than ranks wait for each other
 _NOT_BY_DISK = dict.fromkeys(
     (
@@ -113,10 +105,7 @@ class DiskSync(Updates):
         published: Callable[[str], object] | None = None,
         options: Options | None = None,
     ) -> None:
-        if not isinstance(dtype, str | None):
-            raise _core.InvalidArgumentError(
-                f"dtype={dtype!r}: the name of a dtype is wanted, as 'bfloat16', or None"
-            )
+        dtype = dtype and str(dtype).removeprefix("torch.")
         if isinstance(base, str | os.PathLike):
             base = Path(base).absolute()  # as `folder`: the program may change its directory
         self._versions = Versions(folder, base, keep, replace=replace)
@@ -181,16 +170,16 @@ class DiskSync(Updates):
             folder = self._write(self._given(weights), report)
             self._use_up_version()
             with report.phase("publish"):
-                path = self._publish(folder)
+                path = self._from_first(lambda: self._versions.publish(folder))
                 if self._group.rank == 0:
                     # it counts, whatever engines make of it: tries that fail must not add up
-                    stack.callback(self._prune)
+                    stack.callback(self._versions.prune)
                 if self._published is not None:
-                    self._published(path)
+                    self._published(os.fspath(path))
                     self._group.barrier()
             with report.phase("engines"):
                 if self._group.rank == 0:
-                    self._load(path, report.version)
+                    self._load(os.fspath(path), report.version)
                     self._requests.measure(report)
                 self._group.confirm()
         return report
@@ -216,19 +205,10 @@ class DiskSync(Updates):
         engines = [engine.name for engine in self._requests.engines]
         return {f"the files of {self._versions.root}": engines} if engines else {}
 
-    def _publish(self, folder: Path) -> str:
-        """Gives a version its name; its path, on every rank."""
-        path = b""
-        if self._group.rank == 0:
-            path = os.fsencode(self._versions.publish(folder))
-        return os.fsdecode(self._group.all_gather(path)[0])
-
-    def _prune(self) -> None:
-        """Removes old versions.  It raises nothing: the new one is there."""
-        try:
-            self._versions.prune()
-        except (OSError, _core.WsyncError) as error:
-            _log.warning("wsync: old versions stay until the next update: %s", error)
+    def _from_first(self, make: Callable[[], Path]) -> Path:
+        """The folder that rank 0 makes, on every rank."""
+        made = os.fsencode(make()) if self._group.rank == 0 else b""
+        return Path(os.fsdecode(self._group.all_gather(made)[0]))
 
     def _abandon(self, error: _core.WsyncError) -> None:
         """What was being written is swept by the next update."""
@@ -239,29 +219,24 @@ class DiskSync(Updates):
         sources = _core.BufferTable.of(self._bind(weights, report))
         self._describe(report)
         with report.phase("begin"):
-            folder = self._make(report.version)
+            folder = self._from_first(lambda: self._begin(report.version))
         bar = self._progress(report, self._writer.nbytes, unit="B", unit_scale=True)
-        threads, pace = self.options.threads or 1, _Pace(self._group.gather_json)
-
-        def written(nbytes: int) -> None:
-            bar.update(nbytes)
-            pace.step()
-
-        with bar, self._writer.opened(folder) as files:
-            with report.phase("write"):
-                self._writer.write(sources, files, threads, written)
-            with report.phase("sync"):
-                syncs = [functools.partial(_sync, *file) for file in files]
-                _in_threads(threads, syncs, pace.step)
-                pace.end()
+        pace = _Pace(self._group.gather_json)
+        threads = ThreadPoolExecutor(self.options.threads or 1, "wsync-files")
+        with bar, self._writer.opened(folder) as files, threads:
+            try:
+                with report.phase("write"):
+                    for nbytes in self._writer.write(sources, files, threads):
+                        bar.update(nbytes)
+                        pace.step()
+                with report.phase("sync"):
+                    for _ in threads.map(_sync, files):
+                        pace.step()
+                    pace.end()
+            except BaseException:  # what has not begun does not
+                threads.shutdown(cancel_futures=True)
+                raise
         return folder
-
-    def _make(self, version: str) -> Path:
-        """The folder to write to, as rank 0 has made it."""
-        made = b""
-        if self._group.rank == 0:
-            made = os.fsencode(self._begin(version))
-        return Path(os.fsdecode(self._group.all_gather(made)[0]))
 
     def _begin(self, version: str) -> Path:
         """A folder with the files at their full sizes, their headers and the index."""
@@ -321,15 +296,8 @@ class _Writer:
         self._arrangement = arrangement
         self._files = sorted({arrangement.places[name].file for name, *_ in boxes})
         self._route = _core.Route(layout, arrangement.layout(boxes))
-        self._batches: list[tuple[int, int]] = []
-        self.nbytes = 0
-        first = nbytes = 0
-        for buffer in range(self._route.buffer_count):
-            nbytes += self._route.nbytes(buffer)
-            if nbytes >= _BATCH_NBYTES or buffer + 1 == self._route.buffer_count:
-                self._batches.append((first, buffer + 1))
-                self.nbytes += nbytes
-                first, nbytes = buffer + 1, 0
+        self._buffers = range(self._route.buffer_count)
+        self.nbytes = sum(map(self._route.nbytes, self._buffers))
 
     @contextlib.contextmanager
     def opened(self, folder: Path) -> Iterator[list[tuple[str, int, int]]]:
@@ -349,33 +317,21 @@ class _Writer:
         self,
         sources: _core.BufferTable,
         files: list[tuple[str, int, int]],
-        threads: int,
-        done: Callable[[int], object],
-    ) -> None:
-        """Writes everything, in batches; `done` gets the bytes of each."""
-        write = functools.partial(_core.write_files, self._route)
-        batches = [functools.partial(write, *some, sources, files) for some in self._batches]
-        _in_threads(threads, batches, done)
+        threads: ThreadPoolExecutor,
+    ) -> Iterator[int]:
+        """Writes everything, a buffer of the rank's at a time; yields the bytes of each."""
+
+        def write(buffer: int) -> int:
+            return _core.write_files(self._route, buffer, buffer + 1, sources, files)
+
+        return threads.map(write, self._buffers)
 
 
-def _sync(path: str, descriptor: int, nbytes: int) -> None:
+def _sync(file: tuple[str, int, int]) -> None:
+    path, descriptor, _ = file
     if descriptor >= 0:
         with system_calls(path):
             os.fsync(descriptor)
-
-
-def _in_threads(
-    threads: int, calls: Sequence[Callable[[], _T]], done: Callable[[_T], object]
-) -> None:
-    """Makes calls; `done` gets what they return, in order.  When one has failed, those that have
-    not begun do not."""
-    with ThreadPoolExecutor(threads, "wsync-files") as pool:
-        try:
-            for each in pool.map(lambda call: call(), calls):
-                done(each)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 class _Pace:

@@ -18,7 +18,7 @@ from support.errors import error_of
 from support.update_cases import compare, slime_arguments, trainer_and_engine
 
 import wsync
-from wsync import _core, disk, megatron
+from wsync import _core, megatron
 from wsync.disk import DiskSync, newest
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
@@ -217,11 +217,8 @@ def write_slowly(folder: str, calls: int) -> str:
 
     mine = {f"{dist.get_rank()}.{i}": torch.full((64,), float(i)) for i in range(calls)}
     options = wsync.Options(deadline=2.0, progress=False)
-    batches, slow = (
-        mock.patch.object(disk, "_BATCH_NBYTES", 1),
-        mock.patch.object(_core, "write_files", write),
-    )
-    with batches, slow, DiskSync(mine, folder=folder, options=options) as sync:
+    slow = mock.patch.object(_core, "write_files", write)
+    with slow, DiskSync(mine, folder=folder, options=options) as sync:
         error = error_of(sync.update)
         dist.barrier()
         if not error:

@@ -13,9 +13,8 @@ import itertools
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,39 +22,30 @@ from safetensors import SafetensorError, safe_open
 
 from wsync import _core
 from wsync.boxes import Box
+from wsync.module_tensors import dtype_of
 from wsync.module_tensors.names import group_of_parts
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 SHARD_NBYTES: Final = 5_000_000_000
 
-# torch's names of the dtypes that safetensors can store
+# torch's names of the dtypes that checkpoints have, and safetensors' names
 _STORED: Final = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",
     "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
     "uint8": "U8",
     "bool": "BOOL",
-    "complex64": "C64",
 }
 _TORCH: Final = {stored: name for name, stored in _STORED.items()}
-_ITEM_NBYTES: Final = {
-    stored: 1 if stored == "BOOL" else int(re.sub(r"^[A-Z]+|_.*", "", stored)) // 8
-    for stored in _TORCH
-}
 
 
 # A tensor, a box of it, and in what steps the box goes along each dimension.
@@ -79,7 +69,7 @@ class Place(Stored):
 
     @property
     def item_nbytes(self) -> int:
-        return _ITEM_NBYTES[_STORED[self.dtype]]
+        return dtype_of(self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
@@ -127,63 +117,52 @@ class Arrangement:
 def arrange(
     model: _core.Layout, *, dtype: str | None = None, shard_nbytes: int = SHARD_NBYTES
 ) -> Arrangement:
-    """Puts a model's tensors into files of at most shard_nbytes of data, in order of their names.
+    """Puts a model's tensors into files of at most shard_nbytes of data, in the model's order.
 
     dtype: what floating-point tensors are stored as, but for codes and their scales; None keeps
     the trainer's.  A tensor that is larger than a file gets one of its own.
 
     Raises UnsupportedError for a dtype that safetensors does not have.
     """
-    shards: list[list[tuple[str, str, tuple[int, ...], int]]] = []
+    shards: list[list[tuple[str, Place]]] = []
     left = 0
-    facts = [model.tensor(index)[:3] for index in range(model.tensor_count)]
-    for name, own, shape in sorted(facts, key=lambda fact: _natural(fact[0])):
+    for index in range(model.tensor_count):
+        name, own, shape, _ = model.tensor(index)
         converted = dtype is not None and "float" in own and not group_of_parts(name, own)
         kind = dtype if dtype is not None and converted else own
         if kind not in _STORED:
-            raise _core.UnsupportedError(f"{name}: safetensors does not store {kind}")
-        nbytes = math.prod(shape) * _ITEM_NBYTES[_STORED[kind]]
+            raise _core.UnsupportedError(f"{name}: safetensors files do not get {kind}")
+        nbytes = math.prod(shape) * dtype_of(kind).itemsize
         if not shards or nbytes > left:
             shards.append([])
             left = shard_nbytes
-        shards[-1].append((name, kind, shape, nbytes))
+        shards[-1].append((name, Place(kind, shape, len(shards) - 1, 0)))
         left -= nbytes
     places: dict[str, Place] = {}
     headers, sizes = [], []
-    for number, shard in enumerate(shards):
+    for shard in shards:
         # wide elements first: then every tensor is aligned to its elements
-        shard.sort(key=lambda fact: -_ITEM_NBYTES[_STORED[fact[1]]])
-        header, offsets, nbytes = _header(shard)
+        shard.sort(key=lambda item: -item[1].item_nbytes)
+        offsets = list(itertools.accumulate((place.nbytes for _, place in shard), initial=0))
+        header = _header(shard, offsets)
         headers.append(header)
-        sizes.append(len(header) + nbytes)
-        for (name, kind, shape, _), offset in zip(shard, offsets, strict=True):
-            places[name] = Place(kind, shape, number, len(header) + offset)
+        sizes.append(len(header) + offsets[-1])
+        for (name, place), offset in zip(shard, offsets, strict=False):
+            places[name] = replace(place, offset=len(header) + offset)
     count = len(shards)
     names = tuple(f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
     return Arrangement(places, names, tuple(headers), tuple(sizes))
 
 
-def _header(shard: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, list[int], int]:
-    """(the file's first bytes, where each tensor begins after them, bytes of all tensors)"""
+def _header(shard: Sequence[tuple[str, Place]], offsets: Sequence[int]) -> bytes:
+    """A file's first bytes.  offsets: where tensors begin after them, and where the last ends."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offsets, at = [], 0
-    for name, kind, shape, nbytes in shard:
-        offsets.append(at)
-        entries[name] = {
-            "dtype": _STORED[kind],
-            "shape": list(shape),
-            "data_offsets": [at, at + nbytes],
-        }
-        at += nbytes
+    for (name, place), span in zip(shard, itertools.pairwise(offsets), strict=True):
+        dtype = _STORED[place.dtype]
+        entries[name] = {"dtype": dtype, "shape": place.shape, "data_offsets": span}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, offsets, at
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
-    parts = re.split(r"([0-9]+)", name)  # no other digits: int() takes some of them
-    return [(int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)]
+    return len(text).to_bytes(8, "little") + text
 
 
 # --- who writes what --------------------------------------------------------------------------
@@ -235,7 +214,7 @@ class Checkpoint:
         self.files = [path / SINGLE]
         expected: dict[str, str] = {}
         if (path / INDEX).exists() or not self.files[0].exists():
-            index = read_index(path)
+            index = read_config(path / INDEX)
             expected, metadata = index.get("weight_map", {}), index.get("metadata") or {}
             if not expected or not isinstance(expected, dict) or not isinstance(metadata, dict):
                 raise _core.LayoutError(f"{path / INDEX}: has no weight_map, or odd metadata")
@@ -262,14 +241,6 @@ def _stored(path: Path) -> dict[str, Stored]:
                 }
         except SafetensorError as error:
             raise _core.LayoutError(f"{path}: {error}") from None
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """The JSON object in the index of a checkpoint.
-
-    Raises SystemCallError if it cannot be read, LayoutError if it is none.
-    """
-    return read_config(folder / INDEX)
 
 
 def read_config(path: Path) -> dict[str, Any]:

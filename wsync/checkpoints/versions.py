@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from wsync import _core
-from wsync.checkpoints.safetensors_layout import INDEX, read_config, read_index, system_calls
+from wsync.checkpoints.safetensors_layout import INDEX, read_config, system_calls
 
 LATEST = "latest"
 _LOCK = ".lock"
@@ -80,13 +80,12 @@ class Versions:
                 f"keep={keep!r}: a number from 1, for the newest version stays, or None for all"
             )
         base = self._base
-        is_path = isinstance(base, str | os.PathLike)
-        if is_path and not Path(base).is_dir():
+        is_folder = isinstance(base, str | os.PathLike) and Path(base).is_dir()
+        if base is not None and not is_folder and not hasattr(base, "save_pretrained"):
             raise _core.InvalidArgumentError(
-                f"{os.fspath(base)!r}: not a folder with the configuration of a checkpoint"
+                f"base={base!s:.200}: neither a folder with a checkpoint's configuration nor a "
+                "transformers configuration"
             )
-        if not is_path and base is not None and not hasattr(base, "save_pretrained"):
-            raise _core.InvalidArgumentError(f"{base!r}: neither a folder nor a configuration")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -162,15 +161,15 @@ class Versions:
 
     def prune(self) -> None:
         """Has the oldest versions removed at the end of `writing`; what cannot be stays until the
-        next time."""
+        next time: the new one is there, and nothing is raised."""
         if self._keep is None:
             return
-        latest = newest(self.root)
-        found = self.root.glob(f"{_PREFIX}*")
-        others = [p for p in found if p.resolve() != latest and _is_version(p)]
-        others.sort(key=_written, reverse=True)
-        for old in reversed(others[self._keep - 1 :]):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, _core.WsyncError):
+            latest = newest(self.root)
+            found = self.root.glob(f"{_PREFIX}*")
+            others = [p for p in found if p.resolve() != latest and _is_version(p)]
+            others.sort(key=_written, reverse=True)
+            for old in reversed(others[self._keep - 1 :]):
                 old.rename(self._hidden(old.name))  # at once: nobody is to find half of it
 
     def _sweep(self) -> None:
@@ -191,7 +190,7 @@ def _name(version: str) -> str:
 def _is_version(folder: Path) -> bool:
     """Whether `publish` has given a folder its name: its index says of which version it is."""
     try:
-        version = read_index(folder)["metadata"]["weight_version"]
+        version = read_config(folder / INDEX)["metadata"]["weight_version"]
     except (_core.WsyncError, KeyError, TypeError):
         return False
     known = re.escape(_name(str(version))) + r"(\.[0-9]{1,3})?"
