@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # row has the numbers of some of its elements, the first one first.
 Read = Callable[[tuple[int, ...], int, int], "Tensor"]
 
+LONGEST = 8  # step in which boxes go through a tensor
 _BLOCK = 1 << 22  # elements whose rows are read at a time
 
 

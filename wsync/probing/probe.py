@@ -15,6 +15,7 @@ import torch
 
 from wsync._core import WsyncError
 from wsync.machine.error_text import error_text
+from wsync.probing.boxes import LONGEST
 from wsync.probing.lines import Lines, raw
 from wsync.probing.numbering import Made, Numbering, Source
 from wsync.probing.pieces import PlacedBox
@@ -74,11 +75,15 @@ class Overwriting:
 
 
 def probe(
-    loads: Overwriting, sources: Sequence[Source], given: Mapping[str, torch.Tensor]
+    loads: Overwriting,
+    sources: Sequence[Source],
+    given: Mapping[str, torch.Tensor],
+    longest: int = LONGEST,
 ) -> list[PlacedBox]:
     """What a load brings to targets, as boxes that make them up.
 
     given: tensors whose values matter, brought as they are.  Targets share no elements.
+    longest: step in which a box may go through a target.
     """
     device = loads.targets[0].device if loads.targets else "cpu"
     numbering = Numbering(sources, given, device)
@@ -93,5 +98,5 @@ def probe(
     return [
         piece
         for number, each in enumerate(lines)
-        for piece in Reading(number, each, numbering).pieces()
+        for piece in Reading(number, each, numbering).pieces(longest)
     ]

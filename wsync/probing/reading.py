@@ -15,7 +15,6 @@ from wsync.probing.numbering import Numbering
 from wsync.probing.pieces import COMPUTED, CONSTANT, UNWRITTEN, PlacedBox
 
 _OTHERS: Final = (UNWRITTEN, CONSTANT, COMPUTED)
-_LONGEST: Final = 8  # step in which a box goes through a target
 
 
 class Reading:
@@ -26,7 +25,7 @@ class Reading:
         self._sources = numbering.of(lines.tensor.dtype)
         self._known = numbering.known
 
-    def pieces(self) -> Iterator[PlacedBox]:
+    def pieces(self, longest: int) -> Iterator[PlacedBox]:
         lines = self._lines
         if not lines.written:
             place = (0,) * len(lines.shape), lines.shape, 0, lines.tensor.stride()
@@ -39,7 +38,7 @@ class Reading:
         *units, unit = units_of(extents)
         field = self._field(rows, names, units, unit)
         by_unit = {units[axis]: axis for axis in range(dims) if extents[axis] > 1}
-        for box in boxes(field.read, lines.shape, by_unit, _LONGEST, field.like):
+        for box in boxes(field.read, lines.shape, by_unit, longest, field.like):
             yield self._piece(box, names, units, unit)
 
     def _rows(self) -> tuple[list[str], torch.Tensor]:
