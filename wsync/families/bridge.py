@@ -8,6 +8,7 @@ whole ones, and a group that has this rank alone.  After Megatron-Bridge 0.3.1 a
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -40,51 +41,43 @@ class _Alone:
         raise AttributeError(name)
 
 
-class _Mappings:
-    """A bridge's registry, which is asked for one parameter after the other.
+def _of(registry: Any, name: str) -> Any:
+    mapping = registry.megatron_to_hf_lookup(name)
+    if mapping is None:
+        raise _core.LayoutError(f"{name}: no mapping of Megatron-Bridge matches it")
+    return mapping
 
-    finish: what the bridge does to tensors when it exports them.
-    """
 
-    def __init__(
-        self, registry: Any, finish: Callable[..., Any], modules: Mapping[str, Module]
-    ) -> None:
-        self._registry = registry
-        self._finish = finish
-        self._modules = modules
+def _convert(
+    registry: Any, finish: Callable[..., Any], module: Module, name: str, tensor: Tensor
+) -> list[tuple[str, Tensor]]:
+    """finish: what the bridge does to tensors when it exports them."""
+    mapping = _of(registry, name)
+    found = mapping.megatron_to_hf(tensor, module)
+    if ".experts." in name:  # it would put them together
+        return list(found.items())
+    task = types.SimpleNamespace(
+        **{"param_name": name, "global_param_name": name, "mapping": mapping},
+        **{"megatron_module": module, "weight_dtype": tensor.dtype},
+    )
+    finished = finish(task, dict(found), {})  # and may add copies under other names
+    return [(target, finished[target]) for target in found]
 
-    def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        mapping, module = self._of(name), self._modules[name]
-        found = mapping.megatron_to_hf(tensor, module)
-        if ".experts." in name:  # it would put them together
-            return list(found.items())
-        task = types.SimpleNamespace(
-            **{"param_name": name, "global_param_name": name, "mapping": mapping},
-            **{"megatron_module": module, "weight_dtype": tensor.dtype},
+
+def _index(registry: Any, name: str) -> int:
+    """Experts' tensors, in their order, are one where they have one name."""
+    match = _EXPERT.search(name)
+    if match is None:
+        return -1
+    number, mapping = int(match[1]), _of(registry, name)
+    other = f"{name[: match.start(1)]}{number + 1}{name[match.end(1) :]}"
+    if mapping.hf_param != _of(registry, other).hf_param:
+        return -1
+    if getattr(mapping, "transpose_on_export", False):
+        raise _core.LayoutError(
+            f"{name}: Megatron-Bridge transposes it as the checkpoint's shape says"
         )
-        finished = self._finish(task, dict(found), {})  # and may add copies under other names
-        return [(target, finished[target]) for target in found]
-
-    def index(self, name: str) -> int:
-        # its experts' tensors, in their order, are one where they have one name
-        match = _EXPERT.search(name)
-        if match is None:
-            return -1
-        number, mapping = int(match[1]), self._of(name)
-        other = f"{name[: match.start(1)]}{number + 1}{name[match.end(1) :]}"
-        if mapping.hf_param != self._of(other).hf_param:
-            return -1
-        if getattr(mapping, "transpose_on_export", False):
-            raise _core.LayoutError(
-                f"{name}: Megatron-Bridge transposes it as the checkpoint's shape says"
-            )
-        return number
-
-    def _of(self, name: str) -> Any:
-        mapping = self._registry.megatron_to_hf_lookup(name)
-        if mapping is None:
-            raise _core.LayoutError(f"{name}: no mapping of Megatron-Bridge matches it")
-        return mapping
+    return number
 
 
 @contextlib.contextmanager
@@ -118,8 +111,11 @@ def bridge_converter(
         alone = dist.new_group(rank, backend="gloo", use_local_synchronization=True)
     param_mapping.mpu = _Alone(alone)
     try:
-        mappings = _Mappings(make(), finish, modules)
-        yield mappings.convert, mappings.index
+        mappings = make()
+        yield (
+            lambda name, tensor: _convert(mappings, finish, modules[name], name, tensor),
+            functools.partial(_index, mappings),
+        )
     finally:
         param_mapping.mpu = groups
         if alone is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from wsync import _core
 from wsync.families.blocks import HF_LAYER, fused_experts, renamed
 from wsync.families.registry import TOGETHER, Family, read_sizes
-from wsync.families.rules import Expansion, Rule, ShardPlacement, Target
+from wsync.families.rules import Expansion, Rule, ShardPlacement
 from wsync.module_tensors.names import FUSED, group_of, group_of_parts
 
 if TYPE_CHECKING:
@@ -22,70 +22,53 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-_SEEN_LAYER: Final = "model.language_model.layers.{layer}."
+_SEEN_EXPERTS: Final = "model.language_model.layers.{layer}.mlp.experts."
 _SPARSE: Final = f"{HF_LAYER}block_sparse_moe."
-
-
-def _mixtral(name: str, *rules: Rule, size: str = "ffn") -> Family:
-    experts = fused_experts(f"{_SPARSE}experts.", ("w1", "w3", "w2"), size=size)
-    router = renamed(f"{HF_LAYER}mlp.gate.weight", "experts h", f"{_SPARSE}gate.weight")
-    return Family(name, experts, (router, *rules))
-
-
-def _turned(name: str, view: str, target: str) -> Rule:
-    """A parameter of the same name as its tensor, which has its axes in another order."""
-    whole = f"{_SEEN_LAYER}mlp.experts.{name}"
-    return Rule(whole, view, Target(whole, target))
-
-
+_SPARSE_RULES: Final = (
+    *fused_experts(f"{_SPARSE}experts.", ("w1", "w3", "w2"), size="ffn"),
+    renamed(f"{HF_LAYER}mlp.gate.weight", "experts h", f"{_SPARSE}gate.weight"),
+    renamed(
+        f"{HF_LAYER}mlp.e_score_correction_bias", "experts", f"{_SPARSE}e_score_correction_bias"
+    ),
+)
+# parameters of the names of their tensors, which have their axes in another order
+_TURNED: Final = (
+    renamed(
+        f"{_SEEN_EXPERTS}gate_up_proj",
+        "experts (gate:moe_ffn | up:moe_ffn) h",
+        f"{_SEEN_EXPERTS}gate_up_proj experts h (gate | up)",
+    ),
+    renamed(
+        f"{_SEEN_EXPERTS}down_proj",
+        "experts h moe_ffn",
+        f"{_SEEN_EXPERTS}down_proj experts moe_ffn h",
+    ),
+)
 _LLAVA: Final = {
     r"model\.language_model\.": "language_model.model.",
     r"lm_head\.": "language_model.lm_head.",
     r"model\.(?=vision_tower\.|multi_modal_projector\.)": "",
 }
+_QWEN_VL: Final = {r"model\.language_model\.": "model.", r"model\.(?=visual\.)": ""}
+_FUSED: Final = (
+    *("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next"),
+)
 
 # Names of transformers modules at run time to those of checkpoints, where the two differ; by
 # model_type, after transformers 5.23 (`conversion_mapping.py`).  What no rule matches keeps its
 # name, and so does what has the form of its tensor already, as 4.57 has it.
+_TABLES: Sequence[tuple[Sequence[str], tuple[Rule, ...], Mapping[str, str]]] = (
+    (_FUSED, fused_experts(), {}),
+    (("olmoe",), fused_experts(size="ffn"), {}),
+    (("mixtral", "minimax_m2"), _SPARSE_RULES, {}),
+    (("gpt_oss", "qwen3_5_moe"), (), {}),  # fused in checkpoints, too
+    (("qwen3_vl_moe",), _TURNED, {}),
+    (("qwen2_vl", "qwen2_5_vl"), (), _QWEN_VL),
+    (("llava", "gemma3", "internvl", "mistral3", "paligemma", "aya_vision"), (), _LLAVA),
+)
 RUNTIME: Mapping[str, Family] = {
-    family.name: family
-    for family in (
-        *(
-            Family(name, fused_experts())
-            for name in (
-                *("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
-                *("dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next"),
-            )
-        ),
-        Family("olmoe", fused_experts(size="ffn")),
-        _mixtral("mixtral"),
-        _mixtral(
-            "minimax_m2",
-            renamed(
-                f"{HF_LAYER}mlp.e_score_correction_bias",
-                "experts",
-                f"{_SPARSE}e_score_correction_bias",
-            ),
-        ),
-        *(Family(name) for name in ("gpt_oss", "qwen3_5_moe")),  # fused in checkpoints, too
-        Family(
-            "qwen3_vl_moe",
-            (
-                _turned(
-                    "gate_up_proj", "experts (gate:moe_ffn | up:moe_ffn) h", "experts h (gate | up)"
-                ),
-                _turned("down_proj", "experts h moe_ffn", "experts moe_ffn h"),
-            ),
-        ),
-        *(
-            Family(name, copied={r"model\.language_model\.": "model.", r"model\.(?=visual\.)": ""})
-            for name in ("qwen2_vl", "qwen2_5_vl")
-        ),
-        *(
-            Family(name, copied=_LLAVA)
-            for name in ("llava", "gemma3", "internvl", "mistral3", "paligemma", "aya_vision")
-        ),
-    )
+    name: Family(name, rules, copied=copied) for names, rules, copied in _TABLES for name in names
 }
 
 # Projectors of gemma3, paligemma, mistral3 and aya_vision.  LLaVA's and InternVL's have the names
@@ -94,25 +77,19 @@ _LIKE_LLAVA: Final = re.compile(
     r"model\.multi_modal_projector\.(mm_|linear\.|patch_merger\.|layernorm\.)"
 )
 
-# What the layers of a model consist of, by kind: what they must have, and all that they may have.
-# Models whose checkpoints have other names or forms have other parts.
+# What the layers of Mixtral consist of, and parts that layers with experts have whose checkpoints
+# have them one by one.
 _LAYER: Final = re.compile(r"model\.layers\.\d+\.(.+)")
-_COMMON: Final = (
+_MIXTRAL: Final = re.compile(
     r"(input|post_attention)_layernorm\.weight|mlp\.gate\.(weight|e_score_correction_bias)|"
     r"mlp\.experts\.(gate_up|down)_proj|self_attn\.[qkvo]_proj\.(weight|bias)"
 )
-_NORMED: Final = rf"{_COMMON}|self_attn\.[qk]_norm\.weight|mlp\.(gate|up|down)_proj\.weight"
-_SHARED: Final = rf"{_NORMED}|mlp\.shared_experts\.\w+\.weight"
-_LATENT: Final = (
-    rf"{_SHARED}|self_attn\.(indexer\..+|(q|kv)_(a|b)_\w+\.weight|indexers_proj\.weight)"
-)
-_TOLD: Final = (
-    ("qwen2_moe", {"mlp.shared_expert_gate.weight"}, r".+"),
-    ("deepseek_v3", {"self_attn.kv_a_proj_with_mqa.weight", "mlp.gate_proj.weight"}, _LATENT),
-    ("glm4_moe", {"mlp.shared_experts.gate_proj.weight"}, _SHARED),
-    ("qwen3_moe", {"self_attn.q_norm.weight"}, _NORMED),
-    ("mixtral", {"input_layernorm.weight", "post_attention_layernorm.weight"}, _COMMON),
-)
+_ONE_BY_ONE: Final = {
+    "mlp.shared_expert_gate.weight",
+    "mlp.shared_experts.gate_proj.weight",
+    "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attn.q_norm.weight",
+}
 
 
 class RuntimeNames:
@@ -179,9 +156,8 @@ class RuntimeNames:
         views: dict[str, Tensor] = {}
         for piece in expansion.pieces:
             view, known = tensor.detach(), [axis for axis in piece.axes if axis >= 0]
-            if piece.extent == piece.shape:  # else the parameter is one tensor with its axes turned
-                for axis, (start, extent) in enumerate(zip(*piece.source_box(), strict=True)):
-                    view = view.narrow(axis, start, extent)
+            for axis, (start, extent) in enumerate(zip(*piece.source_box(), strict=True)):
+                view = view.narrow(axis, start, extent)
             order = [*(axis for axis in range(view.dim()) if axis not in known), *known]
             views[piece.name.format(**numbers)] = view.permute(order).view(piece.shape)
         return views
@@ -219,8 +195,6 @@ def _kind_of(shapes: Mapping[str, Sequence[int]]) -> str:
     rows = (shapes[n] for n in shapes if n.endswith(".self_attn.q_proj.weight"))
     if not fused or any(norm[0] == row[0] for norm, row in zip(norms, rows, strict=False)):
         return ""  # norms of all heads together are OLMoE's as well as MiniMax-M2's
-    for kind, having, all_of in _TOLD:
-        if having <= parts:
-            known = all(re.fullmatch(all_of, part) for part in parts)
-            return kind if known else ""
-    return ""
+    if parts & _ONE_BY_ONE:
+        return "qwen3_moe"
+    return "mixtral" if all(map(_MIXTRAL.fullmatch, parts)) else ""

@@ -82,19 +82,29 @@ def share_of(
         LayoutError: it is not certain how it is cut.
     """
     shape = tuple(tensor.shape)
-    axis, cut = (-1, cut) if cut.ranks == 1 else _axis(name, tensor, modules, cut)
     held = [[(0, extent, 0)] for extent in shape]
+    axis, cut = (-1, cut) if cut.ranks == 1 else _axis(name, tensor, modules, cut)
     if axis < 0:
         return shape, ShardPlacement.of(shape, held)
-    parts = _joined(name, modules, shape[axis], cut.ranks)
-    if rows_of_ranks and _home(name, modules)[0]:
-        parts = [shape[axis]]
+    extent, (kind, owner, place) = shape[axis], _home(name, modules)
+    factors = _JOINED[kind][place] if kind else ()
+    wholes = [math.prod(getattr(owner, f, 0) for f in each.split("*")) for each in factors]
+    if not kind:
+        halves = 2 if _has_halves(name, modules) else 1
+        wholes = [extent * cut.ranks // halves] * halves
+    parts = [whole // cut.ranks for whole in wholes]
+    if sum(parts) != extent or sum(wholes) != extent * cut.ranks:
+        raise _core.LayoutError(
+            f"{name}: {extent} elements are no parts of {wholes} over {cut.ranks} ranks"
+        )
+    if kind and rows_of_ranks:
+        parts = [extent]
     starts = itertools.accumulate(parts, initial=0)
     held[axis] = [
         (start * cut.ranks + cut.rank * part, part, start)
         for start, part in zip(starts, parts, strict=False)
     ]
-    full = (*shape[:axis], shape[axis] * cut.ranks, *shape[axis + 1 :])
+    full = (*shape[:axis], extent * cut.ranks, *shape[axis + 1 :])
     return full, ShardPlacement.of(shape, held)
 
 
@@ -105,28 +115,6 @@ def _home(name: str, modules: Sequence[Module]) -> tuple[str, Any, str]:
         if found:
             return found, module, ".".join(name.split(".")[-depth - 1 :])
     return "", None, ""
-
-
-def _joined(name: str, modules: Sequence[Module], extent: int, ranks: int) -> list[int]:
-    """The extents of what a rank's part of a parameter consists of, along the axis that is cut."""
-    kind, module, place = _home(name, modules)
-    if kind:
-        wholes = [
-            math.prod(getattr(module, factor, 0) for factor in factors.split("*"))
-            for factors in _JOINED[kind][place]
-        ]
-        parts = [whole // ranks for whole in wholes]
-        if sum(parts) != extent or [part * ranks for part in parts] != wholes:
-            raise _core.LayoutError(
-                f"{name}: {extent} elements are no parts of {wholes} over {ranks} ranks"
-            )
-        return parts
-    halves = 2 if _has_halves(name, modules) else 1
-    if extent % halves:
-        raise _core.LayoutError(
-            f"{name}: {extent} rows of a gated layer are not as many of the gate as others"
-        )
-    return [extent // halves] * halves
 
 
 def _axis(name: str, tensor: Tensor, modules: Sequence[Module], cut: Cut) -> tuple[int, Cut]:
@@ -172,9 +160,8 @@ def _parts(name: str, module: Any, kind: _Kind, cut: Cut) -> Cut:
 
 def _described(name: str, tensor: Tensor) -> int:
     """What Megatron says of a parameter."""
-    if getattr(tensor, "parallel_mode", None) == "duplicated":
-        return -1
-    if not getattr(tensor, "tensor_model_parallel", False):
+    duplicated = getattr(tensor, "parallel_mode", None) == "duplicated"
+    if duplicated or not getattr(tensor, "tensor_model_parallel", False):
         return -1
     axis = getattr(tensor, "partition_dim", -1)
     if not isinstance(axis, int) or not 0 <= axis < tensor.dim():
@@ -190,12 +177,9 @@ def _has_halves(name: str, modules: Sequence[Module]) -> bool:
     they alternate (Megatron-Core 0.19's moe_mlp_glu_interleave_size) all its rows are one part."""
     if ".linear_fc1" not in name:
         return False
-    for module in modules:
-        config = getattr(module, "config", None)
-        gated = getattr(config, "gated_linear_unit", None)
-        if gated is not None:
-            return bool(gated) and not any(
-                place in name and getattr(config, setting, None)
-                for place, setting in _ALTERNATING.items()
-            )
+    configs = (getattr(module, "config", None) for module in modules)
+    config = next((c for c in configs if getattr(c, "gated_linear_unit", None) is not None), None)
+    if config is not None:
+        alternating = (getattr(config, s, None) for part, s in _ALTERNATING.items() if part in name)
+        return bool(config.gated_linear_unit) and not any(alternating)
     raise _core.LayoutError(f"{name}: no config says whether the layer is gated")
