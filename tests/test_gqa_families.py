@@ -74,7 +74,6 @@ VISION = {
     "dense-without-a-tower": ("qwen3_vl", {}, TP2_PP2, TE, ""),
     "moe-tp2-pp2-ep2": ("qwen3_vl_moe", {}, EP2, GROUPED, "vision_model"),
     "moe-local-etp2": ("qwen3_vl_moe", {}, ETP2, {}, "vision_model"),
-    "moe-legacy-etp2": ("qwen3_vl_moe", {}, ETP2, {"moe_grouped_gemm": True}, "vision_model"),
 }
 
 

@@ -85,9 +85,6 @@ ENGINE = {
     "te-grouped-etp2": ("qwen3_moe", {}, {"tp": 2, "ep": 2, "etp": 2}, TE | GROUPED),
     "te-grouped-ep4": ("qwen3_moe", {}, {"tp": 2, "ep": 4, "etp": 1}, TE | GROUPED),
     "te-grouped-shared": ("qwen2_moe", {}, {"tp": 2, "ep": 2, "etp": 2}, TE | GROUPED),
-    "legacy-tp2-pp2-ep2": ("qwen3_moe", {}, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, GROUPED),
-    "legacy-etp2": ("qwen3_moe", {}, {"tp": 2, "ep": 2, "etp": 2}, GROUPED),
-    "legacy-ep4": ("qwen3_moe", {}, {"tp": 2, "ep": 4, "etp": 1}, GROUPED),
 }
 
 
@@ -223,10 +220,3 @@ def test_input_that_cannot_be(local, damage, case, kind, parts):
     assert {name for name, _ in found} == {kind}
     for part in parts:
         assert any(part in text for _, text in found), (part, found)
-
-
-def test_legacy_experts_must_be_contiguous(engine):
-    case = ("qwen3_moe", {}, {"ep": 2, "etp": 1}, GROUPED)
-    for kind, text in engine.run(cases.rejected, "not_contiguous", *case):
-        assert kind == "LayoutError"
-        assert "mlp.experts.weight1: strides" in text

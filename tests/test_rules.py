@@ -162,14 +162,11 @@ def test_shares_cover_the_parameter_once():
 @pytest.mark.parametrize(
     ("view", "targets", "text"),
     [
-        ("a b)", ["a b"], "unexpected"),
-        ("(a b", ["a b"], "not closed"),
-        ("(a |) b", ["a b"], "alternative is empty"),
+        ("a b)", ["a b"], "no view"),
+        ("(a b", ["a b"], "no view"),
+        ("a | b", ["a b"], "no view"),
         ("a b", ["a c"], "asks for axes \\['c'\\], which no dimension"),
-        ("a:? b:?", ["a b"], "more than one inferred"),
-        ("a - b", ["a b"], "unexpected '- b'"),
-        ("~a ~b", ["a b"], "one ~"),
-        ("(~a | b)", ["a"], "one ~"),
+        ("a - b", ["a b"], "no view"),
     ],
 )
 def test_rules_without_sense(view, targets, text):
@@ -249,7 +246,9 @@ def test_megatrons_arguments_without_grouped_queries():
 def test_configurations_without_sense():
     with pytest.raises(_core.InvalidArgumentError, match="pass model_name="):
         read_model(Args(hidden_size=8))
-    with pytest.raises(_core.LayoutError, match="6 attention heads do not divide into 4"):
+    with pytest.raises(
+        _core.LayoutError, match="num_attention_heads 6 is no multiple of num_key_value_heads 4"
+    ):
         read_model(Args(hidden_size=12, num_attention_heads=6, num_key_value_heads=4), "llama")
 
 
@@ -309,5 +308,7 @@ def test_an_axis_may_be_in_several_alternatives():
 
 def test_delta_nets_of_uneven_heads_are_refused():
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "linear_num_key_heads": 2}
-    with pytest.raises(_core.LayoutError, match="3 value heads do not divide over 2 key heads"):
+    with pytest.raises(
+        _core.LayoutError, match="linear_num_value_heads 3 is no multiple of linear_num_key"
+    ):
         read_model(types.SimpleNamespace(**sizes, linear_num_value_heads=3), "qwen3_next")

@@ -15,7 +15,7 @@ _COMMANDS = {
         "start SGLang's or vLLM's server on the CPU, with a small model",
     ),
     "inspect": ("wsync.inspection", "show what an engine's workers keep of a model"),
-    "families": ("wsync.families.user_families", "list the model families of Megatron trainers"),
+    "families": ("wsync.families.registry", "list the model families of Megatron trainers"),
     "doctor": ("wsync.doctor", "say what this machine offers, and what is missing and why"),
 }
 

@@ -16,7 +16,7 @@ import torch
 
 from wsync._core import Layout, LayoutBuilder, LayoutError
 from wsync.demo.engines.model_worker import check_fit
-from wsync.families.blocks import gated, renamed, vocabulary
+from wsync.families.blocks import renamed, vocabulary
 from wsync.families.registry import read_model
 from wsync.families.rules import Cut, Rule, Target
 from wsync.layout import contiguous_strides
@@ -44,7 +44,8 @@ def _attention(config: Any) -> Iterator[Rule]:
 
 def _dense() -> Iterator[Rule]:
     prefix = "model.layers.{layer}.mlp."
-    yield gated(f"{prefix}gate_up_proj.weight", "ffn", prefix)
+    halves = (f"{prefix}{name}_proj.weight {name} h" for name in ("gate", "up"))
+    yield renamed(f"{prefix}gate_up_proj.weight", "(*gate:ffn | *up:ffn) h", *halves)
     yield _kept(f"{prefix}down_proj.weight", "h *ffn")
 
 

@@ -22,52 +22,45 @@ LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 MTP_LAYER = "mtp.layers.{mtp}."
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+Row = tuple[str, ...]  # a parameter's name and view, and its targets
 
-_Stored = Sequence[Sequence[int]] | None
 
-
-def renamed(name: str, view: str, *targets: str, stored: _Stored = None) -> Rule:
+def renamed(name: str, view: str, *targets: str) -> Rule:
     """The rule of a parameter, by the texts of its targets."""
     pairs = (target.partition(" ") for target in targets)
     made = (Target(to, re.sub(r"[*~@]|:[\w+?]+", "", other or view)) for to, _, other in pairs)
-    return Rule(name, view, *made, stored=stored)
+    return Rule(name, view, *made)
 
 
-def layer_rules(*rows: tuple[str, ...], part: str = "", target: str = "") -> tuple[Rule, ...]:
-    """Parameters of a layer: (name, view, targets); part, target: what stands before the names."""
+def rules(name: str, target: str, *rows: Row) -> tuple[Rule, ...]:
+    """name, target: what stands before the names of parameters and of targets."""
     return tuple(
-        renamed(f"{LAYER}{part}{name}", view, *(f"{HF_LAYER}{target}{each}" for each in targets))
-        for name, view, *targets in rows
+        renamed(f"{name}{own}", view, *(f"{target}{each}" for each in targets))
+        for own, view, *targets in rows
     )
 
 
-def attention_rules(*rows: tuple[str, ...]) -> tuple[Rule, ...]:
-    """As `layer_rules`, of a layer's attention."""
+def layer_rules(*rows: Row, part: str = "", target: str = "") -> tuple[Rule, ...]:
+    """As `rules`, of a layer."""
+    return rules(f"{LAYER}{part}", f"{HF_LAYER}{target}", *rows)
+
+
+def attention_rules(*rows: Row) -> tuple[Rule, ...]:
+    """As `rules`, of a layer's attention."""
     return layer_rules(*rows, part="self_attention.", target="self_attn.")
 
 
-def linear(name: str, rows: str, columns: str, *targets: str) -> tuple[Rule, ...]:
+def linear(name: str, rows: str, columns: str, *targets: str) -> list[Row]:
     """A linear layer's weight and bias; the targets' views are those of their rows."""
     pairs = [target.partition(" ") for target in targets]
-    return tuple(
-        renamed(
+    return [
+        (
             f"{name}.{kind}",
-            f"{rows}{tail}",
-            *(f"{to}.{kind} {view or rows}{tail}" for to, _, view in pairs),
+            rows + tail,
+            *(f"{to}.{kind} {own or rows}{tail}" for to, _, own in pairs),
         )
         for kind, tail in (("weight", f" {columns}"), ("bias", ""))
-    )
-
-
-def gated(name: str, size: str, target: str) -> Rule:
-    """The weight of a gated first linear layer: every rank holds its gate rows, then its up rows.
-
-    Args:
-        size: of each of the two.
-        target: what stands before the names of gate and up projections.
-    """
-    targets = (f"{target}gate_proj.weight gate h", f"{target}up_proj.weight up h")
-    return renamed(name, f"(*gate:{size} | *up:{size}) h", *targets)
+    ]
 
 
 def vocabulary(name: str, target: str) -> Rule:
@@ -75,59 +68,45 @@ def vocabulary(name: str, target: str) -> Rule:
     return renamed(name, "*(vocab | pad:?) h", f"{target} vocab h")
 
 
-EMBEDDING: tuple[Rule, ...] = (
-    vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-    vocabulary("output_layer.weight", "lm_head.weight"),
-    renamed("decoder.final_layernorm.weight", "h", "model.norm.weight"),
-)
+def embedding(words: str = "model.embed_tokens", norm: str = "model.norm") -> tuple[Rule, ...]:
+    """What a language model has besides its layers."""
+    return (
+        vocabulary("embedding.word_embeddings.weight", f"{words}.weight"),
+        vocabulary("output_layer.weight", "lm_head.weight"),
+        renamed("decoder.(final_layernorm|final_norm).weight", "h", f"{norm}.weight"),
+    )
 
-# One norm, two names: fused into the linear layer by TransformerEngine, else of its own.
+
+EMBEDDING = embedding()
+
+# One norm, two names: of its own, or fused into the linear layer by TransformerEngine.
+ATTENTION_NORM = "(input_layernorm.|self_attention.linear_qkv.layer_norm_)"
+MLP_NORM = "(pre_mlp_layernorm.|mlp.linear_fc1.layer_norm_)"
 NORMS: tuple[Rule, ...] = layer_rules(
-    (
-        "(input_layernorm.|self_attention.linear_qkv.layer_norm_)weight",
-        "h",
-        "input_layernorm.weight",
-    ),
-    (
-        "(pre_mlp_layernorm.|mlp.linear_fc1.layer_norm_)weight",
-        "h",
-        "post_attention_layernorm.weight",
-    ),
+    (f"{ATTENTION_NORM}weight", "h", "input_layernorm.weight"),
+    (f"{MLP_NORM}weight", "h", "post_attention_layernorm.weight"),
 )
 
 QKV_ROWS = (
     "*(g (n | k:1 | v:1) d)"  # per query group: its query heads, its key head, its value head
 )
-_ATTENTION = f"{HF_LAYER}self_attn."
-QKV = linear(
-    f"{LAYER}self_attention.linear_qkv",
-    QKV_ROWS,
-    "h",
-    f"{_ATTENTION}q_proj (g n d)",
-    f"{_ATTENTION}k_proj (g k d)",
-    f"{_ATTENTION}v_proj (g v d)",
-)
+_QKV_TARGETS = ("q_proj (g n d)", "k_proj (g k d)", "v_proj (g v d)")
+QKV = attention_rules(*linear("linear_qkv", QKV_ROWS, "h", *_QKV_TARGETS))
 # What attention has besides.
 ATTENTION_REST: tuple[Rule, ...] = (
-    *linear(f"{LAYER}self_attention.linear_proj", "h", "*(g n d)", f"{_ATTENTION}o_proj"),
     *attention_rules(
+        *linear("linear_proj", "h", "*(g n d)", "o_proj"),
         ("q_layernorm.weight", "d", "q_norm.weight"),
         ("k_layernorm.weight", "d", "k_norm.weight"),
     ),
     *NORMS,
 )
 ATTENTION = (*QKV, *ATTENTION_REST)
-
-_MLP = f"{HF_LAYER}mlp."
-DENSE_MLP: tuple[Rule, ...] = (
-    *linear(
-        f"{LAYER}mlp.linear_fc1",
-        "(*gate:ffn | *up:ffn)",
-        "h",
-        f"{_MLP}gate_proj gate",
-        f"{_MLP}up_proj up",
-    ),
-    *linear(f"{LAYER}mlp.linear_fc2", "h", "*ffn", f"{_MLP}down_proj"),
+DENSE_MLP = layer_rules(
+    *linear("linear_fc1", "(*gate:ffn | *up:ffn)", "h", "gate_proj gate", "up_proj up"),
+    *linear("linear_fc2", "h", "*ffn", "down_proj"),
+    part="mlp.",
+    target="mlp.",
 )
 
 
@@ -140,24 +119,15 @@ def expert_names(linear: str) -> str:
 def _experts(first: Sequence[str], second: str) -> tuple[Rule, ...]:
     """The two linear layers of experts; `$` in their targets is the axis of a layer's experts."""
     halves = "(*gate:moe_ffn | *up:moe_ffn)"
-    forms: tuple[tuple[str, str, str, _Stored], ...] = (
-        (expert_names("linear_fc1.weight"), "expert", f"{halves} h", None),
-        (expert_names("linear_fc2.weight"), "expert", "h *moe_ffn", None),
-        # One parameter for all of a rank's experts, as slime's converters know it.
-        ("mlp.experts.linear_fc1", "experts", f"@experts {halves} h", None),
-        ("mlp.experts.linear_fc2", "experts", "@experts h *moe_ffn", None),
-        # Legacy grouped experts: one tensor per rank, transposed for each expert.
-        ("mlp.experts.weight1", "experts", f"@experts h {halves}", ((1,), (0, 2))),
-        ("mlp.experts.weight2", "experts", "@experts *moe_ffn h", ((0, 1), (2,))),
+    one, every = (
+        [to.replace("$", axis) for to in (*first, second)] for axis in ("expert", "experts")
     )
-    return tuple(
-        renamed(
-            f"{LAYER}{name}",
-            view,
-            *(f"{HF_LAYER}{to}".replace("$", axis) for to in (first, (second,))[number % 2]),
-            stored=stored,
-        )
-        for number, (name, axis, view, stored) in enumerate(forms)
+    return layer_rules(
+        (expert_names("linear_fc1.weight"), f"{halves} h", *one[:-1]),
+        (expert_names("linear_fc2.weight"), "h *moe_ffn", one[-1]),
+        # One parameter for all of a rank's experts, as slime's converters know it.
+        ("mlp.experts.linear_fc1", f"@experts {halves} h", *every[:-1]),
+        ("mlp.experts.linear_fc2", "@experts h *moe_ffn", every[-1]),
     )
 
 
@@ -198,10 +168,12 @@ def stacked_experts(gate_up: str, down: str) -> tuple[Rule, ...]:
 
 
 def shared_experts(target: str) -> tuple[Rule, ...]:
-    name = "mlp.shared_experts.linear_fc"
-    return (
-        gated(f"{LAYER}{name}1.weight", "shared_ffn", f"{HF_LAYER}{target}"),
-        *layer_rules((f"{name}2.weight", "h *shared_ffn", f"{target}down_proj.weight")),
+    gate, up, down = (f"{target}{name}.weight" for name in GATE_UP_DOWN)
+    halves = "(*gate:shared_ffn | *up:shared_ffn) h"
+    return layer_rules(
+        ("linear_fc1.weight", halves, f"{gate} gate h", f"{up} up h"),
+        ("linear_fc2.weight", "h *shared_ffn", down),
+        part="mlp.shared_experts.",
     )
 
 
@@ -223,7 +195,6 @@ def moved(
             name[1] + rule.name.removeprefix(name[0]),
             rule.parsed.text,
             *(replace(to, name=to.name.replace(*target, 1)) for to in rule.targets),
-            stored=rule.stored,
         )
         for rule in rules
         if rule.name.startswith(name[0])

@@ -46,11 +46,7 @@ INDEXER: tuple[Rule, ...] = (
     ),
     *blocks.layer_rules(
         ("weights_proj.weight", "rows:? h", "weights_proj.weight"),
-        (
-            "wq_b.weight",
-            f"(heads_of_indexer:? {_HALVES}) q_lora",
-            "wq_b.weight (heads_of_indexer (first | second)) q_lora",
-        ),
+        ("wq_b.weight", f"(n:? {_HALVES}) q_lora", "wq_b.weight (n (first | second)) q_lora"),
         ("wk.weight", f"{_HALVES} h", "wk.weight (first | second) h"),
         ("k_norm.weight", _HALVES, "k_norm.weight (first | second)"),
         ("k_norm.bias", _HALVES, "k_norm.bias (first | second)"),

@@ -17,17 +17,14 @@ from __future__ import annotations
 from wsync.families import blocks
 from wsync.families.rules import Rule
 
+_GATE_UP = "(*gate:ffn | *up:ffn) h"
 # A layer has four norms: one before and one after each half.  Megatron-Core has the outer two only
 # with slime's patch of TransformerLayer, which gives them the checkpoint's names.
 GLM4: tuple[Rule, ...] = (
     *blocks.EMBEDDING,
     *blocks.ATTENTION,
     *blocks.layer_rules(
-        (
-            "mlp.linear_fc1.weight",
-            "(*gate:ffn | *up:ffn) h",
-            "mlp.gate_up_proj.weight (gate | up) h",
-        ),
+        ("mlp.linear_fc1.weight", _GATE_UP, "mlp.gate_up_proj.weight (gate | up) h"),
         ("mlp.linear_fc2.weight", "h *ffn", "mlp.down_proj.weight"),
         ("post_self_attn_layernorm.weight", "h", "post_self_attn_layernorm.weight"),
         ("post_mlp_layernorm.weight", "h", "post_mlp_layernorm.weight"),
@@ -52,8 +49,7 @@ GPT_OSS: tuple[Rule, ...] = (
     *blocks.layer_rules(
         # One for each head; Megatron cuts them, but does not mark them as tensor-parallel.
         ("self_attention.core_attention.softmax_offset", "~(g n)", "self_attn.sinks"),
-        ("mlp.router.weight", "experts h", "mlp.router.weight"),
-        ("mlp.router.bias", "experts", "mlp.router.bias"),
+        *blocks.linear("mlp.router", "experts", "h", "mlp.router"),
     ),
     *blocks.layer_rules(
         (
@@ -101,20 +97,16 @@ MINIMAX_M2: tuple[Rule, ...] = (
     *blocks.routed_experts("block_sparse_moe.", ("w1", "w3", "w2"), bias="e_score_correction_bias"),
 )
 
-_ATTENTION = f"{blocks.HF_LAYER}attention."
 _LING_LAYER: tuple[Rule, ...] = (
-    *blocks.linear(
-        f"{blocks.LAYER}self_attention.linear_qkv",
-        blocks.QKV_ROWS,
-        "h",
-        f"{_ATTENTION}query_key_value (g n d | g k d | g v d)",
-    ),
-    *blocks.linear(
-        f"{blocks.LAYER}self_attention.linear_proj", "h", "*(g n d)", f"{_ATTENTION}dense"
-    ),
     *blocks.layer_rules(
-        ("self_attention.q_layernorm.weight", "d", "attention.query_layernorm.weight"),
-        ("self_attention.k_layernorm.weight", "d", "attention.key_layernorm.weight"),
+        *blocks.linear(
+            "linear_qkv", blocks.QKV_ROWS, "h", "query_key_value (g n d | g k d | g v d)"
+        ),
+        *blocks.linear("linear_proj", "h", "*(g n d)", "dense"),
+        ("q_layernorm.weight", "d", "query_layernorm.weight"),
+        ("k_layernorm.weight", "d", "key_layernorm.weight"),
+        part="self_attention.",
+        target="attention.",
     ),
     *blocks.NORMS,
     *blocks.DENSE_MLP,
@@ -122,9 +114,7 @@ _LING_LAYER: tuple[Rule, ...] = (
     *blocks.UNGATED_SHARED_EXPERTS,
 )
 BAILING_MOE_V2: tuple[Rule, ...] = (
-    blocks.vocabulary("embedding.word_embeddings.weight", "model.word_embeddings.weight"),
-    blocks.vocabulary("output_layer.weight", "lm_head.weight"),
-    blocks.renamed("decoder.final_layernorm.weight", "h", "model.norm.weight"),
+    *blocks.embedding("model.word_embeddings"),
     *_LING_LAYER,
     *blocks.mtp(_LING_LAYER, norm=f"{blocks.HF_LAYER}final_layernorm"),
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from wsync.families import blocks
 from wsync.families.rules import Rule
 
-NEMOTRON_FIELDS = {
+FIELDS = {
     "d": ("head_dim", "attention_head_dim", "kv_channels"),
     "mh": ("mamba_num_heads",),
     "md": ("mamba_head_dim",),
@@ -23,65 +23,58 @@ NEMOTRON_FIELDS = {
     "ms": ("ssm_state_size", "mamba_state_dim"),
     "conv": ("conv_kernel",),
 }
-_NORMS = (
-    "(norm.|mixer.in_proj.layer_norm_|mlp.linear_fc1.layer_norm_|pre_mlp_layernorm.|"
-    "self_attention.linear_qkv.layer_norm_|input_layernorm.)weight"
-)
 # What a Mamba layer convolves.  Of it, and of z and dt, each rank holds the part of its heads or
 # groups.
 _X_B_C = "*mh md | b:1 *mg ms | c:1 *mg ms"
 _HF_X_B_C = "mh md | b mg ms | c mg ms"
 
-_MAMBA: tuple[Rule, ...] = blocks.layer_rules(
-    (
-        "in_proj.weight",
-        f"(z:1 *mh md | {_X_B_C} | *mh) h",
-        f"in_proj.weight (z mh md | {_HF_X_B_C} | mh) h",
-    ),
-    # parts of a module up to Megatron-Core 0.16, parameters later
-    ("conv1d(.|_)weight", f"({_X_B_C}) one:1 conv", f"conv1d.weight ({_HF_X_B_C}) one conv"),
-    ("conv1d(.|_)bias", f"({_X_B_C})", f"conv1d.bias ({_HF_X_B_C})"),
-    ("A_log", "*mh", "A_log"),
-    ("D", "*mh", "D"),
-    ("dt_bias", "*mh", "dt_bias"),
-    ("norm.weight", "*(mh md)", "norm.weight"),
-    ("out_proj.weight", "h *(mh md)", "out_proj.weight"),
-    part="mixer.",
-    target="mixer.",
-)
-_FEED_FORWARD: tuple[Rule, ...] = blocks.layer_rules(
-    ("linear_fc1.weight", "*ffn h", "up_proj.weight"),
-    ("linear_fc2.weight", "h *ffn", "down_proj.weight"),
-    ("shared_experts.linear_fc1.weight", "*shared_ffn h", "shared_experts.up_proj.weight"),
-    ("shared_experts.linear_fc2.weight", "h *shared_ffn", "shared_experts.down_proj.weight"),
-    ("router.weight", "experts h", "gate.weight"),
-    ("router.expert_bias", "experts", "gate.e_score_correction_bias"),
-    ("fc1_latent_proj.weight", "latent:? h", "fc1_latent_proj.weight"),
-    ("fc2_latent_proj.weight", "h latent:?", "fc2_latent_proj.weight"),
-    part="mlp.",
-    target="mixer.",
-)
-# Experts read and write the model's channels, or fewer of a latent space (moe_latent_size).
-_EXPERTS: tuple[Rule, ...] = blocks.layer_rules(
-    (blocks.expert_names("linear_fc1.weight"), "*moe_ffn channels:?", "up_proj.weight"),
-    (blocks.expert_names("linear_fc2.weight"), "channels:? *moe_ffn", "down_proj.weight"),
-    target="mixer.experts.{expert}.",
-)
 _LAYER: tuple[Rule, ...] = (
-    *_MAMBA,
-    *_FEED_FORWARD,
-    *_EXPERTS,
+    *blocks.layer_rules(
+        (
+            "in_proj.weight",
+            f"(z:1 *mh md | {_X_B_C} | *mh) h",
+            f"in_proj.weight (z mh md | {_HF_X_B_C} | mh) h",
+        ),
+        # parts of a module up to Megatron-Core 0.16, parameters later
+        ("conv1d(.|_)weight", f"({_X_B_C}) one:1 conv", f"conv1d.weight ({_HF_X_B_C}) one conv"),
+        ("conv1d(.|_)bias", f"({_X_B_C})", f"conv1d.bias ({_HF_X_B_C})"),
+        ("A_log", "*mh", "A_log"),
+        ("D", "*mh", "D"),
+        ("dt_bias", "*mh", "dt_bias"),
+        ("norm.weight", "*(mh md)", "norm.weight"),
+        ("out_proj.weight", "h *(mh md)", "out_proj.weight"),
+        part="mixer.",
+        target="mixer.",
+    ),
+    *blocks.layer_rules(
+        ("linear_fc1.weight", "*ffn h", "up_proj.weight"),
+        ("linear_fc2.weight", "h *ffn", "down_proj.weight"),
+        ("shared_experts.linear_fc1.weight", "*shared_ffn h", "shared_experts.up_proj.weight"),
+        ("shared_experts.linear_fc2.weight", "h *shared_ffn", "shared_experts.down_proj.weight"),
+        ("router.weight", "experts h", "gate.weight"),
+        ("router.expert_bias", "experts", "gate.e_score_correction_bias"),
+        ("fc1_latent_proj.weight", "latent:? h", "fc1_latent_proj.weight"),
+        ("fc2_latent_proj.weight", "h latent:?", "fc2_latent_proj.weight"),
+        part="mlp.",
+        target="mixer.",
+    ),
+    # Experts read and write the model's channels, or fewer of a latent space (moe_latent_size).
+    *blocks.layer_rules(
+        (blocks.expert_names("linear_fc1.weight"), "*moe_ffn channels:?", "up_proj.weight"),
+        (blocks.expert_names("linear_fc2.weight"), "channels:? *moe_ffn", "down_proj.weight"),
+        target="mixer.experts.{expert}.",
+    ),
     *blocks.moved(blocks.QKV[:1], ("", ""), ("self_attn.", "mixer.")),
     *blocks.layer_rules(
         ("self_attention.linear_proj.weight", "h *(g n d)", "mixer.o_proj.weight"),
-        (_NORMS, "h", "norm.weight"),
+        ("(norm.|mixer.in_proj.layer_norm_)weight", "h", "norm.weight"),
+        (f"{blocks.ATTENTION_NORM}weight", "h", "norm.weight"),
+        (f"{blocks.MLP_NORM}weight", "h", "norm.weight"),
     ),
 )
 _MTP = "mtp.layers."
 NEMOTRON_H: tuple[Rule, ...] = (
-    blocks.vocabulary("embedding.word_embeddings.weight", "backbone.embeddings.weight"),
-    blocks.vocabulary("output_layer.weight", "lm_head.weight"),
-    blocks.renamed("decoder.(final_norm|final_layernorm).weight", "h", "backbone.norm_f.weight"),
+    *blocks.embedding("backbone.embeddings", "backbone.norm_f"),
     *blocks.moved(_LAYER, ("", ""), ("model.", "backbone.")),
     # The checkpoint counts the layers of all MTP blocks; what a block has besides is with its first
     # and last one.

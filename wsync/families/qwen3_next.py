@@ -19,13 +19,15 @@ checkpoint's from one, as long as the trainer's other norms count from zero
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
 
 from wsync.families import blocks
 from wsync.families.rules import Rule, Target
 
 _QKV = "*key:gk q:gdk | *key:gk k:gdk | *key:gk vn:gn v:gdv"
 _HF_QKV = "(key q | key k | key vn v)"
+_WHOLE_QKV = "(key:gk q:gdk | key:gk k:gdk | gv gdv)"
+_QKVZ = "(gk (q:gdk | k:gdk | vn:gn v:gdv | zn:gn z:gdv)) h"
 
 
 def _net_rules(*rows: tuple[str, ...]) -> tuple[Rule, ...]:
@@ -34,21 +36,19 @@ def _net_rules(*rows: tuple[str, ...]) -> tuple[Rule, ...]:
 
 # Megatron-Core's six pieces
 _IN_PROJ = ("in_proj.weight", f"({_QKV} | *key:gk zn:gn z:gdv | *key:gk b:gn | *key:gk a:gn) h")
-_ATTENTION = f"{blocks.HF_LAYER}self_attn."
 _GATED_ATTENTION: tuple[Rule, ...] = (
     # Rows per query group: its query heads, their gates, its key head, its value head.  The
     # checkpoint has each query head's gate behind it.
-    *blocks.linear(
-        f"{blocks.LAYER}self_attention.linear_qkv",
-        "*(g (query:1 n | gate:1 n | k:1 | v:1) d)",
-        "h",
-        f"{_ATTENTION}q_proj (g n (query | gate) d)",
-        f"{_ATTENTION}k_proj (g k d)",
-        f"{_ATTENTION}v_proj (g v d)",
-    ),
-    *blocks.ATTENTION_REST,
-    # slime's older form: transformers' attention in Megatron's layer.
     *blocks.attention_rules(
+        *blocks.linear(
+            "linear_qkv",
+            "*(g (query:1 n | gate:1 n | k:1 | v:1) d)",
+            "h",
+            "q_proj (g n (query | gate) d)",
+            "k_proj (g k d)",
+            "v_proj (g v d)",
+        ),
+        # slime's older form: transformers' attention in Megatron's layer.
         ("self_attn.q_proj.weight", "(g n two:2 d) h", "q_proj.weight"),
         ("self_attn.k_proj.weight", "(g d) h", "k_proj.weight"),
         ("self_attn.v_proj.weight", "(g d) h", "v_proj.weight"),
@@ -56,6 +56,7 @@ _GATED_ATTENTION: tuple[Rule, ...] = (
         ("self_attn.q_norm.weight", "d", "q_norm.weight"),
         ("self_attn.k_norm.weight", "d", "k_norm.weight"),
     ),
+    *blocks.ATTENTION_REST,
 )
 
 _DELTA_NET: tuple[Rule, ...] = (
@@ -70,42 +71,35 @@ _DELTA_NET: tuple[Rule, ...] = (
         ("dt_bias", "*gv", "dt_bias"),
         ("out_proj.weight", "h *(gv gdv)", "out_proj.weight"),
     ),
-    # slime's form
     *blocks.layer_rules(
-        *(
-            (f"linear_attn.{name}", view, f"linear_attn.{name}")
-            for name, view in (
-                ("conv1d.weight", "(key:gk q:gdk | key:gk k:gdk | gv gdv) one:1 conv"),
-                ("norm.weight", "gdv"),
-                ("A_log", "gv"),
-                ("dt_bias", "gv"),
-                ("out_proj.weight", "h (gv gdv)"),
-                ("in_proj_qkvz.weight", "(gk (q:gdk | k:gdk | vn:gn v:gdv | zn:gn z:gdv)) h"),
-                ("in_proj_ba.weight", "(gk (b:gn | a:gn)) h"),
-                ("in_proj_qkv.weight", "(key:gk q:gdk | key:gk k:gdk | gv gdv) h"),
-                ("in_proj_z.weight", "(gv gdv) h"),
-                ("in_proj_b.weight", "gv h"),
-                ("in_proj_a.weight", "gv h"),
-            )
-        ),
         ("(input_layernorm.|in_proj.layer_norm_)weight", "h", "input_layernorm.weight"),
+        # slime's form
+        ("linear_attn.conv1d.weight", f"{_WHOLE_QKV} one:1 conv", "linear_attn.conv1d.weight"),
+        ("linear_attn.norm.weight", "gdv", "linear_attn.norm.weight"),
+        ("linear_attn.A_log", "gv", "linear_attn.A_log"),
+        ("linear_attn.dt_bias", "gv", "linear_attn.dt_bias"),
+        ("linear_attn.out_proj.weight", "h (gv gdv)", "linear_attn.out_proj.weight"),
+        ("linear_attn.in_proj_qkvz.weight", _QKVZ, "linear_attn.in_proj_qkvz.weight"),
+        ("linear_attn.in_proj_ba.weight", "(gk (b:gn | a:gn)) h", "linear_attn.in_proj_ba.weight"),
+        ("linear_attn.in_proj_qkv.weight", f"{_WHOLE_QKV} h", "linear_attn.in_proj_qkv.weight"),
+        ("linear_attn.in_proj_z.weight", "(gv gdv) h", "linear_attn.in_proj_z.weight"),
+        ("linear_attn.in_proj_b.weight", "gv h", "linear_attn.in_proj_b.weight"),
+        ("linear_attn.in_proj_a.weight", "gv h", "linear_attn.in_proj_a.weight"),
         part="self_attention.",
     ),
 )
 _SHARED = (*_GATED_ATTENTION, *blocks.DENSE_MLP, *blocks.SHARED_EXPERT)
 
 
-def _mtp(layer: Iterable[Rule]) -> tuple[Rule, ...]:
-    """MTP layers have attention and experts of their own names, whatever the others have."""
-    return blocks.mtp(
-        layer,
-        "mtp.layers.{mtp}.",
-        enorm="mtp.pre_fc_norm_embedding",
-        hnorm="mtp.pre_fc_norm_hidden",
-        projection="mtp.fc",
-        norm="mtp.norm",
-    )
-
+# MTP layers have attention and experts of their own names, whatever the others have.
+_MTP = functools.partial(
+    blocks.mtp,
+    inner="mtp.layers.{mtp}.",
+    enorm="mtp.pre_fc_norm_embedding",
+    hnorm="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    norm="mtp.norm",
+)
 
 QWEN3_NEXT: tuple[Rule, ...] = (
     *blocks.EMBEDDING,
@@ -119,7 +113,7 @@ QWEN3_NEXT: tuple[Rule, ...] = (
             "in_proj_ba.weight (key (b | a)) h",
         )
     ),
-    *_mtp((*_SHARED, *blocks.EXPERTS)),
+    *_MTP((*_SHARED, *blocks.EXPERTS)),
 )
 # slime exchanges the halves of eh_proj when it loads Qwen3-Next, though not Qwen3.5.
 SLIME_MTP: tuple[Rule, ...] = (blocks.eh_proj("mtp.fc", swapped=True),)
@@ -139,12 +133,12 @@ _LAYERS_3_5: tuple[Rule, ...] = (
     ),
 )
 # Of a text model alone, whose experts transformers saves one by one.
-QWEN3_5_TEXT: tuple[Rule, ...] = (*_LAYERS_3_5, *blocks.EXPERTS, *_mtp((*_SHARED, *blocks.EXPERTS)))
+QWEN3_5_TEXT: tuple[Rule, ...] = (*_LAYERS_3_5, *blocks.EXPERTS, *_MTP((*_SHARED, *blocks.EXPERTS)))
 
 
 # With a vision tower: a checkpoint's experts are fused; those of MTP layers are not in Qwen3.5.
 _FUSED = blocks.stacked_experts("(gate | up) h", "h moe_ffn")
 QWEN3_5, QWEN3_6 = (
-    blocks.beside_vision((*_LAYERS_3_5, *_FUSED, *_mtp((*_SHARED, *experts))))
+    blocks.beside_vision((*_LAYERS_3_5, *_FUSED, *_MTP((*_SHARED, *experts))))
     for experts in (blocks.EXPERTS, _FUSED)
 )

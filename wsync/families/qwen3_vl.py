@@ -27,60 +27,50 @@ VISION_FIELDS = {
     "vision_out": ("vision_config.out_hidden_size",),
     "merge": ("vision_config.spatial_merge_size",),
 }
-_LAYER = "vision_model.decoder.layers.{vision}."
-_BLOCK = "model.visual.blocks.{vision}."
 
 
-def _norms(names: str, view: str, target: str) -> tuple[Rule, ...]:
-    kinds = ("weight", "bias")
-    return tuple(blocks.renamed(f"{names}{kind}", view, f"{target}.{kind}") for kind in kinds)
+def _norms(names: str, view: str, target: str) -> list[blocks.Row]:
+    return [(f"{names}{kind}", view, f"{target}.{kind}") for kind in ("weight", "bias")]
 
 
-def _merger(name: str, target: str, cut: str) -> tuple[Rule, ...]:
+def _merger(cut: str) -> list[blocks.Row]:
     """A projection of merged patches; cut: how its dimensions are marked that ranks hold parts
     of."""
     inner = f"{cut}(d:merge e:merge f:vision_h)"
-    merged = "(a:merge b:merge c:vision_h)"
-    return (
-        *blocks.linear(f"{name}.linear_fc1", inner, merged, f"{target}.linear_fc1"),
-        *blocks.linear(f"{name}.linear_fc2", "vision_out", inner, f"{target}.linear_fc2"),
-        *_norms(f"{name}.patch_norm.", "rows:?", f"{target}.norm"),
-    )
+    return [
+        *blocks.linear("linear_fc1", inner, "(a:merge b:merge c:vision_h)", "linear_fc1"),
+        *blocks.linear("linear_fc2", "vision_out", inner, "linear_fc2"),
+        *_norms("patch_norm.", "rows:?", "norm"),
+    ]
 
 
-_PROJ = f"{_LAYER}self_attention.linear_proj"
+_DEEPSTACK = "deepstack_merger_list.{vision}."
 TOWER: tuple[Rule, ...] = (
-    # Rows per head: its query, its key, its value; the checkpoint has all queries first.
-    *blocks.linear(
-        f"{_LAYER}self_attention.linear_qkv",
-        "*(vision_heads (q:1 | k:1 | v:1) d:?)",
-        "vision_h",
-        f"{_BLOCK}attn.qkv (q vision_heads d | k vision_heads d | v vision_heads d)",
+    *blocks.rules(
+        "vision_model.decoder.layers.{vision}.",
+        "model.visual.blocks.{vision}.",
+        # Rows per head: its query, its key, its value; the checkpoint has all queries first.
+        *blocks.linear(
+            "self_attention.linear_qkv",
+            "*(vision_heads (q:1 | k:1 | v:1) d:?)",
+            "vision_h",
+            "attn.qkv (q vision_heads d | k vision_heads d | v vision_heads d)",
+        ),
+        *blocks.linear(
+            "self_attention.linear_proj", "vision_h", "*(vision_heads d:?)", "attn.proj"
+        ),
+        *blocks.linear("mlp.linear_fc1", "*vision_ffn", "vision_h", "mlp.linear_fc1"),
+        *blocks.linear("mlp.linear_fc2", "vision_h", "*vision_ffn", "mlp.linear_fc2"),
+        *_norms(blocks.ATTENTION_NORM, "vision_h", "norm1"),
+        *_norms(blocks.MLP_NORM, "vision_h", "norm2"),
     ),
-    *blocks.linear(_PROJ, "vision_h", "*(vision_heads d:?)", f"{_BLOCK}attn.proj"),
-    *blocks.linear(f"{_LAYER}mlp.linear_fc1", "*vision_ffn", "vision_h", f"{_BLOCK}mlp.linear_fc1"),
-    *blocks.linear(f"{_LAYER}mlp.linear_fc2", "vision_h", "*vision_ffn", f"{_BLOCK}mlp.linear_fc2"),
-    *_norms(
-        f"{_LAYER}(input_layernorm.|self_attention.linear_qkv.layer_norm_)",
-        "vision_h",
-        f"{_BLOCK}norm1",
-    ),
-    *_norms(
-        f"{_LAYER}(pre_mlp_layernorm.|mlp.linear_fc1.layer_norm_)", "vision_h", f"{_BLOCK}norm2"
-    ),
-    *_merger(
-        "vision_model.decoder.deepstack_merger_list.{vision}",
-        "model.visual.deepstack_merger_list.{vision}",
-        "*",
+    *blocks.rules(
+        f"vision_model.decoder.{_DEEPSTACK}", f"model.visual.{_DEEPSTACK}", *_merger("*")
     ),
     # transformers' own has these names, too, and is whole
-    *_merger("vision_model.merger", "model.visual.merger", "~"),
+    *blocks.rules("vision_model.merger.", "model.visual.merger.", *_merger("~")),
 )
-QWEN3_VL = (
-    *blocks.beside_vision((*blocks.EMBEDDING, *blocks.ATTENTION, *blocks.DENSE_MLP)),
-    *TOWER,
-)
-QWEN3_VL_MOE = (
-    *QWEN3_VL,
-    *blocks.beside_vision(blocks.stacked_experts("h (gate | up)", "moe_ffn h")),
-)
+_TEXT = (*blocks.EMBEDDING, *blocks.ATTENTION, *blocks.DENSE_MLP)
+_EXPERTS = blocks.stacked_experts("h (gate | up)", "moe_ffn h")
+QWEN3_VL = (*blocks.beside_vision(_TEXT), *TOWER)
+QWEN3_VL_MOE = (*QWEN3_VL, *blocks.beside_vision(_EXPERTS))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
-import itertools
+import argparse
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from wsync import _core
@@ -27,10 +26,9 @@ PLAIN: Mapping[str, Any] = {
     "moe_mlp_glu_interleave_size": None,
     "moe_shared_expert_glu_interleave_size": None,
 }
-COUNTS_FROM_ZERO = {**PLAIN, "layernorm_zero_centered_gamma": True}
-INTERLEAVED = {**PLAIN, "rotary_interleaved": True}
 
 
+@dataclass(frozen=True, eq=False)
 class Family:
     """A named table of rules.
 
@@ -43,33 +41,27 @@ class Family:
     the rules hold.  `oracle`: what the tests compare its tensors with, bit for bit.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *tables: tuple[Rule, ...],
-        loaders: Mapping[str, tuple[Rule, ...]] | None = None,
-        copied: Mapping[str, str] | None = None,
-        fields: Mapping[str, Sequence[str]] | None = None,
-        together: Together = (),
-        settings: Mapping[str, Any] = PLAIN,
-        oracle: str = "",
-    ) -> None:
-        self.name = name
-        self.fields = dict(fields or {})
-        self.together = together
-        self.settings = settings
-        self.oracle = oracle
-        self._copied = copied or {}
-        self._loaders = loaders or {}
-        self._take(itertools.chain.from_iterable(tables))
+    name: str
+    rules: tuple[Rule, ...] = ()
+    loaders: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
+    copied: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    together: Together = ()
+    settings: Mapping[str, Any] = field(default_factory=lambda: PLAIN)
+    oracle: str = ""
 
-    def _take(self, rules: Iterable[Rule]) -> None:
-        self.rules = tuple(rules)
-        self.sizes = frozenset(size for rule in self.rules for size in rule.sizes)
-        self._by_key: dict[str, list[Rule]] = {}
+    @cached_property
+    def sizes(self) -> frozenset[str]:
+        """All that rules need."""
+        return frozenset(size for rule in self.rules for size in rule.sizes)
+
+    @cached_property
+    def _by_key(self) -> Mapping[str, list[Rule]]:
+        found: dict[str, list[Rule]] = {}
         for rule in self.rules:
             for name in rule.names:
-                self._by_key.setdefault(key_of(PLACEHOLDER.sub("0", name)), []).append(rule)
+                found.setdefault(key_of(PLACEHOLDER.sub("0", name)), []).append(rule)
+        return found
 
     @property
     def added(self) -> bool:
@@ -78,11 +70,7 @@ class Family:
 
     def loaded_by(self, loader: str) -> Family:
         """The family as it is of models that a loader has filled."""
-        if loader not in self._loaders:
-            return self
-        found = copy.copy(self)
-        found._take((*self._loaders[loader], *self.rules))
-        return found
+        return replace(self, rules=(*self.loaders.get(loader, ()), *self.rules))
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a global parameter name and the numbers in that name.
@@ -104,7 +92,7 @@ class Family:
 
     def copy_of(self, name: str) -> str | None:
         """The checkpoint's name of a parameter that is there as it is, or None."""
-        for beginning, other in self._copied.items():
+        for beginning, other in self.copied.items():
             if (match := re.match(beginning, name)) is not None:
                 return other + name[match.end() :]
         return None
@@ -120,6 +108,7 @@ class Family:
 
     def lacks(self, name: str, size: str) -> _core.LayoutError:
         """The error of a parameter whose rule needs a size that is not known."""
+        size = DERIVED.get(size, (size,))[0]
         fields = " or ".join({**FIELDS, **self.fields}.get(size, (size,)))
         return _core.LayoutError(
             f"{name}: the configuration does not give {fields}, which the family "
@@ -127,80 +116,68 @@ class Family:
         )
 
 
-def _dense(name: str, *tables: tuple[Rule, ...], oracle: str) -> Family:
-    return Family(
-        name, blocks.EMBEDDING, blocks.ATTENTION, blocks.DENSE_MLP, *tables, oracle=oracle
-    )
-
-
-def _latent(
-    name: str, rules: tuple[Rule, ...], oracle: str, copied: Mapping[str, str] | None = None
-) -> Family:
-    return Family(name, rules, copied=copied, together=deepseek.LATENT_TOGETHER, oracle=oracle)
-
-
-def _from_zero(name: str, rules: tuple[Rule, ...], oracle: str, **options: Any) -> Family:
-    return Family(name, rules, settings=COUNTS_FROM_ZERO, oracle=oracle, **options)
-
-
-_SEEING: Any = {"copied": qwen3_vl.VISION, "fields": qwen3_vl.VISION_FIELDS}
 _LOGITS = "logits of transformers 4.57"
 # Exports after loading a checkpoint.
 _OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"
 _BOTH = f"{_OLD} and 0.6.2"
-_AS = "the rules of {} under another name"
+_DENSE = (*blocks.EMBEDDING, *blocks.ATTENTION, *blocks.DENSE_MLP)
+_LATENT: Any = {"together": deepseek.LATENT_TOGETHER}
+_KIMI: Any = {**_LATENT, "copied": deepseek.KIMI_VISION}
+_SEEING: Any = {"copied": qwen3_vl.VISION, "fields": qwen3_vl.VISION_FIELDS}
+_ZERO: Any = {"settings": {**PLAIN, "layernorm_zero_centered_gamma": True}}
+_INTERLEAVED: Any = {"settings": {**PLAIN, "rotary_interleaved": True}}
+_NEXT: Any = {**_ZERO, "loaders": {"slime": qwen3_next.SLIME_MTP}}
+_TABLES: Sequence[tuple[str, tuple[Rule, ...], Any, str]] = (
+    ("bailing_moe_v2", grouped_query.BAILING_MOE_V2, {}, _NEW),
+    ("deepseek_v3", deepseek.DEEPSEEK, _LATENT, f"{_BOTH}, {_LOGITS}"),
+    ("deepseek_v32", deepseek.DEEPSEEK_SPARSE, _LATENT, "the rules of glm_moe_dsa"),
+    ("glm4", grouped_query.GLM4, _INTERLEAVED, _LOGITS),
+    ("glm4_moe", grouped_query.GLM4_MOE, {}, f"{_BOTH}, mbridge 0.15, {_LOGITS}"),
+    ("glm4_moe_lite", deepseek.DEEPSEEK, _LATENT, _NEW),
+    (
+        "glm_moe_dsa",
+        deepseek.DEEPSEEK_SPARSE,
+        _LATENT,
+        f"{_NEW}; slime's indexer by documents only",
+    ),
+    ("gpt_oss", grouped_query.GPT_OSS, {}, f"{_OLD}, {_LOGITS}"),
+    ("kimi_k2", deepseek.DEEPSEEK, _LATENT, "the rules of deepseek_v3"),
+    ("kimi_k25", deepseek.KIMI_K25, _KIMI, f"{_NEW}; MTP by documents only"),
+    ("llama", _DENSE, {}, f"{_BOTH}, {_LOGITS}"),
+    ("mimo", grouped_query.MIMO, {}, f"{_NEW}, {_LOGITS}"),
+    ("minimax_m2", grouped_query.MINIMAX_M2, {}, _NEW),
+    ("moonlight", deepseek.DEEPSEEK, _LATENT, f"{_LOGITS} (deepseek_v3 without q_lora)"),
+    (
+        "nemotron_h",
+        nemotron.NEMOTRON_H,
+        {"fields": nemotron.FIELDS},
+        f"{_BOTH}, logits of transformers 5.23",
+    ),
+    ("qwen2", _DENSE, {}, f"{_OLD}, {_LOGITS}"),
+    (
+        "qwen2_moe",
+        (*_DENSE, *blocks.EXPERTS, *blocks.SHARED_EXPERT),
+        {},
+        "a checkpoint of transformers 4.57",
+    ),
+    ("qwen3", _DENSE, {}, f"{_OLD}, {_LOGITS}"),
+    (
+        "qwen3_moe",
+        (*_DENSE, *blocks.EXPERTS, *blocks.UNGATED_SHARED_EXPERTS),
+        {},
+        f"{_BOTH}, {_LOGITS}",
+    ),
+    ("qwen3_5", (*qwen3_next.QWEN3_5, *qwen3_vl.TOWER), {**_ZERO, **_SEEING}, _NEW),
+    ("qwen3_5_moe", (*qwen3_next.QWEN3_5, *qwen3_vl.TOWER), {**_ZERO, **_SEEING}, _NEW),
+    ("qwen3_5_moe_text", qwen3_next.QWEN3_5_TEXT, _ZERO, _NEW),
+    ("qwen3_5_text", qwen3_next.QWEN3_5_TEXT, _ZERO, _NEW),
+    ("qwen3_6_moe", (*qwen3_next.QWEN3_6, *qwen3_vl.TOWER), {**_ZERO, **_SEEING}, _NEW),
+    ("qwen3_next", qwen3_next.QWEN3_NEXT, _NEXT, f"{_BOTH}, {_LOGITS}"),
+    ("qwen3_vl", qwen3_vl.QWEN3_VL, _SEEING, f"{_NEW}, {_LOGITS}"),
+    ("qwen3_vl_moe", qwen3_vl.QWEN3_VL_MOE, _SEEING, f"{_NEW}, {_LOGITS}"),
+)
 FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family("bailing_moe_v2", grouped_query.BAILING_MOE_V2, oracle=_NEW),
-        _latent("deepseek_v3", deepseek.DEEPSEEK, f"{_BOTH}, {_LOGITS}"),
-        _latent("deepseek_v32", deepseek.DEEPSEEK_SPARSE, _AS.format("glm_moe_dsa")),
-        Family("glm4", grouped_query.GLM4, settings=INTERLEAVED, oracle=_LOGITS),
-        Family("glm4_moe", grouped_query.GLM4_MOE, oracle=f"{_BOTH}, mbridge 0.15, {_LOGITS}"),
-        _latent("glm4_moe_lite", deepseek.DEEPSEEK, _NEW),
-        _latent(
-            "glm_moe_dsa", deepseek.DEEPSEEK_SPARSE, f"{_NEW}; slime's indexer by documents only"
-        ),
-        Family("gpt_oss", grouped_query.GPT_OSS, oracle=f"{_OLD}, {_LOGITS}"),
-        _latent("kimi_k2", deepseek.DEEPSEEK, _AS.format("deepseek_v3")),
-        _latent(
-            "kimi_k25", deepseek.KIMI_K25, f"{_NEW}; MTP by documents only", deepseek.KIMI_VISION
-        ),
-        _dense("llama", oracle=f"{_BOTH}, {_LOGITS}"),
-        Family("mimo", grouped_query.MIMO, oracle=f"{_NEW}, {_LOGITS}"),
-        Family("minimax_m2", grouped_query.MINIMAX_M2, oracle=_NEW),
-        Family(
-            "nemotron_h",
-            nemotron.NEMOTRON_H,
-            fields=nemotron.NEMOTRON_FIELDS,
-            oracle=f"{_BOTH}, logits of transformers 5.23",
-        ),
-        _latent("moonlight", deepseek.DEEPSEEK, f"{_LOGITS} (deepseek_v3 without q_lora)"),
-        _dense("qwen2", oracle=f"{_OLD}, {_LOGITS}"),
-        _dense(
-            "qwen2_moe",
-            blocks.EXPERTS,
-            blocks.SHARED_EXPERT,
-            oracle="a checkpoint of transformers 4.57",
-        ),
-        _dense("qwen3", oracle=f"{_OLD}, {_LOGITS}"),
-        _dense(
-            "qwen3_moe", blocks.EXPERTS, blocks.UNGATED_SHARED_EXPERTS, oracle=f"{_BOTH}, {_LOGITS}"
-        ),
-        _from_zero("qwen3_5", (*qwen3_next.QWEN3_5, *qwen3_vl.TOWER), _NEW, **_SEEING),
-        _from_zero("qwen3_5_moe", (*qwen3_next.QWEN3_5, *qwen3_vl.TOWER), _NEW, **_SEEING),
-        _from_zero("qwen3_5_moe_text", qwen3_next.QWEN3_5_TEXT, _NEW),
-        _from_zero("qwen3_5_text", qwen3_next.QWEN3_5_TEXT, _NEW),
-        _from_zero("qwen3_6_moe", (*qwen3_next.QWEN3_6, *qwen3_vl.TOWER), _NEW, **_SEEING),
-        _from_zero(
-            "qwen3_next",
-            qwen3_next.QWEN3_NEXT,
-            f"{_BOTH}, {_LOGITS}",
-            loaders={"slime": qwen3_next.SLIME_MTP},
-        ),
-        Family("qwen3_vl", qwen3_vl.QWEN3_VL, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
-        Family("qwen3_vl_moe", qwen3_vl.QWEN3_VL_MOE, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
-    )
+    name: Family(name, rules, oracle=oracle, **options) for name, rules, options, oracle in _TABLES
 }
 
 # Families without a table, and why; layouts are made by Megatron-Bridge's mappings.
@@ -230,13 +207,8 @@ class Model:
         return ", ".join(f"{names[size][0]} {self.sizes[size]}" for size in known)
 
 
-# What slime's choice of a converter looks for in a model's name, in its order.
-_PARTS = (
-    *("minimax_m2", "glm4_moe_lite", "deepseek_v32", "deepseek_v3", "glm_moe_dsa", "kimi_k25"),
-    *("kimi", "glm4_moe", "glm4", "qwen3_next", "qwen3_6", "qwen3_5_moe", "qwen3_5", "qwen3_vl"),
-    *("qwen2_moe", "qwen3_moe", "qwen2", "qwen3", "llama", "mimo"),
-)
-_SHORT = {"kimi": "kimi_k2", "qwen3_6": "qwen3_6_moe"}
+# parts of names by which slime chooses a converter, besides the names of families
+_PARTS = {"kimi": "kimi_k2", "qwen36": "qwen3_6_moe"}
 _CLASS = re.compile(r"(?:text)?(?:config|model|forcausallm|forconditionalgeneration)$")
 
 
@@ -246,26 +218,23 @@ def family_of(name: str, *, part: bool = False) -> Family:
     by which slime chooses a converter ("kimi-k2-instruct").
 
     Raises:
-        UnsupportedError: none is known; the text has those of similar names.
+        UnsupportedError: none is known.
     """
     plain = _plain(name)
     known = {_plain(each): each for each in (*FAMILIES, *BRIDGED)}
     found = known.get(plain) or known.get(_CLASS.sub("", plain), "")
     if part and not found:
-        found = next((each for each in (*BRIDGED, *_PARTS) if _plain(each) in plain), "")
-        found = _SHORT.get(found, found)
+        parts = _PARTS | known
+        found = parts.get(max((each for each in parts if each in plain), key=len, default=""), "")
     if found in BRIDGED and found not in FAMILIES:
         raise _core.UnsupportedError(
             f"the model family {found!r} has no table: {BRIDGED[found]}; bridge=AutoBridge... "
             "makes the layout by Megatron-Bridge's mappings"
         )
     if not found:
-        near = difflib.get_close_matches(plain, known, n=3, cutoff=0.5)
-        like = ", ".join(known[match] for match in near)
         raise _core.UnsupportedError(
-            f"model family {name!r} is not known"
-            + (f"; similar are {like}" if like else "")
-            + f"; known are {', '.join(sorted(FAMILIES))}; wsync.families.register adds one"
+            f"model family {name!r} is not known; known are {', '.join(sorted(FAMILIES))}; "
+            "wsync.families.register adds one"
         )
     return FAMILIES[found]
 
@@ -295,8 +264,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "gdv": ("linear_value_head_dim",),
     "conv": ("linear_conv_kernel_dim",),
     "experts": (
-        *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
-        "num_moe_experts",
+        *("num_experts", "n_routed_experts", "num_local_experts"),
+        *("moe_num_experts", "num_moe_experts"),
     ),
     # Multi-head latent attention: ranks of the projections, channels of a head without and with
     # rotary positions (Megatron calls the former qk_head_dim, which is their sum elsewhere), and
@@ -309,8 +278,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# sizes that `read_model` makes of others
-DERIVED: Mapping[str, tuple[str, ...]] = {"n": ("heads", "g"), "gn": ("gv", "gk")}
+# sizes that `read_model` makes of others, and which it divides by which
+DERIVED: Mapping[str, tuple[str, str]] = {"n": ("heads", "g"), "gn": ("gv", "gk")}
 
 
 def read_model(
@@ -334,7 +303,14 @@ def read_model(
             f"loaded_by={loaded_by!r}: known are {', '.join(map(repr, LOADERS))}"
         )
     if family is None:
-        family = _named_family(config, model_name).loaded_by(loaded_by)
+        name = (
+            model_name or getattr(config, "model_type", None) or getattr(config, "model_name", "")
+        )
+        if not name:
+            raise _core.InvalidArgumentError(
+                f"{type(config).__name__} has no model_type: pass model_name="
+            )
+        family = family_of(name, part=name == model_name).loaded_by(loaded_by)
     wanted = {**FIELDS, **family.fields}
     parts = _parts(config)
     read = _read_fields(parts, wanted)
@@ -343,13 +319,7 @@ def read_model(
     sizes = {**read, **_read_fields(_parts(checkpoint), wanted)}
     if "ffn" in sizes:
         sizes.setdefault("moe_ffn", sizes["ffn"])  # as Megatron does
-    heads = sizes.get("heads", 0)
-    if heads <= 0 or sizes.get("h", 0) <= 0:
-        raise _core.InvalidArgumentError(
-            f"{type(config).__name__}: hidden_size {sizes.get('h')} and num_attention_heads "
-            f"{sizes.get('heads')} must be positive"
-        )
-    if "g" in family.sizes:
+    if "g" in family.sizes and sizes.get("heads"):
         _count_groups(parts[1], sizes)
     if "shared" in sizes and "moe_ffn" in sizes:
         sizes.setdefault("shared_ffn", sizes["shared"] * sizes["moe_ffn"])
@@ -370,33 +340,18 @@ def _ties(parts: Iterable[Any]) -> set[bool]:
     return {bool(each) for each in found if each is not None}
 
 
-def _named_family(config: Any, model_name: str | None) -> Family:
-    name = model_name or getattr(config, "model_type", None) or getattr(config, "model_name", None)
-    if not isinstance(name, str) or not name:
-        raise _core.InvalidArgumentError(
-            f"{type(config).__name__} has no model_type: pass model_name="
-        )
-    return family_of(name, part=name == model_name)
-
-
 def _count_groups(config: Any, sizes: dict[str, int]) -> None:
     """Query groups and heads of each; latent attention has neither, whatever its config says."""
-    heads = sizes["heads"]
-    sizes.setdefault("g", heads)
-    sizes.setdefault("d", sizes["h"] // heads)
-    if sizes["g"] <= 0 or heads % sizes["g"]:
-        raise _core.LayoutError(
-            f"{type(config).__name__}: {heads} attention heads do not divide into "
-            f"{sizes['g']} query groups"
-        )
-    sizes["n"] = heads // sizes["g"]
-    if sizes.get("gk"):
-        sizes["gn"], rest = divmod(sizes.get("gv", 0), sizes["gk"])
-        if rest or not sizes["gn"]:
-            raise _core.LayoutError(
-                f"{type(config).__name__}: {sizes.get('gv')} value heads do not divide over "
-                f"{sizes['gk']} key heads of the delta net"
-            )
+    sizes.setdefault("g", sizes["heads"])
+    sizes.setdefault("d", sizes.get("h", 0) // sizes["heads"])
+    for size, (whole, part) in DERIVED.items():
+        if sizes.get(part):
+            sizes[size], rest = divmod(sizes.get(whole, 0), sizes[part])
+            if rest or not sizes[size]:
+                raise _core.LayoutError(
+                    f"{type(config).__name__}: {FIELDS[whole][0]} {sizes.get(whole)} is no "
+                    f"multiple of {FIELDS[part][0]} {sizes[part]}"
+                )
 
 
 def read_sizes(config: Any) -> dict[str, int]:
@@ -411,13 +366,65 @@ def _read_fields(parts: tuple[Any, Any], fields: Mapping[str, Sequence[str]]) ->
     """
     found: dict[str, int] = {}
     for size, names in fields.items():
-        for name in names:
-            *path, last = name.split(".")
-            home = parts[0] if path else parts[1]
-            for part in path:
-                home = getattr(home, part, None)
-            value = getattr(home, last, None)
-            if value is not None and not isinstance(value, list):  # one for each layer
-                found[size] = len(value) if isinstance(value, str) else int(value)
-                break
+        values = (_value(parts["." not in name], name) for name in names)
+        value = next((v for v in values if v is not None and not isinstance(v, list)), None)
+        if value is not None:  # a list has one for each layer
+            found[size] = len(value) if isinstance(value, str) else int(value)
     return found
+
+
+def _value(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
+def register(
+    name: str,
+    rules: Iterable[Rule],
+    *,
+    fields: Mapping[str, Sequence[str]] | None = None,
+    loaders: Mapping[str, tuple[Rule, ...]] | None = None,
+    together: Together = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Family:
+    """Adds a family of this process to those that `wsync.megatron.layout` knows, or replaces one
+    that was added before.
+
+    Args:
+        name: as `model_type` of the configuration or `model_name` has it, for example "my_model".
+        rules: one for each kind of parameter; of two that match a name, the first is taken.
+        fields: sizes of the rules' views that are not in `FIELDS`: the
+            names that each has in configurations.
+        loaders: rules that go before these for models that were loaded by "slime".
+        together: sets of modules, by the last part of their names, whose tensors within one parent
+            engines take in one call only.
+        settings: fields of Megatron's TransformerConfig and the values for which the rules hold,
+            for example {"layernorm_zero_centered_gamma": False}; `wsync.megatron.layout` compares
+            them with every layer's configuration, and refuses a field that has no such name there.
+
+    Raises:
+        InvalidArgumentError: wsync has a family of this name, or there is no such loader.
+    """
+    if name in FAMILIES and not FAMILIES[name].added:
+        raise _core.InvalidArgumentError(f"there is a family {name!r} already")
+    if unknown := {*(loaders or {})}.difference(LOADERS):
+        raise _core.InvalidArgumentError(
+            f"no loader {min(unknown)!r}: known are {', '.join(LOADERS)}"
+        )
+    family = Family(name, tuple(rules), loaders or {}, {}, fields or {}, together, settings or {})
+    FAMILIES[name] = family
+    return family
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Lists the model families of Megatron-Core trainers that wsync can name, by model_type, and
+    what their tensors were compared with, bit for bit."""
+    argparse.ArgumentParser("wsync families", description=main.__doc__).parse_args(argv)
+    width = max(map(len, FAMILIES))
+    print(f"{'family':<{width}}  compared with\n")
+    for name, family in sorted(FAMILIES.items()):
+        print(f"{name:<{width}}  {'added by the user' if family.added else family.oracle}")
+    print(f"\nWithout a table, by Megatron-Bridge's own mappings (bridge=): {', '.join(BRIDGED)}.")
+    print("\nwsync.families.register adds one; pydoc wsync.families shows how.")
+    return 0

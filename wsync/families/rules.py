@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING
 from wsync import _core
 from wsync.boxes import overlap
 from wsync.module_tensors.names import group_of
-from wsync.probing.boxes import NumberedBox, boxes
+from wsync.probing.boxes import LONGEST, NumberedBox, boxes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,9 +62,8 @@ if TYPE_CHECKING:
 PAD = "pad"
 INFERRED = "?"
 MAX_DIMENSIONS = 6
-LONGEST = 8  # step in which boxes go through a tensor
 
-_TOKEN = re.compile(r"\s*(?:([|)])|([*~@]?)(?:\(|([a-z_]\w*)(?::(\w+(?:\+\w+)*|\?))?))\s*")
+_TOKEN = re.compile(r"([*~@]?)(?:([a-z_]\w*)(?::(\w+(?:\+\w+)*|\?))?|([(|)]))")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _EITHER = re.compile(r"\(([^)]*)\)")
 _ENDS = ("inner", "first", "last")  # numbers that the size of a block of MTP layers tells
@@ -93,40 +92,32 @@ class _View:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.items = self._parsed()
+        tokens = _TOKEN.finditer(text)
+        alternatives = _alternatives(tokens)
+        known = len(_TOKEN.sub("", text).strip()) == 0
+        if len(alternatives) > 1 or not known or text.count("(") != text.count(")"):
+            raise RuleError(f"{text!r} is no view: see wsync.families.rules")
+        self.items = alternatives[0]
         self.sizes: dict[str, str] = {}
         for axis in axes_of(self.items):
             if self.sizes.setdefault(axis.name, axis.size) != axis.size:
-                raise self._error(f"axis {axis.name!r} has two sizes")
+                raise RuleError(f"view {text!r}: axis {axis.name!r} has two sizes")
 
-    def _parsed(self) -> tuple[_Item, ...]:
-        unfinished: list[tuple[str, list[list[_Item]]]] = [("", [[]])]
-        at = 0
-        while at < len(self.text):
-            token = _TOKEN.match(self.text, at)
-            if token is None or (token[1] and len(unfinished) == 1):
-                raise self._error(f"unexpected {self.text[at:]!r}")
-            at = token.end()
-            end, mark, name, size = token.groups()
-            group, alternatives = unfinished[-1]
-            if name:
-                alternatives[-1].append(_Item(mark, name, size or name))
-            elif end == "|":
-                alternatives.append([])
-            elif not end:
-                unfinished.append((mark, [[]]))
-            elif not all(alternatives):
-                raise self._error("an alternative is empty")
-            else:
-                unfinished.pop()
-                made = _Item(group, alternatives=tuple(map(tuple, alternatives)))
-                unfinished[-1][1][-1].append(made)
-        if len(unfinished) > 1:
-            raise self._error("a group is not closed")
-        return tuple(unfinished[0][1][0])
 
-    def _error(self, what: str) -> RuleError:
-        return RuleError(f"view {self.text!r}: {what}")
+def _alternatives(tokens: Iterator[re.Match[str]]) -> tuple[tuple[_Item, ...], ...]:
+    """Those up to the end of a group."""
+    found: list[list[_Item]] = [[]]
+    for token in tokens:
+        mark, name, size, sign = token.groups()
+        if name:
+            found[-1].append(_Item(mark, name, size or name))
+        elif sign == "(":
+            found[-1].append(_Item(mark, alternatives=_alternatives(tokens)))
+        elif sign == ")":
+            break
+        else:
+            found.append([])
+    return tuple(map(tuple, found))
 
 
 def _within(items: Iterable[_Item]) -> Iterator[_Item]:
@@ -217,13 +208,9 @@ class _Dimension:
         return bool(left.any())
 
 
-def _runs(places: Tensor, longest: int) -> list[NumberedBox]:
+def _runs(places: Tensor, longest: int) -> Sequence[NumberedBox]:
     """Boxes of one dimension; their numbers are places."""
-
-    def read(leading: tuple[int, ...], low: int, high: int) -> Tensor:
-        return places[low:high, None]
-
-    return list(boxes(read, places.shape, {1: 0}, longest))
+    return [*boxes(lambda _, low, high: places[low:high, None], places.shape, {1: 0}, longest)]
 
 
 @dataclass(frozen=True)
@@ -425,29 +412,16 @@ class Expansion:
 class Rule:
     """How one kind of Megatron parameter maps to Hugging Face tensors.
 
-    `stored`: the shape that Megatron gives the parameter where it is not the view's own: for each
-    of its dimensions, the dimensions of the view that it multiplies.  The storage must be
-    contiguous in the view's order (legacy grouped experts).  `inferred_dimension`: the dimension of
-    the parameter that holds the inferred axis, or -1; `inferred_cut`: whether ranks hold parts of
-    it; `shaped_dimension`: the one that is cut as the local shape says, or -1.  `sizes`: the names
-    of the sizes that it needs.  `counted`: numbers of the name that are axes of targets.  `names`:
-    all that the name stands for.
+    `inferred_dimension`: the dimension of the parameter that holds the inferred axis, or -1;
+    `inferred_cut`: whether ranks hold parts of it; `shaped_dimension`: the one that is cut as the
+    local shape says, or -1.  `sizes`: the names of the sizes that it needs.  `counted`: numbers of
+    the name that are axes of targets.  `names`: all that the name stands for.
     """
 
-    def __init__(
-        self,
-        name: str,
-        view: str,
-        *targets: Target,
-        stored: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def __init__(self, name: str, view: str, *targets: Target) -> None:
         self.name = name
         self.targets = targets
-        self.stored = None if stored is None else tuple(tuple(part) for part in stored)
-        try:
-            self._read(view)
-        except RuleError as error:
-            raise RuleError(f"{name}: {error}") from None
+        self._read(view)
         parts = [part.split("|") for part in _EITHER.split(name)]
         self.names = tuple(map("".join, itertools.product(*parts)))
         number = re.compile(r"\\{(\w+)\\}")
@@ -458,21 +432,11 @@ class Rule:
     def _read(self, view: str) -> None:
         self.parsed = _View(view)
         items = self.parsed.items
-        inferred = [
-            number
-            for number, item in enumerate(items)
-            for axis in axes_of([item])
-            if axis.size == INFERRED
-        ]
-        if len(inferred) > 1:
-            raise RuleError(f"more than one inferred axis in {view!r}")
-        self.inferred_dimension = inferred[0] if inferred else -1
-        marks = {item.mark for item in _within(items[number] for number in inferred)}
-        self.inferred_cut = bool(marks & {"*", "~"})
-        shaped = [number for number, item in enumerate(items) if item.mark == "~"]
-        if len(shaped) != view.count("~") or len(shaped) > 1:
-            raise RuleError(f"{view!r} may have one ~, on a dimension of its own")
-        self.shaped_dimension = shaped[0] if shaped else -1
+        unknown = (any(axis.size == INFERRED for axis in axes_of([item])) for item in items)
+        self.inferred_dimension = next((n for n, each in enumerate(unknown) if each), -1)
+        inferred = items[self.inferred_dimension :][: self.inferred_dimension >= 0]
+        self.inferred_cut = any(item.mark in ("*", "~") for item in _within(inferred))
+        self.shaped_dimension = next((n for n, item in enumerate(items) if item.mark == "~"), -1)
         parts = {part for size in self.parsed.sizes.values() for part in size.split("+")}
         named = {key for target in self.targets for key in PLACEHOLDER.findall(target.name)}
         parts |= {"block"} if named.intersection(_ENDS) else set()
@@ -480,9 +444,6 @@ class Rule:
         wanted = {axis for target in self.targets for axis in _View(target.view).sizes}
         numbers = {number for number in _COUNTS if f"{{{number}}}" in self.name}
         self.counted = sorted(numbers & wanted - self.parsed.sizes.keys())
-
-    def __repr__(self) -> str:
-        return f"Rule({self.name!r}, {self.parsed.text!r})"
 
     def match(self, name: str) -> dict[str, int] | None:
         """The numbers that a global parameter name holds, or None."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from wsync import _core
 from wsync.families.registry import Model
 from wsync.families.rules import Cut, Expansion, Piece, Rule, ShardPlacement, mtp_numbers
-from wsync.layout import contiguous_strides
 from wsync.megatron.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -60,12 +58,6 @@ class RuleReader:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(rule, name, shape, duplicated)
-        if rule.stored is not None:
-            if strides != contiguous_strides(shape):
-                raise _core.LayoutError(
-                    f"{name}: strides {strides} of shape {shape} are not contiguous"
-                )
-            strides = contiguous_strides(plan.placement.shape)
         together = self.spec.family.together
         maps = [piece.map(numbers, together) for piece in plan.pieces]
         return plan.placement.regions, maps, strides
@@ -105,14 +97,14 @@ class RuleReader:
         try:
             for place in (ALONE, cut) if duplicated else (cut,):
                 share = expansion.place(place, self.ranks.expert)
-                if shape == _stored(rule, share.shape):
+                if shape == share.shape:
                     return _Plan(share, [p for p in expansion.pieces if share.meets(p)])
         except _core.LayoutError as error:
             raise _core.LayoutError(f"{name}: shape {expansion.shape}: {error}") from None
         kind = "expert-tensor" if ".mlp.experts." in rule.name else "tensor"
         raise _core.LayoutError(
-            f"{name}: local shape {shape} != {_stored(rule, share.shape)}, the share of the whole "
-            f"{_stored(rule, expansion.shape)} over {cut.ranks} {kind}-parallel ranks"
+            f"{name}: local shape {shape} != {share.shape}, the share of the whole "
+            f"{expansion.shape} over {cut.ranks} {kind}-parallel ranks"
             f", by {self.spec.words(rule.sizes)}"
         )
 
@@ -139,10 +131,3 @@ class _Plan(NamedTuple):
 
     placement: ShardPlacement
     pieces: list[Piece]
-
-
-def _stored(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that Megatron gives a parameter whose view has `shape`."""
-    if rule.stored is None:
-        return shape
-    return tuple(math.prod(shape[axis] for axis in axes) for axes in rule.stored)
