@@ -33,7 +33,7 @@ def local():
 
 @pytest.fixture(scope="module")
 def engine():
-    """Four ranks where TransformerEngine and grouped_gemm have stand-ins."""
+    """Four ranks where TransformerEngine has a stand-in."""
     yield from _ranks(str(SUPPORT / "fake_te"))
 
 

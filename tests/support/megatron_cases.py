@@ -356,11 +356,6 @@ def _other_family(trainer):
     trainer.hf.model_type = "mamba"
 
 
-def _not_contiguous(trainer):
-    weight = _weight(trainer, "experts.weight1")
-    weight.data = weight.data.t().contiguous().t()
-
-
 def _one_query_group(trainer):
     hf = reference.config(trainer.hf.model_type)
     hf.num_key_value_heads = 1
@@ -397,7 +392,6 @@ MUTATIONS = {
         _one_query_group,
         _other_tie,
         _other_family,
-        _not_contiguous,
         _zero_centered,
         _interleaved,
         _blocks_of_gates,
