@@ -190,7 +190,7 @@ def _kind_of(shapes: Mapping[str, Sequence[int]]) -> str:
     if any(map(_LIKE_LLAVA.match, shapes)):
         return "llava"
     parts = {found[1] for name in shapes if (found := _LAYER.fullmatch(name))}
-    fused = {"mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"} <= parts
+    fused = {"input_layernorm.weight", "mlp.gate.weight", "mlp.experts.gate_up_proj"} <= parts
     norms = (shapes[n] for n in shapes if n.endswith(".self_attn.q_norm.weight"))
     rows = (shapes[n] for n in shapes if n.endswith(".self_attn.q_proj.weight"))
     if not fused or any(norm[0] == row[0] for norm, row in zip(norms, rows, strict=False)):
