@@ -8,12 +8,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from wsync._core import (
-    DeadlineError,
-    InvalidArgumentError,
-    PeerClosedError,
-    RemoteError,
-)
+from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError, RemoteError
 from wsync.handles.answers import (
     NotOfferedError,
     Setup,
@@ -45,7 +40,7 @@ class HttpHandle(ApiHandle):
         api_key: str | None = None,
         timeout: float = 30.0,
     ) -> None:
-        """Asks the server for tp_size unless `workers` is given.
+        """Asks the server for tp_size unless `workers` is given.  A user in the URL is not used.
 
         Raises InvalidArgumentError for an api_key that no HTTP header can have.
         """
@@ -55,10 +50,6 @@ class HttpHandle(ApiHandle):
             )
         super().__init__(sessions=True)  # until the server says that it knows none
         self.name = re.sub(r"(?<=://)[^/?#]*@", "", url.rstrip("/"))  # as others may read it
-        if self.name != url.rstrip("/"):
-            raise InvalidArgumentError(
-                f"engine {self.name}: requests carry no user: api_key= gives the key of a server"
-            )
         try:
             self._place = urlsplit(self.name)
             self._port = self._place.port
@@ -142,8 +133,6 @@ class HttpHandle(ApiHandle):
         """(status, text) of one exchange."""
         with self._asks(path) as where:
             deadline = Deadline(timeout)
-            if not timeout > 0:
-                raise DeadlineError(f"{where}: no time left to ask")
             try:
                 return self._exchange(method, path, body, deadline)
             except (OSError, HTTPException) as error:
@@ -174,10 +163,9 @@ class HttpHandle(ApiHandle):
 
 def _checked_key(api_key: object) -> str:
     """The key; the error does not tell it, which may be read by others."""
-    odd = ["\r", "\n", "\0"]
-    if isinstance(api_key, str) and all(c not in odd and ord(c) < 256 for c in api_key):
+    if isinstance(api_key, str) and api_key.isascii() and api_key.isprintable():
         return api_key
     raise InvalidArgumentError(
-        f"api_key: a {type(api_key).__name__} that no HTTP header can have: a text in Latin-1 of "
-        "one line is wanted"
+        f"api_key: a {type(api_key).__name__} that no HTTP header can have: one line of ASCII text "
+        "is wanted"
     )
