@@ -113,10 +113,12 @@ class HttpHandle(ApiHandle):
             kind = NotOfferedError if status == 404 else RemoteError
             said = f"HTTP {status}: {engine_text(text)}{self.hint(status)}"
             raise kind(f"engine {self.name}: {path}: {said}")
-        if status == 200 and method == "flush_cache" and "flush" in text.lower():
+        if status == 400:
+            return engine_text(text) or "HTTP 400"
+        if method == "flush_cache" and "flush" in text.lower():
             return True
         answer = json_or_text(text)
-        return answer if status == 200 and isinstance(answer, dict) else engine_text(text)
+        return answer if isinstance(answer, dict) else engine_text(text)
 
     def hint(self, status: int) -> str:
         """What a status may come of: no key, or a URL with a path, as clients of OpenAI want it."""
