@@ -87,7 +87,7 @@ class Setup(NamedTuple):
             hint = vllm if name.startswith("http") else "workers= says how many workers it has"
             raise RemoteError(f"engine {name}: server_info: tp_size is {workers!r}; {hint}")
         found = started.get("custom_weight_loader")
-        loaders = tuple(map(str, found)) if isinstance(found, list) else ()
+        loaders = tuple(map(str, found)) if isinstance(found, list | tuple) else ()
         return Setup(
             workers, loaders, bool(loaders) and drafts_itself(started), started.get("pp_size") or 1
         )

@@ -124,7 +124,7 @@ class VllmHandle(LocalHandle):
         told = [message.to_bytes().decode() for message in messages]
         version = None if weight_version is None else str(weight_version)
         for answer in self._ask_workers("wsync_update", timeout, told, version):
-            said = tuple(answer) if isinstance(answer, list) else answer
+            said = tuple(answer) if isinstance(answer, list | tuple) else (False, answer)
             check_answer(self.name, "wsync_update", said)
         if version is not None and self._has("update_weight_version"):
             self._call("update_weight_version", deadline.left, new_version=version)
