@@ -132,11 +132,10 @@ def _finite(dtype: torch.dtype) -> Tensor:
     """Values of all magnitudes: of 16 bits all there are, else random ones."""
     generator = torch.Generator().manual_seed(0)
     if dtype.itemsize == 2:
-        values = torch.arange(-1 << 15, 1 << 15, dtype=torch.int16).view(dtype)
+        values = torch.arange(-1 << 15, 1 << 15, dtype=torch.int16, device="cpu").view(dtype)
     else:
-        limits = -1 << 31, 1 << 31
-        values = torch.randint(*limits, (_PERIOD,), dtype=torch.int32, generator=generator)
-        values = values.view(dtype)
+        drawn: Any = {"dtype": torch.int32, "generator": generator}
+        values = torch.randint(-1 << 31, 1 << 31, (_PERIOD,), device="cpu", **drawn).view(dtype)
     return values[values.isfinite()]
 
 
@@ -151,7 +150,8 @@ def _random(whole: Whole) -> Tensor:
     values = _finite(whole.dtype)
     values = values[values.abs() < 2.0**48]
     generator = torch.Generator().manual_seed(1)
-    return _filled(values[torch.randint(len(values), (_PERIOD,), generator=generator)], whole)
+    order = torch.randint(len(values), (_PERIOD,), generator=generator, device="cpu")
+    return _filled(values[order], whole)
 
 
 @dataclass
@@ -236,7 +236,7 @@ class _Reader:
     def _computed(self, number: int) -> Piece:
         """A tensor that is the parameter times one number, plus another."""
         (target, shape, dtype), whole = self._forms[number], self.whole
-        ends = (torch.full(whole.shape, value, dtype=whole.dtype) for value in (0.0, 1.0))
+        ends = (torch.full(whole.shape, value, device="cpu", dtype=whole.dtype) for value in (0, 1))
         offset, one = (float(self._made(end)[number].flatten()[0]) for end in ends)
         scale = one - offset
         copied = (scale, offset) == (1.0, 0.0) or scale == 0 or not math.isfinite(one)
