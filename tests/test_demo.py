@@ -106,6 +106,13 @@ def test_remote_engines_are_sent_a_model_each(mode: str, model: str, tmp_path: P
     assert any("load of round 4: " in element.get("title", "") for element in root.iter())
 
 
+def test_mode_disk_writes_checkpoints_that_engines_load() -> None:
+    printed = run_demo("--mode", "disk", "--pp", "1", "--updates", "2")
+    assert "mode disk: weights travel as checkpoints in a folder" in printed
+    assert re.findall(r"^engine [12], weights by (\w+), says", printed, re.M) == ["disk", "disk"]
+    assert "verified: " in printed
+
+
 def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
         "/model_info": {"weight_version": "1"},

@@ -109,6 +109,33 @@ def test_a_server_that_is_not_installed_is_named(
 
 
 @pytest.mark.parametrize(
+    ("words", "own", "cores"),
+    [
+        ([], None, "0"),
+        (["--tp", "2"], None, "0|0"),
+        (["--tensor-parallel-size=2", "--pp-size", "2"], None, "0|0|0|0"),
+        (["--tp-size", "2"], "0|1", "0|1"),
+    ],
+)
+def test_each_worker_of_a_server_has_cores(
+    words: list[str],
+    own: str | None,
+    cores: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """SGLang ends where a worker has none."""
+    name, found = "SGLANG_CPU_OMP_THREADS_BIND", dict[str, str]()
+    monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(name, own)
+    monkeypatch.setattr(cpu_server, "importable", lambda name: True)
+    monkeypatch.setattr(os, "execve", lambda program, argv, environment: found.update(environment))
+    cpu_server.main(["sglang", "--model", str(tmp_path), *words])
+    assert found[name] == cores
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         *(("deadline", "3"), ("deadline", True), ("threads", 2.5), ("threads", True)),
@@ -157,7 +184,6 @@ def test_options_that_are_none_are_named() -> None:
     [
         ("keep", "2"),
         ("keep", 1.5),
-        ("dtype", torch.bfloat16),
     ],
 )
 def test_what_a_disk_cannot_take_is_named(name: str, value: Any, tmp_path: Path) -> None:

@@ -23,11 +23,13 @@ after each, which run a transformers model behind SGLang's HTTP endpoints.  Ever
 byte for byte with mbridge's conversion, and the engines' logits with the trainer's.  Everything
 runs on the CPU.
 """
-MODES = {  # how weights travel, by the number of engines that are taken for remote
+MODES = {  # how weights travel
     "colocated": "through memory that trainer and engines share",
     "mixed": "over gloo to the first engine, through shared memory to the other one",
     "distributed": "over gloo, as to engines on other hosts",
+    "disk": "as checkpoints in a folder",
 }
+_REMOTE = {"mixed": 1, "distributed": 2}  # engines that are taken for remote
 _EXPERTS = "qwen3-moe"
 
 
@@ -77,7 +79,7 @@ def _chosen(arguments: list[str] | None) -> Any:
     if chosen.model != _EXPERTS:
         chosen.ep = 1
     chosen.ranks = chosen.pp * math.lcm(chosen.tp, chosen.ep)
-    remote = list(MODES).index(chosen.mode)
+    remote = _REMOTE.get(chosen.mode, 0)
     chosen.offsets = [chosen.ranks] * remote + [0] * (2 - remote) if remote else None
     return chosen
 

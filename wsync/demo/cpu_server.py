@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import shlex
 import sys
@@ -25,6 +26,7 @@ _INSTALL = {
 }
 _MODEL = Path("tiny-qwen3")
 _PORTS = {"sglang": 30000, "vllm": 8000}
+_SGLANG_CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # for each worker, with "|" between them
 _SGLANG_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # which import each other
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -64,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_model(_MODEL)
     port = given.port or _PORTS[engine]
     settings, words = command(engine, str(given.model), port)
+    if engine == "sglang":
+        settings[_SGLANG_CORES] = "|".join(["0"] * _sglang_workers(further))
     settings = {name: os.environ.get(name, value) for name, value in settings.items()}
     words += further
     print(f"the engine, for wsync: {'vllm+' * (engine == 'vllm')}http://127.0.0.1:{port}")
@@ -97,13 +101,21 @@ def _sglang(model: str, port: int) -> tuple[dict[str, str], list[str]]:
     words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     words += ["--disable-overlap-schedule", "--host", "127.0.0.1"]
     words += ["--max-total-tokens", "8192", "--max-running-requests", "4"]
-    settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}  # one worker's
+    settings = {"SGLANG_USE_CPU_ENGINE": "1", _SGLANG_CORES: "0"}
     if Path(model) == _MODEL and (found := importlib.util.find_spec("sglang")):
         # each worker imports all that it knows, which takes it longer than all else
         folders = map(Path, found.submodule_search_locations or ())
         known = {path.stem for folder in folders for path in folder.glob("srt/models/*.py")}
         settings["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(known - {*_SGLANG_MODELS}))
     return settings, words
+
+
+def _sglang_workers(words: Sequence[str]) -> int:
+    """How many an SGLang server with these arguments has; it ends where one has no cores."""
+    parser = argparse.ArgumentParser(prog="wsync serve", add_help=False)
+    for short, long in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        parser.add_argument(f"--{short}-size", f"--{long}-parallel-size", type=int, default=1)
+    return math.prod(vars(parser.parse_known_args(words)[0]).values())
 
 
 def _vllm(model: str, port: int) -> tuple[dict[str, str], list[str]]:

@@ -87,9 +87,8 @@ def _update(
     ids = torch.tensor([list(SENTENCE.encode())], device="cpu")
     hidden = None if servers else True  # of bars: shown on rank 0 where stderr is a terminal
     problems: list[str] = []
-    urls, options = [server.url for server in servers], wsync.Options(round_nbytes=1 << 20)
-    layout = wsync.megatron.layout(trainer.chunks, trainer.hf)
-    with wsync.connect(layout, urls, engine_gpu_offsets=chosen.offsets, options=options) as sync:
+    urls = [server.url for server in servers]
+    with _connected(trainer, urls, chosen, folder) as sync:
         for number in range(1, chosen.updates + 1):
             steps = _STEPS * (5 if number == chosen.updates > 1 else 1)
             text = f"training before update {number}"
@@ -119,6 +118,16 @@ def _update(
     print(
         f"verified: {len(expected)} tensors, {nbytes:,} bytes, in every engine after every update"
     )
+
+
+def _connected(
+    trainer: CpuTrainer, urls: Sequence[str], chosen: Any, folder: str
+) -> wsync.Sync | wsync.DiskSync:
+    layout = wsync.megatron.layout(trainer.chunks, trainer.hf)
+    if chosen.mode == "disk":
+        return wsync.DiskSync(layout, urls, folder=f"{folder}/versions", base=trainer.hf)
+    options = wsync.Options(round_nbytes=1 << 20)
+    return wsync.connect(layout, urls, engine_gpu_offsets=chosen.offsets, options=options)
 
 
 def _wrong(
