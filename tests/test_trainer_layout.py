@@ -126,7 +126,7 @@ def one_by_one(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("asked", "single"), [(1 << 17, False), ((1 << 17) - 1, True)])
-def test_fused_experts_are_sent_one_by_one_where_a_bucket_has_no_room(asked, single):
+def test_fused_experts_are_sent_one_by_one_where_a_bucket_has_no_room(asked, single, caplog):
     """With the other tensor of a layer, which would fit: one call has one spelling."""
     weights = fused_experts(0) | fused_experts(1)
     wanted = one_by_one(weights) if single else weights
@@ -137,10 +137,11 @@ def test_fused_experts_are_sent_one_by_one_where_a_bucket_has_no_room(asked, sin
     assert engine.tensors.keys() == wanted.keys()
     assert all(torch.equal(engine.tensors[name], wanted[name]) for name in wanted)
     assert len(engine.sizes) > 2 and max(engine.sizes) <= asked
+    assert not [text for text in caplog.messages if "bucket" in text]
 
 
 @pytest.mark.parametrize("form", ["one tensor", "transposed", "with biases"])
-def test_only_what_cannot_be_split_has_a_larger_bucket(form):
+def test_only_what_cannot_be_split_has_a_larger_bucket_and_is_named(form, caplog):
     weights = {f"{number}.weight": torch.ones(64, 64) for number in range(20)}
     base = "model.layers.0.mlp.experts."
     large = {
@@ -161,6 +162,10 @@ def test_only_what_cannot_be_split_has_a_larger_bucket(form):
         sync.update()
     assert all(torch.equal(engine.tensors[name], weights[name]) for name in weights)
     assert sorted(engine.sizes)[-3:] == [1 << 16, 1 << 17, 1 << 17]  # of two updates
+    (text,) = (text for text in caplog.messages if "cannot be split" in text)
+    assert f"{next(iter(large))} (131,072 bytes)" in text
+    assert "bucket_nbytes=65536 (slime's --update-weight-buffer-size)" in text
+    assert "0.weight" not in text
 
 
 def test_a_stock_engine_is_told_of_tensors_without_elements() -> None:
@@ -197,7 +202,7 @@ def plan_of(model: Any, delivery: Delivery, gpu: int, options: wsync.Options) ->
         taking=lambda d: taking.get(d, []),
     )
     planning = Planning(None, roster, [], options)
-    return planning._draw([WHOLE], SimpleNamespace(ordinal=gpu), False).plan(0)
+    return planning._draw([WHOLE], SimpleNamespace(ordinal=gpu), False, 0).plan(0)
 
 
 @pytest.mark.parametrize("delivery", [Delivery.BROADCAST, Delivery.STOCK])

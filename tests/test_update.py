@@ -143,6 +143,27 @@ def little_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(WorkerSession, "make_ring", make_ring)
 
 
+def test_where_memory_is_short_rings_are_smaller(
+    config: Any,
+    engine: TensorParallelEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights = draw(config, 6)
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        usual = sync.update()
+    limit = usual.ring_nbytes // engine.workers // 3
+    little_memory(monkeypatch, limit)
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        report = sync.update()
+    assert same(engine.weights(), weights)
+    assert report.ring_nbytes <= engine.workers * limit
+    assert report.rounds > usual.rounds
+    (text,) = caplog.messages
+    assert text.startswith("wsync: rank 0: no ")
+    assert ": rings have at most " in text
+
+
 @pytest.mark.parametrize("ring_nbytes", [0, 1 << 16])
 def test_memory_for_no_ring_at_all_is_an_error(
     config: Any, engine: TensorParallelEngine, monkeypatch: pytest.MonkeyPatch, ring_nbytes: int

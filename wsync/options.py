@@ -37,7 +37,7 @@ class Options:
             is less.
         bucket_nbytes: bytes of a round where some engine runs without wsync and takes one request
             per bucket.  Experts that a checkpoint has in one larger tensor (Qwen3.5-MoE) are sent
-            one by one; another tensor of more bytes has a bucket of its own.
+            one by one; another tensor of more bytes has a bucket of its own, and a warning.
         stock_memory: where buckets for engines without wsync lie when the weights are on a GPU:
             "host", a file of /dev/shm that every worker reads; "gpu", memory of the GPU of trainer
             rank 0, by CUDA's interprocess handles: every worker has to see that GPU and /dev/shm,

@@ -5,9 +5,15 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from wsync._core import DeadlineError, PeerClosedError, RemoteError, UnsupportedError
+from wsync._core import (
+    DeadlineError,
+    PeerClosedError,
+    RemoteError,
+    UnsupportedError,
+)
 from wsync.machine.error_text import error_text
 
+_TEXT_LIMIT: Final = 2000
 _GOOD_STATUS: Final = ("ok", "success", "paused", "resumed")
 # of SGLang's server_info and model_info, what does not change while it runs
 _IDENTITY: Final = (
@@ -83,14 +89,19 @@ class Setup(NamedTuple):
             )
         workers = started.get("tp_size")
         if type(workers) is not int or workers < 1:
-            vllm = f"a server of vLLM is given as {'vllm+' + name!r}"
-            hint = vllm if name.startswith("http") else "workers= says how many workers it has"
-            raise RemoteError(f"engine {name}: server_info: tp_size is {workers!r}; {hint}")
+            vllm = f"; a server of vLLM is given as {'vllm+' + name!r}"
+            hint = vllm if name.startswith("http") else ""
+            raise RemoteError(f"engine {name}: server_info: tp_size is {workers!r}{hint}")
         found = started.get("custom_weight_loader")
-        loaders = tuple(map(str, found)) if isinstance(found, list | tuple) else ()
+        loaders = tuple(map(str, found)) if isinstance(found, list) else ()
         return Setup(
             workers, loaders, bool(loaders) and drafts_itself(started), started.get("pp_size") or 1
         )
+
+    def __str__(self) -> str:
+        text = f"{self.workers} workers and custom weight loaders {list(self.loaders)}"
+        text = text if self.stages == 1 else f"pp_size {self.stages}, {text}"
+        return f"{text}, drafting with layers of its model" if self.drafts else text
 
 
 def check_same(name: str, before: object, now: object) -> None:
@@ -170,7 +181,7 @@ def cause(error: BaseException) -> str:
     return f"{text}; is it http:// there?" if "WRONG_VERSION_NUMBER" in text else text
 
 
-def cut(text: str, limit: int = 2000) -> str:
+def cut(text: str, limit: int = _TEXT_LIMIT) -> str:
     """The beginning of a text, which may be a traceback of pages."""
     text = text.strip()
     return text if len(text) <= limit else text[:limit] + "..."

@@ -19,10 +19,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from wsync._core import InvalidArgumentError
 from wsync.handles.answers import NotOfferedError
-from wsync.handles.local import LocalHandle, RayHandle, call_actor
+from wsync.handles.local import LocalHandle, RayHandle, url_of
 from wsync.handles.sglang_engine import SglangHandle
 from wsync.handles.sglang_http import HttpHandle
-from wsync.handles.vllm import VllmHandle, VllmServer
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
 
@@ -122,22 +121,33 @@ def handle(
     """
     if workers is not None and workers < 1:
         raise InvalidArgumentError(f"workers {workers}: at least 1")
-    made = _handle(engine, workers, gpus, api_key, timeout)
+    if isinstance(engine, str):
+        scheme, mark, place = engine.partition("://")
+        engine = f"{scheme.lower()}{mark}{place}"
+    if isinstance(engine, str) and engine.startswith("vllm+"):
+        from wsync.handles.vllm import VllmServer
+
+        engine = VllmServer(engine.removeprefix("vllm+"), api_key=api_key)
+    made: EngineHandle
+    if isinstance(engine, str):
+        made = HttpHandle(engine, api_key=api_key, timeout=timeout)
+    elif isinstance(engine, EngineHandle):
+        made = engine
+    else:
+        made = _adapt(engine, workers, gpus, api_key, timeout)
     if workers is not None and workers != made.workers:
         raise InvalidArgumentError(f"engine {made.name}: has {made.workers} workers, not {workers}")
     return made
 
 
-def _handle(
+def _adapt(
     engine: object, workers: int | None, gpus: int | None, api_key: str | None, timeout: float
 ) -> EngineHandle:
-    deadline = Deadline(timeout)
-    if isinstance(engine, str):
-        return _of_url(engine, api_key, timeout)
-    if isinstance(engine, EngineHandle):
-        return engine
+    """A handle for an object with an engine's methods."""
     method = getattr(engine, "update_weights_from_tensor", None)
     if method is None and callable(getattr(engine, "collective_rpc", None)):
+        from wsync.handles.vllm import VllmHandle
+
         return VllmHandle(engine, timeout=timeout)
     if method is None:
         url = getattr(engine, "url", None)
@@ -147,22 +157,13 @@ def _handle(
             f"collective_rpc{hint}"
         )
     if callable(getattr(method, "remote", None)):
-        asks = hasattr(engine, "get_url")  # of a server that it has started: slime's do
-        if asks and (url := call_actor(engine, str(engine), "get_url", timeout, {})):
-            return _of_url(url, api_key, deadline.left)
+        deadline = Deadline(timeout)
+        if url := url_of(engine, timeout):
+            return HttpHandle(url, api_key=api_key, timeout=deadline.left)
         return RayHandle(engine, workers=workers, gpus=gpus, timeout=deadline.left)
     if "named_tensors" in inspect.signature(method).parameters:
         return SglangHandle(engine, workers=workers)
     return LocalHandle(engine, workers=workers, gpus=gpus)
-
-
-def _of_url(url: str, api_key: str | None, timeout: float) -> EngineHandle:
-    scheme, mark, place = url.partition("://")
-    url = f"{scheme.lower()}{mark}{place}"
-    if url.startswith("vllm+"):
-        server = VllmServer(url.removeprefix("vllm+"), api_key=api_key)
-        return VllmHandle(server, timeout=timeout)
-    return HttpHandle(url, api_key=api_key, timeout=timeout)
 
 
 def handles_of(

@@ -5,7 +5,13 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from wsync._core import DeadlineError, PeerClosedError, RemoteError, UnsupportedError
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    PeerClosedError,
+    RemoteError,
+    UnsupportedError,
+)
 from wsync.handles.answers import NotOfferedError, Setup, cut, other_draft, translate
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline, seconds
@@ -88,6 +94,11 @@ class RayHandle(LocalHandle):
         super().__init__(engine, workers=1)
         self.name = str(engine)  # with the actor's id
         started = self.server_info(timeout)
+        if "tp_size" not in started and (workers or gpus) is None:
+            raise InvalidArgumentError(
+                f"engine {self.name}: the actor does not say how many workers its engine has: it "
+                "has neither get_url nor server_info; workers= says it"
+            )
         setup = Setup.of(self.name, {"tp_size": workers or gpus} | started)
         self.workers, self.load_formats, self._started = setup.workers, setup.loaders, started
         if draft := other_draft(started):
@@ -110,6 +121,14 @@ class RayHandle(LocalHandle):
             return str(ray.get_runtime_context().get_worker_id())
 
         return {**found, "process": self._call("__ray_call__", deadline.left, fn=worker)}
+
+
+def url_of(actor: Any, timeout: float) -> str | None:
+    """The URL of the server that a Ray actor has started, where it says one (slime's do)."""
+    if not hasattr(actor, "get_url"):
+        return None
+    url: str | None = call_actor(actor, str(actor), "get_url", timeout, {})
+    return url
 
 
 def call_actor(

@@ -13,7 +13,7 @@ from wsync.handles.local import LocalHandle
 _ARGUMENTS: Final = (
     *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "nnodes", "tokenizer_worker_num"),
     *("speculative_algorithm", "speculative_draft_model_path", "model_path", "tokenizer_path"),
-    *("enable_lora", "lora_paths", "lora_target_modules", "custom_weight_loader"),
+    *("enable_lora", "lora_paths", "lora_target_modules"),
 )
 
 
@@ -35,25 +35,33 @@ class SglangHandle(LocalHandle):
         arguments = getattr(engine, "server_args", None)
         given = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
         self._started = {name: value for name, value in given.items() if value is not None}
+        self._started["custom_weight_loader"] = list(
+            getattr(arguments, "custom_weight_loader", None) or ()
+        )
         setup = Setup.of(self.name, {"tp_size": workers or 1} | self._started)
         self.workers, self.load_formats = setup.workers, setup.loaders
-        self._sessions["known"] = True  # until it turns out that it knows none
+        self._sessions["known"] = hasattr(engine, "begin_weight_update")
 
     def _pause(self, mode: str, timeout: float) -> None:
         """Nothing runs."""
 
     def _update(self, payloads: Sequence[bytes], settings: dict[str, Any], timeout: float) -> None:
-        told = settings | self._for_model(settings["load_format"])
-        told["serialized_named_tensors"] = list(payloads)
-        self._request("update_weights_from_tensor", "UpdateWeightsFromTensorReqInput", told)
+        form = _form("UpdateWeightsFromTensorReqInput")
+        told = dict(settings)
+        if wanted := self._for_model(settings["load_format"]):
+            known = inspect.signature(form).parameters
+            told |= {name: value for name, value in wanted.items() if name in known}
+        request = form(serialized_named_tensors=list(payloads), **told)
+        self._request("update_weights_from_tensor", request)
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        if method == "update_weights_from_disk":
-            self._request(
-                method, "UpdateWeightFromDiskReqInput", {**arguments, "flush_cache": False}
-            )
-        else:
-            super()._do(method, arguments, timeout)
+        if method != "update_weights_from_disk":
+            return super()._do(method, arguments, timeout)
+        form = _form("UpdateWeightFromDiskReqInput")
+        told = dict(arguments)
+        if "flush_cache" in inspect.signature(form).parameters:
+            told["flush_cache"] = False
+        self._request(method, form(**told))
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise UnsupportedError(
@@ -69,18 +77,20 @@ class SglangHandle(LocalHandle):
     def server_info(self, timeout: float) -> dict[str, Any]:
         return self._started | super().server_info(timeout)
 
-    def _request(self, method: str, form: str, told: Mapping[str, Any]) -> None:
-        """form: the request's class, of which each version of SGLang has other fields."""
+    def _request(self, method: str, request: Any) -> None:
         engine: Any = self._engine
-        try:
-            made = getattr(importlib.import_module("sglang.srt.managers.io_struct"), form)
-        except (ImportError, AttributeError):
-            raise UnsupportedError(f"this version of sglang has no {form}") from None
-        known = inspect.signature(made).parameters
-        request = made(**{name: value for name, value in told.items() if name in known})
 
         def send() -> Any:
-            ask = getattr(engine.tokenizer_manager, method)
-            return engine.loop.run_until_complete(ask(request, None))
+            return engine.loop.run_until_complete(
+                getattr(engine.tokenizer_manager, method)(request, None)
+            )
 
         check_answer(self.name, method, self._result(send, method))
+
+
+def _form(name: str) -> Any:
+    """A request's class, of the SGLang that is installed here."""
+    try:
+        return getattr(importlib.import_module("sglang.srt.managers.io_struct"), name)
+    except (ImportError, AttributeError):
+        raise UnsupportedError(f"this version of sglang has no {name}") from None

@@ -8,7 +8,12 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError, RemoteError
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    PeerClosedError,
+    RemoteError,
+)
 from wsync.handles.answers import (
     NotOfferedError,
     Setup,
@@ -40,7 +45,7 @@ class HttpHandle(ApiHandle):
         api_key: str | None = None,
         timeout: float = 30.0,
     ) -> None:
-        """Asks the server for tp_size unless `workers` is given.  A user in the URL is not used.
+        """Asks the server for tp_size unless `workers` is given.
 
         Raises InvalidArgumentError for an api_key that no HTTP header can have.
         """
@@ -50,6 +55,10 @@ class HttpHandle(ApiHandle):
             )
         super().__init__(sessions=True)  # until the server says that it knows none
         self.name = re.sub(r"(?<=://)[^/?#]*@", "", url.rstrip("/"))  # as others may read it
+        if self.name != url.rstrip("/"):
+            raise InvalidArgumentError(
+                f"engine {self.name}: requests carry no user: api_key= gives the key of a server"
+            )
         try:
             self._place = urlsplit(self.name)
             self._port = self._place.port
@@ -113,12 +122,10 @@ class HttpHandle(ApiHandle):
             kind = NotOfferedError if status == 404 else RemoteError
             said = f"HTTP {status}: {engine_text(text)}{self.hint(status)}"
             raise kind(f"engine {self.name}: {path}: {said}")
-        if status == 400:
-            return engine_text(text) or "HTTP 400"
-        if method == "flush_cache" and "flush" in text.lower():
+        if status == 200 and method == "flush_cache" and "flush" in text.lower():
             return True
         answer = json_or_text(text)
-        return answer if isinstance(answer, dict) else engine_text(text)
+        return answer if status == 200 and isinstance(answer, dict) else engine_text(text)
 
     def hint(self, status: int) -> str:
         """What a status may come of: no key, or a URL with a path, as clients of OpenAI want it."""
@@ -135,6 +142,8 @@ class HttpHandle(ApiHandle):
         """(status, text) of one exchange."""
         with self._asks(path) as where:
             deadline = Deadline(timeout)
+            if not timeout > 0:
+                raise DeadlineError(f"{where}: no time left to ask")
             try:
                 return self._exchange(method, path, body, deadline)
             except (OSError, HTTPException) as error:
@@ -165,9 +174,10 @@ class HttpHandle(ApiHandle):
 
 def _checked_key(api_key: object) -> str:
     """The key; the error does not tell it, which may be read by others."""
-    if isinstance(api_key, str) and api_key.isascii() and api_key.isprintable():
+    odd = ["\r", "\n", "\0"]
+    if isinstance(api_key, str) and all(c not in odd and ord(c) < 256 for c in api_key):
         return api_key
     raise InvalidArgumentError(
-        f"api_key: a {type(api_key).__name__} that no HTTP header can have: one line of ASCII text "
-        "is wanted"
+        f"api_key: a {type(api_key).__name__} that no HTTP header can have: a text in Latin-1 of "
+        "one line is wanted"
     )

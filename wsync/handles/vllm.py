@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlencode
 
 from wsync._core import RemoteError, UnsupportedError
-from wsync.handles.answers import NotOfferedError, check_answer, check_same, cut
+from wsync.handles.answers import check_answer, check_same, cut, engine_text, json_or_text
 from wsync.handles.local import LocalHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
@@ -28,12 +27,19 @@ from wsync.messages.control import LOAD_FORMAT, Control
 _log = logging.getLogger(__name__)
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
-# what the server offers of AsyncLLM's methods, and where it has another name; some take a body, and
-# some versions lack some
-_PATHS: Final = {"pause_generation": "pause", "resume_generation": "resume"}
+_DESCRIBED: Final = {"rank", "workers", "engines"}
+# the server's paths for what AsyncLLM's methods do; some take a body, and some versions lack some
+_ROUTES: Final = {
+    "collective_rpc": "/collective_rpc",
+    "pause_generation": "/pause",
+    "resume_generation": "/resume",
+    "wake_up": "/wake_up",
+    "reset_prefix_cache": "/reset_prefix_cache",
+    "reset_encoder_cache": "/reset_encoder_cache",
+    "update_weight_version": "/update_weight_version",
+}
 _BODIES: Final = ("collective_rpc", "update_weight_version")
 _LATER: Final = ("wake_up", "reset_encoder_cache", "update_weight_version")
-_OFFERED: Final = (*_PATHS, *_BODIES, *_LATER, "reset_prefix_cache")
 # vLLM's words for SGLang's; a retracted request is one that is kept without its cache
 _MODES: Final = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
@@ -85,7 +91,7 @@ class VllmHandle(LocalHandle):
         word = _MODES.get(mode, mode)
         if self._has("pause_generation"):
             self._call("pause_generation", timeout, mode=word, clear_cache=False)
-        elif self._takes("sleep", "mode"):  # earlier versions may give up the weights
+        elif self._sleeps():
             self._call("sleep", timeout, level=0, mode=word)
 
     def _flush_once(self, timeout: float) -> str | None:
@@ -108,8 +114,7 @@ class VllmHandle(LocalHandle):
 
     def resume(self, timeout: float) -> None:
         deadline = Deadline(timeout)
-        if self._takes("wake_up", "tags"):
-            # versions that do not know the tag change nothing, and answer None
+        if self._may_wake():  # versions that do not know the tag change nothing, and answer None
             awake = self._call("wake_up", deadline.left, tags=["scheduling"])
             if isinstance(awake, bool):
                 return  # vLLM goes on unless some of its memory sleeps, and says whether it does
@@ -124,8 +129,9 @@ class VllmHandle(LocalHandle):
         told = [message.to_bytes().decode() for message in messages]
         version = None if weight_version is None else str(weight_version)
         for answer in self._ask_workers("wsync_update", timeout, told, version):
-            said = tuple(answer) if isinstance(answer, list | tuple) else (False, answer)
-            check_answer(self.name, "wsync_update", said)
+            good = isinstance(answer, list | tuple) and len(answer) == 2
+            if not good or answer[0] is not True:
+                check_answer(self.name, "wsync_update", (False, answer[1] if good else answer))
         if version is not None and self._has("update_weight_version"):
             self._call("update_weight_version", deadline.left, new_version=version)
 
@@ -137,9 +143,11 @@ class VllmHandle(LocalHandle):
         they have."""
         found = self._describe(timeout)
         versions = {each.get("weight_version") for each in found}
-        instances = [each["instance"] for each in found]
-        version = versions.pop() if len(versions) == 1 else None
-        return {"weight_version": version, "instance": " ".join(instances)}
+        instances = [each["instance"] for each in found if each.get("instance")]
+        return {
+            "weight_version": versions.pop() if len(versions) == 1 else None,
+            **({"instance": " ".join(instances)} if instances else {}),
+        }
 
     def _count(self, timeout: float) -> int:
         try:
@@ -170,8 +178,13 @@ class VllmHandle(LocalHandle):
 
     def _describe(self, timeout: float) -> list[dict[str, Any]]:
         """What every worker says of itself."""
-        answers = self._ask_workers("wsync_describe", timeout)
-        return [json.loads(text) if isinstance(text, str) else text for text in answers]
+        method = "wsync_describe"
+        answers = self._ask_workers(method, timeout)
+        found = [json_or_text(text) if isinstance(text, str) else text for text in answers]
+        for each in found:
+            if not isinstance(each, dict) or not each.keys() >= _DESCRIBED:
+                raise RemoteError(f"engine {self.name}: {method}: a worker says {cut(str(each))!r}")
+        return found
 
     def _ask_workers(self, method: str, timeout: float, *arguments: Any) -> list[Any]:
         """What every worker answers.  vLLM is given no timeout: it takes answers that come too
@@ -190,10 +203,17 @@ class VllmHandle(LocalHandle):
         return callable(self._method(name))
 
     def _takes(self, name: str, argument: str) -> bool:
-        """Whether a method has an argument; an actor's may be another thing."""
-        if self._remote or not self._has(name):
-            return False
-        return argument in inspect.signature(self._method(name)).parameters
+        """Whether a method of an object of this process has an argument."""
+        return self._has(name) and argument in inspect.signature(self._method(name)).parameters
+
+    def _sleeps(self) -> bool:
+        """Whether sleeping is pausing: earlier versions and actors may give up the weights."""
+        return not self._remote and self._takes("sleep", "mode")
+
+    def _may_wake(self) -> bool:
+        """Whether waking up can be going on.  An actor's wake_up may be another thing."""
+        resumes = self._has("resume_generation") or self._sleeps()
+        return resumes and not self._remote and self._takes("wake_up", "tags")
 
     def _invoke(self, method: str, timeout: float, arguments: dict[str, Any]) -> Any:
         if isinstance(self._engine, VllmServer):
@@ -221,7 +241,7 @@ class VllmServer:
         self.name = f"vllm+{self._http.name}"  # as it is given
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _OFFERED:
+        if name not in _ROUTES:
             raise AttributeError(name)
         return functools.partial(self._post, name)
 
@@ -230,19 +250,23 @@ class VllmServer:
         return self._post("wake_up", tags=tags, timeout=timeout)
 
     def _post(self, method: str, /, *, timeout: float, **arguments: Any) -> Any:
-        path, body = _PATHS.get(method, method), arguments
+        path, body = _ROUTES[method], None
         if "reset_connector" in arguments:
             arguments["reset_external"] = arguments.pop("reset_connector")
-        if method not in _BODIES:
-            path, body = f"{path}?{urlencode(arguments, doseq=True)}".rstrip("?"), {}
-        try:
-            answer = self._http._call(path, timeout, **body) or {}  # some say nothing
-        except NotOfferedError as error:
-            if method in _LATER:
-                return None
-            raise RemoteError(f"{error}; is VLLM_SERVER_DEV_MODE=1 set?") from None
-        if isinstance(answer, str):
-            raise RemoteError(f"/{path}: {cut(answer)}")
+        if method in _BODIES:
+            body = arguments
+        elif arguments:
+            path += f"?{urlencode(arguments, doseq=True)}"
+        status, text = self._http.request("POST", path, body, timeout)
+        if status == 404 and method in _LATER:
+            return None
+        if status != 200:
+            unset = "; is VLLM_SERVER_DEV_MODE=1 set?" if status == 404 else ""
+            hint = self._http.hint(status) or unset
+            raise RemoteError(f"{path}: HTTP {status}: {engine_text(text)}{hint}")
+        answer = json_or_text(text) if text else {}  # some paths of some versions say nothing
+        if not isinstance(answer, dict):
+            raise RemoteError(f"{path}: HTTP 200, but not vLLM's answer: {cut(text)!r}")
         if answer.get("status") in ("awake", "sleeping"):
             return answer["status"] == "awake"
         return answer.get("results", answer.get("success"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import dtype_of
-from wsync.module_tensors.names import JOINED, group_of
+from wsync.module_tensors.names import JOINED, group_of, listed
 from wsync.options import Options
 from wsync.trainer.fused_experts import Box, single_experts
 from wsync.trainer.roster import Delivery, Roster
@@ -22,11 +23,14 @@ from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.stock import StockSession
 from wsync.trainer.sessions.worker import WorkerSession
 
+_log = logging.getLogger(__name__)
+
 _GPU_ROUND_NBYTES = 256 << 20
 # The larger the rounds, the fewer times two processes hand the GPU to each other.
 _LARGE_ROUND_NBYTES = 1 << 30
 _LARGE_FREE_NBYTES = 16 << 30  # on every GPU, for each worker's rounds to be large
 _DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
+_LEAST_RING_NBYTES = 16 << 10  # smaller rings are not tried
 Session: TypeAlias = WorkerSession | StockSession | BroadcastSession
 Single: TypeAlias = Mapping[int, Sequence[Box]]
 
@@ -53,7 +57,6 @@ class Planning:
             blobs: what this rank's workers keep; layouts that are equal travel once a rank.
             source: the UUID of the GPU of this rank's weights, "" for the host.
             more: to be told to all ranks.
-
         """
         texts = list(dict.fromkeys(blobs.values()))
         index = {number: texts.index(blob) for number, blob in blobs.items()}
@@ -70,26 +73,71 @@ class Planning:
         return [layouts[number] for number in range(len(self.roster.workers))], device, told
 
     def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[PlanInput, _core.Plan]:
-        """Plans, and makes the rings.
+        """Plans, and makes the rings: smaller ones where some rank has no memory for them.
 
         Raises:
             LayoutError: the ranks' plans differ.
-            NoMemoryError: the rings have no room on some rank.
+            NoMemoryError: rings that were asked for, or small ones, have no room on some rank.
         """
         if device.ordinal >= 0:
             release_cached(device)  # of torch, which a driver does not ask
-        made_of = self._draw(layouts, device, self._may_be_large(device))
-        plan, lacking = made_of.plan(self.group.rank), ""
+        large, limit, short = self._may_be_large(device), self.options.ring_nbytes, ""
+        while True:
+            made_of = self._draw(layouts, device, large, limit)
+            try:
+                plan = made_of.plan(self.group.rank)
+            except _core.InvalidArgumentError as error:
+                if not short:
+                    raise
+                text = f"{short}, and a smaller ring cannot work: {error}"
+                raise _core.NoMemoryError(text) from error
+            lacking = self._agree(plan, self._make_rings(plan, device))
+            if not lacking:
+                self._name(short, limit)
+                return made_of, plan
+            large, short = False, lacking
+            limit = max(plan.ring_nbytes(number) for number in range(len(layouts))) // 2
+            if self.options.ring_nbytes or limit < _LEAST_RING_NBYTES:
+                raise _core.NoMemoryError(
+                    f"{lacking}: free memory there, or give Options(ring_nbytes=) less"
+                )
+
+    def _make_rings(self, plan: _core.Plan, device: _core.Device) -> str:
+        """Makes the rings of this rank's workers; says what there is no memory for."""
         try:
             for session in self.sessions:
                 session.make_ring(plan, device)
         except _core.NoMemoryError as error:
-            lacking = f"rank {self.group.rank}: {error}"
-        if lacking := self._agree(plan, lacking):
-            raise _core.NoMemoryError(
-                f"{lacking}: free memory there, or give Options(ring_nbytes=) less"
+            return f"rank {self.group.rank}: {error}"
+        return ""
+
+    def _name(self, short: str, ring_nbytes: int) -> None:
+        """Warns, on rank 0, of rings that are smaller than usual, and of tensors with which a
+        bucket has more bytes than were asked for."""
+        model, most = self.roster.model, self._bucket_nbytes
+        if self.group.rank != 0:
+            return
+        if short:
+            _log.warning(
+                "wsync: %s: rings have at most %d bytes, so that an update takes more rounds; free "
+                "memory there, or choose Options(ring_nbytes=)",
+                short,
+                ring_nbytes,
             )
-        return made_of, plan
+        single = single_experts(model, most)
+        sizes = {i: _nbytes(model, i) for i in range(model.tensor_count) if i not in single}
+        uncut = [
+            f"{model.tensor(index).name} ({nbytes:,} bytes)"
+            for index, nbytes in sizes.items()
+            if nbytes > most
+        ]
+        if uncut and self.roster.takes_buckets:
+            _log.warning(
+                "wsync: buckets for engines without wsync are larger than bucket_nbytes=%d "
+                "(slime's --update-weight-buffer-size) for what cannot be split: %s",
+                most,
+                listed(uncut),
+            )
 
     def plan(self, layouts: list[bytes], device: _core.Device) -> _core.Plan:
         """Plans without making rings.
@@ -97,7 +145,7 @@ class Planning:
         Raises:
             LayoutError: the ranks' plans differ.
         """
-        plan = self._draw(layouts, device, False).plan(self.group.rank)
+        plan = self._draw(layouts, device, False, self.options.ring_nbytes).plan(self.group.rank)
         self._agree(plan, "")
         return plan
 
@@ -130,7 +178,9 @@ class Planning:
         needed = _LARGE_FREE_NBYTES * max(len(self.sessions), 1)
         return all(self.group.gather_json(device.memory_available() >= needed))
 
-    def _draw(self, layouts: list[bytes], device: _core.Device, large: bool) -> PlanInput:
+    def _draw(
+        self, layouts: list[bytes], device: _core.Device, large: bool, ring_nbytes: int
+    ) -> PlanInput:
         workers, hosts = self.roster.workers, self.roster.hosts
         pairs = zip(layouts, workers, strict=True)
         wanted = [(layout, worker.takes_buckets) for layout, worker in pairs]
@@ -147,23 +197,29 @@ class Planning:
             ],
             [*hosts, *range(elsewhere, elsewhere + remote)],
             {
-                "round_nbytes": _LARGE_ROUND_NBYTES if large else self._round_nbytes(device),
-                "ring_nbytes": self.options.ring_nbytes,
+                "round_nbytes": _LARGE_ROUND_NBYTES
+                if large
+                else self._round_nbytes(device, ring_nbytes),
+                "ring_nbytes": ring_nbytes,
                 "rounds_grow": not self.options.round_nbytes,
             },
         )
+
+    @property
+    def _bucket_nbytes(self) -> int:
+        asked = self.options.round_nbytes or self.options.bucket_nbytes
+        return min(asked, self.options.ring_nbytes or asked)
 
     def _destination(self, layout: bytes, in_buckets: bool) -> tuple[_core.Layout, bool]:
         """What a worker keeps, and whether it takes each box in one piece."""
         if layout not in (WHOLE, PIECES):
             return _core.Layout.from_bytes(layout), False
         model = self.roster.model
-        asked = self.options.round_nbytes or self.options.bucket_nbytes
-        asked = min(asked, self.options.ring_nbytes or asked)
+        asked = self._bucket_nbytes
         cut = (joined(model, asked), single_experts(model, asked)) if in_buckets else ()
         return whole(model, range(model.tensor_count), *cut), layout == WHOLE
 
-    def _round_nbytes(self, device: _core.Device) -> int:
+    def _round_nbytes(self, device: _core.Device, ring_nbytes: int) -> int:
         """Small rounds overlap better; stock engines take one request each, so theirs are large,
         but not where a broadcast costs much more than a request.  A GPU copies a round in less
         time than its message takes."""
@@ -173,7 +229,7 @@ class Planning:
         most = self.options.bucket_nbytes
         if self.roster.takes_buckets and not (broadcast and most >= _DEFAULT_ROUND_NBYTES):
             return most
-        return 0 if device.ordinal < 0 or self.options.ring_nbytes else _GPU_ROUND_NBYTES
+        return 0 if device.ordinal < 0 or ring_nbytes else _GPU_ROUND_NBYTES
 
     def _agree(self, plan: _core.Plan, missing: str) -> str:
         """Compares all ranks' plans; returns what the first rank that lacks memory says, or ""."""

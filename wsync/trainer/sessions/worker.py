@@ -253,6 +253,7 @@ class WorkerSession:
         return learnt.blob
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
+        self._ring = None  # what there was goes first
         self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1), device)
 
     def serve(self, joined: _core.Layout, offsets: Sequence[int]) -> None:
