@@ -23,6 +23,7 @@ from support.vllm_server import (
     Server,
     environment,
     offline,
+    transfer,
 )
 
 import wsync
@@ -35,6 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "local": {"delivery": "wsync"},
     "remote": {"delivery": "distributed"},
 }
+TRANSFER = ("--weight-transfer-config", '{"backend": "wsync"}')
 # what a server has, and how many workers
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3-tied-tp1": ({"tied": True}, 1),
@@ -77,7 +79,8 @@ def served(
     models = pair(folder, **kind)
     with Server(vllm, models[1], folder / "log", tp=tp, extension=PROBE) as server:
         second = held(server)
-    with Server(vllm, models[0], folder / "log", tp=tp, extension=PROBE) as server:
+    settings = {"tp": tp, "extension": PROBE, "arguments": TRANSFER}
+    with Server(vllm, models[0], folder / "log", **settings) as server:
         yield server, models, [held(server), second]
 
 
@@ -140,6 +143,18 @@ def test_requests_wait_while_memory_sleeps(served: tuple[Server, Pair, list[Any]
         answer.result(timeout=PATIENCE)
 
 
+@pytest.mark.parametrize("served", ["qwen3-bfloat16-tp2"], indirect=True)
+def test_two_trainer_ranks_update_a_server_by_vllms_own_weight_transfer(
+    served: tuple[Server, Pair, list[Any]], vllm: Nursery
+) -> None:
+    server, models, wanted = served
+    server.post("/pause?mode=abort&clear_cache=true")
+    assert transfer(vllm, server, models[1], "transfer") > 0
+    server.post("/resume")
+    assert differing(held(server), wanted[1]) == []
+    check(server, models[1], "transfer")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
     return list(pair(tmp_path_factory.mktemp("offline"), experts=False))
@@ -161,3 +176,20 @@ def test_an_engine_of_the_trainers_process(
     check_step(back, models[0], "first")
     assert differing(back["held"], before["held"]) == []
     assert differing(after["held"], before["held"]) != []
+
+
+def test_vllms_own_weight_transfer_by_wsync(
+    vllm: Nursery, models: list[Checkpoint], tmp_path: Path
+) -> None:
+    before, incomplete, after, failed, back = offline(vllm, "transfer", tmp_path, models)
+    check_step(before, models[0], "default")
+    assert incomplete["lacking"] in incomplete["error"]
+    check_step(after, models[1], "1")
+    assert "half way" in failed["error"]
+    assert failed["version"] == "1"
+    check_step(back, models[0], "first")
+    assert differing(back["held"], before["held"]) == []
+    assert len(before["held"]) == 2
+    rounds = ["start", "update", "update", "finish"]
+    assert after["calls"] == rounds
+    assert back["calls"] == [*rounds, "start", "update", "finish", *rounds]

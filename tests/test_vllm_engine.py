@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
+import importlib.metadata
 import json
 import threading
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ import wsync
 from wsync import inspection
 from wsync.disk import DiskSync
 from wsync.handles.vllm import VllmHandle
-from wsync.vllm import WorkerExtension
+from wsync.vllm import WorkerExtension, register
 
 OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 
@@ -409,3 +411,11 @@ def test_an_engine_without_the_extension_is_told_how_to_start() -> None:
 
     with pytest.raises(wsync.RemoteError, match=r"worker-extension-cls wsync\.vllm"):
         wsync.handle(Plain())
+
+
+def test_wsync_is_a_plugin_of_vllm(engine: VllmEngine) -> None:
+    """Which vLLM finds, and which does nothing where there is no vLLM."""
+    (found,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="wsync")
+    assert found.load() is register
+    register()
+    assert engine.collective_rpc("backends") == [["WorkerEngine", "TrainerEngine"]] * 2

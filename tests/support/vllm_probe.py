@@ -30,3 +30,15 @@ class Probe(WorkerExtension):
                 made = layer.cpu_linear(units, layer.weight, None)
                 found[f"{path} of unit vectors"] = digest(made)
         return found
+
+    def set_fault(self, raises: bool) -> None:
+        """Has the model's load_weights raise, or not any more."""
+        model: Any = self.model_runner.get_model()
+        if not raises:
+            del model.load_weights
+            return
+
+        def load_weights(pairs: Any) -> None:
+            raise KeyError("half way")
+
+        model.load_weights = load_weights

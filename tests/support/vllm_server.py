@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support import servers
+from support.engine_nursery import free_ports
 from support.server_models import Checkpoint
 from support.sglang_server import NEWEST as SGLANG
 
@@ -21,7 +22,7 @@ _EXTENSION = "wsync.vllm.WorkerExtension"
 
 class Server(servers.Server):
     """vLLM's server.  settings: tp, the number of workers; port, of a server that is gone;
-    extension, the class that its workers get."""
+    extension, the class that its workers get; arguments, further ones."""
 
     module = "vllm.entrypoints.openai.api_server"
 
@@ -33,6 +34,7 @@ class Server(servers.Server):
             *("--worker-extension-cls", given("extension", _EXTENSION)),
             *("--skip-tokenizer-init", "--enable-scale-out", "--enforce-eager"),
             *("--kv-cache-memory-bytes", KV_CACHE_NBYTES, "--max-num-seqs", 4),
+            *given("arguments", ()),
         ]
         return list(map(str, words))
 
@@ -70,6 +72,19 @@ def offline(start: servers.Starter, kind: str, folder: Path, models: list[Checkp
     servers.kill(session)
     assert out.exists(), servers.tail(log)
     return json.loads(out.read_text())
+
+
+def transfer(start: servers.Starter, server: Server, model: Checkpoint, version: str) -> int:
+    """How many bytes a trainer of two ranks has delivered; see vllm_transfer.py."""
+    log, out = server.log.with_name(f"{version}.log"), server.log.with_name(f"{version}.out")
+    port = str(free_ports(1)[0])
+    out.write_text(port)
+    given = [server.url, str(server.workers), str(model.folder), version, str(out)]
+    session = start(log, "support.vllm_transfer", given)
+    servers.await_that(lambda: session not in servers.members(session), f"{version} has ended")
+    servers.kill(session)
+    assert out.read_text() != port, servers.tail(log)
+    return int(out.read_text())
 
 
 def environment(folder: Path) -> dict[str, str]:

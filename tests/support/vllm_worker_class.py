@@ -139,6 +139,17 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self.load(model, given)
         return digests(model)
 
+    def backends(self) -> list[str]:
+        """What vLLM's weight transfer takes for wsync, of workers and of trainers."""
+        from vllm.distributed.weight_transfer import factory
+
+        from wsync.vllm import register
+
+        register()
+        register()
+        kinds = (factory.WeightTransferEngineFactory, factory.WeightTransferTrainerFactory)
+        return [kind._registry["wsync"]().__name__ for kind in kinds]
+
     def found(self) -> dict[str, str]:
         return digests(self.model)
 

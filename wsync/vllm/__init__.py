@@ -2,6 +2,10 @@
 
 vLLM mixes the class into its workers, which learn what they keep of a model from its own
 load_weights.  `wsync.handle(llm)` calls them through collective_rpc.
+
+For programs that are written for vLLM's own weight transfer (start_weight_update, update_weights,
+finish_weight_update) wsync is a backend of that: `--weight-transfer-config
+'{"backend": "wsync"}'`; see wsync.vllm.transfer.
 """
 
 from __future__ import annotations
@@ -31,6 +35,24 @@ from wsync.vllm.model_hook import run_hook_anew
 from wsync.vllm.rehearsal import Rehearsal
 
 _RECEIVER: Final = "_wsync_receiver"  # where a model keeps it
+
+
+def register() -> None:
+    """Makes wsync a backend of vLLM's weight transfer.  vLLM calls this in each of its processes,
+    as a plugin (entry point vllm.general_plugins); one that has no such registry is left alone."""
+    try:
+        from vllm.distributed.weight_transfer.factory import (
+            WeightTransferEngineFactory,
+            WeightTransferTrainerFactory,
+        )
+    except ImportError:
+        return
+    for factory, name in (
+        (WeightTransferEngineFactory, "WorkerEngine"),
+        (WeightTransferTrainerFactory, "TrainerEngine"),
+    ):
+        with contextlib.suppress(ValueError):  # it is registered already
+            factory.register_engine("wsync", "wsync.vllm.transfer", name)
 
 
 class WorkerExtension:

@@ -1,0 +1,286 @@
+"""wsync as a backend of vLLM's own weight transfer, under the name "wsync".
+
+vLLM's workers take it by `--weight-transfer-config '{"backend": "wsync"}'`, wherever wsync is
+installed beside vLLM.  A trainer gives vLLM's factory a TrainerInitInfo:
+
+    from vllm.distributed.weight_transfer import (
+        HTTPVLLMWeightSyncClient, ModuleSource, WeightTransferTrainerFactory)
+    from wsync.vllm.transfer import TrainerInitInfo
+
+    engine = WeightTransferTrainerFactory.trainer_init(
+        TrainerInitInfo(rank=0, workers=2),
+        client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model))
+    engine.send_weights()
+
+The source's whole tensors go through wsync's ring to each worker, which has them loaded as
+WorkerExtension does.  A source that makes its tensors gives each one memory of its own: one that
+fills the same memory again is refused.  As with vLLM's other backends the caller pauses generation,
+empties caches and has the engine resume.  Where a trainer has died within an update, the engine's
+finish_weight_update is to be called before another one's: what several workers refuse leaves vLLM's
+executor one answer behind.  Not supported: several engines behind one client, data-parallel
+engines, and draft models.
+
+Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py): run with an LLM, and with the
+HTTP server and vLLM's client for it, from one trainer rank and from two; vLLM's client for Ray was
+read in its source alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer.base import TrainerInitInfo as VllmTrainerInitInfo
+from vllm.distributed.weight_transfer.base import (
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+import wsync
+from wsync.engine.receiver import Receiver
+from wsync.machine.daemon_threads import result, start
+from wsync.machine.deadline import Deadline
+from wsync.vllm import VllmLoader, register
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """What workers are told first: how many of them the trainer knows."""
+
+    workers: int
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """A control message for each worker, and what a closing one calls the weights."""
+
+    messages: list[str]
+    version: str | None = None
+
+
+@dataclass
+class TrainerInitInfo(VllmTrainerInitInfo):  # type: ignore[misc]
+    """What a trainer rank is told.
+
+    rank: of this process in torch.distributed's default group, which has all trainer ranks.
+    workers: how many the engine has (tensor parallel x pipeline parallel).
+    options: of wsync.connect.
+    """
+
+    backend: ClassVar[str] = "wsync"
+    workers: int = field(kw_only=True)
+    options: wsync.Options | None = field(kw_only=True, default=None)
+
+
+class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """A worker's part.
+
+    Of an update that fails the trainer hears from the worker itself, if that has come to it.  Here
+    the last worker alone raises, and the others log what is wrong: where another one of several
+    raises, vLLM's executor takes the rest of the answers for those of its next call.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._rank = int(self.parallel_config.rank)
+        loader = VllmLoader(model, vllm_config, vllm_config.model_config, device)
+        self._receiver = Receiver(loader, worker=self._rank)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Raises ValueError where the trainer takes the engine for one of other workers."""
+        parallel = self.parallel_config
+        if (parallel.data_parallel_size, parallel.world_size) != (1, init_info.workers):
+            self._tell(
+                ValueError(
+                    f"workers {init_info.workers}: the engine has {parallel.world_size} of "
+                    f"{parallel.data_parallel_size} data-parallel ones (1 is supported)"
+                )
+            )
+
+    def _tell(self, error: Exception) -> None:
+        if self._rank == self.parallel_config.world_size - 1:
+            raise error
+        _log.error("worker %d: %s", self._rank, error)
+
+    def start_weight_update(self) -> None:
+        """Nothing: the opening message has all that an update begins with."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Raises RemoteError where an update has failed, as where its trainer updates another
+        engine by the same client."""
+        message = update_info.messages[self._rank].encode()
+        good, text = self._receiver.handle(message, version=update_info.version)
+        if not good:
+            self._tell(wsync.RemoteError(text))
+
+    def finish_weight_update(self) -> None:
+        if trouble := self._receiver.trouble:
+            _log.error("worker %d: %s", self._rank, trouble)
+
+    def shutdown(self) -> None:
+        self._receiver.close()
+
+
+class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: ignore[misc]
+    """A trainer rank's part: a connection of wsync's over vLLM's client.
+
+    All ranks make it and call send_weights.  Each sends of what its source yields for it: tensors
+    of a module as they lie, what is gathered for it (FSDP) whole, and all of it at once.
+    """
+
+    init_info_cls = TrainerInitInfo
+
+    def __init__(self, init_info: TrainerInitInfo, *, client: Any, source: Any) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._options = init_info.options or wsync.Options()
+        self._engine = _Engine(client, init_info.workers)
+        self._weights: dict[str, torch.Tensor] = {}  # what the source gives, during an update
+        self._sync: wsync.Sync | None = None
+        self._failed = False  # the last update
+        self._version = 0  # of the last connection
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: TrainerInitInfo, *, client: Any, source: Any | None = None
+    ) -> Self:
+        """Tells the workers how many the trainer knows; bytes move in send_weights."""
+        if source is None:
+            raise ValueError("wsync's weight transfer needs a WeightSource")
+        if len(handles := getattr(client, "handles", ())) > 1:
+            raise wsync.UnsupportedError(
+                f"{type(client).__name__} stands for {len(handles)} engines: wsync's weight "
+                "transfer updates one by each client"
+            )
+        if init_info.is_sender:
+            timeout = (init_info.options or wsync.Options()).deadline
+            name, told = "init_weight_transfer_engine", {"workers": init_info.workers}
+            _within(timeout, name, lambda: client.init_weight_transfer_engine(told))
+        return cls(init_info, client=client, source=source)
+
+    def send_weights(self, weight_version: str | None = None) -> wsync.Report:
+        """Replaces all weights of the engine by the source's; called on every trainer rank.
+
+        weight_version: what the engine's answers are to call them; the number of this call
+        without it.
+
+        Raises:
+            LayoutError: a tensor's name, shape or dtype differs from the last call's, and the next
+                call connects anew and takes it; or the source has written to a tensor that it had
+                given before, or gives two of one name.
+            WsyncError: the same on all ranks, but for what is wrong with one's source, and for
+                finish_weight_update, of which the rank with the client hears.  The engine is left
+                as it is, and must not answer until another call has succeeded.
+        """
+        try:
+            report = self._connected().update(version=weight_version)
+        except BaseException:
+            self._failed = True
+            with contextlib.suppress(Exception):  # the update's own error says more
+                self._engine.finish(None, self._options.deadline)
+            raise
+        finally:
+            self._weights.clear()  # which are gathered for this update alone
+        self._engine.finish(str(report.version), self._options.deadline)
+        return report
+
+    def _connected(self) -> wsync.Sync:
+        """The connection of the last update if that was right, else a new one, which counts on."""
+        self._weights |= self._from_source()
+        former = self._sync
+        if former is not None and not self._failed:
+            return former
+        self._sync, self._failed = None, False
+        if former is not None:
+            self._version = former.version
+            former.close()
+        self._sync = wsync.connect(self._weights, [self._engine], options=self._options)
+        self._sync.version = self._version
+        return self._sync
+
+    def _from_source(self) -> dict[str, torch.Tensor]:
+        # sources of vLLM 0.32 are iterated themselves
+        pairs = self.source.iter_full() if hasattr(self.source, "iter_full") else self.source
+        given = [(name, tensor.detach()) for name, tensor in pairs if tensor is not None]
+        weights = dict(given)
+        if len(weights) < len(given):
+            name, _ = Counter(name for name, _ in given).most_common(1)[0]
+            raise wsync.LayoutError(f"{name}: the source gives two tensors of this name")
+        return weights
+
+    def shutdown(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
+
+
+class _Engine:
+    """vLLM's client as an engine with collective_rpc (wsync.handles.vllm).  The client hands no
+    answers on: workers are believed to be as many as the trainer was told."""
+
+    def __init__(self, client: Any, workers: int) -> None:
+        self.name = f"vLLM behind {type(client).__name__}"
+        self._client, self._workers = client, workers
+        self._started = False
+        self._facts = {
+            "workers": workers,
+            "engines": 1,
+            "weight_version": None,
+            "instance": secrets.token_hex(8),  # of a worker, which keeps its weights
+        }
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        ranks = range(self._workers)
+        if method == "wsync_describe":
+            return [json.dumps({"rank": rank, **self._facts}) for rank in ranks]
+        messages, version = args
+        if not self._started:
+            self._start()
+        self._client.update_weights({"messages": messages, "version": version})
+        if version is not None:
+            self._facts["weight_version"] = version
+        return [[True, ""] for _ in ranks]
+
+    def _start(self) -> None:
+        self._started = True
+        try:
+            self._client.start_weight_update()
+        except Exception:
+            # one whose answer was lost, or whose trainer has died, may not have ended
+            self._client.finish_weight_update(None)
+            self._client.start_weight_update()
+
+    def finish(self, version: str | None, timeout: float) -> None:
+        """Ends what has been started, if anything has; vLLM's clients may wait without an end."""
+        if self._started:
+            self._started = False
+            name = "finish_weight_update"
+            try:
+                _within(timeout, name, lambda: self._client.finish_weight_update(version))
+            except wsync.WsyncError:
+                raise
+            except Exception as error:
+                raise wsync.RemoteError(f"engine {self.name}: {name}: {error!r}") from error
+
+
+def _within(timeout: float, name: str, call: Callable[[], object]) -> None:
+    """Makes a call of vLLM's client; DeadlineError if it has not returned then."""
+    result(start(f"wsync-{name}", call), Deadline(timeout), bool, f"vLLM's {name} has not returned")
+
+
+register()
