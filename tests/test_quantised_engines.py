@@ -162,7 +162,7 @@ def test_sglang_holds_what_its_own_loading_gives(sglang: list[dict[str, Any]], n
     assert found.get("differing") == [[], []], found
     if path == "disk":
         return
-    assert (found["reason"], found["redundancy"], found["twins"]) == ("", 1.0, 0)
+    assert (found["reason"], found["redundancy"], found["same_place"]) == ("", 1.0, 0)
     assert all(aside and aside in name for name in found["fallback"])
     assert bool(found["fallback"]) == bool(aside)
     assert aside != "kv_b_proj" or set(found["fallback"]) == KV_B

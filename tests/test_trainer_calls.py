@@ -161,11 +161,11 @@ def test_a_ring_whose_buckets_were_not_read_is_removed(
     with pytest.raises(type(error)):
         session.prepared(60, never)
     ended: list[Future[bool]] = []
-    lane = session._lane
+    thread = session._thread
     with monkeypatch.context() as patch:
-        patch.setattr(lane, "close", lambda: ended.append(lane.submit(bool)))
+        patch.setattr(thread, "close", lambda: ended.append(thread.submit(bool)))
         session.close()
-    lane.close()
+    thread.close()
     ended[0].result(60)
     assert file.exists() == stays
     ring._bytes[:] = 1  # for streams that still write to it

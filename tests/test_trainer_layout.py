@@ -197,7 +197,7 @@ def plan_of(model: Any, delivery: Delivery, gpu: int, options: wsync.Options) ->
     roster = SimpleNamespace(
         takes_buckets=True,
         model=model,
-        workers=[SimpleNamespace(takes_buckets=True, home=0)],
+        workers=[SimpleNamespace(takes_buckets=True, serving_rank=0)],
         hosts=[0],
         taking=lambda d: taking.get(d, []),
     )

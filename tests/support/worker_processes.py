@@ -29,7 +29,7 @@ from wsync._core import (
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.demo.engines.serve import ServerProcess
 from wsync.handles.sglang_base import check_payloads
-from wsync.machine.daemon_threads import Lane
+from wsync.machine.daemon_threads import WorkerThread
 from wsync.machine.deadline import Deadline, seconds
 from wsync.machine.fork_guard import Owner
 from wsync.messages import control
@@ -217,11 +217,11 @@ class _Process(ServerProcess):
                 environment=environment,
                 pass_fds=[theirs.fileno()],
             )
-        self._lane = Lane("wsync-ask")
+        self._thread = WorkerThread("wsync-ask")
 
     def ask(self, where: str, question: tuple[int, Deadline, str, Any]) -> Future[Any]:
         """The answer to (number, deadline, what, argument), however late it comes."""
-        return self._lane.submit(functools.partial(self._ask, where, question))
+        return self._thread.submit(functools.partial(self._ask, where, question))
 
     def _ask(self, where: str, question: tuple[int, Deadline, str, Any]) -> Any:
         if not question[1].left:
@@ -245,8 +245,8 @@ class _Process(ServerProcess):
             self._pipe.close()
             return
         super().close()
-        closed = self._lane.submit(self._pipe.close)  # which reads until the process has ended
-        self._lane.close()
+        closed = self._thread.submit(self._pipe.close)  # which reads until the process has ended
+        self._thread.close()
         wait([closed], _CLOSE_SECONDS)
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from wsync import _core
 from wsync.exchange.polled_collectives import Collectives, first_line
-from wsync.machine.daemon_threads import Lane, result
+from wsync.machine.daemon_threads import WorkerThread, result
 from wsync.machine.deadline import POLL_SECONDS, VERDICT_SECONDS, Check, Deadline, seconds
 from wsync.machine.error_text import error_text
 from wsync.machine.host import has_ended, host_identity
@@ -81,9 +81,9 @@ class TrainerGroup:
         if self.size == 1:
             return
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._lane = Lane("wsync-store")
+        self._thread = WorkerThread("wsync-store")
         try:
-            joining = self._lane.submit(functools.partial(self._join, list(members), meeting))
+            joining = self._thread.submit(functools.partial(self._join, list(members), meeting))
             gloo, self._store, self.name = _result(joining, timeout + _MORE_SECONDS)
             whole = f"{self.size} trainer ranks"
             self.collectives = Collectives(
@@ -119,7 +119,7 @@ class TrainerGroup:
         self.closed = True
         collectives, self.collectives = self.collectives, None
         if collectives is not None:
-            self._lane.close()
+            self._thread.close()
             collectives.close()
 
     def check(self) -> None:
@@ -128,7 +128,7 @@ class TrainerGroup:
         if self._store is not None:
             looking = self._looking
             if looking is None or looking.done():
-                self._looking = self._lane.submit(self._look)
+                self._looking = self._thread.submit(self._look)
             if looking is not None and looking.done():
                 _raise(_result(looking, self.timeout))
         if self._watch is not None:
@@ -171,7 +171,7 @@ class TrainerGroup:
         if not text.startswith("trainer rank "):
             text = f"trainer rank {self.rank}: {text}"
         said = json.dumps({"class": type(error).__name__, "text": text, "update": self._update})
-        writing = self._lane.submit(lambda: self._store.compare_set("error", "", said).decode())
+        writing = self._thread.submit(lambda: self._store.compare_set("error", "", said).decode())
         try:
             first = _decode_error(_result(writing, min(_MORE_SECONDS, self.timeout)))
         except _core.WsyncError:  # nobody can be told what was seen here: say what all can see
@@ -184,7 +184,7 @@ class TrainerGroup:
         return published
 
     def _read(self) -> str:
-        return _result(self._lane.submit(self._look), self.timeout)
+        return _result(self._thread.submit(self._look), self.timeout)
 
     def _ended(self) -> str:
         """Which rank on this host has, of what it is told when a connection has broken."""

@@ -14,19 +14,19 @@ from wsync.machine.deadline import POLL_SECONDS, Check, Deadline
 
 _T = TypeVar("_T")
 _LAST_SECONDS: Final = 1.0
-_ending: Final = weakref.WeakSet[threading.Thread]()  # of closed lanes, and of single calls
+_ending: Final = weakref.WeakSet[threading.Thread]()  # of closed ones, and of single calls
 
 
 def result(future: Future[_T], deadline: Deadline, check: Check, late: str) -> _T:
-    """What a call of a Lane returns; DeadlineError that begins with `late` after the deadline.
-    `check` is called while this waits."""
+    """What a call of a WorkerThread returns; DeadlineError that begins with `late` after the
+    deadline.  `check` is called while this waits."""
     while not wait([future], POLL_SECONDS).done:
         check()
         deadline.check(late)
     return future.result()
 
 
-class Lane:
+class WorkerThread:
     """One daemon thread that makes calls in order.
 
     A call that never returns costs its thread and what is queued behind it, and keeps neither
@@ -55,7 +55,7 @@ class Lane:
 
 @atexit.register
 def _await_ends() -> None:
-    """Lets closed lanes and single calls come to their ends.  A daemon thread that Python stops
+    """Lets closed threads and single calls come to their ends.  A daemon thread that Python stops
     while it drops a tensor or a group ends the process by SIGABRT: torch does not bear it."""
     deadline = Deadline(_LAST_SECONDS)
     for thread in list(_ending):

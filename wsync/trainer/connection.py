@@ -169,13 +169,15 @@ class Connection:
         by_rounds = len(self.reading) < len(workers) or rounds.round_count > 0
         if by_rounds:
             remote = [s for s in self._receivers if isinstance(s, RemoteSession)]
-            said = {workers[s.worker].home: (s.name, s.exporter.introduction) for s in remote}
+            said = {
+                workers[s.worker].serving_rank: (s.name, s.exporter.introduction) for s in remote
+            }
             self._transport.choose(device, said)
             names = [engine.name for engine in self._roster.taking(Delivery.REMOTE)]
             meeting = self._transport.meet(rounds, names)
             for far in remote:
-                home, fingerprint = workers[far.worker].home, rounds.fingerprint
-                far.remote_plan = RemotePlan(far.worker, home, fingerprint, meeting, given)
+                rank, fingerprint = workers[far.worker].serving_rank, rounds.fingerprint
+                far.remote_plan = RemotePlan(far.worker, rank, fingerprint, meeting, given)
         spans = [(0, 0)] * len(workers)
         deadline = Deadline(self._options.deadline)
         for session in self._sessions:

@@ -192,7 +192,7 @@ class Planning:
             self.roster.model,
             [self._destination(*kind) for kind in kinds],
             [
-                (kinds.index(kind), worker.home)
+                (kinds.index(kind), worker.serving_rank)
                 for kind, worker in zip(wanted, workers, strict=True)
             ],
             [*hosts, *range(elsewhere, elsewhere + remote)],

@@ -136,13 +136,13 @@ class PlanWorker:
     It is one of three: worker `index` of engine number `engine`; a whole stock engine; or all
     engines that take broadcasts together.  Its place in `Roster.workers` is its number in the plan,
     which is `worker` in all that follows.
-    home: the rank of the exchange that unpacks its rounds into its ring: `served_by`, or, for a
-    worker on another host, its own, which comes after the trainer's.
+    serving_rank: the rank of the exchange that unpacks its rounds into its ring: `served_by`, or,
+    for a worker on another host, its own, which comes after the trainer's.
     """
 
     delivery: Delivery
     served_by: int
-    home: int
+    serving_rank: int
     engine: int = -1
     index: int = 0
 
@@ -182,11 +182,11 @@ class Roster:
                 remote += [(number, index) for index in range(engine.workers)]
             elif engine.delivery is Delivery.WSYNC:
                 for index in range(engine.workers):
-                    home = -1 if engine.first_gpu is None else engine.first_gpu + index
-                    if not 0 <= home < ranks:
-                        home = min(near, key=lambda rank: (sessions[rank], rank))
-                    sessions[home] += 1
-                    found.append(PlanWorker(engine.delivery, home, home, number, index))
+                    rank = -1 if engine.first_gpu is None else engine.first_gpu + index
+                    if not 0 <= rank < ranks:
+                        rank = min(near, key=lambda each: (sessions[each], each))
+                    sessions[rank] += 1
+                    found.append(PlanWorker(engine.delivery, rank, rank, number, index))
         found += [
             PlanWorker(Delivery.REMOTE, place % ranks, ranks + place, number, index)
             for place, (number, index) in enumerate(remote)

@@ -171,8 +171,8 @@ class RecordedLoader(ChoosingLoader):
                 break  # load_weights has made no further tensors
         refuse_conversions(self._module, own, memory, sources, does)
         _check_share(sources, does)
-        twins = _twins(memory, sources, does)
-        return LearntModule(self._module, self._load, memory, sources, does, twins)
+        same_place = _same_places(memory, sources, does)
+        return LearntModule(self._module, self._load, memory, sources, does, same_place)
 
     def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
         """Raises MissingError for parameters that lack bytes.  unused: tensors of the trainer."""
@@ -272,19 +272,21 @@ def _in_place(module: torch.nn.Module, load: LoadWeights) -> LoadWeights:
     return load_in_place
 
 
-def _twins(memory: ModuleMemory, sources: Sequence[Source], does: LearntLoad) -> dict[str, str]:
+def _same_places(
+    memory: ModuleMemory, sources: Sequence[Source], does: LearntLoad
+) -> dict[str, str]:
     """The tensors that load_weights passes over because the module has them under two names, of
     which the other one is loaded: a tied head.  Both have to bring the same."""
     known = {source.name: source for source in sources}
     loaded = {piece.name for piece in does.pieces}
     unused = known.keys() - does.used
-    twins: dict[str, str] = {}
+    same_place: dict[str, str] = {}
     for names in memory.names.values():
         one = next((name for name in names if name in loaded), "")
         for other in names:
             if one and other in unused and known[other][1:] == known[one][1:]:
-                twins.setdefault(one, other)
-    return twins
+                same_place.setdefault(one, other)
+    return same_place
 
 
 def _lacking(memory: ModuleMemory, pieces: Iterable[PlacedBox]) -> dict[str, int]:
@@ -301,7 +303,7 @@ def _lacking(memory: ModuleMemory, pieces: Iterable[PlacedBox]) -> dict[str, int
 def _check_share(sources: Sequence[Source], does: LearntLoad) -> None:
     """NotLearntError where most of what is loaded is computed."""
     sizes = {source.name: source.nbytes for source in sources}
-    aside = sum(sizes[name] for name in does.computed)
-    if 2 * aside > sum(sizes.values()):
+    computed = sum(sizes[name] for name in does.computed)
+    if 2 * computed > sum(sizes.values()):
         text = f"most of it is no copy, as {next(iter(does.computed))}"
         raise NotLearntError(text, does.unwritten)

@@ -35,7 +35,7 @@ from wsync.probing.pieces import PlacedBox, as_kept, kept_as
 class LearntModule(NamedTuple):
     """What was learnt of a module's load_weights.
 
-    method: it.  twins: tensors that it passes over, by those that have to bring the same.
+    method: it.  same_place: tensors that it passes over, by those that have to bring the same.
     """
 
     module: torch.nn.Module
@@ -43,7 +43,7 @@ class LearntModule(NamedTuple):
     memory: ModuleMemory
     sources: Sequence[Source]
     does: LearntLoad
-    twins: Mapping[str, str]
+    same_place: Mapping[str, str]
 
     def load(self, pairs: Any) -> None:
         with in_place(self.module):
@@ -120,8 +120,10 @@ class ReplayLoader(RoutedLoader):
         self.used_paths = [self.paths[number] for number in self.used]
         self.form = describe([tensors[number] for number in self.used], gpu=True).form()
         # whole, in the order of the trainer: one may go by another
-        aside = {*does.computed, *learnt.twins.values()}
-        self._aside = [s for s in learnt.sources if s.name in aside or not kind_of(s.dtype)]
+        given = {*does.computed, *learnt.same_place.values()}
+        self._staged_sources = [
+            s for s in learnt.sources if s.name in given or not kind_of(s.dtype)
+        ]
         self.layout = self._destination(tensors)
         audit = Audit(learnt.load_again, does, learnt.sources)
         self._audit = audit if audit.is_possible(tensors) else None
@@ -173,7 +175,7 @@ class ReplayLoader(RoutedLoader):
                 *(numbers[piece.target], piece.offset * size),
                 [stride * size for stride in piece.strides],
             )
-        for number, source in enumerate(self._aside, len(self.used)):
+        for number, source in enumerate(self._staged_sources, len(self.used)):
             name, dtype, shape = source
             strides = [stride * dtype.itemsize for stride in _contiguous(shape)]
             zeros = [0] * len(shape)
@@ -216,7 +218,7 @@ class _Filling:
         here = self.tensors[0].device if self.tensors else torch.device("cpu")
         self._staged = {
             name: torch.empty(shape, dtype=dtype, device=here)
-            for name, dtype, shape in replay._aside
+            for name, dtype, shape in replay._staged_sources
         }
 
     def layout(self) -> Layout:
@@ -234,7 +236,7 @@ class _Filling:
         """Constants, then what the loader computes, and then the module's own copies.  LayoutError
         where two tensors that have to be the same bring different values."""
         learnt = self._replay._learnt
-        compared = {*learnt.twins.values()}
+        compared = {*learnt.same_place.values()}
         increment_version([self.tensors[number] for number in self._replay.used])
         with torch.no_grad():
             for piece, value in self._does.constants.items():
@@ -246,13 +248,13 @@ class _Filling:
             for copy in self._does.copies:
                 copy.run(self.tensors)
         for piece in self._does.pieces if compared else ():
-            if not (twin := learnt.twins.get(piece.name)):
+            if not (other := learnt.same_place.get(piece.name)):
                 continue
             place = piece.view(self.tensors)
-            if not same_bytes(place, as_kept(piece.of(self._staged[twin]), place.dtype)):
+            if not same_bytes(place, as_kept(piece.of(self._staged[other]), place.dtype)):
                 path = self._replay.paths[piece.target]
                 raise LayoutError(
-                    f"{path}: {piece.name} and {twin} are one tensor of the module, and bring "
+                    f"{path}: {piece.name} and {other} are one tensor of the module, and bring "
                     "different values"
                 )
         self._staged = {}

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorMetadata, metadata_at
-from wsync.machine.daemon_threads import Lane
+from wsync.machine.daemon_threads import WorkerThread
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages.control import WHOLE
 from wsync.trainer.fused_experts import name_of
@@ -71,12 +71,12 @@ class BucketSession(abc.ABC):
 
     rounds: WorkerRounds  # once attached
 
-    def __init__(self, worker: int, lane: str) -> None:
+    def __init__(self, worker: int, thread: str) -> None:
         self.worker = worker
         self._sent: list[Future[None]] = []  # they end in this order
         self._seen = 0  # how many of them were seen to have ended well
         self._given_up = threading.Event()
-        self._lane = Lane(lane)
+        self._thread = WorkerThread(thread)
 
     @property
     def loaded(self) -> int:
@@ -105,7 +105,7 @@ class BucketSession(abc.ABC):
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         stream.synchronize(timeout, check)
         check()  # after an exchange has failed, streams go on and may have copied anything
-        self._sent.append(self._lane.submit(functools.partial(self._send, round)))
+        self._sent.append(self._thread.submit(functools.partial(self._send, round)))
 
     @abc.abstractmethod
     def wait(self, round: int, timeout: float, check: Check) -> None:
@@ -126,7 +126,7 @@ class BucketSession(abc.ABC):
 
     def close(self) -> None:
         self._given_up.set()
-        self._lane.close()
+        self._thread.close()
 
     @abc.abstractmethod
     def _send(self, round: int) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from wsync import _core
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, default_backend, device_of
-from wsync.machine.daemon_threads import Lane, result
+from wsync.machine.daemon_threads import WorkerThread, result
 from wsync.machine.deadline import (
     LATER_SECONDS,
     LEAVE_SECONDS,
@@ -63,7 +63,7 @@ class BroadcastSession(BucketSession):
         host = own_address([engine.name for engine in engines])
         self._place = Rendezvous(host, self._store.port, size, backend, name)
         self._group: UpdateGroup | None = None
-        self._lanes = [Lane("wsync-announce") for _ in engines]
+        self._threads = [WorkerThread("wsync-announce") for _ in engines]
         self._joining = NO_CALLS
         self._last = -1  # the last round with a bucket
         self._version = ""
@@ -133,7 +133,7 @@ class BroadcastSession(BucketSession):
             told["weight_version"] = self._version
         for index, engine in self._engines:
             tell = functools.partial(self._tell, engine, told)
-            self._answers.append((engine.name, round, self._lanes[index].submit(tell)))
+            self._answers.append((engine.name, round, self._threads[index].submit(tell)))
 
     def _tell(self, engine: CheckedEngine, arguments: Mapping[str, Any]) -> None:
         if not self._given_up.is_set():
@@ -171,10 +171,10 @@ class BroadcastSession(BucketSession):
         self._store.close()
         group, self._group = self._group, None
         if group is not None:
-            self._lane.submit(group.close)
+            self._thread.submit(group.close)
         super().close()
-        for lane in self._lanes:
-            lane.close()
+        for thread in self._threads:
+            thread.close()
         joined, self._joining = self._joining.under_way, NO_CALLS
         if joined:
             # an engine's handle may lack the call, and this is no place to say so

@@ -126,7 +126,7 @@ class StockSession(BucketSession):
         elif self._ring is not None:
             if not all(sent.done() for sent in self._sent):
                 self._ring.leave()  # also where this process ends before the engine has read it
-            self._lane.submit(functools.partial(_close, self._ring, self._sent))
+            self._thread.submit(functools.partial(_close, self._ring, self._sent))
         super().close()
 
     def _send(self, round: int) -> None:
