@@ -91,6 +91,7 @@ class TrainerGroup:
             )
             self._processes = self.gather_json([host_identity(), os.getpid()])
         except BaseException:
+            self._thread.close()
             self.close()
             raise
 

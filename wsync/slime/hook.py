@@ -124,7 +124,9 @@ def _replaceable(actor: Any, ours: type[Updater]) -> type:
             continue
         found = list(inspect.signature(function).parameters)
         mine = getattr(ours, method, None)
-        known = [] if mine is None else list(inspect.signature(mine).parameters)
+        if mine is None:
+            raise _unknown(f"{name} has a method {method}, which is not known")
+        known = list(inspect.signature(mine).parameters)
         if found != [each for each in known if each != "options"]:
             raise _unknown(f"{name}.{method} takes ({', '.join(found)}), not ({', '.join(known)})")
     return own

@@ -148,7 +148,9 @@ class Updater:
             try:
                 all_ranks = TrainerGroup(self._source.group, timeout=patience, meeting=meeting)
             except _core.WsyncError:
-                raise error from None
+                all_ranks = None
+            if all_ranks is None:
+                raise
             try:
                 with contextlib.closing(all_ranks):
                     self._update(self._sync)
@@ -212,8 +214,8 @@ class UpdateWeightFromDistributed(Updater):
     Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
     arguments.  The workers of engines that run wsync's receiver are each sent what they keep,
     from all trainer ranks.  Other engines are told of groups and buckets as SGLang takes them, by
-    trainer rank 0, one source per pipeline stage broadcasts, and `args.update_weight_buffer_size`
-    bounds the bytes of a broadcast, unless options are given.  `Options.broadcast` says which
+    trainer rank 0, which broadcasts, and `args.update_weight_buffer_size` bounds the bytes of a
+    broadcast, unless options are given.  `Options.broadcast` says which
     engines are which, and whether they know buckets; actors that do not say what they are take
     broadcasts unless it is "wsync".
     """

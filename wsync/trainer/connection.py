@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ from wsync.trainer.roster import Delivery, PlanWorker, Roster
 from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.stock import StockSession
 from wsync.trainer.sessions.worker import RemoteSession, WorkerSession
+
+_log = logging.getLogger(__name__)
 
 
 class Connection:
@@ -243,6 +246,15 @@ class Connection:
         """What this rank tells the others of its workers: how long they have learnt, what they load
         in a way of their own, and what places those reach that can read what is lent."""
         pieces = 0 if self._lending is None else self._lending.pieces
+        for each in self._receivers:
+            if self._options.delivery == "direct" and each.reaches and pieces > each.most_segments:
+                _log.warning(
+                    "wsync: %s gets a ring: the weights lie in %d pieces of shared memory, and it "
+                    "may open %d, half of its `ulimit -Hn`",
+                    each.name,
+                    pieces,
+                    each.most_segments,
+                )
         able = [s for s in self._receivers if s.reaches and 0 < pieces <= s.most_segments]
         return {
             "seconds": self._learning_seconds,

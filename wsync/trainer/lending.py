@@ -95,7 +95,6 @@ class Lending:
 
     def close(self) -> None:
         self._maps.close()
-        self._allocations.close()
         self.release()
 
     def reset(self, group: TrainerGroup) -> None:
@@ -112,6 +111,7 @@ class Lending:
     def release(self) -> None:
         """Lets go of what this rank holds of its own memory and of the others'."""
         self._let_go()
+        self._allocations.close()
         self._passed: set[int] = set()  # own segments that the homes have
         self._told: list[Bound | None] | None = None  # where others know this rank's buffers
         self.segments: dict[Segment, _core.Memory] = {}  # of all ranks that this one passes on
@@ -129,6 +129,10 @@ class Lending:
         gpu: the UUID of the GPU that some of them are on, "" where all are in host memory.
         """
         _sweep()
+        if gpu and self._wholly:
+            self._let_go()
+            self._bounds, self._obstacle = [None] * len(buffers), ""
+            return
         around: Any = self._allocations if gpu else self._maps
         seen = gpu, buffers.spans(), around.read(buffers)
         if seen != self._seen:
@@ -146,8 +150,6 @@ class Lending:
         self._buffers = buffers if gpu and self._numbers else _NOTHING
 
     def _lend(self, around: Any, spans: Sequence[tuple[int, int]], gpu: str) -> None:
-        if self._wholly and gpu:
-            raise _core.UnsupportedError("memory of a GPU is lent for delivery='direct' only")
         found: Sequence[LentPlace | None] = around.find(spans)
         used = {place.source for place in found if place is not None}
         count = sum(source.descriptors for source in used)

@@ -190,7 +190,7 @@ class Planning:
         remote = sum(engine.workers for engine in self.roster.taking(Delivery.REMOTE))
         return PlanInput(
             self.roster.model,
-            [self._destination(*kind) for kind in kinds],
+            [self._destination(*kind, ring_nbytes) for kind in kinds],
             [
                 (kinds.index(kind), worker.serving_rank)
                 for kind, worker in zip(wanted, workers, strict=True)
@@ -210,12 +210,14 @@ class Planning:
         asked = self.options.round_nbytes or self.options.bucket_nbytes
         return min(asked, self.options.ring_nbytes or asked)
 
-    def _destination(self, layout: bytes, in_buckets: bool) -> tuple[_core.Layout, bool]:
+    def _destination(
+        self, layout: bytes, in_buckets: bool, ring_nbytes: int
+    ) -> tuple[_core.Layout, bool]:
         """What a worker keeps, and whether it takes each box in one piece."""
         if layout not in (WHOLE, PIECES):
             return _core.Layout.from_bytes(layout), False
         model = self.roster.model
-        asked = self._bucket_nbytes
+        asked = min(self._bucket_nbytes, ring_nbytes or self._bucket_nbytes)
         cut = (joined(model, asked), single_experts(model, asked)) if in_buckets else ()
         return whole(model, range(model.tensor_count), *cut), layout == WHOLE
 

@@ -80,8 +80,8 @@ class RolloutEngine:
         """What a handle says; warns of weights that an engine drafts with and that stay.
 
         Raises:
-            UnsupportedError: an engine without workers, or of several data-parallel replicas;
-                buckets for one that takes none, or is on several hosts, or another by its name.
+            UnsupportedError: an engine without workers, of several pipeline stages or data-parallel
+                replicas; or one that would get buckets and takes none, or is on another host.
         """
         started = how_started(engine, options.deadline)
         drafts = drafts_itself(started)

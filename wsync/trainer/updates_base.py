@@ -41,6 +41,10 @@ with warnings.catch_warnings():  # nobody has asked for bars, which ipywidgets m
     from tqdm.auto import tqdm as progress_bar
 
 _log = logging.getLogger("wsync")
+_SHARED_OPTIONS = (  # by which ranks plan and meet
+    *("exchange", "broadcast", "backend", "quantise", "park"),
+    *("round_nbytes", "ring_nbytes", "bucket_nbytes"),
+)
 _MOST_THREADS = 16  # more than memory can feed
 _VERSION = re.compile(r"[ -~]{1,128}")
 
@@ -110,8 +114,7 @@ class Updates(abc.ABC):
         """Raises InvalidArgumentError if ranks make different objects at the same time, differ in
         arguments that have to be the same on all ranks, or have options that move bytes in
         different ways: they would not meet."""
-        ways = ("exchange", "broadcast", "backend", "quantise", "park")
-        arguments |= {name: getattr(self.options, name) for name in ways}
+        arguments |= {name: getattr(self.options, name) for name in _SHARED_OPTIONS}
         mine = f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
         said = self._group.gather_json(mine)
         if other := next((rank for rank, text in enumerate(said) if text != said[0]), 0):

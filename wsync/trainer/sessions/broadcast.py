@@ -27,6 +27,7 @@ from wsync.machine.deadline import (
     look_around,
 )
 from wsync.machine.device import has_nccl, on_gpu, staging
+from wsync.machine.error_text import error_text
 from wsync.machine.host import own_address
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.module_tensors import name_of
@@ -75,10 +76,15 @@ class BroadcastSession(BucketSession):
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
         nbytes = max(plan.ring_nbytes(self.worker), 1)
-        if self._backend == "nccl" and has_nccl(device):
-            self._ring, self._device = on_gpu(nbytes, device), device_of(self._backend, device)
-        else:
+        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")  # a larger one goes first
+        if not (self._backend == "nccl" and has_nccl(device)):
             self._ring = staging(nbytes, device)
+            return
+        try:
+            self._ring, self._device = on_gpu(nbytes, device), device_of(self._backend, device)
+        except torch.OutOfMemoryError as error:
+            text = f"a ring of {nbytes} bytes for broadcasts: {error_text(error)}"
+            raise _core.NoMemoryError(text) from error
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Waits for all engines to join the group."""
@@ -167,7 +173,7 @@ class BroadcastSession(BucketSession):
 
     def close(self) -> None:
         """Leaves the group and closes its store, which ends the engines' waits for either; has the
-        engines leave the groups, if they answer."""
+        engines leave it, if they answer."""
         self._store.close()
         group, self._group = self._group, None
         if group is not None:

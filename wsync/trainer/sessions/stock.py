@@ -40,6 +40,7 @@ class SharedRing:
         self.nbytes = nbytes
         # an object that streams keep, too, for as long as they use the memory
         self._registered: object = _core.host_register(self.address, nbytes, device, self._bytes)
+        self._later: threading.Timer | None = None
 
     def payload(self, offset: int, nbytes: int, metadata: Sequence[Any]) -> bytes:
         flat = self._bytes[offset : offset + nbytes]
@@ -48,17 +49,21 @@ class SharedRing:
     def close(self) -> None:
         """Removes the file, whatever has not been read."""
         self._ended.detach()
+        if self._later is not None:
+            self._later.cancel()  # which keeps the memory
         payload.remove(self._bytes)
 
     def leave(self) -> None:
-        """Keeps the file for who may read it yet: for ten minutes, or, if this process ends before,
-        until its last reader has ended.  A stock server ends when it finds none."""
+        """Keeps the file for who may read it yet, for ten minutes.  If this process ends before,
+        the file stays until its last reader has ended.  A stock server ends when it finds none."""
+        if self._later is not None:
+            return
         self._ended.detach()
         self._ended = weakref.finalize(self, _by_owner, Owner(), payload.give_back, self._bytes)
         self._registered = None
-        later = threading.Timer(LEFT_SECONDS, payload.remove, [self._bytes])
-        later.daemon = True
-        later.start()
+        self._later = threading.Timer(LEFT_SECONDS, payload.remove, [self._bytes])
+        self._later.daemon = True
+        self._later.start()
 
 
 def _by_owner(owner: Owner, call: Callable[[torch.Tensor], None], ring: torch.Tensor) -> None:
