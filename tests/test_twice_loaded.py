@@ -82,7 +82,7 @@ def test_what_is_compared_can_be_inspected() -> None:
     with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
         sync.update(draw(1))
         facts = loader.facts()
-    assert facts["twins"]
+    assert facts["same_place"]
     assert {box["into"] for tensor in facts["tensors"] for box in tensor["boxes"]} == {
         "embed",
         "filler",

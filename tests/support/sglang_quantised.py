@@ -176,7 +176,7 @@ def run(case: Case) -> dict[str, Any]:
         "reason": loader.reason,
         "redundancy": report.redundancy,
         "fallback": sorted(loader.computed()),
-        "twins": len(loader.facts().get("twins", ())),
+        "same_place": len(loader.facts().get("same_place", ())),
     }
 
 

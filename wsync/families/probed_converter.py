@@ -222,8 +222,8 @@ class _Reader:
         name, shape, _ = self._forms[box.target]
         strides, rest = self._targets[box.target].stride(), box.offset
         start: list[int] = []
-        for stride in strides:
-            place, rest = divmod(rest, stride)
+        for count, stride in zip(shape, strides, strict=True):
+            place, rest = divmod(rest, stride) if count > 1 else (0, rest)
             start.append(place)
         extent, axes, steps = [1] * len(shape), [-1] * len(shape), [1] * len(shape)
         for source, (count, step) in enumerate(zip(box.extent, box.strides, strict=True)):

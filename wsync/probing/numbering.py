@@ -112,8 +112,10 @@ class Made:
     """(name, tensor) of each source, which is made when it is taken.
 
     whole: makes all elements, so that none shares its memory with another.  last: the name of what
-    was taken last.
+    was taken last.  ended: whether that was all.
     """
+
+    ended = False
 
     def __init__(
         self, sources: Iterable[Source], make: Callable[[Source], torch.Tensor], *, whole: bool
@@ -128,6 +130,7 @@ class Made:
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             self.last = source.name
             yield source.name, tensor
+        self.ended = True
 
 
 def _digits(source: Source) -> Iterator[_Digit]:

@@ -24,24 +24,25 @@ LINEAR: Final = "Linear"  # as a target: every linear layer
 
 # Keys that are read by themselves, and those that say nothing of what weights become: of
 # activations that are quantised while a server runs, of its KV cache, and of how the checkpoint was
-# made.  Older versions of compressed-tensors count zeros (sparsity_config).
-_READ: Final = {"quant_method", "weight_block_size", "config_groups", "weights", "targets", *LISTS}
+# made.
+_READ: Final = {"quant_method", *LISTS}
 _SILENT: Final = {
     *("dequantize", "global_compression_ratio", "kv_cache_quant_algo", "kv_cache_scheme"),
-    *("packed_modules_mapping", "quantization_status", "version", "producer", "sparsity_config"),
+    *("packed_modules_mapping", "quantization_status", "version", "producer"),
     *("observer", "observer_kwargs", "zp_dtype"),  # of groups
 }
 _Known = Mapping[str, tuple[object, ...]]
+_ANY: Final[tuple[object, ...]] = ()  # of a key whose values are looked at where they are read
 _E4M3: Final[_Known] = {
     "fmt": (None, "e4m3"),
     "activation_scheme": (None, "dynamic"),
     "scale_fmt": (None, "ue8m0"),
 }
-_NVFP4: Final[_Known] = {"quant_algo": ("NVFP4",), "group_size": (None, 16)}
+_NVFP4: Final[_Known] = {"quant_algo": ("NVFP4",), "group_size": (None, 16), "config_groups": _ANY}
 # The values of each key that are known, by quant_method.
 _METHODS: Final[Mapping[str, _Known]] = {
-    "compressed-tensors": {"format": ("pack-quantized",)},
-    "fp8": {**_E4M3, "transform_ue8m0": (None, False, True)},
+    "compressed-tensors": {"format": ("pack-quantized",), "config_groups": _ANY},
+    "fp8": {**_E4M3, "transform_ue8m0": (None, False, True), "weight_block_size": _ANY},
     "modelopt": _NVFP4,
     "modelopt_fp4": _NVFP4,
     "mxfp8": {**_E4M3, "weight_block_size": (None, [1, 32])},
@@ -49,6 +50,8 @@ _METHODS: Final[Mapping[str, _Known]] = {
 }
 _GROUP: Final[_Known] = {
     "format": (None, "pack-quantized"),
+    "weights": _ANY,
+    "targets": _ANY,
     "input_activations": (None,),
     "output_activations": (None,),
 }
@@ -154,6 +157,8 @@ class Method:
             name = "modelopt"  # in its own file it does not say so
         if not isinstance(name, str) or name not in _METHODS:
             raise _refusal("quant_method", name, f"known are {', '.join(sorted(_METHODS))}")
+        if isinstance(block := given.get("weight_block_size"), tuple):
+            given = {**given, "weight_block_size": [*block]}
         _check_known(given, _METHODS[name])
         producer = given.get("producer")
         slime = (producer.get("name") if isinstance(producer, Mapping) else producer) == "slime"
@@ -307,14 +312,22 @@ def _beside(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_known(config: Mapping[str, Any], known: _Known, where: str = "") -> None:
     """Refuses other values than those that are known, and keys that are not known and set."""
     for key, values in known.items():
-        if config.get(key) not in values:
+        if values and config.get(key) not in values:
             expected = " or ".join(map(repr, values))
             raise _refusal(f"{where}{key}", config.get(key), f"known is {expected}")
     for key in sorted(config.keys() - known.keys() - _READ - _SILENT):
-        if config[key] not in (None, False, "", (), [], {}):
+        if config[key] not in (None, False, "", (), [], {}) and not _counts_zeros(key, config[key]):
             raise _refusal(
                 f"{where}{key}", config[key], "it is not known what this does to weights"
             )
+
+
+def _counts_zeros(key: str, value: object) -> bool:
+    """Older versions of compressed-tensors count zeros, and say that these are stored as all else
+    is: "dense"."""
+    return (
+        key == "sparsity_config" and isinstance(value, Mapping) and value.get("format") == "dense"
+    )
 
 
 def _texts(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:

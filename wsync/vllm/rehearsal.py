@@ -46,8 +46,10 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:
             ended = False
             if not self._converted and not _wants_values(error):
-                taken = next((text_of(*s) for s in self._sources if s.name == pairs.last), "")
-                raise refusing(module, taken, error) from error
+                last = "" if pairs.ended else pairs.last
+                taken = next((text_of(*s) for s in self._sources if s.name == last), "")
+                if taken or isinstance(error, ValueError):
+                    raise refusing(module, taken or "a tensor", error) from error
         if self._converted:
             raise converting(module, self._converted.values())
         return ended

@@ -94,7 +94,7 @@ class LearntModule(NamedTuple):
             "fills": len(self.does.constants),
             "copies": len(self.does.copies),
             "skipped": [s.name for s in self.sources if s.name not in used and not is_note(s.name)],
-            "twins": [list(pair) for pair in self.twins.items()],
+            "same_place": [list(pair) for pair in self.same_place.items()],
             "unwritten": unwritten,
             "tensors": found,
         }
