@@ -145,7 +145,9 @@ def _wrong(
     right = {name: checksum(tensor) for name, tensor in expected.items()}
     names = sorted(sums.keys() | right.keys())
     problems += [f"{where}: {name}" for name in names if sums.get(name) != right.get(name)]
-    found = torch.tensor(_post(url, "/wsync/logits", input_ids=ids[0].tolist())["logits"])
+    found = torch.tensor(
+        _post(url, "/wsync/logits", input_ids=ids[0].tolist())["logits"], device="cpu"
+    )
     worst = float((found - logits).abs().max())
     if not worst <= _TOLERANCE:
         problems.append(f"{where}: logits differ by {worst:.2e}")
