@@ -171,7 +171,7 @@ class RecordedLoader(ChoosingLoader):
                 break  # load_weights has made no further tensors
         refuse_conversions(self._module, own, memory, sources, does)
         _check_share(sources, does)
-        same_place = _same_places(self.names_of_one(memory), sources, does)
+        same_place = _same_places(memory, sources, does)
         return LearntModule(self._module, self._load, memory, sources, does, same_place)
 
     def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
@@ -251,10 +251,6 @@ class RecordedLoader(ChoosingLoader):
             raise _core.LayoutError(f"{name} has no load_weights to learn from")
         return method
 
-    def names_of_one(self, memory: ModuleMemory) -> Iterable[Sequence[str]]:
-        """By tensor of the module: the names that it is delivered under."""
-        return memory.names.values()
-
     def _stale(self) -> str:
         """What load_weights goes by that has changed; or ""."""
         method = self.method()
@@ -277,7 +273,7 @@ def _in_place(module: torch.nn.Module, load: LoadWeights) -> LoadWeights:
 
 
 def _same_places(
-    tied: Iterable[Sequence[str]], sources: Sequence[Source], does: LearntLoad
+    memory: ModuleMemory, sources: Sequence[Source], does: LearntLoad
 ) -> dict[str, str]:
     """The tensors that load_weights passes over because the module has them under two names, of
     which the other one is loaded: a tied head.  Both have to bring the same."""
@@ -285,7 +281,7 @@ def _same_places(
     loaded = {piece.name for piece in does.pieces}
     unused = known.keys() - does.used
     same_place: dict[str, str] = {}
-    for names in tied:
+    for names in memory.names.values():
         one = next((name for name in names if name in loaded), "")
         for other in names:
             if one and other in unused and known[other][1:] == known[one][1:]:
