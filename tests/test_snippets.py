@@ -40,7 +40,6 @@ RUN_BY = {
     "python -m pydoc": "test_a_command_of_the_guide",
     "model = build_model()": "test_weights_are_read_in_place",
     "checkpoint_engine:": "tests/test_verl.py",
-    "-            if effective_mode": "tests/test_verl.py",
     "python -m sglang.launch_server": "test_a_server_of_sglang, its words; tests/test_servers.py",
     "python3 -m venv": "nothing: downloads gigabytes; its versions: tests/test_mistakes.py",
     "import sys": "tests/test_servers.py, tests/test_servers_vllm.py",

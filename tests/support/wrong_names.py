@@ -65,7 +65,7 @@ def _one_missing(weights: Tensors) -> Tensors:
 WRONG: Mapping[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "fused experts": (
         _fused_in_another_family,
-        r"experts\.gate_up_proj.*wsync\.fsdp\.layout\(model\) gives",
+        r"it has no: .*layers\.0\.own.*wsync\.fsdp\.layout\(model\) gives",
     ),
     "w1, w2, w3": (_w123, r"it has no: .*experts\.0\.w1\.weight"),
     "no model.": (

@@ -98,10 +98,9 @@ class EngineCheck:
             receivers: engines that run wsync's receiver, which compares all but names and shapes
                 in its first update.
 
-        Raises what Method.of does of config, and LayoutError for parameters without elements.
+        Raises what Method.of does of config.
         """
         self._tensors = facts_of(model)
-        check_elements(self._tensors)
         own = config is None and any(map(_is_part, self._tensors))
         self._sent = _OWN if own else _PLAIN if config is None else _text(Method.of(config))
         self._options, self._receivers = options, receivers
@@ -152,12 +151,14 @@ class EngineCheck:
         """Compares what versions on a disk will have with Options.checkpoint and `base`.
 
         Raises LayoutError as `compare`, and without them as `check_names`."""
+        check_elements(self._tensors)
         wanted = {} if self._folder == "" else dict.fromkeys((self._base, self._folder))
         if not any([self._compare(folder) for folder in wanted if folder]):
             check_names(self._tensors)
 
     def _check_form(self, name: str, started: Mapping[str, Any], folder: str) -> None:
         """Of the weights of an engine without wsync's receiver."""
+        check_elements(self._tensors)
         coded = self._sent != _PLAIN
         renamed = coded or any(".experts." in each.name for each in self._tensors)
         if started.get("enable_lora") and renamed:
@@ -351,9 +352,9 @@ def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) ->
             yield f"{name} ({here}, here {dtype}, which has no scales)"
 
 
-def check_names(facts: Iterable[TensorFacts]) -> None:
+def check_names(facts: Sequence[TensorFacts]) -> None:
     """Without a checkpoint to compare with: raises LayoutError, by name, for tensors under the
-    names of a wrapped model."""
+    names of a wrapped model, and as `check_elements` does."""
     if names := [
         each.name
         for each in facts
@@ -363,6 +364,7 @@ def check_names(facts: Iterable[TensorFacts]) -> None:
             f"{listed(names)}: names that a wrapper of the model or an adapter has made: {_RENAME} "
             "(if they are the model's, Options(checkpoint=DIR) names a folder that has them)"
         )
+    check_elements(facts)
 
 
 def check_elements(facts: Iterable[TensorFacts]) -> None:
