@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.update_groups import UpdateGroups, take
 from support.weights_only_engine import BareWorker
 
 import wsync
@@ -46,6 +47,7 @@ class Engine:
 
     def __init__(self, *, receives: bool = False) -> None:
         self._worker = BareWorker(shapes=SHAPES, threads=1)
+        self._groups = UpdateGroups()
         self._loaders = [LOAD_FORMAT] if receives else []
         self._version = "0"  # as SGLang has it: that of the last request which had one
         self._update = ""  # an id of each pause's own
@@ -98,19 +100,16 @@ class Engine:
         return {"success": True, "message": answer}
 
     def init_weights_update_group(self, **group: Any) -> None:
-        self._worker.init_weights_update_group(end=Deadline(SECONDS), **group)
+        self._groups.init(meeting=SECONDS, **group)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
-        self._worker.destroy_weights_update_group(group_name=group_name, end=Deadline(SECONDS))
+        self._groups.destroy(group_name)
 
     def update_weights_from_distributed(
         self, *, weight_version: str | None = None, **request: Any
     ) -> None:
-        self._worker.update_weights_from_distributed(
-            end=Deadline(SECONDS),
-            weight_version=final(weight_version),
-            **request,
-        )
+        named = {"weight_version": final(weight_version), **request}
+        take(self._worker, self._groups, end=Deadline(SECONDS), **named)
         self._version = weight_version or self._version
 
     def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
