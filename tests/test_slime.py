@@ -247,7 +247,7 @@ def _other_arguments(slime: Any) -> None:
     ("change", "reason"),
     [
         (lambda slime: delattr(slime, "UpdateWeightFromTensor"), "no class UpdateWeightFromTensor"),
-        (_renamed, r"UpdateWeightFromDisk.sync takes \(self\), not \(\)"),
+        (_renamed, "UpdateWeightFromDisk has a method sync, which is not known"),
         (_other_arguments, r"UpdateWeightFromTensor.update_weights takes \(self, version\), not"),
     ],
 )

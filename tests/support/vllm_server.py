@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from support import servers
-from support.engine_nursery import free_ports
 from support.server_models import Checkpoint
 from support.sglang_server import NEWEST as SGLANG
 
@@ -77,7 +76,7 @@ def offline(start: servers.Starter, kind: str, folder: Path, models: list[Checkp
 def transfer(start: servers.Starter, server: Server, model: Checkpoint, version: str) -> int:
     """How many bytes a trainer of two ranks has delivered; see vllm_transfer.py."""
     log, out = server.log.with_name(f"{version}.log"), server.log.with_name(f"{version}.out")
-    port = str(free_ports(1)[0])
+    port = str(servers.free_ports(1)[0])
     out.write_text(port)
     given = [server.url, str(server.workers), str(model.folder), version, str(out)]
     session = start(log, "support.vllm_transfer", given)

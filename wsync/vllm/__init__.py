@@ -31,7 +31,7 @@ from wsync.module_tensors import checksum_of, same_bytes
 from wsync.module_tensors.names import listed, without_scales
 from wsync.quantise.config import facts_of
 from wsync.trainer.checkpoint_check import check_room
-from wsync.vllm.model_hook import run_hook_anew, without_hook
+from wsync.vllm.model_hook import run_hook_anew
 from wsync.vllm.rehearsal import Rehearsal
 
 _RECEIVER: Final = "_wsync_receiver"  # where a model keeps it
@@ -209,8 +209,7 @@ class VllmLoader(ChoosingLoader):
 
         given = self.model, self.model_config, self._device
         with set_current_vllm_config(self.config):
-            with without_hook(self.model):  # which vLLM 0.33 calls, too
-                run_in_place(self.model, lambda: process_weights_after_loading(*given))
+            run_in_place(self.model, lambda: process_weights_after_loading(*given))
             run_hook_anew(self.model)
 
     def _process_kept(self) -> str:

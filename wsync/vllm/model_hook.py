@@ -6,20 +6,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from wsync.engine.post_load import run_in_place
 
 _log = logging.getLogger(__name__)
-_HOOK: Final = "process_weights_after_loading"
 
 
 def run_hook_anew(model: torch.nn.Module) -> None:
     """Runs it, in place, as if it had never run: without the tensors that it or others have made
     after loading.  If it needs one of these, it is run once more with all of them."""
-    hook = getattr(model, _HOOK, None)
+    hook = getattr(model, "process_weights_after_loading", None)
     if hook is None:
         return
 
@@ -34,19 +33,6 @@ def run_hook_anew(model: torch.nn.Module) -> None:
             hook()
 
     run_in_place(model, run)
-
-
-@contextlib.contextmanager
-def without_hook(model: torch.nn.Module) -> Iterator[None]:
-    """A model whose own hook does nothing, if it has one."""
-    if not hasattr(model, _HOOK):
-        yield
-        return
-    setattr(model, _HOOK, bool)
-    try:
-        yield
-    finally:
-        delattr(model, _HOOK)
 
 
 def _made_since(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
