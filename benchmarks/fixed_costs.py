@@ -32,7 +32,7 @@ from benchmarks.engines import played
 from benchmarks.fused_model import FusedModel
 from benchmarks.ranks import on_ranks
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 
 VALUES = 32  # of each tensor, in bfloat16
 FEW, MANY = 8, 1032  # rounds that are asked for

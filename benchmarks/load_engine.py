@@ -19,7 +19,7 @@ import torch
 from support import sglang_host, tiny_models
 
 from wsync._core import Layout, LayoutBuilder, Memory, host
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import Receipt, RingManifest
 from wsync.module_tensors import flat_bytes
 from wsync.module_tensors.held import bound_tensors

@@ -12,7 +12,7 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync._core import WsyncError
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import CallingLoader, ModuleLoader
 
 OPTIONS = wsync.Options(deadline=20, progress=False)

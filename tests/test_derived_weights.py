@@ -12,7 +12,7 @@ from support.workers import ThreadEngine
 import wsync
 import wsync.fsdp
 from wsync._core import LayoutBuilder, describe
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
 
 OPTIONS = wsync.Options(deadline=20, progress=False)

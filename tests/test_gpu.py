@@ -26,7 +26,7 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync import _core
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.machine import device
 from wsync.messages import gpu_payload
 

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import wsync
 from wsync import sglang
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.post_load import run_in_place
 from wsync.engine.ring_loaders import CallingLoader
 from wsync.sglang import SglangLoader

@@ -16,7 +16,7 @@ from support.workers import ThreadEngine
 import wsync
 from wsync import inspection
 from wsync.demo.engines.serve import serve_in_process
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import ModuleLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False)

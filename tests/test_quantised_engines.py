@@ -16,13 +16,13 @@ from support.vllm_engine import VllmEngine
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import CallingLoader, ModuleLoader
 from wsync.module_tensors.names import group_of_parts, without_scales
 from wsync.sglang import SglangLoader
 from wsync.sync import Sync
 from wsync.vllm import processed_once
-from wsync.vllm.rehearsal import Rehearsal
+from wsync.vllm.reload_rehearsal import Rehearsal
 
 SCRIPT = Path(__file__).parent / "support" / "sglang_quantised.py"
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 19, ring_nbytes=1 << 20)

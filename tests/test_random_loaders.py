@@ -11,7 +11,7 @@ from support.fused import differing
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
 SIDE = 8

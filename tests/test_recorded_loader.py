@@ -13,7 +13,7 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync._core import Layout, LayoutBuilder, Memory
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=2048, ring_nbytes=8192)
 

@@ -11,7 +11,7 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync._core import WsyncError
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=20, progress=False)
 Tensors = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ from support.workers import ThreadEngine
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
 import wsync
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=16384)
 Tensors = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ from support.weights_only_engine import ProcessEngine
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
 REMOTE = dataclasses.replace(OPTIONS, delivery="distributed", broadcast="wsync")

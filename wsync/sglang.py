@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from wsync._core import Layout, UnsupportedError
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver, refuse
 from wsync.engine.ring_loaders import OnWeightsLost, ignore_loss
 from wsync.messages import payload

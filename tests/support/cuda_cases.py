@@ -29,7 +29,7 @@ from support.worker_processes import WorkersEngine
 import wsync
 from wsync import _core
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.inspection import look
 from wsync.layout import TrainerLayout

@@ -13,7 +13,7 @@ from support.weights_only_engine import BareWorker, ProcessEngine
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 
 ELSEWHERE = torch.device("meta")
 SHAPES = {

@@ -20,7 +20,7 @@ from support.update_cases import before_receiving, breaking_rank, compare
 import wsync
 from wsync import megatron
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.messages.control import LOAD_FORMAT
 from wsync.trainer.connection import Connection
 

@@ -14,7 +14,7 @@ from support.weights_only_engine import BareWorker, ProcessEngine
 from support.worker_processes import WorkersEngine
 
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import CallingLoader, Loader
 
 DRY = "WSYNC_GPU_DRY_RUN"  # 1: tests of mark gpu run on the driver that WSYNC_CUDA_LIB names

@@ -35,7 +35,7 @@ from support.digests import everything
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.messages import payload
 from wsync.sglang import SglangLoader
 

@@ -10,13 +10,18 @@ import torch
 from wsync._core import InvalidArgumentError, LayoutError
 from wsync.bucket import FlattenedTensorBucket, metadata_at
 from wsync.demo.engines.model_worker import ModelWorker, Named
-from wsync.exchange.update_group import Rendezvous, UpdateGroup, connection_of, device_of
+from wsync.exchange.update_group import Rendezvous, UpdateGroup, device_of
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import FLATTENED_BUCKET
 
 BROADCAST_SECONDS: Final = 120.0
 """The most that a broadcast may take where an engine is not told otherwise: as many seconds as a
 trainer waits for it by default.  SGLang has no such deadline of its own."""
+
+
+def connection_of(name: str) -> str:
+    """What names of groups of one connection have in common: all but the stage."""
+    return name.rpartition("-pp_")[0]
 
 
 class UpdateGroups:

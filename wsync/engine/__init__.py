@@ -5,7 +5,7 @@ keeps them: `RecordedLoader` learns that from the model's own load_weights.  A h
 hosts receivers names LOAD_FORMAT in `load_formats`; without it the engine is sent SGLang's buckets.
 """
 
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver
 from wsync.messages.control import LOAD_FORMAT
 

@@ -11,8 +11,9 @@ A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
     abandon()                where the update has failed, instead of finish or after it
 
 The loaders here copy into a layout of the worker's (LayoutLoader) or to the tensors of a module by
-name (ModuleLoader), or call a load_weights (CallingLoader).  RecordedLoader, which learns from
-load_weights where tensors go and copies them there directly, is in wsync.engine.learn.loader.
+name (ModuleLoader), or call a load_weights (CallingLoader).  RecordedLoader, in
+wsync.engine.learn.recorded_loader, learns from load_weights where tensors go, and copies them there
+directly.
 """
 
 from __future__ import annotations

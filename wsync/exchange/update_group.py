@@ -42,11 +42,6 @@ def group_name(connection: str) -> str:
     return f"wsync-{connection}-pp_0"
 
 
-def connection_of(name: str) -> str:
-    """What names of groups of one connection have in common: all but the stage."""
-    return name.rpartition("-pp_")[0]
-
-
 def device_of(backend: str, device: _core.Device | None = None) -> torch.device:
     """What a backend sends from: of NCCL the GPU `device`, or None: the calling thread's current
     one, which in a thread of its own is the first, whatever the others have chosen.

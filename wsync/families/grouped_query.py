@@ -9,7 +9,7 @@
     bailing_moe_v2  Ling 2.0: Megatron-Bridge 0.6.2 (`bailing_moe2_bridge.py`) and the modelling
                     code it ships (`modeling_bailing_moe_v2.py`)
 
-GLM-5 and GLM-4.7-Flash have latent attention: see deepseek.py.
+GLM-5 and GLM-4.7-Flash have latent attention: see latent_attention.py.
 """
 
 from __future__ import annotations

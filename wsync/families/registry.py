@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from wsync import _core
-from wsync.families import blocks, deepseek, grouped_query, nemotron, qwen3_next, qwen3_vl
+from wsync.families import blocks, grouped_query, latent_attention, nemotron, qwen3_next, qwen3_vl
 from wsync.families.rules import PLACEHOLDER, Expansion, Rule, Together, key_of
 
 # Who puts the weights of a checkpoint into a model.  Megatron-Bridge and mbridge, as most, do it so
@@ -121,32 +121,32 @@ _LOGITS = "logits of transformers 4.57"
 _OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"
 _BOTH = f"{_OLD} and 0.6.2"
 _DENSE = (*blocks.EMBEDDING, *blocks.ATTENTION, *blocks.DENSE_MLP)
-_LATENT: Any = {"together": deepseek.LATENT_TOGETHER}
-_KIMI: Any = {**_LATENT, "copied": deepseek.KIMI_VISION}
+_LATENT: Any = {"together": latent_attention.LATENT_TOGETHER}
+_KIMI: Any = {**_LATENT, "copied": latent_attention.KIMI_VISION}
 _SEEING: Any = {"copied": qwen3_vl.VISION, "fields": qwen3_vl.VISION_FIELDS}
 _ZERO: Any = {"settings": {**PLAIN, "layernorm_zero_centered_gamma": True}}
 _INTERLEAVED: Any = {"settings": {**PLAIN, "rotary_interleaved": True}}
 _NEXT: Any = {**_ZERO, "loaders": {"slime": qwen3_next.SLIME_MTP}}
 _TABLES: Sequence[tuple[str, tuple[Rule, ...], Any, str]] = (
     ("bailing_moe_v2", grouped_query.BAILING_MOE_V2, {}, _NEW),
-    ("deepseek_v3", deepseek.DEEPSEEK, _LATENT, f"{_BOTH}, {_LOGITS}"),
-    ("deepseek_v32", deepseek.DEEPSEEK_SPARSE, _LATENT, "the rules of glm_moe_dsa"),
+    ("deepseek_v3", latent_attention.DEEPSEEK, _LATENT, f"{_BOTH}, {_LOGITS}"),
+    ("deepseek_v32", latent_attention.DEEPSEEK_SPARSE, _LATENT, "the rules of glm_moe_dsa"),
     ("glm4", grouped_query.GLM4, _INTERLEAVED, _LOGITS),
     ("glm4_moe", grouped_query.GLM4_MOE, {}, f"{_BOTH}, mbridge 0.15, {_LOGITS}"),
-    ("glm4_moe_lite", deepseek.DEEPSEEK, _LATENT, _NEW),
+    ("glm4_moe_lite", latent_attention.DEEPSEEK, _LATENT, _NEW),
     (
         "glm_moe_dsa",
-        deepseek.DEEPSEEK_SPARSE,
+        latent_attention.DEEPSEEK_SPARSE,
         _LATENT,
         f"{_NEW}; slime's indexer by documents only",
     ),
     ("gpt_oss", grouped_query.GPT_OSS, {}, f"{_OLD}, {_LOGITS}"),
-    ("kimi_k2", deepseek.DEEPSEEK, _LATENT, "the rules of deepseek_v3"),
-    ("kimi_k25", deepseek.KIMI_K25, _KIMI, f"{_NEW}; MTP by documents only"),
+    ("kimi_k2", latent_attention.DEEPSEEK, _LATENT, "the rules of deepseek_v3"),
+    ("kimi_k25", latent_attention.KIMI_K25, _KIMI, f"{_NEW}; MTP by documents only"),
     ("llama", _DENSE, {}, f"{_BOTH}, {_LOGITS}"),
     ("mimo", grouped_query.MIMO, {}, f"{_NEW}, {_LOGITS}"),
     ("minimax_m2", grouped_query.MINIMAX_M2, {}, _NEW),
-    ("moonlight", deepseek.DEEPSEEK, _LATENT, f"{_LOGITS} (deepseek_v3 without q_lora)"),
+    ("moonlight", latent_attention.DEEPSEEK, _LATENT, f"{_LOGITS} (deepseek_v3 without q_lora)"),
     (
         "nemotron_h",
         nemotron.NEMOTRON_H,

@@ -13,7 +13,6 @@ A method of an object of this process is not interrupted; an update does not wai
 """
 
 import inspect
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -166,16 +165,9 @@ def _adapt(
     return LocalHandle(engine, workers=workers, gpus=gpus)
 
 
-def handles_of(
-    engines: Any,
-    *,
-    timeout: float,
-    api_key: str | None = None,
-    workers: Iterable[int | None] = itertools.repeat(None),
-    gpus: Iterable[int | None] = itertools.repeat(None),
-) -> list[EngineHandle]:
-    """Handles of a list of engines, or of what a callable returns; all of them together have
-    `timeout` seconds to say what they are.  workers, gpus: of each of them, as `handle` takes it.
+def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> list[EngineHandle]:
+    """Handles of a list of engines, or of the list that a callable returns.  Together they have
+    `timeout` seconds to answer.
 
     Raises InvalidArgumentError for what is no list, and for an engine that is given twice, be it
     under two URLs where the engine tells an identity: it would wait for itself.
@@ -186,8 +178,8 @@ def handles_of(
     handles: list[EngineHandle] = []
     known: dict[Any, str] = {}
     deadline = Deadline(timeout)
-    for engine, count, most in zip(given, workers, gpus, strict=False):
-        made = handle(engine, workers=count, gpus=most, api_key=api_key, timeout=deadline.left)
+    for engine in given:
+        made = handle(engine, api_key=api_key, timeout=deadline.left)
         for key in _identities(engine, made):
             if key in known:
                 other = "" if known[key] == made.name else f": {known[key]} is the same one"

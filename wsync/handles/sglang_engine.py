@@ -13,7 +13,7 @@ from wsync.handles.local import LocalHandle
 _ARGUMENTS: Final = (
     *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "nnodes", "tokenizer_worker_num"),
     *("speculative_algorithm", "speculative_draft_model_path", "model_path", "tokenizer_path"),
-    *("enable_lora", "lora_paths", "lora_target_modules"),
+    "enable_lora",
 )
 
 

@@ -21,7 +21,7 @@ import torch
 
 from wsync._core import Layout, LayoutError, UnsupportedError
 from wsync.checkpoints.hub_cache import folder_of
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.replay import LearntModule
 from wsync.engine.post_load import run_in_place
 from wsync.engine.receiver import Receiver, refused
@@ -32,7 +32,7 @@ from wsync.module_tensors.names import listed, without_scales
 from wsync.quantise.config import facts_of
 from wsync.trainer.checkpoint_check import check_room
 from wsync.vllm.model_hook import run_hook_anew
-from wsync.vllm.rehearsal import Rehearsal
+from wsync.vllm.reload_rehearsal import Rehearsal
 
 _RECEIVER: Final = "_wsync_receiver"  # where a model keeps it
 
