@@ -306,7 +306,7 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     with pytest.raises(
         RemoteError,
         match=r"worker \(pid \d+\) failed: update 1 of this connection: "
-        r"Exploding\.load_weights raised; the last tensor that it had taken is up\.weight: "
+        r"Exploding\.load_weights raised; the last tensor that it took is up\.weight: "
         r"KeyError: 'up\.kernel'",
     ):
         trainer.update(1, tiny_weights(1))
@@ -413,7 +413,7 @@ def test_nobody_listening_changes_nothing() -> None:
     success, text = receiver.handle(control)
     assert not success
     assert text.startswith("worker 0: update 1 of this connection: ")
-    assert "this engine was restarted since the trainer connected (call update again" in text
+    assert "this engine was restarted after the trainer connected (call update again" in text
     assert receiver.consistent
 
 
@@ -427,7 +427,7 @@ def test_a_bad_message_is_answered(control: bytes) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (payload.named_tensors([("w", torch.ones(3))]), "is a list and no control message: does"),
+        (payload.named_tensors([("w", torch.ones(3))]), "is a list, not a control message: does"),
         ([("w", torch.ones(3))], "list 'wsync.sglang.load_weights' in load_formats"),
         (b"\xff", "payload: UnpicklingError: invalid load key"),
     ],
@@ -477,7 +477,7 @@ def test_a_worker_whose_weights_were_replaced_in_part_says_so_until_all_are() ->
 def test_weights_are_in_trouble_until_somebody_says_their_version(start: Start) -> None:
     """Between the commit and the closing message they are new, under the old version."""
     trainer, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
-    assert "update 1 is complete, but nobody has said its version yet" in receiver.trouble
+    assert "update 1 is complete, but its version has not been given yet" in receiver.trouble
     assert not receiver.handle(trainer.control(2, "close"))[0] and receiver.trouble
     assert receiver.handle(trainer.control(1, "close"))[0]
     assert receiver.trouble == ""

@@ -200,7 +200,7 @@ def test_wsyncs_update_arrives_over_http(serve: Callable[..., Server]) -> None:
         }
     info = server.get("/model_info").json()
     assert (info["weight_version"], info["consistent"]) == ("default", False)
-    assert "nobody has said its version yet" in info["reason"]
+    assert "its version has not been given yet" in info["reason"]
     assert server.post(CONTINUE, {}).status_code == 400
     assert server.generate().status_code == 400
     assert steer(server, trainer.control(1, "close"), weight_version="7").status_code == 200

@@ -17,7 +17,7 @@ def test_weights_are_called_what_the_closing_message_says() -> None:
     state.lose("update 3 is running")
     assert seen(state) == ("default", False, "the weights are inconsistent: update 3 is running")
     state.commit("f0", 3)
-    unnamed = "update 3 is complete, but nobody has said its version yet"
+    unnamed = "update 3 is complete, but its version has not been given yet"
     assert seen(state) == ("default", True, unnamed)
     with pytest.raises(wsync.StateError, match=unnamed):
         state.check_whole()

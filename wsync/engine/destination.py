@@ -1,4 +1,4 @@
-"""Where the tensors of an update go: memory that is there until the last copy has run."""
+"""The destinations of an update: tensors, whose memory is kept until the last copy has run."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from wsync.module_tensors.names import listed, unfused
 
 
 class MissingError(LayoutError):
-    """The trainer does not deliver what an engine would go on calling updated."""
+    """The trainer does not deliver a tensor of the engine, which would keep its old values."""
 
 
 class LoadTarget(Protocol):
-    """What is filled for one update."""
+    """The tensors that one update fills."""
 
     def layout(self) -> Layout:
-        """Where each tensor goes."""
+        """The layout that gives each tensor its place in the buffers."""
 
     def buffers(self) -> BufferTable:
-        """The memory that the layout's buffers are."""
+        """The memory of the layout's buffers."""
 
     def complete(self) -> None:
-        """Does what is left when every byte has come, and counts the copies as writes, which torch
-        has not seen: caches go by tensors' versions.  LayoutError: this cannot be served."""
+        """Finishes an update after its last byte.  Increments the tensors' versions: torch does not
+        see the copies, and caches depend on versions.  LayoutError: the values cannot be used."""
 
     def check_places(self) -> None:
-        """StateError: a tensor is not where it was any more."""
+        """Raises StateError if a tensor has moved to other memory."""
 
 
 class Destination:
-    """The tensors that the buffers of a layout are for one update, in order.  Keeps their memory,
-    whatever the module is bound to by then.  names: what errors call them.  former: the form of a
-    table of such tensors, by which they are described in less time."""
+    """The tensors behind a layout's buffers, in order, during one update.  Keeps their memory, even
+    if the module is given other tensors meanwhile.  names: the tensors' names in errors.  former: a
+    table or form of the same tensors, which makes it faster to describe them."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class Destination:
 class NamedTensors(Destination):
     """The tensors of a module that are delivered, by name: one buffer for each.
 
-    others: further names that one is delivered under (a tied head), and the first of them.  What
-    comes by these lies beside, to be compared.
+    others: maps each further name of a tensor (a tied head) to the tensor's first name.  Values
+    that come under a further name go to memory of their own, and are compared.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], others: Mapping[str, str]) -> None:
@@ -90,30 +90,30 @@ class NamedTensors(Destination):
         super().__init__(builder.build(), list(every.values()), list(every))
 
     def complete(self) -> None:
-        """LayoutError where two names of one tensor have brought different values."""
+        """Raises LayoutError if two names of one tensor were delivered with different values."""
         super().complete()
         for name, first in self._others.items():
             if not same_bytes(self._every[name], self._every[first]):
                 raise LayoutError(
-                    f"{name} and {first} are one tensor of the module, and {name} brings other "
-                    "values"
+                    f"{name} and {first} are one tensor of the module, but were delivered with "
+                    "different values"
                 )
 
 
 class NamedPlaces:
-    """Where a module has the tensors of an update, to find them in the next one without asking for
-    its state_dict.  Keeps none of them."""
+    """Remembers where a module keeps the tensors of an update, so that the next update needs no
+    state_dict.  Keeps no tensor alive."""
 
     def __init__(self, module: torch.nn.Module, found: NamedTensors) -> None:
         self._tree, self._names = ModuleTree([module]), found.names
         self._layout, self._form = found.layout(), found.table.form()
         places = {id(home[key]): (home, key) for _, home, key, _ in homes_of(module)}
         self._places = [places[id(each)] for each in found.tensors if id(each) in places]
-        # a tensor of two names may come apart, and views that a state_dict has made have no place
+        # one tensor under two names may become two, and a state_dict's views have no place
         self._one_each = len(module.state_dict()) == len(found.names) == len(self._places)
 
     def again(self) -> Destination | None:
-        """None where they have to be looked for."""
+        """Returns the destination, or None if the tensors must be looked up anew."""
         if not self._one_each or not self._tree.same():
             return None
         tensors = [home[key] for home, key in self._places]
@@ -128,7 +128,7 @@ def named_tensors(
 
     Raises:
         MissingError: a tensor of the module is not delivered.
-        LayoutError: something else does not fit; the text names it.
+        LayoutError: a name or a shape does not fit; the text says which.
     """
     who, state = type(module).__name__, state_of(module)
     unknown = delivered.keys() - state.keys()
@@ -156,8 +156,8 @@ def named_tensors(
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers themselves: their storage may be swapped under them.  What
-    transformers has fused is views of it, by the names of the model's checkpoint."""
+    """Returns the parameters and persistent buffers themselves, because their storage may change.
+    Tensors that transformers has fused come as views under the names of the model's checkpoint."""
     state: Mapping[str, Any] = module.state_dict(keep_vars=True)
     known = RuntimeNames.of_config(getattr(module, "config", None))
     return {

@@ -1,5 +1,4 @@
-"""What engines do after a load: run their own hooks in place, with the tensors that the module
-had."""
+"""Runs an engine's hooks after a load, in place: the module keeps the tensors that it had."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from wsync.module_tensors.held import Bound, bound_tensors, seen, usable
 
 
 def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:
-    """Calls a hook, in place.
+    """Calls a hook as `in_place` describes.
 
     Raises:
-        StateError: a tensor has become one of another dtype or shape.
+        StateError: the hook has changed a tensor's dtype or shape.
     """
     with in_place(module) as other:
         hook()
@@ -26,11 +25,12 @@ def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def in_place(module: torch.nn.Module, bound: Iterable[Bound] | None = None) -> Iterator[list[str]]:
-    """Around what may bind other tensors to the module's attributes: in the end the tensors that
-    were there are so again and take their values, as CUDA graphs go on reading them.
+    """Lets the block bind other tensors to the module's attributes.  Afterwards the former tensors
+    are bound again and take the new values, because CUDA graphs go on reading them.
 
-    bound: the tensors that it is done for; None: all.
-    Gives what it is not done for, when it ends: those of another dtype or shape.
+    bound: the tensors to bind again; None: all.
+    Yields a list.  At the end it names the tensors whose dtype or shape has changed; these are not
+    bound again.
     """
     before = [
         (each, each[-1].detach())
@@ -46,7 +46,7 @@ def in_place(module: torch.nn.Module, bound: Iterable[Bound] | None = None) -> I
 
 
 def _put_back(before: list[tuple[Bound, torch.Tensor]]) -> list[str]:
-    """Binds tensors as they were, with the values of what is bound there now; as `in_place`."""
+    """Binds the former tensors again and gives them the new values; see `in_place`."""
     places = {data.untyped_storage().data_ptr() for _, data in before}
     changes: list[tuple[torch.Tensor, torch.Tensor]] = []
     other = []
@@ -61,7 +61,7 @@ def _put_back(before: list[tuple[Bound, torch.Tensor]]) -> list[str]:
             )
             continue
         if seen(now) != seen(data):
-            # what lies in the module's memory is read before that is written
+            # values in the module's own memory are copied before that memory is written
             moved = now.untyped_storage().data_ptr() not in places
             changes.append((data, now.detach() if moved else now.detach().clone()))
         tensor.data = data

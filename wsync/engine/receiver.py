@@ -39,12 +39,12 @@ _REASON_LIMIT: Final = 1000
 
 
 class Receiver:
-    """Takes part in updates on behalf of one worker.  Made, with its loader, in the process that
-    answers: what was made before a fork has no threads in the child.
+    """Takes part in updates on behalf of one worker.  Make the receiver and its loader in the
+    process that answers requests: after a fork, the child has none of their threads.
 
-    `answer` is given what a weight-update request brings this worker, `handle` the bytes of the
+    `answer` takes a worker's payload of a weight-update request, and `handle` the bytes of the
     control message in it.  Both return (success, text) when the update has been committed or has
-    failed; they raise neither for bad input nor for failed updates.
+    failed.  Bad input and failed updates raise nothing.
     The session with the trainer rank, its ring and its manifest stay attached between updates;
     a message with another session id replaces it.
 
@@ -56,9 +56,9 @@ class Receiver:
         self._loader = loader
         self._worker = worker
         self._session = ""
-        self._opened = 0  # the last update of the session
+        self._opened = 0  # the session's last update
         self._importer: Session | None = None
-        self._learning: Session | None = None  # until the session that came of it is under way
+        self._learning: Session | None = None  # open until the session after it has begun
         self._generation = -1
         self._rounds = self._ring_nbytes = 0  # of the last update
         self._trace = Trace.wanted("engine", worker)
@@ -73,10 +73,10 @@ class Receiver:
         return self.state.trouble
 
     def answer(self, content: object, *, version: int | str | None = None) -> tuple[bool, str]:
-        """Does what a payload says; (success, text).
+        """Follows the control message in a payload; returns (success, text).
 
-        content: the payload of wsync.EngineHandle.update_weights for this worker, or what an engine
-        has unpickled it to.  version: the weight version of that request, where it has one.
+        content: the payload of wsync.EngineHandle.update_weights for this worker: its bytes, or the
+        object that an engine unpickled.  version: the weight version of that request, if any.
         """
         try:
             if isinstance(content, bytes | bytearray | memoryview):
@@ -84,7 +84,7 @@ class Receiver:
             control = payload.control_bytes(content)
             if control is None:
                 raise ProtocolError(
-                    f"the payload is a {type(content).__name__} and no control message: does the "
+                    f"the payload is a {type(content).__name__}, not a control message: does the "
                     f"engine's handle list {LOAD_FORMAT!r} in load_formats?"
                 )
         except WsyncError as error:
@@ -97,10 +97,10 @@ class Receiver:
         *,
         version: int | str | None = None,
     ) -> tuple[bool, str]:
-        """Does what a control message says; (success, text).
+        """Follows a control message; returns (success, text).
 
-        control: its bytes, or the text that they are.
-        version: the weight version of the request around a close, if the engine passes it on.
+        control: the message, as bytes or as text.
+        version: the weight version of the request that carries a close, if the engine passes it on.
         """
         try:
             message = Control.from_bytes(control.encode() if isinstance(control, str) else control)
@@ -114,14 +114,14 @@ class Receiver:
             return refused(self._worker, error)
 
     def close(self) -> None:
-        """Gives up the session."""
+        """Ends the session."""
         self._end_learning()
         importer, self._importer, self._session = self._importer, None, ""
         if importer is not None:
             importer.close()
 
     def fail(self, message: Control, text: str) -> bool:
-        """Ends the session of a message with an error; False where it has none yet."""
+        """Ends a message's session with an error; returns False if that session is not open."""
         if self._importer is None or self._session != message.session:
             return False
         self._importer.fail(text)
@@ -132,7 +132,7 @@ class Receiver:
         try:
             self.state.close(message.session, message.update, version)
         except StateError as error:
-            # SGLang takes the version all the same: the trainer is told, and leaves it paused
+            # SGLang records the version anyway, so tell the trainer, which leaves it paused
             if message.update == self.state.update:
                 self.fail(message, str(error))
             raise
@@ -158,14 +158,14 @@ class Receiver:
 
     def _open(self, message: Control) -> tuple[bool, str]:
         if self._session == message.session and message.update <= self._opened:
-            raise StateError(f"{_nth(message.update)} has begun before: the request was repeated")
+            raise StateError(f"{_nth(message.update)} has already begun: the request was repeated")
         try:
             self._run(message)
         except Exception as error:
             said = f"{_nth(message.update)}: {_text(error)}"
             text = f"worker {self._worker}: {said}"
             _log.warning("%s", text)
-            self.fail(message, said)  # the trainer knows who it is
+            self.fail(message, said)  # the trainer knows which worker this is
             if not self.consistent:
                 self.state.lose(text)
             return False, text
@@ -199,13 +199,13 @@ class Receiver:
         trace.write(update)
 
     def _load(self, importer: Session, rounds: int, timeout: float) -> Receipt:
-        """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
-        round after round, and then checks that each one comes in time."""
+        """Takes all rounds.  If the loader has a stream, the stream waits for the data: this
+        thread first hands it all rounds, and then checks that each one arrives in time."""
         trace = self._trace
         stream = self._loader.stream
-        # after a fault a GPU sets no more words, here or in the trainer
+        # after a fault a GPU sets no more events, here or in the trainer
         look = None if stream is None else stream.look
-        # a pause may leave a forward pass running that reads the weights, on a stream of its own
+        # after a pause, a forward pass may still read the weights on another stream
         settle(self._loader.device, timeout, look or (lambda: None))
         self._loader.begin(rounds)
         await_torch(self._loader.device, timeout)
@@ -227,7 +227,7 @@ class Receiver:
                 round = max(round + 1, importer.arrived)
         with trace.span("finish"):
             receipt = self._loader.finish(timeout)
-            await_torch(self._loader.device, timeout)  # what loaders do last
+            await_torch(self._loader.device, timeout)  # work that the loader gave to torch last
         if stream is not None:
             trace.take(stream)
         return receipt
@@ -236,7 +236,7 @@ class Receiver:
         importer = self._importer
         if importer is None or self._session != message.session:
             blob, device = self._loader.blob(), self._loader.device
-            # first: a late message of a trainer that is gone does not end another's session
+            # first: a late message of a trainer that is gone must not end another's session
             importer = connect(message.address, self._introduced(blob), message.deadline, device)
             if self._importer is not None:
                 self._importer.fail("another trainer has taken over")
@@ -250,11 +250,11 @@ class Receiver:
         return importer
 
     def lose(self) -> None:
-        """From here on the weights are not those of one update."""
+        """Records that the weights are no longer those of one update."""
         self.state.lose(f"{_nth(self._opened)} is running")
 
     def _introduced(self, said: bytes) -> bytes:
-        """Puts what memory the worker can read, if any, before what it says when it joins."""
+        """Returns the worker's first message: which memory it can read, if any, and `said`."""
         if not self._loader.borrows:
             return said
         device = self._loader.device
@@ -264,20 +264,20 @@ class Receiver:
         return BORROWS + facts.encode() + b"\n" + said
 
     def _learn(self, message: Control, former: Session) -> Session:
-        """Receives what tensors the trainer has, learns what to keep of them, and connects again
-        with that."""
+        """Receives the trainer's list of tensors, learns which parts of them to keep, and connects
+        again to ask for these."""
         former.begin(message.deadline)
         address, _, content = former.manifest.partition(b"\n")
         model = Layout.from_bytes(content)
-        # as in _load: values are written on whatever stream
+        # as in _load: other streams may still use the weights, and learning writes to them
         settle(self._loader.device, message.deadline)
-        receiver = weakref.ref(self)  # the loader keeps what it calls, and nobody in a circle
+        receiver = weakref.ref(self)  # the loader keeps its callback, which must not keep this
         blob = self._loader.learn(model, lambda: _lose(receiver()))
-        # the trainer listens to the session for learning until this one has come
+        # the trainer watches the session for learning until the new one has connected
         self._learning = former
         following = address.decode("ascii", "replace")
         learnt = Learnt(blob, self._loader.own_loading[:_REASON_LIMIT]).to_bytes()
-        said = self._introduced(learnt)  # what is learnt may be served by another device
+        said = self._introduced(learnt)  # learning may have chosen a loader with another device
         self._importer = connect(following, said, message.deadline, self._loader.device)
         return self._importer
 
@@ -288,8 +288,8 @@ class Receiver:
 
 
 def refuse(control: bytes | None, why: Exception) -> None:
-    """Tells the trainer that sent an opening message that this worker takes no part, and why: for
-    engines that do not pass on what a worker answers."""
+    """Tells the trainer that sent an opening message why this worker takes no part.  Needed for
+    engines that do not pass on a worker's answer."""
     try:
         message, text = Control.from_bytes(control or b""), _text(why)
         if message.op != "open":
@@ -301,11 +301,11 @@ def refuse(control: bytes | None, why: Exception) -> None:
         finally:
             session.close()
     except Exception as error:
-        _log.warning("the trainer could not be told: %s", _text(error))
+        _log.warning("could not tell the trainer why this worker takes no part: %s", _text(error))
 
 
 def refused(worker: int, error: Exception) -> tuple[bool, str]:
-    """What a worker answers to a message that it could not follow."""
+    """Returns a worker's answer to a message that it could not follow."""
     return False, f"worker {worker}: {_text(error)}"
 
 
@@ -320,13 +320,13 @@ def _text(error: Exception) -> str:
 
 
 def _nth(update: int) -> str:
-    """An update, for messages; its version comes when all workers are done."""
+    """Names an update in messages.  Its version is known only when all workers are done."""
     return f"update {update} of this connection"
 
 
 def connect(address: str, blob: bytes, timeout: float, device: Device) -> Session:
-    """A session with the trainer that listens at an address, on this host or on another, whose
-    ring is to lie on a device."""
+    """Opens a session with the trainer that listens at an address, on this host or on another.  The
+    session's ring is made on `device`."""
     if is_remote(address):
         from wsync.engine.remote_session import RemoteImporter
 
@@ -335,7 +335,7 @@ def connect(address: str, blob: bytes, timeout: float, device: Device) -> Sessio
         return Importer(address, blob, timeout, device)
     except PeerClosedError as error:
         raise PeerClosedError(
-            f"{error}: the trainer has ended, or this engine was restarted since the trainer "
-            "connected (call update again, which connects anew), or the trainer's folder is not "
-            "this process's, as in another container (Options.directory)"
+            f"{error}: the trainer has ended; or this engine was restarted after the trainer "
+            "connected (call update again, which connects anew); or this process does not see the "
+            "trainer's folder, because it runs in another container (set Options.directory)"
         ) from error

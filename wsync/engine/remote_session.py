@@ -19,11 +19,11 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteImporter:
-    """What `_core.Importer` is on the trainer's host, with the same methods.
+    """The counterpart of `_core.Importer` for a trainer on another host, with the same methods.
 
-    The worker is a rank of the plan's exchange.  `take` exchanges a round and unpacks it into a
-    ring of this worker's own, while the round after it is on its way and the loader's stream
-    still loads the ones before.
+    The worker is a rank of the plan's exchange.  `take` receives a round and unpacks it into this
+    worker's own ring.  Meanwhile the next round is on its way, and the loader's stream may still
+    load earlier rounds.
     """
 
     def __init__(self, address: str, blob: bytes, timeout: float, device: _core.Device) -> None:
@@ -41,7 +41,7 @@ class RemoteImporter:
         self._events = _core.Memory(64, device, control=True)
         self._loaded = _core.Event(self._events, 0)
         self._unpacked = _core.Event(self._events, 8)
-        self._passed = 0  # rounds of former updates, which the event has counted
+        self._passed = 0  # rounds of former updates: events count on from there
         self._rounds = 0
         self._recorded: list[bool] = []
         self._channel = Channel.connect(address, timeout)
@@ -54,11 +54,11 @@ class RemoteImporter:
 
     @property
     def bound(self) -> None:
-        """Nothing is lent to another host."""
+        """None: memory cannot be lent to another host."""
         return
 
     def begin(self, timeout: float) -> tuple[int, int]:
-        """Waits for an update, and before it for a plan or a model; (update, rounds)."""
+        """Waits for an update, the first time also for a plan or a model; (update, rounds)."""
         while True:
             wanted = (Frame.BEGIN,) if self.generation else (Frame.MODEL, Frame.PLAN)
             kind, content = self._channel.wait(wanted, timeout)
@@ -72,7 +72,7 @@ class RemoteImporter:
         update, rounds = UPDATE.unpack(content)
         if rounds != len(self._waits):
             raise _core.ProtocolError(
-                f"an update of {rounds} rounds, by a plan of {len(self._waits)}"
+                f"the update has {rounds} rounds, but the plan has {len(self._waits)}"
             )
         self._passed += self._rounds
         self._rounds, self._recorded = rounds, []
@@ -88,11 +88,11 @@ class RemoteImporter:
         timeout: float,
         check: Callable[[], object] | None = None,
     ) -> None:
-        """Has the stream wait until a round lies in the ring (None: waits here)."""
+        """Makes the stream wait until a round is in the ring (None: waits here)."""
         look = functools.partial(self._look, check)
         exchange, plan, spans = self._exchange, self._plan, self._following
         if exchange is None or plan is None or spans is None:
-            raise _core.StateError(f"round {round} without a plan")
+            raise _core.StateError(f"round {round} was asked for before a plan came")
         if round + 1 < self._rounds:
             self._following = self._join_round(round + 1, timeout)
         exchange.wait(round, self._stream, timeout, look)
@@ -111,17 +111,17 @@ class RemoteImporter:
             stream.wait(self._unpacked, self._passed + round + 1)
 
     def wait(self, round: int, timeout: float, check: Callable[[], object] | None = None) -> None:
-        """Waits until a round that was taken for a stream lies in the ring."""
+        """Waits until a round that `take` gave to a stream is in the ring."""
         look = functools.partial(self._look, check)
         self._unpacked.wait(self._passed + round + 1, timeout, look)
 
     @property
     def arrived(self) -> int:
-        """Nothing is known of rounds that are not waited for."""
+        """0: a round is known to have arrived only once it was waited for."""
         return 0
 
     def done(self, round: int, stream: _core.Stream | None, timeout: float) -> None:
-        """The slot of a round is free again: now, or when the stream gets here."""
+        """Frees the slot of a round when the stream gets here (None: now)."""
         if stream is not None:
             stream.record(self._loaded, self._passed + round + 1)
         self._recorded.append(stream is not None)
@@ -138,14 +138,14 @@ class RemoteImporter:
             self._following = None
             try:
                 self._exchange.park()
-            except _core.WsyncError as error:  # the update is committed whatever comes of it
-                _log.warning("the exchange of remote workers is not parked: %s", error)
+            except _core.WsyncError as error:  # the update is committed all the same
+                _log.warning("the remote workers' exchange keeps its memory: %s", error)
 
     def fail(self, text: str) -> None:
         self._channel.fail(text)
 
     def close(self) -> None:
-        """Ends what is under way, and lets go of every part, whatever one of them raises."""
+        """Ends the session and closes every part of it, even if closing one raises."""
         exchange, group, self._following = self._exchange, self._group, None
         self._exchange = self._group = None
         with contextlib.ExitStack() as last_first:
@@ -156,8 +156,7 @@ class RemoteImporter:
                     last_first.callback(part.close)
 
     def _look(self, check: Callable[[], object] | None = None) -> None:
-        """Raises what the trainer has said, or what has become of the exchange; or what `check`
-        does."""
+        """Raises the error of `check`, of the trainer or of the exchange, if there is one."""
         if check is not None:
             check()
         self._channel.look()
@@ -165,7 +164,7 @@ class RemoteImporter:
             self._exchange.check()
 
     def _take_plan(self, told: RemotePlan, timeout: float) -> None:
-        """Makes the plan that the trainer ranks have made, and joins them."""
+        """Makes the same plan as the trainer ranks, and joins their exchange."""
         plan = told.input.plan(told.rank)
         if plan.fingerprint != told.fingerprint:
             raise _core.LayoutError(
@@ -186,13 +185,13 @@ class RemoteImporter:
             self._exchange = GroupExchange(self._group, self._device, look)
             return
         sizes = (plan.send_nbytes, plan.recv_nbytes)
-        timeout *= PUNCTUAL  # of a round, before somebody's wait for it ends
+        timeout *= PUNCTUAL  # for a round; it ends before the other ranks stop waiting
         exchange = _core.Exchange.nccl(rank, len(meeting), *sizes, timeout, self._device)
         self._exchange = exchange
         exchange.connect(meeting, PUNCTUAL * timeout, look)
 
     def _join_round(self, round: int, timeout: float) -> _core.BufferTable:
-        """Takes part in a round's collective, with nothing to send; where it will lie."""
+        """Joins a round's collective, and sends nothing; returns where the round will be."""
         assert self._exchange is not None
         self._exchange.acquire(round, timeout, self._channel.look)
         spans = self._exchange.spans(round)

@@ -1,17 +1,17 @@
-"""Loaders: how the rounds of an update get from the ring into an engine's parameters.
+"""Loaders move the rounds of an update from the ring into an engine's parameters.
 
 A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
 
     attach(ring, manifest)   whenever the trainer has a new plan
-    borrow(sources)          before `begin`: where the trainer's own memory lies, if it is lent
+    borrow(sources)          before `begin`: the trainer's own memory, if that is lent
     begin(rounds)            once an update
-    load(round)              for each round; it lies in the ring, or will when `stream` gets there
-    finish(timeout)          all rounds were given: is everything there?
-    confirm()                the update has been committed
-    abandon()                where the update has failed, instead of finish or after it
+    load(round)              for each round: it is in the ring, or will be when `stream` gets there
+    finish(timeout)          after the last round: waits until everything is loaded
+    confirm()                after the update was committed
+    abandon()                if the update has failed, instead of finish or after it
 
-The loaders here copy into a layout of the worker's (LayoutLoader) or to the tensors of a module by
-name (ModuleLoader), or call a load_weights (CallingLoader).  RecordedLoader, in
+The loaders here copy into a worker's layout (LayoutLoader), copy to a module's tensors of the same
+names (ModuleLoader), or call a load_weights (CallingLoader).  RecordedLoader, in
 wsync.engine.learn.recorded_loader, learns from load_weights where tensors go, and copies them there
 directly.
 """
@@ -58,8 +58,8 @@ def ignore_loss() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a worker has loaded: tensors of the manifest, and bytes that were delivered for them.
-    audit_ns: how long it took to see that load_weights is what it was."""
+    """What a worker has loaded: the manifest's tensors, and the bytes delivered for them.
+    audit_ns: duration of the check that load_weights still does what was learnt from it."""
 
     tensors: int
     nbytes: int
@@ -67,7 +67,7 @@ class Receipt:
 
 
 class RingManifest:
-    """What will be delivered, by round."""
+    """The tensors that a plan delivers, by round."""
 
     def __init__(self, ring: Memory, layout: Layout) -> None:
         self.ring = ring
@@ -90,13 +90,13 @@ class RingManifest:
                     found.append((name, dtype_of(dtype), shape, shard.offset))
 
     def check_rounds(self, rounds: int, first: int = 0) -> None:
-        """first: the number of round 0 among the buffers; those before it come with that round."""
+        """first: the buffer number of round 0.  Buffers with lower numbers come with that round."""
         last = max(max(self.nbytes, default=-1) - first, 0 if first else -1)
         if last >= rounds:
-            raise ProtocolError(f"update of {rounds} rounds: the manifest has {last + 1}")
+            raise ProtocolError(f"the update has {rounds} rounds, but the manifest has {last + 1}")
 
     def views(self, round: int, device: Device) -> list[tuple[str, torch.Tensor]]:
-        """The whole tensors of a round as they lie in the ring."""
+        """Returns the whole tensors of a round, as views of the ring."""
         flat = _bytes_of(self.ring, device)
         return [
             (name, flat[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
@@ -109,10 +109,10 @@ class RingManifest:
 
 
 class _GpuBytes:
-    """Memory of a GPU as CUDA's array interface has it, by which torch makes tensors."""
+    """Memory of a GPU with CUDA's array interface, from which torch makes tensors."""
 
     def __init__(self, memory: Memory) -> None:
-        self._memory = memory  # for as long as there are such tensors
+        self._memory = memory  # kept as long as these tensors
         self.__cuda_array_interface__ = {
             "shape": (memory.nbytes,),
             "typestr": "|u1",
@@ -128,11 +128,12 @@ def _bytes_of(memory: Memory, device: Device) -> torch.Tensor:
 
 
 class Loader:
-    """What a Receiver needs.  Any exception fails the update and becomes its text.
+    """The base of all loaders, which a Receiver calls.  An exception fails the update and gives the
+    error its text.
 
-    device: where the ring is to lie.
-    stream: the one of that device that loads rounds; None: the thread that calls `load` does.
-    borrows: whether it can copy out of the trainer's own memory.
+    device: where the ring is made.
+    stream: the stream of that device that loads rounds; None: `load` itself loads them.
+    borrows: whether the loader can copy from the trainer's own memory.
     """
 
     device: Device
@@ -148,28 +149,28 @@ class Loader:
         raise NotImplementedError
 
     def learn(self, model: Layout, on_weights_lost: OnWeightsLost) -> bytes:
-        """Of a loader whose blob is control.LEARN: what the worker asks for of a model's tensors,
-        as a blob.  `on_weights_lost` is called before the weights are touched, if they have to be,
-        here or in the `begin` of an update."""
+        """Learns which parts of a model's tensors the worker needs, and returns them as a blob.
+        Called if `blob` returns control.LEARN.  If the weights must be touched, here or in `begin`,
+        `on_weights_lost` is called first."""
         raise NotImplementedError
 
     @property
     def own_loading(self) -> str:
-        """Which tensors go through the engine's own loading, and why; "" for none."""
+        """Says which tensors go through the engine's own loading, and why; "" for none."""
         return ""
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
-        """A new plan: round k's boxes are the shards of `manifest` with buffer k, their
+        """Takes a new plan.  Round k's boxes are the shards of `manifest` with buffer k, and their
         offsets count from the start of `ring`."""
         self._manifest = None
         self._manifest = RingManifest(ring, manifest)
 
     def borrow(self, sources: BufferTable | None) -> None:
-        """Called before each `begin`: the first buffers of the manifest lie at these sources, and
-        are loaded with round 0; those after them are the rounds.  None: all are rounds."""
+        """Takes the trainer's lent memory before each `begin`.  The manifest's first buffers are at
+        these sources and are loaded with round 0; the others are rounds.  None: all are rounds."""
         if sources is not None:
             raise UnsupportedError(
-                f"{type(self).__name__} loads from a ring, and the trainer lends its memory"
+                f"{type(self).__name__} loads only from a ring, but the trainer lends its memory"
             )
 
     def begin(self, rounds: int) -> None:
@@ -177,7 +178,7 @@ class Loader:
         self._loaded = set()
 
     def load(self, round: int) -> None:
-        """Loads a round; its slot is free when the stream gets here, or now."""
+        """Loads a round.  Its slot is free when the stream gets here, or now without a stream."""
         self._attached()
         self._loaded.add(round)
 
@@ -186,13 +187,13 @@ class Loader:
         return self._attached().receipt(self._loaded)
 
     def confirm(self) -> None:
-        """StateError where the module does not hold any more what the update was written to."""
+        """Raises StateError if the module no longer has the tensors that were written to."""
 
     def abandon(self) -> None:
-        """Returns when nothing more is written."""
+        """Returns once nothing more is written."""
 
     def facts(self) -> dict[str, Any]:
-        """What it has learnt, for JSON; see wsync.inspection."""
+        """Returns what the loader has learnt, for JSON; see wsync.inspection."""
         return {}
 
     def _attached(self) -> RingManifest:
@@ -202,13 +203,13 @@ class Loader:
 
 
 def loading_stream(place: str, threads: int) -> Stream:
-    """A stream of the GPU that weights are on, by its UUID; "" for weights in host memory, which
-    another device may serve."""
+    """Makes a stream on the GPU whose UUID is `place`.  For "", which stands for host memory, the
+    variable WSYNC_DEVICE may name a GPU to use."""
     return Stream(threads, device.find(place or device.wanted()))
 
 
 class RoutedLoader(Loader):
-    """Copies boxes to where an update finds them, on a stream of its own.
+    """Copies boxes to the places that an update gives them, on a stream of its own.
 
     threads: of that stream.  While host memory is lent, a stream with one more thread is used,
     because trainer ranks then copy little or nothing.
@@ -223,10 +224,10 @@ class RoutedLoader(Loader):
         self._threads = threads
         self._streams: dict[bool, Stream] = {False: stream}  # by whether memory is lent
         self._route: Route | None = None
-        self._boxes: Layout | None = None  # of what the route leads to
+        self._boxes: Layout | None = None  # the layout that the route leads to
         self._sources = BufferTable([])
-        self._borrowed: BufferTable | None = None  # the trainer's memory, beside the ring
-        self._first = 0  # of the route's buffers that is a round
+        self._borrowed: BufferTable | None = None  # the trainer's lent memory
+        self._first = 0  # number of the route's first buffer that is a round
         self._destinations: BufferTable | None = None  # between `begin` and the last copy
         self._target: LoadTarget | None = None  # while an update runs
 
@@ -247,9 +248,9 @@ class RoutedLoader(Loader):
         self._loaded = set()
 
     def _aim(self, target: LoadTarget) -> None:
-        """Sets where rounds are copied to from now on: parameters may move between updates.
-        Called after check_rounds: until then the manifest's largest round number is unchecked.
-        LayoutError where two tensors lie in the same memory."""
+        """Sets the destinations of the next rounds, because parameters may move between updates.
+        check_rounds comes first, and checks the manifest's largest round number.
+        LayoutError: two tensors share memory."""
         boxes = target.layout()
         if self._route is None or boxes is not self._boxes:
             manifest, self._boxes = self._attached(), boxes
@@ -263,7 +264,7 @@ class RoutedLoader(Loader):
 
     def load(self, round: int) -> None:
         if self._route is None or self._destinations is None:
-            raise StateError(f"round {round} before the update has begun")
+            raise StateError(f"round {round} came before the update had begun")
         assert self.stream is not None
         if self._borrowed is not None and round == 0:
             self._loaded.update(range(self._first))
@@ -277,13 +278,13 @@ class RoutedLoader(Loader):
         receipt = super().finish(timeout)
         assert self._target is not None and self.stream is not None
         self.stream.synchronize(timeout)
-        # no parameters are kept until the next update, and nothing of the trainer's
+        # keep neither parameters nor the trainer's memory until the next update
         self._destinations = self._borrowed = None
         self._target.complete()
         return receipt
 
     def confirm(self) -> None:
-        """Only here is it checked where tensors lie: a check in `finish` would find nothing
+        """Checks that no tensor has moved.  An earlier check, in `finish`, would find nothing
         more."""
         target, self._target = self._target, None
         if target is not None:
@@ -291,24 +292,27 @@ class RoutedLoader(Loader):
 
     def abandon(self) -> None:
         assert self.stream is not None
-        self.stream.abandon()  # it keeps what it still writes to
+        self.stream.abandon()  # keeps the memory that it still writes to
         self._target = self._destinations = self._borrowed = None
 
 
 class LayoutLoader(RoutedLoader):
     """Loads the boxes of a worker that keeps fused or sharded parameters.
 
-    layout: this worker's boxes; buffer i is tensors[i], offsets count from its first element.
-    Only these boxes are asked of the trainer.  Every byte of them must be delivered exactly
-    once; anything outside them (padding rows) is left alone.  The tensors may move between
-    updates, but keep dtype, shape and strides: StateError.
+    layout: this worker's boxes.  Buffer i is tensors[i], and offsets count from its first element.
+    Only these boxes are asked of the trainer, and every byte of them must be delivered exactly
+    once.  Memory outside them (padding rows) stays as it is.  The tensors may move between updates;
+    StateError if their dtype, shape or strides change.
     """
 
     def __init__(
         self, layout: Layout, tensors: Sequence[torch.Tensor], *, threads: int = 1
     ) -> None:
         if layout.buffer_count() > len(tensors):
-            raise LayoutError(f"layout of {layout.buffer_count()} buffers, {len(tensors)} tensors")
+            raise LayoutError(
+                f"the layout has {layout.buffer_count()} buffers, but {len(tensors)} tensors were "
+                "given"
+            )
         self._layout = layout
         self._tensors = list(tensors)
         table = Destination(layout, self._tensors).table
@@ -324,8 +328,8 @@ class LayoutLoader(RoutedLoader):
         if (place := target.table.differs(self._form)) is not None:
             tensor = self._tensors[place]
             raise StateError(
-                f"tensor {place}: {tensor.dtype} {list(tensor.shape)} with strides "
-                f"{list(tensor.stride())}, and not what the layout was made for"
+                f"tensor {place} is now {tensor.dtype} {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())}, unlike when this loader was made"
             )
         self._aim(target)
 
@@ -333,14 +337,14 @@ class LayoutLoader(RoutedLoader):
 class ModuleLoader(RoutedLoader):
     """Copies tensors to the parameters and persistent buffers of the same names in a module.
 
-    An unknown name and a parameter that is not delivered are errors.  Of names that stand for one
-    tensor (a tied head) one is enough; further ones have to bring the same values.
+    An unknown name is an error, and so is a parameter that is not delivered.  If a tensor has
+    several names (a tied head), one is enough; further ones must be delivered with the same values.
     """
 
     def __init__(self, module: torch.nn.Module, *, threads: int = 1) -> None:
         super().__init__(loading_stream(device.of_module(module), threads), threads)
         self._module = module
-        self._known: NamedPlaces | None = None  # of the last update by this plan
+        self._known: NamedPlaces | None = None  # from the last update of this plan
 
     def blob(self) -> bytes:
         return PIECES
@@ -359,8 +363,8 @@ class ModuleLoader(RoutedLoader):
 
 
 class _Copies(list[tuple[str, torch.Tensor]]):
-    """What a load_weights is given: iterating makes the copies.  last: the name of what it has
-    taken last."""
+    """The list for a load_weights; iterating over it copies each tensor.  last: the name of the
+    tensor that was taken last."""
 
     last = ""
 
@@ -371,13 +375,14 @@ class _Copies(list[tuple[str, torch.Tensor]]):
 
 
 class CallingLoader(Loader):
-    """Hands tensors to a load_weights, once a round or once an update.
+    """Passes tensors to a load_weights, once a round or once an update.
 
-    They are copies, each made when load_weights takes it, so that it may keep them.  A slot is
-    given back once torch has done what load_weights asked for.
+    Each tensor is copied when load_weights takes it, so load_weights may keep it.  A slot is freed
+    once torch has done the work that load_weights gave it.
 
-    load_weights: None for the one that the module has when it is called.
-    at_once: call it once an update, with copies of all tensors in host memory, in this order.
+    load_weights: None for the method that the module has at the time of the call.
+    at_once: names.  If given, load_weights is called once an update, with copies in host memory of
+        the tensors of these names, in this order.
     """
 
     def __init__(
@@ -391,7 +396,7 @@ class CallingLoader(Loader):
         self._module = module
         self._load_weights = load_weights
         self.at_once = tuple(at_once)
-        self._staged: dict[str, torch.Tensor] = {}  # what one call is to bring
+        self._staged: dict[str, torch.Tensor] = {}  # the tensors for that one call
         self.device = device.find(device.of_module(module))
 
     def blob(self) -> bytes:
@@ -405,7 +410,7 @@ class CallingLoader(Loader):
         super().load(round)
         views = self._attached().views(round, self.device)
         if self.at_once:
-            # a view of the host's memory has to be copied, too
+            # copy=True, because the ring may be in host memory, too
             self._staged |= {name: view.to("cpu", copy=True) for name, view in views}
         elif views:
             self._call(views)
@@ -431,21 +436,21 @@ class CallingLoader(Loader):
         who = getattr(method, "__qualname__", None) or type(method).__qualname__
         copies = _Copies(pairs)
         try:
-            with torch.no_grad():  # as engines load, and not each method says
+            with torch.no_grad():  # engines load so, and some methods rely on it
                 method(copies)
         except WsyncError:
             raise
         except Exception as error:
-            taken = f"; the last tensor that it had taken is {copies.last}" if copies.last else ""
+            taken = f"; the last tensor that it took is {copies.last}" if copies.last else ""
             text = f"{who} raised{taken}: {error_text(error)}"
             raise RemoteError(f"{text}{unfused([copies.last])}") from error
         finally:
-            copies.clear()  # of what was not taken, whoever keeps the list
+            copies.clear()  # frees the tensors even if the list is kept
             device.await_torch(self.device)
 
 
 class ChoosingLoader(Loader):
-    """A loader that has `_chosen`, another one, do the work."""
+    """A loader that passes all work on to `_chosen`, another loader."""
 
     borrows = True
     _chosen: Loader

@@ -1,12 +1,12 @@
 """Whether the weights of an engine worker are those of one update, and of which one.
 
-WHOLE     they are those of one update, called `weight_version`
-UNNAMED   they are those of one update that says its version with the closing message
+WHOLE     they are those of one update, whose version is `weight_version`
+UNNAMED   they are those of one update, and its closing message will give the version
 LOST      they are not those of one update
 
 the first byte of an update is written    LOST
 commit                                    UNNAMED
-close                                     WHOLE; refused if LOST, or for another update's commit
+close                                     WHOLE; refused if LOST, or if the commit was another's
 replacing                                 LOST, then WHOLE
 """
 
@@ -20,16 +20,16 @@ from typing import Final
 from wsync._core import StateError
 
 UNKNOWN_VERSION: Final = "unknown"
-"""What weights are called that came without a version."""
+"""The version of weights that came without one."""
 
 
 class UpdateState:
-    """The state machine above, from any thread.
+    """The state machine above, usable from any thread.
 
-    weight_version: changes only with all weights of one update, before `trouble` says that they
-    are here; read `trouble` first.
+    weight_version: changes only when all weights of an update are here, and before `trouble` turns
+    "".  So read `trouble` first.
     consistent: False from the first byte written until all weights are those of one update.
-    reason: why they are not, or "".
+    reason: why the weights are inconsistent, or "".
     update: number of the last update that was committed by a control message, or None.
     """
 
@@ -39,7 +39,7 @@ class UpdateState:
         self.reason = ""
         self.update: int | None = None
         self._busy = threading.Lock()
-        self._session = ""  # that the weights came by
+        self._session = ""  # that delivered the weights
         self._unnamed = ""
 
     @property
@@ -50,13 +50,13 @@ class UpdateState:
         return self.reason or "the weights are inconsistent"
 
     def check_whole(self) -> None:
-        """StateError where the weights are not those of one update, or have no version yet."""
+        """Raises StateError if the weights are not those of one update, or have no version yet."""
         if self.trouble:
             raise StateError(self.trouble)
 
     @contextmanager
     def only(self) -> Iterator[None]:
-        """Around what must be alone with the weights.  StateError where something else is."""
+        """Reserves the weights for the block.  StateError: another update is running."""
         if not self._busy.acquire(blocking=False):
             raise StateError("another update is running")
         try:
@@ -65,18 +65,19 @@ class UpdateState:
             self._busy.release()
 
     def lose(self, why: str) -> None:
-        """The weights are not those of one update any more."""
+        """Records that the weights are no longer those of one update."""
         self.consistent, self.reason = False, f"the weights are inconsistent: {why}"
 
     def commit(self, session: str, number: int) -> None:
-        """Every weight has been replaced by an update whose closing message is to come."""
+        """Records that an update has replaced every weight.  Its closing message is yet to come."""
         self.update = number
-        self._unnamed = f"update {number} is complete, but nobody has said its version yet"
+        self._unnamed = f"update {number} is complete, but its version has not been given yet"
         self._whole(session)
 
     def close(self, session: str, number: int, version: str | None) -> None:
-        """The closing message of an update.  StateError if the weights are not that update's:
-        trainers count from 1, and a late message of one that is gone would fit another's."""
+        """Follows an update's closing message.  StateError if the weights are not that update's.
+        Numbers cannot tell: each trainer counts from 1, and messages of a former one may be late.
+        """
         if not self.consistent:
             raise StateError(self.trouble)
         if (self._session, self.update) != (session, number):
@@ -87,16 +88,16 @@ class UpdateState:
         self.rename(version)
 
     def bucket_loaded(self, version: str | None) -> None:
-        """A part of the weights was loaded by other means than an update.  As in SGLang, the bucket
-        that has a version is the last one, and all weights are called that."""
+        """Records that a part of the weights was loaded without an update.  As in SGLang, the last
+        part has a version, and that becomes the version of all weights."""
         if version is not None:
             self.rename(version)
             self._whole()
 
     @contextmanager
     def replacing(self, what: str, version: str | None) -> Iterator[None]:
-        """Around the replacement of every weight by other means than an update; the weights are
-        then called `version`."""
+        """Around code that replaces every weight without an update.  `version` is the version of
+        the weights afterwards."""
         with self.only():
             try:
                 self.lose(what)
@@ -108,10 +109,10 @@ class UpdateState:
             self._whole()
 
     def rename(self, version: str | None) -> None:
-        """What the weights are called from now on."""
+        """Sets the version of the weights."""
         self.weight_version = UNKNOWN_VERSION if version is None else version
         self._unnamed = ""
 
     def _whole(self, session: str = "") -> None:
         self._session, self.reason = session, ""
-        self.consistent = True  # comes last: whoever reads this must find what the rest is now
+        self.consistent = True  # last: a thread that reads True must find the other fields set
