@@ -94,8 +94,8 @@ REFUSED: dict[tuple[str, Fields | None, Fields | None, str, str], tuple[str, ...
         "no tensor of the trainer is loaded to model.layers.0.mlp.down_proj.weight_scale_inv",
     ),
     ("qwen3", FP8, PACKED, "session", ""): (
-        f"{FUSED}.weight_scale_inv: its scales are packed as UE8M0, and the trainer's are not",
-        '"transform_ue8m0": True in its quantization_config',
+        f"{FUSED}.weight_scale_inv: its scales are packed as UE8M0, but the trainer's are not",
+        '"transform_ue8m0": True in the trainer\'s quantization_config',
     ),
     ("qwen3", PACKED, FP8, "session", ""): (
         f"{QKV}.weight_scale_inv (int32 (512, 2)): AssertionError",
@@ -188,8 +188,8 @@ VLLM: dict[tuple[str, Fields], str] = {
     ("qwen3", FP8): "",
     ("qwen3_moe", FP8): "",
     ("deepseek_v3", FP8): "",
-    ("qwen3", ZERO): "qkv_proj.weight_packed was made as torch.int32 (768, 32) and is ",
-    ("qwen3_moe", INT4): "qkv_proj.weight_packed was made as torch.int32 (768, 32) and is ",
+    ("qwen3", ZERO): "qkv_proj.weight_packed was made as torch.int32 (768, 32) and is now ",
+    ("qwen3_moe", INT4): "qkv_proj.weight_packed was made as torch.int32 (768, 32) and is now ",
     (
         "qwen3_moe",
         COARSER_EXPERTS,
@@ -208,7 +208,7 @@ UNLIKE: dict[tuple[str, Fields | None, Fields | None, str], tuple[str, ...]] = {
     ("qwen3", INT4, ZERO, ""): ("loaded to model.layers.0.mlp.down_proj.weight_zero_point",),
     ("qwen3", INT4, INT4, "_scale$"): (
         "model.layers.0.mlp.down_proj.weight_packed, ",
-        "codes that the trainer delivers no scales for",
+        "the trainer delivers these codes without scales",
     ),
     ("qwen3_moe", INT4_EXPERTS, COARSER_EXPERTS, ""): ("weight_scale (bfloat16 (256, 8))",),
     # layers that are made anew would have any memory in place of what is not loaded
@@ -308,7 +308,7 @@ def test_a_layer_that_is_processed_once_is_named() -> None:
     model.runner._already_called_process_weights_after_loading = True  # as all that run experts
     assert processed_once(model) == ""
     model.runner.experts._already_called_process_weights_after_loading = True
-    assert processed_once(model) == "runner.experts: Linear processes its weights once"
+    assert processed_once(model) == "runner.experts: Linear processes its weights only once"
 
 
 class Packed(torch.nn.Module):

@@ -75,7 +75,7 @@ def test_words_of_scales_that_ranks_cut_are_named(
     trainer = wsync.layout.from_tensors(whole).layout
     with pytest.raises(wsync.WsyncError) as error:
         sglang.SglangLoader(model).learn(trainer)
-    text = "layer.w2_weight_scale_inv: tensor-parallel ranks have 384 columns each, and words"
+    text = "layer.w2_weight_scale_inv: each tensor-parallel rank has 384 columns, but a word"
     assert str(error.value).startswith(text) == cut
 
 
@@ -108,8 +108,16 @@ def can_restore(made: Any) -> None:
         (pack, (2, 3), "experts: its weights are packed for AMX"),
         (pack_for_marlin, (2, 3), "experts: its weights are packed for Marlin"),
         (interleave, (2, 3), "experts: its gate and up rows are interleaved"),
-        (cut_into_blocks, (2, 3, 4), "experts: its weights lie in blocks for flashinfer_trtllm"),
-        (can_restore, (2, 1, 3, 4), "experts: its weights lie in blocks for flashinfer_trtllm"),
+        (
+            cut_into_blocks,
+            (2, 3, 4),
+            "experts: its weights are stored in blocks for flashinfer_trtllm",
+        ),
+        (
+            can_restore,
+            (2, 1, 3, 4),
+            "experts: its weights are stored in blocks for flashinfer_trtllm",
+        ),
     ],
 )
 def test_a_rewritten_layer_is_named(

@@ -182,7 +182,7 @@ def test_what_a_reload_would_leave_as_it_is_is_refused_by_name(engine: VllmEngin
     """vLLM counts what is loaded by parameters' weight_loaders."""
     engine.prepare("qwen3", shuffled="model.layers.0.self_attn.o_proj", past="model.norm.weight")
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
-        with pytest.raises(wsync.RemoteError, match=r"model\.norm\.weight: .* leaves it as it is"):
+        with pytest.raises(wsync.RemoteError, match=r"model\.norm\.weight: .* would not load it"):
             sync.update(engine.weights(1))
 
 
@@ -193,7 +193,7 @@ def test_weights_that_vllm_packs_once_are_packed_again(engine: VllmEngine) -> No
             sync.update(engine.weights(seed))
             assert engine.differing(seed) == [[], []]
     said = {reason for reason, _ in engine.collective_rpc("reasons")}
-    assert len(said) == 1 and "packs its weights once" in said.pop()
+    assert len(said) == 1 and "packs its weights only once" in said.pop()
 
 
 def test_convolutions_that_vllm_packs_are_new_where_they_are_read_unpacked() -> None:

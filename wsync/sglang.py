@@ -1,7 +1,7 @@
 """SGLang's side: `--custom-weight-loader wsync.sglang.load_weights`.
 
-SGLang imports the function in every worker process and calls it with the model of that process
-and the tensors of each update request whose load_format is this function's name.
+SGLang imports the function in every worker process.  It calls the function with that process's
+model and the tensors of each update request whose load_format is the function's name.
 """
 
 import fnmatch
@@ -24,25 +24,25 @@ from wsync.messages import payload
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _CACHE_SCALES: Final = ("*.attn*.[kv]_scale",)
-# copies of MXFP8's scales in the order of a kernel
+# copies of MXFP8's scales, in the order that a kernel needs
 _DERIVED: Final = ("_scale_inv_swizzled", "_scale_inv_deepgemm", "_scale_inv_shuffled")
 _UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
-_UE8M0: Final = (torch.uint8, torch.int32)  # MXFP8's, and DeepGEMM's four in a word
-_RECEIVER: Final = "_wsync_receiver"  # where a model keeps it
-# what models that only draft tokens are called there
+_UE8M0: Final = (torch.uint8, torch.int32)  # scales of MXFP8; of DeepGEMM, four in a word
+_RECEIVER: Final = "_wsync_receiver"  # attribute of a model
+# SGLang's names of models that only draft tokens
 _DRAFT: Final = re.compile(r"(NextN|MTP|Eagle\d*)$")
 
 
 def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
-    """Takes part in an update.  The model's own load_weights is learnt from, and is used itself
-    where it cannot be replaced.
+    """Takes part in an update.  It learns from the model's own load_weights where tensors go, and
+    calls it for tensors that cannot simply be copied.
 
-    Never raises: SGLang ends the server when a loader does.  What fails is told to the trainer
-    through the session, and is logged; SGLang itself ignores what a loader returns.
+    Never raises, because SGLang ends the server when a loader raises.  Errors are logged and sent
+    to the trainer through the session; SGLang ignores a loader's result.
 
-    Parameters that the trainer does not deliver are refused by name, unless the environment
-    variable WSYNC_KEEP of SGLang's processes names them: "visual.*" for a trainer of a language
-    model without its vision tower.
+    A parameter that the trainer does not deliver is refused by name, unless the environment
+    variable WSYNC_KEEP of SGLang's processes names it.  For example, "visual.*" suits a trainer of
+    a language model without its vision tower.
 
         python -m sglang.launch_server --model-path DIR --port 30000 \\
             --custom-weight-loader wsync.sglang.load_weights
@@ -55,8 +55,8 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     control, receiver = None, None
     try:
         if _DRAFT.search(type(model).__name__):
-            # SGLang calls for the draft and for the model; the session is the model's
-            _log.warning("%s is not updated: it drafts", type(model).__name__)
+            # SGLang calls this for the draft, too, but the session is the main model's
+            _log.warning("%s is not updated: it is a draft model", type(model).__name__)
             return
         with _lock:
             control = payload.control_bytes(named_tensors)
@@ -68,13 +68,13 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
         if not success:
             _log.error("%s", text)
     except Exception as error:
-        _log.exception("an update failed before its session was there")
+        _log.exception("an update failed before it had a session")
         refuse(control, error)
 
 
 def _forget_images() -> None:
-    """Drops what a vision tower has made of images, which SGLang's /flush_cache leaves: it is kept
-    by the images' hashes (SGLang 0.5.17 to 0.5.23)."""
+    """Drops SGLang's cache of image embeddings, which the vision tower's old weights made.
+    /flush_cache does not drop it (SGLang 0.5.17 to 0.5.23)."""
     for name in ("mm_utils", "mm_schedule"):
         module = sys.modules.get(f"sglang.srt.managers.{name}")
         cache = getattr(module, "embedding_cache", None)
@@ -85,14 +85,14 @@ def _forget_images() -> None:
 class SglangLoader(RecordedLoader):
     """Learns from load_weights; refuses weights that SGLang rewrites after it has loaded them.
 
-    Scales of the cache of keys and values stay as they are where the trainer delivers none.
+    Scales of the KV cache stay as they are if the trainer delivers none.
     """
 
     def learn(self, model: Layout, on_weights_lost: OnWeightsLost = ignore_loss) -> bytes:
         if (stages := _pipeline_stages()) > 1:
             raise UnsupportedError(
-                f"pp_size {stages}: SGLang gives every pipeline stage the messages of its "
-                "tensor-parallel rank, and one stage alone can follow them"
+                f"pp_size {stages}: SGLang gives a message for a tensor-parallel rank to every "
+                "pipeline stage, but only one stage can follow it; DiskSync updates such engines"
             )
         reason = rewritten(self._module)
         if reason:
@@ -100,8 +100,8 @@ class SglangLoader(RecordedLoader):
         packed = packed_scales(self._module)
         if packed and not _delivers_packed(model):
             raise UnsupportedError(
-                f"{packed[0]}: its scales are packed as UE8M0, and the trainer's are not: "
-                '"transform_ue8m0": True in its quantization_config packs them'
+                f"{packed[0]}: its scales are packed as UE8M0, but the trainer's are not; "
+                'set "transform_ue8m0": True in the trainer\'s quantization_config'
             )
         if cut := _cut_word(self._module, packed):
             raise UnsupportedError(cut)
@@ -111,12 +111,12 @@ class SglangLoader(RecordedLoader):
         cache = any(fnmatch.fnmatchcase(path, pattern) for pattern in _CACHE_SCALES)
         stays = cache or made_anew(path) or super().stays(path)
         if stays and undone(self._module, path):
-            _log.error("%s cannot stay as it is: SGLang packs it again from what is loaded", path)
+            _log.error("%s cannot stay as it is: SGLang packs it again after each load", path)
             return False
         return stays
 
     def depends_on(self) -> object:
-        """Which expert lies in which place: load balancing deals them out anew."""
+        """Returns which expert is at which place, because load balancing moves experts."""
         module = sys.modules.get("sglang.srt.eplb.expert_location")
         metadata = None if module is None else module.get_global_expert_location_metadata()
         if metadata is None:
@@ -125,21 +125,21 @@ class SglangLoader(RecordedLoader):
 
 
 def _pipeline_stages() -> int:
-    """How many this SGLang has; whoever made the trainer's handle may not have asked."""
+    """Returns the number of pipeline stages; the trainer's handle may not have checked it."""
     module = sys.modules.get("sglang.srt.distributed.parallel_state")
     return int(getattr(getattr(module, "_PP", None), "world_size", 1))
 
 
 def undone(model: Any, path: str) -> bool:
-    """Whether a parameter gets its first shape back when a weight-update session begins, but no
-    values: experts in INT4, which a kernel has in another order (SGLang 0.5.23, and slime's)."""
+    """Whether a parameter gets its first shape back, but no values, when a weight-update session
+    begins: INT4 experts, which a kernel keeps in another order (SGLang 0.5.23, and slime's)."""
     prefix, _, name = path.rpartition(".")
     return name in getattr(model.get_submodule(prefix), "_original_shapes", ())
 
 
 def made_anew(path: str) -> bool:
-    """Whether a parameter is made of another one when a weight-update session ends (SGLang 0.5.21
-    and newer, which take tensors in sessions only)."""
+    """Whether SGLang computes a parameter from another one when a weight-update session ends
+    (0.5.21 and newer, which take tensors only in sessions)."""
     if not path.endswith(_DERIVED):
         return False
     try:
@@ -150,9 +150,9 @@ def made_anew(path: str) -> bool:
 
 
 def rewritten(model: Any) -> str:
-    """Which weights are not what load_weights fills any more, and why; or "".
+    """Says which weights no longer have the form that load_weights fills, and why; or "".
 
-    Inside a weight-update session SGLang 0.5.23 has undone what it can undo.
+    Inside a weight-update session, SGLang 0.5.23 has already undone what it can undo.
     """
     for path, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
@@ -167,7 +167,7 @@ def rewritten(model: Any) -> str:
                 f"{path}: its gate and up rows are interleaved (SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED)"
             )
         for name, tensor in layer.named_parameters(recurse=False):
-            # scales of MXFP8 are bytes of this format from the beginning
+            # MXFP8's scales have this format from the beginning
             if getattr(tensor, "format_ue8m0", False) and tensor.dtype not in _UE8M0:
                 return f"{path}.{name}: its scales are packed as UE8M0"
             if not tensor.numel() or made_anew(f"{path}.{name}"):
@@ -176,15 +176,15 @@ def rewritten(model: Any) -> str:
                 return f"{path}.{name}: {type(method).__name__} has replaced it after loading"
         if getattr(method, "use_flashinfer_trtllm_moe", False) and not _restored(layer, method):
             return (
-                f"{path}: its weights lie in blocks for flashinfer_trtllm (another "
-                "--moe-runner-backend, triton for example, leaves them as they are)"
+                f"{path}: its weights are stored in blocks for flashinfer_trtllm (start SGLang "
+                "with another --moe-runner-backend, for example triton)"
             )
     return ""
 
 
 def packed_scales(model: Any) -> list[str]:
-    """The parameters whose scales SGLang has packed for DeepGEMM, as it does when it has loaded FP8
-    blocks on Blackwell.  Loaders take such ones from then on."""
+    """Finds the parameters whose scales SGLang has packed for DeepGEMM, as it does after loading
+    FP8 blocks on Blackwell.  From then on, its loaders take packed scales."""
     return [
         path
         for path, tensor in model.named_parameters()
@@ -193,8 +193,8 @@ def packed_scales(model: Any) -> list[str]:
 
 
 def _cut_word(model: Any, packed: Sequence[str]) -> str:
-    """Which parameter of these has scales of columns that begin inside a word of the trainer's;
-    "": none.  The loader takes whole words, so that other columns' scales would be there."""
+    """Says which of these parameters has columns that begin inside a word of the trainer's scales;
+    "" for none.  The loader takes whole words, so it would load scales of other columns."""
     for path in packed:
         name, _, last = path.rpartition(".")
         layer = model.get_submodule(name)
@@ -204,18 +204,18 @@ def _cut_word(model: Any, packed: Sequence[str]) -> str:
             parts = layer.input_size // layer.input_size_per_partition
         if parts > 1 and columns % 512:
             return (
-                f"{path}: tensor-parallel ranks have {columns} columns each, and words of packed "
-                "scales are for 512"
+                f"{path}: each tensor-parallel rank has {columns} columns, but a word of packed "
+                "scales covers 512"
             )
     return ""
 
 
 def _delivers_packed(model: Layout) -> bool:
-    """Whether a trainer has scales in that form."""
+    """Whether a trainer delivers packed scales."""
     facts = (model.tensor(index) for index in range(model.tensor_count))
     return any(dtype == "int32" and name.endswith("_scale_inv") for name, dtype, _, _ in facts)
 
 
 def _restored(layer: Any, method: Any) -> bool:
-    """Whether weights in blocks have become plain matrices again."""
+    """Whether weights in blocks have been made plain matrices again."""
     return hasattr(method, "restore_weights_before_loading") and layer.w13_weight.dim() == 3

@@ -1,11 +1,11 @@
 """vLLM's side: `--worker-extension-cls wsync.vllm.WorkerExtension`.
 
-vLLM mixes the class into its workers, which learn what they keep of a model from its own
-load_weights.  `wsync.handle(llm)` calls them through collective_rpc.
+vLLM mixes the class into its workers.  Each learns from the model's own load_weights which parts of
+the model it keeps.  `wsync.handle(llm)` calls them through collective_rpc.
 
-For programs that are written for vLLM's own weight transfer (start_weight_update, update_weights,
-finish_weight_update) wsync is a backend of that: `--weight-transfer-config
-'{"backend": "wsync"}'`; see wsync.vllm.transfer.
+wsync is also a backend of vLLM's own weight transfer (start_weight_update, update_weights,
+finish_weight_update), with `--weight-transfer-config '{"backend": "wsync"}'`; see
+wsync.vllm.transfer.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from wsync.trainer.checkpoint_check import check_room
 from wsync.vllm.model_hook import run_hook_anew
 from wsync.vllm.reload_rehearsal import Rehearsal
 
-_RECEIVER: Final = "_wsync_receiver"  # where a model keeps it
+_RECEIVER: Final = "_wsync_receiver"  # attribute of a model
 
 
 def register() -> None:
-    """Makes wsync a backend of vLLM's weight transfer.  vLLM calls this in each of its processes,
-    as a plugin (entry point vllm.general_plugins); one that has no such registry is left alone."""
+    """Makes wsync a backend of vLLM's weight transfer.  vLLM calls this as a plugin (entry point
+    vllm.general_plugins) in each of its processes.  Does nothing if vLLM has no such registry."""
     try:
         from vllm.distributed.weight_transfer.factory import (
             WeightTransferEngineFactory,
@@ -56,7 +56,7 @@ def register() -> None:
 
 
 class WorkerExtension:
-    """Methods that vLLM's workers get.  None of them raises: an executor that meets an exception
+    """Methods that vLLM's workers get.  None of them raises: after an exception, vLLM's executor
     leaves the other workers' answers in its queues.
 
     >>> llm = LLM("DIR", worker_extension_cls="wsync.vllm.WorkerExtension")
@@ -65,13 +65,13 @@ class WorkerExtension:
     >>> wsync.handle(llm).model_info(10)["weight_version"]
     '7'
 
-    Of a server, started with VLLM_SERVER_DEV_MODE=1 in its environment, wsync takes the URL
-    "vllm+http://127.0.0.1:8000":
+    A server needs VLLM_SERVER_DEV_MODE=1 in its environment.  wsync calls the one that this command
+    starts "vllm+http://127.0.0.1:8000":
 
         vllm serve DIR --port 8000 --worker-extension-cls wsync.vllm.WorkerExtension
     """
 
-    # of vLLM's Worker
+    # attributes of vLLM's Worker
     model_runner: Any
     model_config: Any
     parallel_config: Any
@@ -80,9 +80,9 @@ class WorkerExtension:
     rank: int
 
     def wsync_describe(self) -> str:
-        """Which worker this is of how many, the version of its weights (none where they are not
-        those of one update), what else keeps what they have computed, and whether layers of the
-        model draft tokens, as JSON."""
+        """Describes this worker as JSON: its rank, the number of workers, the version of its
+        weights (null if they are not those of one update), which caches keep results of the
+        weights, and whether layers of the model draft tokens."""
         parallel = self.parallel_config
         alone = getattr(parallel, "data_parallel_external_lb", False)
         model = self.model_runner.get_model()
@@ -106,11 +106,11 @@ class WorkerExtension:
         )
 
     def wsync_update(self, messages: list[str], version: str | None = None) -> list[Any]:
-        """Takes part in an update as the control message of this worker says, of one for each;
-        [success, text].  version: what the weights are called if a closing message succeeds."""
+        """Takes part in an update as this worker's control message says; returns [success, text].
+        messages: one for each worker.  version: the new weight version, for a closing message."""
         try:
             if not 0 <= self.rank < len(messages):
-                return [False, f"worker {self.rank}: {len(messages)} control messages"]
+                return [False, f"worker {self.rank}: only {len(messages)} control messages came"]
             receiver = self._wsync_receiver()
             return list(receiver.handle(messages[self.rank].encode(), version=version))
         except Exception as error:
@@ -128,12 +128,12 @@ class WorkerExtension:
 class VllmLoader(ChoosingLoader):
     """Learns from load_weights, and runs vLLM's process_weights_after_loading after each update.
 
-    Where that changes what load_weights has written (packed, quantised or shuffled weights), all
-    tensors go through vLLM's own layerwise reload instead; `reason` says why.
+    If processing changes weights that load_weights has written (packs, quantises or shuffles them),
+    all tensors go through vLLM's own layerwise reload instead; `reason` says why.
 
-    Parameters that the trainer does not deliver are refused by name, unless the environment
-    variable WSYNC_KEEP of vLLM's workers names them: "visual.*" for a trainer of a language model
-    without its vision tower.
+    A parameter that the trainer does not deliver is refused by name, unless the environment
+    variable WSYNC_KEEP of vLLM's workers names it.  For example, "visual.*" suits a trainer of a
+    language model without its vision tower.
     """
 
     def __init__(
@@ -149,26 +149,26 @@ class VllmLoader(ChoosingLoader):
         self._tried: tuple[LearntModule | None, str] = (None, "")
 
     def blob(self) -> bytes:
-        return self.recorded.blob()  # whatever a session that lives has chosen
+        return self.recorded.blob()  # even if the current session has chosen the reload
 
     def learn(self, model: Layout, on_weights_lost: OnWeightsLost) -> bytes:
         self._chosen = self.recorded
         if self.config.parallel_config.enable_eplb:
             raise UnsupportedError(
-                "vLLM balances experts (enable_eplb): its load_weights puts them where they were "
-                "when it started"
+                "vLLM balances experts (enable_eplb), but its load_weights puts them at the places "
+                "that they had at the start: start it without enable_eplb"
             )
         chosen = self.model_config
         check_room(facts_of(model), folder_of(chosen.model, chosen.revision))
         self.reason = rewritten(self.model) or processed_once(self.model)
         for path, method in packed_when_made(self.model):
             kernel = type(method.moe_kernel.fused_experts).__name__
-            self.reason = f"{path}: {kernel} packs its weights once, when it is made"
-            if self._device.type != "cpu":  # nobody has seen what it makes of them
+            self.reason = f"{path}: {kernel} packs its weights only once, when it is made"
+            if self._device.type != "cpu":  # on other devices packing again was never tried
                 raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
         if not self.reason:
             on_weights_lost()
-            self.reason = self._process_kept()  # from here on there is all that it makes
+            self.reason = self._process_kept()  # makes everything that processing makes
         if not self.reason:
             blob = self.recorded.learn(model, on_weights_lost)
             learnt = self.recorded.learnt
@@ -179,14 +179,14 @@ class VllmLoader(ChoosingLoader):
                 return blob
         names = (model.tensor(index)[:2] for index in range(model.tensor_count))
         if missing := without_scales(names):
-            # a layer that is made anew is processed with whatever memory it has for them
-            raise LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
+            # the reload would process a layer with uninitialised scales
+            raise LayoutError(f"{listed(missing)}: the trainer delivers these codes without scales")
         reloader = _Reloader(self)
         self.recorded.check_delivered(reloader.rehearse(model))
         if half := sorted(filter(self.recorded.is_named, reloader.half_loaded)):
             raise UnsupportedError(
-                f"{listed(half)}: to stay as it is, but vLLM's layerwise reload, which is needed "
-                f"({self.reason}), makes all of its layer anew for what is loaded there"
+                f"{listed(half)}: cannot stay as it is (WSYNC_KEEP), because vLLM's layerwise "
+                f"reload is needed ({self.reason}) and makes a layer anew if a part of it is loaded"
             )
         self._chosen = reloader
         return WHOLE
@@ -213,8 +213,9 @@ class VllmLoader(ChoosingLoader):
             run_hook_anew(self.model)
 
     def _process_kept(self) -> str:
-        """Which parameter that is to stay as it is processing changes once more, or "": a reload
-        processes no layer that nothing is loaded to."""
+        """Processes the weights, and restores the parameters that are to stay as they are.  Says
+        which of these has changed, or "".  If one has, vLLM's reload is used, which does not
+        process layers that nothing is loaded to."""
         kept = {
             path: (tensor.detach(), tensor.detach().to("cpu", copy=True))
             for path, tensor in self.model.named_parameters()
@@ -228,7 +229,7 @@ class VllmLoader(ChoosingLoader):
         return f"{changed[0]} is changed by process_weights_after_loading" if changed else ""
 
     def _changes(self, learnt: LearntModule) -> str:
-        """What processing changes of that which load_weights has written just now, or ""."""
+        """Processes the weights; says which of those that load_weights wrote has changed, or ""."""
         places = learnt.does.written
         tensors = learnt.memory.tensors() or []
         before = [checksum_of(place.view(tensors)) for place in places]
@@ -242,10 +243,10 @@ class VllmLoader(ChoosingLoader):
 
 
 class _Recorded(RecordedLoader):
-    """Does not ask for what attention makes of other weights each time that it is processed."""
+    """Does not ask for parameters that attention computes from other weights at each processing."""
 
     def is_named(self, path: str) -> bool:
-        """Whether a parameter is to stay as it is because somebody has said so."""
+        """Whether WSYNC_KEEP names a parameter, so that it stays as it is."""
         return super().stays(path)
 
     def stays(self, path: str) -> bool:
@@ -253,15 +254,15 @@ class _Recorded(RecordedLoader):
 
 
 def is_attention(layer: torch.nn.Module) -> bool:
-    """Whether vLLM processes a layer after all others, because it is made of what these have."""
+    """Whether vLLM processes a layer after all others, because it uses their weights."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     return bool(is_deferred_attention_layer(layer))
 
 
 def _made_by_attention(model: torch.nn.Module, path: str) -> bool:
-    """Whether a layer of attention has made a parameter when it was processed: DeepSeek's W_UV and
-    W_UK_T, of kv_b_proj.  It makes them anew whenever vLLM processes weights."""
+    """Whether an attention layer makes a parameter whenever vLLM processes weights: DeepSeek's W_UV
+    and W_UK_T, from kv_b_proj."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     prefix, _, name = path.rpartition(".")
@@ -271,23 +272,23 @@ def _made_by_attention(model: torch.nn.Module, path: str) -> bool:
 
 
 def processed_once(model: torch.nn.Module) -> str:
-    """Which layer's weights are processed the first time alone, or "": vLLM's own reload knows how
-    to have that done again."""
+    """Says which layer processes its weights only the first time, or "".  vLLM's own reload can
+    process them again."""
     for path, layer in model.named_modules():
         done = getattr(layer, "_already_called_process_weights_after_loading", False)
-        if done and layer._parameters:  # what only holds such a layer says it, too
+        if done and layer._parameters:  # layers that contain such a layer have the flag, too
             method = type(getattr(layer, "quant_method", layer)).__name__
-            return f"{path}: {method} processes its weights once"
+            return f"{path}: {method} processes its weights only once"
     return ""
 
 
 def packed_when_made(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Layers of experts whose weights are packed the first time alone that they are processed, by
-    path, and their methods.
+    """Finds layers of experts whose weights are packed only when they are processed for the first
+    time; returns paths and methods.
 
     vLLM's unquantised mixture-of-experts method asks its kernel to pack them when it makes the
-    kernel, and not when it is given weights again (0.32.0 and 0.33.0, vLLM on CPUs): after vLLM's
-    own reload the kernel takes plain weights for packed ones.
+    kernel, but not when it gets weights again (0.32.0 and 0.33.0, vLLM on CPUs).  After vLLM's own
+    reload the kernel would take plain weights for packed ones.
     """
     found: dict[int, tuple[str, Any]] = {}
     for path, layer in model.named_modules():
@@ -303,7 +304,7 @@ def packed_when_made(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def packing_again(model: torch.nn.Module) -> Iterator[None]:
-    """Within it weights of such experts are packed whenever they are processed."""
+    """Within the block, the weights of such experts are packed whenever they are processed."""
     methods = [method for _, method in packed_when_made(model)]
     for method in methods:
         pack = method.moe_kernel.fused_experts.process_weights_after_loading
@@ -317,9 +318,9 @@ def packing_again(model: torch.nn.Module) -> Iterator[None]:
 
 
 def refill_unpacked(model: torch.nn.Module) -> None:
-    """Gives Mamba 2's layers their convolutions as they are loaded: these read `conv_weights`, a
-    view of conv1d.weight as it was made.  Where vLLM packs that on CPUs it gets other memory, and
-    vLLM's own reload (0.33.0) leaves the view as it is."""
+    """Copies the loaded convolutions to the `conv_weights` that Mamba 2's layers read, a view of
+    the first conv1d.weight.  If vLLM packs that weight on a CPU, the weight gets other memory, and
+    vLLM's own reload (0.33.0) does not update the view."""
     for layer in model.modules():
         kept = layer._buffers.get("conv_weights")
         loaded = getattr(getattr(layer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
@@ -328,12 +329,12 @@ def refill_unpacked(model: torch.nn.Module) -> None:
 
 
 def rewritten(model: torch.nn.Module) -> str:
-    """Which parameter or persistent buffer is not what load_weights fills any more, or "".  Others
-    are forward's own: it casts tables of positions."""
+    """Says which parameter or persistent buffer no longer has the form that load_weights fills, or
+    "".  Other buffers do not count: forward casts tables of positions."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for prefix, layer in model.named_modules():
-        if is_attention(layer):  # scales are taken from it
+        if is_attention(layer):  # processing removes its scales
             continue
         parameters, buffers = get_layerwise_info(layer).restore_metadata
         for name, made in {**parameters, **buffers}.items():
@@ -343,16 +344,17 @@ def rewritten(model: torch.nn.Module) -> str:
             if now is None or now.dtype != made.dtype or now.shape != made.shape:
                 is_now = "gone" if now is None else f"{now.dtype} {tuple(now.shape)}"
                 return (
-                    f"{prefix}.{name} was made as {made.dtype} {tuple(made.shape)} and is {is_now}"
+                    f"{prefix}.{name} was made as {made.dtype} {tuple(made.shape)} and is now "
+                    f"{is_now}"
                 )
     return ""
 
 
 class _Reloader(CallingLoader):
-    """Whole tensors through vLLM's own reload: layers are made anew, loaded and processed, and
-    copied to where they were.
+    """Passes whole tensors to vLLM's own reload.  It makes layers anew, loads and processes them,
+    and copies the results to the memory of the old ones.
 
-    half_loaded: parameters that lack bytes, of layers that have others.
+    half_loaded: parameters that lack bytes, in layers that got others.
     """
 
     def __init__(self, owner: VllmLoader) -> None:
@@ -368,10 +370,11 @@ class _Reloader(CallingLoader):
             self._module.load_weights(pairs)  # type: ignore[operator]
 
     def rehearse(self, model: Layout) -> dict[str, int]:
-        """Parameters that lack bytes, and how many.  Nothing is loaded: no layer is ever complete.
+        """Returns the parameters that would lack bytes, and how many bytes.  Nothing is loaded,
+        because no layer is ever complete.
 
-        Raises NotTakenError, by name, where the layers do not take tensors of these dtypes and
-        shapes, and UnsupportedError where the reload would not load a parameter.
+        Raises NotTakenError, by name, if the layers do not take tensors of these dtypes and shapes,
+        and UnsupportedError if the reload would not load a parameter.
         """
         size = self._layerwise.get_layer_size
         self._layerwise.get_layer_size = lambda _: sys.maxsize
@@ -387,10 +390,10 @@ class _Reloader(CallingLoader):
         return lacking if ended else {}
 
     def _lacking(self, rehearsal: Rehearsal) -> dict[str, int]:
-        """The bytes of parameters that nothing was loaded to.  A layer that is loaded in part is
-        processed with whatever memory it has for the rest; one that nothing is loaded to stays as
-        it is, which is right where others loaded its tensors: a tied head.  Layers of attention
-        are left out, whose scales may be missing."""
+        """Returns the missing bytes of each incomplete parameter.  The reload processes a partly
+        loaded layer with uninitialised memory for the rest.  It leaves a layer that nothing is
+        loaded to as it is, which is right for a tied head, whose tensors another layer loads.
+        Attention layers are left out, because their scales may be missing."""
         complete, idle, lacking = set[int](), dict[str, int](), dict[str, int]()
         for prefix, layer in self._module.named_modules():
             if is_attention(layer):
@@ -401,12 +404,12 @@ class _Reloader(CallingLoader):
                 if parameter is None:
                     continue
                 path, written = f"{prefix}.{name}", rehearsal.written(parameter)
-                anew = name in info.restore_metadata[0]  # by a reload: not so biases
+                anew = name in info.restore_metadata[0]  # by a reload, as biases are not
                 if anew and written and name not in {known for known, _ in info.loaded_weights}:
                     raise UnsupportedError(
                         f"{path}: {type(self._module).__name__} loads it without its "
-                        "weight_loader, and vLLM's layerwise reload, which is needed "
-                        f"({self._owner.reason}), leaves it as it is"
+                        "weight_loader, so vLLM's layerwise reload, which is needed "
+                        f"({self._owner.reason}), would not load it"
                     )
                 own, rest = id(kept.get(name, parameter)), parameter.numel() - written
                 if rest <= 0:
@@ -426,8 +429,8 @@ class _Reloader(CallingLoader):
             self._layerwise.initialize_layerwise_reload(self._module)
 
     def finish(self, timeout: float) -> Receipt:
-        """vLLM's own reload ends without the model's hook, which its first load ends with, and
-        processes no layer that nothing is loaded to."""
+        """Ends the reload, and adds what vLLM's lacks: the model's own hook, which ends a first
+        load, and processing of tied layers, to which nothing was loaded."""
         receipt = super().finish(timeout)
         with self._configured():
             tied = self._tied()
@@ -439,8 +442,8 @@ class _Reloader(CallingLoader):
         return receipt
 
     def abandon(self) -> None:
-        """Gives the layers that wait for more the tensors back that they had: to process what has
-        come of them may fail again, and has no values for the rest."""
+        """Gives incomplete layers their former tensors back.  They are not processed: some values
+        are missing, and processing may fail again."""
         super().abandon()
         self._put_back()
 
@@ -453,8 +456,9 @@ class _Reloader(CallingLoader):
                 info.reset()
 
     def _tied(self) -> list[Any]:
-        """Layers that nothing was loaded to, and whose parameters others have, to which it was: a
-        tied head, of which vLLM's kernels for CPUs keep what they have made."""
+        """Finds layers that nothing was loaded to, but whose parameters belong to loaded layers,
+        too: a tied head.  vLLM's kernels for CPUs keep values that they computed from its
+        weights."""
         idle, loaded = list[tuple[Any, set[int]]](), set[int]()
         for layer in self._module.modules():
             info = self._layerwise.get_layerwise_info(layer)

@@ -1,5 +1,5 @@
-"""A model's own hook after loading.  vLLM's reload leaves it out, and some hooks make a tensor only
-where it is not there yet (DotS3's)."""
+"""Runs a model's own hook after a load.  vLLM's reload does not, and some hooks (DotS3's) make a
+tensor only if it does not exist yet."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 
 
 def run_hook_anew(model: torch.nn.Module) -> None:
-    """Runs it, in place, as if it had never run: without the tensors that it or others have made
-    after loading.  If it needs one of these, it is run once more with all of them."""
+    """Runs the hook in place as if for the first time, without the tensors that it or others have
+    made after loading.  If the hook raises without them, it runs once more with all of them."""
     hook = getattr(model, "process_weights_after_loading", None)
     if hook is None:
         return
@@ -29,14 +29,14 @@ def run_hook_anew(model: torch.nn.Module) -> None:
                     back.callback(slot.setdefault, name, slot.pop(name))
                 hook()
         except Exception as error:
-            _log.info("the model's own hook does not run as if for the first time: %r", error)
+            _log.info("the model's own hook runs again, with the tensors that it made: %r", error)
             hook()
 
     run_in_place(model, run)
 
 
 def _made_since(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """The buffers and plain attributes that a model was constructed without, and where they are."""
+    """Yields the buffers and plain attributes that a model was constructed without, by place."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 

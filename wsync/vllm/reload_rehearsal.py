@@ -1,4 +1,4 @@
-"""A load of tensors without values, to see what vLLM's layerwise reload would not take."""
+"""A load of tensors without values, which shows what vLLM's layerwise reload would refuse."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
 
 
 class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Loads tensors that have no values, of a model's shapes, to parameters that have none, and
-    writes to no others.
+    """Loads tensors of a model's shapes, but without values, to parameters without values, and
+    writes to no other parameters.
 
-    Raises NotTakenError where codes are converted, or where the loader raises over a tensor; errors
-    that come of the want of values are no errors.
+    Raises NotTakenError if codes would be converted, or if the loader raises over a tensor.  Errors
+    that come only from the missing values are ignored.
     """
 
     def __init__(self, model: Layout) -> None:
@@ -33,12 +33,12 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         facts = map(model.tensor, range(model.tensor_count))
         self._sources = [Source(name, dtype_of(dtype), shape) for name, dtype, shape, _ in facts]
         self._by_storage: dict[int, Source] = {}
-        self._made: list[torch.Tensor] = []  # so that no other one gets its storage
+        self._made: list[torch.Tensor] = []  # kept: no other tensor may get the same storage
         self._converted: dict[str, str] = {}
         self._written: dict[int, set[_View]] = defaultdict(set)  # by storage
 
     def run(self, module: torch.nn.Module, load: Callable[[Any], Any]) -> bool:
-        """Whether the loader has come to its end."""
+        """Calls the loader; returns whether it has come to its end."""
         pairs, ended = Made(self._sources, self._make, whole=False), True
         try:
             with torch.no_grad(), self:
@@ -55,8 +55,8 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ended
 
     def written(self, tensor: torch.Tensor) -> int:
-        """How many elements of a parameter the loader has written.  What fills all of it before
-        parts are loaded does not count."""
+        """Returns how many elements of a parameter the loader has written.  Filling all of it with
+        one number does not count: a loader may do so before it loads parts."""
         return sum(math.prod(shape) for _, shape, _ in self._written[_storage(tensor)])
 
     def _make(self, source: Source) -> torch.Tensor:
@@ -91,6 +91,6 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _wants_values(error: Exception) -> bool:
-    """Whether an error is torch's about tensors without values."""
+    """Whether torch has raised an error because a tensor has no values."""
     said = ("meta", "storage", "data pointer")
     return isinstance(error, NotImplementedError) or any(word in str(error) for word in said)

@@ -1,7 +1,7 @@
 """wsync as a backend of vLLM's own weight transfer, under the name "wsync".
 
-vLLM's workers take it by `--weight-transfer-config '{"backend": "wsync"}'`, wherever wsync is
-installed beside vLLM.  A trainer gives vLLM's factory a TrainerInitInfo:
+vLLM's workers use it with `--weight-transfer-config '{"backend": "wsync"}'`, if wsync is installed
+beside vLLM.  A trainer gives vLLM's factory a TrainerInitInfo:
 
     from vllm.distributed.weight_transfer import (
         HTTPVLLMWeightSyncClient, ModuleSource, WeightTransferTrainerFactory)
@@ -12,17 +12,17 @@ installed beside vLLM.  A trainer gives vLLM's factory a TrainerInitInfo:
         client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model))
     engine.send_weights()
 
-The source's whole tensors go through wsync's ring to each worker, which has them loaded as
-WorkerExtension does.  A source that makes its tensors gives each one memory of its own: one that
-fills the same memory again is refused.  As with vLLM's other backends the caller pauses generation,
-empties caches and has the engine resume.  Where a trainer has died within an update, the engine's
-finish_weight_update is to be called before another one's: what several workers refuse leaves vLLM's
-executor one answer behind.  Not supported: several engines behind one client, data-parallel
-engines, and draft models.
+The source's whole tensors go through wsync's ring to each worker, which loads them as
+WorkerExtension does.  If a source makes its tensors, each needs memory of its own: a source that
+fills the same memory again is refused.  As with vLLM's other backends, the caller pauses
+generation, empties caches and resumes.  If a trainer dies within an update, call the engine's
+finish_weight_update before another trainer begins one.  Otherwise the workers refuse it, and vLLM's
+executor is one answer behind from then on.  Not supported: several engines behind one client,
+data-parallel engines, and draft models.
 
-Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py): run with an LLM, and with the
-HTTP server and vLLM's client for it, from one trainer rank and from two; vLLM's client for Ray was
-read in its source alone.
+Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py).  It has run with an LLM, and
+with the HTTP server and vLLM's client for it, from one trainer rank and from two.  vLLM's client
+for Ray has not been run.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What workers are told first: how many of them the trainer knows."""
+    """The first message to workers: how many of them the trainer knows."""
 
     workers: int
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A control message for each worker, and what a closing one calls the weights."""
+    """A control message for each worker.  version: the new weight version, in a closing message."""
 
     messages: list[str]
     version: str | None = None
@@ -71,11 +71,11 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass
 class TrainerInitInfo(VllmTrainerInitInfo):  # type: ignore[misc]
-    """What a trainer rank is told.
+    """The settings of a trainer rank.
 
     rank: of this process in torch.distributed's default group, which has all trainer ranks.
-    workers: how many the engine has (tensor parallel x pipeline parallel).
-    options: of wsync.connect.
+    workers: number of the engine's workers (tensor parallel x pipeline parallel).
+    options: for wsync.connect.
     """
 
     backend: ClassVar[str] = "wsync"
@@ -86,9 +86,9 @@ class TrainerInitInfo(VllmTrainerInitInfo):  # type: ignore[misc]
 class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """A worker's part.
 
-    Of an update that fails the trainer hears from the worker itself, if that has come to it.  Here
-    the last worker alone raises, and the others log what is wrong: where another one of several
-    raises, vLLM's executor takes the rest of the answers for those of its next call.
+    The worker itself tells the trainer of a failed update, if they are connected.  Here only the
+    last worker raises, and the others log their errors.  If another one raised, vLLM's executor
+    would take the remaining answers for those of its next call.
     """
 
     init_info_cls = InitInfo
@@ -104,13 +104,13 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self._receiver = Receiver(loader, worker=self._rank)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Raises ValueError where the trainer takes the engine for one of other workers."""
+        """Raises ValueError if the trainer expects another number of workers."""
         parallel = self.parallel_config
         if (parallel.data_parallel_size, parallel.world_size) != (1, init_info.workers):
             self._tell(
                 ValueError(
-                    f"workers {init_info.workers}: the engine has {parallel.world_size} of "
-                    f"{parallel.data_parallel_size} data-parallel ones (1 is supported)"
+                    f"workers={init_info.workers}: the engine has {parallel.world_size} workers "
+                    f"and data_parallel_size {parallel.data_parallel_size} (only 1 is supported)"
                 )
             )
 
@@ -120,11 +120,11 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         _log.error("worker %d: %s", self._rank, error)
 
     def start_weight_update(self) -> None:
-        """Nothing: the opening message has all that an update begins with."""
+        """Does nothing: an update begins with its opening message."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises RemoteError where an update has failed, as where its trainer updates another
-        engine by the same client."""
+        """Raises RemoteError if an update has failed, for example because the same client serves
+        another engine."""
         message = update_info.messages[self._rank].encode()
         good, text = self._receiver.handle(message, version=update_info.version)
         if not good:
@@ -139,10 +139,11 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
 
 class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: ignore[misc]
-    """A trainer rank's part: a connection of wsync's over vLLM's client.
+    """A trainer rank's part: wsync's connection over vLLM's client.
 
-    All ranks make it and call send_weights.  Each sends of what its source yields for it: tensors
-    of a module as they lie, what is gathered for it (FSDP) whole, and all of it at once.
+    All ranks make one and call send_weights.  Each sends its share of the tensors that its source
+    yields, which all exist at once.  A module's tensors are read in place; gathered ones (FSDP) are
+    whole.
     """
 
     init_info_cls = TrainerInitInfo
@@ -151,22 +152,22 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._options = init_info.options or wsync.Options()
         self._engine = _Engine(client, init_info.workers)
-        self._weights: dict[str, torch.Tensor] = {}  # what the source gives, during an update
+        self._weights: dict[str, torch.Tensor] = {}  # the source's, during an update
         self._sync: wsync.Sync | None = None
-        self._failed = False  # the last update
+        self._failed = False  # whether the last update failed
         self._version = 0  # of the last connection
 
     @classmethod
     def trainer_init(
         cls, init_info: TrainerInitInfo, *, client: Any, source: Any | None = None
     ) -> Self:
-        """Tells the workers how many the trainer knows; bytes move in send_weights."""
+        """Tells the workers how many the trainer knows; send_weights moves the bytes."""
         if source is None:
             raise ValueError("wsync's weight transfer needs a WeightSource")
         if len(handles := getattr(client, "handles", ())) > 1:
             raise wsync.UnsupportedError(
-                f"{type(client).__name__} stands for {len(handles)} engines: wsync's weight "
-                "transfer updates one by each client"
+                f"{type(client).__name__} has {len(handles)} engines: wsync's weight transfer "
+                "updates one engine per client"
             )
         if init_info.is_sender:
             timeout = (init_info.options or wsync.Options()).deadline
@@ -175,17 +176,17 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         return cls(init_info, client=client, source=source)
 
     def send_weights(self, weight_version: str | None = None) -> wsync.Report:
-        """Replaces all weights of the engine by the source's; called on every trainer rank.
+        """Replaces all weights of the engine with the source's; called on every trainer rank.
 
-        weight_version: what the engine's answers are to call them; the number of this call
-        without it.
+        weight_version: the version that the engine reports afterwards; None: the number of this
+        call.
 
         Raises:
-            LayoutError: a tensor's name, shape or dtype differs from the last call's, and the next
-                call connects anew and takes it; or the source has written to a tensor that it had
-                given before, or gives two of one name.
-            WsyncError: the same on all ranks, but for what is wrong with one's source, and for
-                finish_weight_update, of which the rank with the client hears.  The engine is left
+            LayoutError: a tensor's name, shape or dtype differs from the last call's; the next
+                call connects anew and accepts it.  Or the source has overwritten a tensor that it
+                had given before, or gives two tensors of one name.
+            WsyncError: the same on all ranks, except for errors of one rank's source, and of
+                finish_weight_update, which only the rank with the client raises.  The engine stays
                 as it is, and must not answer until another call has succeeded.
         """
         try:
@@ -196,12 +197,13 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
                 self._engine.finish(None, self._options.deadline)
             raise
         finally:
-            self._weights.clear()  # which are gathered for this update alone
+            self._weights.clear()  # they may have been gathered only for this update
         self._engine.finish(str(report.version), self._options.deadline)
         return report
 
     def _connected(self) -> wsync.Sync:
-        """The connection of the last update if that was right, else a new one, which counts on."""
+        """Returns the connection of the last update if that succeeded, else a new one, which goes
+        on counting versions."""
         self._weights |= self._from_source()
         former = self._sync
         if former is not None and not self._failed:
@@ -215,7 +217,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
         return self._sync
 
     def _from_source(self) -> dict[str, torch.Tensor]:
-        # sources of vLLM 0.32 are iterated themselves
+        # in vLLM 0.32 the source itself is iterated
         pairs = self.source.iter_full() if hasattr(self.source, "iter_full") else self.source
         given = [(name, tensor.detach()) for name, tensor in pairs if tensor is not None]
         weights = dict(given)
@@ -230,8 +232,8 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
 
 
 class _Engine:
-    """vLLM's client as an engine with collective_rpc (wsync.handles.vllm).  The client hands no
-    answers on: workers are believed to be as many as the trainer was told."""
+    """Makes vLLM's client an engine with collective_rpc (wsync.handles.vllm).  The client returns
+    no answers, so the engine has as many workers as the trainer was told."""
 
     def __init__(self, client: Any, workers: int) -> None:
         self.name = f"vLLM behind {type(client).__name__}"
@@ -241,7 +243,7 @@ class _Engine:
             "workers": workers,
             "engines": 1,
             "weight_version": None,
-            "instance": secrets.token_hex(8),  # of a worker, which keeps its weights
+            "instance": secrets.token_hex(8),  # stands for a worker that keeps its weights
         }
 
     def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
@@ -261,12 +263,12 @@ class _Engine:
         try:
             self._client.start_weight_update()
         except Exception:
-            # one whose answer was lost, or whose trainer has died, may not have ended
+            # an earlier update may not have ended: its answer was lost, or its trainer has died
             self._client.finish_weight_update(None)
             self._client.start_weight_update()
 
     def finish(self, version: str | None, timeout: float) -> None:
-        """Ends what has been started, if anything has; vLLM's clients may wait without an end."""
+        """Ends the update that was started, if any.  vLLM's clients themselves have no deadline."""
         if self._started:
             self._started = False
             name = "finish_weight_update"
@@ -279,7 +281,7 @@ class _Engine:
 
 
 def _within(timeout: float, name: str, call: Callable[[], object]) -> None:
-    """Makes a call of vLLM's client; DeadlineError if it has not returned then."""
+    """Makes a call of vLLM's client; DeadlineError if it does not return in time."""
     result(start(f"wsync-{name}", call), Deadline(timeout), bool, f"vLLM's {name} has not returned")
 
 
