@@ -1,1 +1,1 @@
-"""Bytes between trainer ranks, and where they meet."""
+"""Moves bytes between trainer ranks, and brings ranks together."""

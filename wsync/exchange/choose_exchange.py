@@ -1,5 +1,4 @@
-"""How the rounds of a plan travel between its ranks: those of the trainer, and remote workers that
-take part."""
+"""Chooses how a plan's rounds travel between its ranks: the trainer's, and remote workers."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ _say_once = functools.cache(logging.getLogger(__name__).warning)
 class Transport:
     """One rank's exchange, with the group and the store that it may need.
 
-    hosts: of every trainer rank.  The methods are called in this order, by all trainer ranks
-    together.
+    hosts: the host of every trainer rank.  All trainer ranks call the methods together, in this
+    order.
     """
 
     def __init__(self, group: TrainerGroup, hosts: Sequence[int], options: Options) -> None:
@@ -44,12 +43,12 @@ class Transport:
         self._everyone: UpdateGroup | None = None
 
     def choose(self, device: _core.Device, workers: Mapping[int, tuple[str, Introduction]]) -> None:
-        """Chooses for all ranks, with what each says of itself.
+        """Chooses an exchange for all ranks from what each reports.
 
         Args:
-            device: what rounds lie on.
-            workers: of the remote workers that this rank serves, by their rank in the exchange:
-                what messages call each, and what it says of itself.
+            device: the device on which rounds are.
+            workers: the remote workers that this rank serves, by their rank in the exchange.  Each
+                value is a name for messages and the worker's introduction.
 
         Raises:
             InvalidArgumentError: the exchange that Options name is not possible.
@@ -63,9 +62,9 @@ class Transport:
         self._kind = self._choose()
 
     def meet(self, plan: _core.Plan, engines: Sequence[str]) -> Meeting:
-        """Makes what ranks need to meet, and says where that is, as remote workers are told it.
+        """Makes what ranks need to meet, and returns the place, as remote workers are told it.
 
-        engines: the names of those that remote workers are of.
+        engines: the names of the engines that remote workers belong to.
         """
         trainers, size = self._group.size, len(self._members)
         if self._kind in ("shared", "nccl"):
@@ -81,15 +80,15 @@ class Transport:
         return self._meeting
 
     def open(self, check: Check) -> Exchange | None:
-        """Meets all other ranks; the exchange, or None where the plan needs none.
+        """Meets all other ranks; returns the exchange, or None if the plan needs none.
 
-        It is closed with this.  `check` is called while ranks or, later on, a stream are waited
-        for.
+        `close` closes it.  `check` is called while this waits for ranks, and later while the
+        exchange waits for a stream.
         """
         timeout = self._options.exchange_deadline
         if isinstance(self._exchange, _core.Exchange):
             assert not isinstance(self._meeting, Rendezvous)
-            if len(self._members) > self._group.size:  # workers that have met wait for an update
+            if len(self._members) > self._group.size:  # workers that have met await an update
                 timeout = PUNCTUAL * self._options.deadline
             self._exchange.connect(self._meeting, timeout, check)
         elif self._kind != "none":
@@ -101,14 +100,14 @@ class Transport:
         return self._exchange
 
     def close(self) -> None:
-        """Lets go of every part, whatever one of them raises."""
+        """Closes every part, even if closing one raises."""
         with contextlib.ExitStack() as last_first:
             for part in (self._store, self._everyone, self._exchange):
                 if part is not None:
                     last_first.callback(part.close)
 
     def _choose(self) -> str:
-        """What rounds are exchanged by: "none", "shared", "nccl" or "gloo"."""
+        """Returns the kind of exchange: "none", "shared", "nccl" or "gloo"."""
         wanted = self._options.exchange
         if len(self._members) == 1:
             return "none"
@@ -125,7 +124,7 @@ class Transport:
             return "nccl"
         gpus = {member.gpu for _, member in self._members}
         if len(self._members) == self._group.size:
-            # a GPU may not reach the memory of another one
+            # one GPU may not reach another's memory
             return "shared" if self._hosts == 1 and len(gpus) == 1 else "gloo"
         if self._group.rank == 0 and gpus != {""}:
             _say_once("wsync: %s", f"remote workers are reached by gloo, because {lacking}")
@@ -136,6 +135,6 @@ class Transport:
         if self._kind == "shared":
             sent = max(plan.send_nbytes, 1)
             return _core.Exchange.shared(rank, size, sent, options.directory, self._device)
-        # engines wait for rounds, too, and cannot say which rank is missing
+        # engines wait for rounds, too, but cannot say which rank is missing
         sizes, timeout = (plan.send_nbytes, plan.recv_nbytes), PUNCTUAL * options.deadline
         return _core.Exchange.nccl(rank, size, *sizes, timeout, self._device)

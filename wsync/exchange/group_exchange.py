@@ -1,7 +1,7 @@
-"""Exchange of a plan's messages between its ranks, one step per round.
+"""Exchanges a plan's messages between its ranks, one step per round.
 
-Trainer ranks of one host read each other's staging, and those with a GPU each have NCCL
-(`_core.Exchange`); otherwise a round is one all-to-all of gloo.  Both have the methods of
+Trainer ranks of one host read each other's staging, and ranks with a GPU each use NCCL
+(`_core.Exchange`).  Otherwise a round is one all-to-all of gloo.  Both kinds have the methods of
 csrc/comm/comm.h.
 """
 
@@ -23,9 +23,9 @@ from wsync.machine.device import staging
 class GroupExchange:
     """One all-to-all of gloo per round, on contiguous staging of this rank in host memory.
 
-    A message to several peers is packed once and copied for the others, because all-to-all
-    has no broadcast.  Staging has two halves, so that a round can be packed while the one
-    before is on its way.
+    A message to several peers is packed once and then copied for the others, because all-to-all
+    has no broadcast.  Staging has two halves, so that a round can be packed while the round before
+    it is on its way.
 
     check: called while this waits for a stream.
     """
@@ -77,16 +77,16 @@ class GroupExchange:
         self.acquire(round, timeout, check)
 
     def release(self, round: int, stream: _core.Stream) -> None:
-        self._settle(stream)  # the next but one round overwrites what it may still read
+        self._settle(stream)  # the stream may still read what the next round but one overwrites
 
     def _settle(self, stream: _core.Stream) -> None:
         stream.synchronize(self._group.timeout, self._check)
 
     def check(self) -> None:
-        """Raises nothing: whoever waits for a round gets its error."""
+        """Raises nothing: a failed round raises its error in the wait for it."""
 
     def park(self) -> None:
-        """Gives the staging back until rounds need it again; none is under way."""
+        """Frees the staging until rounds need it again.  No round may be under way."""
         for half in self._halves:
             half.send = half.recv = half.make(0)
 
@@ -95,7 +95,7 @@ class GroupExchange:
 
 
 class _Half:
-    """Staging of the rounds of one parity."""
+    """The staging of every second round."""
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self.make = make
@@ -103,7 +103,7 @@ class _Half:
         self.work: Collective | None = None
 
     def place(self, messages: list[_core.Message], rank: int, size: int) -> _core.BufferTable:
-        """Lays the messages out by peer and returns where each is packed to or read from."""
+        """Lays the messages out by peer; returns where each is packed to or read from."""
         self.send_counts = [0] * size
         self.recv_counts = [0] * size
         for message in messages:

@@ -1,7 +1,7 @@
-"""What each rank of an exchange says of itself before they meet, and whether NCCL serves them all.
+"""What each rank of an exchange reports before they meet, and whether NCCL can serve them all.
 
-Trainer ranks tell each other; a remote worker tells the trainer rank that serves it, when it
-connects.  NCCL itself would hang where they do not fit, or say so in words that name nobody.
+Trainer ranks tell each other.  A remote worker tells the trainer rank that serves it when it
+connects.  If NCCL cannot serve the ranks, it would hang, or raise an error that names no rank.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from wsync.machine.nvidia_wheels import nccl_libraries
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
-    """One rank.
+    """One rank's report.
 
-    gpu: the UUID of the GPU that its rounds lie on, "" for the host.
-    version: of NCCL, 22809 is 2.28.9; 0 where there is none.
-    address: what others are told to meet it by NCCL, "" where it cannot.
-    lacks: why it cannot, to come after a name.
+    gpu: the UUID of the GPU on which its rounds are, "" for the host.
+    version: of NCCL; 22809 is 2.28.9, and 0 is none.
+    address: the address at which the others meet it with NCCL, "" if NCCL is not possible.
+    lacks: why NCCL is not possible, as the end of a sentence that begins with a name; else "".
     """
 
     gpu: str = ""
@@ -31,7 +31,7 @@ class Introduction:
 
     @staticmethod
     def on(device: _core.Device) -> Introduction:
-        """What this process says, whose rounds are to lie on a device."""
+        """This process's report, if its rounds are on `device`."""
         if device.ordinal < 0:
             return Introduction()
         gpu = device.uuid
@@ -47,15 +47,15 @@ class Introduction:
 
     @staticmethod
     def from_bytes(data: bytes) -> Introduction:
-        """What the same wsync has made by `to_bytes`."""
+        """Parses the result of the same wsync's `to_bytes`."""
         return Introduction(**json.loads(data))
 
 
 def obstacle(members: Sequence[tuple[str, Introduction]]) -> str:
-    """Why ranks cannot be in one communicator of NCCL, by name: one that has none, or two that have
-    different versions or share a GPU; "" where they can.
+    """Says why the ranks cannot share an NCCL communicator, or "" if they can.  The text names a
+    rank without NCCL, or two ranks that have different versions or the same GPU.
 
-    members: what messages call each, and what it says of itself.
+    members: each rank's name in messages, and its introduction.
     """
     for name, member in members:
         if member.lacks:

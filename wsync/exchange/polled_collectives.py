@@ -1,4 +1,4 @@
-"""Collectives of a torch process group: polled, so that each can be given up, and left alone."""
+"""Collectives of a torch process group that are polled, so that a wait for one can be given up."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from wsync.machine.deadline import LEAVE_SECONDS, POLL_SECONDS, Check, Deadline,
 
 
 class Collective:
-    """One that was started.  `work`: torch's, which keeps the group's connections; nobody else has
-    it, because an error keeps the frames that it has passed, and all that these hold."""
+    """A collective that was started.  `work`: torch's object, which keeps the group's connections.
+    Only this object has it, because the traceback of an error keeps frames and all their locals."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -28,23 +28,23 @@ class Collectives:
 
     Args:
         group: a backend of torch, which belongs to this object.
-        timeout: seconds that a collective may take, for those who choose none.
-        whole: what errors call all members, for example "group g".
-        member: what they call one that is gone, for example "a trainer rank".
-        lingers: whether only the group's end gives up a collective that is stuck, as NCCL's does.
+        timeout: seconds that a collective may take unless its caller says otherwise.
+        whole: the name of all members in errors, for example "group g".
+        member: the name of a lost member in errors, for example "a trainer rank".
+        lingers: whether only the group's end can stop a collective that is stuck, as with NCCL.
     """
 
     def __init__(
         self, group: Any, *, timeout: float, whole: str, member: str, lingers: bool = False
     ) -> None:
-        # In a list, which `close` takes.  No frame holds the group itself: the traceback of an
-        # interrupt keeps frames, and whoever drops it would wait in the group's destructor.
+        # In a list, which `close` empties, so that no frame holds the group itself: an interrupt's
+        # traceback keeps frames, and the thread that drops it would wait in the group's destructor.
         self._held = [group]
         self.rank, self.size = int(group.rank()), int(group.size())
         self.timeout = timeout
         self._lingers = lingers
         self._whole, self._member = whole, member
-        self._underway: set[Collective] = set()  # what was started, and not seen to end
+        self._underway: set[Collective] = set()  # started, and not yet seen to end
 
     def start(self, name: str, *arguments: Any) -> Collective:
         """Starts the backend's collective of that name; `finish` waits for it.
@@ -55,7 +55,7 @@ class Collectives:
         """
         try:
             started = Collective(getattr(self._held[0], name)(*arguments))
-        except IndexError:  # another thread may have closed it
+        except IndexError:  # another thread may have closed the group
             raise self._closed() from None
         except RuntimeError as error:
             raise self._gone(error) from error
@@ -67,8 +67,8 @@ class Collectives:
         return self.start("alltoall_base", output, data, outputs, inputs)
 
     def finish(self, started: Collective, timeout: float, check: Check = bool) -> None:
-        """Waits for a collective; `check` is called about every 50 ms, and may raise to end that.
-        When a member is gone, `check` may also raise what others say about it.
+        """Waits for a collective.  `check` is called about every 50 ms and may raise to end the
+        wait.  When a member is gone, `check` may also raise the reason that other ranks gave.
 
         Raises:
             DeadlineError: it is not complete after `timeout` seconds.
@@ -83,7 +83,7 @@ class Collectives:
                 deadline.check(f"a collective of {self._whole} did not end")
             time.sleep(pause)
             pause = min(pause * 1.1, 2e-3)  # a tenth of the wait so far
-        # a failed one has ended as well, and keeps no thread of a backend that does not linger
+        # a failed collective has ended, too; it keeps a thread only of a backend that lingers
         self._underway.discard(started)
         work, started.work = started.work, None
         if work is None:
@@ -97,8 +97,8 @@ class Collectives:
             del work
 
     def close(self) -> None:
-        """Leaves the group.  Its end, which is waited for for a moment, or not at all where it
-        waits for a collective that is stuck, keeps nobody but a thread."""
+        """Leaves the group.  A thread ends it.  The caller waits a moment for that thread, or not
+        at all if a collective is stuck."""
         held, self._held = self._held, []
         underway, lingers = list(self._underway), self._lingers
         ending = start("wsync-group", lambda: _end(held, underway, lingers))
@@ -113,7 +113,7 @@ class Collectives:
 
 
 def _end(held: list[Any], underway: list[Collective], lingers: bool) -> None:
-    """Lets a group go, after the collectives that are under way, and all of these."""
+    """Frees a group and its collectives, after those under way have ended."""
     while not (lingers or all(each.is_over for each in underway)):
         time.sleep(POLL_SECONDS)
     for each in underway:
@@ -122,5 +122,5 @@ def _end(held: list[Any], underway: list[Collective], lingers: bool) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What a backend's error says, without the advice and the stack that follow."""
+    """Returns a backend's error text without the advice and the stack that follow it."""
     return (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]

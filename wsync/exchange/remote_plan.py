@@ -1,7 +1,7 @@
-"""What a remote worker is told, so that it makes the plan that the trainer ranks have made.
+"""The message from which a remote worker makes the same plan as the trainer ranks.
 
-A remote worker that runs wsync's receiver is one more rank of the plan's exchange: it has no
-shard of the model, and the bucket that its boxes go to is its own.
+A remote worker that runs wsync's receiver is one more rank of the plan's exchange.  It has no shard
+of the model, and its boxes go to a bucket of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from wsync import _core
 from wsync.exchange.update_group import Rendezvous
 
 Meeting: TypeAlias = Rendezvous | Sequence[str]
-"""Where the ranks of an exchange meet: in a store, to make a group of torch's, or, by NCCL, at
-each other's addresses, which are in their order."""
+"""The meeting place of an exchange's ranks: a store, in which they make a torch group; or, with
+NCCL, each rank's address, in the order of ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanInput:
-    """What a plan is made of, but for the rank; the arguments of `_core.Plan`.
+    """The arguments of `_core.Plan`, except for the rank.
 
     rounds: round_nbytes, ring_nbytes and rounds_grow.
     """
@@ -36,7 +36,7 @@ class PlanInput:
 
     @functools.cached_property
     def layouts(self) -> list[bytes]:
-        """The source's, and the destinations'."""
+        """The source's layout in bytes, and then the destinations'."""
         return [self.source.to_bytes(), *(layout.to_bytes() for layout, _ in self.destinations)]
 
     def plan(self, rank: int) -> _core.Plan:
@@ -46,8 +46,8 @@ class PlanInput:
 
 @dataclasses.dataclass(frozen=True)
 class RemotePlan:
-    """What one remote worker is told: its number among the plan's workers, its rank, the plan,
-    its fingerprint, and where the ranks meet."""
+    """What one remote worker is told: its number among the plan's workers, its rank, the plan's
+    input and fingerprint, and the place where the ranks meet."""
 
     worker: int
     rank: int
@@ -56,7 +56,7 @@ class RemotePlan:
     input: PlanInput
 
     def to_bytes(self) -> bytes:
-        """The source layout and the destinations', after a line of JSON."""
+        """A line of JSON, the source's layout and the destinations' layouts."""
         given, place = self.input, self.meeting
         fields = {
             "numbers": [self.worker, self.rank, self.fingerprint],
@@ -70,7 +70,7 @@ class RemotePlan:
 
     @staticmethod
     def from_bytes(data: bytes) -> RemotePlan:
-        """What the same wsync has made by `to_bytes`; LayoutError for a layout of another."""
+        """Parses the result of the same wsync's `to_bytes`; LayoutError: another wsync made it."""
         told, parts = split_parts(data)
         source, *layouts = map(_core.Layout.from_bytes, parts)
         place = told["meeting"]
@@ -83,13 +83,13 @@ class RemotePlan:
 
 
 def join_parts(fields: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
-    """A line of JSON, and bytes."""
+    """Joins a line of JSON and the parts."""
     head = json.dumps({**fields, "sizes": [len(part) for part in parts]})
     return head.encode() + b"\n" + b"".join(parts)
 
 
 def split_parts(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """What `join_parts` was given."""
+    """Returns the arguments that `join_parts` had, with the parts' sizes among the fields."""
     head, _, body = data.partition(b"\n")
     fields = json.loads(head)
     ends = accumulate(fields["sizes"], initial=0)

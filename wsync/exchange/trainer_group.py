@@ -1,11 +1,11 @@
-"""Trainer ranks acting together: collectives that can be given up, and one error for all.
+"""Collectives of all trainer ranks that can be given up, and that raise one error on all ranks.
 
 The first rank that fails publishes its error in the process group's store.  Every wait looks there
 about every 50 ms, so all ranks raise the same error soon after.
 
-Calls of a store do not end while the process that hosts it is stopped, whatever their timeout.
-They are made from a thread, and a wait looks at the answer to the last one.  Who needs an answer
-waits for it as long as for another rank, for that is what it waits for.
+While the process that hosts the store is stopped, calls of the store do not return, whatever their
+timeout.  So a thread makes them, and a wait looks at the answer to the last one.  A caller that
+needs an answer waits for it as long as it would wait for another rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_MORE_SECONDS: Final = 10.0  # for what comes after a deadline: gloo's own, a store's last answer
+_MORE_SECONDS: Final = 10.0  # added to a deadline, for gloo's own or for a store's last answer
 _SIZE_NBYTES: Final = 8
 _STORE_GONE: Final = (
     "the process that hosts the trainer's store is gone, stuck or stopped: it gives no answer"
@@ -47,20 +47,20 @@ _T = TypeVar("_T")
 class TrainerGroup:
     """All ranks of a trainer, with a gloo communicator of their own.
 
-    Every rank makes one at the same time.  Without an initialised process group, or with one
-    of a single rank, nothing is ever communicated.
+    Every rank makes one at the same time.  Without an initialised process group, or if the group
+    has a single rank, nothing is communicated.
 
-    `name`, in hex, is new each time, and the same on all ranks.  `collectives` is None where
-    nothing is communicated.
+    `name` is hex, new each time, and the same on all ranks.  `collectives` is None if nothing is
+    communicated.
 
     Args:
         group: the ranks that take part; None for the default group.
         timeout: seconds after which a collective has failed.
-        meeting: a name that all ranks know; only those that give the same one meet.
+        meeting: a name that all ranks know; only ranks that give the same name meet.
 
     Raises:
         DeadlineError: not all ranks made one; the text says which did not.
-        PeerClosedError: one of them has gone since; or what it has published.
+        PeerClosedError: a rank has ended since.  An error that a rank has published is raised, too.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TrainerGroup:
         self.collectives: Collectives | None = None
         self._store: Any = None  # of this group only
         self._looking: Future[str] | None = None
-        self._update = 0  # of this group's; ranks may have been in different numbers of groups
+        self._update = 0  # in this group; ranks may have been in different numbers of groups
         self.rank, self.size = 0, 1
         self.name = secrets.token_hex(8)
         if not (dist.is_available() and dist.is_initialized()):
@@ -96,8 +96,8 @@ class TrainerGroup:
             raise
 
     def _join(self, members: list[int], meeting: str) -> tuple[Any, Any, str]:
-        """Meets the others, and connects to them; (gloo group, store of this group only, name)."""
-        # the default store's own timeout, which calls of the trainer need, is minutes long
+        """Meets the others and connects to them; (gloo group, store of this group only, name)."""
+        # the trainer may need its store's own timeout, minutes long: change only a clone's
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
         store.set_timeout(timedelta(seconds=self.timeout))
@@ -106,7 +106,7 @@ class TrainerGroup:
         name = _meet(store, self.rank, self.size, self.timeout)
         store = dist.distributed_c10d.PrefixStore(name, store)
         gloo = dist.distributed_c10d.PrefixStore("gloo", store)
-        # a deadline of ours comes before one of gloo's, whose text is that of a broken connection
+        # our deadline passes before gloo's, whose error reads like a broken connection
         timeout = timedelta(seconds=self.timeout + _MORE_SECONDS)
         try:
             return dist.ProcessGroupGloo(gloo, self.rank, self.size, timeout), store, name
@@ -116,7 +116,8 @@ class TrainerGroup:
             ) from error
 
     def close(self) -> None:
-        """Ends the communicator, with what may be stuck in it; other ranks may still use theirs."""
+        """Closes the communicator, even if a call is stuck in it; other ranks may go on with
+        theirs."""
         self.closed = True
         collectives, self.collectives = self.collectives, None
         if collectives is not None:
@@ -124,8 +125,8 @@ class TrainerGroup:
             collectives.close()
 
     def check(self) -> None:
-        """Raises the error that any rank has published, or what this one watches has met with;
-        called during every wait, of this group's collectives too."""
+        """Raises the error that any rank has published, or that `watching` has met.  It is called
+        during every wait, also during those of this group's collectives."""
         if self._store is not None:
             looking = self._looking
             if looking is None or looking.done():
@@ -137,7 +138,7 @@ class TrainerGroup:
 
     @contextlib.contextmanager
     def watching(self, watch: Check) -> Iterator[None]:
-        """Has `check` call `watch`, too, in the block; it waits for nothing, and may raise."""
+        """In the block, `check` also calls `watch`, which waits for nothing and may raise."""
         before, self._watch = self._watch, watch
         try:
             yield
@@ -145,9 +146,9 @@ class TrainerGroup:
             self._watch = before
 
     def begin(self) -> bool:
-        """Says that errors are about this group's next update from now on.  False if the group is
-        closed, or a rank has published an error about a former update, of whose end this one did
-        not hear."""
+        """Relates later errors to this group's next update.  Returns False if the group is closed,
+        or if a rank has published an error about an earlier update whose end this rank did not
+        see."""
         if self.closed:
             return False
         if self._store is None:
@@ -160,8 +161,8 @@ class TrainerGroup:
         return not published or int(json.loads(published)["update"]) >= self._update
 
     def fail(self, error: BaseException) -> _core.WsyncError:
-        """Publishes `error` unless another rank was first; returns the error to raise.  Where the
-        process of a rank on this host has ended, that is the error, not a closed connection."""
+        """Publishes `error` unless another rank was first; returns the error to raise.  If a rank's
+        process on this host has ended, the error says that instead of a closed connection."""
         if not isinstance(error, _core.WsyncError):
             error = _core.RemoteError(error_text(error))
         if self._store is None:
@@ -175,12 +176,12 @@ class TrainerGroup:
         writing = self._thread.submit(lambda: self._store.compare_set("error", "", said).decode())
         try:
             first = _decode_error(_result(writing, min(_MORE_SECONDS, self.timeout)))
-        except _core.WsyncError:  # nobody can be told what was seen here: say what all can see
+        except _core.WsyncError:  # nobody can be told this rank's error: raise what all ranks see
             return _core.PeerClosedError(_STORE_GONE)
         return error if (type(error), str(error)) == (type(first), str(first)) else first
 
     def _look(self) -> str:
-        """What has been published; called in the store's thread."""
+        """Returns the published error, or ""; called in the store's thread."""
         published: str = self._store.get("error").decode() if self._store.check(["error"]) else ""
         return published
 
@@ -188,8 +189,8 @@ class TrainerGroup:
         return _result(self._thread.submit(self._look), self.timeout)
 
     def _ended(self) -> str:
-        """Which rank on this host has, of what it is told when a connection has broken."""
-        deadline = Deadline(VERDICT_SECONDS)  # a process closes its sockets before it has ended
+        """Says which rank on this host has ended, or ""; called after a connection has broken."""
+        deadline = Deadline(VERDICT_SECONDS)  # a process closes its sockets a little before it ends
         while deadline.left:
             for rank, (host, pid) in enumerate(self._processes):
                 if host == host_identity() and has_ended(pid):
@@ -198,7 +199,7 @@ class TrainerGroup:
         return ""
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Everybody's bytes, by rank."""
+        """Returns all ranks' bytes, by rank."""
         if self.size == 1:
             return [data]
         told = self._gather(len(data).to_bytes(_SIZE_NBYTES, "little"), _SIZE_NBYTES)
@@ -207,7 +208,7 @@ class TrainerGroup:
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def gather_json(self, value: object) -> list[Any]:
-        """Everybody's values, by rank, as JSON has them."""
+        """Returns all ranks' values, by rank, after a round trip through JSON."""
         return [json.loads(data) for data in self.all_gather(json.dumps(value).encode())]
 
     def barrier(self) -> None:
@@ -216,8 +217,8 @@ class TrainerGroup:
             self._collect("barrier")
 
     def confirm(self) -> None:
-        """A barrier, and a look at what is published: one who was late may be let through a
-        barrier that the others have given up."""
+        """A barrier, and a look at published errors: a late rank may pass a barrier that the others
+        have given up."""
         self.barrier()
         if self._store is not None:
             _raise(self._read())
@@ -229,7 +230,7 @@ class TrainerGroup:
         self.collectives.finish(started, self.timeout, self.check)
 
     def _gather(self, data: bytes, width: int) -> list[bytes]:
-        """So many bytes of each rank, the first of which are its data."""
+        """Gathers `width` bytes of each rank, which begin with its data."""
         mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         self._collect("allgather", [parts], [mine])
@@ -237,8 +238,8 @@ class TrainerGroup:
 
 
 def together(make: Callable[[], _T], *, timeout: float) -> _T:
-    """What `make` returns; what it raises on any rank of the default group is raised on all.
-    A rank that Ctrl-C interrupts raises that."""
+    """Calls `make` and returns its result.  If it raises on any rank of the default group, all
+    ranks raise that error.  A rank that Ctrl-C interrupts raises KeyboardInterrupt."""
     group = TrainerGroup(timeout=timeout)
     try:
         made = make()
@@ -256,9 +257,9 @@ def together(make: Callable[[], _T], *, timeout: float) -> _T:
 def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
     """Waits until all ranks have come; returns a name that no other meeting has.
 
-    Whoever comes leaves a word under its rank, and rank 0 answers it once all have come or its
-    time is over: ranks that were left in different numbers of meetings still find each other, and
-    nobody asks twice.
+    Each rank leaves a word under its number.  Rank 0 answers it once all have come or time is over.
+    So ranks that have left different numbers of meetings still find each other, and no rank asks
+    twice.
     """
     if rank != 0:
         return _come(store, rank, timeout)
@@ -278,7 +279,7 @@ def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
 
 
 def _come(store: Any, rank: int, timeout: float) -> str:
-    """Leaves a word and waits for the answer of rank 0."""
+    """Leaves a word, and waits for rank 0 to answer it."""
     key, word = f"rank{rank}", secrets.token_hex(8)
     store.set_timeout(timedelta(seconds=timeout + VERDICT_SECONDS))
     store.set(key, word)
@@ -288,8 +289,8 @@ def _come(store: Any, rank: int, timeout: float) -> str:
         late = f"trainer rank 0 did not come within {seconds(timeout)}"
         raise _core.DeadlineError(late) from error
     finally:
-        # before this rank can be missed in what follows: rank 0 will answer who comes next; raises
-        # if the store is gone
+        # before other ranks can miss this one: rank 0 would answer an old word, too; raises if the
+        # store is gone
         store.delete_key(key)
     if text:
         raise _core.DeadlineError(text)
@@ -297,7 +298,7 @@ def _come(store: Any, rank: int, timeout: float) -> str:
 
 
 def _result(future: Future[_T], timeout: float) -> _T:
-    """What a call of the store returns; DeadlineError or PeerClosedError where it does not."""
+    """Returns the result of a store's call; DeadlineError or PeerClosedError if it has none."""
     try:
         return result(future, Deadline(timeout), bool, _STORE_GONE)
     except _core.WsyncError:

@@ -1,7 +1,7 @@
-"""Process groups of trainer ranks and the workers of engines, made by SGLang's recipe.
+"""Process groups of trainer ranks and engines' workers, made in SGLang's way.
 
-Rank 0 is the trainer's and hosts a store; worker w of an engine is rank `rank_offset + w`.  Both
-sides of wsync use this module; a stock engine makes the same group with SGLang's
+Rank 0 belongs to the trainer and hosts a store.  Worker w of an engine is rank `rank_offset + w`.
+Both sides of wsync use this module.  A stock engine makes the same group with SGLang's
 `init_custom_process_group`: a TCPStore under the group's name, and torch's backend on it.
 """
 
@@ -25,26 +25,26 @@ from wsync.machine.deadline import LATER_SECONDS, Check, Deadline, seconds
 from wsync.machine.temporary_environment import variable
 from wsync.module_tensors import flat_bytes
 
-_c10d: Any = dist  # exports more than it lists
+_c10d: Any = dist  # has more names than its types list
 
-_AHEAD: Final = 2.0  # a collective is started while the one before it may take its whole time
+_AHEAD: Final = 2.0  # a collective may start while the one before still has its whole time
 _HOST: Final = torch.device("cpu")
 
 
 def default_backend() -> str:
-    """NCCL where torch has GPUs, else gloo."""
+    """Returns "nccl" if torch has GPUs, else "gloo"."""
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def group_name(connection: str) -> str:
-    """The name of the group in which a trainer sends; `connection` is in hex, and new each time
-    that a trainer connects."""
+    """Returns the name of the group in which a trainer sends.  `connection` is hex, and new each
+    time that a trainer connects."""
     return f"wsync-{connection}-pp_0"
 
 
 def device_of(backend: str, device: _core.Device | None = None) -> torch.device:
-    """What a backend sends from: of NCCL the GPU `device`, or None: the calling thread's current
-    one, which in a thread of its own is the first, whatever the others have chosen.
+    """Returns the device from which a backend sends.  For NCCL it is the GPU `device`, or by
+    default the calling thread's current GPU, which is the first one in a new thread.
 
     Raises:
         InvalidArgumentError: for another backend.
@@ -60,8 +60,8 @@ def device_of(backend: str, device: _core.Device | None = None) -> torch.device:
 class Store:
     """A store that a trainer rank hosts on a free port for one group.
 
-    Made directly, so that what torchrun leaves in the environment (TORCHELASTIC_USE_AGENT_STORE)
-    has no say.  `close` ends every wait of those who are still in it.
+    Made directly, so that torchrun's environment (TORCHELASTIC_USE_AGENT_STORE) has no effect.
+    `close` ends every wait of the members that still use it.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -80,9 +80,9 @@ class Store:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A store of one member, and the group that so many members make there.
+    """The address of a member's store, and the group that `size` members make there.
 
-    The name is new each time: a worker may still be in the group of a trainer that is gone.
+    The name is new each time, because a worker may still be in the group of an earlier trainer.
     """
 
     host: str
@@ -102,17 +102,17 @@ class Rendezvous:
     ) -> UpdateGroup:
         """Joins the others, within `timeout` seconds.
 
-        Another thread makes the group, because calls of a store do not end while its host is
-        stopped.  A group that nobody waits for any more is left.
+        Another thread makes the group, because calls of a store do not return while its host is
+        stopped.  A group that comes too late is left again.
 
         Args:
-            check: called in this thread while the others are waited for.
-            device: what the group sends from, as `device_of` gives it.
+            check: called in this thread while it waits for the others.
+            device: the device from which the group sends, as `device_of` gives it.
             collective_timeout: seconds that a collective may take; None: `timeout`.
 
         Raises:
-            InvalidArgumentError: a rank that is not in the group.
-            DeadlineError: not all came.
+            InvalidArgumentError: `rank` is not a rank of the group.
+            DeadlineError: not all members came.
         """
         patience = timeout if collective_timeout is None else collective_timeout
         make = functools.partial(UpdateGroup, self, rank, patience, timeout, device)
@@ -130,9 +130,9 @@ class UpdateGroup(Collectives):
 
     Args:
         place: where the members meet.
-        timeout: seconds of any collective.
-        meeting: seconds until all members have come.
-        device: what it sends from, as `device_of` gives it.
+        timeout: seconds that a collective may take.
+        meeting: seconds that the meeting may take.
+        device: the device from which it sends, as `device_of` gives it.
     """
 
     def __init__(
@@ -162,9 +162,9 @@ class UpdateGroup(Collectives):
         super().__init__(group, timeout=timeout, whole=whole, member=member, lingers=lingers)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], check: Check = bool) -> None:
-        """Sends contiguous tensors from rank 0, or receives them there where this is another.
+        """Sends contiguous tensors from rank 0; on other ranks, receives them into `tensors`.
 
-        They travel as bytes: gloo does not know all dtypes, and NCCL broadcasts no others.
+        They travel as bytes, because gloo and NCCL do not broadcast every dtype.
 
         Raises:
             DeadlineError: it took longer than the group's timeout.
@@ -189,7 +189,7 @@ def _make(backend: str, store: Any, rank: int, size: int, timeout: timedelta) ->
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # read by the constructor: else torch ends this process when a member is gone
+    # read by the constructor; without it torch ends this process when a member is gone
     with variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
