@@ -247,7 +247,7 @@ def _other_arguments(slime: Any) -> None:
     ("change", "reason"),
     [
         (lambda slime: delattr(slime, "UpdateWeightFromTensor"), "no class UpdateWeightFromTensor"),
-        (_renamed, "UpdateWeightFromDisk has a method sync, which is not known"),
+        (_renamed, "UpdateWeightFromDisk has an unknown method sync"),
         (_other_arguments, r"UpdateWeightFromTensor.update_weights takes \(self, version\), not"),
     ],
 )

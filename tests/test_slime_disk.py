@@ -85,7 +85,7 @@ def test_slimes_group_finds_each_version_under_its_number(
     told = updater(arguments(tmp_path, update_weight_disk_keep_files=keep), weights)
     caplog.set_level("INFO", "wsync.slime")
     told.connect_rollout_engines([Actor(Untouched())], None, [4], [0], [{"tp_size": 2}])
-    said = "wsync: UpdateWeightFromDisk: all engines by the files that slime has them load"
+    said = "wsync: UpdateWeightFromDisk: slime makes all engines load the files"
     assert [text for text in caplog.messages if text.startswith(said)] == caplog.messages[-1:]
     for number in range(1, 5):
         weights["w"] = torch.full((8,), float(number))

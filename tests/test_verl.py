@@ -452,7 +452,7 @@ def test_replicas_without_a_server_that_can_be_updated_are_refused(running: Runn
 
     from wsync.verl import _server
 
-    with pytest.raises(wsync.UnsupportedError, match=r"rollout\.name has to be sglang or vllm"):
+    with pytest.raises(wsync.UnsupportedError, match=r"set rollout\.name to sglang or vllm"):
         _server(7)
     actor = ray.remote(num_cpus=0)(ServerActor)
     names = ("vllm_server_8_0", "vllm_server_decode_8_0")

@@ -1,6 +1,6 @@
-"""verl's checkpoint engine "wsync": from verl's trainers straight into its SGLang and vLLM servers.
+"""verl's checkpoint engine "wsync": verl's trainers update its SGLang and vLLM servers directly.
 
-verl loads it where its configuration says so, under `actor_rollout_ref.rollout`:
+verl loads it if the configuration says so, under `actor_rollout_ref.rollout`:
 
 ```yaml
 checkpoint_engine:
@@ -15,14 +15,15 @@ engine_kwargs:
     worker_extension_cls: wsync.verl.WorkerExtension
 ```
 
-`engine_kwargs.wsync` has what `wsync.Options` takes, and `timeout` (see WsyncCheckpointEngine).
+`engine_kwargs.wsync` takes the fields of `wsync.Options`, and `timeout` (see
+WsyncCheckpointEngine).
 
 Each trainer rank keeps its share of the whole tensors that verl gathers, and the ranks update the
 servers with one `wsync.Sync`.  verl's rollout workers, through which verl's own engines send, only
-wait for that: they are told when every server has the weights, or why none has.
+wait.  The trainer tells them when every server has the weights, or why a server lacks them.
 
-Made against verl 0.9.1: its base class, its actors' names, and what its rollouts do with an update
-of which they are handed nothing (`wire_format`).
+Made against verl 0.9.1.  It depends on verl's base class, on its actors' names, and on what its
+rollouts do with an update that gives them no tensors (`wire_format`).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ _MEETING_SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class Member:
-    """What a process tells of itself before an update: its Ray actor, its node, the GPU it is on,
-    "" without one, and where it listens, unless it is the first trainer rank."""
+    """What a process reports before an update: its Ray actor, its node, its GPU ("" for none), and
+    the address where it listens.  The first trainer rank does not listen."""
 
     actor: Any
     node: str
@@ -63,7 +64,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Server:
-    """A server of verl's: its kind, "sglang" or "vllm", and its URL."""
+    """One of verl's servers: its kind, "sglang" or "vllm", and its URL."""
 
     kind: str
     url: str
@@ -75,14 +76,14 @@ class Server:
 
 
 class _SglangServer(HttpHandle):
-    """Does not go on: verl has it do so once its KV cache has memory again."""
+    """Stays paused after an update: verl resumes it once its KV cache has memory again."""
 
     def resume(self, timeout: float) -> None:
         self._end(timeout)
 
 
 class _VllmServer(VllmHandle):
-    """The same of vLLM, which stays as verl has paused it."""
+    """The same for vLLM, which verl itself pauses and resumes."""
 
     def pause(self, mode: str, timeout: float) -> None:
         self._mode = mode
@@ -93,21 +94,21 @@ class _VllmServer(VllmHandle):
 
 @CheckpointEngineRegistry.register("wsync")
 class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """One process's part in verl's updates, be it a trainer rank or a rollout worker.
+    """One process's part in verl's updates; the process is a trainer rank or a rollout worker.
 
     Args:
-        bucket_size: bytes of a bucket, for servers that run without wsync's loader; verl's
+        bucket_size: bytes of a bucket, for servers that run without wsync's loader.  It is verl's
             update_weights_bucket_megabytes.
         is_master: whether this is the first trainer rank.
-        timeout: seconds that a rollout worker waits for the trainer to begin, and then for the
-            servers to have the weights.  A trainer that fails or is gone ends the wait at once.
-        options: what `wsync.Options` takes, by name.
+        timeout: seconds that a rollout worker waits for the trainer to begin, and then again for
+            the servers to have the weights.  The wait ends at once if the trainer fails or ends.
+        options: fields of `wsync.Options`, by name.
 
     Raises:
-        InvalidArgumentError: another option, or one that cannot be.
+        InvalidArgumentError: an unknown option, or a value that an option cannot have.
     """
 
-    # Of an update that brings no flush verl's rollouts record the step, and do nothing else.
+    # For an update that yields no flush, verl's rollouts record the step and do nothing else.
     wire_format = "delta_flush"
 
     def __init__(
@@ -123,18 +124,18 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._timeout = timeout
         self._is_master = is_master
         self._listener: Listener | None = None
-        self._channels: list[Channel] = []  # the master's, with all rollout workers; theirs, to it
+        self._channels: list[Channel] = []  # the master's: to all rollout workers; theirs: to it
         self._servers: list[Server] = []
         self._offsets: list[int] | None = None
         self._kept: dict[str, torch.Tensor] = {}  # this rank's share of whole tensors
         self._gather_seconds = 0.0  # of the last step
         self._sync: wsync.Sync | None = None
         self._made_for: object = None
-        self._version = 0  # of the last connection, for steps that have no number
+        self._version = 0  # the last connection's, for steps without a number
 
     def prepare(self) -> Member:
-        """Begins an update: what `build_topology` is to know of this process."""
-        self.finalize()  # of an update that has failed
+        """Begins an update; returns what `build_topology` needs to know of this process."""
+        self.finalize()  # ends an earlier update that has failed
         context = ray.get_runtime_context()
         address = ""
         if not self._is_master:
@@ -147,7 +148,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Finds the servers of all replicas; what each process is to be told.
+        """Finds the servers of all replicas; returns the arguments for each process.
 
         Raises:
             UnsupportedError: a replica has no server that can be updated.
@@ -156,8 +157,8 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         lacking = [w for w in rollouts if not hasattr(w.actor, "get_replica_rank")]
         if lacking:
             raise wsync.UnsupportedError(
-                f"{lacking[0].actor!r}: a rollout in the trainer's own process takes its weights "
-                "from there: checkpoint_engine.backend=naive"
+                f"{lacking[0].actor!r}: a rollout in the trainer's own process already has its "
+                "weights: set checkpoint_engine.backend=naive"
             )
         numbers = ray.get(
             [rollout.actor.get_replica_rank.remote() for rollout in rollouts],
@@ -183,10 +184,10 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         offsets: Sequence[int] | None = None,
         rollouts: Sequence[str] = (),
     ) -> None:
-        """Has the first trainer rank meet the rollout workers, which are told of no servers.
+        """Connects the first trainer rank with the rollout workers, which get servers=None.
 
         Raises:
-            DeadlineError, PeerClosedError: they do not.
+            DeadlineError, PeerClosedError: they did not connect.
         """
         if servers is None:
             assert self._listener is not None
@@ -200,7 +201,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._stop_listening()
 
     def finalize(self) -> None:
-        """Ends an update: gives back the memory of whole tensors, and leaves the others."""
+        """Ends an update: frees the memory of whole tensors and closes the connections."""
         self._stop_listening()
         for channel in self._channels:
             channel.close()
@@ -218,18 +219,18 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Updates all servers; every trainer rank calls it with the same step.
 
         Args:
-            weights: whole tensors under their Hugging Face names, all of them on every rank in
+            weights: whole tensors under their Hugging Face names.  All ranks get all tensors, in
                 the same order.
             global_steps: the weight version that servers report afterwards; None counts.
 
         Returns:
-            Metrics for verl's trainer, from the first rank alone: verl keeps one rank's metrics:
-            seconds of the update, seconds that verl took to gather whole tensors before that,
-            megabytes that all servers' workers were delivered, and `wsync.Report.metrics` under
-            wsync's names.
+            Metrics for verl's trainer, on the first rank only, because verl keeps one rank's: the
+            seconds of the update; the seconds that verl took to gather tensors before it; the
+            megabytes delivered to all servers' workers; and the part of `wsync.Report.metrics`
+            whose names begin with "wsync/".
 
         Raises:
-            UnsupportedError: adapters that are not merged.
+            UnsupportedError: adapters that were not merged.
             WsyncError: see `wsync.Sync.update`; rollout workers raise its text.
         """
         try:
@@ -250,11 +251,11 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         }
 
     def receive_weights(self, global_steps: int | None = None) -> Iterator[Any]:
-        """Yields nothing: the servers have the weights when it ends.
+        """Yields nothing; the servers have the weights when it ends.
 
         Raises:
-            RemoteError: the trainer has failed; its words.
-            PeerClosedError, DeadlineError: it is gone, or was not done in `timeout` seconds.
+            RemoteError: the trainer has failed, with this error.
+            PeerClosedError, DeadlineError: it has ended, or took longer than `timeout` seconds.
         """
         (trainer,) = self._channels
         trainer.wait((Frame.BEGIN,), self._timeout)
@@ -269,15 +270,15 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _update(
         self, weights: Iterable[tuple[str, torch.Tensor]], step: int | None
     ) -> wsync.Report:
-        """A step's update.  After one that fails, be it on whichever rank, the next one connects
-        anew: with other tensors than these, or where another rank has given this one up."""
+        """Makes a step's update.  If it fails on any rank, the next one connects anew, because the
+        tensors may be others, or another rank may have closed its connection."""
         given = iter(weights)
         try:
             try:
                 self._say(Frame.BEGIN)
                 sync = self._connected(given)
             except Exception:
-                # the other ranks gather on, and would wait for this one
+                # the other ranks go on gathering, and would wait for this one
                 with contextlib.suppress(Exception):
                     collections.deque(given, maxlen=0)
                 raise
@@ -287,8 +288,8 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise
 
     def _keep(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[object]:
-        """Keeps this rank's share; returns what all tensors are.  All ranks see all tensors in one
-        order, because they gather them together; each stays on the rank with the fewest bytes."""
+        """Keeps this rank's share; returns the names and forms of all tensors.  The ranks gather
+        together, so all see the same order; each tensor stays on the rank with the fewest bytes."""
         rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         nbytes = [0] * count
         forms = dict[str, object]()
@@ -298,7 +299,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 raise wsync.LayoutError(f"{name}: verl gives two tensors of this name")
             if not ADAPTERS.isdisjoint(name.split(".")):
                 raise wsync.UnsupportedError(
-                    f"{name}: adapters are sent merged only: model.lora.merge=True"
+                    f"{name}: adapters must be merged: set model.lora.merge=True"
                 )
             home = nbytes.index(min(nbytes))
             nbytes[home] += tensor.nbytes
@@ -308,8 +309,8 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return list(forms.items())
 
     def _connected(self, weights: Iterable[tuple[str, torch.Tensor]]) -> wsync.Sync:
-        """The connection with the servers there are now, for such tensors; another one only when
-        these change."""
+        """Returns the connection to the current servers for these tensors.  It is made anew only if
+        servers or tensors have changed."""
         start = time.perf_counter()
         wanted = (self._servers, self._offsets, self._keep(weights))
         self._gather_seconds = time.perf_counter() - start
@@ -337,21 +338,21 @@ def _gpu() -> str:
 
 
 def _server(replica: int) -> Server:
-    """The server of a replica, by the name that verl gives its actor."""
+    """Finds the server of a replica by the name that verl gives its actor."""
     for kind in ("sglang", "vllm"):
         actor = _actor(f"{kind}_server_{replica}_0")
         if actor is None:
             continue
         if _actor(f"{kind}_server_decode_{replica}_0") is not None:
             raise wsync.UnsupportedError(
-                f"replica {replica}: has a prefill and a decode server (disaggregation), of which "
-                "only the first would be updated"
+                f"replica {replica}: has a prefill and a decode server (disaggregation), but only "
+                "the first one would be updated"
             )
         host, port = ray.get(actor.get_server_address.remote(), timeout=_MEETING_SECONDS)
         return Server(kind, f"http://{f'[{host}]' if ':' in host else host}:{port}")
     raise wsync.UnsupportedError(
         f"replica {replica}: no actor sglang_server_{replica}_0 or vllm_server_{replica}_0: "
-        "rollout.name has to be sglang or vllm"
+        "set rollout.name to sglang or vllm"
     )
 
 
@@ -363,8 +364,8 @@ def _actor(name: str) -> Any:
 
 
 def _offsets(ranks: Sequence[Member], replicas: Sequence[Sequence[Member]]) -> list[int] | None:
-    """engine_gpu_offsets: the trainer ranks whose GPUs a replica shares, else a number beyond them,
-    which makes it remote.  None where all are on one node without GPUs."""
+    """engine_gpu_offsets: the first of the trainer ranks whose GPUs a replica shares, or a number
+    beyond all ranks, which makes the replica remote.  None if all are on one node without GPUs."""
     first = (ranks[0].node, "")
     if {(p.node, p.gpu) for p in (*ranks, *itertools.chain(*replicas))} == {first}:
         return None
@@ -377,8 +378,8 @@ def _offsets(ranks: Sequence[Member], replicas: Sequence[Sequence[Member]]) -> l
 
 
 def __getattr__(name: str) -> Any:
-    """`WorkerExtension`, for vLLM's workers: verl's own, which verl's server calls, and wsync's.
-    Made where it is asked for, because it needs vLLM."""
+    """Makes `WorkerExtension`, the class for vLLM's workers: verl's own, which verl's server calls,
+    joined with wsync's.  It is made on demand, because it needs vLLM."""
     if name != "WorkerExtension":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension

@@ -1,4 +1,4 @@
-"""slime: its updaters' interface, and the hook that has it use them.
+"""slime's updaters on top of wsync, and the hook that makes slime use them.
 
 --custom-megatron-init-path wsync.slime.install
 """

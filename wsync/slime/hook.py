@@ -1,7 +1,7 @@
-"""What `--custom-megatron-init-path wsync.slime.install` does in slime's train actors.
+"""`--custom-megatron-init-path wsync.slime.install` makes slime's train actors use wsync.
 
-An actor calls it when Megatron is initialised, and later chooses one of three classes by name in
-its own module.  Made against slime 624b824 (slime/backends/megatron_utils/actor.py).
+An actor calls the function once Megatron is initialised.  Later it chooses one of three classes by
+name in its own module.  Made against slime 624b824 (slime/backends/megatron_utils/actor.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _CANNOT = (_core.UnsupportedError, _core.LayoutError)
 
 
 def install(args: Any) -> None:
-    """Has the train actor of this process use wsync's updaters in place of slime's.
+    """Makes the train actor of this process use wsync's updaters instead of slime's.
 
-    Where wsync cannot deliver a model, or to an engine, slime's own class runs, and a warning says
-    why.  The log says which way each engine takes.  Options: see `Updater`.
+    If wsync cannot deliver a model, or cannot update an engine, slime's own class runs, and a
+    warning says why.  The log says which way each engine takes.  Options: see `Updater`.
 
         python train.py --custom-megatron-init-path wsync.slime.install \\
             --sglang-custom-weight-loader wsync.sglang.load_weights \\
@@ -40,7 +40,7 @@ def install(args: Any) -> None:
         args: slime's arguments.
 
     Raises:
-        UnsupportedError: slime has another form than is known; nothing is replaced.
+        UnsupportedError: this slime differs from the known one; nothing is replaced.
     """
     try:
         actor = importlib.import_module(_ACTOR)
@@ -54,14 +54,14 @@ def install(args: Any) -> None:
         setattr(actor, ours.__name__, functools.partial(WsyncOrSlime, ours, own))
     mode = getattr(args, "update_weight_mode", "full")
     if mode != "full":
-        _give_way(args, f"updater for update_weight_mode {mode!r}", "wsync has none")
+        _give_way(args, f"updater for update_weight_mode {mode!r}", "wsync has no such updater")
 
 
 class WsyncOrSlime:
-    """One of slime's updaters: wsync's, or slime's own from where wsync cannot.
+    """One of slime's updaters: wsync's, or slime's own once wsync has refused.
 
-    All ranks make one and call its methods together, so they change over together: what wsync
-    cannot do is the same error on all of them.
+    All ranks make one and call its methods together.  wsync refuses with the same error on all
+    ranks, so they change over together.
     """
 
     def __init__(self, ours: type[Updater], own: type, args: Any, *rest: Any, **named: Any) -> None:
@@ -76,7 +76,7 @@ class WsyncOrSlime:
 
     @property
     def weight_version(self) -> int:
-        """The last version that was given."""
+        """The version of the last update."""
         return int(self._updater.weight_version)
 
     @weight_version.setter
@@ -107,14 +107,14 @@ class WsyncOrSlime:
 
 
 def _give_way(args: Any, what: str, reason: object) -> None:
-    """Says on one rank that slime's own way is taken."""
+    """Logs on one rank that slime's own way is taken."""
     if getattr(args, "rank", 0) == 0:
         _log.warning("wsync: slime's own %s runs: %s", what, reason)
 
 
 def _replaceable(actor: Any, ours: type[Updater]) -> type:
-    """slime's class for one of wsync's.  Raises UnsupportedError unless that can take its place:
-    the actor calls what wsync has."""
+    """Returns slime's class for one of wsync's.  Raises UnsupportedError if wsync's cannot take its
+    place, because its methods differ."""
     name = ours.__name__
     own = getattr(actor, name, None)
     if not isinstance(own, type):
@@ -125,7 +125,7 @@ def _replaceable(actor: Any, ours: type[Updater]) -> type:
         found = list(inspect.signature(function).parameters)
         mine = getattr(ours, method, None)
         if mine is None:
-            raise _unknown(f"{name} has a method {method}, which is not known")
+            raise _unknown(f"{name} has an unknown method {method}")
         known = list(inspect.signature(mine).parameters)
         if found != [each for each in known if each != "options"]:
             raise _unknown(f"{name}.{method} takes ({', '.join(found)}), not ({', '.join(known)})")

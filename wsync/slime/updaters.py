@@ -1,7 +1,7 @@
 """slime's weight-update interface on top of wsync.
 
-The classes take the place of slime's of the same names (slime/backends/megatron_utils/
-update_weight): the same constructors, the same methods, the same order of calls.
+The classes replace slime's classes of the same names (slime/backends/megatron_utils/update_weight).
+They have the same constructors and the same methods, and are called in the same order.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _VARIABLE = "WSYNC_OPTIONS"
 _TRANSPORT: Final = (_core.PeerClosedError, _core.DeadlineError)
-_MEET_SECONDS: Final = 30.0  # for all ranks to have let go of a failed update
+_MEET_SECONDS: Final = 30.0  # for all ranks to leave a failed update
 
 
 class Updater:
-    """What slime's updaters have in common; see the classes below.
+    """The base of slime's updaters; see the classes below.
 
     Args:
         args: slime's arguments; see `wsync.megatron.layout` for the fields that are read.
         model: one module per virtual pipeline stage, or a layout (`wsync.fsdp.layout`).
-        weights_getter: returns the parameters' current storage by global name; it may hand out
-            other storage each time, which has to stay as it is until the update is done.  None
-            takes the model's own.
+        weights_getter: returns the parameters' current storage by global name.  It may return other
+            storage each time, which must not change until the update is done.  None reads the
+            model itself.
         model_name: family of the model, for example "qwen3_moe".
-        quantization_config: by which weights are quantised; see `Options.quantise`, which may say
-            it instead.  Codes and scales are always slime's.  None delivers weights as the trainer
-            holds them.
-        options: see `Options`; the pause mode and all deadlines.  None takes them from the
-            environment's WSYNC_OPTIONS, a JSON object ('{"deadline": 300}'), and from
-            `args.wsync_options`, such a mapping, which goes before it.
+        quantization_config: how weights are quantised; see `Options.quantise`, which may say it
+            instead.  Codes and scales are always computed as slime does.  None delivers weights as
+            the trainer holds them.
+        options: the pause mode, all deadlines and more; see `Options`.  None takes them from the
+            environment's WSYNC_OPTIONS, a JSON object ('{"deadline": 300}'), and from the mapping
+            `args.wsync_options`, which has precedence.
 
     Raises:
-        UnsupportedError: a family that is not known.
-        LayoutError, InvalidArgumentError: a parameter that does not fit, on any rank; the text
-            names it.
+        UnsupportedError: the family is not known.
+        LayoutError, InvalidArgumentError: a parameter does not fit, on any rank; the text names
+            it.
     """
 
     _nobody = "no engines"
@@ -83,7 +83,7 @@ class Updater:
             )
         )
         self._sync: Sync | DiskSync | None = None
-        self._calls = 0  # of update_weights
+        self._calls = 0  # number of calls of update_weights
 
     def _connect(
         self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None
@@ -98,20 +98,20 @@ class Updater:
         engine_gpu_offsets: Sequence[int] | None = None,
         engine_parallel_configs: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Takes the engines that the next updates go to; may be called again with others.
+        """Sets the engines of the next updates; may be called again with others.
 
         Args:
             rollout_engines: Ray actors, URLs, local engines or `EngineHandle`s.
-            rollout_engine_lock: slime's, by which its pipeline stages take turns.  It is not
+            rollout_engine_lock: slime's lock, with which its pipeline stages take turns.  Not
                 needed: wsync's requests have one order for all engines.
-            engine_gpu_counts, engine_parallel_configs: slime's.  They are not needed: an engine is
-                asked how many workers it has.
+            engine_gpu_counts, engine_parallel_configs: slime's.  Not needed: wsync asks an engine
+                how many workers it has.
             engine_gpu_offsets: index of the trainer rank whose GPU an engine's first worker
-                shares; engines beyond the trainer's ranks are remote.
+                shares.  An engine whose index is beyond the trainer's ranks is remote.
 
         Raises:
-            UnsupportedError: an engine with several pipeline stages.
-            WsyncError: as `Sync`, the same on every rank.
+            UnsupportedError: an engine has several pipeline stages.
+            WsyncError: as from `Sync`; the same on every rank.
         """
         self.disconnect_rollout_engines()
         self._sync = self._connect(rollout_engines, engine_gpu_offsets)
@@ -120,8 +120,8 @@ class Updater:
             _log.info("wsync: %s: %s", type(self).__name__, ways)
 
     def update_weights(self) -> None:
-        """Pauses the engines, replaces every weight, counts the version up and continues.  What
-        fails for a reason of transport is tried once more; see `Options.retry`.
+        """Pauses the engines, replaces every weight, increments the version and resumes.  After a
+        transport error it tries once more; see `Options.retry`.
 
         Raises:
             StateError: no engines are connected.
@@ -139,11 +139,11 @@ class Updater:
             if self._source.rank == 0:
                 _log.warning(
                     "wsync: an update failed and is tried once more, when all trainer ranks have "
-                    "let go of it: %s",
+                    "left it: %s",
                     error,
                 )
-            # one that has seen the update succeed does not come: its next weights would meet those
-            # that are sent again
+            # a rank that saw the update succeed does not come: the engines would get its next
+            # weights together with the old ones of the others
             meeting = f"update {self._calls} again"
             try:
                 all_ranks = TrainerGroup(self._source.group, timeout=patience, meeting=meeting)
@@ -162,25 +162,25 @@ class Updater:
         sync.version = self.weight_version
         try:
             report = sync.update(self._weights_getter)
-        finally:  # one that fails may have told somebody of the version
+        finally:  # a failed update may already have told somebody its version
             self.weight_version = sync.version
         self.update_weight_metrics = report.metrics(whole=False)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Seconds and bytes of the last update, once."""
+        """Returns seconds and bytes of the last update, once."""
         metrics, self.update_weight_metrics = self.update_weight_metrics, {}
         return metrics
 
     def disconnect_rollout_engines(self) -> None:
-        """Lets go of the engines; they keep the weights they have."""
+        """Disconnects from the engines, which keep their weights."""
         if self._sync is not None:
             self._sync.close()
             self._sync = None
 
 
 def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options | None) -> Options:
-    """What is chosen, also where slime makes updaters, whose calls have no room for options; the
-    arithmetic of quantising is slime's."""
+    """Returns the options, also if slime makes the updater, whose calls have no argument for them.
+    Weights are quantised with slime's arithmetic."""
     if options is None:
         most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
         chosen: dict[str, Any] = {"bucket_nbytes": most}
@@ -201,23 +201,22 @@ def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options 
 class UpdateWeightFromTensor(Updater):
     """Updates colocated rollout engines from a Megatron model, or from any trainer's layout.
 
-    Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
-    arguments; `args.update_weight_buffer_size` bounds the bytes of a round for engines without
-    wsync, unless options are given.  Engines beyond the trainer's GPUs, by engine_gpu_offsets, are
-    remote, and get the same rounds as `UpdateWeightFromDistributed` sends them.
+    Every trainer rank makes one, and all ranks call its methods together.  See `Updater` for the
+    arguments.  For engines without wsync, `args.update_weight_buffer_size` limits the bytes of a
+    round, unless options are given.  Engines beyond the trainer's GPUs, by engine_gpu_offsets, are
+    remote, and get the same rounds as from `UpdateWeightFromDistributed`.
     """
 
 
 class UpdateWeightFromDistributed(Updater):
     """Updates remote rollout engines over process groups.
 
-    Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
-    arguments.  The workers of engines that run wsync's receiver are each sent what they keep,
-    from all trainer ranks.  Other engines are told of groups and buckets as SGLang takes them, by
-    trainer rank 0, which broadcasts, and `args.update_weight_buffer_size` bounds the bytes of a
-    broadcast, unless options are given.  `Options.broadcast` says which
-    engines are which, and whether they know buckets; actors that do not say what they are take
-    broadcasts unless it is "wsync".
+    Every trainer rank makes one, and all ranks call its methods together.  See `Updater` for the
+    arguments.  If an engine runs wsync's receiver, all trainer ranks send each of its workers what
+    that worker keeps.  Other engines get groups and buckets as SGLang takes them, from trainer rank
+    0, which broadcasts.  `args.update_weight_buffer_size` limits the bytes of a broadcast, unless
+    options are given.  `Options.broadcast` says which engines are of which kind, and whether they
+    know buckets.  Actors that do not report their kind get broadcasts unless it is "wsync".
     """
 
     def _connect(self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None) -> Sync:
@@ -226,25 +225,24 @@ class UpdateWeightFromDistributed(Updater):
 
 
 class UpdateWeightFromDisk(Updater):
-    """Writes checkpoints into a folder that engines and all trainer ranks see.
+    """Writes checkpoints into a folder that engines and all trainer ranks can reach.
 
-    Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
-    arguments; of `args` it reads in addition `update_weight_disk_dir`, the folder of versions;
-    `hf_checkpoint`, the folder whose configuration and tokenizer every version gets; and
-    `custom_update_weight_post_write_path`, a function that is called on every rank with args, the
-    folder and the engines when a version is complete.
+    Every trainer rank makes one, and all ranks call its methods together.  See `Updater` for the
+    arguments.  It also reads three fields of `args`: `update_weight_disk_dir`, the folder of
+    versions; `hf_checkpoint`, the folder whose configuration and tokenizer every version gets; and
+    `custom_update_weight_post_write_path`, a function that every rank calls with args, the folder
+    and the engines when a version is complete.
 
-    slime's RayTrainGroup has the engines load weight_v<version> when all ranks are done, and
-    removes it after that unless `update_weight_disk_keep_files` is given.  So versions are written
-    here and nothing else: a folder of that name is replaced.  `wsync.DiskSync` has engines load
-    them itself.
+    This class only writes versions, and replaces a folder of the same name.  slime's RayTrainGroup
+    then makes the engines load the folder weight_v<version>, and removes that unless
+    `update_weight_disk_keep_files` is given.  `wsync.DiskSync` makes engines load versions itself.
 
-    connect_rollout_engines raises UnsupportedError for such a function and a trainer of several
-    nodes.  It is for file systems where each host has to publish what it has written, and here
-    hosts write one file.
+    connect_rollout_engines raises UnsupportedError if there is such a function and the trainer has
+    several nodes.  The function serves file systems on which each host publishes its own files, but
+    here hosts write one file together.
     """
 
-    _nobody = "all engines by the files that slime has them load"
+    _nobody = "slime makes all engines load the files"
 
     def _connect(self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None) -> DiskSync:
         del gpu_offsets
@@ -262,14 +260,14 @@ class UpdateWeightFromDisk(Updater):
 
 
 def _published(args: Any, engines: list[Any]) -> Callable[[str], object] | None:
-    """What calls the function that slime's arguments name, if they name one."""
+    """Returns a call of the function that slime's arguments name, or None if they name none."""
     path = getattr(args, "custom_update_weight_post_write_path", None)
     if not path:
         return None
     if (nodes := getattr(args, "actor_num_nodes", 1)) > 1:
         raise _core.UnsupportedError(
-            f"custom_update_weight_post_write_path with actor_num_nodes={nodes}: hosts write one "
-            "file together, which no host can publish"
+            f"custom_update_weight_post_write_path with actor_num_nodes={nodes}: all hosts write "
+            "one file together, which no single host can publish"
         )
     hook = pkgutil.resolve_name(path)
     return lambda folder: hook(args, folder, engines)
