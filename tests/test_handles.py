@@ -615,7 +615,7 @@ def test_a_draft_is_not_processed_for_a_question(server: FakeServer) -> None:
     sessions = Sessions(server)
     server.answers["/model_info"] = (200, {"weight_version": "1"})
     found = look(server.url, timeout=60)
-    assert "drafts tokens: each question would have SGLang" in found.unasked
+    assert "drafts tokens: each question would make SGLang" in found.unasked
     assert sessions.calls == []
 
 

@@ -1,4 +1,4 @@
-"""`python -m wsync` is the `wsync` command."""
+"""Makes `python -m wsync` the `wsync` command."""
 
 import sys
 

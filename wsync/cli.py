@@ -1,4 +1,4 @@
-"""The `wsync` command: picks a subcommand and imports only what that one needs."""
+"""The `wsync` command.  It imports only the modules that the chosen subcommand needs."""
 
 import argparse
 import signal
@@ -14,18 +14,18 @@ _COMMANDS = {
         "wsync.demo.cpu_server",
         "start SGLang's or vLLM's server on the CPU, with a small model",
     ),
-    "inspect": ("wsync.inspection", "show what an engine's workers keep of a model"),
+    "inspect": ("wsync.inspection", "show which weights each worker of an engine keeps"),
     "families": ("wsync.families.registry", "list the model families of Megatron trainers"),
-    "doctor": ("wsync.doctor", "say what this machine offers, and what is missing and why"),
+    "doctor": ("wsync.doctor", "list what wsync finds on this machine, and what is missing"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line (default: the process's own); returns the exit status."""
+    """Runs one command line, by default that of the process; returns the exit status."""
     parser = argparse.ArgumentParser(
         "wsync",
         description="\n".join(f"{name:<9} {text}" for name, (_, text) in _COMMANDS.items()),
-        epilog="`wsync COMMAND --help` explains one of them.",
+        epilog="`wsync COMMAND --help` explains a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-V", "--version", action="version", version=f"wsync {__version__}")
@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name is None or error.name.split(".")[0] == "wsync":
             raise
         print(
-            f"wsync {chosen.command}: needs the Python package {error.name!r}, which is not "
-            "installed: in a clone of wsync, pip install '.[demo]' brings it",
+            f"wsync {chosen.command}: the Python package {error.name!r} is not installed; "
+            "to install it, run pip install '.[demo]' in a clone of wsync",
             file=sys.stderr,
         )
         return 1

@@ -1,6 +1,6 @@
-"""`wsync doctor`: what wsync can use on this machine, and for the rest why not.
+"""`wsync doctor`: lists what wsync finds on this machine, and says why something is missing.
 
-Every probe is independent: one that fails says so in its own row and stops nothing.
+The probes are independent.  If a probe fails, its own row gives the reason, and the others run.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def _torch() -> str:
 
 
 def _driver() -> str:
-    """The driver as the extension itself finds and refuses it."""
+    """The version of the GPU driver, and the GPUs, as the C extension finds them."""
     from wsync import _core as core
 
     version, devices = core.cuda_devices()
@@ -44,14 +44,14 @@ def _driver() -> str:
 
 
 def _nvrtc() -> str:
-    """What uses it: the kernels of the first GPU."""
+    """Compiles the kernels for the first GPU, which needs NVRTC."""
     from wsync.machine import device
 
     return f"compiles the kernels of {device.find(device.uuid(0))!r}"
 
 
 def _nccl() -> str:
-    """NCCL as the extension itself finds and refuses it."""
+    """The version and path of NCCL, as the C extension finds it."""
     from wsync import _core as core
 
     version, path = core.nccl_library(nccl_libraries())
@@ -60,17 +60,17 @@ def _nccl() -> str:
 
 
 def importable(module: str) -> bool:
-    """Whether `module` is installed; a bare folder, as `pip uninstall` may leave, is no module."""
+    """Whether `module` is installed.  A bare folder, left by `pip uninstall`, does not count."""
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # its parent, or one that says nothing of itself
+    except (ImportError, ValueError):  # its parent cannot be imported, or its __spec__ is None
         return False
     return spec is not None and spec.origin is not None
 
 
 def _package(module: str, *distributions: str) -> _Probe:
-    """Looks a package up without importing it: some take seconds, and some want a GPU.
-    distributions: the names under which it may have been installed."""
+    """Looks a package up without importing it: an import may take seconds or need a GPU.
+    distributions: the names under which the package may have been installed."""
 
     def probe() -> str:
         if not importable(module):
@@ -97,19 +97,19 @@ _PROBES: tuple[tuple[str, _Probe], ...] = (
 
 
 def examine() -> list[dict[str, Any]]:
-    """Runs every probe: name, found, and the version or the reason as `detail`."""
+    """Runs every probe.  Returns its name, `found`, and as `detail` the version or the reason."""
     findings = []
     for name, probe in _PROBES:
         try:
             found, detail = True, probe()
-        except Exception as error:  # whatever a broken installation raises belongs in its row
+        except Exception as error:  # a broken installation may raise anything
             found, detail = False, " ".join(str(error).split()) or type(error).__name__
         findings.append({"name": name, "found": found, "detail": detail})
     return findings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the findings; the exit status is 0 whatever was found."""
+    """Prints the findings.  The exit status is 0 even if something is missing."""
     parser = argparse.ArgumentParser(prog="wsync doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)

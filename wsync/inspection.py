@@ -1,9 +1,9 @@
-"""`wsync inspect`: the version of a running engine's weights, and what each worker keeps.
+"""`wsync inspect`: shows the version of a running engine's weights, and what each worker keeps.
 
 The workers have to run wsync's loader (SGLang: --custom-weight-loader wsync.sglang.load_weights;
-vLLM: --worker-extension-cls wsync.vllm.WorkerExtension), and learn when a trainer updates them.
-They answer over a socket of their own, so this runs on their host, as their user.  SGLang answers
-when the requests under way are done.
+vLLM: --worker-extension-cls wsync.vllm.WorkerExtension).  They learn what they keep in a trainer's
+first update.  They answer through a Unix socket, so run this on their host, as their user.  SGLang
+answers after its running requests have ended.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ _HEADS: Final = ("worker", "model", "tensors", "bytes kept", "rounds", "ring byt
 
 @dataclasses.dataclass(frozen=True)
 class EngineReport:
-    """What an engine says.
+    """The answers of an engine and its workers.
 
-    weight_version: what it calls its weights; None where it does not say that.  unasked: why its
-    workers were not asked, else "".  workers: what each says, by name.  Of its last update:
+    weight_version: the version that the engine reports; None if it reports none.  unasked: why the
+    workers were not asked, or "".  workers: a dictionary for each worker, with these keys:
 
-        worker, update, rounds   its number, that of the last committed update, and of its rounds
-        ring_nbytes              bytes of the ring that it took them through
-        consistent               whether its weights are those of one update
+        worker                   the worker's number
+        update, rounds           the number of the last committed update, and of its rounds
+        ring_nbytes              bytes of the ring that the update went through
+        consistent               whether all weights are from one update
         inconsistency            why they are not
-        loader, module           what loads, into which model
-        unlearnt                 why nothing has been learnt, "" where something has
+        loader                   the class of the loader
+        module                   the class of the model, if the loader learns
+        unlearnt                 if the loader learns: why it has learnt nothing, or ""
 
-    and what it has learnt, if it has: model_tensors, model_nbytes, kept_nbytes, fallbacks (tensors
-    that go through the engine's own load_weights, and why), and tensors: name, dtype, shape,
-    kept_as (a dtype) and boxes: into (a parameter), start and extent in the tensor.
+    A worker that has learnt what it keeps adds: model_tensors, model_nbytes, kept_nbytes, fallbacks
+    (tensors that go through the engine's own load_weights, and why) and tensors.  Each tensor has
+    name, dtype, shape, kept_as (a dtype) and boxes.  Each box has into (a parameter), and its start
+    and extent in the tensor.
     """
 
     name: str
@@ -53,12 +56,17 @@ class EngineReport:
 
 
 def look(engine: object, *, api_key: str | None = None, timeout: float = 30.0) -> EngineReport:
-    """Asks an engine, given as to `wsync.handle`, what it calls its weights, and its workers what
-    they keep, where they run wsync's loader.
+    """Asks an engine for the version of its weights.  If its workers run wsync's loader, asks them
+    what they keep.
+
+    Args:
+        engine: anything that `wsync.handle` takes.
+        api_key: the engine's bearer key.
+        timeout: seconds for all answers together.
 
     Raises:
-        DeadlineError: it does not answer, or a worker does not: it may be on another host.
-        RemoteError: it refuses; an update may be running.
+        DeadlineError: the engine or a worker does not answer; a worker may be on another host.
+        RemoteError: the engine refuses the request; an update may be running.
     """
     check_seconds("timeout", timeout)
     deadline = Deadline(timeout)
@@ -70,14 +78,14 @@ def look(engine: object, *, api_key: str | None = None, timeout: float = 30.0) -
 
 
 def _obstacle(engine: EngineHandle, timeout: float) -> str:
-    """Why the workers of an engine cannot be asked, or ""."""
+    """The reason why an engine's workers cannot be asked, or ""."""
     if LOAD_FORMAT not in engine.load_formats:
-        return f"does not run wsync's loader, it takes {engine.load_formats}"
+        return f"does not run wsync's loader; its load formats are {engine.load_formats}"
     started = how_started(engine, timeout)
     if started.get("speculative_algorithm") not in (None, "", "NGRAM"):
-        return "drafts tokens: each question would have SGLang process the draft's weights again"
+        return "drafts tokens: each question would make SGLang process the draft's weights again"
     if (stages := started.get("pp_size") or 1) != 1:
-        return f"has {stages} pipeline stages, and SGLang answers for the first one only"
+        return f"has {stages} pipeline stages, and SGLang answers only for the first stage"
     return ""
 
 
@@ -102,7 +110,7 @@ def _ask(engine: EngineHandle, deadline: Deadline) -> list[dict[str, Any]]:
             said = [json.loads(each.accept(deadline.left, asking.check)) for each in exporters]
         except _core.DeadlineError:
             raise _core.DeadlineError(
-                f"engine {engine.name}: not every worker answers; are they on this host?"
+                f"engine {engine.name}: not every worker answers; are the workers on this host?"
             ) from None
         asking.join(deadline.left)
     return sorted(said, key=lambda worker: int(worker["worker"]))
@@ -120,7 +128,7 @@ def _row(said: Mapping[str, Any]) -> list[str]:
 
 
 def _notes(said: Mapping[str, Any]) -> Iterator[str]:
-    """What is out of the ordinary."""
+    """Texts about a worker's unusual state."""
     if unlearnt := said.get("unlearnt", "its loader knows by itself what it takes"):
         yield f"nothing learnt: {unlearnt}"
     for name, reason in said.get("fallbacks", {}).items():
@@ -130,7 +138,7 @@ def _notes(said: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table(workers: Sequence[Mapping[str, Any]]) -> str:
-    """One line a worker, and below it what is out of the ordinary, each once."""
+    """One line for each worker; below them each unusual state once, with the workers' numbers."""
     rows = [[*_HEADS], *map(_row, workers)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -143,14 +151,14 @@ def table(workers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what an engine says; 0, 1 where it cannot be asked, 2 for bad arguments."""
+    """Prints an engine's answers.  Returns 0, 1 if it cannot be asked, 2 for bad arguments."""
     parser = argparse.ArgumentParser(
         "wsync inspect", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("url", help="of the engine, for example http://127.0.0.1:30000")
+    parser.add_argument("url", help="the engine's URL, for example http://127.0.0.1:30000")
     parser.add_argument("--json", action="store_true", help="print everything as a JSON object")
-    parser.add_argument("--api-key", help="the engine's bearer key")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds (default 30)")
+    parser.add_argument("--api-key", help="the engine's API key")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds in all (default 30)")
     chosen = parser.parse_args(argv)
     try:
         found = look(chosen.url, api_key=chosen.api_key, timeout=chosen.timeout)

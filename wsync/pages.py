@@ -1,7 +1,7 @@
-"""What people look at: HTML of an update, as a notebook and the demo's page show it.
+"""Makes the HTML of an update, which a notebook or the demo's page shows.
 
-A page needs nothing but itself: no network, no script.  It follows the reader's choice of light or
-dark.  Everything is well-formed XML.
+A page needs no network and no script.  It follows the reader's choice of a light or dark theme.
+The output is well-formed XML.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from xml.etree.ElementTree import Element, tostring
 
-# phases of an update, which are waits of a trainer's thread, in their order
+# The phases of an update in their order.  Each is a wait of a trainer's thread.
 _PHASES: Final = {
     "quantise": "codes and scales are made",
     "pause": "engines stop",
-    "open": "workers join; before the first update: they learn, ranks plan",
-    "staging": "other ranks have read what was sent before",
-    "engine": "workers have taken rounds",
-    "gather": "what other ranks send has come",
+    "open": "workers join; in the first update they also learn, and ranks plan",
+    "staging": "other ranks have read the rounds sent before",
+    "engine": "workers have taken their rounds",
+    "gather": "the bytes from other ranks have arrived",
     "copy": "this rank's own copies have run",
     "prepare": "all workers hold every byte",
     "commit": "engines take the version and continue",
-    "begin": "a folder has files of full size",
+    "begin": "a new folder has files of their full size",
     "write": "files are written",
     "sync": "the disk has them",
     "publish": "the folder gets its name",
     "engines": "engines load the files and continue",
-    "other": "ranks agree to begin, and what lies between the phases",
+    "other": "ranks agree to begin; also the time between phases",
 }
-# what else is seen of a process: its copies, and the waits of an engine's worker
+# other spans of a process: its copies, and the waits of an engine's worker
 _OTHERS: Final = ("pack", "local", "unpack", "load", "post", "join", "take", "finish", "verdict")
 _COLOURS: Final = {
     name: f"hsl({137 * number % 360}, 45%, 55%)" for number, name in enumerate((*_PHASES, *_OTHERS))
 }
-_SHOWN: Final = ("version", "phases", "ways", "paths", "own_loading")  # above the other facts
-_PIXELS: Final = 4000  # of a lane, in which one span of a kind each is drawn
-# what XML has no way to write
+_SHOWN: Final = ("version", "phases", "ways", "paths", "own_loading")  # shown above the other facts
+_PIXELS: Final = 4000  # of a lane; a pixel shows at most one span of each kind
+# characters that XML cannot contain
 _UNWRITABLE: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-# a notebook has rules for tables, which names given twice outrank
+# A notebook has its own rules for tables.  The doubled class names take precedence over them.
 _STYLE: Final = """
 .wsync{color-scheme:light dark;color:CanvasText;background:Canvas;font:14px/1.45 system-ui,
 sans-serif;max-width:1100px;margin:0 auto;padding:12px 16px;overflow-wrap:anywhere}
@@ -53,7 +53,7 @@ border:0;border-bottom:1px solid GrayText}
 
 
 def tag(name: str, /, *content: str | Element, **attributes: object) -> Element:
-    """An element.  Attributes: `class_` is class."""
+    """An element.  A trailing underscore of an attribute is dropped: `class_` becomes class."""
     made = Element(name, {key.rstrip("_"): str(value) for key, value in attributes.items()})
     for part in content:
         if isinstance(part, Element):
@@ -66,12 +66,12 @@ def tag(name: str, /, *content: str | Element, **attributes: object) -> Element:
 
 
 def fragment(*content: Element) -> str:
-    """A part of somebody else's page, with the style that it needs."""
+    """A part of another page, together with the style that it needs."""
     return _written(tag("div", tag("style", _STYLE), *content, class_="wsync"))
 
 
 def page(title: str, *content: Element) -> str:
-    """A whole file."""
+    """A complete HTML file."""
     sized = {"name": "viewport", "content": "width=device-width, initial-scale=1"}
     head = tag("head", tag("meta", charset="utf-8"), tag("meta", **sized), tag("title", title))
     body = tag("body", tag("h1", title), *content, class_="wsync")
@@ -80,22 +80,23 @@ def page(title: str, *content: Element) -> str:
 
 
 def _written(element: Element) -> str:
-    text = tostring(element, "unicode", short_empty_elements=False)  # which HTML does not know
+    text = tostring(element, "unicode", short_empty_elements=False)  # HTML has no <tag/>
     return _UNWRITABLE.sub("\ufffd", text)
 
 
 def spent(seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
-    """An update's phases in their order, those that are not known after them, and the rest of its
-    time."""
+    """Seconds by phase: first the known phases in their order, then unknown ones, then the rest of
+    the update's time as "other"."""
     found = {name: phases[name] for name in (*_PHASES, *phases) if name in phases}
     rest = seconds - sum(phases.values())
     return found | ({"other": rest} if rest > 0 else {})
 
 
 def update(facts: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Element]:
-    """What a Report says (`Report.facts`), and what processes did when.
+    """The elements that show a Report and a timeline of its processes.
 
-    records: what wsync.machine.trace writes, with a "name" each.
+    facts: as `Report.facts` returns them.  records: as wsync.machine.trace writes them, each with a
+    "name" added.
     """
     paths, seconds = facts["paths"], facts["seconds"]
     parts = [tag("b", f"Weights updated to version {facts['version']}")]
@@ -120,13 +121,13 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str | Element]]) -> Ele
 
 
 def _timeline(records: Sequence[Mapping[str, Any]]) -> Iterator[Element]:
-    """What every process did, from the first moment of the update to the last: waits of its thread,
-    and below them what its stream copied."""
+    """The spans of every process, from the beginning of the update to its end.  The upper lane has
+    the waits of the process's thread, the lower lane the copies of its stream."""
     spans = [span for record in records for span in record["spans"]]
     if not spans:
         return
     begin, end = min(span[3] for span in spans), max(span[4] for span in spans) + 1
-    yield tag("p", f"What was done when, in {_duration((end - begin) / 1e9)}:")
+    yield tag("p", f"Timeline of {_duration((end - begin) / 1e9)}:")
     for record in records:
         yield tag("div", record["name"])
         for lane in ("thread", "stream"):
@@ -138,7 +139,7 @@ def _timeline(records: Sequence[Mapping[str, Any]]) -> Iterator[Element]:
 
 
 def _bars(spans: Iterable[Sequence[Any]], begin: int, end: int) -> Iterator[Element]:
-    """Rounds that are handed over come last, on top of what they stand in."""
+    """The bars of one lane.  "post" bars come last, so that they are drawn on top of the others."""
     share, pixel = 100 / (end - begin), (end - begin) / _PIXELS
     seen = {(span[1], span[3] // pixel, span[4] // pixel): span for span in spans}
     for _, what, number, first, last in sorted(seen.values(), key=lambda span: span[1] == "post"):

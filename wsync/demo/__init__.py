@@ -1,6 +1,6 @@
-"""Demonstrations: real trainers and engines on any machine."""
+"""Demonstrations: real trainers and engines that run on any machine."""
 
 import warnings
 
-# of transformers, by way of tqdm.auto, in notebooks without ipywidgets; no bar here needs these
+# transformers causes it (through tqdm.auto) in notebooks without ipywidgets; no bar here needs them
 warnings.filterwarnings("ignore", "IProgress not found")

@@ -1,4 +1,4 @@
-"""`wsync demo`: a sharded trainer updates two running engines, and every byte is checked."""
+"""`wsync demo`: a sharded trainer updates two running engines; the demo checks every byte."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from wsync.doctor import importable
 from wsync.machine import trace
 
 _DESCRIPTION = """
-A Megatron trainer in several processes takes optimizer steps and updates two inference engines
-after each, which run a transformers model behind SGLang's HTTP endpoints.  Every tensor is compared
-byte for byte with mbridge's conversion, and the engines' logits with the trainer's.  Everything
-runs on the CPU.
+A Megatron trainer in several processes takes optimizer steps, and then updates two inference
+engines.  It repeats this for every update.  The engines run a transformers model behind SGLang's
+HTTP endpoints.  Every tensor is compared byte for byte with mbridge's conversion, and the engines'
+logits are compared with the trainer's.  Everything runs on the CPU.
 """
 MODES = {  # how weights travel
     "colocated": "through memory that trainer and engines share",
-    "mixed": "over gloo to the first engine, through shared memory to the other one",
+    "mixed": "over gloo to the first engine, through shared memory to the second engine",
     "distributed": "over gloo, as to engines on other hosts",
     "disk": "as checkpoints in a folder",
 }
-_REMOTE = {"mixed": 1, "distributed": 2}  # engines that are taken for remote
+_REMOTE = {"mixed": 1, "distributed": 2}  # the number of engines that count as remote
 _EXPERTS = "qwen3-moe"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo; 0 if everything was verified, 1 if not, 2 for bad arguments."""
+    """Runs the demo.  Returns 0 if everything was verified, 1 if not, 2 for bad arguments."""
     chosen = _chosen(arguments)
     if lack := _lack():
         print(f"wsync demo: {lack}", file=sys.stderr)
         return 1
-    # trainer processes and two engines share the machine's cores, and gloo this host
+    # one thread each: trainer and engines share the cores; gloo stays on this host
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="wsync-demo-") as folder:
@@ -49,10 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _chosen(arguments: list[str] | None) -> Any:
-    """What the command line says, the number of trainer ranks, and the engines' GPU offsets."""
+    """The arguments, plus `ranks` (of the trainer) and `offsets` (the engines' GPU offsets)."""
     parser = argparse.ArgumentParser(prog="wsync demo", description=_DESCRIPTION)
     for name, known, text in (
-        ("model", ("qwen3", _EXPERTS), "what is trained"),
+        ("model", ("qwen3", _EXPERTS), "the model to train"),
         ("mode", tuple(MODES), "; ".join(f"{mode}: {how}" for mode, how in MODES.items())),
     ):
         text += " (default %(default)s)"
@@ -64,18 +64,18 @@ def _chosen(arguments: list[str] | None) -> Any:
     ):
         text += " (default %(default)s)"
         parser.add_argument(f"--{name}", type=int, choices=sizes, default=2, help=text)
-    text = "weight updates, each after some optimizer steps (default %(default)s)"
+    text = "number of weight updates, each after some optimizer steps (default %(default)s)"
     parser.add_argument("--updates", type=int, default=3, help=text)
-    text = "write a page of HTML to FILE: the last update's phases, bytes and timeline"
+    text = "write an HTML page of the last update to FILE: phases, bytes and timeline"
     parser.add_argument("--report", metavar="FILE", type=Path, help=text)
     chosen = parser.parse_args(arguments)
     if chosen.updates < 1:
-        parser.error(f"--updates {chosen.updates}: at least 1")
+        parser.error(f"--updates {chosen.updates}: must be at least 1")
     if chosen.report:
         try:
             chosen.report.open("a").close()
         except OSError as error:
-            parser.error(f"{chosen.report}: {error.strerror}")
+            parser.error(f"--report {chosen.report}: {error.strerror}")
     if chosen.model != _EXPERTS:
         chosen.ep = 1
     chosen.ranks = chosen.pp * math.lcm(chosen.tp, chosen.ep)
@@ -85,26 +85,26 @@ def _chosen(arguments: list[str] | None) -> Any:
 
 
 def _lack() -> str:
-    """What keeps the demo from running, or ""."""
+    """The reason why the demo cannot run, or ""."""
     needed = ("torch", "transformers", "megatron.core", "mbridge")
     if missing := [name for name in needed if not importable(name)]:
-        return f"{', '.join(missing)}: not installed; wsync's extra [demo] brings it"
+        return f"{', '.join(missing)}: not installed; run pip install '.[demo]' in a clone of wsync"
     found = importlib.metadata.version("transformers")
-    if found.startswith("4."):  # megatron-core 0.16.1 and mbridge are for it
+    if found.startswith("4."):  # megatron-core 0.16.1 and mbridge need it
         return ""
     return (
         f"transformers {found} is installed, and the demo needs 4.57: pip install "
-        "'transformers==4.57.6', in another environment if something here needs the newer one"
+        "'transformers==4.57.6'; if other programs need the newer one, use another environment"
     )
 
 
 def _run(chosen: Any, folder: str) -> int:
-    """Runs the trainer's processes, which are forked once this one has imported what they need."""
+    """Imports the packages, then forks the trainer's processes and waits for them."""
     sizes = f"TP{chosen.tp} x PP{chosen.pp}, EP{chosen.ep}"
     print(f"trainer: megatron-core, {chosen.model}, {chosen.ranks} processes ({sizes})")
     print(f"mode {chosen.mode}: weights travel {MODES[chosen.mode]}")
     print("importing torch, transformers and megatron-core", flush=True)
-    # they say in many words that there is neither TransformerEngine nor a GPU here
+    # these warn at length that TransformerEngine and a GPU are missing
     warnings.filterwarnings("ignore", module=r"(mbridge|megatron|torch\.distributed)(\.|$)")
     import mbridge  # noqa: F401 (once, for all ranks)
     from torch.multiprocessing.spawn import ProcessException, start_processes
@@ -121,8 +121,8 @@ def _run(chosen: Any, folder: str) -> int:
 
 
 def traces(folder: str, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """What every process did in its last update, trainer ranks first, as wsync.machine.trace has
-    written it.  names: of engine processes, by their ids."""
+    """The spans of every process in its last update, as wsync.machine.trace has written them.
+    Trainer ranks come first.  names: the engine processes' names, by process id."""
     records = [
         json.loads(path.read_text().splitlines()[-1]) for path in Path(folder).glob("*.jsonl")
     ]

@@ -1,4 +1,4 @@
-"""`wsync serve`: the server of SGLang or vLLM on this machine's CPU, with a small model."""
+"""`wsync serve`: starts the server of SGLang or vLLM on the CPU, with a small model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any
 from wsync.doctor import importable
 
 _DESCRIPTION = """
-Starts the engine's own server on the CPU, as an engine that wsync can update, with a small Qwen3 of
-random weights.  What it runs is printed; arguments that are not listed here are the server's.  The
-server answers after half a minute or two, and ends with Ctrl-C.
+Starts the engine's own server on the CPU, with a small Qwen3 model of random weights.  wsync can
+update the engine.  The command prints the server's command line.  It passes arguments that are not
+listed here on to the server.  The server answers after half a minute to two minutes.  Ctrl-C ends
+it.
 """
 _INSTALL = {
     "sglang": "pip install torch==2.13.0 '.[sglang-cpu]' && pip install --no-deps sglang==0.5.23",
@@ -26,8 +27,8 @@ _INSTALL = {
 }
 _MODEL = Path("tiny-qwen3")
 _PORTS = {"sglang": 30000, "vllm": 8000}
-_SGLANG_CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # for each worker, with "|" between them
-_SGLANG_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # which import each other
+_SGLANG_CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # the cores of each worker, separated by "|"
+_SGLANG_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # they import each other
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -35,7 +36,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,  # of which vLLM's attention on CPUs takes multiples
+    "head_dim": 32,  # vLLM's attention on CPUs needs a multiple of 32
     "tie_word_embeddings": False,
     "eos_token_id": None,
     "bos_token_id": None,
@@ -43,14 +44,14 @@ SIZES: dict[str, Any] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Becomes the server; returns 1 if it cannot be started, 2 for bad arguments."""
+    """Replaces this process by the server.  Returns 1 if it cannot, 2 for bad arguments."""
     parser = argparse.ArgumentParser(
         prog="wsync serve", description=_DESCRIPTION, allow_abbrev=False
     )
     parser.add_argument("engine", choices=sorted(_PORTS))
-    text = f"of a checkpoint (default {_MODEL}, which is made if it is missing)"
+    text = f"folder of a checkpoint (default {_MODEL}, which is made if it is missing)"
     parser.add_argument("--model", type=Path, default=_MODEL, metavar="FOLDER", help=text)
-    text = "where it listens (default 30000 for sglang, 8000 for vllm)"
+    text = "the server's port (default 30000 for sglang, 8000 for vllm)"
     parser.add_argument("--port", type=int, help=text)
     given, further = parser.parse_known_args(arguments)
     engine: str = given.engine
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not importable(package):
             print(
                 f"wsync serve: the Python package {package!r} is not installed; "
-                f"in an environment of its own, in a clone of wsync: {_INSTALL[engine]}",
+                f"in a new environment, in a clone of wsync, run: {_INSTALL[engine]}",
                 file=sys.stderr,
             )
             return 1
@@ -70,19 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings[_SGLANG_CORES] = "|".join(["0"] * _sglang_workers(further))
     settings = {name: os.environ.get(name, value) for name, value in settings.items()}
     words += further
-    print(f"the engine, for wsync: {'vllm+' * (engine == 'vllm')}http://127.0.0.1:{port}")
+    print(f"the engine's URL for wsync: {'vllm+' * (engine == 'vllm')}http://127.0.0.1:{port}")
     shown = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     print(*shown, "python -P", shlex.join(words), flush=True)
     os.execve(sys.executable, [sys.executable, "-P", *words], {**os.environ, **settings})
 
 
 def command(engine: str, model: str, port: int) -> tuple[dict[str, str], list[str]]:
-    """What is set in the environment, and Python's arguments.  model: a checkpoint's folder."""
+    """The server's environment variables and Python arguments.  model: a checkpoint's folder."""
     return (_sglang if engine == "sglang" else _vllm)(model, port)
 
 
 def make_model(folder: Path) -> None:
-    """A small Qwen3 in float32, with weights so large that rounding does not change its tokens."""
+    """Saves a small Qwen3 in float32, with weights so large that rounding changes no token."""
     import torch
     import transformers
 
@@ -103,7 +104,7 @@ def _sglang(model: str, port: int) -> tuple[dict[str, str], list[str]]:
     words += ["--max-total-tokens", "8192", "--max-running-requests", "4"]
     settings = {"SGLANG_USE_CPU_ENGINE": "1", _SGLANG_CORES: "0"}
     if Path(model) == _MODEL and (found := importlib.util.find_spec("sglang")):
-        # each worker imports all that it knows, which takes it longer than all else
+        # each worker would import all model classes, which takes most of its start
         folders = map(Path, found.submodule_search_locations or ())
         known = {path.stem for folder in folders for path in folder.glob("srt/models/*.py")}
         settings["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(known - {*_SGLANG_MODELS}))
@@ -111,7 +112,7 @@ def _sglang(model: str, port: int) -> tuple[dict[str, str], list[str]]:
 
 
 def _sglang_workers(words: Sequence[str]) -> int:
-    """How many an SGLang server with these arguments has; it ends where one has no cores."""
+    """The number of workers of an SGLang server; a worker without cores would end the server."""
     parser = argparse.ArgumentParser(prog="wsync serve", add_help=False)
     for short, long in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         parser.add_argument(f"--{short}-size", f"--{long}-parallel-size", type=int, default=1)

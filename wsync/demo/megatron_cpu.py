@@ -1,7 +1,7 @@
-"""A real Megatron-Core trainer on CPUs over gloo, as mbridge makes it.
+"""A real Megatron-Core trainer, made by mbridge, on CPUs over gloo.
 
-Megatron-Core asks for CUDA in a few places that do not need it.  `on_cpu` answers those on the CPU.
-In it, once Megatron's parallel groups are there:
+Megatron-Core calls CUDA in a few places that do not need it.  Within `on_cpu`, these calls work on
+the CPU.  After Megatron's parallel groups have been made:
 
     trainer = build(Qwen3Config(...))
     trainer.step(ids)
@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-_CPU = {  # what mbridge chooses for GPUs and TransformerEngine
+_CPU = {  # replaces what mbridge chooses for GPUs and TransformerEngine
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
     "init_method_std": 0.1,
@@ -62,7 +62,7 @@ def on_cpu() -> Iterator[None]:
         (torch.cuda, "synchronize", lambda *args: None),
         (torch.Tensor, "cuda", _same),
         (torch.nn.Module, "cuda", _same),
-        # 0.16.1 names this function even where TransformerEngine is missing.
+        # Megatron-Core 0.16.1 uses this name even if TransformerEngine is missing.
         (moe_utils, "te_general_gemm", None),
     ]
     with contextlib.ExitStack() as stack:
@@ -76,8 +76,8 @@ def on_cpu() -> Iterator[None]:
 
 
 def build(hf: Any) -> CpuTrainer:
-    """This rank's part of a trainer of the shape of a Hugging Face config, in float32.  The weights
-    are random, and equal on replicas."""
+    """This rank's part of a trainer in float32.  hf: a Hugging Face config, which gives the shapes.
+    The weights are random, and equal on replicas."""
     from mbridge import AutoBridge
     from megatron.core import parallel_state as state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -95,7 +95,7 @@ def build(hf: Any) -> CpuTrainer:
 
 
 class _Chunk:
-    """A part of a model under the names of TransformerEngine's experts, which mbridge knows."""
+    """A part of a model.  Its experts have TransformerEngine's names, which mbridge expects."""
 
     def __init__(self, chunk: Any) -> None:
         self._chunk, self.decoder = chunk, chunk.decoder
@@ -111,8 +111,8 @@ class _Chunk:
 
 @torch.no_grad()
 def exported(trainer: CpuTrainer) -> dict[str, Tensor]:
-    """All weights under their Hugging Face names, as mbridge converts them; collective.  It shares
-    no code with wsync's rules and planner."""
+    """All weights under their Hugging Face names, converted by mbridge.  Every rank must call this.
+    mbridge shares no code with wsync's rules and planner."""
     from mbridge import AutoBridge
 
     bridge = AutoBridge.from_config(trainer.hf, dtype=trainer.dtype)
@@ -123,7 +123,7 @@ def exported(trainer: CpuTrainer) -> dict[str, Tensor]:
 
 
 class _Hop(torch.autograd.Function):
-    """Hands hidden states of one pipeline stage to the others, and their gradients back to it."""
+    """Sends the hidden states of one pipeline stage to all others, and their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: ProcessGroup, holder: int) -> Tensor:
@@ -134,7 +134,7 @@ class _Hop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        total = gradient.contiguous().clone()  # of all but the next stage it is zero
+        total = gradient.contiguous().clone()  # it is zero on all stages except the next
         dist.all_reduce(total, group=ctx.group)
         mine = ctx.holder == ctx.group.rank()
         return total if mine else torch.zeros_like(total), None, None
@@ -150,8 +150,8 @@ class CpuTrainer:
     optimizer: torch.optim.Optimizer | None = None
 
     def _run(self, ids: Tensor, **options: Any) -> Tensor:
-        """Runs all chunks in model order.  The last stage gets the output; the others get what
-        `backward` of it needs to pass gradients on between stages.  options: of the last chunk."""
+        """Runs all chunks in model order.  The last stage gets the output.  The other stages get a
+        tensor whose `backward` passes gradients on.  options: arguments of the last chunk."""
         from megatron.core import parallel_state as state
 
         group = state.get_pipeline_model_parallel_group()
@@ -179,7 +179,7 @@ class CpuTrainer:
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        """Logits (batch, length, vocab_size) of token ids (batch, length), on every rank."""
+        """Logits (batch, length, vocab_size) for token ids (batch, length), on every rank."""
         from megatron.core import parallel_state as state
 
         output = self._run(ids)
@@ -195,7 +195,7 @@ class CpuTrainer:
         return full
 
     def step(self, ids: Tensor) -> None:
-        """One AdamW step on predicting the next token."""
+        """Takes one AdamW step on predicting the next token."""
         from megatron.core import parallel_state as state
 
         if self.optimizer is None:
@@ -210,8 +210,8 @@ class CpuTrainer:
         self.optimizer.step()
 
     def _average_gradients(self) -> None:
-        """Keeps replicas equal.  Where they hold parts of a sum, the average is as good: AdamW goes
-        by its direction."""
+        """Keeps replicas equal.  If ranks hold parts of a sum, the average serves as well: AdamW's
+        step does not depend on the scale of gradients."""
         from megatron.core import parallel_state as state
 
         weights = [item for chunk in self.chunks for item in chunk.named_parameters()]
@@ -224,7 +224,7 @@ class CpuTrainer:
 
 
 def _average(weights: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Averages the gradients of some parameters as one tensor."""
+    """Averages the gradients of these parameters over the group, as one tensor."""
     for weight in weights:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)

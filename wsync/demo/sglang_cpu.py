@@ -1,9 +1,9 @@
-"""`python -m wsync.demo.sglang_cpu ARGUMENTS` is `python -m sglang.launch_server ARGUMENTS` on a
-CPU, without SGLang's kernels and the CUDA packages that it depends on.
+"""SGLang's server on a CPU.
 
-What these give has stand-ins; nothing of SGLang's own is changed.  The server's other processes
-import this module, too, before anything of SGLang: multiprocessing has them import the one that
-Python was started with.
+`python -m wsync.demo.sglang_cpu ARGUMENTS` runs `python -m sglang.launch_server ARGUMENTS` without
+SGLang's kernels, and without the CUDA packages that SGLang depends on.  Stand-ins replace them;
+SGLang's own code stays as it is.  The server's other processes also import this module before
+SGLang, because multiprocessing imports the main module in each process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from wsync.demo import stand_ins
 
-# imported by its server, and called by none of its own processes on a CPU
+# packages that SGLang's server imports, but that no process of it calls on a CPU
 NEEDED_BY_NO_SERVER = (
     *("IPython", "gguf", "interegular", "llguidance", "openai", "openai_harmony", "outlines"),
     *("partial_json_parser", "scipy", "sentencepiece", "soundfile", "tiktoken"),
@@ -28,11 +28,13 @@ NEEDED_BY_NO_SERVER = (
 
 
 def stand_in(missing: Iterable[str]) -> None:
-    """Lets sglang be imported without its kernels, and without those of the packages in `missing`
-    that are not installed; before its import."""
+    """Makes `import sglang` work without its kernels and without the packages in `missing`.
+
+    Call this before that import.  If a package in `missing` is installed, it is used."""
     from torch.utils import _triton
 
-    _triton.has_triton_package()  # remembered: torch must not take the stub for triton
+    # torch caches these answers, so it does not take the stand-in for triton
+    _triton.has_triton_package()
     _triton.has_triton()
     stand_ins.install(missing, always=["sgl_kernel"])
     torch.compile = lambda f=None, **_: f if f is not None else (lambda g: g)  # type: ignore

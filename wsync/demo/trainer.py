@@ -25,7 +25,7 @@ from wsync.demo.megatron_cpu import CpuTrainer, build, exported, on_cpu
 SENTENCE = "Fresh weights reach every engine, byte for byte, before the next token is due. "
 PROMPT_LENGTH = 18
 NEW_TOKENS = 40
-_STEPS = 12  # before each update, and five times as many before the last: until the text is learnt
+_STEPS = 12  # before each update; five times as many before the last, to learn the text
 _TOLERANCE = 1e-3  # of logits
 _MODEL = {
     "vocab_size": 256,  # bytes
@@ -48,7 +48,7 @@ _http.trust_env = False
 
 
 def train(rank: int, chosen: Any, folder: str) -> None:
-    """What one rank does.  Rank 0 has the engines, prints, and exits with 1 if a byte is wrong."""
+    """Runs one rank.  Rank 0 starts the engines, prints, and exits with 1 if a byte is wrong."""
     torch.set_num_threads(1)
     sizes = _MODEL if chosen.model == "qwen3" else {**_MODEL, **_EXPERTS}
     config = transformers.AutoConfig.for_model(chosen.model.replace("-", "_"), **sizes)
@@ -83,9 +83,9 @@ def train(rank: int, chosen: Any, folder: str) -> None:
 def _update(
     trainer: CpuTrainer, servers: Sequence[ServerProcess], chosen: Any, folder: str
 ) -> None:
-    """Alternates training and updating; every rank takes part, rank 0 compares and reports."""
+    """Trains and updates in turn.  Every rank takes part; rank 0 compares and reports."""
     ids = torch.tensor([list(SENTENCE.encode())], device="cpu")
-    hidden = None if servers else True  # of bars: shown on rank 0 where stderr is a terminal
+    hidden = None if servers else True  # for tqdm: rank 0 shows bars if stderr is a terminal
     problems: list[str] = []
     urls = [server.url for server in servers]
     with _connected(trainer, urls, chosen, folder) as sync:
@@ -137,7 +137,7 @@ def _wrong(
     ids: torch.Tensor,
     logits: torch.Tensor,
 ) -> list[str]:
-    """What is wrong with an engine's version, bytes and logits after an update."""
+    """Describes every error in an engine's version, bytes and logits after an update."""
     where = f"update {report.version}, {url}"
     version = _post(url, "/model_info")["weight_version"]
     problems = [f"{where}: version {version!r}"] if version != report.version else []
@@ -155,7 +155,7 @@ def _wrong(
 
 
 def _said(url: str) -> str:
-    """What an engine makes of the beginning of the text; an untrained one says any bytes."""
+    """How an engine continues the beginning of the text.  If untrained, it gives random bytes."""
     prompt = list(SENTENCE[:PROMPT_LENGTH].encode())
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0}
     ids = _post(url, "/generate", input_ids=prompt, sampling_params=sampling)["output_ids"]

@@ -1,4 +1,4 @@
-"""One worker of an engine: its weights, and the requests that write to them."""
+"""One worker of an engine: its weights, and the requests that replace them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,10 +24,10 @@ _CASTS: Final = ({torch.float32, torch.bfloat16}, {torch.float32, torch.float16}
 
 
 class ModelWorker:
-    """What every engine's worker does.  Subclasses say how tensors get into their model.
+    """The base of all workers.  Subclasses define how tensors get into their model.
 
-    `end` is when whoever asks waits no longer; `weight_version` what the weights are called from
-    then on, or None.
+    Arguments of several methods: `end` is the time at which the caller stops waiting;
+    `weight_version` is the new version of the weights, or None to keep the old version.
     """
 
     def __init__(self, loader: Loader, *, rank: int = 0) -> None:
@@ -35,17 +35,17 @@ class ModelWorker:
         self.receiver = Receiver(loader, worker=rank)
         self.updates = self.receiver.state
 
-    # --- what subclasses say ----------------------------------------------------------------
+    # --- what subclasses define -------------------------------------------------------------
 
     def load_weights(self, weights: Named) -> None:
-        """Takes named tensors, some of the model's: what a stock engine does."""
-        raise InvalidArgumentError(f"worker {self.rank} takes wsync's control messages only")
+        """Loads named tensors, which may be a part of the model, as a stock engine does."""
+        raise InvalidArgumentError(f"worker {self.rank} takes only wsync's control messages")
 
     def check_fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """LayoutError if a checkpoint with tensors of these shapes is none of the model's."""
+        """Raises LayoutError if a checkpoint with these shapes does not fit the model."""
 
     def exclusive(self, end: Deadline) -> AbstractContextManager[None]:
-        """Around what writes to the weights."""
+        """A context that excludes all other use of the weights while they are written."""
         return nullcontext()
 
     # --- requests ----------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class ModelWorker:
         end: Deadline,
         weight_version: str | None = None,
     ) -> str:
-        """A control message, or a bucket in a stock engine's payload; a text about it."""
+        """Handles a control message or a stock engine's payload.  Returns a text for the answer."""
         content: Any = payload.load(data)
         if load_format == control.LOAD_FORMAT:
             with self.exclusive(end):
@@ -77,9 +77,9 @@ class ModelWorker:
         end: Deadline,
         weight_version: str | None = None,
     ) -> None:
-        """A checkpoint folder.  One that is not whole is refused before anything is loaded."""
+        """Loads a checkpoint folder.  Refuses an incomplete checkpoint before it loads anything."""
         with self.exclusive(end):
-            checkpoint = Checkpoint(Path(model_path).resolve())  # a link may move meanwhile
+            checkpoint = Checkpoint(Path(model_path).resolve())  # a link may change meanwhile
             self.check_fit({name: place.shape for name, place in checkpoint.places.items()})
             with self.updates.replacing(f"loading {model_path}", weight_version):
                 for path in checkpoint.files:
@@ -87,17 +87,17 @@ class ModelWorker:
 
     @contextmanager
     def _bucket(self, end: Deadline, weight_version: str | None) -> Iterator[None]:
-        """Around one bucket."""
+        """A context in which one bucket is loaded."""
         with self.exclusive(end), self.updates.only():
             yield
             self.updates.bucket_loaded(weight_version)
 
 
 class ModuleWorker(ModelWorker):
-    """Whole tensors go to the parameters and persistent buffers of their names; see
+    """Copies whole tensors to the parameters and persistent buffers of the same names; see
     wsync.engine.ring_loaders.ModuleLoader.
 
-    threads: copy threads.
+    threads: number of threads that copy.
     """
 
     def __init__(self, module: torch.nn.Module, *, threads: int = 1) -> None:
@@ -108,7 +108,7 @@ class ModuleWorker(ModelWorker):
         named_tensors(self.module, shapes)
 
     def load_weights(self, weights: Named) -> None:
-        """Copies by name.  What fits is checked before the first byte is written."""
+        """Copies tensors by name.  Checks them all before it writes the first byte."""
         state = state_of(self.module)
         facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
         check_fit(weights, facts, type(self.module).__name__)
@@ -118,11 +118,11 @@ class ModuleWorker(ModelWorker):
 
 
 def check_fit(weights: Named, facts: Facts, who: str) -> None:
-    """Refuses what cannot be written as it is, by name.  facts: shape and dtype of all that may
-    be delivered.
+    """Checks that tensors can be copied into a model.  facts: shape and dtype of each tensor of the
+    model.  who: the model's name, for messages.
 
     Raises:
-        LayoutError: an unknown name, another shape, or a dtype that is not cast.
+        LayoutError: a name is unknown, a shape differs, or a dtype cannot be cast.
     """
     for name, tensor in weights:
         if name not in facts:
@@ -135,7 +135,7 @@ def check_fit(weights: Named, facts: Facts, who: str) -> None:
 
 
 def _tensors(content: Any, load_format: str | None) -> Named:
-    """(name, tensor) of a stock engine's payload."""
+    """The pairs of name and tensor in a stock engine's payload."""
     if load_format == control.FLATTENED_BUCKET:
         return FlattenedTensorBucket(**content).reconstruct_tensors()
     if load_format not in (None, "direct"):

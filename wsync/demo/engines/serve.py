@@ -1,4 +1,4 @@
-"""The transformers engine as a process: its command line, and a helper that starts one."""
+"""Runs the transformers engine as a process: its command line, and a helper that starts it."""
 
 import argparse
 import contextlib
@@ -30,11 +30,11 @@ _TAIL_NBYTES = 2000
 
 
 class ServerProcess:
-    """A running command with a readable log; `url` is the address of the engine that it is.  Close
-    it, or use `with`.
+    """An engine's process, with a readable log.  `url` is the engine's address.  Call `close`, or
+    use `with`.
 
-    Its standard input and output are pipes (the child takes the end of its input for the end of its
-    parent), its standard error is a file that is read for messages.
+    The standard input and output are pipes.  When its input ends, the child concludes that its
+    parent has ended.  The standard error is a file; `log` reads it for messages.
     """
 
     url: str = ""
@@ -70,7 +70,7 @@ class ServerProcess:
         return self.process.pid
 
     def log(self) -> str:
-        """The end of what the process wrote to its standard error."""
+        """The last lines that the process wrote to its standard error."""
         if self._log.closed:
             return ""
         descriptor = self._log.fileno()
@@ -78,7 +78,7 @@ class ServerProcess:
         return os.pread(descriptor, _TAIL_NBYTES, start).decode("utf-8", "replace").strip()
 
     def close(self) -> None:
-        """Ends the process; more than once does no harm."""
+        """Ends the process.  Further calls have no effect."""
         for stream in filter(None, (self.process.stdin, self.process.stdout)):
             stream.close()
         self.process.terminate()
@@ -90,11 +90,11 @@ class ServerProcess:
         self._log.close()
 
     def await_port(self, timeout: float) -> None:
-        """Waits until the engine says its port, where it listens from then on."""
+        """Waits until the engine listens and prints its port; then sets `url`."""
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], timeout)[0]:
             raise DeadlineError(
-                f"engine {self.name}: no port after {seconds(timeout)}: {self.log()}"
+                f"engine {self.name}: no port after {seconds(timeout)}; its log: {self.log()}"
             )
         line = self.process.stdout.readline()
         if not line:
@@ -112,9 +112,17 @@ def serve_in_process(
 ) -> ServerProcess:
     """Starts an engine in a child process on a free port and waits until it listens.
 
-    model: a checkpoint folder; or a transformers config object, of which the weights are drawn with
-    `seed`.  dtype: torch's name, by default the checkpoint's or config's.  The child ends with this
-    process.  Raises DeadlineError, or PeerClosedError with the end of the child's log.
+    The child ends with this process.
+
+    Args:
+        model: a checkpoint folder, or a transformers config object.
+        dtype: torch's name of a dtype; None for the dtype of the checkpoint or config.
+        seed: if `model` is a config object, draws its random weights.
+        timeout: seconds to wait.
+
+    Raises:
+        DeadlineError: the engine does not listen in time.
+        PeerClosedError: the process has ended; the text has the end of its log.
     """
     with contextlib.ExitStack() as stack:
         words = ["--port", "0", "--child", *(["--dtype", dtype] if dtype else [])]
@@ -133,7 +141,7 @@ def serve_in_process(
 
 
 def load(path: str, *, dtype: str | None, seed: int | None) -> Any:
-    """The model of a checkpoint folder, or with a seed one of its config and random weights."""
+    """The model of a checkpoint folder.  With a seed, its weights are random instead."""
     import torch
     import transformers
 
@@ -152,7 +160,7 @@ def load(path: str, *, dtype: str | None, seed: int | None) -> Any:
         path, local_files_only=True, output_loading_info=True, **options
     )
     if names := sorted(found["missing_keys"]):
-        # transformers warns, and draws them
+        # transformers only warns, and makes random weights for them
         raise LayoutError(f"{path}: the checkpoint lacks {listed(names)}")
     return model
 
@@ -160,20 +168,21 @@ def load(path: str, *, dtype: str | None, seed: int | None) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of `python -m wsync.demo.engines.transformers`.
 
-    What it asks for that cannot be had ends the process with status 2 and a line that says so."""
+    If the model or the port cannot be had, prints one line and ends with status 2."""
     from wsync.demo.engines.server import EngineServer
     from wsync.demo.engines.transformers import Engine
 
     parser = command_line()
     options = parser.parse_args(arguments)
-    path = os.path.realpath(options.model)  # once: a trainer's `latest` may move between two files
+    # resolved once: a trainer's link `latest` may change between two files
+    path = os.path.realpath(options.model)
     try:
         engine = Engine(load(path, dtype=options.dtype, seed=options.seed), model_path=path)
-        if options.seed is None and Path(path, INDEX).exists():  # perhaps a trainer has written it
+        if options.seed is None and Path(path, INDEX).exists():  # it may name a version
             stored = Checkpoint(path).weight_version
             engine.updates.weight_version = stored or engine.weight_version
         server = EngineServer(engine, options.port)
-    except (OSError, ValueError, WsyncError) as error:  # transformers' are among them
+    except (OSError, ValueError, WsyncError) as error:  # these include transformers' errors
         parser.exit(_EXIT_USAGE, f"{parser.prog}: {' '.join(str(error).split())}\n")
     print(json.dumps({"port": server.port}), flush=True)
     if options.child:
@@ -183,10 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end_with_parent() -> None:
-    """The parent holds the other end of standard input: its end of file is the parent's end."""
-    while os.read(0, 4096):  # not sys.stdin, whose lock would be held at exit
+    """Ends this process when standard input ends, because the parent holds its other end."""
+    while os.read(0, 4096):  # sys.stdin would hold a lock at exit
         pass
-    os._exit(0)  # whatever waits
+    os._exit(0)  # other threads may still wait
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -195,8 +204,8 @@ def command_line() -> argparse.ArgumentParser:
         description="A small inference engine with SGLang's weight-update endpoints, on 127.0.0.1.",
     )
     parser.add_argument("--model", metavar="DIR", required=True, help="checkpoint folder")
-    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one")
-    parser.add_argument("--dtype", help="torch's name of a dtype")
-    parser.add_argument("--seed", type=int, help="of random weights, in place of the folder's")
+    parser.add_argument("--port", type=int, default=30000, help="0 takes a free port")
+    parser.add_argument("--dtype", help="torch's name of a dtype (default: the checkpoint's)")
+    parser.add_argument("--seed", type=int, help="draw random weights with this seed")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""SGLang's HTTP endpoints in front of an Engine (paths and answers of SGLang 0.5.23)."""
+"""Serves an Engine at SGLang's HTTP endpoints, with the paths and answers of SGLang 0.5.23."""
 
 import inspect
 import json
@@ -15,10 +15,11 @@ from wsync.machine.error_text import error_text
 
 
 class EngineServer(ThreadingTCPServer):
-    """Answers each connection in a thread of its own, so that requests that wait do not lock out
-    those that end their wait.
+    """Answers each connection in its own thread.  A request that waits, as in a pause, does not
+    block the request that ends the wait.
 
-    Raises InvalidArgumentError where it cannot have the port.
+    Raises:
+        InvalidArgumentError: it cannot listen on the port.
     """
 
     allow_reuse_address = True
@@ -38,8 +39,8 @@ class EngineServer(ThreadingTCPServer):
         return int(self.socket.getsockname()[1])
 
     def answer(self, path: str, data: bytes) -> tuple[int, Any]:
-        """Status and content.  The fields of a body that an endpoint does not know are passed
-        over, as SGLang does."""
+        """Returns the status and content of an answer.  Ignores fields that an endpoint does not
+        know, as SGLang does."""
         if path[1:] not in self._calls:
             return 404, {"message": "Not Found"}
         call, known = self._calls[path[1:]]
@@ -47,7 +48,7 @@ class EngineServer(ThreadingTCPServer):
             fields = {k: v for k, v in json.loads(data or b"{}").items() if k in known}
             late = {"end": Deadline(REQUEST_SECONDS)} if "end" in known else {}
             found = call(**fields | late)
-        except Exception as error:  # torch's, too, of a content that is none of a tensor's
+        except Exception as error:  # also torch's, if the content is not a valid tensor
             text = str(error) if isinstance(error, WsyncError) else error_text(error)
             return 400, {"success": False, "status": "error", "message": text}
         if isinstance(found, dict):
@@ -55,13 +56,13 @@ class EngineServer(ThreadingTCPServer):
         return 200, {"success": True, "status": "ok", "message": found or "Success"}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a client may end it at any time
+        if not isinstance(sys.exception(), ConnectionError):  # a client may close it at any time
             super().handle_error(request, client_address)
 
 
 def _calls(engine: Engine) -> dict[str, Callable[..., Any]]:
-    """What each path calls with the fields of a request's body.  What is returned is the answer,
-    unless it is a text about a success, or None."""
+    """The function for each path.  It is called with the fields of the request's body.  If it
+    returns a dictionary, this is the answer; a text or None goes into an answer of success."""
     return {
         "health": lambda: {},
         "model_info": engine.model_info,
@@ -69,20 +70,20 @@ def _calls(engine: Engine) -> dict[str, Callable[..., Any]]:
         "weights_checker": lambda: {"success": True, "ranks": [{"checksums": engine.checksums()}]},
         "pause_generation": engine.gate.pause,
         "continue_generation": engine.continue_generation,
-        "flush_cache": lambda: "Cache flushed.",  # nothing is kept of what was computed
+        "flush_cache": lambda: "Cache flushed.",  # this engine has no cache
         "generate": engine.generate,
-        "wsync/logits": engine.logits,  # ours: fp32 [tokens, vocab] of a prompt
+        "wsync/logits": engine.logits,  # not in SGLang: fp32 logits [tokens, vocab] of a prompt
         "update_weights_from_tensor": engine.update_weights_from_tensor,
         "update_weights_from_disk": engine.update_weights_from_disk,
     }
 
 
 class _Requests(BaseHTTPRequestHandler):
-    """Those of one connection."""
+    """Handles the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    wbufsize = -1  # an answer is sent whole
+    wbufsize = -1  # buffered, so an answer is sent in one piece
     server: EngineServer
 
     def do_POST(self) -> None:
@@ -98,4 +99,4 @@ class _Requests(BaseHTTPRequestHandler):
     do_GET = do_POST
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Logs nothing."""

@@ -1,12 +1,12 @@
 """A small inference engine on a Hugging Face transformers model, with SGLang's endpoints.
 
-For notebooks, demonstrations and tests: it continues token ids with the likeliest ones and takes
-weight updates the way SGLang does.  One worker, CPU.
+It is for notebooks, demonstrations and tests.  It continues token ids with the likeliest tokens and
+takes weight updates as SGLang does.  It has one worker, on the CPU.
 
     python -m wsync.demo.engines.transformers --model DIR --port 30000           # its weights
     python -m wsync.demo.engines.transformers --model DIR --port 30000 --seed 1  # random weights
 
-Weights go by the names of the model's checkpoint, also where transformers 5 has fused experts.
+Weights have the names of the model's checkpoint, even if transformers 5 fuses the experts.
 """
 
 import base64
@@ -27,30 +27,30 @@ from wsync.module_tensors import checksum_of
 
 PAUSE_MODES: Final = ("abort", "retract", "in_place")
 REQUEST_SECONDS: Final = 600.0
-"""The most that a request waits for others."""
+"""The longest time that a request waits for other requests or updates."""
 
 
 class Gate:
-    """Orders the threads of one engine.
+    """Decides which thread of an engine may run.
 
-    Requests wait outside while the engine is paused.  A running request asks before every step.
-    pause: "abort" ends running requests and waits until they are gone; with "retract" and
-    "in_place" they go on when generation continues.  Steps and updates are alone with the weights.
+    New requests wait while the engine is paused.  A running request asks before every step.  With
+    "abort", a pause ends running requests and waits until they have ended.  With "retract" and
+    "in_place", they go on after the pause.  Only one step or update uses the weights at a time.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._paused = False
         self._aborts = self._running = 0
-        self._writing = False  # a step or an update is alone with the weights
+        self._writing = False  # whether a step or an update uses the weights
 
     def busy(self) -> int:
-        """Number of requests that have begun and not ended."""
+        """The number of running requests."""
         return self._running
 
     @contextmanager
     def request(self) -> Iterator[Callable[[], bool]]:
-        """Around a request, which is told how to ask whether it was aborted."""
+        """A context for one request.  Yields a function that tells whether it was aborted."""
         with self._changed:
             self._wait(lambda: not self._paused, REQUEST_SECONDS, "the engine stays paused")
             self._running += 1
@@ -80,7 +80,7 @@ class Gate:
     def alone(
         self, timeout: float = REQUEST_SECONDS, *, ready: Callable[[], bool] = lambda: True
     ) -> Iterator[None]:
-        """Around what reads or writes all weights."""
+        """A context for a step or an update, which nothing else shares."""
         with self._changed:
             late = "the engine stays paused, or a step or an update does not end"
             self._wait(lambda: not self._writing and ready(), timeout, late)
@@ -93,7 +93,7 @@ class Gate:
                 self._changed.notify_all()
 
     def step(self, aborted: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Around a step of a request, which first looks whether it was aborted."""
+        """A context for one step of a request.  Does not wait for a pause's end after an abort."""
         return self.alone(ready=lambda: aborted() or not self._paused)
 
     def _wait(self, ready: Callable[[], bool], timeout: float, otherwise: str) -> None:
@@ -102,7 +102,7 @@ class Gate:
 
 
 class Engine(ModuleWorker):
-    """The engine behind the endpoints: a model, its receiver, and who may run when."""
+    """The engine behind the endpoints: a model, its receiver and its gate."""
 
     def __init__(self, model: Any, *, model_path: str = "") -> None:
         super().__init__(model.eval())
@@ -120,9 +120,9 @@ class Engine(ModuleWorker):
     def generate(
         self, input_ids: Sequence[int], sampling_params: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Continues one prompt with the likeliest tokens.  Waits while the engine is paused; what
-        runs when it is paused ends or goes on as the pause's mode says.  The version in the answer
-        is that of the weights that gave the last token."""
+        """Continues one prompt with the likeliest tokens.  Waits while the engine is paused.  If a
+        pause begins during generation, its mode decides whether the request ends or goes on.  The
+        answer's version is that of the weights that gave the last token."""
         sampling = {"max_new_tokens": 128, **(sampling_params or {})}
         eos = None if sampling.get("ignore_eos") else self.model.config.eos_token_id
         stops = eos if isinstance(eos, list) else [eos]
@@ -136,7 +136,7 @@ class Engine(ModuleWorker):
                         finish = {"type": "abort", "message": "Aborted by a pause."}
                         break
                     self.updates.check_whole()
-                    # not later: an update may follow as soon as the gate is left
+                    # read here: an update may begin when this step ends
                     version = self.weight_version
                     output.append(int(self._logits(tokens + output)[-1].argmax()))
                 if output[-1] in stops:
@@ -152,21 +152,21 @@ class Engine(ModuleWorker):
         }
 
     def logits(self, input_ids: Sequence[int]) -> dict[str, list[list[float]]]:
-        """fp32 logits [tokens, vocab] of one prompt, for comparisons."""
+        """Returns fp32 logits [tokens, vocab] of one prompt, for comparisons."""
         with self.gate.request() as aborted, self.gate.step(aborted), torch.no_grad():
             self.updates.check_whole()
             return {"logits": self._logits(input_ids).float().tolist()}
 
     def continue_generation(self) -> None:
-        """Refused while the weights are inconsistent or have no version yet."""
+        """Ends a pause.  Refuses while the weights are inconsistent or have no version yet."""
         self.updates.check_whole()
         self.gate.resume()
 
     def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Nothing is kept of them: the next step may be one of other weights."""
+        """Logits of all tokens.  They are not cached: the next step may use other weights."""
         vocabulary = int(self.model.config.vocab_size)
         if not tokens or not all(0 <= token < vocabulary for token in tokens):
-            raise InvalidArgumentError(f"input_ids: no list of tokens below {vocabulary}")
+            raise InvalidArgumentError(f"input_ids: must list tokens from 0 to {vocabulary - 1}")
         ids = torch.tensor([list(tokens)], device=self.model.device)
         logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
         return logits
@@ -190,21 +190,21 @@ class Engine(ModuleWorker):
         *,
         end: Deadline,
     ) -> str:
-        """As `update`, of one worker's payload in base64."""
+        """Does the same as `update`, with the payload of one worker in base64."""
         (payload,) = serialized_named_tensors
         data = base64.b64decode(payload, validate=True)
         return self.update(data, load_format=load_format, weight_version=weight_version, end=end)
 
     def checksums(self) -> dict[str, str]:
-        """A 64-bit checksum in hex of the bytes of every parameter and persistent buffer; names
-        that stand for one tensor (a tied head) give one entry, under the first.  Waits for an
-        update that is under way."""
+        """A 64-bit checksum, in hex, of the bytes of every parameter and persistent buffer.  If
+        several names mean one tensor (a tied head), it has one entry, under the first name.
+        Waits for a running update."""
         state: Mapping[str, torch.Tensor] = self.model.state_dict()
         with self.gate.alone():
             return {names[0]: checksum(state[names[0]]) for names in aliases(state)}
 
     def server_info(self) -> dict[str, Any]:
-        """How it was started, and what it takes."""
+        """How the engine was started, and the load formats that it takes."""
         return {
             "model_path": self.model_path,
             "tp_size": 1,
@@ -215,7 +215,7 @@ class Engine(ModuleWorker):
 
     def model_info(self) -> dict[str, Any]:
         config = self.model.config
-        trouble = self.updates.trouble  # before the version: see UpdateState
+        trouble = self.updates.trouble  # must be read before the version: see UpdateState
         return {
             "model_path": self.model_path,
             "weight_version": self.weight_version,
@@ -228,7 +228,7 @@ class Engine(ModuleWorker):
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """64 bits of a tensor's bytes, in hex."""
+    """A 64-bit checksum of a tensor's bytes, in hex."""
     return f"{checksum_of(tensor):016x}"
 
 
