@@ -41,7 +41,7 @@ def test_a_source_folder_that_hides_the_package_is_named(tmp_path: Path) -> None
     )
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ImportError: {folder} is a source folder without the compiled module")
-    assert "run Python in another folder, or with -P. Ray's workers look first in" in last
+    assert "run Python in another folder, or with -P. Ray's workers import from" in last
 
 
 def test_one_url_is_not_a_list_of_engines() -> None:
@@ -175,7 +175,7 @@ def test_options_that_are_none_are_named() -> None:
             SimpleNamespace(), source, None, model_name="any", options=wrong
         )
     assert wsync.Options(directory="here").directory == os.path.abspath("here")
-    with pytest.raises(wsync.InvalidArgumentError, match="directory=3 is no text"):
+    with pytest.raises(wsync.InvalidArgumentError, match="directory=3 is no path"):
         wsync.Options(directory=3)  # type: ignore[arg-type]
 
 

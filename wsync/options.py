@@ -1,4 +1,4 @@
-"""What a user can choose about updates."""
+"""The options of updates."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ _CHOICES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Choices that hold for all updates of a connection.
+    """Options for all updates of a connection.
 
     Attributes:
-        deadline: seconds that an engine worker waits for anything, and that engines have to say
-            what they are when a trainer connects, to pause or to go on; trainer ranks wait 5 s
-            longer for each other, and for the request that is open during an update 10 s longer.
-        round_nbytes: bytes that move to one worker in one step; 0 chooses: 32 MiB on the host; on
-            GPUs 1 GiB where each has at least 16 GiB free for each worker that its rank serves when
-            a trainer connects, and nothing is parked and no engine is remote; else 256 MiB.
-        ring_nbytes: bytes of the ring of one worker; 0 chooses: four rounds, or the model if that
-            is less.
-        bucket_nbytes: bytes of a round where some engine runs without wsync and takes one request
+        deadline: seconds that an engine worker waits for any step, and that an engine may take to
+            describe itself, to pause or to continue.  Trainer ranks wait 5 s longer for each other,
+            and 10 s longer for the request that stays open during an update.
+        round_nbytes: bytes that move to one worker in one step.  0 chooses 32 MiB on the host and
+            256 MiB on GPUs.  It chooses 1 GiB if every GPU has 16 GiB free for each worker that
+            its rank serves when the trainer connects, `park` is off and no engine is remote.
+        ring_nbytes: bytes of one worker's ring.  0 chooses four rounds, or the size of the model if
+            that is less.
+        bucket_nbytes: bytes of a round if some engine runs without wsync and takes one request
             per bucket.  Experts that a checkpoint has in one larger tensor (Qwen3.5-MoE) are sent
-            one by one; another tensor of more bytes has a bucket of its own, and a warning.
-        stock_memory: where buckets for engines without wsync lie when the weights are on a GPU:
-            "host", a file of /dev/shm that every worker reads; "gpu", memory of the GPU of trainer
-            rank 0, by CUDA's interprocess handles: every worker has to see that GPU and /dev/shm,
-            under one kernel and IPC namespace, or its server ends; "auto" takes "gpu" for an
-            engine of one worker that engine_gpu_offsets puts on that GPU, and else "host".
-        delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets),
-            "distributed" (they are remote: see `broadcast`), or "auto", which asks each engine,
-            and is "direct" for trainer ranks all of whose weights lie in host memory that can be
-            lent, in pieces for which processes have descriptors enough.
-            "direct" is "wsync" for trainers whose weights lie in memory that other processes can
-            map: of the host (`model.share_memory()`), or of a GPU (`wsync.exportable`).  Each
-            worker on a rank's host copies them from there to its parameters, and keeps that memory
-            mapped until an update finds them elsewhere.  What cannot be read there comes through
-            its ring in the same update, and is named once.
-        broadcast: what remote engines take: "wsync" (they run wsync's receiver, and each worker is
-            sent what it keeps), a "bucket" in one broadcast, or one for each "tensor" (slime's
-            actors of 0.2.2, whose update_weights_from_distributed has no load_format); "auto"
-            asks each engine: wsync or bucket.
-        backend: of the groups that buckets are broadcast in: "gloo", "nccl", or "auto".
+            one by one.  Any other larger tensor gets a bucket of its own, with a warning.
+        stock_memory: where buckets for engines without wsync are if the weights are on a GPU.
+            "host" is a file in /dev/shm that every worker reads.  "gpu" is memory of trainer rank
+            0's GPU, shared by CUDA's interprocess handles: every worker must see that GPU and
+            /dev/shm, in the same kernel and IPC namespace, or its server ends.  "auto" is "gpu" for
+            an engine of one worker that engine_gpu_offsets puts on that GPU, otherwise "host".
+        delivery: "wsync": engines run wsync's receiver.  "stock": engines take flattened buckets.
+            "distributed": engines are remote (see `broadcast`).  "auto" asks each engine.
+            "direct" is "wsync" for weights in memory that other processes can map: host memory
+            (`model.share_memory()`) or GPU memory (`wsync.exportable`).  Each worker on a rank's
+            host copies these weights to its parameters, and keeps the memory mapped until an update
+            finds them elsewhere.  Weights that it cannot read come through its ring in the same
+            update, and the log names them once.  "auto" is "direct" for a rank if all its weights
+            are in host memory that can be lent, and the processes may open enough descriptors.
+        broadcast: what remote engines take.  "wsync": they run wsync's receiver, and each worker is
+            sent only what it keeps.  "bucket": one broadcast for each bucket.  "tensor": one
+            broadcast for each tensor (for slime's actors of 0.2.2, whose
+            update_weights_from_distributed has no load_format).  "auto" asks each engine, and
+            chooses "wsync" or "bucket".
+        backend: the backend of the groups in which buckets are broadcast: "gloo", "nccl" or "auto".
         pause_mode: what an update does to running requests.  "abort" ends them, and they return the
             tokens that they have.  "retract" keeps them and computes their keys and values anew
             with the new weights.  "in_place" keeps them with the keys and values of the old
@@ -65,43 +65,43 @@ class Options:
             False.  With False, SGLang reuses prefixes that old weights have computed, in every
             mode.  To avoid that, name the weight version in each request's `extra_key`: SGLang
             shares a prefix only between requests with the same `extra_key`.
-        exchange: "auto", "shared" (all trainer ranks on one host, with GPUs that reach each other's
-            memory, and no remote engine runs wsync's receiver), "gloo" or "nccl" (all trainer
-            ranks, and remote workers that run wsync's receiver, have a GPU each, and the same
-            version of NCCL).
-        park: whether the rings of workers on the trainer's hosts, on both sides, and the staging
-            of a gloo or nccl exchange give their memory back between updates: for GPUs whose
-            memory engine and trainer need for themselves in between (slime's colocate mode).
-            Getting it anew costs time in every update, and fails the update where there is none.
-            A ring that a loader keeps looking at stays, with a warning.  The memory of codes and
-            scales is given back, too (see `quantise`).  Engines that read in place have let go of
-            the trainer's memory when an update returns, and map it anew in the next.
-        threads: copying threads of one trainer rank, 64 at most; 0 chooses: one, and for weights in
-            host memory that a GPU does not reach up to four, by the cores for each GPU.  Weights in
-            host memory are quantised by the rank's share of the host's cores, if that is more.
-        directory: where sockets live; None for the temporary directory.
-        checkpoint: folder of the model's Hugging Face checkpoint, with whose names and shapes the
-            trainer's are compared when it connects; slime's updaters take args.hf_checkpoint.  It
-            stands for the folder that engines were started from, which is looked for if this is
-            None.  "" switches the comparison off.
-        keep: tensors that nobody delivers and that stay as engines without wsync's receiver have
-            them: names in the checkpoint, or shell patterns of these ("model.visual.*", where "*"
-            stands for dots, too).  What the checkpoint has, no trainer rank delivers and this does
-            not name is refused.  It withholds nothing: a tensor that is delivered is loaded.
-            Engines with wsync's receiver read WSYNC_KEEP in their own environment, and this for
-            what only some layers have delivered.
-        quantise: how weights are delivered: None as the trainer holds them, a mapping by which they
-            are quantised (the quantization_config of a checkpoint's config.json), or "checkpoint",
-            as the checkpoint's says, if it has one; a mapping of nothing but "producer"
-            and "transform_ue8m0" means the checkpoint's, too.  What is quantised is what has scales
-            in the checkpoint; without a folder of tensors, all linear layers but those of its
-            lists.  "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM, as SGLang
-            keeps them on Blackwell.
-        retry: of slime's classes: whether an update that fails because an engine was gone,
-            restarted or late, or a rank late, is tried once more before slime sees an error.  All
-            ranks wait for each other before that, for at most 30 s.
-        progress: True or False; None shows a progress bar in a notebook, and where
-            stderr is a terminal.
+        exchange: how bytes move between trainer ranks.  "shared" needs all ranks on one host, GPUs
+            that reach each other's memory, and no remote engine with wsync's receiver.  "nccl"
+            needs one GPU for each rank and each remote worker with wsync's receiver, and the same
+            version of NCCL for all.  "gloo" always works.  "auto" chooses.
+        park: whether wsync frees memory between updates, because engine and trainer need it
+            (slime's colocate mode): the rings of workers on the trainer's hosts, on both sides, the
+            staging of a gloo or nccl exchange, and codes and scales (see `quantise`).  Workers that
+            read in place also unmap the trainer's memory at the end of each update.  Allocating
+            again takes time in every update, and the update fails if no memory is left.  A ring
+            that a loader still looks at stays, with a warning.
+        threads: copying threads of one trainer rank, at most 64.  0 chooses one; for weights in
+            host memory that a GPU does not reach, up to four, by the number of cores for each GPU.
+            Weights in host memory are quantised by the rank's share of the host's cores, if that
+            is more.
+        directory: the directory of sockets; None for the temporary directory.
+        checkpoint: folder of the model's Hugging Face checkpoint.  When a trainer connects, wsync
+            compares the trainer's names and shapes with it.  None looks for the folder that the
+            engines were started from; "" switches the comparison off.  slime's updaters pass
+            args.hf_checkpoint.
+        keep: tensors that nobody delivers and that stay as they are in engines without wsync's
+            receiver.  Give names in the checkpoint, or shell patterns ("model.visual.*"; "*" also
+            matches dots).  A tensor of the checkpoint that is neither delivered nor named here is
+            an error.  A tensor that is both is loaded.  Engines with wsync's receiver read
+            WSYNC_KEEP in their own environment; for them, `keep` is only for tensors that other
+            layers deliver.
+        quantise: how weights are delivered.  None: as the trainer holds them.  A mapping: quantised
+            by this quantization_config (as in a checkpoint's config.json).  "checkpoint": by the
+            checkpoint's own, if it has one; a mapping with only "producer" and "transform_ue8m0"
+            means this, too.  wsync quantises the tensors that have scales in the checkpoint;
+            without a folder of tensors, all linear layers except those in the mapping's lists.
+            "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM, as SGLang keeps
+            them on Blackwell.
+        retry: for slime's classes: whether an update that fails because an engine was gone,
+            restarted or late, or a rank was late, is tried once more before slime sees the error.
+            All ranks wait for each other before the second try, for at most 30 s.
+        progress: whether to show a progress bar.  None shows one in a notebook, and if stderr is a
+            terminal.
     """
 
     deadline: float = 120.0
@@ -141,16 +141,16 @@ class Options:
         for name in ("directory", "checkpoint"):
             value = getattr(self, name)
             if not isinstance(value, str | os.PathLike | None):
-                self._fail(name, "is no text")
+                self._fail(name, "is no path")
             object.__setattr__(self, name, value and os.fspath(value))
         if self.directory:  # engines have another working directory
             object.__setattr__(self, "directory", os.path.abspath(self.directory))
-        # None: null in WSYNC_OPTIONS
+        # null in WSYNC_OPTIONS gives None
         keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep or ())
         if not all(isinstance(name, str) for name in keep):
-            self._fail("keep", "is no list of names or patterns, as ['model.visual.*']")
+            self._fail("keep", "is no list of names or patterns (example: ['model.visual.*'])")
         object.__setattr__(self, "keep", keep)
-        if isinstance(self.quantise, Mapping):  # a copy of its own: the caller's may change
+        if isinstance(self.quantise, Mapping):  # a copy: the caller's may change
             object.__setattr__(self, "quantise", json.loads(json.dumps(self.quantise)))
         elif self.quantise not in (None, "checkpoint"):
             self._fail("quantise", "is no quantization_config, 'checkpoint' or None")
@@ -159,8 +159,8 @@ class Options:
         raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r:.200} {why}")
 
     def refuse(self, without_effect: Mapping[str, str]) -> None:
-        """Raises InvalidArgumentError for a choice that has no effect, given by name with what it
-        is for."""
+        """Raises InvalidArgumentError if an option without effect here is set.  without_effect: the
+        names of such options, each with the use that it is for."""
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in without_effect and value != each.default:
@@ -176,15 +176,14 @@ class Options:
 
     @staticmethod
     def named(where: str, given: Any) -> dict[str, Any]:
-        """Choices that somebody has written down under these names, at a place that an error
-        tells; a text is JSON."""
+        """The options in a mapping or in a JSON text.  where: the name of the place, for errors."""
         if isinstance(given, str):
             try:
                 given = json.loads(given)
             except ValueError as error:
                 raise _core.InvalidArgumentError(f"{where}={given!r:.200}: {error}") from None
         if not isinstance(given, Mapping):
-            raise _core.InvalidArgumentError(f"{where}={given!r:.200}: a mapping is wanted")
+            raise _core.InvalidArgumentError(f"{where}={given!r:.200}: expected a mapping")
         known = [each.name for each in fields(Options)]
         for name in given:
             if name not in known:
@@ -195,9 +194,9 @@ class Options:
 
     @staticmethod
     def of(given: Options | None) -> Options:
-        """What a caller has given for options, None for the defaults."""
+        """The given options; the defaults for None."""
         if not isinstance(given, Options | None):
-            raise _core.InvalidArgumentError(f"options={given!r}: wsync.Options(...) is wanted")
+            raise _core.InvalidArgumentError(f"options={given!r}: expected wsync.Options(...)")
         return Options() if given is None else given
 
     @property
@@ -210,10 +209,10 @@ class Options:
 
 
 def numbers(name: str, given: Any) -> list[int]:
-    """What a caller has given as one number for each engine; `name` is the argument's."""
+    """A list of one integer for each engine.  name: the argument's name, for errors."""
     try:
         return [operator.index(number) for number in given]
     except TypeError:
         raise _core.InvalidArgumentError(
-            f"{name}={given!r}: a list of one integer for each engine is wanted"
+            f"{name}={given!r}: expected a list of one integer for each engine"
         ) from None

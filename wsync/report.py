@@ -14,47 +14,46 @@ class Report:
     """One update as one trainer rank saw it.  Sizes are bytes, times are seconds.
 
     `ring_nbytes` and `staging_nbytes` are this rank's buffers, kept between updates unless
-    Options.park gives them back.  `round_nbytes` is the most that a round brings to one worker, but
-    for a larger tensor that has to stay whole.
-    `phases` are disjoint stretches of this rank's wall time: what was waited for, while the
-    stream copied beside it.  Of a `Sync`, in the order of an update:
+    Options.park gives them back.  `round_nbytes` is the most bytes that a round moves to one
+    worker; a larger tensor that cannot be split exceeds it.
+    `phases` are disjoint parts of this rank's wall time.  They say what the rank waited for while
+    its copies ran.  An update of a `Sync` has these phases, in this order:
 
-        quantise codes and scales are made, with Options.quantise
-        pause    engines stop, and all ranks know it
-        open     opening requests start, and ranks say where weights lie that are read in place;
-                 on a first update also: workers connect and say what they keep, ranks plan and
-                 make rings
-        staging  other ranks have read what this one sent two rounds before
-        engine   workers give slots back, and at the end have taken every round
-        gather   what other ranks send in a round has come
-        copy     this rank's copies have run: before a round that goes as a bucket, and at the end
-        prepare  workers hold every byte, first this rank's, then all ranks'
-        commit   workers commit, engines take the version and continue
+        quantise this rank makes codes and scales (with Options.quantise)
+        pause    engines stop, and all ranks learn that they have stopped
+        open     rank 0 sends the opening requests; ranks tell where weights are to be read in
+                 place; in a first update workers also connect and say what they keep, and ranks
+                 plan and make rings
+        staging  other ranks read what this rank sent two rounds before
+        engine   workers give ring slots back, and in the end have taken every round
+        gather   the other ranks' messages of a round arrive
+        copy     this rank's copies run: before a round that is sent as a bucket, and at the end
+        prepare  workers hold every byte: first this rank's workers, then all ranks'
+        commit   workers commit; engines take the version and continue
 
-    Of a `DiskSync`: quantise, begin (a folder with files of full size), write, sync (to the disk),
-    publish, engines (stop, load the files, take the version and continue).
+    An update of a `DiskSync` has quantise, begin (make files of full size), write, sync (to the
+    disk), publish, engines (stop, load the files, take the version and continue).
 
-    `engine_pause_seconds` and `engine_flush_seconds` are how long the slowest engine took to stop
-    and to drop its cache, as rank 0 saw it; engines do so at the same time, beside other phases.
+    `engine_pause_seconds` and `engine_flush_seconds` are the times that the slowest engine took to
+    stop and to empty its cache, as rank 0 saw it.  Engines do this together, during other phases.
 
-    `delivered_nbytes` counts every worker; `redundancy` is
-    delivered bytes over the bytes that the workers need, in source dtype.
+    `delivered_nbytes` is the sum over all workers.  `redundancy` is delivered bytes divided by the
+    bytes that the workers need, in the trainer's dtype.
     `image_nbytes` is this rank's memory for codes and scales, with Options.quantise.
     `quantised_nbytes` counts the weights that all ranks quantise, in the trainer's dtype;
-    `repeated_nbytes` is the part of it that is done again, because ranks that hold the same
-    elements each quantise their own.
-    `unused` names the trainer's tensors that no engine makes use of, and that are not delivered.
-    `ways` has the engines' names by the way that their weights take, in words; of a `DiskSync`, on
-    rank 0.  `paths` says by engine what carried the bytes: "ring" (memory that it shares with a
-    trainer rank), "nccl" (a communicator of its workers and the trainer ranks) or
-    "gloo" (a group of torch's), "direct" (the trainer's own memory), "direct and ring" (both),
-    "stock buckets", "stock broadcast" or "disk".  `exchange` is what carried them between trainer
-    ranks: "none", "shared" or one of these.
-    `own_loading` says, by engine, which tensors its workers load by the engine's own load_weights
-    although they run wsync's, and why.  `learning_seconds` is how long workers took to learn what
-    they keep, a part of open in the first update of a connection.  `audit_seconds` is how long the
-    slowest worker of this rank took to see that the engine's load_weights still does what was
-    learnt, before it has taken a round.
+    `repeated_nbytes` is the part that several ranks quantise, because they hold the same elements.
+    `unused` names the trainer's tensors that no engine uses; they are not delivered.
+    `ways` lists the engines' names under each way of delivery, in words; a `DiskSync` lists them
+    only on rank 0.  `paths` says for each engine what carried the bytes: "ring" (memory that it
+    shares with a trainer rank), "nccl" (a communicator of its workers and the trainer ranks),
+    "gloo" (one of torch's groups), "direct" (the trainer's own memory), "direct and ring" (both),
+    "stock buckets", "stock broadcast" or "disk".  `exchange` says what carried the bytes between
+    trainer ranks: "none", "shared", "nccl", "gloo" or "disk".
+    `own_loading` says for each engine with wsync's receiver which tensors its workers load by the
+    engine's own load_weights, and why.  `learning_seconds` is the time that workers took to learn
+    what they keep; it is a part of `open` in a connection's first update.  `audit_seconds` is the
+    time that this rank's slowest worker took, before its first round, to check that the engine's
+    load_weights still does what the worker has learnt.
     """
 
     version: str = ""
@@ -84,7 +83,7 @@ class Report:
     phases: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.trace: Trace = Trace()  # no fact of the update
+        self.trace: Trace = Trace()  # not a field: `facts` leaves it out
 
     @property
     def redundancy(self) -> float:
@@ -113,7 +112,7 @@ class Report:
         return f", own load_weights in {', '.join(sorted(self.own_loading))} (see own_loading)"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The HTML that a notebook shows."""
         from wsync import pages
 
         rank, spans = self.trace.rank, self.trace.spans
@@ -138,10 +137,10 @@ class Report:
         return stretch(add)
 
     def metrics(self, *, whole: bool = True) -> dict[str, float]:
-        """Flat numbers for a training log: under names of wsync's own, and seconds and bytes under
-        slime's or in its manner.  Engines are counted by their paths.  whole: with
-        `perf/update_weights_time`, which slime's actor measures itself, around all that it does for
-        an update."""
+        """Flat numbers for a training log, under wsync's own names.  Seconds and bytes are also
+        there under slime's names, or under names like these.  Engines are counted by path.  whole:
+        whether to add `perf/update_weights_time`; slime's actor measures that itself, around its
+        whole update."""
         flat = {"wsync/update_seconds": self.seconds}
         if whole:
             flat["perf/update_weights_time"] = self.seconds
@@ -161,7 +160,7 @@ class Report:
         return flat
 
     def facts(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All fields and the redundancy, for JSON."""
         return {**asdict(self), "redundancy": self.redundancy}
 
 
