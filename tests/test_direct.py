@@ -131,7 +131,7 @@ def test_private_memory_goes_through_a_ring_in_the_same_update_and_is_named_once
         f"wsync: {names[1]}, {names[0]}: rank 0 has 2 of {len(weights)} parameters in memory that "
     )
     assert "share_memory_()" in said[0]
-    assert said[0].endswith("; what engines do not read in place goes through rings")
+    assert said[0].endswith("; weights that engines do not read in place go through rings")
 
 
 def test_an_engine_of_whole_tensors_gets_rings(config: Any, weights: Weights) -> None:

@@ -1,7 +1,7 @@
 """Moves freshly trained weights from sharded trainers into running inference engines.
 
-Names are imported when they are first used, so that `import wsync` needs neither torch nor numpy.
-The stub beside this file says which there are, and where each is defined.
+Each name is imported when it is first used, so `import wsync` needs neither torch nor numpy.
+The stub __init__.pyi lists the names and the modules that define them.
 """
 
 from importlib import import_module
@@ -11,8 +11,8 @@ from typing import Any
 if find_spec("wsync._core") is None:
     raise ImportError(
         f"{__path__[0]} is a source folder without the compiled module wsync._core, and hides an "
-        "installed wsync: run Python in another folder, or with -P. Ray's workers look first in "
-        "the folder that their driver was started in: start it in another one. "
+        "installed wsync: run Python in another folder, or with -P. Ray's workers import from "
+        "the folder that their driver was started in: start the driver in another folder. "
         "`pip install .` installs this source.",
         name="wsync",
     )

@@ -1,4 +1,4 @@
-# The names of the package, and where each is defined; wsync/__init__.py reads them here.
+# The package's names and the modules that define them.  wsync/__init__.py reads this file.
 
 from wsync import disk as disk
 from wsync import engine as engine

@@ -1,7 +1,7 @@
 """Updates through the disk: all trainer ranks write one checkpoint, engines read it.
 
-Every rank writes the bytes that it owns to their places in the files, from its tensors; nothing is
-gathered.  See wsync.checkpoints.versions for what readers see, and when.
+Every rank writes its own bytes from its tensors to their places in the files; nothing is gathered.
+wsync.checkpoints.versions says what readers see, and when.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskSync", "newest"]
 
-_PACE_SECONDS = 2.0  # with a call's deadline, less than ranks wait for each other
+_PACE_SECONDS = 2.0  # plus a call's deadline is less than ranks wait for each other
 _NOT_BY_DISK = dict.fromkeys(
     (
         *("round_nbytes", "ring_nbytes", "delivery", "broadcast", "backend"),
@@ -52,43 +52,44 @@ _NOT_BY_DISK = dict.fromkeys(
 class DiskSync(Updates):
     """Keeps engines up to date through a folder of checkpoints.
 
-    SGLang's pipeline stages load a version one after another, in the order of their requests, and
-    only stage 0 answers: an update that succeeds says that stage 0 has loaded it and that later
-    stages load it before they compute anything else, so two versions at least have to stay.  A
-    later stage that fails to load it says so in the server's log only.
+    SGLang's pipeline stages load a version one after another, and only stage 0 answers.  So a
+    successful update means that stage 0 has loaded the version, and that later stages load it
+    before they compute anything else.  For these stages, `keep` must be at least 2.  A later stage
+    that fails to load a version says so only in the server's log.
 
-    Every trainer rank makes one, and all ranks call its methods together.  Several of the same
-    ranks are made one after another, in one order on all ranks.  Rank 0 talks to the
-    engines' APIs; there may be none, and then versions are only written.
+    Every trainer rank makes a `DiskSync`, and all ranks call its methods together.  Ranks that make
+    several of them make these one after another, in the same order on all ranks.  Only rank 0
+    talks to the engines' APIs.  Without engines, versions are only written.
 
     Args:
-        source: what this rank holds: a layout, or whole tensors by Hugging Face name.
-        engines: the engines as `handle` takes them, or what returns them; read or called only
-            on rank 0.
-        folder: where versions go, at the same path for all ranks and engines.  Ranks write
-            different parts of one file: between hosts the file system must keep both.  The names
-            weight_v<version> in it, and these with .2 to .999 behind, are kept for versions.
-        base: a folder (or a transformers configuration) whose configuration and tokenizer files
-            every version gets.  Where weights are quantised and it does not say so, the version's
-            config.json does.
-        dtype: what floating-point tensors are stored as, on all ranks, but for codes and scales of
-            quantised weights; None keeps the trainer's.
-        shard_nbytes: bytes of tensors in one file, on all ranks; a larger tensor has a file of its
-            own.
-        keep: versions that stay in the folder; None keeps all.
-        replace: whether a new version takes the place of a folder of its name, which must not be
-            read then; else it gets .2 to .999 behind its name.
-        published: called on every rank with the folder of each version when it is there under its
-            name, before engines load it; the others wait for it up to the deadline.
-        options: deadlines, pause mode, threads that write, progress.  A file system that does not
-            answer is waited for.
+        source: this rank's weights: a layout, or whole tensors by Hugging Face name.
+        engines: a list of engines, each as `handle` takes it, or a function that returns the list;
+            used only on rank 0.
+        folder: the folder of the versions, at the same path for all ranks and engines.  Ranks write
+            different parts of the same file: across hosts, the file system must keep all parts.
+            The names weight_v<version>, also with .2 to .999 added, are reserved for versions.
+        base: a folder (or a transformers configuration); every version gets its configuration and
+            tokenizer files.  If weights are quantised and the configuration does not say so, wsync
+            adds that to the version's config.json.
+        dtype: the dtype of floating-point tensors in the files, the same on all ranks; None keeps
+            the trainer's.  Codes and scales of quantised weights keep their own.
+        shard_nbytes: bytes of tensors in one file, the same on all ranks; a larger tensor has a
+            file of its own.
+        keep: the number of versions that stay in the folder; None keeps all.
+        replace: whether a new version replaces a folder of the same name, which nobody may be
+            reading then.  Otherwise the new folder's name gets .2 to .999 added.
+        published: a function that every rank calls with the folder of each complete version, before
+            engines load it.  The other ranks wait for the call up to the deadline.
+        options: deadlines, pause mode, threads that write, progress.  No deadline limits the wait
+            for a file system.
 
     Raises:
-        LayoutError: the ranks' layouts disagree, elements are on no rank, or weights are quantised
-            by another method than `base` says, or not at all where it is.
-        InvalidArgumentError: an engine says that it holds weights in another form.
-        UnsupportedError: no conversion to `dtype`, or an engine cannot load from disk.
-        WsyncError: the engines' handles could not be made; the same on all ranks.
+        LayoutError: the ranks' layouts disagree, no rank holds some of the elements, or the
+            delivered weights are not quantised as `base` is.
+        InvalidArgumentError: an engine holds weights in another form than the trainer delivers.
+        UnsupportedError: the trainer's dtype cannot be converted to `dtype`, or an engine cannot
+            load from disk.
+        WsyncError: the engines' handles could not be made; all ranks raise the same error.
     """
 
     def __init__(
@@ -107,10 +108,10 @@ class DiskSync(Updates):
     ) -> None:
         dtype = dtype and str(dtype).removeprefix("torch.")
         if isinstance(base, str | os.PathLike):
-            base = Path(base).absolute()  # as `folder`: the program may change its directory
+            base = Path(base).absolute()  # as `folder`: the working directory may change
         self._versions = Versions(folder, base, keep, replace=replace)
         self._base = base
-        self._config: Mapping[str, Any] | None = None  # that versions get, as far as it is known
+        self._config: Mapping[str, Any] | None = None  # versions' quantisation, on rank 0
         self._published = published
         chosen = for_files(Options.of(options))
         parked = {"park": "updates without a disk, or with quantise"}
@@ -143,26 +144,26 @@ class DiskSync(Updates):
         *,
         version: int | str | None = None,
     ) -> Report:
-        """Writes a new version and has every engine load it; all ranks call it together.
+        """Writes a new version and makes every engine load it; all ranks call this together.
 
         Engines go on generating while the files are written.
 
         Args:
-            weights: the parameters' current storage by global name, or what returns it; None
-                for the tensors that the layout was made from.  They have to stay as they are
-                until this returns.
-            version: the weight version that engines report afterwards, a number from 0 or a
-                short text without "/", the same on all ranks; None counts up, from 1 on
-                with each connection.
+            weights: the current parameters by global name, or a function that returns them; None
+                for the tensors that the layout was made from.  The tensors must not change until
+                this returns.
+            version: the weight version that engines report afterwards: a number from 0 or a short
+                text without "/", the same on all ranks.  None counts up; each connection starts
+                at 1.
 
         Returns:
             What happened, as this rank saw it.
 
         Raises:
-            StateError: after close, or while another trainer writes into the folder.
-            WsyncError: the same on all ranks.  Until the new version is complete, the previous one
-                stays the newest and engines run on.  An engine that fails to load it stays
-                paused, with those that have loaded it.
+            StateError: `close` was called, or another trainer writes into the folder.
+            WsyncError: an update has failed; all ranks raise the same error.  If the new version is
+                incomplete, the previous one stays the newest, and engines go on.  If an engine
+                fails to load it, this engine and those that have loaded it stay paused.
         """
         with self._updating(version, weights) as report, contextlib.ExitStack() as stack:
             if self._group.rank == 0:
@@ -172,7 +173,7 @@ class DiskSync(Updates):
             with report.phase("publish"):
                 path = self._from_first(lambda: self._versions.publish(folder))
                 if self._group.rank == 0:
-                    # it counts, whatever engines make of it: tries that fail must not add up
+                    # also if engines fail to load it: failed versions must not pile up
                     stack.callback(self._versions.prune)
                 if self._published is not None:
                     self._published(os.fspath(path))
@@ -195,7 +196,7 @@ class DiskSync(Updates):
         self._requests.compare = check.check_engine
 
     def _facts(self) -> dict[str, Any]:
-        """What the configuration of every version says beside that of `base`; on rank 0."""
+        """What every version's configuration says in addition to that of `base`; on rank 0."""
         if self._config is None:
             return {}
         return {"quantization_config": exact_config(self._config, self._model)}
@@ -206,16 +207,16 @@ class DiskSync(Updates):
         return {f"the files of {self._versions.root}": engines} if engines else {}
 
     def _from_first(self, make: Callable[[], Path]) -> Path:
-        """The folder that rank 0 makes, on every rank."""
+        """Calls `make` on rank 0; returns the folder on every rank."""
         made = os.fsencode(make()) if self._group.rank == 0 else b""
         return Path(os.fsdecode(self._group.all_gather(made)[0]))
 
     def _abandon(self, error: _core.WsyncError) -> None:
-        """What was being written is swept by the next update."""
+        """Leaves an incomplete version to the next update, which removes it."""
         self._requests.abandon(error)
 
     def _write(self, weights: Weights | None, report: Report) -> Path:
-        """All files of a version, on the disk; returns their hidden folder."""
+        """Writes all files of a version to the disk; returns their hidden folder."""
         sources = _core.BufferTable.of(self._bind(weights, report))
         self._describe(report)
         with report.phase("begin"):
@@ -233,13 +234,13 @@ class DiskSync(Updates):
                     for _ in threads.map(_sync, files):
                         pace.step()
                     pace.end()
-            except BaseException:  # what has not begun does not
+            except BaseException:  # no further write begins
                 threads.shutdown(cancel_futures=True)
                 raise
         return folder
 
     def _begin(self, version: str) -> Path:
-        """A folder with the files at their full sizes, their headers and the index."""
+        """Makes a folder with files of full size, their headers and the index."""
         folder = self._versions.begin(version)
         files = self._arrangement
         for number, (name, size) in enumerate(zip(files.names, files.sizes, strict=True)):
@@ -251,7 +252,7 @@ class DiskSync(Updates):
         return folder
 
     def _load(self, path: str, version: str) -> None:
-        """Has all engines load a version; none goes on before all have it."""
+        """Makes all engines load a version; none continues before all have loaded it."""
         deadline = Deadline(self.options.deadline)
 
         def load(_: int, engine: Any) -> None:
@@ -272,15 +273,15 @@ class DiskSync(Updates):
 
 
 def _check_engine(engine: EngineHandle, timeout: float) -> None:
-    """UnsupportedError for an engine that cannot load a version, or would load it into a draft."""
+    """Raises UnsupportedError if an engine cannot load a version, or would load it into a draft."""
     if control_only(engine) or not hasattr(engine, "update_weights_from_disk"):
         raise _core.UnsupportedError(
             f"engine {engine.name}: its handle has no update_weights_from_disk"
         )
     if draft := other_draft(how_started(engine, timeout)):
         raise _core.UnsupportedError(
-            f"engine {engine.name}: drafts tokens with another model, {draft}, and SGLang loads "
-            "files into both: wsync.connect updates the model only"
+            f"engine {engine.name}: drafts tokens with another model, {draft}, and SGLang would "
+            "load the files into both: use wsync.connect, which does not update the draft"
         )
 
 
@@ -301,8 +302,8 @@ class _Writer:
 
     @contextlib.contextmanager
     def opened(self, folder: Path) -> Iterator[list[tuple[str, int, int]]]:
-        """(path, descriptor, nbytes) of all files; of those that this rank does not write to, none
-        is opened."""
+        """Opens the files that this rank writes to; yields (path, descriptor, nbytes) of each, and
+        ("", -1, 0) for every other file."""
         files: list[tuple[str, int, int]] = [("", -1, 0)] * len(self._arrangement.names)
         with contextlib.ExitStack() as stack:
             for number in self._files:
@@ -319,7 +320,7 @@ class _Writer:
         files: list[tuple[str, int, int]],
         threads: ThreadPoolExecutor,
     ) -> Iterator[int]:
-        """Writes everything, a buffer of the rank's at a time; yields the bytes of each."""
+        """Writes this rank's buffers in threads; yields the bytes of each buffer."""
 
         def write(buffer: int) -> int:
             return _core.write_files(self._route, buffer, buffer + 1, sources, files)
@@ -335,10 +336,10 @@ def _sync(file: tuple[str, int, int]) -> None:
 
 
 class _Pace:
-    """Ranks that write for as long as they have to: those that have ended wait for the others while
-    these get on, by one call after another, and not for all their calls at once.
+    """Keeps ranks together that write for different times: a rank that has finished waits for the
+    others as long as each of their calls keeps its deadline.
 
-    gather: gives everybody's values, by rank.
+    gather: returns all ranks' values, by rank.
     """
 
     def __init__(self, gather: Callable[[object], list[Any]]) -> None:
@@ -346,7 +347,8 @@ class _Pace:
         self._next = Deadline(_PACE_SECONDS)
 
     def step(self, *_: object) -> None:
-        """Says every while that this rank gets on; called after each of its calls."""
+        """Tells the other ranks every two seconds that this rank still writes; called after each
+        call."""
         if not self._next.left:
             self._gather(False)
             self._next = Deadline(_PACE_SECONDS)

@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 class Sync(Updates):
     """Keeps a set of engines up to date with a trainer.
 
-    Every trainer rank makes one, and all ranks call its methods together.  Several with the same
-    ranks have to be made one after another, in the same order on all ranks.  Rank 0 talks to the
-    engines' APIs.
+    Every trainer rank makes a `Sync`, and all ranks call its methods together.  Ranks that make
+    several of them make these one after another, in the same order on all ranks.  Only rank 0
+    talks to the engines' APIs.
 
     Args:
-        source: what this rank holds: a layout, or whole tensors by Hugging Face name.
-        engines: the engines as `handle` takes them, or a function that returns them; used only on
-            rank 0.
-        engine_gpu_offsets: index of the first trainer rank whose GPU each engine shares; an engine
-            beyond the trainer's ranks is remote.
+        source: this rank's weights: a layout, or whole tensors by Hugging Face name.
+        engines: a list of engines, each as `handle` takes it, or a function that returns the list;
+            used only on rank 0.
+        engine_gpu_offsets: for each engine, the first trainer rank whose GPU the engine shares.  An
+            engine with workers beyond the last rank is remote.
         options: see `Options`.
 
     Raises:
         LayoutError: the ranks' layouts disagree.
-        InvalidArgumentError: an engine says that it holds weights in another form than it is sent.
-        WsyncError: the engines' handles could not be made; the same on all ranks.
+        InvalidArgumentError: an engine holds weights in another form than the trainer delivers.
+        WsyncError: the engines' handles could not be made; all ranks raise the same error.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Sync(Updates):
         super().__init__(source, options)
         self._receivers: list[EngineHandle] = []  # engines with wsync's receiver, on rank 0
         self._connection: Connection | None = None
-        self._lending: Lending | None = None  # by whom workers may read in place
-        self._lends = False  # whether a connection is kept, or about to be made, that does
+        self._lending: Lending | None = None  # lets workers read in place
+        self._lends = False  # whether the current or next connection uses it
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
             self._same_call()
@@ -81,25 +81,24 @@ class Sync(Updates):
         """Replaces every weight of every engine; all trainer ranks call it together.
 
         Args:
-            weights: the parameters' current storage by global name, or a function that returns it;
-                None for the tensors that the layout was made from.  They must not change until this
-                returns.
-            version: the weight version that engines report afterwards, a number from 0 or a
-                short text, the same on all ranks; None counts up, from 1 on
-                with each connection.
+            weights: the current parameters by global name, or a function that returns them; None
+                for the tensors that the layout was made from.  The tensors must not change until
+                this returns.
+            version: the weight version that engines report afterwards: a number from 0 or a short
+                text, the same on all ranks.  None counts up; each connection starts at 1.
 
         Returns:
             What happened, as this rank saw it.
 
         Raises:
-            StateError: after close, or while another update runs; or ranks have called this
-                different numbers of times, and not all say a version: their weights may be of two
-                steps.
-            WsyncError: the same on all ranks.  An error that is not a WsyncError is raised as a
-                RemoteError; on the rank where it happened, its `__cause__` is the original (Ctrl-C
-                is raised there as it is).  Engines that the update had sent nothing go
-                on.  Others stay paused, and may hold a part of the update; the next call connects
-                anew and updates them again.
+            StateError: `close` was called, or another update is running; or ranks have called this
+                different numbers of times and not all give a version, so that their weights may
+                come from different steps.
+            WsyncError: an update has failed; all ranks raise the same error.  Other exceptions are
+                raised as a RemoteError, with the original as its `__cause__` on the rank where it
+                happened (Ctrl-C is raised there unchanged).  Engines that were sent nothing
+                continue.  Other engines stay paused, and may hold a part of the update; the next
+                call connects anew and updates them again.
         """
         with self._updating(version, weights) as report:
             report.trace = self._trace.anew()
@@ -127,7 +126,7 @@ class Sync(Updates):
             self._connection = None  # not before: what is interrupted here can be called again
 
     def _let_go(self) -> None:
-        """Gives up all memory that is lent, until another connection is made."""
+        """Lends no memory until the next connection."""
         self._lends = False
         if self._lending is not None:
             self._lending.release()
@@ -137,7 +136,7 @@ class Sync(Updates):
         engines: Sequence[Any] | Callable[[], Sequence[Any]],
         offsets: Sequence[int] | None,
     ) -> list[RolloutEngine]:
-        """Makes the engines' handles, and returns what each engine is."""
+        """Makes the engines' handles, and returns a description of each engine."""
         handles = handles_of(engines, timeout=self.options.deadline)
         self._requests = EngineRequests(handles, self.options)
         gpus = [None] * len(handles) if offsets is None else numbers("engine_gpu_offsets", offsets)
@@ -197,8 +196,8 @@ class Sync(Updates):
             self._lend(sources, of(table))  # before engines are asked for anything
         self._requests.pause()
         connection = self._connect(of(table))
-        # A plan is made of what the workers say when they have joined, so that a first update opens
-        # before it can pack; a later one packs its first round while the engines pause.
+        # The plan depends on what workers say when they join.  So a first update opens before it
+        # packs; later updates pack their first round while the engines pause.
         ahead = connection.packs_ahead
         if not ahead:
             self._open(connection, report)
@@ -212,7 +211,7 @@ class Sync(Updates):
                 self._let_go()
         connection.describe(report)
         if self._roster.takes_buckets:
-            self._use_up_version()  # the last bucket says it
+            self._use_up_version()  # the last bucket carries it
         with self._progress(report, report.rounds, unit="round") as bar:
             messages = connection.start(self._updates, sources, report)
             if ahead:
@@ -223,9 +222,9 @@ class Sync(Updates):
         return connection
 
     def _lend(self, sources: _core.BufferTable, gpu: str) -> None:
-        """Tells all ranks which weights workers can read in place, and where these lie now.  Ends
-        the connection if its plan was made for other ones.  With delivery="auto", if nothing can be
-        read in place when a connection is made, it is not checked again during that connection."""
+        """Tells all ranks which weights workers can read in place, and where these are now.  Closes
+        the connection if its plan was made for other weights.  With delivery="auto", a connection
+        that finds nothing to read in place does not look again."""
         lending, connection = self._lending, self._connection
         if connection is None and lending is not None:
             lending.reset(self._group)
@@ -240,7 +239,7 @@ class Sync(Updates):
             self._let_go()
         if self._group.rank == 0:
             for text in filter(None, lending.obstacles):
-                self._warn(f"{text}; what engines do not read in place goes through rings")
+                self._warn(f"{text}; weights that engines do not read in place go through rings")
 
     def _connect(self, gpu: str) -> Connection:
         if self._connection is None:
@@ -255,7 +254,7 @@ class Sync(Updates):
         return self._connection
 
     def _open(self, connection: Connection, report: Report) -> None:
-        """Waits until all engines have paused, and has their workers join."""
+        """Waits until all engines have paused, then asks their workers to join."""
         with report.phase("pause"):
             self._requests.paused(self._group.check)
             self._requests.measure(report)
@@ -265,15 +264,15 @@ class Sync(Updates):
                 self._requests.open(connection.openings(self._updates))
 
     def _watch(self) -> None:
-        """Raises what has gone wrong with an engine or a worker of this rank; called in every wait
-        until the workers hold everything."""
+        """Raises the error of an engine or of this rank's worker, if there is one.  Called in every
+        wait until the workers hold all bytes."""
         self._requests.look()
         if self._connection is not None:
             self._connection.look()
 
     def _watch_failures(self) -> None:
-        """The same while ranks agree to commit: the first ranks to know already commit, so opening
-        requests may end."""
+        """Does the same while ranks agree to commit.  The first ranks to agree already commit, so
+        opening requests may end."""
         self._requests.look(committing=True)
         if self._connection is not None:
             self._connection.look()
@@ -282,8 +281,8 @@ class Sync(Updates):
         """Ends the opening requests, records the version, and lets generation go on."""
 
         def still_there() -> None:
-            # an engine is not told what its workers refuse after the commit, and may have been
-            # restarted: look before it is given the version, and before any engine continues
+            # A worker may fail after the commit without its engine knowing, and an engine may have
+            # been restarted: look before engines get the version, and before any continues.
             self._group.barrier()
             connection.look()
             self._group.barrier()
@@ -296,8 +295,8 @@ class Sync(Updates):
         try:
             if connection is not None:
                 connection.abort(str(error))
-        except Exception as failure:  # the next update connects anew, whatever is left of this
-            error.add_note(f"Letting go of the engines failed, too: {failure!r}")
+        except Exception as failure:  # the next update connects anew in any case
+            error.add_note(f"Closing the connection to the engines failed, too: {failure!r}")
         finally:
             self._let_go()
             self._requests.abandon(error, under_way)
@@ -317,8 +316,8 @@ def connect(
         source: this rank's layout (`wsync.megatron.layout`, `wsync.fsdp.layout`), or whole tensors
             by Hugging Face name.
         engines: a list of URLs, Ray actors, local engines or handles; read only on rank 0.
-        engine_gpu_offsets: see `Sync`; without it, workers are spread over the ranks of the first
-            rank's host.
+        engine_gpu_offsets: see `Sync`; without it, workers are spread over the ranks on rank 0's
+            host.
         api_key: bearer key of engines that are given as URLs.
         options: deadlines, ways of delivery, round size, pause mode.
 
@@ -326,11 +325,10 @@ def connect(
         A `Sync`; `update(version=...)` replaces every weight of every engine.
 
     Raises:
-        InvalidArgumentError, UnsupportedError: something that is no engine or is given twice, or a
-            tensor that cannot be sent.
-        PeerClosedError, DeadlineError: an engine does not answer; the same on every rank.
+        InvalidArgumentError, UnsupportedError: an entry of `engines` is no engine or is given
+            twice, a tensor cannot be sent, or an engine holds weights in another form.
+        PeerClosedError, DeadlineError: an engine does not answer; every rank raises this.
         LayoutError: the trainer ranks' layouts disagree.
-        InvalidArgumentError: an engine says that it holds weights in another form than it is sent.
     """
     chosen = Options.of(options)
     handles = functools.partial(handles_of, engines, timeout=chosen.deadline, api_key=api_key)
