@@ -288,7 +288,7 @@ def test_options_come_from_the_environment_and_from_slimes_arguments(
         ("{deadline: 7}", "WSYNC_OPTIONS='{deadline: 7}': Expecting property name"),
         ("[7]", r"WSYNC_OPTIONS=\[7\]: a mapping"),
         ('{"dead_line": 7}', "WSYNC_OPTIONS: no option 'dead_line'; there are deadline, round"),
-        ('{"deadline": "7"}', "deadline='7' is no number"),
+        ('{"deadline": "7"}', "deadline='7' is not a number"),
     ],
 )
 def test_an_option_that_is_wrong_is_named(

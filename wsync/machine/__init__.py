@@ -1,1 +1,1 @@
-"""What the host offers: devices, addresses, libraries, files."""
+"""The host's resources: devices, addresses, libraries, files."""

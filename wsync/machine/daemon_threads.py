@@ -14,12 +14,12 @@ from wsync.machine.deadline import POLL_SECONDS, Check, Deadline
 
 _T = TypeVar("_T")
 _LAST_SECONDS: Final = 1.0
-_ending: Final = weakref.WeakSet[threading.Thread]()  # of closed ones, and of single calls
+_ending: Final = weakref.WeakSet[threading.Thread]()  # closed threads, and threads of single calls
 
 
 def result(future: Future[_T], deadline: Deadline, check: Check, late: str) -> _T:
-    """What a call of a WorkerThread returns; DeadlineError that begins with `late` after the
-    deadline.  `check` is called while this waits."""
+    """Waits for a call and returns its result, calling `check` meanwhile.  After the deadline it
+    raises a DeadlineError that begins with `late`."""
     while not wait([future], POLL_SECONDS).done:
         check()
         deadline.check(late)
@@ -29,15 +29,14 @@ def result(future: Future[_T], deadline: Deadline, check: Check, late: str) -> _
 class WorkerThread:
     """One daemon thread that makes calls in order.
 
-    A call that never returns costs its thread and what is queued behind it, and keeps neither
-    its caller nor, for more than a second, the interpreter from ending, as a ThreadPoolExecutor's
-    would.
+    If a call never returns, its thread and the calls queued behind it are lost, but its caller can
+    go on.  The interpreter can end after a second at most; a ThreadPoolExecutor would not let it.
     """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._calls = queue.SimpleQueue()
-        # ends the thread where nobody closes this, as where Ctrl-C comes before it is kept
+        # ends the thread if nobody closes it, for example because of Ctrl-C before it is kept
         weakref.finalize(self, self._calls.put, None)
         self._thread = threading.Thread(target=_drive, args=(self._calls,), daemon=True, name=name)
         self._thread.start()
@@ -48,15 +47,15 @@ class WorkerThread:
         return future
 
     def close(self) -> None:
-        """Ends the thread after what was submitted; returns at once."""
+        """Ends the thread after the calls that were submitted; returns at once."""
         _ending.add(self._thread)
         self._calls.put(None)
 
 
 @atexit.register
 def _await_ends() -> None:
-    """Lets closed threads and single calls come to their ends.  A daemon thread that Python stops
-    while it drops a tensor or a group ends the process by SIGABRT: torch does not bear it."""
+    """Waits a second for closed threads and single calls.  torch ends the process by SIGABRT if
+    Python stops a daemon thread that is just freeing a tensor or a group."""
     deadline = Deadline(_LAST_SECONDS)
     for thread in list(_ending):
         thread.join(deadline.left)
@@ -65,7 +64,7 @@ def _await_ends() -> None:
 def start(name: str, call: Callable[[], _T]) -> Future[_T]:
     """Makes one call in a daemon thread of its own."""
     future: Future[_T] = Future()
-    # it has its call from the start: an interrupt here leaves no thread that waits for one
+    # the thread has its call from the start: an interrupt here leaves no idle thread
     thread = threading.Thread(target=_make, args=(future, call), daemon=True, name=name)
     thread.start()
     _ending.add(thread)
@@ -75,7 +74,7 @@ def start(name: str, call: Callable[[], _T]) -> Future[_T]:
 def _drive(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
     while (item := calls.get()) is not None:
         _make(*item)
-        del item  # the thread must not keep what it is done with
+        del item  # the thread must not keep a finished call
 
 
 def _make(future: Future[Any], call: Callable[[], Any]) -> None:
@@ -84,4 +83,4 @@ def _make(future: Future[Any], call: Callable[[], Any]) -> None:
     except BaseException as error:
         future.set_exception(error)
     finally:
-        del future, call  # nor may the error, whose traceback holds this frame
+        del future, call  # the error's traceback holds this frame and must not keep them

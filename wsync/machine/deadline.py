@@ -1,4 +1,4 @@
-"""When a wait ends, what is looked at meanwhile, and the time limits that nobody chooses."""
+"""Deadlines of waits, the check that runs during a wait, and time limits without an option."""
 
 import time
 from collections.abc import Callable
@@ -7,44 +7,44 @@ from typing import Any, Final
 from wsync._core import DeadlineError, InvalidArgumentError
 
 Check = Callable[[], object]
-"""What a wait calls again and again: it raises what ends the wait."""
+"""A function that a wait calls again and again; it raises an error to end the wait."""
 
 MAX_DEADLINE: Final = 3600.0
 """The longest deadline that engines and trainers accept."""
 
 POLL_SECONDS: Final = 0.05
-"""Between two looks at what else may end a wait."""
+"""Time between two checks in a wait."""
 
 VERDICT_SECONDS: Final = 1.0
-"""For the reason of a failure to arrive, after its effect was seen elsewhere."""
+"""For the reason of a failure to arrive after its effect was seen."""
 
 PUNCTUAL: Final = 0.9
-"""The fraction of a deadline after which a missing peer is reported, so that it is named before
-others give up at the deadline's end."""
+"""The fraction of a deadline after which a missing peer is reported, so that an error names it
+before others give up at the deadline's end."""
 
 LATER_SECONDS: Final = 2.0
-"""How much later a deadline ends that only guards another one, whose error says more."""
+"""Added to a deadline that only guards another one, whose error says more."""
 
 LEAVE_SECONDS: Final = 1.0
-"""For work that a failed or closing update has left under way to end."""
+"""For the remaining work of a failed or closing update to end."""
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raises InvalidArgumentError for what is no time that anybody may choose to wait."""
-    if not hasattr(value, "__float__") or isinstance(value, bool):  # numpy's have it, too
-        raise InvalidArgumentError(f"{name}={value!r} is no number of seconds")
+    """Raises InvalidArgumentError if `value` is not a number of seconds that an option may have."""
+    if not hasattr(value, "__float__") or isinstance(value, bool):  # numpy's numbers have it, too
+        raise InvalidArgumentError(f"{name}={value!r} is not a number of seconds")
     if not 0 < value <= MAX_DEADLINE:
         text = f"over {seconds(MAX_DEADLINE)}" if value > 0 else "not positive"
         raise InvalidArgumentError(f"{name}={value!r} is {text}")
 
 
 def seconds(timeout: float) -> str:
-    """A timeout for a person to read: what is left of one has more digits than anybody gave."""
+    """Formats a timeout for a person; the rest of a timeout has more digits than needed."""
     return f"{round(timeout, 2):g} s"
 
 
 class Deadline:
-    """The end of a wait, `seconds` from now; the same in every process of this host."""
+    """The end of a wait, `seconds` from now; valid in every process of this host."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -52,17 +52,17 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds until then, 0 afterwards."""
+        """Seconds until then, or 0 afterwards."""
         return max(self._end - time.monotonic(), 0.0)
 
     def check(self, late: str) -> None:
-        """Raises DeadlineError once it has passed; `late` says what did not happen in time."""
+        """Raises DeadlineError if the time is over; `late` says what did not happen in time."""
         if self.left == 0.0:
             raise DeadlineError(f"{late} within {seconds(self.seconds)}")
 
 
 def look_around(check: Check) -> None:
-    """After a failure was seen: has `check` raise its reason, which may be on its way."""
+    """Calls `check` for a second after a failure, so that it can raise a reason that comes late."""
     deadline = Deadline(VERDICT_SECONDS)
     while deadline.left:
         check()

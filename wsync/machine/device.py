@@ -1,4 +1,4 @@
-"""Where rings lie and copies run: on the GPU that holds the weights, or on the host."""
+"""The device of rings and copies: the GPU that holds the weights, or the host."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from wsync.machine.nvidia_wheels import bundled
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# The GPU to use for weights in host memory: a UUID, or cuda:N.
+# Names the GPU to use for weights in host memory: a UUID, or cuda:N.
 VARIABLE: Final = "WSYNC_DEVICE"
 _NVRTC: Final = "WSYNC_NVRTC_LIB"
 _UUID: Final = re.compile("(GPU-)?[0-9a-fA-F-]{32,36}")
 _POLL_SECONDS: Final = 1e-4
-_MOST_GPU_THREADS: Final = 4  # are taken to be as fast as a link to a GPU
-_TORCH_SECONDS: Final = 120.0  # for what torch was given, where nobody says otherwise
+_MOST_GPU_THREADS: Final = 4  # taken to be as fast as a link to a GPU
+_TORCH_SECONDS: Final = 120.0  # for torch's work, unless the caller says otherwise
 
 
 def of(table: _core.TensorTable) -> str:
-    """The UUID of the GPU that some of the tensors lie on; "" where all lie in host memory."""
+    """Returns the UUID of the GPU that holds some of the tensors, or "" if the host holds all."""
     return "" if table.gpu is None else uuid(table.gpu)
 
 
 def wanted() -> str:
-    """The UUID of the GPU that is to serve weights in host memory; "" for none.
+    """Returns the UUID of the GPU that serves weights in host memory, or "" for none.
 
     Raises:
         InvalidArgumentError: WSYNC_DEVICE names no GPU.
@@ -53,14 +53,14 @@ def wanted() -> str:
 
 
 def default() -> str:
-    """The UUID of the GPU of a process that says nothing of one by where its weights lie."""
+    """Returns the UUID of a process's GPU if its weights do not determine one."""
     if not torch.cuda.is_available():
         return wanted()
     return wanted() or uuid(torch.cuda.current_device())
 
 
 def uuid(ordinal: int) -> str:
-    """The UUID of a GPU by its number in this process, which is torch's."""
+    """Returns the UUID of a GPU from torch's number of it in this process."""
     uuids = _uuids(os.getpid())
     if ordinal >= len(uuids):
         raise _core.UnsupportedError(f"cuda:{ordinal}: this process sees {len(uuids)} GPUs")
@@ -74,7 +74,7 @@ def _uuids(pid: int) -> list[str]:
 
 
 def find(uuid: str) -> _core.Device:
-    """The device with a UUID, or the host for "".
+    """Returns the device with a UUID, or the host for "".
 
     Raises:
         UnsupportedError: this process cannot use the GPU; the text says why.
@@ -89,15 +89,15 @@ def _gpu(uuid: str, pid: int) -> _core.Device:
 
 
 def _nvrtc() -> Sequence[str]:
-    """Where NVRTC may lie beside the system's folders: in pip's packages."""
+    """Returns where pip's packages have NVRTC, which is tried besides the system's folders."""
     named = os.environ.get(_NVRTC)
     if named:
         return [named]
-    return bundled("*/lib/libnvrtc.so.*")  # the builtins beside it are no compiler
+    return bundled("*/lib/libnvrtc.so.*")  # libnvrtc-builtins is not the compiler
 
 
 def threads_for(device: _core.Device) -> int:
-    """How many threads copy for one stream: those of a GPU's gather what it does not reach."""
+    """Returns how many threads copy for one stream; a GPU's gather memory that it cannot reach."""
     if device.ordinal < 0:
         return 1
     _, gpus = _core.cuda_devices()
@@ -105,8 +105,8 @@ def threads_for(device: _core.Device) -> int:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether there is memory at a tensor's addresses: a GPU has none while an allocator has paused
-    (torch_memory_saver, vLLM's sleep mode), and whoever reads there loses the GPU's context."""
+    """Whether a tensor's addresses have memory.  While an allocator has paused (torch_memory_saver,
+    vLLM's sleep mode), a GPU has none there, and a read would end the GPU's context."""
     if tensor.device.type != "cuda":
         return True
     try:
@@ -117,39 +117,39 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def of_module(module: torch.nn.Module) -> str:
-    """The UUID of the GPU that a module's parameters and buffers are on, "" for the host."""
+    """Returns the UUID of the GPU of a module's parameters and buffers, or "" for the host."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     ordinals = {t.device.index for t in tensors if t.device.type == "cuda"}
     if len(ordinals) > 1:
         names = " and ".join(f"cuda:{ordinal}" for ordinal in sorted(ordinals))
         raise _core.UnsupportedError(
-            f"{type(module).__name__} is on {names}: one worker has one GPU"
+            f"{type(module).__name__} is on {names}, but one worker has only one GPU"
         )
     return uuid(ordinals.pop()) if ordinals else ""
 
 
 def settle(device: _core.Device, timeout: float, check: Check = lambda: None) -> None:
-    """Waits here until a GPU has done everything that this process has given it by now, on whatever
-    stream, and calls `check` meanwhile.  DeadlineError after `timeout` seconds.
+    """Waits until a GPU has finished all work of this process, on every stream, and calls `check`
+    meanwhile.  DeadlineError after `timeout` seconds.
 
-    An update calls it before it gives its own stream anything: what is enqueued behind another
-    stream that hangs can be neither given up nor freed.
+    An update calls it before it uses its own stream.  Work that is enqueued behind a hanging stream
+    can be neither given up nor freed.
     """
     if device.ordinal >= 0:
-        # the driver's call has no deadline, and hears no signals
-        late = f"{device!r} has not done what it was given"
+        # the driver's call has no deadline, and signals do not interrupt it
+        late = f"{device!r} has not finished its work"
         result(start("wsync-settle", device.settle), Deadline(timeout), check, late)
 
 
 def await_torch(device: _core.Device, timeout: float = _TORCH_SECONDS) -> None:
-    """Waits here until torch has done what it has been given in this thread; on a GPU.
-    DeadlineError after `timeout` seconds."""
+    """Waits until a GPU has finished the work that torch gave it in this thread.  DeadlineError
+    after `timeout` seconds."""
     if not _torch_uses(device):
         return
     stream: Any = torch.cuda.current_stream(device.ordinal)
     passed, deadline = stream.record_event(), Deadline(timeout)
     while not passed.query():
-        deadline.check(f"{device!r}: torch has not done what it was given")
+        deadline.check(f"{device!r}: torch's work has not finished")
         time.sleep(_POLL_SECONDS)
 
 
@@ -159,24 +159,24 @@ def _torch_uses(device: _core.Device) -> bool:
 
 
 def release_cached(device: _core.Device) -> None:
-    """Gives back the memory of a GPU that torch keeps for later."""
+    """Gives back the memory of a GPU that torch keeps for later use."""
     if _torch_uses(device):
         torch.cuda.empty_cache()
 
 
 def on_gpu(nbytes: int, device: _core.Device) -> torch.Tensor:
-    """Bytes on a GPU that torch's groups can send and fill."""
+    """Allocates bytes on a GPU that torch's groups can send and fill."""
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device.ordinal))
 
 
 def has_nccl(device: _core.Device) -> bool:
-    """Whether ranks on such devices can meet in a group of NCCL."""
+    """Whether ranks on such devices can form an NCCL group."""
     return _torch_uses(device) and dist.is_nccl_available()
 
 
 def staging(nbytes: int, device: _core.Device) -> torch.Tensor:
-    """Bytes of host memory that streams of the device can write to, for as long as the tensor is
-    kept."""
+    """Allocates bytes of host memory that the device's streams can write to as long as the tensor
+    exists."""
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_torch_uses(device), device="cpu")

@@ -1,4 +1,4 @@
-"""Memory of GPUs that engine workers can map."""
+"""GPU memory that engine workers can map."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def exportable() -> Iterator[None]:
-    """Has tensors that are made on a GPU in the block lie in memory that other processes can map,
-    from which engines can read in place:
+    """Puts tensors that the block makes on a GPU into memory that other processes can map, so that
+    engines can read them in place:
 
         with wsync.exportable():
             model = build_model().cuda()
 
-    What this thread allocates in the block on the device that is current when it begins (call
-    torch.cuda.set_device before) is memory of the driver's that has a descriptor, by a
-    torch.cuda.MemPool over an allocator of wsync's.  With Megatron, put the block around making the
-    model and wrapping it in DistributedDataParallel, not around the optimizer: with the distributed
-    optimizer all weights lie in the wrapper's flat buffers, which are few pieces of memory, and
-    without it in the tensors that the model was made with.  Gradient buffers, which the wrapper
-    makes, too, come along.  What that costs:
+    It applies to this thread, and to the device that is current when the block begins (call
+    torch.cuda.set_device before).  The block uses a torch.cuda.MemPool over wsync's allocator,
+    which gets memory with a descriptor from the driver.  With Megatron, put the block around making
+    the model and wrapping it in DistributedDataParallel, but not around the optimizer.  With the
+    distributed optimizer, all weights are in the wrapper's flat buffers, which are few pieces of
+    memory; without it, in the tensors that the model was made with.  The wrapper's gradient buffers
+    are included.  Costs:
 
-    * torch_memory_saver does not see this memory and leaves it where it is when it pauses, and
-      torch cannot send its tensors to other processes itself (CUDA IPC).  Of the GPUs of this
-      process only its own reaches it.
-    * A tensor of 10 MiB or more is a piece of its own, in multiples of 2 MiB; smaller ones share
-      pieces of 20 MiB, those of up to 1 MiB pieces of 2 MiB.  A piece takes some calls of the
-      driver, and a descriptor wherever it is lent or mapped.
-    * Other tensors do not use what is freed of it.  What is free when the block ends goes back to
-      the driver, and what is freed later when torch.cuda.empty_cache() is called, which waits for
-      the stream that it was made on.  Engines that still map it keep it until they let go.
+    * torch_memory_saver does not see this memory, and does not free it in a pause.  torch itself
+      cannot send its tensors to other processes (CUDA IPC).  Of this process's GPUs, only the one
+      that holds the memory reaches it.
+    * A tensor of 10 MiB or more has a piece of its own, in multiples of 2 MiB.  Smaller tensors
+      share pieces of 20 MiB, and tensors of up to 1 MiB share pieces of 2 MiB.  A piece takes some
+      calls of the driver, and a descriptor in each process that lends or maps it.
+    * Other tensors do not use freed parts of it.  Parts that are free when the block ends go back
+      to the driver.  Parts that are freed later go back when torch.cuda.empty_cache() is called,
+      which waits for the stream that they were made on.  An engine that still maps such a part
+      keeps it until it unmaps it.
 
-    A model on the host needs no block: its own `share_memory()` moves its parameters, in place.
+    A model on the host needs no block: its own `share_memory()` moves its parameters in place.
 
     Raises:
-        torch.OutOfMemoryError: as torch raises it; a note says what the driver had left.
+        torch.OutOfMemoryError: as torch raises it; a note says how much the driver had left.
     """
     is_initialized: Any = torch.cuda.is_initialized
     used = is_initialized()  # never in a fork, where CUDA cannot be used
@@ -57,26 +58,26 @@ def exportable() -> Iterator[None]:
             error.add_note(f"wsync.exportable: {reason}")
         raise
     if not used and is_initialized():
-        _warn("CUDA was not in use when it began: call torch.cuda.set_device before it")
+        _warn("CUDA was not in use when the block began: call torch.cuda.set_device before it")
 
 
 def _pool() -> Any:
-    """Of torch's, for the current GPU; None with a warning where there can be none.  It ends with
-    the block: what is free in it goes back then, and the rest as soon as torch is told to."""
+    """Makes a torch memory pool for the current GPU.  Returns None, with a warning, if that fails.
+    The pool ends with the block: its free parts go back then, the rest when torch frees them."""
     try:
         _core.exportable_check(torch.cuda.current_device())
         return torch.cuda.MemPool(_allocator().allocator())
-    except (_core.WsyncError, RuntimeError) as error:  # torch's: of another allocator of its own
+    except (_core.WsyncError, RuntimeError) as error:  # torch's, if another allocator is in use
         _warn(str(error))
         return None
 
 
 @functools.cache
 def _allocator() -> Any:
-    """torch gives memory back by it after its pool has ended, so it is kept."""
+    """Makes wsync's allocator.  It is kept: torch frees memory with it after its pool has ended."""
     functions = "wsync_exportable_alloc", "wsync_exportable_free"
     return torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, *functions)
 
 
 def _warn(reason: str) -> None:
-    _log.warning("wsync.exportable: memory of GPUs made in this block is torch's own, %s", reason)
+    _log.warning("wsync.exportable: engines cannot map GPU memory made in this block: %s", reason)

@@ -1,4 +1,4 @@
-"""What belongs to one process: its threads, sockets and memory are no child's of it."""
+"""Guards objects that belong to one process, whose threads, sockets and memory no fork has."""
 
 import os
 
@@ -6,19 +6,19 @@ from wsync._core import StateError
 
 
 class Owner:
-    """The process in which this was made."""
+    """Remembers the process in which it was made."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     def __bool__(self) -> bool:
-        """Whether that is this process, and not one that was forked from it."""
+        """Whether this is that process, and not a fork of it."""
         return os.getpid() == self._pid
 
     def check(self, what: str) -> None:
-        """StateError, which begins with `what`, in another process."""
+        """Raises StateError in another process; its text begins with `what`."""
         if not self:
             raise StateError(
-                f"{what}: this belongs to process {self._pid}, which made it; process "
-                f"{os.getpid()} was forked from that one, and has to make its own"
+                f"{what}: this belongs to process {self._pid}, which made it. Process "
+                f"{os.getpid()} was forked from that process, and must make its own"
             )

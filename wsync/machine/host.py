@@ -1,4 +1,4 @@
-"""What others are told of this host: its address, and a text that is no other host's."""
+"""Facts about this host for other hosts: its address, and a text that identifies it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from wsync import _core
 ADDRESS = "WSYNC_ADDRESS"
 
 
-_SOMEWHERE = ("8.8.8.8", "2001:4860:4860::8888")  # by way of the default routes; never sent to
+_SOMEWHERE = ("8.8.8.8", "2001:4860:4860::8888")  # find the default routes; nothing is sent there
 
 
 def host_identity() -> str:
-    """Text that is equal for two processes exactly if they can share memory."""
+    """Returns a text that is equal for two processes exactly if they can share memory."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
         return f"{socket.gethostname()} {boot.read().strip()}"
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this host has, though its parent may not have heard of it."""
+    """Whether a process of this host has ended, even if its parent has not waited for it yet."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
@@ -33,12 +33,12 @@ def has_ended(pid: int) -> bool:
 
 
 def own_address(engines: Sequence[str]) -> str:
-    """The address of this host that engines (URLs, or names of others) can reach.
+    """Returns the address of this host that engines (URLs, or other names) can reach.
 
-    The environment variable WSYNC_ADDRESS is the answer where it is set.  Otherwise the system is
-    asked which of its addresses it would use on the way to each; nothing is sent.  An address of
-    the loopback interface is the answer only where all engines are known to be on this host, or
-    where it has no other: /etc/hosts may give a host's own name such a one.
+    If the environment variable WSYNC_ADDRESS is set, it is the answer.  Otherwise the system says
+    which of its addresses it would use to reach each engine; nothing is sent.  A loopback address
+    is the answer only if all engines are known to be on this host, or if the host has no other
+    address.  /etc/hosts may map a host's own name to a loopback address.
     """
     given = os.environ.get(ADDRESS, "").strip()
     if given:
@@ -63,7 +63,7 @@ def own_address(engines: Sequence[str]) -> str:
 
 
 def _host(engine: str) -> tuple[str, int]:
-    """Host and port of a URL; what is none may be anywhere."""
+    """Returns a URL's host and port; for other names, a public address stands in."""
     with contextlib.suppress(ValueError):
         parts = urlsplit(engine)
         return parts.hostname or _SOMEWHERE[0], parts.port or 80
@@ -71,8 +71,8 @@ def _host(engine: str) -> tuple[str, int]:
 
 
 def is_elsewhere(engine: str) -> bool:
-    """Whether an engine's name is a URL whose host is another machine: no address of it is one that
-    a socket of this machine can have.  False where its name does not resolve."""
+    """Whether an engine's name is a URL whose host is another machine: no socket of this
+    machine can have one of its addresses.  False if the name does not resolve."""
     parts = urlsplit(engine)
     if not parts.scheme.endswith(("http", "https")) or not parts.hostname:
         return False

@@ -1,8 +1,8 @@
-"""Which memory of this process lies where, and what of it can be lent to other processes.
+"""Finds where this process's memory is, and which of it can be lent to other processes.
 
-The kernel or the driver is asked, and not who has made the memory: tensors may be torch's
-(share_memory_, segments of cudaMalloc or expandable ones), views of a
-multiprocessing.shared_memory, or anything else that maps a file without a disk.
+It asks the kernel or the driver, whoever has made the memory: torch (share_memory_, segments of
+cudaMalloc or expandable ones), multiprocessing.shared_memory, or any other code that maps a file
+without a disk.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Final, NamedTuple
 from wsync import _core
 
 _READ: Final = 1 << 16
-# a mapping of proc_pid_maps(5) that is shared ("s"): start, end, offset, device, inode, path
+# a shared mapping ("s") of proc_pid_maps(5): start, end, offset, device, inode, path
 _SHARED: Final = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) ([0-9]+) *(.*)$", re.M
 )
 
 
 class File(NamedTuple):
-    """A file whose pages are memory, by the numbers that no other has while it is mapped."""
+    """A file whose pages are memory.  Its numbers identify it as long as it is mapped."""
 
     device: tuple[int, int]
     inode: int
 
     @property
     def descriptors(self) -> int:
-        """How many another process needs to map it."""
+        """The number of descriptors that another process needs to map it."""
         return 1
 
 
@@ -40,7 +40,7 @@ Allocation = tuple[int, int, int, bool]
 
 
 class GpuSegment(NamedTuple):
-    """Allocations of a GPU that are lent together; by their identities, no others are equal."""
+    """Allocations of a GPU that are lent together.  Segments with other identities are not equal."""
 
     parts: tuple[Allocation, ...]
 
@@ -50,7 +50,7 @@ class GpuSegment(NamedTuple):
 
 
 class LentPlace(NamedTuple):
-    """Where memory of this process lies in something that can be lent."""
+    """The place of this process's memory in a file or segment that can be lent."""
 
     source: File | GpuSegment
     offset: int
@@ -65,7 +65,7 @@ class _Mapping(NamedTuple):
 
 
 class SharedMaps:
-    """The shared mappings of this process, as they were when it was made, or `read` was called."""
+    """The shared mappings of this process when this was made, or at the last `read`."""
 
     def __init__(self) -> None:
         self._maps = open("/proc/self/maps", "rb", buffering=0)  # noqa: SIM115  until `close`
@@ -76,7 +76,7 @@ class SharedMaps:
         self._maps.close()
 
     def read(self, buffers: _core.BufferTable | None = None) -> Sequence[object]:
-        """Reads which there are now, whatever the buffers, and gives them, to be compared."""
+        """Reads and returns the current mappings, to be compared; `buffers` has no effect."""
         self._maps.seek(0)
         text = b"".join(iter(lambda: self._maps.read(_READ), b""))
         found = []
@@ -87,8 +87,8 @@ class SharedMaps:
         return found
 
     def find(self, spans: Iterable[tuple[int, int]]) -> list[LentPlace | None]:
-        """Where each span (address, bytes) lies; None for one that is empty, or not within one
-        shared mapping."""
+        """Finds the place of each span (address, bytes).  It is None for an empty span, and for one
+        that is not within one shared mapping."""
         starts = [mapping.start for mapping in self._found]
         places: list[LentPlace | None] = []
         for address, nbytes in spans:
@@ -101,8 +101,8 @@ class SharedMaps:
         return places
 
     def borrow(self, files: Iterable[File]) -> dict[File, _core.Memory]:
-        """The memory of files that `find` has met, to be lent to another process: of those that
-        this process has a descriptor of, or that can be opened by their name."""
+        """Opens the memory of files that `find` has found, to lend it to another process.  Leaves
+        out files that have neither a descriptor in this process nor a name by which they open."""
         wanted, borrowed = set(files), dict[File, _core.Memory]()
         descriptors = os.listdir("/proc/self/fd") if wanted else ()
         paths = [os.fsencode(f"/proc/self/fd/{name}") for name in descriptors]
@@ -111,15 +111,15 @@ class SharedMaps:
                 if _file_of(os.stat(path)) not in wanted:
                     continue
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # closed since, or it has no name any more
+            except OSError:  # closed meanwhile, or no longer named
                 continue
             try:
                 memory = _core.Memory.borrow(fd)
             except (_core.PeerRefusedError, _core.SystemCallError):
-                continue  # a file on a disk, or a descriptor of no use, where there may be another
+                continue  # a file on a disk, or an unusable descriptor; another one may do
             finally:
                 os.close(fd)
-            # the number or the name may be another file's since it was looked at
+            # meanwhile the descriptor or the name may have become another file's
             file = _file_of(os.fstat(memory.fileno()))
             if file in wanted:
                 borrowed[file] = memory
@@ -128,15 +128,16 @@ class SharedMaps:
 
 
 def most_segments(ranks: int = 1) -> int:
-    """How many files each of so many ranks may lend: processes that hold all of them keep half of
-    their descriptors and mappings for other things.  Called after raise_descriptor_limit."""
+    """Returns how many files each of `ranks` ranks may lend, so that a process with all of them has
+    half of its descriptors and mappings left.  Call raise_descriptor_limit first."""
     return _most_descriptors() // (2 * ranks)
 
 
 def raise_descriptor_limit() -> None:
-    """Lets this process have as many descriptors as it may have mappings, if its hard limit allows
-    that: 1,024, the usual soft limit, are the segments of 20 GB.  No more: containers' hard limit
-    is 2^30, and there are programs that go through all numbers up to the soft one."""
+    """Raises this process's descriptor limit to its limit of mappings, if the hard limit allows it.
+    The usual soft limit, 1,024, is enough for the segments of 20 GB.  The limit is not raised
+    further: containers have a hard limit of 2^30, and some programs try all numbers up to the soft
+    limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < (most := _most_descriptors()):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -156,14 +157,14 @@ def _file_of(facts: os.stat_result) -> File:
 
 
 def place_of(gpu: str, *, mps: bool) -> str:
-    """Where memory of a GPU, by its UUID, can be lent: on it, and in this PID namespace, and among
-    clients of MPS or others, beyond which no process opens the IPC handle of an allocation; "" for
-    the host's memory."""
+    """Names the place in which memory of a GPU can be lent, or "" for host memory.  It consists of
+    the GPU's UUID, the PID namespace, and whether the process is a client of MPS.  A process in
+    another place cannot open the IPC handle of an allocation."""
     return gpu and f"{gpu}@{os.stat('/proc/self/ns/pid').st_ino}{'@mps' * mps}"
 
 
 class GpuAllocations:
-    """The memory around buffers on a GPU, as it was when `read` was called last."""
+    """The allocations around buffers on a GPU at the last `read`."""
 
     def __init__(self) -> None:
         self._buffers = _core.BufferTable([])
@@ -173,13 +174,13 @@ class GpuAllocations:
         self._buffers = _core.BufferTable([])
 
     def read(self, buffers: _core.BufferTable) -> Sequence[object]:
-        """Asks the driver what is around these buffers now, and gives that, to be compared."""
+        """Asks the driver for the allocations around these buffers, and returns them."""
         self._buffers, self._found = buffers, buffers.allocations()
         return self._found
 
     def find(self, spans: Sequence[tuple[int, int]]) -> list[LentPlace | None]:
-        """Where each span (address, bytes) of the buffers lies; None for one that is empty, or that
-        no other process can map."""
+        """Finds the place of each span (address, bytes) of the buffers.  It is None for an empty
+        span, and for one that no other process can map."""
         starts = [allocation[0] for allocation in self._found]
         covers = [_cover(span, self._found, starts) for span in spans]
         homes = self._segments(covers)
@@ -189,12 +190,12 @@ class GpuAllocations:
         ]
 
     def borrow(self, segments: Iterable[GpuSegment]) -> dict[GpuSegment, _core.Memory]:
-        """The memory of segments that `find` has met, to be lent to another process."""
+        """Opens the memory of segments that `find` has found, to lend it to another process."""
         return {segment: self._buffers.lend(segment.parts) for segment in segments}
 
     def _segments(self, covers: Iterable[tuple[int, int] | None]) -> dict[int, GpuSegment]:
-        """By allocation: its segment.  Allocations that a buffer lies across are one segment: a
-        worker maps it side by side, too."""
+        """Returns each allocation's segment.  Allocations across which a buffer lies form one
+        segment, because a worker must map them side by side, too."""
         runs: list[tuple[int, int]] = []
         for first, last in sorted(set(filter(None, covers))):
             if runs and first <= runs[-1][1]:
@@ -211,7 +212,7 @@ class GpuAllocations:
 def _cover(
     span: tuple[int, int], found: Sequence[Allocation], starts: Sequence[int]
 ) -> tuple[int, int] | None:
-    """The first and last of the allocations that a span lies in, if it can be lent."""
+    """Returns the first and last of a span's allocations, or None if it cannot be lent."""
     address, nbytes = span
     first = last = bisect_right(starts, address) - 1
     if not nbytes or first < 0:

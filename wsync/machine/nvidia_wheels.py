@@ -1,11 +1,11 @@
-"""Shared libraries that pip packages bring."""
+"""Shared libraries in pip packages."""
 
 import importlib.util
 from pathlib import Path
 
 
 def bundled(pattern: str) -> list[str]:
-    """Files of the packages `nvidia/...` that a glob names, newest first by their names."""
+    """Returns files of the packages `nvidia/...` that match a glob, the last names first."""
     spec = importlib.util.find_spec("nvidia")
     folders = (spec.submodule_search_locations or []) if spec else []
     found = (path for folder in folders for path in Path(folder).glob(pattern))
@@ -13,5 +13,5 @@ def bundled(pattern: str) -> list[str]:
 
 
 def nccl_libraries() -> list[str]:
-    """Where NCCL may lie beside the system's folders."""
+    """Returns where pip's packages have NCCL, which is tried besides the system's folders."""
     return bundled("nccl/lib/libnccl.so.*")

@@ -1,4 +1,4 @@
-"""Environment variables that others read."""
+"""Environment variables for other libraries."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Has an environment variable a value in this block, and what it had before after it."""
+    """Sets an environment variable in the block, and restores its old value afterwards."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -1,8 +1,8 @@
-"""When each process of a host did what during updates: the raw material of a timeline.
+"""Records when each process of a host did what during updates: the data of a timeline.
 
-Where the environment variable WSYNC_TRACE names a folder as a trainer connects or an engine
-worker starts, that process appends a line to <folder>/<pid>.jsonl after every update:
-{"role", "rank", "pid", "update", "spans": [[lane, what, round or -1, begin, end], ...]}, in
+If the environment variable WSYNC_TRACE names a folder when a trainer connects or an engine worker
+starts, that process appends a line to <folder>/<pid>.jsonl after every update:
+{"role", "rank", "pid", "update", "spans": [[lane, what, round or -1, begin, end], ...]}.  Times are
 nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
 """
 
@@ -28,7 +28,7 @@ Span = tuple[str, str, int, int, int]
 
 @contextlib.contextmanager
 def stretch(end: Callable[[int, int], object]) -> Iterator[None]:
-    """A stretch of this thread's time.  end: called at its end with the times of both, in ns of
+    """Measures the block.  end: called with the times of its begin and end, in ns of
     CLOCK_MONOTONIC."""
     begin = time.monotonic_ns()
     try:
@@ -39,8 +39,8 @@ def stretch(end: Callable[[int, int], object]) -> Iterator[None]:
 
 @dataclass
 class Trace:
-    """What one process does in one update; without a folder, nobody is told.  Lanes are "thread",
-    whose spans are waits, and "stream"."""
+    """The activity of one process in one update.  Without a folder, nothing is written.  Lanes are
+    "thread", whose spans are waits, and "stream"."""
 
     folder: str = ""
     role: str = ""
@@ -52,32 +52,32 @@ class Trace:
         return cls(os.environ.get(VARIABLE, ""), role, rank)
 
     def anew(self) -> Trace:
-        """An empty one, for the next update."""
+        """Returns an empty trace, for the next update."""
         return Trace(self.folder, self.role, self.rank)
 
     def span(self, what: str, round: int = -1) -> AbstractContextManager[None]:
-        """Around what is to be a span."""
+        """Records the block as a span."""
         return stretch(lambda begin, end: self.spans.append(("thread", what, round, begin, end)))
 
     def mark(self, what: str, round: int) -> None:
-        """Something that takes no time."""
+        """Records an event without duration."""
         now = time.monotonic_ns()
         self.spans.append(("thread", what, round, now, now))
 
     def watch(self, stream: _core.Stream, copies: int) -> None:
-        """Has the stream note so many copies: for a folder, and for a trainer's report where that
-        costs next to nothing, which is on the host."""
+        """Makes the stream record up to `copies` copies.  It does so if there is a folder, and for
+        a trainer's report on the host, where recording costs next to nothing."""
         if self.folder or (self.role == "trainer" and stream.device.name == "host"):
             stream.trace(copies)
 
     def take(self, stream: _core.Stream) -> None:
-        """Takes what the stream has noted; copies of a route are loads."""
+        """Takes the stream's records; in an engine, copies are loads."""
         for index, phase, begin, end in stream.trace(0):
             what = "load" if self.role == "engine" else PHASES[phase]
             self.spans.append(("stream", what, index, begin, end))
 
     def write(self, update: int) -> None:
-        """Appends an update; where that fails a warning says so, for the weights are there."""
+        """Appends an update.  An error is only logged, because the weights have been delivered."""
         if not self.folder:
             return
         facts = {**asdict(self), "pid": os.getpid(), "update": update}
