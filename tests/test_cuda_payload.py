@@ -190,9 +190,7 @@ def test_a_consumer_that_does_not_let_go_holds_nobody_up(owner: Peer, reader: Pe
         "opened = open_tensor(load(data)['flattened_tensor'])",
         data=owner(FIRST),
     )
-    with raises(
-        f"DeadlineError: 64 bytes of GPU {UUID} were not let go of in 0.05 s; .*/dev/shm/t"
-    ):
+    with raises(f"DeadlineError: 64 bytes of GPU {UUID} were not released in 0.05 s; .*/dev/shm/t"):
         owner("first.acquire(0, 64, 0.05, never)")
     with raises("ZeroDivisionError"):
         owner("first.acquire(0, 64, 60, lambda: 1 / 0)")
@@ -218,7 +216,7 @@ def test_what_has_reached_no_engine_is_not_waited_for(owner: Peer, how: str, hel
 def test_memory_that_engines_hold_is_named_when_there_is_no_more() -> None:
     with started(WSYNC_FAKE_CUDA_MEMORY=str(3 * GRAIN)) as owner:
         owner(f"first = new_ring({2 * GRAIN}, '{UUID}')\n{FIRST}\nfirst.close()")
-        with raises(f"NoMemoryError: .*engines have not let go of {2 * GRAIN} bytes more"):
+        with raises(f"NoMemoryError: .*engines have not released {2 * GRAIN} more bytes"):
             owner(f"new_ring({2 * GRAIN}, '{UUID}')")
 
 
@@ -272,6 +270,6 @@ def test_a_stock_engine_that_holds_a_bucket_fails_the_update(owner: Peer) -> Non
         "stream = _core.Stream()\n"
         "session.acquire(0, stream, 5, never); session.post(0, stream, 5, never)"
     )
-    with raises("DeadlineError: engine E: 16 bytes of GPU .* were not let go of"):
+    with raises("DeadlineError: engine E: 16 bytes of GPU .* were not released"):
         owner("session.acquire(1, stream, 0.5, never)")
     owner("session.close()")

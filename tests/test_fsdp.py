@@ -319,7 +319,7 @@ def test_a_tied_head_goes_by_the_name_of_the_embedding(first: bool, two: Ranks) 
     found = layout(model, tied)
     assert found.layout.names() == ["model.embed_tokens.weight"]
     model.lm_head.weight = torch.nn.Parameter(torch.randn(8, 4))
-    with pytest.raises(wsync.LayoutError, match=r"^lm_head\.weight: was one tensor with model\."):
+    with pytest.raises(wsync.LayoutError, match=r"^lm_head\.weight: shared a tensor with model\."):
         found.bind()
     with pytest.raises(wsync.LayoutError, match=r"^lm_head\.weight: a parameter of its own, but"):
         layout(model, tied)

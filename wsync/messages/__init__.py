@@ -1,1 +1,1 @@
-"""What trainers and engines send each other."""
+"""The messages between trainers and engines."""

@@ -9,11 +9,10 @@ A control message travels to each tensor-parallel worker of an engine as a uint8
     {"protocol": 1, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
      "deadline": 60.0}
 
-`open` makes the worker take part in update number `update` and is answered when that update has
-been committed or has failed; `close` gives the weights the version that the request around it
-carries, and is refused where they are not those of that session's update number `update`; `inspect`
-has the worker connect and say in its first message, which is JSON, what it has learnt (see
-wsync.inspection).
+`open` makes the worker take part in update number `update`; the worker answers when that update has
+been committed or has failed.  `close` gives the weights the version of the request around it.  It
+is refused unless the weights are those of that session's update number `update`.  `inspect` makes
+the worker connect; its first message says in JSON what it has learnt (see wsync.inspection).
 """
 
 import json
@@ -23,14 +22,14 @@ from typing import Final
 from wsync._core import ProtocolError
 
 LOAD_FORMAT: Final = "wsync.sglang.load_weights"
-"""load_format of the requests that carry a control message: the loader that SGLang imports."""
+"""load_format of requests that carry a control message: the loader that SGLang imports."""
 
 FLATTENED_BUCKET: Final = "flattened_bucket"
-"""load_format of the requests that carry a bucket of SGLang's (wsync.FlattenedTensorBucket)."""
+"""load_format of requests that carry an SGLang bucket (wsync.FlattenedTensorBucket)."""
 
 UPDATING: Final = "updating-"
-"""Prefix of the temporary version that, during an update, is given to engines that record the
-version of every request (SGLang)."""
+"""Prefix of the temporary version during an update, for engines that record the version of every
+request (SGLang)."""
 
 TENSOR_NAME: Final = "__wsync__"
 """Name of the uint8 tensor that holds the message."""
@@ -38,25 +37,25 @@ TENSOR_NAME: Final = "__wsync__"
 WHOLE: Final = b""
 PIECES: Final = b"*"
 LEARN: Final = b"?"
-"""What a worker asks for when it joins, where that is no layout: every tensor in one piece (a
-load_weights of the engine's own reads them), every tensor in pieces as small as is good, or to be
-told first what tensors there are.  What it asks for then is in a `Learnt`."""
+"""What a worker asks for when it joins, instead of a layout.  WHOLE: every tensor in one piece,
+because the engine's own load_weights reads them.  PIECES: every tensor, cut as wsync likes.  LEARN:
+the list of tensors; the worker then asks again with a `Learnt`."""
 
 BORROWS: Final = b"+"
-"""Begins what a worker says when it joins, if it can also copy out of memory that the trainer
-lends.  Then follow between commas how many segments it may hold
-(wsync.machine.lendable.most_segments) and the places of what it reads, its own device first
-(wsync.machine.lendable.place_of); a line feed, and what it asks for."""
+"""First byte of a joining worker's message, if it can also copy out of memory that the trainer
+lends.  Next, separated by commas, come the number of segments that it may hold
+(wsync.machine.lendable.most_segments) and the places that it reads, beginning with its own device
+(wsync.machine.lendable.place_of).  A line feed and what the worker asks for end the message."""
 
 PROTOCOL: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a worker says that has learnt: in bytes, a line of JSON and the blob.
+    """The request of a worker that has learnt.  As bytes: a line of JSON, and the blob.
 
-    blob: what it asks for; a layout, WHOLE or PIECES.  own_loading: which tensors go through a
-    load_weights of the engine's own, and why; "" for none.
+    blob: what it asks for; a layout, WHOLE or PIECES.  own_loading: the tensors that go through the
+    engine's own load_weights, and why; "" for none.
     """
 
     blob: bytes
@@ -75,10 +74,10 @@ class Learnt:
 class Control:
     """One control message.
 
-    op: "open", "close" or "inspect"; session: hex id of the session between one trainer rank and
-    this worker; update: the update's number; deadline: seconds that the worker waits for any one
-    thing; address: where the other side listens (`wsync._core.Exporter.address`, or that of a
-    `wsync.messages.tcp_channel.Listener` for a worker on another host), "" in a close.
+    op: "open", "close" or "inspect".  session: hex id of the session between one trainer rank and
+    this worker.  update: number of the update.  deadline: seconds that the worker may wait for any
+    one event.  address: where the other side listens; "" in a close.  It is the address of a
+    `wsync._core.Exporter`, or of a `wsync.messages.tcp_channel.Listener` for another host.
     """
 
     op: str
@@ -103,7 +102,7 @@ class Control:
         """Parses a message; ProtocolError says what is wrong with it."""
         try:
             fields = json.loads(data)
-            # first of all: another protocol may well have other fields
+            # first of all, because other protocols may have other fields
             if (protocol := fields.pop("protocol", None)) != PROTOCOL:
                 raise ProtocolError(
                     f"control message of protocol {protocol!r:.80}, expected {PROTOCOL}; "

@@ -1,12 +1,12 @@
-"""Pickles of weight-update requests: what wsync writes, and the only pickles it reads.
+"""Pickles of weight-update requests: wsync writes them, and reads no other pickles.
 
-A stock SGLang server unpickles each request with its `SafeUnpickler`
-(`sglang.srt.utils.common`), which admits a list of globals.  So wsync writes the opcodes itself
-and names only globals that all versions since 0.5.6 admit: no class of wsync's own, and no
-sglang on the trainer.  CPU tensors travel in one of two ways, both torch's own:
+A stock SGLang server unpickles each request with its `SafeUnpickler` (`sglang.srt.utils.common`),
+which only admits globals on a list.  So wsync writes the opcodes itself, and names only globals
+that all versions since 0.5.6 admit.  The trainer needs no sglang, and the server no class of
+wsync.  CPU tensors travel in one of two ways, both torch's own:
 
 * by shared file (`torch.multiprocessing.reductions.rebuild_storage_filename`): the receiver maps
-  a segment of /dev/shm that torch_shm_manager removes after its last user;
+  a segment of /dev/shm, which torch_shm_manager removes after its last user;
 * by value (`torch._utils._rebuild_tensor_v2` or v3 over `torch.storage._load_from_bytes`).
 
 Torch's default, passing file descriptors, fails between processes without a common ancestor.
@@ -35,15 +35,15 @@ _METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTen
 REDUCTIONS: Final = "torch.multiprocessing.reductions"
 _SHM: Final = "/dev/shm"
 _SEGMENT_HEADER_NBYTES: Final = 64  # torch counts a segment's users there
-# more than payloads of one segment are read: every pipeline stage reads its own
+# more readings than any segment gets: every pipeline stage reads its own payload
 _REPEATS: Final = 1 << 14
 
 # --- writing ---------------------------------------------------------------------------------
 
 
 class _Writer(pickle._Pickler):
-    """Python's own writer, which also writes globals that need not be here: the one in C looks
-    every global up."""
+    """Python's own pickler, which can also write globals that do not exist here.  The pickler in C
+    looks every global up."""
 
     dispatch: ClassVar[dict[type, Callable[..., None]]] = {**pickle._Pickler.dispatch}
 
@@ -64,8 +64,8 @@ class _Named:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Called:
-    """What calling a global gives; with `state`, an instance of that class, whose attributes these
-    are."""
+    """The result of calling a global.  With `state`, it is an instance of that class with these
+    attributes."""
 
     function: _Named
     arguments: tuple[object, ...]
@@ -87,12 +87,12 @@ for _kind in (_Named, _Called):
 
 @functools.cache
 def named(module: str, name: str) -> _Named:
-    """A global that a payload names."""
+    """Makes a global that a payload names."""
     return _Named(module, name)
 
 
 def called(module: str, name: str, *arguments: object) -> _Called:
-    """What calling a global with these arguments gives where the payload is read."""
+    """Makes the result of calling a global; the reader of the payload calls it."""
     return _Called(named(module, name), arguments)
 
 
@@ -115,10 +115,10 @@ def _by_value(tensor: torch.Tensor) -> _Called:
 
 def _by_file(tensor: torch.Tensor) -> _Called:
     """A flat uint8 tensor whose storage the receiver maps.  One reference travels with each
-    payload: the receiver drops it when it unpickles, so a payload that is never read leaves its
-    segment to `remove`, or to torch_shm_manager, which removes it when the sender ends."""
+    payload, and the receiver drops it when it unpickles.  If a payload is never read, `remove`
+    removes its segment, or torch_shm_manager when the sender ends."""
     storage = tensor.untyped_storage()
-    file = storage._share_filename_cpu_()  # which moves other memory than shared_bytes
+    file = storage._share_filename_cpu_()  # moves other memory than shared_bytes to a file
     storage._shared_incref()  # type: ignore[no-untyped-call]
 
     cls = named("torch.storage", "UntypedStorage")
@@ -135,12 +135,13 @@ def _entry(entry: Any) -> _Called:
 
 @functools.cache
 def _start_manager(pid: int) -> None:
-    """Has torch start torch_shm_manager, which removes unused segments, with the first segment of
-    this process, but without its standard error, whose reader would then wait for the engines that
-    use a segment.  What ends all processes of a job is not for it: it goes with its last user."""
+    """Makes this process's first segment, so that torch starts torch_shm_manager, which removes
+    unused segments.  The manager does not get standard error: a reader of that would wait for the
+    engines that use a segment.  It also ignores signals that end a whole job, and ends after its
+    last user."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
-        with contextlib.suppress(OSError):  # there is none
+        with contextlib.suppress(OSError):  # there is no standard error
             os.set_inheritable(2, False)
         torch.UntypedStorage._new_using_filename_cpu(1)
     finally:
@@ -150,9 +151,9 @@ def _start_manager(pid: int) -> None:
 
 
 def shared_bytes(nbytes: int) -> torch.Tensor:
-    """A uint8 tensor of `nbytes` in a file of /dev/shm: a bucket (`out=`) that `bucket` can hand
-    to another process without a copy.  The file goes with its last user.  Raises NoMemoryError
-    if /dev/shm has less room than that, because a write beyond it would kill the process."""
+    """Makes a uint8 tensor of `nbytes` in a file of /dev/shm: a bucket (`out=`) that `bucket` can
+    give to another process without a copy.  The file is removed after its last user.
+    NoMemoryError: /dev/shm has less room than that; a write beyond it would kill the process."""
     room = os.statvfs(_SHM)
     free = room.f_bavail * room.f_frsize
     if nbytes > free:
@@ -163,28 +164,28 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
 
 
 def remove(tensor: torch.Tensor) -> None:
-    """Takes the file of `shared_bytes` out of /dev/shm, whatever payloads have not been read: their
-    readers will find none.  Whoever has mapped it keeps it."""
+    """Removes the file of `shared_bytes` from /dev/shm, even if payloads have not been read: their
+    readers will not find it.  Processes that have mapped the file keep it."""
     name = tensor.untyped_storage()._share_filename_cpu_()[1]
-    # torch's last user removes the file, too, and ends its process where there is none; repeated
-    # readings may have dropped the references of others
+    # torch's last user removes the file, too, and ends its process if there is none; payloads that
+    # were read more than once may have dropped others' references
     keep(tensor)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.fsencode(_SHM) + name)
 
 
 def keep(tensor: torch.Tensor) -> None:
-    """Has the file of `shared_bytes` outlast payloads that are read more than once: each reading
-    drops a reference, and the last one takes the file along.  Then it goes with `remove`, or with
-    this process."""
+    """Keeps the file of `shared_bytes` while payloads are read more than once: each reading drops a
+    reference, and the last drop would remove the file.  `remove` or the end of this process removes
+    it then."""
     storage = tensor.untyped_storage()
     for _ in range(_REPEATS):
         storage._shared_incref()  # type: ignore[no-untyped-call]
 
 
 def give_back(tensor: torch.Tensor) -> None:
-    """Takes back the references of `keep` that repeated readings have left: the file goes with its
-    last user, which this process may be."""
+    """Returns the references of `keep` that readings have not dropped.  The file is then removed
+    after its last user, which may be this process."""
     header = tensor.untyped_storage().data_ptr() - _SEGMENT_HEADER_NBYTES
     count = ctypes.c_int32.from_address(header)
     for _ in range(_REPEATS):
@@ -192,41 +193,41 @@ def give_back(tensor: torch.Tensor) -> None:
 
 
 def flattened(tensor: object, metadata: Sequence[Any]) -> bytes:
-    """The payload of SGLang's load_format "flattened_bucket": the object
+    """Makes the payload of SGLang's load_format "flattened_bucket": the object
     {"flattened_tensor": tensor, "metadata": [FlattenedTensorMetadata, ...]}."""
     entries = [_entry(entry) for entry in metadata]
     return values({"flattened_tensor": tensor, "metadata": entries})
 
 
 def values(value: object) -> bytes:
-    """The payload that a reader turns into `value`: of plain values, `named` and `called`."""
+    """Makes a payload that is read as `value`: plain values, and those of `named` and `called`."""
     _Writer(out := io.BytesIO(), 4).dump(value)
     return out.getvalue()
 
 
 def bucket(bucket: FlattenedTensorBucket) -> bytes:
-    """The payload of SGLang's load_format "flattened_bucket", for a bucket of the host.
+    """Makes the payload of SGLang's load_format "flattened_bucket", for a bucket in host memory.
 
-    It travels as the name of its file: the receiver sees what is written to it later, and each
-    payload is to be read once.  A bucket in other memory than `shared_bytes` moves to such a file.
+    The payload has only the name of a file, so the receiver sees later writes, and each payload
+    must be read once.  A bucket in other memory than `shared_bytes` is moved to such a file.
     """
     return flattened(_by_file(bucket.get_flattened_tensor()), bucket.get_metadata())
 
 
 def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
-    """The payload of SGLang's other load formats: [(name, tensor), ...], by value."""
+    """Makes the payload of SGLang's other load formats: [(name, tensor), ...], by value."""
     return values([(name, _by_value(tensor)) for name, tensor in pairs])
 
 
 def control(data: bytes) -> bytes:
-    """A payload that carries only `data`: one uint8 tensor by value named wsync.messages.control's
-    TENSOR_NAME.  For the load_format that names wsync's loader."""
+    """Makes a payload with nothing but `data`: one uint8 tensor by value, under the name
+    wsync.messages.control.TENSOR_NAME.  For the load_format that names wsync's loader."""
     return named_tensors([(TENSOR_NAME, torch.tensor([*data], dtype=torch.uint8, device="cpu"))])
 
 
 def control_bytes(value: object) -> bytes | None:
-    """What `control` was given, from the object that an engine unpickled; None if that is
-    another kind of payload."""
+    """Returns the `data` of `control` from the object that an engine unpickled, or None if the
+    payload is of another kind."""
     match value:
         case [[str(name), torch.Tensor() as tensor]] if name == TENSOR_NAME:
             if tensor.dtype == torch.uint8 and tensor.dim() == 1:
@@ -240,9 +241,9 @@ def control_bytes(value: object) -> bytes | None:
 def load(data: bytes) -> object:
     """Unpickles a payload.
 
-    Anyone who reaches an engine's API can send one, so only the globals below are called.  They
-    make tensors of the host, and bucket metadata, which becomes wsync's FlattenedTensorMetadata.
-    Anything else is a ProtocolError that names it.
+    Anyone who reaches an engine's API can send a payload, so only the globals below are called.
+    They make tensors in host memory and bucket metadata, which becomes wsync's
+    FlattenedTensorMetadata.  Anything else is a ProtocolError that names it.
     """
     try:
         return _Reader(io.BytesIO(data)).load()
@@ -257,7 +258,7 @@ def malformed(text: str) -> _core.ProtocolError:
 
 
 class _Reader(pickle.Unpickler):
-    """Admits globals by a list, as SGLang's SafeUnpickler does."""
+    """Admits only globals on a list, as SGLang's SafeUnpickler does."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _REPLACED.get((module, name))
@@ -270,7 +271,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _load_from_bytes(data: bytes) -> object:
-    """torch.storage's own admits any pickle inside."""
+    """Admits weights only, unlike torch.storage's function, which admits any pickle inside."""
     return torch.load(io.BytesIO(data), weights_only=True)
 
 

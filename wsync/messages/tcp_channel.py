@@ -1,8 +1,8 @@
 """Frames over TCP between a trainer rank and an engine worker on another host.
 
-A frame is a byte that says what it is, the length of its content in 8 bytes, little-endian, and
-the content.  A worker is told where to connect, `<token>@<host>:<port>`, through its engine's
-API, and sends the 128-bit token first; what else comes to that port is turned away.
+A frame is a byte for its kind, the length of its content (8 bytes, little-endian) and the content.
+The engine's API tells a worker the address, `<token>@<host>:<port>`.  The worker sends the 128-bit
+token first; a connection without the token is closed.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from wsync.checkpoints.safetensors_layout import system_calls
 from wsync.machine.deadline import POLL_SECONDS, Check, Deadline, seconds
 from wsync.machine.error_text import error_text
 
-# what BEGIN and PREPARED hold
+# contents of BEGIN and PREPARED
 UPDATE: Final = struct.Struct("<QQ")
 COUNTS: Final = struct.Struct("<QQQ")
-# what COMMIT holds where the exchange gives its memory back until the next update
+# content of COMMIT if the exchange frees its memory until the next update
 PARK: Final = b"park"
 
 _HEADER: Final = struct.Struct("<BQ")
 _ADDRESS: Final = re.compile(r"([0-9a-f]{32})@([0-9A-Za-z._:%-]{1,253}):([0-9]{1,5})")
-_LAST_SECONDS: Final = 1.0  # for the last words to leave
-_TOKEN_SECONDS: Final = 10.0  # for a token to come
+_LAST_SECONDS: Final = 1.0  # to send the last error
+_TOKEN_SECONDS: Final = 10.0  # to receive a token
 _READ_NBYTES: Final = 1 << 20
 _SAID_NBYTES: Final = 2000
 
 
 class Frame(enum.IntEnum):
-    """What a frame is.  HELLO, INTRODUCTION, BLOB and PREPARED come from a worker, FAILED from
-    either side."""
+    """The kind of a frame.  Workers send HELLO, INTRODUCTION, BLOB and PREPARED; both sides send
+    FAILED; trainer ranks send the others."""
 
     HELLO = 1  # the token
-    BLOB = 2  # what the worker keeps, as Loader.blob has it
-    MODEL = 3  # where to come back to, a line feed, and a layout without shards
+    BLOB = 2  # what the worker keeps; see Loader.blob
+    MODEL = 3  # the address to come back to, a line feed, and a layout without shards
     PLAN = 4  # see wsync.exchange.remote_plan
     BEGIN = 5  # UPDATE: update and rounds
     PREPARED = 6  # COUNTS: tensors and bytes that were loaded, and ns of the audit
@@ -54,8 +54,8 @@ class Frame(enum.IntEnum):
     INTRODUCTION = 9  # see wsync.exchange.introductions
 
 
-# a firewall between two hosts forgets connections that are silent between two updates, and a host
-# that is gone says nothing: so there is a sign of life after a minute, and the end after two
+# a firewall forgets connections that are silent between two updates, and a dead host says nothing:
+# so there is a sign of life after a minute, and the connection ends after two
 KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -65,7 +65,7 @@ KEEPALIVE: Final = (
 
 
 class Channel:
-    """One end of a connection; `peer` is what errors call the other one."""
+    """One end of a connection; `peer` is the other end's name in errors."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self.peer = peer
@@ -77,20 +77,20 @@ class Channel:
         self._buffer = bytearray()
         self._frames: deque[tuple[Frame, bytes]] = deque()
         self._ended = False
-        self._torn = False  # a frame was sent in part: what follows would be taken for its rest
+        self._torn = False  # whether a frame was sent in part; the peer would misread the next one
 
     @classmethod
     def connect(cls, address: str, timeout: float, *, peer: str = "trainer") -> Channel:
-        """A connection to the Listener at an address.
+        """Connects to the Listener at an address.
 
         Raises:
-            ProtocolError: no such address.
-            PeerClosedError, DeadlineError: nobody is there.
+            ProtocolError: `address` is malformed.
+            PeerClosedError, DeadlineError: no Listener is there.
         """
         match = _ADDRESS.fullmatch(address)
         if match is None:
             raise _core.ProtocolError(
-                f"address {address[33:120]!r}: expected <token>@<host>:<port>"
+                f"address {address[33:120]!r} is not of the form <token>@<host>:<port>"
             )
         token, host, port = match.groups()
         where = f"{peer} at {host}:{port}"
@@ -114,10 +114,10 @@ class Channel:
         Raises:
             DeadlineError: the other side did not take it in time.
             PeerClosedError: it is gone.
-            StateError: a former frame was not sent to its end.
+            StateError: an earlier frame was sent only in part.
         """
         if self._torn:
-            raise _core.StateError(f"{self.peer} was sent a part of a frame, and can only be left")
+            raise _core.StateError(f"{self.peer} was sent a part of a frame: close the connection")
         deadline = Deadline(timeout)
         for part in (_HEADER.pack(kind, len(content)), content):
             left = memoryview(part)
@@ -128,18 +128,19 @@ class Channel:
                 except BlockingIOError:
                     self._pause(select.POLLOUT, deadline, check, f"did not take {kind.name}")
                 except OSError as error:
-                    self.look()  # its last words say more
+                    self.look()  # its last error says more
                     raise self._gone(error) from error
         self._torn = False
 
     def wait(
         self, wanted: Collection[Frame], timeout: float, check: Check = bool
     ) -> tuple[Frame, bytes]:
-        """The next frame, which has to be a wanted one.
+        """Returns the next frame, which must be of a wanted kind.
 
         Raises:
-            RemoteError: the other side has failed; its own words.
-            DeadlineError, PeerClosedError, ProtocolError: nothing came, nor will, or another kind.
+            RemoteError: the other side has failed, with this error.
+            DeadlineError, PeerClosedError, ProtocolError: no frame came in time, none can come, or
+                one of another kind came.
         """
         deadline = Deadline(timeout)
         names = " or ".join(kind.name for kind in wanted)
@@ -155,7 +156,7 @@ class Channel:
             self._pause(select.POLLIN, deadline, check, f"did not send {names}")
 
     def look(self) -> None:
-        """Raises what the other side has said, or that it is gone; waits for nothing."""
+        """Raises the other side's error, or says that it is gone; waits for nothing."""
         self._read()
         for kind, content in self._frames:
             if kind == Frame.FAILED:
@@ -164,7 +165,7 @@ class Channel:
             raise self._gone()
 
     def fail(self, why: str | BaseException) -> None:
-        """Says why this side gives up, if the other one still listens."""
+        """Sends this side's error, if the other side still listens."""
         text = error_text(why) if isinstance(why, BaseException) else why
         said = text.encode(errors="replace")[:_SAID_NBYTES]
         with contextlib.suppress(_core.WsyncError):
@@ -172,18 +173,18 @@ class Channel:
 
     def close(self) -> None:
         with contextlib.suppress(OSError, _core.WsyncError):
-            self._read()  # what is left unread would cost the other side our last words
+            self._read()  # unread bytes would reset the connection, and lose our last error
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _read(self) -> None:
-        """Takes in what has come."""
+        """Reads what has come."""
         while not self._ended:
             try:
                 data = self._socket.recv(_READ_NBYTES)
             except BlockingIOError:
                 return
-            except OSError:  # reset; what came before that counts
+            except OSError:  # reset; frames that came before it count
                 data = b""
             self._ended = not data
             self._buffer += data
@@ -212,11 +213,11 @@ class Channel:
 
 
 def _listen(host: str) -> socket.socket:
-    """A socket at one address of this host; at all of them where the one that others use is none of
-    its own, as behind NAT.  Who connects has to know a token.
+    """Listens at one address of this host.  If the host does not have that address (NAT), listens
+    at all its addresses.  A token protects the socket.
 
     Raises:
-        SystemCallError: there can be no such socket.
+        SystemCallError: the system refuses such a socket.
     """
     with system_calls(f"listening at {host}"):
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -229,9 +230,9 @@ def _listen(host: str) -> socket.socket:
 
 
 class Listener:
-    """Where one worker is to connect.
+    """The place where one worker connects.
 
-    host: the address of this host that it can reach; peer: what errors call the worker.
+    host: an address of this host that the worker can reach; peer: the worker's name in errors.
     """
 
     def __init__(self, host: str, peer: str) -> None:
@@ -245,7 +246,7 @@ class Listener:
         """Waits for the worker; any other connection is closed.
 
         Raises:
-            DeadlineError: it did not come.
+            DeadlineError: the worker did not come.
         """
         deadline = Deadline(timeout)
         while True:
@@ -262,7 +263,7 @@ class Listener:
         self._listener.close()
 
     def _shows_token(self, connection: socket.socket, timeout: float) -> bool:
-        """Whether a connection begins with the token, which comes at once."""
+        """Whether a connection begins with the token, which must come at once."""
         deadline = Deadline(min(timeout, _TOKEN_SECONDS))
         hello, shown = _HEADER.pack(Frame.HELLO, 32) + self._token.encode(), b""
         with contextlib.suppress(OSError):
@@ -274,12 +275,12 @@ class Listener:
 
 
 def is_remote(address: str) -> bool:
-    """Whether an address is one of a Listener, not of a socket on this host."""
+    """Whether an address is a Listener's, not that of a socket on this host."""
     return _ADDRESS.fullmatch(address) is not None
 
 
 def _poll(waited: socket.socket, event: int, seconds: float) -> None:
-    """Waits for a socket, but no longer than until the next look around."""
+    """Waits for a socket, at most until the next look around."""
     poll = select.poll()
     poll.register(waited, event)
     poll.poll(1e3 * min(seconds, POLL_SECONDS))

@@ -1,4 +1,4 @@
-"""Where modules keep their tensors, and what tensors are: dtypes, bytes, whether two are equal."""
+"""Tensors in modules: where they are kept, their dtypes and bytes, and whether two are equal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class ModuleTree:
-    """The parts of modules, and the names of their tensors, at one moment.
+    """A snapshot of modules' parts and of the names of their tensors.
 
-    Keeps the parts, but no tensors: an engine may replace its weights between updates.
+    Keeps the parts but no tensors, because an engine may replace its weights between updates.
     """
 
     def __init__(self, roots: Iterable[Module]) -> None:
@@ -27,19 +27,19 @@ class ModuleTree:
         self._seen = self._see()
 
     def same(self) -> bool:
-        """Whether all parts are the same objects, with tensors of the same names."""
+        """Whether all parts are the same objects as then, with tensors of the same names."""
         return self._see() == self._seen
 
     def _see(self) -> tuple[object, ...]:
-        """Names, in which stores they are, and parts.  Most stores are empty, and passed over."""
+        """Returns the names, their stores, and the parts.  Most stores are empty and left out."""
         full = list(filter(None, self._stores))
         parts = chain.from_iterable(map(dict.values, filter(None, self._children)))
         return list(map(tuple, full)), list(map(id, full)), list(parts)
 
 
 class Slot(NamedTuple):
-    """home[key] is a tensor; `name` is the one that it has without wrappers, `path` with them.
-    `part`: within one, a tensor of two names goes by the first."""
+    """The place of a tensor: home[key].  `name` has no wrappers' names in it, `path` has them.
+    `part`: if a tensor has two names within one part, the first one counts."""
 
     name: str
     home: dict[str, Any]
@@ -49,12 +49,12 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """The places of all tensors, which are read again at every update.
+    """The places of all tensors; the tensors are read again at every update.
 
     Args:
-        roots: the modules in which `find` looks; a list of the caller's may change.
-        find: the slots there are now; it is asked again when modules were replaced, or
-            have more tensors, and after it was asked in vain.
+        roots: the modules in which `find` looks; the caller may change this list.
+        find: returns the current slots.  It is called again when modules were replaced or have
+            more tensors, and after a call that failed.
 
     Raises:
         LayoutError: two tensors have the same name.
@@ -62,17 +62,17 @@ class Slots:
 
     def __init__(self, roots: Sequence[Module], find: Callable[[], Iterable[Slot]]) -> None:
         self._roots, self._find = roots, find
-        self._known: list[Module] = []  # of the roots
-        self._slots: list[tuple[Slot, int]] = []  # and the number of the tensor that is there
-        self._tree: ModuleTree | None = None  # that all of it was found in
+        self._known: list[Module] = []  # the roots at that time
+        self._slots: list[tuple[Slot, int]] = []  # with the number of each slot's tensor
+        self._tree: ModuleTree | None = None  # in which everything was found
         self.names = self._scan()
-        """Of the distinct tensors, in order."""
+        """Names of the distinct tensors, in order."""
 
     def read(self) -> list[Tensor]:
         """The tensors of `names` as they are now.
 
         Raises:
-            LayoutError: one is gone or new, or is no longer the one of all its names.
+            LayoutError: a tensor is gone or new, or a name now has a tensor of its own.
         """
         if self._tree is None or [*self._roots] != self._known or not self._tree.same():
             found = self._scan()
@@ -89,8 +89,8 @@ class Slots:
                 tensors.append(tensor)
             elif tensor is not tensors[number]:
                 raise _core.LayoutError(
-                    f"{slot.path}: was one tensor with {self.names[number]} when the layout "
-                    "was made, and is another now: make the layout anew"
+                    f"{slot.path}: shared a tensor with {self.names[number]} when the layout was "
+                    "made, and has its own now: make the layout anew"
                 )
         return tensors
 
@@ -115,9 +115,9 @@ class Slots:
 def homes_of(
     root: Module, *, once: bool = True
 ) -> Iterator[tuple[Module, dict[str, Any], str, str]]:
-    """(module, home, key, path) of every parameter and buffer: home[key] is the tensor.
+    """Yields (module, home, key, path) of every parameter and buffer: home[key] is the tensor.
 
-    once: a module that has several paths goes by the first.
+    once: a module with several paths comes only under the first one.
     """
     for path, module in root.named_modules(remove_duplicate=once):
         for home in (module._parameters, module._buffers):
@@ -128,13 +128,13 @@ def homes_of(
 
 def two_tensors(one: str, other: str, name: str) -> _core.LayoutError:
     return _core.LayoutError(
-        f"{one} and {other}: two tensors, but without their wrappers both are {name}"
+        f"{one} and {other}: two tensors, but without their wrappers' names both are {name}"
     )
 
 
 def dtype_of(name: str) -> dtype:
-    """The torch dtype of a layout's dtype, whose name is torch's; LayoutError where this torch has
-    none."""
+    """Returns the torch dtype of a layout's dtype, which has the same name.  LayoutError: this
+    torch lacks it."""
     import torch
 
     found = getattr(torch, name, None)
@@ -144,26 +144,26 @@ def dtype_of(name: str) -> dtype:
 
 
 def name_of(dtype: dtype) -> str:
-    """What a layout calls a torch dtype; `dtype_of` is the way back."""
+    """Returns a layout's name of a torch dtype; `dtype_of` is the inverse."""
     return str(dtype).removeprefix("torch.")
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal to the bit."""
+    """Whether two tensors of one dtype and shape are equal bit by bit."""
     return flat_bytes(one).equal(flat_bytes(other))
 
 
 def checksum_of(tensor: Tensor) -> int:
-    """A checksum of a tensor's values.  By its address: torch resizes no storage any more of which
-    `numpy` has made an array."""
+    """Returns a checksum of a tensor's values.  Reads them by address, because torch never again
+    resizes a storage of which `numpy` has made an array."""
     return _core.checksum(_core.describe([flat_bytes(tensor).cpu()]))
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, element by element: itself if it is contiguous, else a copy.
+    """Returns a tensor's bytes, element by element: a view if it is contiguous, else a copy.
 
-    Raises LayoutError where its storage was freed or made smaller, and StateError where a GPU has
-    no memory while an allocator has paused: torch would read there all the same.
+    Raises LayoutError if its storage was freed or made smaller.  Raises StateError if an allocator
+    has paused its GPU memory; torch itself would read there.
     """
     import torch
 
@@ -172,12 +172,12 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     held, item = tensor.untyped_storage().nbytes(), tensor.element_size()
     if tensor.numel() and held < (last + 1) * item:
         raise _core.LayoutError(
-            f"a tensor of {tuple(tensor.shape)} needs {(last + 1) * item} bytes of a storage that "
-            f"has {held}: it was freed or made smaller"
+            f"a tensor of shape {tuple(tensor.shape)} needs {(last + 1) * item} bytes of a storage "
+            f"that has {held}: it was freed or made smaller"
         )
     if tensor.is_cuda:
         _core.BufferTable.of(_core.describe([tensor], gpu=True))
     flat = tensor.detach().contiguous().reshape(-1)
-    if len(flat) == 1:  # which may have any stride
+    if len(flat) == 1:  # one element may have any stride
         flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)

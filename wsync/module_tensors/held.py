@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 Seen = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
-# (path, where it is bound, under which name, tensor)
+# (path, dict in which it is bound, its key there, tensor)
 Bound = tuple[str, dict[str, Any], str, torch.Tensor]
 
 
 def seen(tensor: torch.Tensor) -> Seen:
-    """What memory a tensor is, and how it is seen."""
+    """Returns a tensor's memory and how the tensor views it."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def usable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own, in which its elements lie at strides: not one on the
-    meta device, sparse, nested, uninitialised, or a wrapper around others."""
+    """Whether a tensor has memory of its own, with its elements at strides.  A tensor on the meta
+    device, a sparse, nested or uninitialised one, and a wrapper around others have none."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
         return False
     try:
@@ -30,7 +30,7 @@ def usable(tensor: torch.Tensor) -> bool:
 
 
 def bound_tensors(module: torch.nn.Module) -> Iterator[Bound]:
-    """Those that are usable."""
+    """Yields the usable tensors that a module's parts hold."""
     for prefix, part in module.named_modules():
         for slot in (part._parameters, part._buffers, vars(part)):
             for name, tensor in slot.items():

@@ -1,4 +1,4 @@
-"""Names of tensors: which belong together, and how a message lists them."""
+"""Names of tensors: which tensors belong together, and how a message lists names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 # Some of SGLang's classes (sarashina2_vision.py, minimax_vl_common.py, dots3_common) join these
-# within one call of load_weights, and drop what comes without the others, or raise.
+# tensors within one call of load_weights.  If one is missing, they drop the others, or raise.
 JOINED: Final = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -17,9 +17,9 @@ JOINED: Final = (
 
 
 def group_of(name: str, together: Sequence[Sequence[str]]) -> int:
-    """The keep-together group of a tensor, 0 for none: the same number on every rank.
+    """Returns a tensor's keep-together group, 0 for none; it is the same number on every rank.
 
-    The tensors of some modules in one parent, weights, scales and all, are one group.
+    All tensors of the listed modules in one parent, weights and scales, are one group.
     """
     for modules in together:
         parent, module, _ = ("", "", *name.rsplit(".", 2))[-3:]
@@ -28,15 +28,15 @@ def group_of(name: str, together: Sequence[Sequence[str]]) -> int:
     return 0
 
 
-# --- codes and scales, which quantised checkpoints have for one weight --------------------------
+# --- codes and scales that quantised checkpoints have for one weight ----------------------------
 
-# what stands beside or in place of MODULE.weight: codes, their scales, and facts about them
+# names that come with or instead of MODULE.weight: codes, their scales, and facts about them
 _PARTS: Final = re.compile(
     r"weight(_packed|_scale(_inv|_2)?|_zero_point|_shape|_g_idx|_global_scale)?$"
 )
-# those of them that engines keep, in fused weights, too
+# names among these that engines keep, also in fused weights
 QUANTISED: Final = re.compile(r"(weight_(packed|scale(_2)?|zero_point|g_idx)|_scale_inv)$")
-# of weights that are parameters of their own, as many experts in one: NAME, NAME_scale_inv
+# weights that are parameters of their own, as several experts in one: NAME, NAME_scale_inv
 _SCALE: Final = "_scale_inv"
 _SCALES: Final = re.compile(r"(weight_(scale(_2)?|global_scale)|_scale_inv)$")
 _CODES: Final = ("float8", "float4", "uint8", "int8")
@@ -44,13 +44,13 @@ _OWN_CODES: Final = ("float8_e4m3", "float8_e5m2", "float4")
 
 
 def is_note(name: str) -> bool:
-    """Whether a tensor says how many rows and columns a packed one has (compressed-tensors).
-    Fused parameters keep that of the last one loaded; neither SGLang nor vLLM reads it."""
+    """Whether a tensor holds the rows and columns of a packed one (compressed-tensors).  A fused
+    parameter keeps the shape that was loaded last; neither SGLang nor vLLM reads it."""
     return name.endswith(".weight_shape")
 
 
 def weight_of(name: str, dtype: str) -> str:
-    """The name of the weight that a tensor is codes or scales of, "" for other tensors."""
+    """Returns the weight's name if a tensor is codes or scales of a weight, else ""."""
     stem, _, part = name.rpartition(".")
     if not stem:
         return ""
@@ -62,19 +62,19 @@ def weight_of(name: str, dtype: str) -> str:
 
 
 def group_of_parts(name: str, dtype: str) -> int:
-    """The keep-together group of the codes and scales of one weight, 0 for other tensors.  It goes
-    by the tensor alone: ranks that hold different ones agree."""
+    """Returns the keep-together group of one weight's codes and scales, 0 for other tensors.  It
+    depends only on the tensor, so ranks that hold different tensors agree."""
     weight = weight_of(name, dtype)
     return group_of_weight(weight) if weight else 0
 
 
 def group_of_weight(name: str) -> int:
-    """The group of all that a weight becomes which is in no other."""
+    """Returns the group of all codes and scales of a weight that is in no other group."""
     return zlib.crc32(name.encode()) or 1
 
 
 def without_scales(tensors: Iterable[tuple[str, str]]) -> list[str]:
-    """Weights of (name, dtype) that are codes, and have no scales among them."""
+    """Returns the weights among (name, dtype) that are codes without scales."""
     given = dict(tensors)
     found = [(name, weight) for name, dtype in given.items() if (weight := weight_of(name, dtype))]
     scaled = {weight for name, weight in found if _SCALES.search(name)}
@@ -94,14 +94,14 @@ _LISTED: Final = 5
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few names in order, and how many more."""
+    """Lists the first few names in order, and counts the others."""
     ordered = sorted(names)
     more = len(ordered) - _LISTED
     return ", ".join(ordered[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def unfused(names: Iterable[str]) -> str:
-    """What helps where an engine does not know some names, as the end of a message; or ""."""
+    """Returns advice for the end of a message about names that an engine does not know, or ""."""
     if any(name.endswith(FUSED) for name in names):
         return "; wsync.fsdp.layout(model) gives fused experts the names that checkpoints have"
     return ""
