@@ -40,7 +40,7 @@ Allocation = tuple[int, int, int, bool]
 
 
 class GpuSegment(NamedTuple):
-    """Allocations of a GPU that are lent together.  Segments with other identities are not equal."""
+    """Allocations of a GPU that are lent together.  Only equal identities make equal segments."""
 
     parts: tuple[Allocation, ...]
 

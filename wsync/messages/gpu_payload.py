@@ -83,8 +83,8 @@ retired_rings: list[tuple[GpuRing, float]] = []  # closed, perhaps open in an en
 
 
 def collect() -> int:
-    """Frees closed rings that no consumer has open; returns the bytes of the others.  A consumer may
-    never open its payload, and then never releases the ring; it is freed after ten minutes."""
+    """Frees closed rings that no consumer has open; returns the bytes of the others.  A ring is
+    freed after ten minutes in any case, because a consumer may never open its payload."""
     oldest = time.monotonic() - LEFT_SECONDS
     with _lock:
         kept = [(ring, since) for ring, since in retired_rings if ring.held() and since > oldest]
