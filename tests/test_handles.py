@@ -289,7 +289,7 @@ def test_a_server_with_made_up_weights_is_told_to_load_files(
 
 def test_a_url_with_a_password_is_refused_without_it(server: FakeServer) -> None:
     url = server.url.replace("://", "://user:p%40ss@")
-    text = f"engine {re.escape(server.url)}: requests carry no user: api_key= gives the key"
+    text = f"engine {re.escape(server.url)}: a URL cannot carry a user: give the server's key"
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         handle(url)
 
@@ -499,7 +499,7 @@ def test_a_server_that_cannot_restore_what_it_has_packed_is_sent_nothing(
     engine.rearranges(True)
     for _ in range(2):
         engine.pause("abort", 60)
-        with pytest.raises(UnsupportedError, match="knows neither weight-update sessions"):
+        with pytest.raises(UnsupportedError, match="has neither weight-update sessions"):
             update(engine, 60)
     assert TENSOR not in told(server)
     control = [b"x", b"y"]  # wsync's loader there says itself what it cannot take
@@ -659,7 +659,7 @@ def test_a_trainer_is_told_of_a_draft_that_stays(
 
 def test_a_url_of_vllm_without_its_name_is_told_how_it_is_given(server: FakeServer) -> None:
     server.answers["/server_info"] = (200, {"vllm_config": "..."})
-    told = f"tp_size is None; a server of vLLM is given as 'vllm+{server.url}'"
+    told = f"tp_size is None; for a vLLM server, give 'vllm+{server.url}'"
     with pytest.raises(wsync.RemoteError, match=re.escape(told)):
         handle(server.url)
 
@@ -691,7 +691,7 @@ def test_flush_of_an_engine_that_stays_busy_ends_at_the_deadline(server: FakeSer
     [
         ((400, {"success": False, "message": "shape mismatch of w"}), "shape mismatch of w"),
         ((200, {"success": False, "message": "shape mismatch of w"}), "shape mismatch of w"),
-        ((401, {"error": "Unauthorized"}), "HTTP 401: Unauthorized; api_key= of wsync"),
+        ((401, {"error": "Unauthorized"}), "HTTP 401: Unauthorized; give the server's key"),
         ((400, {"error": {"message": "bad field"}}), "bad field"),
         ((500, "Internal Server Error"), "HTTP 500: Internal Server Error"),
         ((307, ""), "HTTP 307"),
@@ -892,7 +892,7 @@ def test_a_handle_stays_itself_and_strangers_are_refused() -> None:
 
 def test_a_server_without_tls_is_asked_about(server: FakeServer) -> None:
     url = server.url.replace("http:", "https:")
-    with pytest.raises(PeerClosedError, match=r"/server_info: .*; is it http:// there\?"):
+    with pytest.raises(PeerClosedError, match=r"/server_info: .*; is this an http:// server\?"):
         handle(url)
 
 

@@ -45,7 +45,7 @@ def test_a_source_folder_that_hides_the_package_is_named(tmp_path: Path) -> None
 
 
 def test_one_url_is_not_a_list_of_engines() -> None:
-    with pytest.raises(wsync.InvalidArgumentError, match=r"a list is wanted, \['http://x'\]"):
+    with pytest.raises(wsync.InvalidArgumentError, match=r"expected a list, \['http://x'\]"):
         wsync.connect({}, engines="http://x")
 
 
@@ -62,7 +62,7 @@ def test_an_engine_under_two_urls_is_named(server: str) -> None:
     weights = {"w": torch.ones(1)}
     port = server.rpartition(":")[2]
     for other in (f"http://localhost:{port}", f"{server}/", f"http://0.0.0.0:{port}"):
-        found = "" if other.rstrip("/") == server else f": {server} is the same one"
+        found = "" if other.rstrip("/") == server else f": {server} is the same engine"
         text = re.escape(f"engine {other.rstrip('/')} is given twice{found}")
         with pytest.raises(wsync.InvalidArgumentError, match=f"^{text}$"):
             wsync.connect(weights, engines=[server, other])

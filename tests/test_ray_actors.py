@@ -76,7 +76,7 @@ def test_an_actor_says_how_many_workers_its_engine_has() -> None:
     with pytest.raises(UnsupportedError, match="pp_size 2"):
         RolloutEngine.of(staged, None, wsync.Options(), 1)
     drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}
-    with pytest.raises(UnsupportedError, match="another model, /head, and an actor takes no"):
+    with pytest.raises(UnsupportedError, match="another model, /head, and an actor cannot"):
         handle(Actor(Engine(started | drafting)))
 
 

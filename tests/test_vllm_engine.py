@@ -401,7 +401,7 @@ def test_a_trainer_is_told_of_layers_that_draft(
     worker = worker_of(torch.nn.Linear(2, 2))
     worker.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
     VllmHandle(Calls(**json.loads(worker.wsync_describe())))
-    assert ("Calls object: updates leave the layers of its model that draft" in caplog.text) == said
+    assert ("Calls object: updates do not change the layers of its model" in caplog.text) == said
 
 
 def test_an_engine_without_the_extension_is_told_how_to_start() -> None:

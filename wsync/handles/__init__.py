@@ -1,1 +1,1 @@
-"""How a trainer calls an engine's API: HTTP, Ray, in the process; SGLang's and vLLM's forms."""
+"""How a trainer calls SGLang's and vLLM's APIs: over HTTP, through Ray or in its own process."""

@@ -1,5 +1,4 @@
-"""What engines answer: success or refusal, in any of the shapes that SGLang uses, and texts of
-errors for a person to read."""
+"""Reads engines' answers: success or refusal in each of SGLang's forms, and texts of errors."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from wsync.machine.error_text import error_text
 
 _TEXT_LIMIT: Final = 2000
 _GOOD_STATUS: Final = ("ok", "success", "paused", "resumed")
-# of SGLang's server_info and model_info, what does not change while it runs
+# fields of SGLang's server_info and model_info that do not change while the engine runs
 _IDENTITY: Final = (
     "random_seed",
     "model_type",
@@ -25,32 +24,32 @@ _IDENTITY: Final = (
     "dp_size",
     "nccl_port",
     "version",
-    "startup_time",  # how long each part of it took, from 0.5.17 on
-    "process",  # of Ray's, that an actor is
+    "startup_time",  # the seconds of each part of the start; SGLang 0.5.17 and newer
+    "process",  # Ray's worker process, for an actor
 )
 
 
 def identity_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells an engine from another one, or from itself before a restart, of all that it says
-    of itself: an `instance` of wsync's own, else how and in what times SGLang was started, with a
-    random seed that it draws unless told, or which process an actor is."""
+    """The facts by which an engine differs from other engines, and from itself before a restart.
+    wsync's own `instance` is enough.  Without it, these are an actor's process and SGLang's
+    arguments, startup times and random seed (SGLang draws the seed unless it is given)."""
     if found.get("instance") is not None:
         return {"instance": found["instance"]}
     return {name: found[name] for name in _IDENTITY if found.get(name) is not None}
 
 
 def drafts_itself(started: Mapping[str, Any]) -> bool:
-    """Whether a server of SGLang, by how it was started, drafts tokens with layers of its model's
-    own checkpoint: layers of multi-token prediction, which trainers have, too."""
+    """Whether an SGLang server drafts tokens with layers of its model's own checkpoint (layers of
+    multi-token prediction), which trainers have, too.  started: the server's arguments."""
     algorithm = str(started.get("speculative_algorithm")).upper()
     return algorithm in ("EAGLE", "NEXTN") and not other_draft(started)
 
 
 def other_draft(started: Mapping[str, Any]) -> str:
-    """The folder of another model that a server of SGLang drafts tokens with (EAGLE3, DFLASH), by
-    how it was started; "" if it drafts with its own model or not at all.
+    """The folder of another model with which an SGLang server drafts tokens (EAGLE3, DFLASH); "" if
+    it drafts with its own model or not at all.  started: the server's arguments.
 
-    Until SGLang 0.5.20 a load from disk changes model_path.  tokenizer_path still has the first.
+    Up to SGLang 0.5.20 a load from disk changes model_path; tokenizer_path keeps the first folder.
     """
     draft = started.get("speculative_draft_model_path") or ""
     own = (started.get("model_path"), started.get("tokenizer_path"))
@@ -62,10 +61,10 @@ class NotOfferedError(RemoteError):
 
 
 class Setup(NamedTuple):
-    """What a connection goes by of how an engine was started.
+    """The facts about an engine that a connection depends on.
 
-    workers: of each pipeline stage.  loaders: custom ones of weights.  drafts: whether layers of
-    its model are drafted with, which these loaders leave as they are, and buckets do not.
+    workers: the number in each pipeline stage.  loaders: custom weight loaders.  drafts: whether an
+    engine with such loaders drafts tokens with layers of its model; only buckets update these.
     """
 
     workers: int
@@ -75,21 +74,21 @@ class Setup(NamedTuple):
 
     @staticmethod
     def of(name: str, started: Mapping[str, Any]) -> "Setup":
-        """Of SGLang's server.
+        """The setup of an SGLang server.
 
         Raises:
-            UnsupportedError: it has several HTTP processes.
-            RemoteError: it does not say how many workers it has.
+            UnsupportedError: the server has several HTTP processes.
+            RemoteError: the server does not say how many workers it has.
         """
         processes = started.get("tokenizer_worker_num", 1)
         if processes not in (1, None):
             raise UnsupportedError(
-                f"engine {name}: tokenizer_worker_num {processes}: each process answers with a "
-                "weight version of its own, and an update tells it to one of them: start it with 1"
+                f"engine {name}: tokenizer_worker_num {processes}: each process keeps its own "
+                "weight version, and an update reaches only one of them: start the server with 1"
             )
         workers = started.get("tp_size")
         if type(workers) is not int or workers < 1:
-            vllm = f"; a server of vLLM is given as {'vllm+' + name!r}"
+            vllm = f"; for a vLLM server, give {'vllm+' + name!r}"
             hint = vllm if name.startswith("http") else ""
             raise RemoteError(f"engine {name}: server_info: tp_size is {workers!r}{hint}")
         found = started.get("custom_weight_loader")
@@ -105,22 +104,22 @@ class Setup(NamedTuple):
 
 
 def check_same(name: str, before: object, now: object) -> None:
-    """Raises RemoteError if an engine that may have been started again is not any more what a
+    """Raises RemoteError if an engine that may have been restarted no longer has the facts that a
     connection was made for."""
     if now != before:
         raise RemoteError(
-            f"engine {name}: was started again with {now}, and had {before}: connect anew, by a "
-            "new handle where you hold one"
+            f"engine {name}: was started again with {now}, and had {before}: connect anew; if you "
+            "made its handle yourself, make a new one"
         )
 
 
 def refusal(answer: Any) -> str | None:
     """None if an engine's answer says success, else the engine's text.
 
-    Success is None, True, {"success": True}, (True, message, ...), an object with `success`, or
-    one of these from each worker in a list; {"status": "ok"}, which is SGLang's answer to pausing;
-    and requests' Response of a good status, which is that of slime's actors.  Other mappings are
-    not: SGLang's error handlers have {"object": "error", "message", "code"}.
+    These mean success: None, True, {"success": True}, (True, message, ...), an object with
+    `success`, and a list with one of these from each worker; {"status": "ok"}, SGLang's answer to
+    pausing; and a `requests` Response with a good status, which slime's actors return.  Other
+    mappings mean refusal: SGLang's error handlers answer {"object": "error", "message", "code"}.
     """
     if answer is None or answer is True:
         return None
@@ -149,7 +148,7 @@ def check_answer(name: str, what: str, answer: object) -> None:
 
 
 def translate(where: str, error: BaseException) -> BaseException:
-    """An error of an engine's own as one of wsync's."""
+    """Converts an engine's own error to one of wsync's."""
     text = f"{where}: {cut(error_text(error))}"
     if isinstance(error, TimeoutError):
         return DeadlineError(text if str(error) else f"{where}: no answer in time")
@@ -159,7 +158,7 @@ def translate(where: str, error: BaseException) -> BaseException:
 
 
 def json_or_text(text: str) -> Any:
-    """What JSON a text is, or the text."""
+    """The value of a JSON text; any other text as it is."""
     try:
         return json.loads(text)
     except ValueError:
@@ -176,12 +175,12 @@ def engine_text(text: str) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """What the system said of a connection."""
+    """The text of a connection's error."""
     text = cut(str(error)) or type(error).__name__
-    return f"{text}; is it http:// there?" if "WRONG_VERSION_NUMBER" in text else text
+    return f"{text}; is this an http:// server?" if "WRONG_VERSION_NUMBER" in text else text
 
 
 def cut(text: str, limit: int = _TEXT_LIMIT) -> str:
-    """The beginning of a text, which may be a traceback of pages."""
+    """The beginning of a text, which may be a long traceback."""
     text = text.strip()
     return text if len(text) <= limit else text[:limit] + "..."

@@ -1,15 +1,15 @@
 """Handles: how a trainer reaches an inference engine's own API.
 
-`handle(engine)` makes one from an HTTP URL (SGLang's endpoints), a Ray actor (slime's engine
-actors), a local object with the same methods, an `sglang.Engine` of this process (as verl has
-it), a vLLM engine (wsync.handles.vllm), or takes what already is an EngineHandle.
-All calls take a timeout in seconds and raise, naming the engine:
+`handle(engine)` makes a handle for an HTTP URL (SGLang's endpoints), a Ray actor (slime's engine
+actors), a local object with the same methods, an `sglang.Engine` in this process (verl's) or a vLLM
+engine (wsync.handles.vllm).  It returns an EngineHandle as it is.
+All calls take a timeout in seconds.  They raise these errors, which name the engine:
 
     DeadlineError    no answer within the timeout
     PeerClosedError  the engine is not there, or went away during the call
     RemoteError      the engine refused or failed; carries its text
 
-A method of an object of this process is not interrupted; an update does not wait for it longer.
+A timeout does not interrupt the method of an object in this process; updates stop waiting for it.
 """
 
 import inspect
@@ -35,11 +35,11 @@ class EngineHandle(Protocol):
     def workers(self) -> int: ...
     @property
     def load_formats(self) -> tuple[str, ...]:
-        """Weight loaders of its own that the engine accepts as load_format."""
+        """Custom weight loaders that the engine accepts as load_format."""
         ...
 
     def pause(self, mode: str, timeout: float) -> None:
-        """Stops generation; mode is the engine's word ("abort", "retract", "in_place")."""
+        """Stops generation.  mode: "abort", "retract" or "in_place"."""
 
     def flush(self, timeout: float) -> None:
         """Empties the engine's cache; asks again until the engine is idle."""
@@ -52,17 +52,17 @@ class EngineHandle(Protocol):
         weight_version: int | str | None,
         timeout: float,
     ) -> None:
-        """One weight-update request with one pickled payload per worker."""
+        """Sends one weight-update request with one pickled payload per worker."""
 
     def resume(self, timeout: float) -> None:
-        """Lets generation go on."""
+        """Continues generation."""
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        """What the engine says of its model; has "weight_version" where the engine knows it."""
+        """What the engine reports about its model, with "weight_version" if the engine knows it."""
 
 
 def how_started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
-    """How an engine says it was started; nothing where it does not."""
+    """The arguments that an engine was started with; empty if it does not report them."""
     ask = getattr(type(engine), "server_info", None)
     if ask is None:
         return {}
@@ -74,9 +74,8 @@ def how_started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
 
 
 def control_only(engine: EngineHandle) -> bool:
-    """Whether a handle says that its engine takes wsync's control messages alone: no buckets, no
-    broadcasts and no files.  A user's handle may answer anything to a question that it does not
-    know."""
+    """Whether an engine takes only wsync's control messages: no buckets, broadcasts or files.  Only
+    True counts, because a user's handle may return anything for an attribute that it lacks."""
     return getattr(engine, "control_only", False) is True
 
 
@@ -87,9 +86,9 @@ def send_control(
     weight_version: int | str | None,
     timeout: float,
 ) -> None:
-    """One request with a control message for each worker: as they are to a handle with a method of
-    this name, else as the payloads of a weight-update request."""
-    if hasattr(type(engine), "send_control"):  # and not by __getattr__
+    """Sends one request with a control message for each worker.  A handle with a method of this
+    name gets the messages; other handles get them as payloads of a weight-update request."""
+    if hasattr(type(engine), "send_control"):  # on the class: __getattr__ does not count
         own: Any = engine
         own.send_control(messages, weight_version=weight_version, timeout=timeout)
         return
@@ -113,13 +112,13 @@ def handle(
 
     A Ray actor with a method get_url, as slime's have, stands for the server at that URL.
 
-    workers: number of tensor-parallel workers; asked of the engine where it can tell (a URL, an
-    attribute `workers`, an actor's get_url or server_info).  gpus: of an actor's or object's
-    engine, which are its workers where nobody says how many these are.  api_key: bearer key of a
-    URL.  timeout: seconds that it has to say what it is.
+    workers: number of tensor-parallel workers; by default the engine tells it (by its URL, an
+    attribute `workers`, or an actor's get_url or server_info).  gpus: number of GPUs of an actor's
+    or object's engine; the number of workers if nothing else tells it.  api_key: bearer key of a
+    URL.  timeout: seconds that the engine has to describe itself.
     """
     if workers is not None and workers < 1:
-        raise InvalidArgumentError(f"workers {workers}: at least 1")
+        raise InvalidArgumentError(f"workers={workers}: must be at least 1")
     if isinstance(engine, str):
         scheme, mark, place = engine.partition("://")
         engine = f"{scheme.lower()}{mark}{place}"
@@ -150,7 +149,7 @@ def _adapt(
         return VllmHandle(engine, timeout=timeout)
     if method is None:
         url = getattr(engine, "url", None)
-        hint = f"; its url is one: {url!r}" if isinstance(url, str) and url else ""
+        hint = f"; give its url: {url!r}" if isinstance(url, str) and url else ""
         raise InvalidArgumentError(
             f"engine {engine!r}: neither a URL nor an object with update_weights_from_tensor or "
             f"collective_rpc{hint}"
@@ -166,15 +165,15 @@ def _adapt(
 
 
 def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> list[EngineHandle]:
-    """Handles of a list of engines, or of the list that a callable returns.  Together they have
-    `timeout` seconds to answer.
+    """Handles of a list of engines, or of the list that a callable returns.  Together the engines
+    have `timeout` seconds to answer.
 
-    Raises InvalidArgumentError for what is no list, and for an engine that is given twice, be it
-    under two URLs where the engine tells an identity: it would wait for itself.
+    Raises InvalidArgumentError if `engines` is no list, or if an engine is given twice: it would
+    wait for itself.  An engine that tells its identity is also found under two URLs.
     """
     given = engines() if callable(engines) else engines
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise InvalidArgumentError(f"engines={given!r}: a list is wanted, [{given!r}]")
+        raise InvalidArgumentError(f"engines={given!r}: expected a list, [{given!r}]")
     handles: list[EngineHandle] = []
     known: dict[Any, str] = {}
     deadline = Deadline(timeout)
@@ -182,7 +181,7 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
         made = handle(engine, api_key=api_key, timeout=deadline.left)
         for key in _identities(engine, made):
             if key in known:
-                other = "" if known[key] == made.name else f": {known[key]} is the same one"
+                other = "" if known[key] == made.name else f": {known[key]} is the same engine"
                 raise InvalidArgumentError(f"engine {made.name} is given twice{other}")
             known[key] = made.name
         handles.append(made)
@@ -190,7 +189,7 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
 
 
 def _identities(given: object, made: EngineHandle) -> list[Any]:
-    """What is equal for one engine that is given twice."""
+    """The keys by which an engine that is given twice is found."""
     own = made.name if isinstance(given, str) else id(given)
     instance = made.started.get("instance") if isinstance(made, HttpHandle) else None
     return [own] if instance is None else [own, instance]

@@ -21,7 +21,7 @@ from wsync.machine.error_text import error_text
 class LocalHandle(ApiHandle):
     """An object in this process with slime's engine methods (pause_generation, flush_cache,
     continue_generation, update_weights_from_tensor).  Its attributes `name`, `workers` and
-    `load_formats` are read where it has them.
+    `load_formats` are used if it has them.
     """
 
     _serves = False
@@ -65,7 +65,7 @@ class LocalHandle(ApiHandle):
         return self._method(method)(**arguments)
 
     def _result(self, function: Callable[[], Any], method: str) -> Any:
-        """What a call of the engine's returns; its errors as wsync's."""
+        """Calls a function; converts the engine's errors to wsync's."""
         with self._asks(method) as where:
             try:
                 return function()
@@ -76,13 +76,13 @@ class LocalHandle(ApiHandle):
 class RayHandle(LocalHandle):
     """A Ray actor with slime's engine methods.
 
-    What it says of how it was started (server_info, get_server_info) gives its workers and weight
-    loaders; one without these methods has the workers that the caller says.
+    Its server_info or get_server_info tells its workers and weight loaders.  If the actor lacks
+    these methods, the caller says how many workers there are.
 
     Args:
-        workers: what the caller knows.
-        gpus: of the engine, which are its workers where neither the caller nor the actor says how
-            many these are.
+        workers: the number of workers, if the caller knows it.
+        gpus: the number of the engine's GPUs; used as the number of workers if neither the caller
+            nor the actor tells that.
         timeout: seconds that the actor has to answer.
     """
 
@@ -96,26 +96,26 @@ class RayHandle(LocalHandle):
         started = self.server_info(timeout)
         if "tp_size" not in started and (workers or gpus) is None:
             raise InvalidArgumentError(
-                f"engine {self.name}: the actor does not say how many workers its engine has: it "
-                "has neither get_url nor server_info; workers= says it"
+                f"engine {self.name}: the actor does not say how many workers its engine has (it "
+                "has neither get_url nor server_info): give workers="
             )
         setup = Setup.of(self.name, {"tp_size": workers or gpus} | started)
         self.workers, self.load_formats, self._started = setup.workers, setup.loaders, started
         if draft := other_draft(started):
             raise UnsupportedError(
                 f"engine {self.name}: drafts tokens with another model, {draft}, and an actor "
-                "takes no request for its own model only: give the URL of its server"
+                "cannot update its own model only: give the URL of its server"
             )
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        """What the actor says, and which process it is: Ray may start it again without a word
-        (max_restarts), with the weights that it began with."""
+        """What the actor reports, and its process: Ray may restart an actor without notice
+        (max_restarts), and the new process has the weights from the start."""
         deadline = Deadline(timeout)
         found = super().model_info(timeout)
         if not hasattr(self._engine, "__ray_call__"):
             return found
 
-        def worker(actor: object) -> str:  # pickled as it is: the actor needs no wsync for it
+        def worker(actor: object) -> str:  # pickled by value: the actor needs no wsync
             import ray
 
             return str(ray.get_runtime_context().get_worker_id())
@@ -124,7 +124,7 @@ class RayHandle(LocalHandle):
 
 
 def url_of(actor: Any, timeout: float) -> str | None:
-    """The URL of the server that a Ray actor has started, where it says one (slime's do)."""
+    """The URL of the server that a Ray actor has started, if the actor tells it (slime's do)."""
     if not hasattr(actor, "get_url"):
         return None
     url: str | None = call_actor(actor, str(actor), "get_url", timeout, {})
@@ -134,15 +134,15 @@ def url_of(actor: Any, timeout: float) -> str | None:
 def call_actor(
     actor: Any, name: str, method: str, timeout: float, arguments: Mapping[str, Any]
 ) -> Any:
-    """What a method of an engine answers that is a Ray actor; errors have the engine's name.  Ray
-    does not repeat it where it starts the actor again: that has none of the weights before."""
+    """Calls a method of an engine that is a Ray actor; errors name the engine.  Ray does not repeat
+    the call if it restarts the actor, because the new process has lost the weights."""
     ray = importlib.import_module("ray")
     where = f"engine {name}: {method}"
     try:
         call = getattr(actor, method).options(max_task_retries=0)
         reference = call.remote(**arguments)
         return ray.get(reference, timeout=max(timeout, 0.0))
-    except ray.exceptions.RayTaskError as error:  # also an instance of what the engine has raised
+    except ray.exceptions.RayTaskError as error:  # also an instance of the engine's error
         raise RemoteError(f"{where}: {_raised(error, ray.exceptions.RayTaskError)}") from error
     except ray.exceptions.GetTimeoutError:
         raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
@@ -153,8 +153,8 @@ def call_actor(
 
 
 def _raised(error: BaseException, wrapped: type[Any]) -> str:
-    """What an actor's method has raised, or an actor that it has called: Ray's own text of a
-    wrapped error is a traceback in colours."""
+    """The text of the error that an actor has raised, or an actor that it called.  Ray's own text
+    of a wrapped error is a coloured traceback."""
     while isinstance(error, wrapped) and isinstance(error.cause, BaseException):
         error = error.cause
     return cut(error_text(error))

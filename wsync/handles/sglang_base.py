@@ -1,4 +1,4 @@
-"""SGLang's update methods, which engines offer as HTTP endpoints, as methods, or by Ray."""
+"""SGLang's update methods, which engines offer as HTTP endpoints, as methods or through Ray."""
 
 import base64
 import contextlib
@@ -19,52 +19,52 @@ from wsync.handles.answers import NotOfferedError, check_answer, cut, other_draf
 from wsync.machine.deadline import POLL_SECONDS, Deadline, seconds
 from wsync.messages.control import LOAD_FORMAT
 
-_LOOKS_SECONDS: Final = 1.0  # for a look at an engine by somebody else
+_LOOKS_SECONDS: Final = 1.0  # that another program's session may last
 
 _FLUSH_RETRY_SECONDS = 0.05
 
 
 class ApiHandle(ABC):
-    """What the handles of such engines have in common (see wsync.handles.base.EngineHandle).
-    Subclasses say how one method is called.
+    """The base class of these engines' handles (see wsync.handles.base.EngineHandle).  Subclasses
+    define how one method is called.
 
-    SGLang 0.5.23 takes tensors only inside a weight-update session, whose end processes the
-    weights as after a load from disk, be they new or not.  So a session begins with an update's
-    first tensors, and ends before the engine goes on.
+    SGLang 0.5.23 takes tensors only inside a weight-update session.  The end of a session processes
+    all weights as after a load from disk, even if they are not new.  So a session begins with an
+    update's first tensors, and ends before the engine goes on.
 
-    slime's SGLang has post_process_weights for that instead.  It is called for weights alone that
-    the engine rearranges when it has loaded them (see `rearranges`), as slime does for INT4.
+    slime's SGLang has post_process_weights instead of sessions.  It is called only for weights that
+    the engine rearranges after loading (see `rearranges`), as slime does for INT4.
     """
 
     name: str
     workers: int
-    _serves = True  # whether there is a server of SGLang behind it
+    _serves = True  # whether the handle reaches an SGLang server
 
     def __init__(self, *, sessions: bool = False) -> None:
         self._started: dict[str, Any] = {}
-        # whether the session of this update is open; None: not known, another's may be
+        # whether this update's session is open; None: unknown, another session may be open
         self._begun: bool | None = None
-        self._restored = False  # the weights, by this update, for them to be loaded
-        self._given_up = False  # this update
-        # what this update has asked and got no answer to: the engine and the method of each
+        self._restored = False  # whether this update has made the weights ready for loading
+        self._given_up = False  # whether this update was given up
+        # calls of this update without an answer: engine and method
         self.unanswered: list[str] = []
-        # of the engine, whichever update asks; known: unless it says otherwise; left: a session, by
-        # an update that failed
+        # shared by all updates.  known: whether the engine may have sessions.  left: whether a
+        # session is open, perhaps since an update that failed
         self._sessions = {"known": sessions, "left": False, "rearranges": False}
 
     @property
     def started(self) -> dict[str, Any]:
-        """How the engine was started, if it says so."""
+        """The engine's arguments, if it reports them."""
         return self._started
 
     def during(self) -> Self:
-        """The same handle, for the requests of one update."""
+        """A copy of this handle, for the requests of one update."""
         told = copy.copy(self)
         told._given_up, told.unanswered = False, []
         return told
 
     def give_up(self) -> None:
-        """Makes no further call for this update: the next one may begin."""
+        """Makes no further calls for this update, because the next one may begin."""
         self._given_up = True
 
     def pause(self, mode: str, timeout: float) -> None:
@@ -74,7 +74,7 @@ class ApiHandle(ABC):
 
     @contextlib.contextmanager
     def _asks(self, method: str) -> Iterator[str]:
-        """Around a call of the engine's; what errors call it."""
+        """Wraps a call of the engine; yields the name of the call for errors."""
         where = f"engine {self.name}: {method}"
         if self._given_up:
             raise StateError(f"{where}: not asked, as its update has been given up")
@@ -86,23 +86,23 @@ class ApiHandle(ABC):
 
     @abstractmethod
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        """What the engine answers, also where it refuses; NotOfferedError where it has no such
-        method."""
+        """Calls a method; returns the engine's answer, also a refusal.  Raises NotOfferedError if
+        the engine has no such method."""
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        """Calls a method; raises where the engine refuses or does not answer."""
+        """Calls a method; raises if the engine refuses or does not answer."""
         check_answer(self.name, method, self._call(method, timeout, **arguments))
 
     def _pause(self, mode: str, timeout: float) -> None:
-        """Stops generation.  slime's actors of 0.2.2 take no mode, and abort, as all do without."""
+        """Stops generation.  Without a mode engines abort; slime's actors of 0.2.2 take no mode."""
         self._do("pause_generation", {} if mode == "abort" else {"mode": mode}, timeout)
 
     def _flush_once(self, timeout: float) -> str | None:
-        """Empties the cache; why that cannot be done yet, or None."""
+        """Empties the cache; returns None, or the reason why that is not possible yet."""
         return refusal(self._call("flush_cache", timeout))
 
     def _info(self, method: str, timeout: float) -> dict[str, Any]:
-        """What a method answers, or the one that is called get_... in older versions."""
+        """The answer of a method, which older versions call get_<method>."""
         deadline = Deadline(timeout)
         try:
             answer = self._call(method, deadline.left)
@@ -114,13 +114,13 @@ class ApiHandle(ABC):
         return dict(answer)
 
     def rearranges(self, rearranges: bool) -> None:
-        """Says whether updates bring weights that engines rearrange when they have loaded them:
-        INT4 of compressed-tensors is packed for a kernel and cannot be loaded to any more, of
-        MXFP8's and NVFP4's scales copies are made, which nothing else makes anew."""
+        """Sets whether updates deliver weights that engines rearrange after loading.  They pack
+        INT4 of compressed-tensors for a kernel, and cannot load into the packed tensors.  They copy
+        the scales of MXFP8 and NVFP4, and only a new rearrangement updates these copies."""
         self._sessions["rearranges"] = rearranges
 
     def _session(self, method: str, timeout: float, **selector: str) -> object:
-        """Begins or ends a session; what the engine answers, None where it knows none."""
+        """Begins or ends a session; returns the engine's answer, or None if it has no sessions."""
         if not self._sessions["known"]:
             return None
         try:
@@ -130,15 +130,16 @@ class ApiHandle(ABC):
             return None
 
     def _for_model(self, load_format: object) -> dict[str, Any]:
-        """What has a request leave a draft as it is, if wsync's loader takes it or if the draft is
-        another model.  The first is for SGLang 0.5.20 and older, the second for newer ones."""
+        """The arguments by which a request leaves the draft model as it is.  They are needed if
+        wsync's loader takes the request or if the draft is another model.  SGLang up to 0.5.20
+        reads disable_draft_model, newer versions read selector."""
         if load_format == LOAD_FORMAT or other_draft(self.started):
             return {"disable_draft_model": True, "selector": "target"}
         return {}
 
     def _reprocess(self, timeout: float, **steps: bool) -> bool:
-        """Calls post_process_weights; False where a server does not know it.  What else an object
-        does with weights is its own affair."""
+        """Calls post_process_weights; returns False if a server does not have it.  An object in
+        this process may lack it."""
         method = "post_process_weights"
         try:
             answer = self._call(method, timeout, **steps)
@@ -148,9 +149,10 @@ class ApiHandle(ABC):
         return True
 
     def _begin(self, timeout: float, load_format: object = None) -> float:
-        """Begins a session unless this update has one; what is left of the timeout.  One that an
-        update of this handle has left goes on: its end would process the weights once more.
-        A worker with wsync's loader says itself what it cannot take."""
+        """Begins a session unless this update has one; returns the rest of the timeout.  A session
+        that an earlier update of this handle has left open is used again, because its end would
+        process the weights once more.  A worker with wsync's loader itself refuses what it cannot
+        take."""
         sessions = self._sessions
         if self._begun or not (sessions["known"] or sessions["rearranges"]):
             return timeout
@@ -160,7 +162,7 @@ class ApiHandle(ABC):
         answer = self._session(method, deadline.left, **wanted)
         others = Deadline(_LOOKS_SECONDS)
         while refusal(answer) is not None and not sessions["left"] and others.left:
-            time.sleep(POLL_SECONDS)  # who looks at the engine ends its session soon
+            time.sleep(POLL_SECONDS)  # another program's session ends soon
             answer = self._session(method, deadline.left, **wanted)
         if refusal(answer) is not None and not sessions["left"]:
             self._session("end_weight_update", deadline.left)
@@ -170,16 +172,16 @@ class ApiHandle(ABC):
             self._restored = self._reprocess(deadline.left, **steps)
             if not self._restored and load_format != LOAD_FORMAT:
                 raise UnsupportedError(
-                    f"engine {self.name}: rearranges weights of this form when it has loaded them, "
-                    "and has no way to do so again: it knows neither weight-update sessions "
-                    "(SGLang 0.5.21 and newer) nor post_process_weights (slime's)"
+                    f"engine {self.name}: rearranges weights of this form after loading, and "
+                    "cannot do so again: it has neither weight-update sessions (SGLang 0.5.21 and "
+                    "newer) nor post_process_weights (slime's SGLang)"
                 )
         self._begun, sessions["left"] = True, sessions["known"]
         return deadline.left
 
     def _end(self, timeout: float) -> float:
         deadline, method = Deadline(timeout), "end_weight_update"
-        if self._begun is None:  # it is refused where none is open
+        if self._begun is None:  # the engine refuses this if no session is open
             self._session(method, deadline.left)
         if not self._begun:
             return deadline.left
@@ -193,8 +195,9 @@ class ApiHandle(ABC):
 
     @contextlib.contextmanager
     def asking(self, timeout: float) -> Iterator[None]:
-        """Around a question to the workers, which is sent as weights are but brings none: in the
-        session that there is, else in one of a draft model, whose end leaves the model alone."""
+        """Wraps a question to the workers, which is sent like weights but contains none.  It uses
+        the open session, if there is one, or a session of a draft model, whose end leaves the main
+        model alone."""
         deadline = Deadline(timeout)
         begun = self._session("begin_weight_update", timeout, selector="draft")
         self._begun = True
@@ -212,7 +215,7 @@ class ApiHandle(ABC):
         while reason is None or deadline.left:
             try:
                 reason = self._flush_once(deadline.left)
-            except DeadlineError:  # of a later request, which had little time left
+            except DeadlineError:  # a later request had little time left
                 if reason is None:
                     raise
                 break
@@ -233,8 +236,8 @@ class ApiHandle(ABC):
     ) -> None:
         check_payloads(self.name, self.workers, payloads)
         timeout = self._begin(timeout, load_format)
-        # SGLang's own flush inside an update asserts that the engine is idle, and the assertion
-        # ends the server
+        # SGLang's own flush inside an update asserts that the engine is idle; if it is not, the
+        # server ends
         settings = {"load_format": load_format, "flush_cache": False, **_version(weight_version)}
         self._update(payloads, settings, timeout)
 
@@ -247,13 +250,13 @@ class ApiHandle(ABC):
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
         deadline = Deadline(timeout)
-        self._session("end_weight_update", timeout)  # that an update with tensors may have left
+        self._session("end_weight_update", timeout)  # an update with tensors may have left one
         self._begun = False
         arguments = {"model_path": path, **_version(weight_version)}
         self._do("update_weights_from_disk", arguments, deadline.left)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        """Another of SGLang's update methods, by name."""
+        """Calls another of SGLang's update methods."""
         if method == "update_weights_from_distributed":
             timeout = self._begin(timeout)
         self._do(method, arguments, timeout)
@@ -265,15 +268,15 @@ class ApiHandle(ABC):
         return self._info("model_info", timeout)
 
     def server_info(self, timeout: float) -> dict[str, Any]:
-        """How the engine was started."""
+        """The engine's arguments."""
         return self._info("server_info", timeout)
 
 
 def check_payloads(name: str, workers: int, payloads: Sequence[bytes]) -> None:
-    """InvalidArgumentError unless there is one for each worker of the engine."""
+    """Raises InvalidArgumentError unless there is one payload for each worker of the engine."""
     if len(payloads) != workers:
         raise InvalidArgumentError(
-            f"engine {name}: {len(payloads)} payloads for {workers} workers, one each is needed"
+            f"engine {name}: {len(payloads)} payloads for {workers} workers: each needs one"
         )
 
 

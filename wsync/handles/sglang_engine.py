@@ -9,7 +9,7 @@ from wsync._core import UnsupportedError
 from wsync.handles.answers import Setup, check_answer
 from wsync.handles.local import LocalHandle
 
-# of its arguments, what updates go by
+# the engine's arguments that updates depend on
 _ARGUMENTS: Final = (
     *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "nnodes", "tokenizer_worker_num"),
     *("speculative_algorithm", "speculative_draft_model_path", "model_path", "tokenizer_path"),
@@ -21,16 +21,16 @@ class SglangHandle(LocalHandle):
     """An `sglang.Engine` of this process.
 
     Its own methods serialise one list of tensors for all workers, and take no weight version.  So
-    requests are made as those methods make them, and handed to the engine's tokenizer manager.
+    the handle makes requests as those methods do, and gives them to the engine's tokenizer manager.
 
-    Such an engine generates when its owner asks it to, so nothing is paused.  Made against SGLang
-    0.5.17 and 0.5.23.
+    Such an engine generates only when its owner asks it to, so nothing is paused.  Written for
+    SGLang 0.5.17 and 0.5.23.
     """
 
     _serves = True
 
     def __init__(self, engine: Any, *, workers: int | None = None) -> None:
-        """Raises UnsupportedError as Setup.of does."""
+        """Raises the errors of Setup.of."""
         super().__init__(engine, workers=1)
         arguments = getattr(engine, "server_args", None)
         given = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
@@ -43,7 +43,7 @@ class SglangHandle(LocalHandle):
         self._sessions["known"] = hasattr(engine, "begin_weight_update")
 
     def _pause(self, mode: str, timeout: float) -> None:
-        """Nothing runs."""
+        """Does nothing, because nothing runs."""
 
     def _update(self, payloads: Sequence[bytes], settings: dict[str, Any], timeout: float) -> None:
         form = _form("UpdateWeightsFromTensorReqInput")
@@ -65,7 +65,7 @@ class SglangHandle(LocalHandle):
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise UnsupportedError(
-            f"engine {self.name}: {method}: an engine of the trainer's own process is not remote"
+            f"engine {self.name}: {method}: an engine in the trainer's own process is not remote"
         )
 
     def resume(self, timeout: float) -> None:
@@ -89,7 +89,7 @@ class SglangHandle(LocalHandle):
 
 
 def _form(name: str) -> Any:
-    """A request's class, of the SGLang that is installed here."""
+    """A request's class in the SGLang that is installed here."""
     try:
         return getattr(importlib.import_module("sglang.srt.managers.io_struct"), name)
     except (ImportError, AttributeError):

@@ -26,7 +26,7 @@ from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline, seconds
 from wsync.messages.tcp_channel import KEEPALIVE
 
-# what SGLang takes without flush_cache
+# methods of SGLang without an argument flush_cache
 _STEERING: Final = ("pause_generation", "continue_generation")
 
 
@@ -34,7 +34,7 @@ class HttpHandle(ApiHandle):
     """An engine behind SGLang's HTTP endpoints.
 
     Environment proxies are not used: the engine is reached directly.  Calls may run in several
-    threads.  Each request has a connection of its own, and is made once.
+    threads.  Each request has its own connection, and is not repeated.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class HttpHandle(ApiHandle):
     ) -> None:
         """Asks the server for tp_size unless `workers` is given.
 
-        Raises InvalidArgumentError for an api_key that no HTTP header can have.
+        Raises InvalidArgumentError if the api_key cannot be in an HTTP header.
         """
         if not url.startswith(("http://", "https://")):
             raise InvalidArgumentError(
                 f"engine {url!r}: a URL starts with http://, https:// or vllm+http://"
             )
-        super().__init__(sessions=True)  # until the server says that it knows none
-        self.name = re.sub(r"(?<=://)[^/?#]*@", "", url.rstrip("/"))  # as others may read it
+        super().__init__(sessions=True)  # until the server turns out to have none
+        self.name = re.sub(r"(?<=://)[^/?#]*@", "", url.rstrip("/"))  # without a password
         if self.name != url.rstrip("/"):
             raise InvalidArgumentError(
-                f"engine {self.name}: requests carry no user: api_key= gives the key of a server"
+                f"engine {self.name}: a URL cannot carry a user: give the server's key as api_key="
             )
         try:
             self._place = urlsplit(self.name)
@@ -74,22 +74,22 @@ class HttpHandle(ApiHandle):
 
     @property
     def started(self) -> dict[str, Any]:
-        """How the server was started; copies share it."""
+        """The server's arguments; copies of this handle share them."""
         if not self._started:
             self._started |= self.server_info(self._timeout)
         return self._started
 
     @property
     def load_formats(self) -> tuple[str, ...]:
-        """What the server was started with as --custom-weight-loader."""
+        """The server's --custom-weight-loader."""
         return self._setup.loaders
 
     def look_anew(self, timeout: float) -> None:
-        """Asks what the server is, which may have been started again with other arguments.
+        """Asks for the arguments of a server that may have been restarted with other ones.
 
         Raises:
-            RemoteError: it has other workers or custom weight loaders than before, or drafts now.
-            UnsupportedError: it has several HTTP processes now.
+            RemoteError: the server's workers, custom weight loaders or drafting have changed.
+            UnsupportedError: the server now has several HTTP processes.
         """
         if not self._started:
             return
@@ -108,13 +108,13 @@ class HttpHandle(ApiHandle):
         if method not in _STEERING:
             body["flush_cache"] = False
         if method == "update_weights_from_disk" and self.started.get("load_format") == "dummy":
-            body["load_format"] = "auto"  # by its own it would load none, and refuses
+            body["load_format"] = "auto"  # with "dummy" it refuses to load
         if method in ("update_weights_from_tensor", "update_weights_from_distributed"):
             body |= self._for_model(body.get("load_format"))
         super()._do(method, body, timeout)
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        """One request.  What is no JSON object is text, and a refusal; but for flush_cache's."""
+        """Makes one request; returns True for a flush, a JSON object, or the text of a refusal."""
         verb, body = ("GET", None) if method.endswith("_info") else ("POST", arguments)
         path = f"/{method}"
         status, text = self.request(verb, path, body, timeout)
@@ -128,9 +128,10 @@ class HttpHandle(ApiHandle):
         return answer if status == 200 and isinstance(answer, dict) else engine_text(text)
 
     def hint(self, status: int) -> str:
-        """What a status may come of: no key, or a URL with a path, as clients of OpenAI want it."""
+        """A possible cause of a status: a missing key, or a URL with a path, which OpenAI's clients
+        need."""
         if status == 401:
-            return "; api_key= of wsync.connect or wsync.handle gives the key of a server"
+            return "; give the server's key as api_key= to wsync.connect or wsync.handle"
         parts = urlsplit(self.name)
         if status != 404 or not parts.path:
             return ""
@@ -139,7 +140,7 @@ class HttpHandle(ApiHandle):
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
     ) -> tuple[int, str]:
-        """(status, text) of one exchange."""
+        """Makes one request; returns (status, text)."""
         with self._asks(path) as where:
             deadline = Deadline(timeout)
             if not timeout > 0:
@@ -173,11 +174,11 @@ class HttpHandle(ApiHandle):
 
 
 def _checked_key(api_key: object) -> str:
-    """The key; the error does not tell it, which may be read by others."""
+    """Checks a key and returns it.  The error does not show the key, because others may read it."""
     odd = ["\r", "\n", "\0"]
     if isinstance(api_key, str) and all(c not in odd and ord(c) < 256 for c in api_key):
         return api_key
     raise InvalidArgumentError(
-        f"api_key: a {type(api_key).__name__} that no HTTP header can have: a text in Latin-1 of "
-        "one line is wanted"
+        f"api_key: this {type(api_key).__name__} cannot be in an HTTP header: expected one line of "
+        "Latin-1 text"
     )

@@ -1,10 +1,10 @@
-"""Handles of vLLM engines: an `LLM`, an `AsyncLLM`, a Ray actor around one, vLLM's own server as
-"vllm+http://host:port", or anything else that has their collective_rpc.
+"""Handles of vLLM engines: an `LLM`, an `AsyncLLM`, a Ray actor around either, vLLM's own server
+("vllm+http://host:port"), or any other object with their collective_rpc.
 
-The engine's workers are started with `--worker-extension-cls wsync.vllm.WorkerExtension`.  It is
-paused and its caches are emptied where it offers that: `pause_generation` and `resume_generation`,
-or a `sleep` that knows level 0 and a mode; `reset_prefix_cache`, with reset_connector where a KV
-connector keeps more; `reset_encoder_cache` where the model sees images.  Made against vLLM 0.33.0.
+The engine must be started with `--worker-extension-cls wsync.vllm.WorkerExtension`.  If it has
+them, an update uses these methods: `pause_generation` and `resume_generation`, or a `sleep` with a
+mode; `reset_prefix_cache`, which also resets a KV connector; and `reset_encoder_cache` for a model
+that sees images.  Written for vLLM 0.33.0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
 _DESCRIBED: Final = {"rank", "workers", "engines"}
-# the server's paths for what AsyncLLM's methods do; some take a body, and some versions lack some
+# the server's paths for AsyncLLM's methods
 _ROUTES: Final = {
     "collective_rpc": "/collective_rpc",
     "pause_generation": "/pause",
@@ -38,17 +38,17 @@ _ROUTES: Final = {
     "reset_encoder_cache": "/reset_encoder_cache",
     "update_weight_version": "/update_weight_version",
 }
-_BODIES: Final = ("collective_rpc", "update_weight_version")
-_LATER: Final = ("wake_up", "reset_encoder_cache", "update_weight_version")
-# vLLM's words for SGLang's; a retracted request is one that is kept without its cache
+_BODIES: Final = ("collective_rpc", "update_weight_version")  # these take a body
+_LATER: Final = ("wake_up", "reset_encoder_cache", "update_weight_version")  # of newer versions
+# vLLM's modes for SGLang's; "retract" keeps requests without their cache
 _MODES: Final = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
 class VllmHandle(LocalHandle):
     """An object with vLLM's collective_rpc.
 
-    Coroutines run in `loop`, or in the one of the engine's output handler, which some other thread
-    has to drive; where there is neither, each in a loop of its own.
+    Coroutines run in `loop`, or in the loop of the engine's output handler; another thread must run
+    that loop.  If there is neither, each coroutine runs in a new loop.
     """
 
     control_only = True
@@ -60,11 +60,11 @@ class VllmHandle(LocalHandle):
         loop: asyncio.AbstractEventLoop | None = None,
         timeout: float = 30.0,
     ) -> None:
-        """Asks the workers how many they are.
+        """Asks the engine how many workers it has.
 
         Raises:
-            RemoteError: they do not have the extension.
-            UnsupportedError: calls do not reach all of them.
+            RemoteError: the workers do not have the extension.
+            UnsupportedError: calls do not reach all workers.
         """
         super().__init__(engine, workers=1)
         self.load_formats = (LOAD_FORMAT,)
@@ -73,16 +73,16 @@ class VllmHandle(LocalHandle):
         self._remote = callable(getattr(engine.collective_rpc, "remote", None))
         if self._remote:
             self.name = str(engine)
-        # where old weights' work may lie, as the workers say; copies share it
+        # which caches may hold results of old weights, as the workers say; copies share this
         self._keeps: dict[str, Any] = {}
         self.workers = self._count(timeout)
 
     def look_anew(self, timeout: float) -> None:
-        """Asks what the engine is, which may have been started again with other arguments.
+        """Asks for the workers of an engine that may have been restarted with other arguments.
 
         Raises:
-            RemoteError: it has other workers than before.
-            UnsupportedError: calls do not reach all of them any more.
+            RemoteError: the engine has more or fewer workers than before.
+            UnsupportedError: calls do not reach all workers any more.
         """
         check_same(self.name, self.workers, self._count(timeout))
 
@@ -104,27 +104,27 @@ class VllmHandle(LocalHandle):
                 return "requests or a KV connector hold blocks of the prefix cache"
         elif keeps("prefix_cache"):
             raise UnsupportedError(
-                f"engine {self.name}: has no {method}: prompts that it has seen before would be "
-                "answered from the old weights' prefix cache; flush_cache=False lets it be so"
+                f"engine {self.name}: has no {method}: it would answer prompts that it has seen "
+                "from the old weights' prefix cache; Options(flush_cache=False) allows this"
             )
-        # what is kept by an image's hash; vLLM's cache of images themselves holds no weights' work
+        # the encoder's results by image; vLLM's cache of images holds no results of weights
         if keeps("multimodal") and self._has("reset_encoder_cache"):
             self._call("reset_encoder_cache", deadline.left)
         return None
 
     def resume(self, timeout: float) -> None:
         deadline = Deadline(timeout)
-        if self._may_wake():  # versions that do not know the tag change nothing, and answer None
+        if self._may_wake():  # versions without this tag change nothing, and answer None
             awake = self._call("wake_up", deadline.left, tags=["scheduling"])
             if isinstance(awake, bool):
-                return  # vLLM goes on unless some of its memory sleeps, and says whether it does
+                return  # vLLM has gone on, unless some of its memory still sleeps
         if self._has("resume_generation"):
             self._call("resume_generation", deadline.left)
 
     def send_control(
         self, messages: Sequence[Control], *, weight_version: int | str | None, timeout: float
     ) -> None:
-        """One call of all workers; see wsync.handles.base.send_control."""
+        """Calls all workers once; see wsync.handles.base.send_control."""
         deadline = Deadline(timeout)
         told = [message.to_bytes().decode() for message in messages]
         version = None if weight_version is None else str(weight_version)
@@ -136,11 +136,11 @@ class VllmHandle(LocalHandle):
             self._call("update_weight_version", deadline.left, new_version=version)
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        raise RemoteError(f"engine {self.name}: {method}: vLLM takes wsync's control messages only")
+        raise RemoteError(f"engine {self.name}: {method}: vLLM takes only wsync's control messages")
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        """The version, where the workers have one; instance: their processes, and which models
-        they have."""
+        """weight_version: the workers' version, if all have the same.  instance: the workers'
+        processes and models, if they report them."""
         found = self._describe(timeout)
         versions = {each.get("weight_version") for each in found}
         instances = [each["instance"] for each in found if each.get("instance")]
@@ -154,7 +154,7 @@ class VllmHandle(LocalHandle):
             found = self._describe(timeout)
         except RemoteError as error:
             raise RemoteError(
-                f"{error} (are vLLM's workers started with --worker-extension-cls {EXTENSION}?)"
+                f"{error} (was vLLM started with --worker-extension-cls {EXTENSION}?)"
             ) from error
         first = found[0]
         if first["engines"] > 1:
@@ -166,7 +166,7 @@ class VllmHandle(LocalHandle):
         self._keeps |= first
         if first.get("drafts"):
             _log.warning(
-                "engine %s: updates leave the layers of its model that draft tokens as they are",
+                "engine %s: updates do not change the layers of its model that draft tokens",
                 self.name,
             )
         ranks = [each["rank"] for each in found]
@@ -177,7 +177,7 @@ class VllmHandle(LocalHandle):
         return len(ranks)
 
     def _describe(self, timeout: float) -> list[dict[str, Any]]:
-        """What every worker says of itself."""
+        """What every worker reports about itself."""
         method = "wsync_describe"
         answers = self._ask_workers(method, timeout)
         found = [json_or_text(text) if isinstance(text, str) else text for text in answers]
@@ -187,15 +187,15 @@ class VllmHandle(LocalHandle):
         return found
 
     def _ask_workers(self, method: str, timeout: float, *arguments: Any) -> list[Any]:
-        """What every worker answers.  vLLM is given no timeout: it takes answers that come too
-        late for those of the next call."""
+        """Calls a method of every worker; returns their answers.  vLLM gets no timeout, because it
+        takes late answers for answers to the next call."""
         answers = self._call("collective_rpc", timeout, method=method, args=arguments)
         if not isinstance(answers, list | tuple) or not answers:
             raise RemoteError(f"engine {self.name}: {method}: workers answer {answers!r}")
         return list(answers)
 
     def _method(self, name: str) -> Any:
-        """An LLM leaves some to its llm_engine."""
+        """The engine's method, or that of an LLM's llm_engine; None if neither has it."""
         inner = getattr(self._engine, "llm_engine", None)
         return getattr(self._engine, name, getattr(inner, name, None))
 
@@ -203,15 +203,15 @@ class VllmHandle(LocalHandle):
         return callable(self._method(name))
 
     def _takes(self, name: str, argument: str) -> bool:
-        """Whether a method of an object of this process has an argument."""
+        """Whether an object in this process has a method with this argument."""
         return self._has(name) and argument in inspect.signature(self._method(name)).parameters
 
     def _sleeps(self) -> bool:
-        """Whether sleeping is pausing: earlier versions and actors may give up the weights."""
+        """Whether `sleep` only pauses: in earlier versions and actors it may drop the weights."""
         return not self._remote and self._takes("sleep", "mode")
 
     def _may_wake(self) -> bool:
-        """Whether waking up can be going on.  An actor's wake_up may be another thing."""
+        """Whether `wake_up` can continue generation.  An actor's wake_up may do something else."""
         resumes = self._has("resume_generation") or self._sleeps()
         return resumes and not self._remote and self._takes("wake_up", "tags")
 
@@ -229,16 +229,16 @@ class VllmHandle(LocalHandle):
 
 
 class VllmServer:
-    """vLLM's own server at a URL, as an object with the methods of an AsyncLLM, each of which has a
-    timeout.
+    """vLLM's own server at a URL, as an object with the methods of an AsyncLLM.  Each method takes
+    a timeout.
 
-    It has to be started with VLLM_SERVER_DEV_MODE=1, which opens /collective_rpc to whoever can
-    reach it.
+    The server must be started with VLLM_SERVER_DEV_MODE=1, which opens /collective_rpc to everyone
+    who can reach the server.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self._http = HttpHandle(url, workers=1, api_key=api_key)
-        self.name = f"vllm+{self._http.name}"  # as it is given
+        self.name = f"vllm+{self._http.name}"  # as the user gives it
 
     def __getattr__(self, name: str) -> Any:
         if name not in _ROUTES:
@@ -246,7 +246,7 @@ class VllmServer:
         return functools.partial(self._post, name)
 
     def wake_up(self, tags: Sequence[str], *, timeout: float) -> Any:
-        """Whether all of it is awake; None where this version of vLLM does not say it."""
+        """Whether the whole engine is awake; None if this version of vLLM does not tell."""
         return self._post("wake_up", tags=tags, timeout=timeout)
 
     def _post(self, method: str, /, *, timeout: float, **arguments: Any) -> Any:
@@ -264,7 +264,7 @@ class VllmServer:
             unset = "; is VLLM_SERVER_DEV_MODE=1 set?" if status == 404 else ""
             hint = self._http.hint(status) or unset
             raise RemoteError(f"{path}: HTTP {status}: {engine_text(text)}{hint}")
-        answer = json_or_text(text) if text else {}  # some paths of some versions say nothing
+        answer = json_or_text(text) if text else {}  # some versions answer some paths with no text
         if not isinstance(answer, dict):
             raise RemoteError(f"{path}: HTTP 200, but not vLLM's answer: {cut(text)!r}")
         if answer.get("status") in ("awake", "sleeping"):
