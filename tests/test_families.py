@@ -1,5 +1,6 @@
 """Which families there are, how one is chosen and added, and what a table is checked for."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,14 +13,31 @@ from support.published_models import Model
 
 import wsync.families
 from wsync import _core, cli
-from wsync.families import Rule, Target, blocks
+from wsync.families import Rule, Target, blocks, registry
 from wsync.families.registry import FAMILIES, family_of, read_model
+from wsync.families.rules import PLACEHOLDER
 from wsync.trainer import planning
 
 
 class Config:
     def __init__(self, **fields):
         self.__dict__.update(fields)
+
+
+# parameters of which the first of two rules is taken: its norms are of all heads
+TWICE = {"minimax_m2": {f"{blocks.LAYER}self_attention.{n}_layernorm.weight" for n in "qk"}}
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_every_table_has_each_name_once_and_sizes_that_configurations_give(family):
+    known = {*registry.FIELDS, *family.fields, *registry.DERIVED}
+    for rules in (family.rules, *family.loaders.values()):
+        names = [name for rule in rules for name in rule.names]
+        assert names and {n for n in names if names.count(n) > 1} == TWICE.get(family.name, set())
+        assert {size for rule in rules for size in rule.sizes} <= known
+    names = [name for rule in family.rules for name in rule.names]
+    for loader, name in itertools.product(registry.LOADERS, names):
+        family.loaded_by(loader).find(PLACEHOLDER.sub("0", name))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ reshape, transpose, split and concatenate.
 """
 
 import itertools
+import re
 import types
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from wsync import _core
 from wsync.families.blocks import DENSE_MLP, eh_proj, mtp
 from wsync.families.registry import FAMILIES, Family, family_of, read_model
-from wsync.families.rules import Cut, Rule, RuleError, Target, mtp_numbers
+from wsync.families.rules import PLACEHOLDER, Cut, Rule, RuleError, Target, mtp_numbers
 
 
 def numbered(shape):
@@ -147,6 +148,7 @@ def test_shares_cover_the_parameter_once():
         sizes |= {"gk": 4, "gn": 2, "gv": 8, "gdk": 3, "gdv": 5, "conv": 2}
         sizes |= {"mh": 8, "md": 3, "mg": 4, "ms": 2}
         sizes |= {"vision_h": 8, "vision_heads": 4, "vision_ffn": 12, "vision_out": 3, "merge": 2}
+        shapes = {}
         for rule in family.rules:
             expansion = rule.expand(sizes, sizes["inferred"])
             full = numbered(expansion.shape)
@@ -156,20 +158,29 @@ def test_shares_cover_the_parameter_once():
                     seen[tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))] += 1
             assert seen.min() == seen.max()
             assert seen.max() in (1, rank_count), rule
-            apply(rule, full, mtp_numbers({"mtp": 0, "vision": 0}, layers=0, block=1), **sizes)
+            numbers = mtp_numbers({"mtp": 0, "vision": 0}, layers=0, block=1)
+            for target, array in apply(rule, full, numbers, **sizes).items():
+                taken = any(family.find(PLACEHOLDER.sub("0", n))[0] is rule for n in rule.names)
+                if taken and rule.inferred_dimension < 0:
+                    assert shapes.setdefault(target, array.shape) == array.shape, rule
 
 
 @pytest.mark.parametrize(
     ("view", "targets", "text"),
     [
-        ("a b)", ["a b"], "no view"),
-        ("(a b", ["a b"], "no view"),
-        ("a | b", ["a b"], "no view"),
+        ("a b)", ["a b"], "is no view"),
+        ("(a b", ["a b"], "is no view"),
+        ("a | b", ["a b"], "is no view"),
+        ("(a |) b", ["a b"], "no target takes"),
+        ("a:? b:?", ["a b"], "is no view"),
+        ("~a ~b", ["a b"], "is no view"),
+        ("(~a | ~b)", ["a"], "is no view"),
         ("a b", ["a c"], "asks for axes \\['c'\\], which no dimension"),
-        ("a - b", ["a b"], "no view"),
+        ("a - b", ["a b"], "is no view"),
     ],
 )
 def test_rules_without_sense(view, targets, text):
+    text = f"^{re.escape(repr(view))} is no view" if text == "is no view" else text
     with pytest.raises(RuleError, match=text):
         rule = Rule("p", view, *(Target(f"t{i}", target) for i, target in enumerate(targets)))
         rule.expand({"a": 1, "b": 2}).pieces  # noqa: B018

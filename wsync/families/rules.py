@@ -19,7 +19,8 @@ Grammar of a view:
     *item   tensor-parallel ranks (expert-tensor-parallel ones for experts) hold equal parts of
             it; inside a group each item may be cut, in each alternative
     ~item   the same, but the local shape says into how many parts it is cut, from one for each
-            rank down to one for all; ranks next to each other then hold the same part
+            rank down to one for all; ranks next to each other then hold the same part (at most one
+            in a view)
     @item   expert-parallel ranks hold equal parts of it
 
 An axis may be in several alternatives of a group, once in each: `(key q | key k)`.
@@ -94,7 +95,7 @@ class _View:
         self.text = text
         tokens = _TOKEN.finditer(text)
         alternatives = _alternatives(tokens)
-        known = len(_TOKEN.sub("", text).strip()) == 0
+        known = len(_TOKEN.sub("", text).strip()) == 0 and text.count("?") < 2 > text.count("~")
         if len(alternatives) > 1 or not known or text.count("(") != text.count(")"):
             raise RuleError(f"{text!r} is no view: see wsync.families.rules")
         self.items = alternatives[0]
