@@ -30,7 +30,8 @@ def note(args: Any, folder: str, engines: list[Any]) -> None:
 
 
 def fail(args: Any, folder: str, engines: list[Any]) -> None:
-    raise OSError("the store is full")
+    if Path(folder).name == "weight_v000001":
+        raise OSError("the store is full")
 
 
 class Untouched:
@@ -119,11 +120,26 @@ def test_a_users_function_is_called_when_a_version_is_complete(tmp_path: Path) -
     told.disconnect_rollout_engines()
 
 
-def test_what_a_users_function_raises_is_the_updates_error(tmp_path: Path) -> None:
-    told = updater(arguments(tmp_path, **{HOOK: f"{__name__}.fail"}), {"w": torch.ones(3)})
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_a_users_function_raises_is_the_updates_error(tmp_path: Path, anew: bool) -> None:
+    """And its version is no other weights' name."""
+    weights = {"w": torch.ones(3)}
+    told = updater(arguments(tmp_path, **{HOOK: f"{__name__}.fail"}), weights)
     told.connect_rollout_engines([], None)
     with pytest.raises(wsync.RemoteError, match="OSError: the store is full"):
         told.update_weights()
+    weights["w"] = torch.zeros(3)
+    if anew:
+        told.connect_rollout_engines([], None)
+    told.update_weights()
+    assert told.weight_version == 2
+    assert same(stored(tmp_path / "versions" / "weight_v000002"), weights)
+
+
+def test_a_folder_of_versions_is_wanted(tmp_path: Path) -> None:
+    told = updater(arguments(tmp_path, update_weight_disk_dir=None), {"w": torch.ones(3)})
+    with pytest.raises(wsync.InvalidArgumentError, match="update_weight_disk_dir=None: a folder"):
+        told.connect_rollout_engines([], None)
 
 
 def test_hosts_that_have_to_publish_their_files_cannot_write_one_together(tmp_path: Path) -> None:

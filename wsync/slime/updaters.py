@@ -247,6 +247,8 @@ class UpdateWeightFromDisk(Updater):
     def _connect(self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None) -> DiskSync:
         del gpu_offsets
         args = self._args
+        if not args.update_weight_disk_dir:
+            raise _core.InvalidArgumentError("update_weight_disk_dir=None: a folder is wanted")
         return DiskSync(
             self._source,
             (),
