@@ -151,7 +151,7 @@ AUTO = dataclasses.replace(OPTIONS, delivery="auto")
 
 
 def test_auto_reads_in_place_what_lies_in_shared_memory_wholly(
-    config: Any, weights: Weights, engine: TensorParallelEngine
+    config: Any, weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with wsync.connect(weights, engines=[engine], options=AUTO) as sync:
         for seed in (2, 3):
@@ -164,6 +164,7 @@ def test_auto_reads_in_place_what_lies_in_shared_memory_wholly(
             overwrite(others, draw(config, seed))
             assert set(sync.update(others).paths.values()) == {"ring"}
             assert same(engine.weights(), others)
+    assert not any("no other process" in text for text in caplog.messages)
 
 
 @pytest.mark.parametrize("delivery", ["auto", "direct"])

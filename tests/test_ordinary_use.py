@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,16 +85,26 @@ def test_weights_beside_codes_are_not_said_to_lie_in_private_memory(
     assert "share_memory" not in caplog.text
 
 
-def test_the_hard_limit_of_descriptors_counts_and_the_soft_one_is_raised(config: Any) -> None:
+@pytest.mark.parametrize("delivery", ["auto", "direct"])
+def test_the_hard_limit_of_descriptors_counts_and_the_soft_one_is_raised(
+    config: Any, delivery: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each piece of memory that is read in place takes a descriptor of the worker."""
     weights = {name: tensor.share_memory_() for name, tensor in draw(config, 1).items()}
+    options = wsync.Options(deadline=60.0, progress=False, delivery=delivery)
     few, hard = 2 * len(weights) - 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with TensorParallelEngine(config, tp=2) as engine:
         for most, path in ((hard, "direct"), (few, "ring")):
             for pid in engine.pids:
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, (few, most))
-            with wsync.connect(weights, engines=[engine], options=QUIET) as sync:
+            with wsync.connect(weights, engines=[engine], options=options) as sync:
                 assert set(sync.update().paths.values()) == {path}
             assert same(engine.weights(), weights)
             soft = [resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] for pid in engine.pids]
             assert [limit > few for limit in soft] == [most > few] * 2
+    said = [text for text in caplog.messages if "gets a ring" in text]
+    assert len(said) == (engine.workers if delivery == "direct" else 0)
+    for text in said:
+        assert re.findall(r"\d+ pieces|may open \d+", text) == [
+            *(f"{len(weights)} pieces", f"may open {len(weights) - 1}")
+        ]

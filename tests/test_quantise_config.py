@@ -254,6 +254,10 @@ def two_groups(size: int) -> dict[str, Any]:
         (MXFP8 | {"scale_fmt": "float"}, "scale_fmt='float': known is None or 'ue8m0'"),
         (GLM_45_FP8, "format='float-quantized': known is 'pack-quantized'"),
         (two_groups(64), "config_groups=[32, 64]: one group_size for all groups, a multiple"),
+        (
+            compressed(INT4_WEIGHTS, sparsity_config={"format": "sparse-bitmask"}),
+            "sparsity_config={'format': 'sparse-bitmask'}: it is not known what this does",
+        ),
         (group(num_bits=8), "config_groups.group_0.weights.num_bits=8: known is 4"),
         (group(symmetric=False), "weights.symmetric=False: known is None or True"),
         (group(strategy="channel"), "weights.strategy='channel': known is 'group'"),

@@ -345,6 +345,9 @@ def test_what_cannot_be_quantised_is_named_before_anything_moves() -> None:
     given = {"x_proj.weight": torch.zeros(4, 40, dtype=torch.bfloat16)}
     with pytest.raises(wsync.UnsupportedError, match=r"x_proj.weight \(4, 40\): int4_slime"):
         connect(given, quantised_cases.groups(32))
-    given = {"x_proj.weight": torch.zeros(4, 32, dtype=torch.int32)}
-    with pytest.raises(wsync.UnsupportedError, match="int32, where float32, bfloat16"):
-        connect(given, quantised_cases.PER_TENSOR)
+    for dtype in (torch.int32, torch.float8_e4m3fn):
+        given = {"x_proj.weight": torch.zeros(4, 32).to(dtype)}
+        known = "where float32, bfloat16 and float16 are quantised"
+        text = f"x_proj.weight: {str(dtype).removeprefix('torch.')}, {known}"
+        with pytest.raises(wsync.UnsupportedError, match=text):
+            connect(given, quantised_cases.PER_TENSOR)

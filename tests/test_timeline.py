@@ -11,6 +11,7 @@ import torch
 from support.weights_only_engine import ProcessEngine
 
 import wsync
+from wsync import pages
 from wsync.demo.cli import traces
 from wsync.machine import trace
 
@@ -69,6 +70,14 @@ def test_a_report_draws_what_its_own_rank_did(updated: tuple[Records, wsync.Repo
     titles = " ".join(titles_of(report._repr_html_()))
     assert "local of round 7:" in titles  # of rounds in one pixel the last is drawn
     assert "load" not in titles
+
+
+def test_of_spans_in_one_pixel_the_last_is_drawn() -> None:
+    spans = [("stream", "local", n, n * 10**6, n * 10**6 + 500_000) for n in range(8)]
+    spans.insert(3, ("stream", "local", 99, 3 * 10**6, 3 * 10**6 + 500_000))
+    drawn = pages.fragment(*pages._timeline([{"name": "rank 0", "spans": spans}]))
+    titles = [title.partition(":")[0] for title in titles_of(drawn) if title]
+    assert titles == [f"local of round {n}" for n in range(8)]
 
 
 def test_a_trace_that_cannot_be_written_fails_no_update(
