@@ -385,5 +385,5 @@ def test_what_an_update_has_left_as_it_was_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     looked(monkeypatch, *answers)
-    expected = [f"engine http://127.0.0.1:1: the update left all of {named} as they were: "]
+    expected = [f"engine http://127.0.0.1:1: the update did not change any of {named}: "]
     assert [text.partition("if the")[0] for text in caplog.messages] == expected * bool(named)

@@ -108,7 +108,7 @@ def test_a_load_that_does_not_end_costs_the_next_update_its_deadline_and_is_name
     slow.acts["load 1"] = go_on
     try:
         with disk(tmp_path, slow, options=options) as sync:
-            for text in ("engine slow: no answer", "engine slow: not done with what an update"):
+            for text in ("engine slow: no answer", "engine slow: still busy with a request"):
                 with pytest.raises(wsync.DeadlineError, match=text):
                     sync.update(version=1)
         assert slow.told == ["pause", "flush"]

@@ -236,7 +236,7 @@ def test_an_engine_that_never_joins_is_reported_in_time(engines: list[ProcessEng
                 match=r"3 members did not meet.*first \(tp 1\), absent \(tp 1\)",
             ):
                 sync.update()
-            with pytest.raises(wsync.DeadlineError, match="engine absent: not done with what"):
+            with pytest.raises(wsync.DeadlineError, match="engine absent: still busy with"):
                 sync.update()
     finally:
         release.set()

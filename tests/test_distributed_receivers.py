@@ -114,7 +114,7 @@ def test_an_engine_that_never_comes_is_named_in_time() -> None:
     try:
         with ProcessEngine(shapes, name="present") as present:
             with wsync.connect(weights, [present, Absent()], options=options) as sync:
-                for text in ("worker 0 did not join the update within", "not done with what"):
+                for text in ("worker 0 did not join the update within", "still busy with"):
                     text = f"engine absent: {text}"
                     with pytest.raises(wsync.DeadlineError, match=text):
                         sync.update()

@@ -137,7 +137,7 @@ if sys.argv[2] == "with":
 else:
     sync.update()
 """
-LEFT = "wsync: the update has failed and leaves unanswered"
+LEFT = "wsync: the update has failed, and these requests have no answer"
 GOOD = {"success": True, "status": "ok", "message": "Cache flushed."}
 ASKED = ("pause_generation", "flush_cache", "update_weights_from_tensor", "continue_generation")
 
@@ -173,7 +173,7 @@ def test_ctrl_c_ends_a_script_that_waits_for_an_engine(
         _, errors = script.communicate(timeout=15)
     assert script.returncode == -signal.SIGINT, errors
     assert errors.endswith("KeyboardInterrupt\n"), errors
-    left = [line for line in errors.splitlines() if "leaves unanswered" in line]
+    left = [line for line in errors.splitlines() if "have no answer" in line]
     where = f"engine {server.url}: /{path}"
     assert len(left) == (path != "server_info")
-    assert all(line.startswith(f"{LEFT}: {where}.  An engine may still pause") for line in left)
+    assert all(line.startswith(f"{LEFT}: {where}.  Such an engine may") for line in left)

@@ -259,7 +259,7 @@ def test_a_number_of_workers_that_is_given_hides_nothing(
 @pytest.mark.parametrize(
     ("started", "options", "text"),
     [
-        ({"dp_size": 2}, {}, "dp_size 2: SGLang updates no data-parallel replicas"),
+        ({"dp_size": 2}, {}, "dp_size 2: SGLang updates data-parallel replicas"),
         ({"nnodes": 2}, {"delivery": "stock"}, "nnodes 2: workers are on another host"),
         ({"nnodes": 2}, {"delivery": "distributed"}, ""),
         ({"dp_size": 2, "enable_dp_attention": True, "nnodes": 1}, {}, ""),
@@ -643,8 +643,8 @@ def test_an_engine_that_drafts_with_its_models_own_layers_takes_buckets(
 @pytest.mark.parametrize(
     ("started", "delivery", "text"),
     [
-        (OTHER, "auto", "/head: updates leave that"),
-        (OWN_LAYERS, "wsync", "layers of its model: updates leave that"),
+        (OTHER, "auto", "/head: updates do not change this"),
+        (OWN_LAYERS, "wsync", "layers of its model: updates do not change this"),
     ],
 )
 def test_a_trainer_is_told_of_a_draft_that_stays(

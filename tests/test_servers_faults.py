@@ -162,7 +162,7 @@ def test_ctrl_c_ends_a_trainer_whose_server_has_stopped(lasting: Lab, way: str) 
                 lasting.server.signal(signal.SIGCONT)
                 trainer.kill()
         assert errors.endswith("KeyboardInterrupt\n"), errors
-        assert f"leaves unanswered: engine {lasting.server.url}: /" in errors, errors
+        assert f"these requests have no answer: engine {lasting.server.url}: /" in errors, errors
         lasting.recovers(way)
 
 

@@ -70,12 +70,11 @@ def test_what_an_engine_has_not_answered_is_named(
         with wsync.connect({"a": torch.zeros(1)}, made, options=OPTIONS) as sync:
             with pytest.raises(wsync.RemoteError, match="no"):
                 sync.update()
-        (said,) = [text for text in caplog.messages if "unanswered" in text]
-        assert (
-            f"leaves unanswered: engine {made[1].name}: pause_generation.  An engine may " in said
-        )
+        (said,) = [text for text in caplog.messages if "have no answer" in text]
+        assert f"have no answer: engine {made[1].name}: pause_generation.  Such an engine" in said
         assert said.endswith(
-            "call update again, or, if its weights are whole, wsync.handle(url).resume(30)"
+            "call update again, or, if the engine holds the weights of one update, "
+            "wsync.handle(url).resume(30)"
         )
     finally:
         release.set()

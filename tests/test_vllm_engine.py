@@ -367,7 +367,7 @@ def test_what_takes_control_messages_alone_is_refused_before_it_is_paused(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     engine, weights = Calls(), {"w": torch.ones(2)}
-    text = r"takes updates by wsync's receiver alone, as vLLM's do, and no (flattened|broadcasts)"
+    text = r"only through wsync's receiver \(as vLLM does\), and no (flattened|broadcasts)"
     with pytest.raises(wsync.UnsupportedError, match=text):
         wsync.connect(weights, [engine], options=dataclasses.replace(OPTIONS, **options))
     with pytest.raises(wsync.UnsupportedError, match="has no update_weights_from_disk"):

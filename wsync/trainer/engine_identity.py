@@ -16,22 +16,22 @@ from wsync.messages.control import UPDATING, Control
 class CheckedEngine:
     """A handle that checks its engine, for the updates of one connection.
 
-    `pause` begins an update, and notes which engine this is and which version it reports.  SGLang
-    is given the update's version only while it is the same one and reports the same.  Before the
-    engine goes on, and after, it has to be the same one and to report what it was given.
+    `pause` begins an update, and notes the engine's identity and the version that it reports.  An
+    SGLang engine is given the update's version only if both are unchanged.  Before and after the
+    engine continues, its identity must be unchanged, and it must report the version it was given.
 
-    SGLang records the version of any request that has one.  It is given a temporary version with
-    the opening message and with every bucket but the last, so that an update that fails cannot
-    leave the old version in place.
+    SGLang records the version of every request that has one.  The opening message and every bucket
+    except the last carry a temporary version, so that a failed update cannot leave the old version
+    in place.
 
-    before: the same engine's in an update that failed.
+    before: this engine's object of a failed update.
 
     Attributes:
-        handle: the engine's own.
-        restarted: whether it may have been restarted, perhaps with other arguments, since an update
-            that ended well.
-        stopped: whether it was asked to pause, and has not gone on since.
-        sent: whether it has been sent weights since, so that it may hold a part of an update.
+        handle: the engine's handle.
+        restarted: whether the engine may have been restarted, perhaps with other arguments, since
+            the last successful update.
+        stopped: whether the engine was asked to pause, and has not continued since.
+        sent: whether the engine was sent weights since it paused, and may hold a part of an update.
     """
 
     def __init__(self, engine: EngineHandle, before: CheckedEngine | None = None) -> None:
@@ -43,34 +43,34 @@ class CheckedEngine:
         self.sent: bool = before is not None and before.sent
         self._during: Any = engine
         self._identity: dict[str, Any] = {}
-        self._version: str | None = None  # that it has to report
+        self._version: str | None = None  # that the engine must report
         self._updating: str | None = None  # the temporary version, if the engine is given one
         self._given_up = False
 
     @property
     def unanswered(self) -> list[str]:
-        """What this update has asked and got no answer to, where the handle says it."""
+        """This update's requests without an answer, if the handle records them."""
         return getattr(self._during, "unanswered", [])
 
     @property
     def _told(self) -> Any:
-        """The handle for what this update asks; StateError once the update has been given up."""
+        """The handle for this update's requests; raises StateError once the update is given up."""
         if self._given_up:
             raise StateError(f"engine {self.name}: not asked, as its update has been given up")
         return self._during
 
     def give_up(self) -> None:
-        """What threads of this update have not asked of the engine yet they ask no more.  The next
-        update begins with another object."""
+        """Keeps this update's threads from sending further requests.  The next update uses another
+        object."""
         self._given_up = True
         if self._during is not self.handle and hasattr(type(self._during), "give_up"):
             self._during.give_up()
 
     def go_on(self, timeout: float) -> None:
-        """Has it go on after an update that was given up before it sent anything.
+        """Lets the engine continue after an update that was given up before it sent anything.
 
         Raises:
-            RemoteError: another update has begun, whose weights it may hold a part of.
+            RemoteError: another update has begun, and the engine may hold a part of its weights.
         """
         deadline = Deadline(timeout)
         version = str(self.handle.model_info(timeout).get("weight_version"))
@@ -97,7 +97,7 @@ class CheckedEngine:
         self._told.flush(timeout)
 
     def update_weights(self, payloads: Callable[[], Sequence[bytes]], **request: Any) -> None:
-        """payloads: makes them when the engine has been checked."""
+        """payloads: called to make the payloads once the engine has been checked."""
         checked = self._sending(**request)
         self._told.update_weights(payloads(), **checked)
 
@@ -117,8 +117,8 @@ class CheckedEngine:
         self._told.call(method, arguments, timeout)
 
     def verify(self, timeout: float) -> None:
-        """PeerClosedError if the engine is not the one that was paused, or reports another version
-        than it has to."""
+        """Raises PeerClosedError if the engine is not the one that was paused, or does not report
+        the version that it must report."""
         identity, version = self._ask(Deadline(timeout))
         for what, before in self._identity.items():
             if identity.get(what) != before:
@@ -133,8 +133,8 @@ class CheckedEngine:
             )
 
     def resume(self, timeout: float) -> None:
-        """The engine may be started again between the check before this and its answer: it would
-        go on with the weights of its checkpoint.  So it is asked once more."""
+        """Lets the engine continue, then checks it again.  If the engine was restarted after the
+        last check, it continues with the weights of its checkpoint."""
         deadline = Deadline(timeout)
         self._told.resume(deadline.left)
         self.verify(deadline.left)
@@ -143,8 +143,8 @@ class CheckedEngine:
     def _sending(
         self, weight_version: int | str | None, timeout: float, **others: Any
     ) -> dict[str, Any]:
-        """The arguments of a request that brings weights, or has workers take them: with the
-        temporary version if no other; the timeout is what is left."""
+        """The arguments of a request that carries weights or makes workers take them.  If it has no
+        version, it gets the temporary one.  The timeout is what is left of it."""
         deadline = Deadline(timeout)
         if weight_version is None:
             weight_version = self._updating
@@ -155,10 +155,10 @@ class CheckedEngine:
         return {"weight_version": weight_version, "timeout": deadline.left, **others}
 
     def _ask(self, deadline: Deadline) -> tuple[dict[str, Any], str | None]:
-        """Which engine this is, if it says so, and the version that it reports.
+        """The engine's identity, if it tells one, and the version that it reports.
 
-        SGLang answers server_info when its scheduler has done what came before: a load from disk
-        that was given up has ended when the next one begins."""
+        SGLang answers server_info after its scheduler has done all earlier work.  So a load from
+        disk that was given up has ended before the next load begins."""
         found = self._told.model_info(deadline.left) or {}
         version = found.get("weight_version")
         if not found.keys() & {"instance", "process"}:

@@ -1,10 +1,10 @@
-"""What an update changes of an engine whose checkpoint is not here to compare names with.
+"""Checks that updates change an engine whose checkpoint is not here to compare names with.
 
-A server of SGLang tells sums of its tensors (/weights_checker: 0.5.12 and newer, on CPUs 0.5.23).
-They are asked for around the first updates of a connection, until one changes something.  A tensor
-that has kept its sum was passed over, or the trainer has not changed it: sums do not tell these two
-apart.  So there is a warning and no error, and none of norms and biases, which bfloat16 rounds back
-to what they were after a small step.
+An SGLang server reports sums of its tensors (/weights_checker: 0.5.12 and newer, on CPUs 0.5.23).
+wsync asks for the sums before and after the first updates of a connection, until one changes some.
+If a tensor keeps its sum, either the engine has ignored it or the trainer has not changed it.  Sums
+cannot tell which, so this only warns.  It does not warn of norms and biases, because bfloat16 may
+round them back to their old values after a small step.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from wsync.module_tensors.names import listed
 
 _log = logging.getLogger(__name__)
 
-_UPDATES: Final = 3  # without any effect, until that is said
-_PART: Final = 1 / 3  # of the time that is left, for sums
+_UPDATES: Final = 3  # without any effect before the warning
+_PART: Final = 1 / 3  # of the remaining time, for one request for sums
 _NUMBER: Final = re.compile(r"\.\d+(?=\.)")
 
 
 class FirstEffect:
-    """Of the engines of a connection, by their names; threads look at one engine each."""
+    """Watches the engines of a connection, by name.  Each thread looks at one engine."""
 
     def __init__(self) -> None:
-        self._left: dict[str, int] = {}  # updates, by engine
+        self._left: dict[str, int] = {}  # updates still to watch, by engine
         self._before: dict[str, Mapping[str, str]] = {}
 
     def watch(self, name: str) -> None:
-        """Looks at an engine from now on."""
+        """Starts to watch an engine."""
         self._left[name] = _UPDATES
 
     def look(self, engine: EngineHandle, timeout: float, *, after: bool) -> None:
-        """At an engine that is paused.  after: the update, else before it."""
+        """Reads the sums of a paused engine.  after: whether this is after the update."""
         name = engine.name
         if name not in self._left or (after and name not in self._before):
             return
         sums = _sums(engine, timeout * _PART)
         if not sums:
-            del self._left[name]  # it tells none
+            del self._left[name]  # it reports none
         elif not after:
             self._before[name] = sums
         else:
@@ -64,17 +64,17 @@ class FirstEffect:
         }
         if weights:
             _log.warning(
-                "engine %s: the update left all of %s as they were: if the trainer has changed "
-                "them, the engine's own loading passes over the names that they are delivered "
-                "under (Options(checkpoint=DIR), the folder that it was started from, compares "
-                "these)",
+                "engine %s: the update did not change any of %s: if the trainer has changed them, "
+                "the engine's own loading ignores the names that they are delivered under "
+                "(Options(checkpoint=DIR), with the folder that the engine was started from, "
+                "compares names)",
                 name,
                 listed(weights),
             )
 
 
 def _sums(engine: EngineHandle, timeout: float) -> dict[str, str]:
-    """Of an engine's tensors: those of all workers, by name; none where it does not tell."""
+    """The sums of an engine's tensors on all workers, by name; empty if it does not report them."""
     body = {"action": "checksum", "selector": "target"}
     if not isinstance(engine, HttpHandle):
         return {}

@@ -1,4 +1,4 @@
-"""Requests to all engines at once, which may never return: each is made from a daemon thread."""
+"""Requests to all engines at once.  A request may never return, so a daemon thread makes it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _log = logging.getLogger(__name__)
 
 Call = Callable[[int, Any], object]
 UnderWay = list[tuple[str, Future[Any]]]
-"""What has been asked of engines, by their names."""
+"""Requests to engines, each with the engine's name."""
 
 
 class Calls:
     """One call per engine, each in a daemon thread.
 
     Args:
-        engines: what to call.
-        call: is given an engine's index and handle; what it raises is raised by `check`, `join`.
+        engines: the index and the handle of each engine.
+        call: called with an engine's index and handle; `check` and `join` raise its errors.
     """
 
     def __init__(self, engines: Sequence[tuple[int, Any]], call: Call) -> None:
@@ -59,10 +59,10 @@ class Calls:
                 call.result()
 
     def check_pending(self) -> None:
-        """Raises if any call has ended, well or badly: an update is still under way.
+        """Raises if any call has ended, because the update is still under way.
 
-        A call that ended well raises only after a delay: SGLang answers success even for failed
-        workers, whose own error may still be on its way and says more.
+        For a call without an error, this raises only after a delay: SGLang answers success even if
+        workers have failed, and a worker's own error, which says more, may still be on its way.
         """
         self.check()
         for name in (name for name, call in self.under_way if call.done()):
@@ -73,11 +73,11 @@ class Calls:
                 )
 
     def wait(self, timeout: float) -> None:
-        """Waits for all calls, but not longer, however they end."""
+        """Waits until all calls have ended, for at most `timeout` seconds; raises no error."""
         wait([call for _, call in self._calls], timeout)
 
     def join(self, timeout: float, check: Check = bool) -> None:
-        """Waits for all calls; raises an error as soon as there is one, or DeadlineError."""
+        """Waits for all calls; raises the first error at once, or DeadlineError."""
         deadline = Deadline(timeout)
         while busy := [engine for engine, call in self._calls if not call.done()]:
             if not deadline.left:
@@ -89,7 +89,7 @@ class Calls:
 
 
 def _unanswered(engine: Any) -> str:
-    """What an engine has been asked and has not answered, for errors."""
+    """The requests that an engine has not answered, as a text for errors."""
     return ", ".join(getattr(engine, "unanswered", [])) or f"engine {engine.name}"
 
 
@@ -99,13 +99,13 @@ NO_CALLS: Final = Calls([], lambda index, engine: None)
 class EngineRequests:
     """The requests to engines around an update.  Rank 0 makes them; other ranks have no engines.
 
-    Calls left by a failed update ask engines for nothing more.  What they have asked is awaited
-    when the next one pauses: otherwise an engine could apply the older version after the newer.
+    After a failed update, its calls send no further requests.  The next update waits for requests
+    that are still under way: otherwise an engine could apply the older version after the newer one.
 
     Attributes:
-        compare: called, with a timeout, for the handle of an engine that has paused and may have
-            been started again since it was compared; raises where it cannot take what it is sent.
-        effect: looks at engines around an update.
+        compare: called with an engine's handle and a timeout, after the engine has paused, if it
+            may have been restarted; raises if the engine cannot take what it is sent.
+        effect: looks at engines before and after an update.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
@@ -115,9 +115,9 @@ class EngineRequests:
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
-        self._messages: Mapping[int, Sequence[Control]] = {}  # that have opened the update
-        self._left: UnderWay = []  # by updates that failed
-        # by engine: how long it took to pause and to flush
+        self._messages: Mapping[int, Sequence[Control]] = {}  # that opened the update
+        self._left: UnderWay = []  # requests of failed updates
+        # by engine: the seconds that it took to pause and to flush
         self._stops: dict[str, tuple[float, float]] = {}
 
     def pause(self) -> None:
@@ -126,11 +126,11 @@ class EngineRequests:
         self._pausing = self._start(lambda _, engine: self.stop(engine, deadline))
 
     def stop(self, engine: CheckedEngine, deadline: Deadline) -> None:
-        """Has one engine stop and, with Options.flush_cache, drop its cache."""
+        """Stops one engine and, with Options.flush_cache, empties its cache."""
         left = [call for name, call in self._left if name == engine.name]
         if wait(left, deadline.left).not_done:
             raise _core.DeadlineError(
-                f"engine {engine.name}: not done with what an update that failed has asked of it"
+                f"engine {engine.name}: still busy with a request of an update that failed"
             )
         times = [time.perf_counter()]
         engine.pause(self._options.pause_mode, deadline.left)
@@ -158,7 +158,7 @@ class EngineRequests:
         self._pausing.join(self._options.deadline + LATER_SECONDS, check)
 
     def open(self, messages: Mapping[int, Sequence[Control]]) -> None:
-        """Has workers join the update.  messages: by engine, one for each of its workers."""
+        """Asks workers to join the update.  messages: by engine, one for each of its workers."""
         timeout = self._options.request_deadline
         self._messages = messages
 
@@ -168,14 +168,14 @@ class EngineRequests:
         self._opened = Calls([(index, self.engines[index]) for index in messages], open_engine)
 
     def look(self, *, committing: bool = False) -> None:
-        """Raises what has gone wrong with an engine, until all workers hold everything, or while
-        ranks agree to commit: opening requests may end then."""
+        """Raises an engine's error, if there is one.  committing: whether ranks agree to commit;
+        only then may opening requests end."""
         self._pausing.check()
         (self._opened.check if committing else self._opened.check_pending)()
 
     def close(self, version: str, check: Check, between: Check) -> None:
-        """Ends the opening requests, records the version, and has the engines go on.  `between` is
-        called before any is given the version, and once more before any goes on."""
+        """Waits for the opening requests, gives engines the version, and lets them continue.
+        `between` is called before any engine gets the version, and again before any continues."""
         deadline = Deadline(self._options.deadline)
         self._opened.join(deadline.left, check)
         self._opened = NO_CALLS
@@ -191,11 +191,11 @@ class EngineRequests:
     def take_on(
         self, deliver: Call, deadline: Deadline, check: Check, between: Check = bool
     ) -> None:
-        """Has all engines take on a weight version, and lets none go on before all have.
+        """Gives all engines a weight version; no engine continues before all have it.
 
-        deliver(index, engine) hands the version over.  `check` is called while this waits,
-        `between` when all have the version and before any goes on.  Raises what they raise, or
-        DeadlineError.
+        deliver(index, engine) gives one engine the version.  `check` is called while this waits;
+        `between` is called when all engines have the version.  Raises the errors of these
+        functions, or DeadlineError.
         """
 
         def hand_over(index: int, engine: Any) -> None:
@@ -213,10 +213,10 @@ class EngineRequests:
         self._handover = NO_CALLS
 
     def abandon(self, error: Exception, left: UnderWay | None = None) -> None:
-        """After a failure: no engine is asked for anything more.  What has been asked, with what is
-        `left` elsewhere, may end for a moment, because what engines answer is their side of the
-        failure.  Then nobody waits for it any more, and one line says so.  Engines that were paused
-        and sent nothing go on.  A note of the error says how others do.
+        """Sends no further requests after a failure.  Waits a moment for requests under way, with
+        those in `left`, because engines' answers may explain the failure; then logs the requests
+        without an answer.  Engines that were paused and sent nothing continue.  A note of the error
+        says how to continue the other engines.
         """
         asked = [*self._left, *(left or [])]
         for calls in (self._pausing, self._opened, self._handover):
@@ -230,9 +230,9 @@ class EngineRequests:
         busy = {each.name: _unanswered(each) for each in self.engines if each.name in names}
         if busy:
             _log.warning(
-                "wsync: the update has failed and leaves unanswered: %s.  An engine may still "
-                "pause when it answers: call update again, or, if its weights are whole, "
-                "wsync.handle(url).resume(30)",
+                "wsync: the update has failed, and these requests have no answer: %s.  Such an "
+                "engine may still pause: call update again, or, if the engine holds the weights of "
+                "one update, wsync.handle(url).resume(30)",
                 "; ".join(busy.values()),
             )
         idle = [engine for engine in self.engines if engine.name not in busy]

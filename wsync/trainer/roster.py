@@ -1,4 +1,4 @@
-"""What takes part in updates: trainer ranks, engines, and the workers that each rank sends to."""
+"""The members of updates: trainer ranks, engines, and the workers that each rank sends to."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Delivery(enum.StrEnum):
 
     @property
     def words(self) -> str:
-        """For a person to read."""
+        """The delivery in words."""
         return _WORDS[self][0]
 
     @property
     def path(self) -> str:
-        """As `Report.paths` has it; "" for that of the exchange."""
+        """The entry in `Report.paths`; "" stands for the name of the exchange."""
         return _WORDS[self][1]
 
 
@@ -53,9 +53,9 @@ _WORDS = {
 def _delivery(
     engine: EngineHandle, gpu: int | None, options: Options, ranks: int, drafts: bool
 ) -> Delivery:
-    """What an engine takes; one whose GPUs are not all the trainer's is remote.  One that drafts
-    tokens with layers of its model takes buckets unless options say otherwise: they update these
-    layers, too."""
+    """Chooses the delivery of an engine.  An engine with GPUs beyond the trainer's is remote.  An
+    engine that drafts tokens with layers of its model gets buckets unless options say otherwise,
+    because buckets update these layers, too."""
     wsync = LOAD_FORMAT in engine.load_formats and not drafts
     if options.delivery == "distributed" or (gpu is not None and gpu + engine.workers > ranks):
         if options.broadcast == "wsync" or (options.broadcast == "auto" and wsync):
@@ -68,7 +68,7 @@ def _delivery(
 
 @dataclass(frozen=True)
 class RolloutEngine:
-    """One engine; first_gpu: the trainer rank on whose GPU its first worker is, where known."""
+    """One engine.  first_gpu: the trainer rank whose GPU its first worker shares, if known."""
 
     name: str
     workers: int
@@ -77,11 +77,11 @@ class RolloutEngine:
 
     @staticmethod
     def of(engine: EngineHandle, gpu: int | None, options: Options, ranks: int) -> RolloutEngine:
-        """What a handle says; warns of weights that an engine drafts with and that stay.
+        """Describes a handle's engine; warns if updates do not change the weights of its draft.
 
         Raises:
-            UnsupportedError: an engine without workers, of several pipeline stages or data-parallel
-                replicas; or one that would get buckets and takes none, or is on another host.
+            UnsupportedError: the engine has no workers, or several pipeline stages or data-parallel
+                replicas; or it would get buckets, but takes none or is on another host.
         """
         started = how_started(engine, options.deadline)
         drafts = drafts_itself(started)
@@ -91,7 +91,7 @@ class RolloutEngine:
         receives = delivery in (Delivery.WSYNC, Delivery.REMOTE)
         if draft := other_draft(started) or ("layers of its model" if drafts and receives else ""):
             _log.warning(
-                "engine %s drafts tokens with %s: updates leave that as it is", engine.name, draft
+                "engine %s drafts tokens with %s: updates do not change this", engine.name, draft
             )
         return RolloutEngine(engine.name, engine.workers, delivery, gpu)
 
@@ -99,45 +99,45 @@ class RolloutEngine:
 def _obstacle(
     engine: EngineHandle, gpu: int | None, started: Mapping[str, Any], delivery: Delivery
 ) -> str:
-    """Why an engine cannot take what it would be sent, or would end by it; "" if it can."""
+    """Why an engine cannot take its delivery, or would end because of it; "" if it can take it."""
     stages, replicas, hosts = (started.get(key) or 1 for key in ("pp_size", "dp_size", "nnodes"))
     if engine.workers < 1:
         return f"it has {engine.workers} workers"
     if control_only(engine) and delivery in (Delivery.STOCK, Delivery.BROADCAST):
         return (
-            f"takes updates by wsync's receiver alone, as vLLM's do, and no {delivery.words}: "
-            "delivery='auto', or with 'distributed' broadcast='auto'"
+            f"takes updates only through wsync's receiver (as vLLM does), and no {delivery.words}: "
+            "give delivery='auto', or broadcast='auto' with delivery='distributed'"
         )
     if stages != 1:
         return (
-            f"pp_size {stages}: SGLang gives every pipeline stage the payload of its "
-            "tensor-parallel rank, so stages cannot be told apart; DiskSync updates them"
+            f"pp_size {stages}: SGLang chooses payloads by tensor-parallel rank only, so all "
+            "pipeline stages would get the same one; DiskSync updates them"
         )
     if replicas != 1 and not started.get("enable_dp_attention"):
         return (
-            f"dp_size {replicas}: SGLang updates no data-parallel replicas with tensors (but with "
-            "enable_dp_attention); DiskSync updates them"
+            f"dp_size {replicas}: SGLang updates data-parallel replicas with tensors only if "
+            "enable_dp_attention is set; DiskSync updates them"
         )
     if delivery is Delivery.STOCK and (hosts != 1 or (gpu is None and is_elsewhere(engine.name))):
         where = f"nnodes {hosts}: workers are" if hosts != 1 else "it is"
         return (
-            f"{where} on another host, and would end looking for a bucket in this one's shared "
-            "memory: Options(delivery='distributed'), or engine_gpu_offsets says which trainer "
-            "rank's GPU it shares"
+            f"{where} on another host, and would end, because buckets are in this host's shared "
+            "memory: give Options(delivery='distributed'), or engine_gpu_offsets if the engine "
+            "shares a trainer rank's GPU"
         )
     return ""
 
 
 @dataclass(frozen=True)
 class PlanWorker:
-    """One worker of a plan, which gets rounds in a ring, and the trainer rank that holds its
-    session, `served_by`.
+    """One worker of a plan.  It gets rounds in a ring.
 
-    It is one of three: worker `index` of engine number `engine`; a whole stock engine; or all
-    engines that take broadcasts together.  Its place in `Roster.workers` is its number in the plan,
-    which is `worker` in all that follows.
-    serving_rank: the rank of the exchange that unpacks its rounds into its ring: `served_by`, or,
-    for a worker on another host, its own, which comes after the trainer's.
+    It stands for one of these: worker `index` of engine number `engine`; a whole stock engine; or
+    all engines that take broadcasts.  Its position in `Roster.workers` is its number in the plan;
+    other modules call this number `worker`.
+    served_by: the trainer rank that holds its session.
+    serving_rank: the rank of the exchange that unpacks rounds into its ring.  This is `served_by`,
+    but a worker on another host has its own rank, after the trainer's.
     """
 
     delivery: Delivery
@@ -153,9 +153,9 @@ class PlanWorker:
 
 @dataclass(frozen=True)
 class Roster:
-    """All that takes part in updates; the same on all ranks.
+    """All members of updates; the same on all ranks.
 
-    hosts: of every trainer rank; model: what they hold together.
+    hosts: the number of each trainer rank's host.  model: what all trainer ranks hold together.
     """
 
     hosts: Sequence[int]
@@ -164,11 +164,11 @@ class Roster:
 
     @functools.cached_property
     def workers(self) -> list[PlanWorker]:
-        """By their number in the plan.
+        """The workers in the order of their numbers in the plan.
 
-        A worker is served by the rank on its GPU where that is known, on whatever host; else by
-        the rank on the first rank's host with the fewest sessions.  A stock engine is served by
-        rank 0, because its requests carry the data.
+        If a worker's GPU is known, the rank on this GPU serves the worker, on any host.  Otherwise
+        the rank with the fewest sessions on rank 0's host serves it.  Rank 0 serves every stock
+        engine, because its requests carry the data.
         """
         ranks = len(self.hosts)
         sessions = [0] * ranks
@@ -205,8 +205,7 @@ class Roster:
         return [engine for engine in self.engines if engine.delivery is delivery]
 
     def check(self, options: Options) -> None:
-        """Raises InvalidArgumentError where there is no engine, or for options that exclude each
-        other."""
+        """Raises InvalidArgumentError if there is no engine, or if options exclude each other."""
         if not self.engines:
             raise _core.InvalidArgumentError("no engines to connect to")
         options.refuse({})
