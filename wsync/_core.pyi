@@ -216,7 +216,7 @@ class TensorTable:
     gpu: Final[int | None]
     """The CUDA device that holds some of the tensors, or None."""
     known: Final[bool]
-    """Whether all facts are those of the form that describe() was given."""
+    """Whether all facts match the `former` that describe() was given."""
     def form(self) -> TensorTable:
         """Returns the same facts, to compare with later ones.  A form keeps no tensor alive, and is not for reading."""
     def differs(self, other: TensorTable, /) -> int | None:
@@ -251,7 +251,8 @@ class BufferTable:
         """Returns all addresses and lengths, to compare with another table's."""
     def lend(self, allocations: Sequence[tuple[int, int, int, bool]], /) -> Memory:
         """Makes memory of a GPU that can be lent to another process: adjacent pieces, or one allocation that is not a
-        piece.  Pieces are not given back meanwhile.  StateError: one was replaced since `allocations`."""
+        piece.  While it lives, pieces are not given back.  StateError: an allocation was replaced since
+        `allocations`."""
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
 
@@ -331,7 +332,7 @@ class Stream:
         table of amaxes.  codes: True writes codes and scales into the image; False merges the amaxes of pieces into the
         table, which begins with 0.  Keeps everything alive until the stream has run it."""
     def record(self, event: Event, value: int) -> None:
-        """Enqueues that the event becomes `value` once all earlier work of the stream is done."""
+        """Sets the event to `value` once all earlier work of the stream is done."""
     def wait(self, event: Event, value: int) -> None:
         """Makes later work of the stream wait until the event is at least `value`."""
     def lead(self, other: int, /) -> None:
@@ -368,7 +369,7 @@ class Exporter:
     def attach(self, ring: Memory, manifest: bytes, timeout: float, check: Check = None) -> None:
         """Gives the worker a ring, and the manifest of the ring's contents."""
     def lend(self, memory: Memory, timeout: float, check: Check = None) -> int:
-        """Lends a segment of memory to the worker, until a bind does not name it; returns its number."""
+        """Lends a segment of memory to the worker, until a call of bind leaves it out; returns its number."""
     def bind(self, bindings: bytes, timeout: float, check: Check = None) -> None:
         """Gives the places of the manifest's buffers: for each, three uint64 with segment (2**64 - 1: none), offset and
         size."""
@@ -463,7 +464,7 @@ class Exchange:
     def post(self, round: int, stream: Stream) -> None:
         """Sends the packed messages when the stream gets here."""
     def wait(self, round: int, stream: Stream, timeout: float, check: Check = None) -> None:
-        """Returns when later work of the stream can read the messages of the other ranks."""
+        """Returns once later work of the stream can read the messages of the other ranks."""
     def release(self, round: int, stream: Stream) -> None:
         """Says that the messages of the others have been read when the stream gets here."""
     def check(self) -> None:
@@ -498,8 +499,8 @@ def nccl_library(libraries: Sequence[str] = ()) -> tuple[int, str]:
     UnsupportedError says why no NCCL can be used."""
 
 def host_register(address: int, nbytes: int, device: Device, owner: object) -> object:
-    """Makes host memory accessible to a GPU for as long as the result lives, which keeps `owner`.  Does nothing if the
-    device is the host.  DeviceError: the driver refuses the memory."""
+    """Makes host memory accessible to a GPU as long as the result lives.  The result keeps `owner`.  Does nothing if
+    the device is the host.  DeviceError: the driver refuses the memory."""
 
 @final
 class IpcMemory:
@@ -517,5 +518,5 @@ def checksum(data: Any, /) -> int:
     TensorTable with one contiguous tensor in host memory."""
 
 def count_down(counter: Any, least: int, /) -> bool:
-    """Takes 1 from an integer of 4 or 8 bytes, which other processes change, too, unless it is `least` or less.
+    """Subtracts 1 from an integer of 4 or 8 bytes, unless it is at most `least`.  Other processes may change it, too.
     Returns whether it did."""

@@ -97,8 +97,8 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """One process's part in verl's updates; the process is a trainer rank or a rollout worker.
 
     Args:
-        bucket_size: bytes of a bucket, for servers that run without wsync's loader.  It is verl's
-            update_weights_bucket_megabytes.
+        bucket_size: bytes of a bucket, for servers that run without wsync's loader.  It comes from
+            verl's update_weights_bucket_megabytes.
         is_master: whether this is the first trainer rank.
         timeout: seconds that a rollout worker waits for the trainer to begin, and then again for
             the servers to have the weights.  The wait ends at once if the trainer fails or ends.
@@ -271,7 +271,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self, weights: Iterable[tuple[str, torch.Tensor]], step: int | None
     ) -> wsync.Report:
         """Makes a step's update.  If it fails on any rank, the next one connects anew, because the
-        tensors may be others, or another rank may have closed its connection."""
+        tensors may differ, or another rank may have closed its connection."""
         given = iter(weights)
         try:
             try:

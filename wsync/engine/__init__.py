@@ -1,8 +1,9 @@
-"""The engine's side of an update: what an inference engine's process hosts.
+"""The engine's side of an update, which runs in an inference engine's process.
 
-`Receiver` takes part in updates on behalf of one worker.  Its loader puts the bytes where the model
-keeps them: `RecordedLoader` learns that from the model's own load_weights.  A handle whose engine
-hosts receivers names LOAD_FORMAT in `load_formats`; without it the engine is sent SGLang's buckets.
+`Receiver` takes part in updates on behalf of one worker.  Its loader puts the bytes into the
+model's tensors; `RecordedLoader` learns their places from the model's own load_weights.  If an
+engine hosts receivers, its handle lists LOAD_FORMAT in `load_formats`.  Otherwise the engine is
+sent SGLang's buckets.
 """
 
 from wsync.engine.learn.recorded_loader import RecordedLoader

@@ -44,7 +44,7 @@ class Receiver:
 
     `answer` takes a worker's payload of a weight-update request, and `handle` the bytes of the
     control message in it.  Both return (success, text) when the update has been committed or has
-    failed.  Bad input and failed updates raise nothing.
+    failed.  They do not raise for bad input or failed updates.
     The session with the trainer rank, its ring and its manifest stay attached between updates;
     a message with another session id replaces it.
 
@@ -254,7 +254,7 @@ class Receiver:
         self.state.lose(f"{_nth(self._opened)} is running")
 
     def _introduced(self, said: bytes) -> bytes:
-        """Returns the worker's first message: which memory it can read, if any, and `said`."""
+        """Returns the worker's first message: the memory that it can read, if any, then `said`."""
         if not self._loader.borrows:
             return said
         device = self._loader.device

@@ -58,7 +58,7 @@ class RemoteImporter:
         return
 
     def begin(self, timeout: float) -> tuple[int, int]:
-        """Waits for an update, the first time also for a plan or a model; (update, rounds)."""
+        """Waits for an update; the first time, a plan or a model comes before; (update, rounds)."""
         while True:
             wanted = (Frame.BEGIN,) if self.generation else (Frame.MODEL, Frame.PLAN)
             kind, content = self._channel.wait(wanted, timeout)

@@ -211,8 +211,8 @@ def loading_stream(place: str, threads: int) -> Stream:
 class RoutedLoader(Loader):
     """Copies boxes to the places that an update gives them, on a stream of its own.
 
-    threads: of that stream.  While host memory is lent, a stream with one more thread is used,
-    because trainer ranks then copy little or nothing.
+    threads: number of that stream's threads.  While host memory is lent, a stream with one more
+    thread is used, because trainer ranks then copy little or nothing.
     """
 
     borrows = True

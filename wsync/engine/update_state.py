@@ -6,7 +6,7 @@ LOST      they are not those of one update
 
 the first byte of an update is written    LOST
 commit                                    UNNAMED
-close                                     WHOLE; refused if LOST, or if the commit was another's
+close                                     WHOLE; refused if LOST, or if another update was committed
 replacing                                 LOST, then WHOLE
 """
 
@@ -76,7 +76,7 @@ class UpdateState:
 
     def close(self, session: str, number: int, version: str | None) -> None:
         """Follows an update's closing message.  StateError if the weights are not that update's.
-        Numbers cannot tell: each trainer counts from 1, and messages of a former one may be late.
+        The session must match, too: each trainer counts from 1, and an old message may be late.
         """
         if not self.consistent:
             raise StateError(self.trouble)
@@ -96,8 +96,8 @@ class UpdateState:
 
     @contextmanager
     def replacing(self, what: str, version: str | None) -> Iterator[None]:
-        """Around code that replaces every weight without an update.  `version` is the version of
-        the weights afterwards."""
+        """Wraps code that replaces every weight without an update.  `version` is the version of the
+        weights afterwards."""
         with self.only():
             try:
                 self.lose(what)

@@ -62,7 +62,7 @@ class Transport:
         self._kind = self._choose()
 
     def meet(self, plan: _core.Plan, engines: Sequence[str]) -> Meeting:
-        """Makes what ranks need to meet, and returns the place, as remote workers are told it.
+        """Makes what ranks need to meet, and returns the place in the form that remote workers get.
 
         engines: the names of the engines that remote workers belong to.
         """

@@ -1,7 +1,8 @@
 """What each rank of an exchange reports before they meet, and whether NCCL can serve them all.
 
-Trainer ranks tell each other.  A remote worker tells the trainer rank that serves it when it
-connects.  If NCCL cannot serve the ranks, it would hang, or raise an error that names no rank.
+Trainer ranks exchange these reports.  When a remote worker connects, it sends its own to the
+trainer rank that serves it.  If NCCL cannot serve the ranks, it would hang, or raise an error that
+names no rank.
 """
 
 from __future__ import annotations

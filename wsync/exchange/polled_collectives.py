@@ -1,4 +1,4 @@
-"""Collectives of a torch process group that are polled, so that a wait for one can be given up."""
+"""Collectives of a torch process group, polled so that a wait for one can be given up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wsync.machine.deadline import LEAVE_SECONDS, POLL_SECONDS, Check, Deadline,
 
 class Collective:
     """A collective that was started.  `work`: torch's object, which keeps the group's connections.
-    Only this object has it, because the traceback of an error keeps frames and all their locals."""
+    Nothing else refers to it, because an error's traceback keeps frames and all their locals."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -97,8 +97,8 @@ class Collectives:
             del work
 
     def close(self) -> None:
-        """Leaves the group.  A thread ends it.  The caller waits a moment for that thread, or not
-        at all if a collective is stuck."""
+        """Leaves the group, and starts a thread that ends it.  The caller waits a moment for that
+        thread, or not at all if a collective is stuck."""
         held, self._held = self._held, []
         underway, lingers = list(self._underway), self._lingers
         ending = start("wsync-group", lambda: _end(held, underway, lingers))

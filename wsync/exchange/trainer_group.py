@@ -4,7 +4,7 @@ The first rank that fails publishes its error in the process group's store.  Eve
 about every 50 ms, so all ranks raise the same error soon after.
 
 While the process that hosts the store is stopped, calls of the store do not return, whatever their
-timeout.  So a thread makes them, and a wait looks at the answer to the last one.  A caller that
+timeout.  So a thread makes them, and a wait looks at the answer to the last call.  A caller that
 needs an answer waits for it as long as it would wait for another rank.
 """
 

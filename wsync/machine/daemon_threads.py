@@ -30,7 +30,7 @@ class WorkerThread:
     """One daemon thread that makes calls in order.
 
     If a call never returns, its thread and the calls queued behind it are lost, but its caller can
-    go on.  The interpreter can end after a second at most; a ThreadPoolExecutor would not let it.
+    go on.  The interpreter waits for it a second at most; with a ThreadPoolExecutor it hangs.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,8 +54,8 @@ class WorkerThread:
 
 @atexit.register
 def _await_ends() -> None:
-    """Waits a second for closed threads and single calls.  torch ends the process by SIGABRT if
-    Python stops a daemon thread that is just freeing a tensor or a group."""
+    """Waits at most a second for closed threads and single calls.  torch ends the process by
+    SIGABRT if Python stops a daemon thread that is just freeing a tensor or a group."""
     deadline = Deadline(_LAST_SECONDS)
     for thread in list(_ending):
         thread.join(deadline.left)

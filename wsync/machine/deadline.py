@@ -16,7 +16,7 @@ POLL_SECONDS: Final = 0.05
 """Time between two checks in a wait."""
 
 VERDICT_SECONDS: Final = 1.0
-"""For the reason of a failure to arrive after its effect was seen."""
+"""Time for a failure's reason to arrive after its effect was seen."""
 
 PUNCTUAL: Final = 0.9
 """The fraction of a deadline after which a missing peer is reported, so that an error names it
@@ -26,7 +26,7 @@ LATER_SECONDS: Final = 2.0
 """Added to a deadline that only guards another one, whose error says more."""
 
 LEAVE_SECONDS: Final = 1.0
-"""For the remaining work of a failed or closing update to end."""
+"""Time for the remaining work of a failed or closing update to end."""
 
 
 def check_seconds(name: str, value: Any) -> None:

@@ -53,14 +53,14 @@ def wanted() -> str:
 
 
 def default() -> str:
-    """Returns the UUID of a process's GPU if its weights do not determine one."""
+    """Returns the UUID of the GPU for a process whose weights do not determine one."""
     if not torch.cuda.is_available():
         return wanted()
     return wanted() or uuid(torch.cuda.current_device())
 
 
 def uuid(ordinal: int) -> str:
-    """Returns the UUID of a GPU from torch's number of it in this process."""
+    """Returns the UUID of the GPU that has this number in torch."""
     uuids = _uuids(os.getpid())
     if ordinal >= len(uuids):
         raise _core.UnsupportedError(f"cuda:{ordinal}: this process sees {len(uuids)} GPUs")

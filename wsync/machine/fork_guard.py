@@ -1,4 +1,4 @@
-"""Guards objects that belong to one process, whose threads, sockets and memory no fork has."""
+"""Guards objects that belong to one process: a fork lacks its threads, sockets and memory."""
 
 import os
 

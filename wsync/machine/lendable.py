@@ -1,8 +1,8 @@
 """Finds where this process's memory is, and which of it can be lent to other processes.
 
-It asks the kernel or the driver, whoever has made the memory: torch (share_memory_, segments of
-cudaMalloc or expandable ones), multiprocessing.shared_memory, or any other code that maps a file
-without a disk.
+It asks the kernel or the driver, because any code may have made the memory: torch (share_memory_,
+segments of cudaMalloc or expandable ones), multiprocessing.shared_memory, or any other code that
+maps a file without a disk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Allocation = tuple[int, int, int, bool]
 
 
 class GpuSegment(NamedTuple):
-    """Allocations of a GPU that are lent together.  Only equal identities make equal segments."""
+    """Allocations of a GPU that are lent together.  Equal segments have equal identities."""
 
     parts: tuple[Allocation, ...]
 

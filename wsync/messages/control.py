@@ -37,15 +37,15 @@ TENSOR_NAME: Final = "__wsync__"
 WHOLE: Final = b""
 PIECES: Final = b"*"
 LEARN: Final = b"?"
-"""What a worker asks for when it joins, instead of a layout.  WHOLE: every tensor in one piece,
-because the engine's own load_weights reads them.  PIECES: every tensor, cut as wsync likes.  LEARN:
-the list of tensors; the worker then asks again with a `Learnt`."""
+"""Requests of a joining worker, other than a layout.  WHOLE: every tensor in one piece, because the
+engine's own load_weights reads them.  PIECES: every tensor, cut as wsync likes.  LEARN: the list of
+tensors; the worker then asks again with a `Learnt`."""
 
 BORROWS: Final = b"+"
-"""First byte of a joining worker's message, if it can also copy out of memory that the trainer
-lends.  Next, separated by commas, come the number of segments that it may hold
+"""First byte of a joining worker's message, if the worker can also copy out of memory that the
+trainer lends.  Next, separated by commas, come the number of segments that it may hold
 (wsync.machine.lendable.most_segments) and the places that it reads, beginning with its own device
-(wsync.machine.lendable.place_of).  A line feed and what the worker asks for end the message."""
+(wsync.machine.lendable.place_of).  The message ends with a line feed and the worker's request."""
 
 PROTOCOL: Final = 1
 
@@ -54,7 +54,7 @@ PROTOCOL: Final = 1
 class Learnt:
     """The request of a worker that has learnt.  As bytes: a line of JSON, and the blob.
 
-    blob: what it asks for; a layout, WHOLE or PIECES.  own_loading: the tensors that go through the
+    blob: the request; a layout, WHOLE or PIECES.  own_loading: the tensors that go through the
     engine's own load_weights, and why; "" for none.
     """
 

@@ -128,8 +128,8 @@ class GpuRing:
     def export(self, offset: int, nbytes: int) -> GpuTensor:
         """Exports bytes of the ring; one consumer may open them once.
 
-        Consumers know an open storage only by its offset.  Until all of a storage has been
-        acquired, no storage of another size may begin at the same offset.
+        Consumers know an open storage only by its offset.  Until a storage has been acquired as a
+        whole, no storage of another size may begin at the same offset.
         """
         with self._exports_lock:
             if self._closed:

@@ -136,9 +136,9 @@ def _entry(entry: Any) -> _Called:
 @functools.cache
 def _start_manager(pid: int) -> None:
     """Makes this process's first segment, so that torch starts torch_shm_manager, which removes
-    unused segments.  The manager does not get standard error: a reader of that would wait for the
-    engines that use a segment.  It also ignores signals that end a whole job, and ends after its
-    last user."""
+    unused segments.  The manager does not inherit standard error, because a reader of that would
+    wait for the engines that use a segment.  It also blocks the signals that end a whole job, and
+    ends after its last user."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         with contextlib.suppress(OSError):  # there is no standard error
@@ -200,7 +200,7 @@ def flattened(tensor: object, metadata: Sequence[Any]) -> bytes:
 
 
 def values(value: object) -> bytes:
-    """Makes a payload that is read as `value`: plain values, and those of `named` and `called`."""
+    """Makes a payload that is read as `value`, which may hold results of `named` and `called`."""
     _Writer(out := io.BytesIO(), 4).dump(value)
     return out.getvalue()
 

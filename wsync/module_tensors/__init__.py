@@ -27,7 +27,7 @@ class ModuleTree:
         self._seen = self._see()
 
     def same(self) -> bool:
-        """Whether all parts are the same objects as then, with tensors of the same names."""
+        """Whether all parts are still the same objects, with tensors of the same names."""
         return self._see() == self._seen
 
     def _see(self) -> tuple[object, ...]:
@@ -144,7 +144,7 @@ def dtype_of(name: str) -> dtype:
 
 
 def name_of(dtype: dtype) -> str:
-    """Returns a layout's name of a torch dtype; `dtype_of` is the inverse."""
+    """Returns the name that layouts use for a torch dtype; `dtype_of` is the inverse."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -163,7 +163,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """Returns a tensor's bytes, element by element: a view if it is contiguous, else a copy.
 
     Raises LayoutError if its storage was freed or made smaller.  Raises StateError if an allocator
-    has paused its GPU memory; torch itself would read there.
+    has paused its GPU memory; torch itself would try to read it.
     """
     import torch
 

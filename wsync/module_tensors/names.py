@@ -44,8 +44,8 @@ _OWN_CODES: Final = ("float8_e4m3", "float8_e5m2", "float4")
 
 
 def is_note(name: str) -> bool:
-    """Whether a tensor holds the rows and columns of a packed one (compressed-tensors).  A fused
-    parameter keeps the shape that was loaded last; neither SGLang nor vLLM reads it."""
+    """Whether a tensor holds the shape of a packed one (compressed-tensors).  A fused parameter
+    keeps the shape that was loaded last; neither SGLang nor vLLM reads it."""
     return name.endswith(".weight_shape")
 
 

@@ -179,8 +179,8 @@ class Updater:
 
 
 def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options | None) -> Options:
-    """Returns the options, also if slime makes the updater, whose calls have no argument for them.
-    Weights are quantised with slime's arithmetic."""
+    """Returns an updater's options.  slime's own calls have no argument for them, so they may come
+    from the environment or `args`.  Weights are quantised with slime's arithmetic."""
     if options is None:
         most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
         chosen: dict[str, Any] = {"bucket_nbytes": most}
@@ -203,8 +203,8 @@ class UpdateWeightFromTensor(Updater):
 
     Every trainer rank makes one, and all ranks call its methods together.  See `Updater` for the
     arguments.  For engines without wsync, `args.update_weight_buffer_size` limits the bytes of a
-    round, unless options are given.  Engines beyond the trainer's GPUs, by engine_gpu_offsets, are
-    remote, and get the same rounds as from `UpdateWeightFromDistributed`.
+    round, unless options are given.  An engine whose entry in engine_gpu_offsets is beyond the
+    trainer's GPUs is remote, and gets the same rounds as from `UpdateWeightFromDistributed`.
     """
 
 

@@ -65,8 +65,8 @@ class WorkerExtension:
     >>> wsync.handle(llm).model_info(10)["weight_version"]
     '7'
 
-    A server needs VLLM_SERVER_DEV_MODE=1 in its environment.  wsync calls the one that this command
-    starts "vllm+http://127.0.0.1:8000":
+    A server needs VLLM_SERVER_DEV_MODE=1 in its environment.  The URL of this server, for wsync, is
+    "vllm+http://127.0.0.1:8000":
 
         vllm serve DIR --port 8000 --worker-extension-cls wsync.vllm.WorkerExtension
     """
@@ -156,7 +156,7 @@ class VllmLoader(ChoosingLoader):
         if self.config.parallel_config.enable_eplb:
             raise UnsupportedError(
                 "vLLM balances experts (enable_eplb), but its load_weights puts them at the places "
-                "that they had at the start: start it without enable_eplb"
+                "that they had at the start: start vLLM without it"
             )
         chosen = self.model_config
         check_room(facts_of(model), folder_of(chosen.model, chosen.revision))
@@ -168,7 +168,9 @@ class VllmLoader(ChoosingLoader):
                 raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
         if not self.reason:
             on_weights_lost()
-            self.reason = self._process_kept()  # makes everything that processing makes
+            self.reason = (
+                self._process_kept()
+            )  # after this, all tensors that processing makes exist
         if not self.reason:
             blob = self.recorded.learn(model, on_weights_lost)
             learnt = self.recorded.learnt
@@ -243,7 +245,7 @@ class VllmLoader(ChoosingLoader):
 
 
 class _Recorded(RecordedLoader):
-    """Does not ask for parameters that attention computes from other weights at each processing."""
+    """Does not require parameters that attention layers compute from other weights."""
 
     def is_named(self, path: str) -> bool:
         """Whether WSYNC_KEEP names a parameter, so that it stays as it is."""
@@ -318,8 +320,8 @@ def packing_again(model: torch.nn.Module) -> Iterator[None]:
 
 
 def refill_unpacked(model: torch.nn.Module) -> None:
-    """Copies the loaded convolutions to the `conv_weights` that Mamba 2's layers read, a view of
-    the first conv1d.weight.  If vLLM packs that weight on a CPU, the weight gets other memory, and
+    """Copies loaded convolutions to `conv_weights`, which Mamba 2's layers read: a view of the
+    first conv1d.weight.  If vLLM packs that weight on a CPU, the weight gets other memory, and
     vLLM's own reload (0.33.0) does not update the view."""
     for layer in model.modules():
         kept = layer._buffers.get("conv_weights")
@@ -330,7 +332,7 @@ def refill_unpacked(model: torch.nn.Module) -> None:
 
 def rewritten(model: torch.nn.Module) -> str:
     """Says which parameter or persistent buffer no longer has the form that load_weights fills, or
-    "".  Other buffers do not count: forward casts tables of positions."""
+    "".  Other buffers may change: forward casts tables of positions."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for prefix, layer in model.named_modules():
@@ -391,8 +393,8 @@ class _Reloader(CallingLoader):
 
     def _lacking(self, rehearsal: Rehearsal) -> dict[str, int]:
         """Returns the missing bytes of each incomplete parameter.  The reload processes a partly
-        loaded layer with uninitialised memory for the rest.  It leaves a layer that nothing is
-        loaded to as it is, which is right for a tied head, whose tensors another layer loads.
+        loaded layer with uninitialised memory for the rest.  If nothing is loaded to a layer, the
+        layer stays as it is.  That is right for a tied head, whose tensors another layer loads.
         Attention layers are left out, because their scales may be missing."""
         complete, idle, lacking = set[int](), dict[str, int](), dict[str, int]()
         for prefix, layer in self._module.named_modules():
@@ -404,7 +406,7 @@ class _Reloader(CallingLoader):
                 if parameter is None:
                     continue
                 path, written = f"{prefix}.{name}", rehearsal.written(parameter)
-                anew = name in info.restore_metadata[0]  # by a reload, as biases are not
+                anew = name in info.restore_metadata[0]  # made by a reload; biases are not
                 if anew and written and name not in {known for known, _ in info.loaded_weights}:
                     raise UnsupportedError(
                         f"{path}: {type(self._module).__name__} loads it without its "

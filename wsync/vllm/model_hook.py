@@ -36,7 +36,7 @@ def run_hook_anew(model: torch.nn.Module) -> None:
 
 
 def _made_since(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields the buffers and plain attributes that a model was constructed without, by place."""
+    """Yields (dict, name) of the buffers and plain attributes that construction did not make."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 

@@ -24,7 +24,7 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Loads tensors of a model's shapes, but without values, to parameters without values, and
     writes to no other parameters.
 
-    Raises NotTakenError if codes would be converted, or if the loader raises over a tensor.  Errors
+    Raises NotTakenError if codes would be converted, or if the loader raises for a tensor.  Errors
     that come only from the missing values are ignored.
     """
 

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The first message to workers: how many of them the trainer knows."""
+    """The first message to workers: the number of workers that the trainer expects."""
 
     workers: int
 
@@ -141,8 +141,8 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: ignore[misc]
     """A trainer rank's part: wsync's connection over vLLM's client.
 
-    All ranks make one and call send_weights.  Each sends its share of the tensors that its source
-    yields, which all exist at once.  A module's tensors are read in place; gathered ones (FSDP) are
+    All ranks make one and call send_weights.  Each sends its share of its source's tensors, which
+    are all in memory at once.  A module's tensors are read in place; gathered ones (FSDP) are
     whole.
     """
 
@@ -161,7 +161,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: igno
     def trainer_init(
         cls, init_info: TrainerInitInfo, *, client: Any, source: Any | None = None
     ) -> Self:
-        """Tells the workers how many the trainer knows; send_weights moves the bytes."""
+        """Tells the workers how many of them the trainer expects; send_weights moves the bytes."""
         if source is None:
             raise ValueError("wsync's weight transfer needs a WeightSource")
         if len(handles := getattr(client, "handles", ())) > 1:
