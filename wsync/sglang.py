@@ -160,7 +160,7 @@ def rewritten(model: Any) -> str:
             continue
         if getattr(layer, "use_intel_amx_backend", False):
             return f"{path}: its weights are packed for AMX"
-        if getattr(layer, "is_marlin_converted", False):  # until a session begins
+        if getattr(layer, "is_marlin_converted", False):  # a session undoes it
             return f"{path}: its weights are packed for Marlin"
         if getattr(method, "w13_swiglu_interleaved", False):
             return (

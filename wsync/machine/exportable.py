@@ -38,9 +38,9 @@ def exportable() -> Iterator[None]:
       share pieces of 20 MiB, and tensors of up to 1 MiB share pieces of 2 MiB.  A piece takes some
       calls of the driver, and a descriptor in each process that lends or maps it.
     * Other tensors do not use freed parts of this memory.  Parts that are free when the block ends
-      go back to the driver.  Parts that are freed later go back when torch.cuda.empty_cache() is called,
-      which waits for the stream that they were made on.  An engine that still maps such a part
-      keeps it until it unmaps it.
+      go back to the driver.  Parts that are freed later go back when torch.cuda.empty_cache() is
+      called, which waits for the stream that they were made on.  An engine that still maps such a
+      part keeps it until it unmaps it.
 
     A model on the host needs no block: its own `share_memory()` moves its parameters in place.
 

@@ -28,7 +28,7 @@ def has_ended(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except (FileNotFoundError, ProcessLookupError):  # before the open, or after it
+    except (FileNotFoundError, ProcessLookupError):  # it ended before the open, or after it
         return True
 
 

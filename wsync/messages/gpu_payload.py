@@ -79,7 +79,7 @@ def bucket(tensor: GpuTensor, metadata: Sequence[Any]) -> bytes:
 
 
 _lock = threading.Lock()
-retired_rings: list[tuple[GpuRing, float]] = []  # closed, perhaps open in an engine; since when
+retired_rings: list[tuple[GpuRing, float]] = []  # closed, and when; engines may use them
 
 
 def collect() -> int:
