@@ -1,6 +1,6 @@
 """Model families: rules that name a trainer's parameters as Hugging Face checkpoints do.
 
-A family from nothing to a verified one, for a model whose feed-forward part has a name of its own:
+How to add a family, for a model that gives its feed-forward part another name:
 
     from wsync.families import Rule, Target, blocks, register
 
@@ -17,12 +17,12 @@ A family from nothing to a verified one, for a model whose feed-forward part has
 
     layout = wsync.megatron.layout(chunks, config, model_name="my_model")
 
-1. Write a rule for each kind of parameter that `named_parameters()` of a rank shows;
-   `wsync.families.rules` explains views.  `wsync.families.blocks` has what most models share.
-2. `wsync.megatron.layout` refuses, by name, a parameter that no rule matches, one that has another
-   shape than its rule says, one whose elements go nowhere, and a size that no configuration gives.
-3. What no check can know is the order of rows.  Compare one update with an export that you trust:
-   compare the tensors that an engine then has, or logits of engine and trainer.
+1. Write a rule for each kind of parameter in a rank's `named_parameters()`.
+   `wsync.families.rules` explains views; `wsync.families.blocks` has rules that most models share.
+2. Call `wsync.megatron.layout`.  It raises an error that names the parameter if no rule matches,
+   if the shape differs from the rule's, if elements have no target, or if a size is not known.
+3. Check the order of rows, which wsync cannot check.  Compare one update with an export that you
+   trust: either the tensors in the engine, or the logits of engine and trainer.
 """
 
 from wsync.families import blocks as blocks

@@ -1,13 +1,13 @@
 """Rules that several model families share: Megatron-Core parameter names to Hugging Face tensors.
 
 Names and row orders follow Megatron-Core 0.16 (`megatron/core/models/gpt`) and the checkpoints
-of transformers.  Sizes are those of the model:
+of transformers.  The views use these sizes of a model:
 
     h hidden, vocab, experts, layers
     g query groups, n query heads per group, d channels of a head, heads = g * n
     ffn, moe_ffn, shared_ffn: intermediate sizes of dense layers, one expert, the shared experts
 
-A target is written as "name", or as "name view" where it lies otherwise than the parameter.
+A target is written as "name", or as "name view" if its view differs from the parameter's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Row = tuple[str, ...]  # a parameter's name and view, and its targets
 
 
 def renamed(name: str, view: str, *targets: str) -> Rule:
-    """The rule of a parameter, by the texts of its targets."""
+    """The rule of a parameter, with its targets as texts."""
     pairs = (target.partition(" ") for target in targets)
     made = (Target(to, re.sub(r"[*~@]|:[\w+?]+", "", other or view)) for to, _, other in pairs)
     return Rule(name, view, *made)
 
 
 def rules(name: str, target: str, *rows: Row) -> tuple[Rule, ...]:
-    """name, target: what stands before the names of parameters and of targets."""
+    """The rules of some rows.  name, target: prefixes of the parameters' and the targets' names."""
     return tuple(
         renamed(f"{name}{own}", view, *(f"{target}{each}" for each in targets))
         for own, view, *targets in rows
@@ -41,17 +41,17 @@ def rules(name: str, target: str, *rows: Row) -> tuple[Rule, ...]:
 
 
 def layer_rules(*rows: Row, part: str = "", target: str = "") -> tuple[Rule, ...]:
-    """As `rules`, of a layer."""
+    """Like `rules`, for a decoder layer."""
     return rules(f"{LAYER}{part}", f"{HF_LAYER}{target}", *rows)
 
 
 def attention_rules(*rows: Row) -> tuple[Rule, ...]:
-    """As `rules`, of a layer's attention."""
+    """Like `rules`, for a layer's attention."""
     return layer_rules(*rows, part="self_attention.", target="self_attn.")
 
 
 def linear(name: str, rows: str, columns: str, *targets: str) -> list[Row]:
-    """A linear layer's weight and bias; the targets' views are those of their rows."""
+    """A linear layer's weight and bias.  A target's view names only its rows."""
     pairs = [target.partition(" ") for target in targets]
     return [
         (
@@ -69,7 +69,7 @@ def vocabulary(name: str, target: str) -> Rule:
 
 
 def embedding(words: str = "model.embed_tokens", norm: str = "model.norm") -> tuple[Rule, ...]:
-    """What a language model has besides its layers."""
+    """The parameters of a language model outside its layers."""
     return (
         vocabulary("embedding.word_embeddings.weight", f"{words}.weight"),
         vocabulary("output_layer.weight", "lm_head.weight"),
@@ -79,7 +79,7 @@ def embedding(words: str = "model.embed_tokens", norm: str = "model.norm") -> tu
 
 EMBEDDING = embedding()
 
-# One norm, two names: of its own, or fused into the linear layer by TransformerEngine.
+# A norm has one of two names: a module's own, or that of TransformerEngine's linear layer.
 ATTENTION_NORM = "(input_layernorm.|self_attention.linear_qkv.layer_norm_)"
 MLP_NORM = "(pre_mlp_layernorm.|mlp.linear_fc1.layer_norm_)"
 NORMS: tuple[Rule, ...] = layer_rules(
@@ -92,7 +92,7 @@ QKV_ROWS = (
 )
 _QKV_TARGETS = ("q_proj (g n d)", "k_proj (g k d)", "v_proj (g v d)")
 QKV = attention_rules(*linear("linear_qkv", QKV_ROWS, "h", *_QKV_TARGETS))
-# What attention has besides.
+# The other parameters of attention.
 ATTENTION_REST: tuple[Rule, ...] = (
     *attention_rules(
         *linear("linear_proj", "h", "*(g n d)", "o_proj"),
@@ -111,13 +111,13 @@ DENSE_MLP = layer_rules(
 
 
 def expert_names(linear: str) -> str:
-    """A parameter of every expert ("linear_fc1.weight"), where TransformerEngine groups experts and
-    where they are modules of their own."""
+    """The name of a parameter of every expert ("linear_fc1.weight"), both if TransformerEngine
+    groups the experts and if each expert is a module."""
     return f"mlp.experts.({linear}{{expert}}|local_experts.{{expert}}.{linear})"
 
 
 def _experts(first: Sequence[str], second: str) -> tuple[Rule, ...]:
-    """The two linear layers of experts; `$` in their targets is the axis of a layer's experts."""
+    """The two linear layers of experts; `$` in targets stands for the axis of a layer's experts."""
     halves = "(*gate:moe_ffn | *up:moe_ffn)"
     one, every = (
         [to.replace("$", axis) for to in (*first, second)] for axis in ("expert", "experts")
@@ -137,12 +137,12 @@ def routed_experts(
     *,
     bias: str = "gate.e_score_correction_bias",
 ) -> tuple[Rule, ...]:
-    """A router and experts whose tensors are one by one.
+    """A router, and experts that have tensors of their own in the checkpoint.
 
     Args:
-        moe: what stands before the names of a layer's tensors.
-        names: of an expert's gate, up and down projections.
-        bias: the router's bias that balances the experts' load.
+        moe: the prefix of the target names within a layer.
+        names: the names of an expert's gate, up and down projections.
+        bias: the name of the router's bias that balances the experts' load.
     """
     gate, up, down = (f"{moe}experts.{{$}}.{name}.weight" for name in names)
     return (
@@ -158,9 +158,9 @@ EXPERTS = routed_experts()
 
 
 def stacked_experts(gate_up: str, down: str) -> tuple[Rule, ...]:
-    """A router and experts whose tensors hold all of a layer's: gate_up_proj and down_proj, whose
-    axes behind the first one are those of the views `gate_up` ("h (gate | up)") and `down`
-    ("moe_ffn h")."""
+    """A router, and experts that the checkpoint stacks in two tensors: gate_up_proj and down_proj.
+    The views `gate_up` ("h (gate | up)") and `down` ("moe_ffn h") name the axes after the
+    experts' axis."""
     return (
         *layer_rules(("mlp.router.weight", "experts h", "mlp.gate.weight")),
         *_experts((f"mlp.experts.gate_up_proj $ {gate_up}",), f"mlp.experts.down_proj $ {down}"),
@@ -181,15 +181,15 @@ SHARED_EXPERT: tuple[Rule, ...] = (
     *shared_experts("mlp.shared_expert."),
     *layer_rules(("mlp.shared_experts.gate_weight", "one:1 h", "mlp.shared_expert_gate.weight")),
 )
-# Qwen3's own models have none; there the names are those that slime gives them.
+# Qwen3's own models have no shared experts; for qwen3_moe these are slime's names.
 UNGATED_SHARED_EXPERTS = shared_experts("mlp.shared_experts.")
 
 
 def moved(
     rules: Iterable[Rule], name: tuple[str, str], target: tuple[str, str]
 ) -> tuple[Rule, ...]:
-    """Rules with another beginning (old, new) of their names, and of their targets' names; those
-    whose names begin otherwise are left out."""
+    """Rules with new beginnings: (old, new) for their names, and for their targets' names.  Rules
+    whose names do not begin with the old one are left out."""
     return tuple(
         Rule(
             name[1] + rule.name.removeprefix(name[0]),
@@ -202,14 +202,14 @@ def moved(
 
 
 def beside_vision(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Rules of a language model beside a vision tower, with and without the name that a wrapper
-    gives it."""
+    """Rules of a language model with a vision tower.  A parameter's name may begin with
+    "language_model.", the name that a wrapper gives to the language model."""
     return moved(rules, ("", "(language_model.|)"), ("model.", "model.language_model."))
 
 
 def eh_proj(target: str, *, swapped: bool = False) -> Rule:
-    """The projection of an MTP layer.  Its columns are those of the embedding, then those of the
-    hidden state (`_concat_embeddings` of Megatron-Core); swapped: the other way in the target."""
+    """The projection of an MTP layer.  Its columns take the embedding, then the hidden state
+    (`_concat_embeddings` of Megatron-Core).  swapped: the target has the reverse order."""
     columns = "(hidden | embedding)" if swapped else "(embedding | hidden)"
     view = "*h (embedding:h | hidden:h)"
     return renamed(f"{MTP_LAYER}eh_proj.weight", view, f"{target}.weight h {columns}")
@@ -226,17 +226,17 @@ def mtp(
     swapped: bool = False,
     within: str = "",
 ) -> tuple[Rule, ...]:
-    """The layers of multi-token prediction; the names of DeepSeek's checkpoints, if not given.
+    """The layers of multi-token prediction (MTP).  By default names are DeepSeek's.
 
     Args:
-        layer: the rules of an ordinary layer; those of other parameters are left out.
-        inner: what stands before the names of the inner layer's tensors.  {mtp} is the number of
-            the MTP layer, {layer} the same, counted on from the model's last layer.
-        enorm, hnorm, projection, norm: the norms of embedding and hidden state, eh_proj and the
-            last norm, without ".weight".
-        swapped: as of `eh_proj`.
-        within: what stands before the names of the inner layer's parameters, where an MTP layer is
-            a block of several: "layers.{inner}.".
+        layer: the rules of an ordinary layer; rules of parameters outside layers are ignored.
+        inner: the prefix of the inner layer's target names.  {mtp} is the MTP layer's number;
+            {layer} is this number counted on from the model's last layer.
+        enorm, hnorm, projection, norm: target names of the norms of embedding and hidden state, of
+            eh_proj and of the last norm, without ".weight".
+        swapped: see `eh_proj`.
+        within: the prefix of the inner layer's parameter names if an MTP layer is a block of
+            several layers: "layers.{inner}.".
     """
     norms = {"enorm": enorm, "hnorm": hnorm, "final_layernorm": norm}
     # The inner layer is called transformer_layer up to Megatron-Core 0.16, mtp_model_layer later.
@@ -253,7 +253,7 @@ def fused_experts(
     names: tuple[str, str, str] = GATE_UP_DOWN,
     size: str = "moe_ffn",
 ) -> tuple[Rule, ...]:
-    """A layer's experts as transformers 5 keeps them at run time; it saves them one by one."""
+    """A layer's experts, which transformers 5 fuses at run time and saves one by one."""
     gate, up, down = (f"{target}{{experts}}.{name}.weight" for name in names)
     name, halves = f"{HF_LAYER}mlp.experts.", f"(gate:{size} | up:{size})"
     return (

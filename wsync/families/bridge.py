@@ -1,8 +1,8 @@
-"""Megatron-Bridge's mappings as a converter of whole parameters (wsync.families.probed_converter).
+"""Uses Megatron-Bridge's mappings as a converter for wsync.families.probed_converter.
 
-Its mappings gather a parameter from process groups before they convert it.  Here they are given
-whole ones, and a group that has this rank alone.  After Megatron-Bridge 0.3.1 and 0.6.2
-(`models/conversion/param_mapping.py`, `mapping_registry.py`).
+A mapping normally gathers a parameter from process groups and then converts it.  Here each mapping
+gets a whole parameter, and a process group with only this rank.  Written for Megatron-Bridge 0.3.1
+and 0.6.2 (`models/conversion/param_mapping.py`, `mapping_registry.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXPERT = re.compile(r"\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bi
 
 
 class _Alone:
-    """Stands for Megatron's parallel_state: every group is this rank's own."""
+    """Replaces Megatron's parallel_state: every group contains only this rank."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
@@ -44,28 +44,28 @@ class _Alone:
 def _of(registry: Any, name: str) -> Any:
     mapping = registry.megatron_to_hf_lookup(name)
     if mapping is None:
-        raise _core.LayoutError(f"{name}: no mapping of Megatron-Bridge matches it")
+        raise _core.LayoutError(f"{name}: no mapping of Megatron-Bridge matches this name")
     return mapping
 
 
 def _convert(
     registry: Any, finish: Callable[..., Any], module: Module, name: str, tensor: Tensor
 ) -> list[tuple[str, Tensor]]:
-    """finish: what the bridge does to tensors when it exports them."""
+    """finish: the bridge's last step of an export (maybe_modify_converted_hf_weight)."""
     mapping = _of(registry, name)
     found = mapping.megatron_to_hf(tensor, module)
-    if ".experts." in name:  # it would put them together
+    if ".experts." in name:  # finish would stack them
         return list(found.items())
     task = types.SimpleNamespace(
         **{"param_name": name, "global_param_name": name, "mapping": mapping},
         **{"megatron_module": module, "weight_dtype": tensor.dtype},
     )
-    finished = finish(task, dict(found), {})  # and may add copies under other names
+    finished = finish(task, dict(found), {})  # finish may add copies under other names
     return [(target, finished[target]) for target in found]
 
 
 def _index(registry: Any, name: str) -> int:
-    """Experts' tensors, in their order, are one where they have one name."""
+    """The expert's number if Megatron-Bridge stacks all experts under one name, else -1."""
     match = _EXPERT.search(name)
     if match is None:
         return -1
@@ -75,7 +75,8 @@ def _index(registry: Any, name: str) -> int:
         return -1
     if getattr(mapping, "transpose_on_export", False):
         raise _core.LayoutError(
-            f"{name}: Megatron-Bridge transposes it as the checkpoint's shape says"
+            f"{name}: Megatron-Bridge may transpose it, depending on the checkpoint's shape; "
+            "wsync does not support this"
         )
     return number
 
@@ -84,13 +85,13 @@ def _index(registry: Any, name: str) -> int:
 def bridge_converter(
     bridge: Any, modules: Mapping[str, Module]
 ) -> Iterator[tuple[Convert, Callable[[str], int]]]:
-    """(converter, index of a parameter in what Megatron-Bridge stacks what is made of it with, or
-    -1), for as long as the block lasts.
+    """Gives (converter, index) while the block runs.  index(name) is an expert's place in the
+    tensor in which Megatron-Bridge stacks all experts, or -1 if there is no such tensor.
 
-    bridge: an AutoBridge.  modules: by the global names of parameters, those that hold them.
+    bridge: an AutoBridge.  modules: the module of each parameter, by the parameter's global name.
 
     Raises:
-        UnsupportedError: Megatron-Bridge is not installed, or is another one.
+        UnsupportedError: Megatron-Bridge is not installed, or wsync does not know its version.
     """
     import torch.distributed as dist
 
@@ -98,12 +99,12 @@ def bridge_converter(
         from megatron.bridge.models.conversion import param_mapping
 
         maker, groups = bridge._model_bridge, param_mapping.mpu
-        if not hasattr(maker, "hf_config"):  # 0.3.1 sets it when it exports; without, it has no MTP
+        if not hasattr(maker, "hf_config"):  # 0.3.1 sets it on export only, but MTP needs it
             maker.hf_config = maker._hf_config = bridge.hf_pretrained.config
         make, finish = maker.mapping_registry, maker.maybe_modify_converted_hf_weight
     except (ImportError, AttributeError) as error:
         raise _core.UnsupportedError(
-            f"{type(bridge).__name__} is no AutoBridge of a known Megatron-Bridge: {error}"
+            f"{type(bridge).__name__} is not an AutoBridge of a known Megatron-Bridge: {error}"
         ) from None
     alone = None
     if dist.is_initialized():  # only this rank takes part

@@ -18,8 +18,8 @@ from wsync.families import blocks
 from wsync.families.rules import Rule
 
 _GATE_UP = "(*gate:ffn | *up:ffn) h"
-# A layer has four norms: one before and one after each half.  Megatron-Core has the outer two only
-# with slime's patch of TransformerLayer, which gives them the checkpoint's names.
+# A layer has four norms: one before and one after each half.  Megatron-Core has the two norms after
+# the halves only with slime's patch of TransformerLayer, which uses the checkpoint's names.
 GLM4: tuple[Rule, ...] = (
     *blocks.EMBEDDING,
     *blocks.ATTENTION,
@@ -41,13 +41,13 @@ _GLM4_LAYER = (
 )
 GLM4_MOE: tuple[Rule, ...] = (*blocks.EMBEDDING, *_GLM4_LAYER, *blocks.mtp(_GLM4_LAYER))
 
-# An expert's size is the configuration's intermediate_size.  Rows of its gate, then of its up
-# projection, are alternating columns of one tensor.
+# An expert's size is the configuration's intermediate_size.  In the checkpoint, one tensor holds
+# the columns of an expert's gate and up projections in turn.
 GPT_OSS: tuple[Rule, ...] = (
     *blocks.EMBEDDING,
     *blocks.ATTENTION,
     *blocks.layer_rules(
-        # One for each head; Megatron cuts them, but does not mark them as tensor-parallel.
+        # One offset for each head.  Megatron cuts it, but does not mark it as tensor-parallel.
         ("self_attention.core_attention.softmax_offset", "~(g n)", "self_attn.sinks"),
         *blocks.linear("mlp.router", "experts", "h", "mlp.router"),
     ),
@@ -80,15 +80,15 @@ MIMO: tuple[Rule, ...] = (
         hnorm=f"{_MIMO_MTP}hidden_layernorm",
         projection=f"{_MIMO_MTP}input_proj",
         norm=f"{_MIMO_MTP}final_layernorm",
-        swapped=True,  # the checkpoint's columns are the hidden state's, then the embedding's
+        swapped=True,  # the checkpoint's columns take the hidden state, then the embedding
     ),
 )
 
 MINIMAX_M2: tuple[Rule, ...] = (
     *blocks.EMBEDDING,
     # Queries and keys are normalised over all heads.  slime calls the norms q_norm and k_norm, and
-    # every rank has them whole; Megatron-Bridge gives each rank those of its heads, and the same
-    # ones to several ranks where there are fewer key heads than ranks.
+    # every rank has them whole.  Megatron-Bridge gives each rank the part of its heads; if there
+    # are fewer key heads than ranks, several ranks get the same part.
     *blocks.attention_rules(
         ("(q_norm|q_layernorm).weight", "~(g n d)", "q_norm.weight"),
         ("(k_norm|k_layernorm).weight", "~(g d)", "k_norm.weight"),

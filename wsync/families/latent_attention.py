@@ -2,8 +2,8 @@
 
 Names and row orders follow Megatron-Core 0.16 (`transformer/multi_latent_attention.py`,
 `transformer/experimental_attention_variant/dsa.py`), slime's plugin (`slime_plugins/models/glm5`)
-and the checkpoints of deepseek-ai, moonshotai and zai-org.  No rows are permuted: the rotary
-embedding is brought into its order when it is applied.  The number of query groups means nothing.
+and the checkpoints of deepseek-ai, moonshotai and zai-org.  No rows are permuted: rotary
+channels are reordered only when the embedding is applied.  The number of query groups is not used.
 """
 
 from __future__ import annotations
@@ -11,28 +11,27 @@ from __future__ import annotations
 from wsync.families import blocks
 from wsync.families.rules import Rule
 
-# SGLang joins the two (deepseek_v2.py), and drops either that comes without the other.
+# SGLang joins the two (deepseek_v2.py), and drops one that comes without the other.
 LATENT_TOGETHER = (("q_a_proj", "kv_a_proj_with_mqa"),)
 
 LATENT_ATTENTION: tuple[Rule, ...] = blocks.attention_rules(
-    # Without a rank for queries (Moonlight) they have one projection.
+    # Without q_lora_rank (Moonlight), queries have one projection.
     ("linear_q_proj.weight", "*(heads qk:nope+rope) h", "q_proj.weight"),
-    # TransformerEngine's linear layers hold these two whole, Megatron's own hold parts.
+    # TransformerEngine's linear layers hold these two whole; Megatron's own layers hold parts.
     ("linear_q_down_proj.weight", "~q_lora h", "q_a_proj.weight"),
     ("linear_kv_down_proj.weight", "~kv_a:kv_lora+rope h", "kv_a_proj_with_mqa.weight"),
     ("linear_q_up_proj.weight", "*(heads qk:nope+rope) q_lora", "q_b_proj.weight"),
     ("linear_kv_up_proj.weight", "*(heads kv:nope+dv) kv_lora", "kv_b_proj.weight"),
     ("linear_proj.weight", "h *(heads dv)", "o_proj.weight"),
-    # One norm, two names, as elsewhere.
+    # A norm has one of two names, as in blocks.py.
     ("(linear_q_up_proj.layer_norm_|q_layernorm.)weight", "q_lora", "q_a_layernorm.weight"),
     ("(linear_kv_up_proj.layer_norm_|kv_layernorm.)weight", "kv_lora", "kv_a_layernorm.weight"),
 )
 
 
-# Of layers that use another layer's choice of tokens there is none: such a layer has no
-# parameters for it.  All ranks hold all of it.  Megatron-Core's own keeps the order of checkpoints;
-# slime's plugin holds the second half of each head's 128 channels before the first, as its rotary
-# embedding wants them.
+# Every rank holds the whole indexer.  A layer that uses another layer's choice of tokens has none.
+# Megatron-Core keeps the order of checkpoints.  slime's plugin stores the second half of each
+# head's 128 channels before the first half, in the order of its rotary embedding.
 _HALVES = "(second:64 | first:64)"
 INDEXER: tuple[Rule, ...] = (
     *blocks.layer_rules(
@@ -63,12 +62,12 @@ _LAYER = (
     *blocks.UNGATED_SHARED_EXPERTS,
 )
 
-# A checkpoint also has copies of embedding and head in each layer of MTP; engines share the
-# model's own, and no trainer holds more.
+# A checkpoint also has copies of embedding and head in each MTP layer.  Engines use the model's
+# own tensors instead, and trainers hold no copies.
 DEEPSEEK: tuple[Rule, ...] = (*blocks.EMBEDDING, *_LAYER, *blocks.mtp(_LAYER))
 _SPARSE_LAYER = (*_LAYER, *INDEXER)
 DEEPSEEK_SPARSE: tuple[Rule, ...] = (*blocks.EMBEDDING, *_SPARSE_LAYER, *blocks.mtp(_SPARSE_LAYER))
 
-# Kimi-K2.5 is a DeepSeek-V3 beside a vision tower, which ranks hold as it is.
+# Kimi-K2.5 is a DeepSeek-V3 with a vision tower, which every rank holds as in the checkpoint.
 KIMI_K25 = blocks.moved(DEEPSEEK, ("", "(language_model.|)"), ("", "language_model."))
 KIMI_VISION = {rf"{name}\.": f"{name}." for name in ("vision_tower", "mm_projector")}

@@ -1,9 +1,9 @@
 """Nemotron-H, Nemotron Nano 2 and 3, and Super 3 (nemotron_h).
 
 Names and row orders follow transformers 5 (`modeling_nemotron_h.py`), Megatron-Core's
-`ssm/mamba_mixer.py` and Megatron-Bridge's `nemotron_h_bridge.py`.  A layer has one norm, and one
-of Mamba 2, attention, a feed-forward part, or experts, none of them gated.  Sizes beside those of
-blocks.py:
+`ssm/mamba_mixer.py` and Megatron-Bridge's `nemotron_h_bridge.py`.  A layer has a norm and one of
+four parts, none of them gated: Mamba 2, attention, a feed-forward part, or experts.  Sizes in
+addition to those of blocks.py:
 
     mh, md    heads of Mamba, and channels of each
     mg, ms    groups that share a state's input and output, and channels of a state
@@ -23,8 +23,8 @@ FIELDS = {
     "ms": ("ssm_state_size", "mamba_state_dim"),
     "conv": ("conv_kernel",),
 }
-# What a Mamba layer convolves.  Of it, and of z and dt, each rank holds the part of its heads or
-# groups.
+# The rows that a Mamba layer convolves.  Each rank holds the part of its heads or groups; the same
+# holds for z and dt.
 _X_B_C = "*mh md | b:1 *mg ms | c:1 *mg ms"
 _HF_X_B_C = "mh md | b mg ms | c mg ms"
 
@@ -35,7 +35,7 @@ _LAYER: tuple[Rule, ...] = (
             f"(z:1 *mh md | {_X_B_C} | *mh) h",
             f"in_proj.weight (z mh md | {_HF_X_B_C} | mh) h",
         ),
-        # parts of a module up to Megatron-Core 0.16, parameters later
+        # conv1d is a module up to Megatron-Core 0.16; later the layer has two parameters instead
         ("conv1d(.|_)weight", f"({_X_B_C}) one:1 conv", f"conv1d.weight ({_HF_X_B_C}) one conv"),
         ("conv1d(.|_)bias", f"({_X_B_C})", f"conv1d.bias ({_HF_X_B_C})"),
         ("A_log", "*mh", "A_log"),
@@ -58,7 +58,7 @@ _LAYER: tuple[Rule, ...] = (
         part="mlp.",
         target="mixer.",
     ),
-    # Experts read and write the model's channels, or fewer of a latent space (moe_latent_size).
+    # Experts read and write either the model's channels or a latent space's (moe_latent_size).
     *blocks.layer_rules(
         (blocks.expert_names("linear_fc1.weight"), "*moe_ffn channels:?", "up_proj.weight"),
         (blocks.expert_names("linear_fc2.weight"), "channels:? *moe_ffn", "down_proj.weight"),
@@ -76,8 +76,8 @@ _MTP = "mtp.layers."
 NEMOTRON_H: tuple[Rule, ...] = (
     *blocks.embedding("backbone.embeddings", "backbone.norm_f"),
     *blocks.moved(_LAYER, ("", ""), ("model.", "backbone.")),
-    # The checkpoint counts the layers of all MTP blocks; what a block has besides is with its first
-    # and last one.
+    # The checkpoint counts the layers of all MTP blocks.  A block's other tensors have the number
+    # of its first or last layer.
     *blocks.mtp(
         _LAYER,
         f"{_MTP}{{inner}}.",

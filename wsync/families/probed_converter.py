@@ -1,10 +1,10 @@
-"""Maps of parameters, read out of a converter: a function that makes Hugging Face tensors of one
-whole Megatron parameter.
+"""Learns the maps of parameters from a converter.
 
-A converter is a load of one tensor, and what it returns are the places that it loads it to: what
-wsync.probing finds out of engines' loads it finds out of it.  A tensor may also be the parameter
-times one number, plus another.  What the converter does is then proved on random values, for every
-parameter of the model; where it computes in 16 bits, once on all there are.
+A converter is a function that makes Hugging Face tensors of one whole Megatron parameter.
+wsync.probing treats a call of it like an engine's load: the parameter is the tensor that is loaded,
+and the returned tensors are the memory that it fills.  A returned tensor may also be the parameter
+times one number, plus another.  For every parameter of the model, the learnt maps are then proved
+on random values.  A map that computes in 16 bits is also proved once on all 16-bit values.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from wsync.probing.probe import Overwriting, probe
 
 Convert = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
-_PERIOD = 1_048_573  # of the random values: a prime, so that no rows or columns repeat
-_CALLS = 1 << 11  # in which it is proved what is computed, at most
+_PERIOD = 1_048_573  # of the random values: a prime, so that no two rows or columns are equal
+_CALLS = 1 << 11  # at most so many calls prove a computed tensor
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter that no rank's cut."""
+    """The shape and dtype of an unsharded parameter."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,8 +44,8 @@ class Whole:
 def converter_of(function: Callable[..., Any], config: Any) -> Convert:
     """A converter that is called with a global name and a tensor.
 
-    function: convert(name, tensor), or one of slime's kind, convert(args, name, tensor), which is
-    called with `config` and with names as slime has them, "module.module." before all.
+    function: convert(name, tensor), or convert(args, name, tensor) like slime's converters.  Those
+    get `config` as args, and slime's names, which begin with "module.module.".
     """
     slimes = is_slimes(function)
 
@@ -63,8 +63,8 @@ def converter_of(function: Callable[..., Any], config: Any) -> Convert:
             ) from error
         if not found:
             raise _core.LayoutError(
-                f"{name}: the converter returned no tensors: one that holds them back until others "
-                "come cannot be learnt"
+                f"{name}: the converter returned no tensors: wsync cannot learn a converter that "
+                "waits for other parameters"
             )
         return found
 
@@ -72,7 +72,7 @@ def converter_of(function: Callable[..., Any], config: Any) -> Convert:
 
 
 def is_slimes(function: Callable[..., Any]) -> bool:
-    """Whether a converter is called as slime's are: it must be given three arguments."""
+    """Whether a converter is called like slime's: it needs exactly three arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -82,16 +82,15 @@ def is_slimes(function: Callable[..., Any]) -> bool:
 
 
 def learn(convert: Convert, wholes: Mapping[str, Whole]) -> dict[str, list[Piece]]:
-    """Where the elements of every parameter go, by its global name.
+    """The pieces of every parameter, by its global name.
 
-    What a converter does with one parameter is learnt once, and proved on random values; with
-    others of the same kind (the name without its numbers, shape and dtype), it is only proved.
-    One whole parameter in its own dtype and what is made of it are there at a time, some times
-    over.
+    Parameters are of one kind if they agree in shape, dtype, and name without numbers.  The first
+    parameter of a kind is learnt and proved on random values; the others are only proved.  Memory
+    holds a few copies of one whole parameter and of its tensors at a time.
 
     Raises:
-        LayoutError: the converter does more than to copy elements, or to make a tensor of the
-            parameter with one scale and offset; the text names parameter and tensor.
+        LayoutError: the converter neither copies elements nor computes parameter * scale + offset;
+            the text names the parameter and the tensor.
     """
     kinds: dict[tuple[str, Whole], list[str]] = {}
     for name, whole in wholes.items():
@@ -108,7 +107,7 @@ def _learn_kind(
 ) -> Iterator[tuple[str, list[Piece]]]:
     if kind_of(whole.dtype) != WIDE or whole.dtype.itemsize > 4:
         raise _core.LayoutError(
-            f"{next(iter(names))}: no converter is learnt for parameters in {whole.dtype}"
+            f"{next(iter(names))}: wsync cannot learn a converter for {whole.dtype}"
         )
     values = _random(whole)
     known: list[tuple[list[Tensor], list[list[Piece]]]] = []
@@ -129,7 +128,7 @@ def _equal(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _finite(dtype: torch.dtype) -> Tensor:
-    """Values of all magnitudes: of 16 bits all there are, else random ones."""
+    """Finite values of all magnitudes: every value of a 16-bit dtype, else random values."""
     generator = torch.Generator().manual_seed(0)
     if dtype.itemsize == 2:
         values = torch.arange(-1 << 15, 1 << 15, dtype=torch.int16, device="cpu").view(dtype)
@@ -140,13 +139,13 @@ def _finite(dtype: torch.dtype) -> Tensor:
 
 
 def _filled(values: Tensor, whole: Whole) -> Tensor:
-    """A whole parameter of these values."""
+    """A whole parameter filled with these values, again and again."""
     count = math.prod(whole.shape)
     return values.repeat(max(1, -(-count // len(values))))[:count].reshape(whole.shape)
 
 
 def _random(whole: Whole) -> Tensor:
-    """A whole parameter of random values, of which norms are finite."""
+    """A whole parameter of random values, which are small enough for finite norms."""
     values = _finite(whole.dtype)
     values = values[values.abs() < 2.0**48]
     generator = torch.Generator().manual_seed(1)
@@ -156,9 +155,9 @@ def _random(whole: Whole) -> Tensor:
 
 @dataclass
 class _Reader:
-    """Reads where a converter puts the elements of a parameter.
+    """Learns where a converter puts the elements of a parameter.
 
-    made: what it makes of these random values.
+    made: the names and tensors that the converter returns for the random `values`.
     """
 
     convert: Convert
@@ -173,20 +172,20 @@ class _Reader:
         self._targets = [torch.empty_like(each) for each in self._outputs]
         for target, shape, dtype in self._forms:
             if kind_of(dtype) != WIDE or torch.promote_types(dtype, self.whole.dtype) != dtype:
-                raise self._refusal(target, f"it makes {dtype} of {self.whole.dtype}")
+                raise self._refusal(target, f"it returns {dtype} for {self.whole.dtype}")
             if not shape.numel():
                 raise self._refusal(target, "it has no elements")
 
     def _refusal(self, target: str, why: str) -> _core.LayoutError:
         return _core.LayoutError(
-            f"{self.name}: the converter does more to {target} than to copy it: {why}"
+            f"{self.name}: wsync cannot learn how the converter makes {target}: {why}"
         )
 
     def _made(self, tensor: Tensor) -> list[Tensor]:
-        """What the converter makes of a tensor; in form as the first time."""
+        """The tensors that the converter returns; their forms must be those of the first call."""
         made = self.convert(self.name, tensor)
         if [(target, each.shape, each.dtype) for target, each in made] != self._forms:
-            raise self._refusal(self._forms[0][0], "names or shapes of what it makes change")
+            raise self._refusal(self._forms[0][0], "the names or shapes of its tensors change")
         return [each for _, each in made]
 
     def _load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -195,8 +194,7 @@ class _Reader:
                 target.copy_(made)
 
     def pieces(self) -> list[list[Piece]]:
-        """Of all tensors."""
-
+        """The pieces of each tensor that the converter returns."""
         source = Source(self.name, self.whole.dtype, self.whole.shape)
         found: list[list[Piece]] = []
         for longest in (LONGEST, 1):
@@ -211,8 +209,7 @@ class _Reader:
         return found
 
     def _holds(self, box: PlacedBox) -> bool:
-        """Whether random values were copied so."""
-
+        """Whether the converter copied the random values as the box says."""
         output = self._outputs[box.target]
         return bool(box.name) and same_bytes(
             box.view(self._outputs), as_kept(box.of(self.values), output.dtype)
@@ -234,21 +231,21 @@ class _Reader:
         return Piece(name, tuple(shape), tuple(start), box.start, *ends)
 
     def _computed(self, number: int) -> Piece:
-        """A tensor that is the parameter times one number, plus another."""
+        """The piece of a tensor that is the parameter times one number, plus another."""
         (target, shape, dtype), whole = self._forms[number], self.whole
         ends = (torch.full(whole.shape, value, device="cpu", dtype=whole.dtype) for value in (0, 1))
         offset, one = (float(self._made(end)[number].flatten()[0]) for end in ends)
         scale = one - offset
         copied = (scale, offset) == (1.0, 0.0) or scale == 0 or not math.isfinite(one)
         if copied or (shape, dtype) != (whole.shape, whole.dtype):
-            raise self._refusal(target, "its elements are not those of the parameter")
+            raise self._refusal(target, "its elements are not the parameter's")
         count, every = math.prod(shape), _finite(dtype)
         for first in range(0, min(len(every), count * _CALLS), count):
             values = _filled(every[first : first + count], whole)
             wanted = values.float() * scale  # as copies compute it (csrc/core/layout/dtype.h)
             wanted = wanted + offset if offset else wanted  # -0 + 0 would lose its sign
             if not same_bytes(self._made(values)[number], wanted.to(dtype)):
-                raise self._refusal(target, "it depends on the values, or is mixed of them")
+                raise self._refusal(target, "its elements have no common scale and offset")
         zeros, axes = (0,) * len(shape), tuple(range(len(shape)))
         box = zeros, zeros, tuple(shape), axes, (1,) * len(shape)
         return Piece(target, tuple(shape), *box, affine=(scale, offset))

@@ -1,20 +1,20 @@
 """Qwen3-Next (qwen3_next), Qwen3.5 (qwen3_5), its mixture of experts (qwen3_5_moe), and Qwen3.6's
-(qwen3_6_moe), which differs from that only in its layers of multi-token prediction.
+(qwen3_6_moe), which differs only in its layers of multi-token prediction (MTP).
 
-Most layers have a gated delta net for attention, the others attention whose output is gated.
+Most layers have a gated delta net; the others have attention with a gated output.
 Names and row orders follow transformers (`modeling_qwen3_next.py`, `modeling_qwen3_5.py`),
 Megatron-Core's `ssm/gated_delta_net.py` and Megatron-Bridge's `GDNLinearMapping`, and slime's
-`megatron_to_hf/qwen3_next.py` and `qwen3_5.py`.  Sizes beside those of blocks.py:
+`megatron_to_hf/qwen3_next.py` and `qwen3_5.py`.  Sizes in addition to those of blocks.py:
 
-    gk, gdk; gv, gdv    key heads and their channels; value heads and theirs
+    gk, gdk; gv, gdv    key heads, channels of each; value heads, channels of each
     gn                  value heads per key head
     conv                taps of the convolution
 
 slime puts transformers' own modules into Megatron's layers: their parameters are the checkpoint's
-tensors, whole on every tensor-parallel rank.  Megatron-Core's own module joins what a checkpoint
-keeps apart; each rank holds its part of every piece.  Its out_norm counts from zero, the
-checkpoint's from one, as long as the trainer's other norms count from zero
-(layernorm_zero_centered_gamma), which both sides then share.
+tensors, whole on every tensor-parallel rank.  Megatron-Core's own module joins tensors that a
+checkpoint keeps apart; each rank holds its part of every joined tensor.  The trainer needs
+layernorm_zero_centered_gamma: then norms count from zero, as in the checkpoint.  Only the
+checkpoint's norm of the delta net (Megatron-Core's out_norm) counts from one.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _net_rules(*rows: tuple[str, ...]) -> tuple[Rule, ...]:
     return blocks.layer_rules(*rows, part="self_attention.", target="linear_attn.")
 
 
-# Megatron-Core's six pieces
+# the six tensors that Megatron-Core joins
 _IN_PROJ = ("in_proj.weight", f"({_QKV} | *key:gk zn:gn z:gdv | *key:gk b:gn | *key:gk a:gn) h")
 _GATED_ATTENTION: tuple[Rule, ...] = (
     # Rows per query group: its query heads, their gates, its key head, its value head.  The
-    # checkpoint has each query head's gate behind it.
+    # checkpoint puts each gate after its query head.
     *blocks.attention_rules(
         *blocks.linear(
             "linear_qkv",
@@ -91,7 +91,7 @@ _DELTA_NET: tuple[Rule, ...] = (
 _SHARED = (*_GATED_ATTENTION, *blocks.DENSE_MLP, *blocks.SHARED_EXPERT)
 
 
-# MTP layers have attention and experts of their own names, whatever the others have.
+# MTP layers have attention, never a delta net, and prefixes of their own.
 _MTP = functools.partial(
     blocks.mtp,
     inner="mtp.layers.{mtp}.",
@@ -115,7 +115,7 @@ QWEN3_NEXT: tuple[Rule, ...] = (
     ),
     *_MTP((*_SHARED, *blocks.EXPERTS)),
 )
-# slime exchanges the halves of eh_proj when it loads Qwen3-Next, though not Qwen3.5.
+# slime exchanges the halves of eh_proj when it loads Qwen3-Next, but not for Qwen3.5.
 SLIME_MTP: tuple[Rule, ...] = (blocks.eh_proj("mtp.fc", swapped=True),)
 
 _LAYERS_3_5: tuple[Rule, ...] = (
@@ -132,11 +132,11 @@ _LAYERS_3_5: tuple[Rule, ...] = (
         )
     ),
 )
-# Of a text model alone, whose experts transformers saves one by one.
+# A text model without a vision tower; transformers saves its experts one by one.
 QWEN3_5_TEXT: tuple[Rule, ...] = (*_LAYERS_3_5, *blocks.EXPERTS, *_MTP((*_SHARED, *blocks.EXPERTS)))
 
 
-# With a vision tower: a checkpoint's experts are fused; those of MTP layers are not in Qwen3.5.
+# With a vision tower, a checkpoint's experts are fused, except those of Qwen3.5's MTP layers.
 _FUSED = blocks.stacked_experts("(gate | up) h", "h moe_ffn")
 QWEN3_5, QWEN3_6 = (
     blocks.beside_vision((*_LAYERS_3_5, *_FUSED, *_MTP((*_SHARED, *experts))))

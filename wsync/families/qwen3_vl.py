@@ -1,12 +1,12 @@
-"""Qwen3-VL (qwen3_vl) and its mixture of experts (qwen3_vl_moe); the vision tower of Qwen3.5, too.
+"""Qwen3-VL (qwen3_vl), its mixture of experts (qwen3_vl_moe), and the vision tower of Qwen3.5.
 
 Names follow transformers 4.57 (`modeling_qwen3_vl_moe.py`), slime's `megatron_to_hf/qwen3_vl.py`
 and Megatron-Bridge's `qwen3_vl_bridge.py`.  The layers are those of Qwen3; a checkpoint's experts
-are fused and transposed.  Sizes of the vision tower beside those of blocks.py:
+are fused and transposed.  The vision tower has these sizes in addition to those of blocks.py:
 
     vision_h, vision_heads, vision_ffn
     merge       patches along each side that are merged into one
-    vision_out  what the merger gives, which is the text model's h
+    vision_out  channels that the merger returns: the text model's h
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from wsync.families import blocks
 from wsync.families.rules import Rule
 
-# The vision tower is transformers' own module, whole on every rank of the first stage, or
-# Megatron-Bridge's, of which the rules below know what has another name or is cut.
+# The vision tower is either transformers' module, whole on every rank of the first stage, or
+# Megatron-Bridge's module, whose renamed or cut parameters have rules below.
 VISION = {
     r"vision_model\.(?!decoder\.)": "model.visual.",
     r"(model\.)?visual\.": "model.visual.",
@@ -34,7 +34,7 @@ def _norms(names: str, view: str, target: str) -> list[blocks.Row]:
 
 
 def _merger(cut: str) -> list[blocks.Row]:
-    """A projection of merged patches; cut: how its dimensions are marked that ranks hold parts
+    """A projection of merged patches.  cut: the mark of its dimensions that ranks may hold parts
     of."""
     inner = f"{cut}(d:merge e:merge f:vision_h)"
     return [
@@ -67,7 +67,7 @@ TOWER: tuple[Rule, ...] = (
     *blocks.rules(
         f"vision_model.decoder.{_DEEPSTACK}", f"model.visual.{_DEEPSTACK}", *_merger("*")
     ),
-    # transformers' own has these names, too, and is whole
+    # transformers' merger has the same names, but every rank holds it whole
     *blocks.rules("vision_model.merger.", "model.visual.merger.", *_merger("~")),
 )
 _TEXT = (*blocks.EMBEDDING, *blocks.ATTENTION, *blocks.DENSE_MLP)

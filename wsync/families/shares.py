@@ -1,9 +1,9 @@
-"""How the ranks of a Megatron-Core model share a parameter, where no family's rules say it.
+"""How the ranks of a Megatron-Core model share a parameter, for models without a family's rules.
 
-The class of the module that holds a parameter says along which dimension it is cut, by the names
-that Megatron-Core 0.16 gives to such classes (`tensor_parallel/layers.py`,
-`extensions/transformer_engine.py`); what Megatron says of a parameter is asked of other modules
-only, because some of it is wrong and some parameters are not described at all.
+The class name of a parameter's module tells along which dimension the parameter is cut.  The names
+are those of Megatron-Core 0.16 (`tensor_parallel/layers.py`, `extensions/transformer_engine.py`).
+Only for other modules wsync reads the attributes that Megatron sets on parameters, because some of
+them are wrong or missing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class _Kind(NamedTuple):
-    """Modules by part of the names of their classes: `axis`, along which their weight is cut, the
-    attributes that hold its whole and its local extent there, if they have such, and whether
-    fewer parts than ranks may be held by several ranks each."""
+    """How a module is cut if its class name contains `text`: its weight is cut along `axis`.  The
+    module's attributes `whole` and `part` hold the whole and the local extent of that axis.
+    `repeats`: whether several ranks may hold the same part."""
 
     text: str
     axis: int
@@ -41,9 +41,9 @@ _KINDS = (
     # Megatron-Bridge's norm over all heads (0.6.2, `models/minimax_m2/minimax_m2_provider.py`).
     _Kind("FullDimRMSNorm", 0, "global_dim", "local_dim", repeats=True),
 )
-# Parameters that consist of several, each of which is cut on its own: where they are in a module,
-# and the module's attributes with the whole extents (or their factors), in the order in which they
-# lie (Megatron-Core 0.16, `ssm/gated_delta_net.py` and `ssm/mamba_mixer.py`).
+# Parameters that join several tensors, each cut on its own.  By the parameter's name in its module:
+# the module's attributes with each tensor's whole extent (or its factors), in the tensors' order
+# (Megatron-Core 0.16, `ssm/gated_delta_net.py` and `ssm/mamba_mixer.py`).
 _HEADS = ("num_value_heads",)
 _CONVOLVED = ("qk_dim", "qk_dim", "v_dim")
 _DELTA_NET = {
@@ -61,7 +61,7 @@ _MAMBA = {
     **dict.fromkeys(("A_log", "D", "dt_bias"), ("nheads",)),
     **dict.fromkeys(("norm.weight", "out_proj.weight"), ("d_inner",)),
 }
-# where rows of the gate and others may alternate, in groups of so many
+# By part of the name: the setting for groups of gate and up rows that alternate.
 _ALTERNATING = {
     ".experts.": "moe_mlp_glu_interleave_size",
     ".shared_experts.": "moe_shared_expert_glu_interleave_size",
@@ -72,14 +72,14 @@ _JOINED = {"GatedDeltaNet": _DELTA_NET, "MambaMixer": _MAMBA}
 def share_of(
     name: str, tensor: Tensor, modules: Sequence[Module], cut: Cut, *, rows_of_ranks: bool = False
 ) -> tuple[tuple[int, ...], ShardPlacement]:
-    """(shape of the whole parameter, what this rank holds of it).
+    """(shape of the whole parameter, this rank's part of it).
 
-    name: the global one.  modules: the one that holds the parameter, the one that holds that, and
-    so on.  cut: this rank's place among those that share parameters of this kind.
-    rows_of_ranks: of such joined parameters, the whole is what the ranks hold, one after another.
+    name: the global name.  modules: the parameter's module, then the module around that one, and
+    so on.  cut: this rank's place among the ranks that share parameters of this kind.
+    rows_of_ranks: a joined parameter is taken as each rank's rows, one rank after another.
 
     Raises:
-        LayoutError: it is not certain how it is cut.
+        LayoutError: the modules do not tell for certain how the parameter is cut.
     """
     shape = tuple(tensor.shape)
     held = [[(0, extent, 0)] for extent in shape]
@@ -95,7 +95,7 @@ def share_of(
     parts = [whole // cut.ranks for whole in wholes]
     if sum(parts) != extent or sum(wholes) != extent * cut.ranks:
         raise _core.LayoutError(
-            f"{name}: {extent} elements are no parts of {wholes} over {cut.ranks} ranks"
+            f"{name}: {extent} elements are not one rank's part of {wholes} over {cut.ranks} ranks"
         )
     if kind and rows_of_ranks:
         parts = [extent]
@@ -109,7 +109,7 @@ def share_of(
 
 
 def _home(name: str, modules: Sequence[Module]) -> tuple[str, Any, str]:
-    """(class, module, place in it) of a parameter in a module of those above, or "" for each."""
+    """(class, module, name in that module) if the parameter is in a module of _JOINED, else ""."""
     for depth, module in enumerate(modules):
         found = next((text for text in _JOINED if text in _classes(module)), "")
         if found:
@@ -118,24 +118,24 @@ def _home(name: str, modules: Sequence[Module]) -> tuple[str, Any, str]:
 
 
 def _axis(name: str, tensor: Tensor, modules: Sequence[Module], cut: Cut) -> tuple[int, Cut]:
-    """The dimension along which a parameter is cut, or -1, and this rank's place."""
+    """(dimension along which a parameter is cut, or -1; this rank's place among the parts)."""
     classes = _classes(modules[0])
     joined, _, place = _home(name, modules)
     if place in _JOINED.get(joined, {}):
         return int(place == "out_proj.weight"), cut
     if "GroupedMLP" in classes:
-        raise _core.LayoutError(f"{name}: experts that lie transposed in one parameter")
+        raise _core.LayoutError(f"{name}: transposed experts in one parameter are not supported")
     kind = next((kind for kind in _KINDS if any(kind.text in text for text in classes)), None)
-    if kind is None:  # TELinear is what both parallel layers are made of; alone, it is not cut
+    if kind is None:  # both parallel layers are a TELinear, which is not cut itself
         axis = -1 if "TELinear" in classes else _described(name, tensor)
     elif "layer_norm_" in name.rsplit(".", 1)[-1] or (kind.axis and tensor.dim() == 1):
-        axis = -1  # a norm within the layer, or the bias of what the ranks sum up
+        axis = -1  # a norm within the layer, or a bias added after the ranks' sum
     else:
         axis, cut = kind.axis, _parts(name, modules[0], kind, cut)
     if axis >= 0 and joined:
         raise _core.LayoutError(
-            f"{name}: part of a {joined}, in which a rank holds parts of several tensors: their "
-            "order is known to a family's rules only"
+            f"{name}: it belongs to a {joined}, where a rank holds parts of several tensors; only "
+            "a family's rules know their order"
         )
     return axis, cut
 
@@ -145,36 +145,36 @@ def _classes(module: Module) -> list[str]:
 
 
 def _parts(name: str, module: Any, kind: _Kind, cut: Cut) -> Cut:
-    """This rank's place among the parts that there are: a layer may be told to be of a group of one
-    rank."""
+    """This rank's place among the parts of a layer, which may be cut over fewer ranks than `cut`
+    says."""
     whole, part = getattr(module, kind.whole, None), getattr(module, kind.part, None)
     if not isinstance(whole, int) or not isinstance(part, int) or not part:
         return cut
     parts = whole // part
     if parts not in (1, cut.ranks) and (not kind.repeats or not parts or cut.ranks % parts):
         raise _core.LayoutError(
-            f"{name}: cut over {parts} ranks, where {cut.ranks} ranks share parameters"
+            f"{name}: cut over {parts} ranks, but {cut.ranks} ranks share such parameters"
         )
     return Cut(cut.rank * parts // cut.ranks, parts)
 
 
 def _described(name: str, tensor: Tensor) -> int:
-    """What Megatron says of a parameter."""
+    """The dimension that is cut by Megatron's attributes of a parameter, or -1."""
     duplicated = getattr(tensor, "parallel_mode", None) == "duplicated"
     if duplicated or not getattr(tensor, "tensor_model_parallel", False):
         return -1
     axis = getattr(tensor, "partition_dim", -1)
     if not isinstance(axis, int) or not 0 <= axis < tensor.dim():
         raise _core.LayoutError(
-            f"{name}: tensor_model_parallel is True, but partition_dim is {axis}: it is not known "
-            "how it is cut"
+            f"{name}: tensor_model_parallel is True, but partition_dim is {axis}; wsync cannot "
+            "tell how the parameter is cut"
         )
     return axis
 
 
 def _has_halves(name: str, modules: Sequence[Module]) -> bool:
-    """Whether a rank holds rows of the gate, then as many of what it is multiplied with.  Where
-    they alternate (Megatron-Core 0.19's moe_mlp_glu_interleave_size) all its rows are one part."""
+    """Whether a rank holds gate rows and then as many up rows.  If both alternate (Megatron-Core
+    0.19's moe_mlp_glu_interleave_size), all rows of a rank are one part."""
     if ".linear_fc1" not in name:
         return False
     configs = (getattr(module, "config", None) for module in modules)
