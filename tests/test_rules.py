@@ -258,7 +258,7 @@ def test_configurations_without_sense():
     with pytest.raises(_core.InvalidArgumentError, match="pass model_name="):
         read_model(Args(hidden_size=8))
     with pytest.raises(
-        _core.LayoutError, match="num_attention_heads 6 is no multiple of num_key_value_heads 4"
+        _core.LayoutError, match="num_attention_heads 6 is not a multiple of num_key_value_heads 4"
     ):
         read_model(Args(hidden_size=12, num_attention_heads=6, num_key_value_heads=4), "llama")
 
@@ -281,7 +281,7 @@ def test_a_loader_may_have_rules_of_its_own():
 
 
 def test_an_unknown_loader_is_refused():
-    text = "loaded_by='bridge': known are 'megatron', 'slime'"
+    text = "loaded_by='bridge': it must be 'megatron' or 'slime'"
     with pytest.raises(_core.InvalidArgumentError, match=text):
         read_model(object(), "qwen3", "bridge")
 
@@ -320,6 +320,6 @@ def test_an_axis_may_be_in_several_alternatives():
 def test_delta_nets_of_uneven_heads_are_refused():
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "linear_num_key_heads": 2}
     with pytest.raises(
-        _core.LayoutError, match="linear_num_value_heads 3 is no multiple of linear_num_key"
+        _core.LayoutError, match="linear_num_value_heads 3 is not a multiple of linear_num_key"
     ):
         read_model(types.SimpleNamespace(**sizes, linear_num_value_heads=3), "qwen3_next")

@@ -209,7 +209,7 @@ def test_what_wsync_cannot_deliver_goes_slimes_own_way(
     assert not hasattr(chosen, "disconnect_rollout_engines")
     (text,) = caplog.messages
     assert text.startswith("wsync: slime's own UpdateWeightFromTensor runs: ")
-    assert "model family 'mamba' is not" in text
+    assert "not know the model family 'mamba'" in text
 
 
 def test_an_engine_that_wsync_cannot_update_changes_over(

@@ -1,4 +1,4 @@
-"""The known model families, and which of them a configuration describes."""
+"""The known model families, and the choice of a family by a configuration."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from wsync import _core
 from wsync.families import blocks, grouped_query, latent_attention, nemotron, qwen3_next, qwen3_vl
 from wsync.families.rules import PLACEHOLDER, Expansion, Rule, Together, key_of
 
-# Who puts the weights of a checkpoint into a model.  Megatron-Bridge and mbridge, as most, do it so
-# that Megatron-Core computes with them; slime exchanges the halves of some, and back on export.
+# The programs that load a checkpoint into a model.  Most of them, like Megatron-Bridge and mbridge,
+# keep weights as Megatron-Core needs them.  slime exchanges the halves of some, and back on export.
 LOADERS = ("megatron", "slime")
 
-# What Megatron's configuration of a layer must say where it changes what the same bytes mean:
-# whether norms count from zero, which channels of a head turn together, and whether an expert's
-# gate and up rows alternate in blocks (of Megatron-Core 0.19).
+# Fields of a Megatron layer's configuration that change the meaning of its bytes, and the values
+# that most families need: whether norms count from zero, which channels of a head rotate together,
+# and whether an expert's gate and up rows alternate in blocks (Megatron-Core 0.19).
 PLAIN: Mapping[str, Any] = {
     "layernorm_zero_centered_gamma": False,
     "rotary_interleaved": False,
@@ -32,13 +32,13 @@ PLAIN: Mapping[str, Any] = {
 class Family:
     """A named table of rules.
 
-    `loaders`: by the name of a loader that fills parameters in a way of its own, the rules that
-    go before the table's for the models that it loads.  `copied`: beginnings of names, as regular
-    expressions, and what stands for them in the checkpoint: parameters that are there as they are,
-    whole on every rank, unless a rule knows them.  `fields`: sizes besides FIELDS.  `together`:
-    sets of modules, by the last part of their names, whose tensors within one parent engines take
-    in one call only.  `settings`: fields of Megatron's TransformerConfig and the values for which
-    the rules hold.  `oracle`: what the tests compare its tensors with, bit for bit.
+    `loaders`: by a loader's name, rules for models that it fills in its own way; they come first.
+    `copied`: regular expressions for beginnings of names, and the checkpoint's beginnings.  Unless
+    a rule matches, such a parameter is a tensor of the checkpoint, whole on every rank.  `fields`:
+    sizes in addition to FIELDS.  `together`: sets of modules, by the last part of their names; an
+    engine needs the tensors of a set within one parent in one call.  `settings`: fields of
+    Megatron's TransformerConfig and the values for which the rules hold.  `oracle`: the program or
+    checkpoint with whose tensors the tests compare the family's, bit for bit.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Family:
 
     @cached_property
     def sizes(self) -> frozenset[str]:
-        """All that rules need."""
+        """The names of all sizes that the rules need."""
         return frozenset(size for rule in self.rules for size in rule.sizes)
 
     @cached_property
@@ -65,11 +65,11 @@ class Family:
 
     @property
     def added(self) -> bool:
-        """Whether it is a user's own."""
+        """Whether a user has registered the family."""
         return not self.oracle
 
     def loaded_by(self, loader: str) -> Family:
-        """The family as it is of models that a loader has filled."""
+        """The family for models that this loader has filled."""
         return replace(self, rules=(*self.loaders.get(loader, ()), *self.rules))
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
@@ -83,7 +83,7 @@ class Family:
         return found
 
     def match(self, name: str) -> tuple[Rule, dict[str, int]] | None:
-        """As `find`, but None if no rule matches."""
+        """Like `find`, but returns None if no rule matches."""
         for rule in self._by_key.get(key_of(name), ()):
             numbers = rule.match(name)
             if numbers is not None:
@@ -91,7 +91,7 @@ class Family:
         return None
 
     def copy_of(self, name: str) -> str | None:
-        """The checkpoint's name of a parameter that is there as it is, or None."""
+        """The checkpoint's name of a parameter that it holds unchanged, or None."""
         for beginning, other in self.copied.items():
             if (match := re.match(beginning, name)) is not None:
                 return other + name[match.end() :]
@@ -100,24 +100,24 @@ class Family:
     def expand(
         self, rule: Rule, name: str, sizes: Mapping[str, int], inferred: int = 0
     ) -> Expansion:
-        """`rule.expand` for a parameter; LayoutError names a size that is not known."""
+        """`rule.expand` for a parameter.  Raises LayoutError with the name of a missing size."""
         try:
             return rule.expand(sizes, inferred)
         except KeyError as error:
             raise self.lacks(name, error.args[0]) from None
 
     def lacks(self, name: str, size: str) -> _core.LayoutError:
-        """The error of a parameter whose rule needs a size that is not known."""
+        """The error for a parameter whose rule needs a size that is missing."""
         size = DERIVED.get(size, (size,))[0]
         fields = " or ".join({**FIELDS, **self.fields}.get(size, (size,)))
         return _core.LayoutError(
             f"{name}: the configuration does not give {fields}, which the family "
-            f"{self.name!r} needs for it"
+            f"{self.name!r} needs for this parameter"
         )
 
 
 _LOGITS = "logits of transformers 4.57"
-# Exports after loading a checkpoint.
+# Exports of these programs after they have loaded a checkpoint.
 _OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"
 _BOTH = f"{_OLD} and 0.6.2"
 _DENSE = (*blocks.EMBEDDING, *blocks.ATTENTION, *blocks.DENSE_MLP)
@@ -138,11 +138,11 @@ _TABLES: Sequence[tuple[str, tuple[Rule, ...], Any, str]] = (
         "glm_moe_dsa",
         latent_attention.DEEPSEEK_SPARSE,
         _LATENT,
-        f"{_NEW}; slime's indexer by documents only",
+        f"{_NEW}; slime's indexer with documents only",
     ),
     ("gpt_oss", grouped_query.GPT_OSS, {}, f"{_OLD}, {_LOGITS}"),
     ("kimi_k2", latent_attention.DEEPSEEK, _LATENT, "the rules of deepseek_v3"),
-    ("kimi_k25", latent_attention.KIMI_K25, _KIMI, f"{_NEW}; MTP by documents only"),
+    ("kimi_k25", latent_attention.KIMI_K25, _KIMI, f"{_NEW}; MTP with documents only"),
     ("llama", _DENSE, {}, f"{_BOTH}, {_LOGITS}"),
     ("mimo", grouped_query.MIMO, {}, f"{_NEW}, {_LOGITS}"),
     ("minimax_m2", grouped_query.MINIMAX_M2, {}, _NEW),
@@ -180,14 +180,14 @@ FAMILIES: dict[str, Family] = {
     name: Family(name, rules, oracle=oracle, **options) for name, rules, options, oracle in _TABLES
 }
 
-# Families without a table, and why; layouts are made by Megatron-Bridge's mappings.
+# Families without a table, and the reason.  Megatron-Bridge's mappings make their layouts.
 BRIDGED: Mapping[str, str] = {
     "mimo_v2_flash": "its layers differ in their number of query groups",
-    "step3p5": "Megatron-Core has a gate for each channel of a head, the checkpoint one for each "
-    "head, to which the first of them goes",
+    "step3p5": "Megatron-Core has a gate for each channel of a head, but the checkpoint has only "
+    "the first channel's",
 }
 
-# What any family says of that, for tensors of which only the names are known.
+# The sets of all families, for tensors whose family is not known.
 TOGETHER: Together = tuple(dict.fromkeys(s for f in FAMILIES.values() for s in f.together))
 
 
@@ -200,25 +200,25 @@ class Model:
     tied: bool
 
     def words(self, sizes: Iterable[str]) -> str:
-        """What these sizes are, by the names that Hugging Face gives them."""
+        """The values of these sizes as text, under Hugging Face's names."""
         names = {**FIELDS, **self.family.fields}
         made = {*sizes} | {other for size in sizes for other in DERIVED.get(size, ())}
         known = sorted(made & names.keys() & self.sizes.keys())
         return ", ".join(f"{names[size][0]} {self.sizes[size]}" for size in known)
 
 
-# parts of names by which slime chooses a converter, besides the names of families
+# Parts of names by which slime chooses a converter, in addition to names of families.
 _PARTS = {"kimi": "kimi_k2", "qwen36": "qwen3_6_moe"}
 _CLASS = re.compile(r"(?:text)?(?:config|model|forcausallm|forconditionalgeneration)$")
 
 
 def family_of(name: str, *, part: bool = False) -> Family:
     """The family of a model_type ("qwen3_moe") or of the class of a configuration or model
-    ("Qwen3MoeConfig", "Qwen3VLForConditionalGeneration").  With `part`, also of a name with a part
-    by which slime chooses a converter ("kimi-k2-instruct").
+    ("Qwen3MoeConfig", "Qwen3VLForConditionalGeneration").  With `part`, the name may also hold a
+    part by which slime chooses a converter ("kimi-k2-instruct").
 
     Raises:
-        UnsupportedError: none is known.
+        UnsupportedError: wsync has no table for this name.
     """
     plain = _plain(name)
     known = {_plain(each): each for each in (*FAMILIES, *BRIDGED)}
@@ -228,13 +228,13 @@ def family_of(name: str, *, part: bool = False) -> Family:
         found = parts.get(max((each for each in parts if each in plain), key=len, default=""), "")
     if found in BRIDGED and found not in FAMILIES:
         raise _core.UnsupportedError(
-            f"the model family {found!r} has no table: {BRIDGED[found]}; bridge=AutoBridge... "
-            "makes the layout by Megatron-Bridge's mappings"
+            f"the model family {found!r} has no table: {BRIDGED[found]}; pass an AutoBridge as "
+            "bridge= to use Megatron-Bridge's mappings"
         )
     if not found:
         raise _core.UnsupportedError(
-            f"model family {name!r} is not known; known are {', '.join(sorted(FAMILIES))}; "
-            "wsync.families.register adds one"
+            f"wsync does not know the model family {name!r}; it knows "
+            f"{', '.join(sorted(FAMILIES))}; wsync.families.register adds a family"
         )
     return FAMILIES[found]
 
@@ -243,7 +243,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-# size: the names it has in Hugging Face configs, then in Megatron's arguments
+# Sizes: their names in Hugging Face configurations, then those in Megatron's arguments.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "h": ("hidden_size",),
     "vocab": ("vocab_size",),
@@ -268,8 +268,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         *("moe_num_experts", "num_moe_experts"),
     ),
     # Multi-head latent attention: ranks of the projections, channels of a head without and with
-    # rotary positions (Megatron calls the former qk_head_dim, which is their sum elsewhere), and
-    # of its value.
+    # rotary positions, and channels of its value.  Megatron's qk_head_dim means the channels
+    # without rotary positions; elsewhere it means the sum of both.
     "q_lora": ("q_lora_rank",),
     "kv_lora": ("kv_lora_rank",),
     "nope": ("qk_nope_head_dim", "qk_head_dim"),
@@ -278,7 +278,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# sizes that `read_model` makes of others, and which it divides by which
+# Sizes that `read_model` computes: the first named size divided by the second.
 DERIVED: Mapping[str, tuple[str, str]] = {"n": ("heads", "g"), "gn": ("gv", "gk")}
 
 
@@ -290,17 +290,17 @@ def read_model(
     family: Family | None = None,
     checkpoint: Any = None,
 ) -> Model:
-    """Family and sizes from a Hugging Face config or from Megatron's (slime's) arguments.
+    """Reads family and sizes from a Hugging Face config or from Megatron's (slime's) arguments.
 
-    `model_name` goes before the config's own `model_type`, and may be one in which slime finds the
-    family's name.  Sizes that the config does not have are left out; a rule that needs one then
-    fails by name.  `loaded_by`: one of LOADERS.  `family`: which it is, whatever names say.
-    `checkpoint`: what config.json of the checkpoint says, if that is not `config`.  It goes before
-    arguments, which have Megatron's defaults where a model is built from config.json.
+    `model_name` overrides the config's `model_type`; it may be a name in which slime finds the
+    family.  Sizes that the config lacks are left out; a rule that needs such a size raises an error
+    with its name.  `loaded_by`: one of LOADERS.  `family`: overrides all names.  `checkpoint`: the
+    checkpoint's config.json, if `config` is something else.  Its sizes override the arguments',
+    which may be Megatron's defaults if a model is built from config.json.
     """
     if loaded_by not in LOADERS:
         raise _core.InvalidArgumentError(
-            f"loaded_by={loaded_by!r}: known are {', '.join(map(repr, LOADERS))}"
+            f"loaded_by={loaded_by!r}: it must be {' or '.join(map(repr, LOADERS))}"
         )
     if family is None:
         name = (
@@ -315,7 +315,7 @@ def read_model(
     parts = _parts(config)
     read = _read_fields(parts, wanted)
     if getattr(parts[1], "group_query_attention", None) is False:
-        read.pop("g", None)  # Megatron's arguments have num_query_groups=1 then, which it ignores
+        read.pop("g", None)  # then Megatron ignores num_query_groups=1 in its arguments
     sizes = {**read, **_read_fields(_parts(checkpoint), wanted)}
     if "ffn" in sizes:
         sizes.setdefault("moe_ffn", sizes["ffn"])  # as Megatron does
@@ -330,18 +330,18 @@ def read_model(
 
 
 def _parts(config: Any) -> tuple[Any, Any]:
-    """A configuration, and its part that is of the text model."""
+    """(configuration, its text model's configuration)."""
     return config, getattr(config, "text_config", None) or config
 
 
 def _ties(parts: Iterable[Any]) -> set[bool]:
-    """What they say of tied embeddings."""
+    """The values of tie_word_embeddings in these configurations."""
     found = [getattr(part, "tie_word_embeddings", None) for part in parts]
     return {bool(each) for each in found if each is not None}
 
 
 def _count_groups(config: Any, sizes: dict[str, int]) -> None:
-    """Query groups and heads of each; latent attention has neither, whatever its config says."""
+    """Adds query groups, channels of a head, and the DERIVED sizes.  Not for latent attention."""
     sizes.setdefault("g", sizes["heads"])
     sizes.setdefault("d", sizes.get("h", 0) // sizes["heads"])
     for size, (whole, part) in DERIVED.items():
@@ -349,26 +349,26 @@ def _count_groups(config: Any, sizes: dict[str, int]) -> None:
             sizes[size], rest = divmod(sizes.get(whole, 0), sizes[part])
             if rest or not sizes[size]:
                 raise _core.LayoutError(
-                    f"{type(config).__name__}: {FIELDS[whole][0]} {sizes.get(whole)} is no "
+                    f"{type(config).__name__}: {FIELDS[whole][0]} {sizes.get(whole)} is not a "
                     f"multiple of {FIELDS[part][0]} {sizes[part]}"
                 )
 
 
 def read_sizes(config: Any) -> dict[str, int]:
-    """Sizes of a Hugging Face configuration, without those of a family's own."""
+    """The sizes of a Hugging Face configuration, except those of a family's own `fields`."""
     return _read_fields(_parts(config), FIELDS)
 
 
 def _read_fields(parts: tuple[Any, Any], fields: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """What the first field of each size says that there is.
+    """Each size, from the first of its names that is set.
 
-    parts: names like "vision_config.hidden_size" begin in the first, others are in the second.
+    parts: names like "vision_config.hidden_size" are looked up in the first, others in the second.
     """
     found: dict[str, int] = {}
     for size, names in fields.items():
         values = (_value(parts["." not in name], name) for name in names)
         value = next((v for v in values if v is not None and not isinstance(v, list)), None)
-        if value is not None:  # a list has one for each layer
+        if value is not None:  # a list, one value for each layer, gives no size
             found[size] = len(value) if isinstance(value, str) else int(value)
     return found
 
@@ -388,29 +388,29 @@ def register(
     together: Together = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Family:
-    """Adds a family of this process to those that `wsync.megatron.layout` knows, or replaces one
-    that was added before.
+    """Adds a model family for `wsync.megatron.layout` in this process, or replaces a family that
+    was added before.
 
     Args:
-        name: as `model_type` of the configuration or `model_name` has it, for example "my_model".
-        rules: one for each kind of parameter; of two that match a name, the first is taken.
-        fields: sizes of the rules' views that are not in `FIELDS`: the
-            names that each has in configurations.
-        loaders: rules that go before these for models that were loaded by "slime".
-        together: sets of modules, by the last part of their names, whose tensors within one parent
-            engines take in one call only.
+        name: the configuration's `model_type`, or a `model_name`; for example "my_model".
+        rules: one for each kind of parameter; if two match a name, the first is used.
+        fields: sizes in the rules' views that are not in `FIELDS`, with the names of each size in
+            configurations.
+        loaders: by a loader's name ("slime"), rules for the models that it loads; they come first.
+        together: sets of modules, by the last part of their names; an engine needs the tensors of a
+            set within one parent in one call.
         settings: fields of Megatron's TransformerConfig and the values for which the rules hold,
-            for example {"layernorm_zero_centered_gamma": False}; `wsync.megatron.layout` compares
-            them with every layer's configuration, and refuses a field that has no such name there.
+            for example {"layernorm_zero_centered_gamma": False}.  `wsync.megatron.layout` compares
+            them with every layer's configuration, and refuses a field that it lacks.
 
     Raises:
-        InvalidArgumentError: wsync has a family of this name, or there is no such loader.
+        InvalidArgumentError: wsync has a family of this name, or a loader is not known.
     """
     if name in FAMILIES and not FAMILIES[name].added:
-        raise _core.InvalidArgumentError(f"there is a family {name!r} already")
+        raise _core.InvalidArgumentError(f"wsync has a family {name!r} already")
     if unknown := {*(loaders or {})}.difference(LOADERS):
         raise _core.InvalidArgumentError(
-            f"no loader {min(unknown)!r}: known are {', '.join(LOADERS)}"
+            f"loaders: {min(unknown)!r} is not one of {', '.join(LOADERS)}"
         )
     family = Family(name, tuple(rules), loaders or {}, {}, fields or {}, together, settings or {})
     FAMILIES[name] = family
@@ -418,13 +418,13 @@ def register(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Lists the model families of Megatron-Core trainers that wsync can name, by model_type, and
-    what their tensors were compared with, bit for bit."""
+    """Lists the model families that wsync knows for Megatron-Core trainers, by model_type.  The
+    second column names the programs with whose tensors they were compared, bit for bit."""
     argparse.ArgumentParser("wsync families", description=main.__doc__).parse_args(argv)
     width = max(map(len, FAMILIES))
     print(f"{'family':<{width}}  compared with\n")
     for name, family in sorted(FAMILIES.items()):
         print(f"{name:<{width}}  {'added by the user' if family.added else family.oracle}")
-    print(f"\nWithout a table, by Megatron-Bridge's own mappings (bridge=): {', '.join(BRIDGED)}.")
-    print("\nwsync.families.register adds one; pydoc wsync.families shows how.")
+    print(f"\nThese need Megatron-Bridge's mappings (bridge=): {', '.join(BRIDGED)}.")
+    print("\nwsync.families.register adds a family; pydoc wsync.families shows how.")
     return 0

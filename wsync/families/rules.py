@@ -1,7 +1,7 @@
 """Rules: where the elements of an unsharded Megatron parameter lie in Hugging Face tensors.
 
-A rule names a parameter, writes its axes down, and writes the axes of each target tensor down in
-that tensor's own order:
+A rule names a parameter and its axes.  For each target tensor it names the same axes, in that
+tensor's own order:
 
     Rule("decoder.layers.{layer}.self_attention.linear_qkv.weight",
          "*(g (n | k:1 | v:1) d) h",
@@ -12,35 +12,35 @@ that tensor's own order:
 Grammar of a view:
     view    dimensions, separated by spaces, outermost first
     item    `name` or `name:size` or a group; `size` is a number, the name of a size (default:
-            the axis's own name), a sum of those, or `?`: inferred from the parameter (at most
+            the axis's own name), a sum of both, or `?`: inferred from the parameter (at most
             one in a view)
     group   `(a b)` is one dimension that counts through a and b, b fastest;
             `(a b | c)` is the elements of (a b) followed by those of c
-    *item   tensor-parallel ranks (expert-tensor-parallel ones for experts) hold equal parts of
-            it; inside a group each item may be cut, in each alternative
-    ~item   the same, but the local shape says into how many parts it is cut, from one for each
-            rank down to one for all; ranks next to each other then hold the same part (at most one
-            in a view)
-    @item   expert-parallel ranks hold equal parts of it
+    *item   tensor-parallel ranks (for experts: expert-tensor-parallel ranks) hold equal parts of
+            the item; in a group, each item of each alternative may be cut
+    ~item   like *item, but the local shape tells the number of parts: from one for each rank
+            down to one for all; if there are fewer parts than ranks, neighbours hold the same
+            (at most one in a view)
+    @item   expert-parallel ranks hold equal parts of the item
 
-An axis may be in several alternatives of a group, once in each: `(key q | key k)`.
+An axis may occur in several alternatives of a group, but only once in each: `(key q | key k)`.
 
-A target's view repeats names of the rule's view, without sizes and marks.  Each of its dimensions
-takes elements of one dimension of the parameter.  A dimension may also be `expert` where the
-parameter's name holds {expert}: the parameter fills that index of it, and the dimension is as long
-as there are experts.  Each alternative of the parameter must go to some target; only an
-alternative that contains an axis called `pad` may stay behind.  A dimension of the rule that a
-target's *name* mentions in braces gives one tensor for each of its indices.
+A target's view repeats names of the rule's view, without sizes and marks.  Each dimension of the
+target takes elements of one dimension of the parameter.  If the parameter's name holds {expert},
+the target may also have a dimension `expert`: its length is the number of experts, and the
+parameter fills the index of its expert.  Each alternative of the parameter must go to some target,
+unless it contains an axis called `pad`.  If a target's *name* holds a dimension of the rule in
+braces, each index of that dimension goes to a tensor of its own.
 
-In a parameter's name `(a|b)` stands for either.  `{layer}`, `{expert}`, `{mtp}`, `{inner}` and
-`{vision}` (a vision tower's layer) stand for numbers that the name holds.  In the targets of a rule
-with {mtp}, {layer} counts on from the model's last layer; where an MTP layer is a block of `block`
-layers, {inner} counts those of all MTP layers, and {first} and {last} are the ends of this one.
+In a parameter's name `(a|b)` matches a or b.  `{layer}`, `{expert}`, `{mtp}`, `{inner}` and
+`{vision}` (a vision tower's layer) match numbers.  In the targets of a rule with {mtp}, {layer}
+counts on from the model's last layer.  If an MTP layer is a block of `block` layers, {inner} counts
+the layers of all blocks; {first} and {last} are the first and the last layer of this block.
 
-A rule expands to boxes, which may take every so many-th index of a target's dimension.  Their
-elements are copied; where a target has an offset, each element is x + offset, computed in
-float32.  What a rank holds of the unsharded parameter (its regions) is composed with these boxes
-later: a local shard is never reshaped.
+A rule expands to boxes, which may take every n-th index of a target's dimension.  Elements are
+copied.  If a target has an offset, each element becomes x + offset, computed in float32.  Later the
+boxes are combined with a rank's regions, its parts of the unsharded parameter: a local shard is
+never reshaped.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ MAX_DIMENSIONS = 6
 _TOKEN = re.compile(r"([*~@]?)(?:([a-z_]\w*)(?::(\w+(?:\+\w+)*|\?))?|([(|)]))")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _EITHER = re.compile(r"\(([^)]*)\)")
-_ENDS = ("inner", "first", "last")  # numbers that the size of a block of MTP layers tells
-_COUNTS = {"expert": "experts"}  # numbers that may be axes of targets, and their sizes
+_ENDS = ("inner", "first", "last")  # numbers that follow from the size of an MTP block
+_COUNTS = {"expert": "experts"}  # numbers that may be axes of targets, and the sizes of these axes
 _Shape = tuple[int, ...]
-# Sets of modules, by the last part of their names, whose tensors engines take in one call only.
+# Sets of modules, by the last part of their names; engines need a set's tensors in one call.
 Together = Sequence[tuple[str, ...]]
 
 
 class RuleError(_core.InvalidArgumentError):
-    """A rule that cannot mean anything: wrong grammar, axes that go nowhere or come twice."""
+    """A rule is invalid: its grammar is wrong, or its axes and its targets' axes do not agree."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _View:
         alternatives = _alternatives(tokens)
         known = len(_TOKEN.sub("", text).strip()) == 0 and text.count("?") < 2 > text.count("~")
         if len(alternatives) > 1 or not known or text.count("(") != text.count(")"):
-            raise RuleError(f"{text!r} is no view: see wsync.families.rules")
+            raise RuleError(f"{text!r} is not a valid view: see wsync.families.rules")
         self.items = alternatives[0]
         self.sizes: dict[str, str] = {}
         for axis in axes_of(self.items):
@@ -106,7 +106,7 @@ class _View:
 
 
 def _alternatives(tokens: Iterator[re.Match[str]]) -> tuple[tuple[_Item, ...], ...]:
-    """Those up to the end of a group."""
+    """The alternatives up to the end of a group."""
     found: list[list[_Item]] = [[]]
     for token in tokens:
         mark, name, size, sign = token.groups()
@@ -122,7 +122,7 @@ def _alternatives(tokens: Iterator[re.Match[str]]) -> tuple[tuple[_Item, ...], .
 
 
 def _within(items: Iterable[_Item]) -> Iterator[_Item]:
-    """All items, also those inside groups."""
+    """All items, including those inside groups."""
     for item in items:
         yield item
         yield from _within(itertools.chain.from_iterable(item.alternatives))
@@ -141,9 +141,9 @@ class Cut:
 
 
 class _Dimension:
-    """One dimension of a parameter.  Each element has a number by its indices along axes.
+    """One dimension of a parameter.  Each element has a number, made of its indices along axes.
 
-    text: what errors call the parameter.
+    text: how errors name the parameter.
     """
 
     def __init__(self, text: str, item: _Item, sizes: Mapping[str, int]) -> None:
@@ -158,7 +158,7 @@ class _Dimension:
         self.size = len(self._numbers)
 
     def _of(self, item: _Item, cuts: Mapping[str, Cut]) -> Tensor:
-        """Numbers of an item's elements, in their order."""
+        """The numbers of an item's elements, in order."""
         import torch
 
         if item.name:
@@ -184,7 +184,7 @@ class _Dimension:
         return found
 
     def places(self, item: _Item, cuts: Mapping[str, Cut] | None = None) -> Tensor:
-        """Where the elements of an item are, in its order; with cuts, those that a rank holds."""
+        """The places of an item's elements, in order; with cuts, only those that a rank holds."""
         import torch
 
         numbers = self._of(item, cuts or {})
@@ -198,7 +198,7 @@ class _Dimension:
         return order[found]
 
     def left(self, taken: Iterable[Tensor]) -> bool:
-        """Whether there are elements besides these and those that pad."""
+        """Whether any elements remain besides the taken places and padding."""
         import torch
 
         left = torch.ones(self.size, dtype=torch.bool, device="cpu")
@@ -210,13 +210,13 @@ class _Dimension:
 
 
 def _runs(places: Tensor, longest: int) -> Sequence[NumberedBox]:
-    """Boxes of one dimension; their numbers are places."""
+    """Boxes along one dimension of a target; a box's number is its first place in the source."""
     return [*boxes(lambda _, low, high: places[low:high, None], places.shape, {1: 0}, longest)]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A Hugging Face tensor that takes elements of a parameter, plus `offset`."""
+    """A Hugging Face tensor that takes elements of a parameter and adds `offset`."""
 
     name: str
     view: str
@@ -227,10 +227,10 @@ class Target:
 class Piece:
     """A box of the unsharded parameter and the box of a target tensor that it fills.
 
-    `axes`: the parameter's axis of each axis of the target, or -1 where the extent is 1.
-    `steps`: of the target's index along each of its axes, from one element of the box to the next.
-    `counted`: (number in the parameter's name, axis of the target): the number is added to
-    `target_start`.  `affine`: (scale, offset), or None where elements stay as they are.
+    `axes`: for each axis of the target, the parameter's axis, or -1 if the extent is 1.
+    `steps`: for each axis of the target, the distance between neighbouring elements of the box.
+    `counted`: pairs of a number in the parameter's name and an axis of the target: the number is
+    added to `target_start`.  `affine`: (scale, offset), or None if elements are only copied.
     """
 
     name: str
@@ -244,7 +244,7 @@ class Piece:
     affine: tuple[float, float] | None = None
 
     def map(self, numbers: Mapping[str, int], together: Together = ()) -> _core.Map:
-        """The piece of one parameter, whose name holds these numbers."""
+        """The piece as a map of the parameter whose name holds these numbers."""
         start = list(self.target_start)
         for number, axis in self.counted:
             start[axis] += numbers[number]
@@ -257,7 +257,7 @@ class Piece:
         return (*place, group) if self.affine is None else (*place, group, *affine)
 
     def stacked(self, index: int, count: int) -> Piece:
-        """The same piece where the target is one of so many in a tensor."""
+        """The same piece, with the target at `index` of a tensor that stacks `count` targets."""
         return replace(
             self,
             shape=(count, *self.shape),
@@ -285,7 +285,7 @@ class ShardPlacement:
 
     @staticmethod
     def of(shape: _Shape, held: Sequence[Sequence[_Shape]]) -> ShardPlacement:
-        """held: for each dimension, (start, extent, local start) of what the tensor has of it."""
+        """held: for each dimension, (start, extent, local start) of the parts in the tensor."""
         regions = []
         for choice in itertools.product(*held):
             start, extent, local = (tuple(part[n] for part in choice) for n in range(3))
@@ -299,8 +299,8 @@ class ShardPlacement:
 
 
 def may_step(pieces: Iterable[Piece]) -> bool:
-    """Whether boxes go through each dimension of a tensor in one step that divides it: that makes
-    two dimensions of one, of which there are so many at most."""
+    """Whether all boxes along a dimension of a tensor have one step, which divides the dimension.
+    Such a step splits the dimension into two; a tensor may have MAX_DIMENSIONS in all."""
     found: dict[tuple[str, int], int] = {}
     for piece in pieces:
         for axis, (step, extent) in enumerate(zip(piece.steps, piece.extent, strict=True)):
@@ -325,7 +325,7 @@ class Expansion:
         self.shape = tuple(each.size for each in self._dimensions)
 
     def place(self, tensor: Cut, expert: Cut | None = None) -> ShardPlacement:
-        """The share of a rank; raises LayoutError if an axis does not divide."""
+        """The share of a rank.  Raises LayoutError if an axis cannot be cut into equal parts."""
         cuts = {"*": tensor, "~": tensor, "@": expert or Cut()}
         shape: list[int] = []
         held: list[list[_Shape]] = []
@@ -338,7 +338,7 @@ class Expansion:
     def maps(
         self, placement: ShardPlacement, numbers: Mapping[str, int], together: Together = ()
     ) -> list[_core.Map]:
-        """Where the elements of a share go; numbers: those in the parameter's name."""
+        """The maps of a share's elements.  numbers: the numbers in the parameter's name."""
         return [piece.map(numbers, together) for piece in self.pieces if placement.meets(piece)]
 
     @cached_property
@@ -348,7 +348,7 @@ class Expansion:
         for number, dimension in enumerate(self._dimensions):
             if dimension.left(each[number] for each in taken if number in each):
                 raise RuleError(
-                    f"{self.rule.name}: no target takes some of dimension {number} of "
+                    f"{self.rule.name}: no target takes some elements of dimension {number} of "
                     f"{self.rule.parsed.text!r}"
                 )
         pieces: tuple[Piece, ...] = ()
@@ -360,8 +360,9 @@ class Expansion:
         return pieces
 
     def _taken(self, target: Target) -> dict[int, Tensor]:
-        """The places that a target takes in each dimension of the parameter, or in numbers of its
-        name behind these: in the order of the target's own dimensions, then of its name's."""
+        """The places that a target takes in each dimension of the parameter.  A number in the
+        parameter's name counts as a further dimension.  The dimensions of the target's view come
+        first, then those in the target's name."""
         found: dict[int, Tensor] = {}
         for item in _View(target.view).items:
             names = {axis.name for axis in axes_of([item])}
@@ -379,7 +380,7 @@ class Expansion:
         return found
 
     def _pieces(self, target: Target, taken: Mapping[int, Tensor], longest: int) -> Iterator[Piece]:
-        """Boxes that go to one target, or to that of each index that its name mentions."""
+        """Boxes that go to one target, or to one tensor for each index in the target's name."""
         count, numbers = len(_View(target.view).items), len(self.shape)
         own, named = list(taken)[:count], list(taken)[count:]
         shape = tuple(len(taken[number]) for number in own)
@@ -413,10 +414,10 @@ class Expansion:
 class Rule:
     """How one kind of Megatron parameter maps to Hugging Face tensors.
 
-    `inferred_dimension`: the dimension of the parameter that holds the inferred axis, or -1;
-    `inferred_cut`: whether ranks hold parts of it; `shaped_dimension`: the one that is cut as the
-    local shape says, or -1.  `sizes`: the names of the sizes that it needs.  `counted`: numbers of
-    the name that are axes of targets.  `names`: all that the name stands for.
+    `inferred_dimension`: the dimension of the parameter that holds the inferred axis, or -1.
+    `inferred_cut`: whether ranks hold parts of that dimension.  `shaped_dimension`: the dimension
+    that is a ~item, or -1.  `sizes`: the names of the sizes that the rule needs.  `counted`: the
+    numbers in the name that are axes of targets.  `names`: all names that the rule matches.
     """
 
     def __init__(self, name: str, view: str, *targets: Target) -> None:
@@ -452,13 +453,13 @@ class Rule:
         return None if match is None else {k: int(v) for k, v in match.groupdict().items()}
 
     def inferred(self, sizes: Mapping[str, int], extent: int) -> int | None:
-        """What the inferred axis must be for its dimension to have this extent; None: nothing."""
+        """The size of the inferred axis with which its dimension has this extent, or None."""
         empty, unit = (self.expand(sizes, n).shape[self.inferred_dimension] for n in (0, 1))
         found, rest = divmod(extent - empty, max(1, unit - empty))
         return found if rest == 0 and found >= 0 else None
 
     def expand(self, sizes: Mapping[str, int], inferred: int = 0) -> Expansion:
-        """Fixes the sizes of all axes; KeyError names a size that `sizes` lacks."""
+        """Fixes the sizes of all axes.  Raises KeyError with the name of a size that is missing."""
         known = {number: sizes[_COUNTS[number]] for number in self.counted}
         for axis, size in self.parsed.sizes.items():
             parts = ("0",) if size == INFERRED else size.split("+")
@@ -468,7 +469,7 @@ class Rule:
 
 
 def mtp_numbers(numbers: Mapping[str, int], layers: int, block: int) -> dict[str, int]:
-    """The numbers in the name of a parameter of MTP, as its targets count them."""
+    """The numbers in an MTP parameter's name, and those that its targets' names need."""
     first = numbers["mtp"] * block
     counted = {"layer": layers + numbers["mtp"], "first": first, "last": first + block - 1}
     return {**numbers, **counted, "inner": first + numbers.get("inner", 0)}

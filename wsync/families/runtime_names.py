@@ -1,8 +1,8 @@
-"""Names that engines know run-time parameters by: those of checkpoints.
+"""Checkpoint names of run-time parameters: the names that engines know.
 
-transformers gives some parameters other names and forms than their checkpoints have: since 4.52 it
-puts `model.language_model.` before those of a text beside a vision tower, and since 5 it fuses the
-experts of a layer.
+In transformers, some parameters have other names and forms than in their checkpoints.  Since 4.52,
+a language model with a vision tower has the prefix `model.language_model.`.  Since 5, the experts
+of a layer are fused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SPARSE_RULES: Final = (
         f"{HF_LAYER}mlp.e_score_correction_bias", "experts", f"{_SPARSE}e_score_correction_bias"
     ),
 )
-# parameters of the names of their tensors, which have their axes in another order
+# Parameters with the names of the checkpoint's tensors, but another order of axes.
 _TURNED: Final = (
     renamed(
         f"{_SEEN_EXPERTS}gate_up_proj",
@@ -55,9 +55,9 @@ _FUSED: Final = (
     *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next"),
 )
 
-# Names of transformers modules at run time to those of checkpoints, where the two differ; by
-# model_type, after transformers 5.23 (`conversion_mapping.py`).  What no rule matches keeps its
-# name, and so does what has the form of its tensor already, as 4.57 has it.
+# By model_type: rules from run-time names of transformers to names of checkpoints, if they differ
+# (transformers 5.23, `conversion_mapping.py`).  A parameter keeps its name if no rule matches, or
+# if it has the form of the checkpoint's tensor already, as in transformers 4.57.
 _TABLES: Sequence[tuple[Sequence[str], tuple[Rule, ...], Mapping[str, str]]] = (
     (_FUSED, fused_experts(), {}),
     (("olmoe",), fused_experts(size="ffn"), {}),
@@ -71,14 +71,14 @@ RUNTIME: Mapping[str, Family] = {
     name: Family(name, rules, copied=copied) for names, rules, copied in _TABLES for name in names
 }
 
-# Projectors of gemma3, paligemma, mistral3 and aya_vision.  LLaVA's and InternVL's have the names
-# that cohere2_vision's and lfm2_vl's have, whose checkpoints have the names of run time.
+# Projectors of gemma3, paligemma, mistral3 and aya_vision.  Those of LLaVA and InternVL are left
+# out: cohere2_vision and lfm2_vl use the same names, also in checkpoints.
 _LIKE_LLAVA: Final = re.compile(
     r"model\.multi_modal_projector\.(mm_|linear\.|patch_merger\.|layernorm\.)"
 )
 
-# What the layers of Mixtral consist of, and parts that layers with experts have whose checkpoints
-# have them one by one.
+# All parts of Mixtral's layers, and parts that occur only in models whose checkpoints hold experts
+# one by one.
 _LAYER: Final = re.compile(r"model\.layers\.\d+\.(.+)")
 _MIXTRAL: Final = re.compile(
     r"(input|post_attention)_layernorm\.weight|mlp\.gate\.(weight|e_score_correction_bias)|"
@@ -95,7 +95,7 @@ _ONE_BY_ONE: Final = {
 class RuntimeNames:
     """Maps from run-time parameters to the tensors of checkpoints, which engines know.
 
-    kind: the model_type, or what comes to the same.
+    kind: a model_type of RUNTIME, or another text for no rules.
     """
 
     def __init__(self, kind: str, sizes: Mapping[str, int]) -> None:
@@ -105,9 +105,9 @@ class RuntimeNames:
 
     @classmethod
     def of_config(cls, config: Any, names: Iterable[str] = ()) -> RuntimeNames:
-        """By a Hugging Face configuration; None has no rules.
+        """The rules for a Hugging Face configuration; None has no rules.
 
-        Raises UnsupportedError for names of fused experts without rules.
+        Raises UnsupportedError if `names` has fused experts for which there are no rules.
         """
         kind = str(getattr(config, "model_type", None) or "")
         found = cls(kind, read_sizes(config) if kind in RUNTIME else {})
@@ -115,14 +115,14 @@ class RuntimeNames:
         if found.family is None and fused:
             known = f"the family {kind!r}" if kind else "a model without config"
             raise _core.UnsupportedError(
-                f"{fused}: experts are fused, and {known} has no rule for engines' names"
+                f"{fused}: experts are fused, and {known} has no rule for the engines' names"
             )
         return found
 
     @classmethod
     def of_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> RuntimeNames:
-        """By the names and shapes of all tensors of a model, where these tell it."""
-        wide = "embed_tokens.weight", ".input_layernorm.weight"  # no rank may have all of these
+        """The rules for a model, if the names and shapes of all its tensors tell its kind."""
+        wide = "embed_tokens.weight", ".input_layernorm.weight"  # a rank may have only one of these
         hidden = next((s[-1] for n, s in shapes.items() if n.endswith(wide)), 0)
         kind, sizes = _kind_of(shapes), {"h": hidden}
         for name, shape in shapes.items():
@@ -130,14 +130,14 @@ class RuntimeNames:
                 width = shape[1] if shape[2] == hidden else shape[2]
                 sizes |= {"experts": shape[0], "moe_ffn": width // 2, "ffn": width // 2}
                 if kind == "qwen3_vl_moe" and shape[2] != hidden:
-                    kind = ""  # transformers 4 has all experts as checkpoints have them
+                    kind = ""  # transformers 4 holds experts as checkpoints do
                 break
         return cls(kind, sizes)
 
     def maps(
         self, name: str, dtype: str, shape: Shape, regions: Sequence[_core.Region]
     ) -> list[_core.Map]:
-        """Where a parameter's elements go; only those maps that its regions meet."""
+        """The maps of a parameter's elements, except those that its regions do not meet."""
         found = self._expansion(name, shape)
         if found is None:
             zeros, axes = (0,) * len(shape), tuple(range(len(shape)))
@@ -148,7 +148,7 @@ class RuntimeNames:
         return expansion.maps(ShardPlacement(shape, tuple(regions)), numbers, TOGETHER)
 
     def views(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """The tensors of the checkpoint that lie in a whole parameter."""
+        """The checkpoint's tensors as views of a whole parameter, by name."""
         found = self._expansion(name, tuple(tensor.shape))
         if found is None:
             return {self._plain(name): tensor}
@@ -166,7 +166,7 @@ class RuntimeNames:
         return (self.family and self.family.copy_of(name)) or name
 
     def _expansion(self, name: str, shape: Shape) -> tuple[Expansion, dict[str, int]] | None:
-        """The rule of a parameter; None where it has the form of its tensor."""
+        """The rule of a parameter, or None if it has the form of the checkpoint's tensor."""
         found = None if self.family is None else self.family.match(name)
         if self.family is None or found is None:
             return None
@@ -182,7 +182,7 @@ class RuntimeNames:
 
 
 def _kind_of(shapes: Mapping[str, Sequence[int]]) -> str:
-    """A model_type of RUNTIME, or ""."""
+    """The model_type of RUNTIME that these tensors show, or ""."""
     if "model.visual.merger.ln_q.weight" in shapes:
         return "qwen2_vl"
     if any(name.startswith("model.visual.deepstack_merger_list.") for name in shapes):
@@ -194,7 +194,7 @@ def _kind_of(shapes: Mapping[str, Sequence[int]]) -> str:
     norms = (shapes[n] for n in shapes if n.endswith(".self_attn.q_norm.weight"))
     rows = (shapes[n] for n in shapes if n.endswith(".self_attn.q_proj.weight"))
     if not fused or any(norm[0] == row[0] for norm, row in zip(norms, rows, strict=False)):
-        return ""  # norms of all heads together are OLMoE's as well as MiniMax-M2's
+        return ""  # both OLMoE and MiniMax-M2 normalise all heads together
     if parts & _ONE_BY_ONE:
         return "qwen3_moe"
     return "mixtral" if all(map(_MIXTRAL.fullmatch, parts)) else ""
