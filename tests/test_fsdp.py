@@ -215,7 +215,7 @@ def test_any_order_of_placements(rows: int) -> None:
     ]
     for shape, placements in strided if rows % 12 == 0 else []:
         _covers(_played(shape, placements, whole), whole)
-        text = r"w: \(.*_StridedShard.* are no placements of FSDP2"
+        text = r"w: \(.*_StridedShard.* are not placements of FSDP2"
         with pytest.raises(wsync.UnsupportedError, match=text):
             _played((*shape[:-1], 2), placements, whole)
     for shape, placements in meshes:
@@ -236,7 +236,7 @@ def test_megatron_fsdp_cuts_unevenly(four: Ranks, counts: tuple[int, ...], said:
     if said or len({*counts}) == 1:
         assert found == [([*map(float, range(8))] * 2, "")] * 4
     else:
-        unsaid = "the share of this rank (Megatron-FSDP's state_dict() has"
+        unsaid = "the share of this rank (if Megatron-FSDP has cut it"
         assert any(unsaid in text for _, text in found)
 
 
@@ -293,7 +293,7 @@ def test_a_parameter_of_two_names_is_delivered_under_both() -> None:
 def test_a_name_that_no_unit_of_fsdp1_has_is_refused() -> None:
     with contextlib.contextmanager(_ranks)(1) as one:
         said = one.run(cases.shared_by_units)
-    assert all(text.startswith("LayoutError: b.weight: is a parameter of two") for text in said)
+    assert all(text.startswith("LayoutError: b.weight: two FSDP1 units share") for text in said)
 
 
 class _Tied(torch.nn.Module):
@@ -321,7 +321,9 @@ def test_a_tied_head_goes_by_the_name_of_the_embedding(first: bool, two: Ranks) 
     model.lm_head.weight = torch.nn.Parameter(torch.randn(8, 4))
     with pytest.raises(wsync.LayoutError, match=r"^lm_head\.weight: shared a tensor with model\."):
         found.bind()
-    with pytest.raises(wsync.LayoutError, match=r"^lm_head\.weight: a parameter of its own, but"):
+    with pytest.raises(
+        wsync.LayoutError, match=r"^lm_head\.weight: it is a separate parameter, but"
+    ):
         layout(model, tied)
     for use_orig in (False, True):
         for found in two.run(cases.tied_names, first, use_orig):
@@ -383,9 +385,7 @@ def test_buffers_that_fsdp1_casts_are_sent_as_its_state_dicts_have_them(
 @pytest.mark.parametrize("how", ["fsdp1", "fsdp1-orig"])
 def test_what_lies_inside_of_a_flat_unit_has_no_layout(how: str, two: Ranks) -> None:
     for texts in two.run(cases.parts_of_a_flat_unit, how):
-        assert all(
-            "is flattened into an FSDP unit around what the layout" in text for text in texts
-        )
+        assert all("it is flattened into an FSDP unit around the given" in text for text in texts)
 
 
 def test_a_module_inside_of_a_unit_of_fsdp2_is_read_from_its_shards(two: Ranks) -> None:
@@ -417,7 +417,7 @@ def test_a_tied_head_in_a_state_dict_has_the_values_of_the_embedding() -> None:
     found = layout(weights, config)
     assert found.layout.names() == ["model.embed_tokens.weight"]
     weights["lm_head.weight"][7, 3] = -0.0
-    text = r"lm_head\.weight: values of its own, but the configuration says tied embeddings"
+    text = r"lm_head\.weight: it has values of its own, but the configuration says tied embeddings"
     for call in (found.bind, lambda: layout(weights, config)):
         with pytest.raises(wsync.LayoutError, match=text):
             call()
@@ -549,7 +549,7 @@ def test_fsdp1_over_tensor_parallelism_is_refused_by_name(four: Ranks, how: str)
 
 def test_a_tensor_that_is_cut_in_another_way_is_refused(two: Ranks) -> None:
     for text in two.run(cases.resharded_error):
-        assert text == "w: is sharded in another way now than when the layout was made"
+        assert text == "w: it is sharded in another way now than when the layout was made"
 
 
 def test_a_missing_tensor_is_named() -> None:

@@ -1,19 +1,19 @@
 """Layouts of FSDP trainers: DTensors of any mesh, FSDP1's flat parameters and sharded state dicts.
 
-What a rank holds of a parameter is a box, known from the placements of its DTensor or the metadata
-of its ShardedTensor, or several: the interval of the flat parameter that it keeps.  The local
-tensor must agree.  Shards are read where they lie: nothing is communicated and nothing copied.
+A rank's part of a parameter is one box if it is a DTensor (by its placements) or a ShardedTensor
+(by its metadata).  It may be several boxes if it is an interval of a flat parameter.  The local
+tensor must agree.  Shards are read in place: nothing is communicated and nothing copied.
 
-Names are those of the module tree without wrappers, which are Hugging Face's own; what transformers
-fuses at run time goes through the rules of `wsync.families.RUNTIME`.
+Names are those of the module tree without wrappers, which are Hugging Face's own.  Tensors that
+transformers fuses at run time get their names from the rules of `wsync.families.RUNTIME`.
 
 Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several ranks.  `Partial`
-placements are sums that are not added up, and are refused.
+placements are refused: their values are terms of a sum.
 
-Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.10 to 2.13, and the
-DTensors that Megatron-FSDP makes, whose uneven cuts only the tensors of its state_dict() tell.
+Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.10 to 2.13, and
+Megatron-FSDP's DTensors.  Only the tensors of Megatron-FSDP's state_dict() tell its uneven cuts.
 
-On all ranks:
+Run this on all ranks:
 
 >>> for part in (*model.model.layers, model):
 ...     _ = fully_shard(part)

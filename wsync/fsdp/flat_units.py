@@ -1,4 +1,4 @@
-"""FSDP1's units, whose parameters are flattened one after another into one, the flat parameter."""
+"""FSDP1's units: each flattens its parameters, one after another, into one flat parameter."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class FlatUnit:
         return self.handle.flat_param
 
     def tensors(self) -> Iterator[Tensor]:
-        """The flat parameter, and those that torch has in its place, in modules and outside."""
+        """The flat parameter, and torch's tensors for the parameters that are flattened into it."""
         yield self.flat
         yield from getattr(self.flat, "_params", None) or ()
         yield from getattr(self.flat, "_shared_params", None) or ()
 
     def names(self) -> Iterator[tuple[str, int]]:
-        """(name, place in the flat parameter) of its parameters: of the distinct ones, then of what
-        else they are called."""
+        """(name, place in the flat parameter) of its parameters: first each parameter's own name,
+        then the names of shared parameters."""
         flat = self.flat
         places = {key: place for place, key in enumerate(flat._fqns)}
         paths = list(places.items())
@@ -48,49 +48,49 @@ class FlatUnit:
         yield from dict.fromkeys((plain_name(joined(self.prefix, key)), at) for key, at in paths)
 
     def parts(self, tied: bool) -> Iterator[Part]:
-        """The intervals that this rank keeps of its parameters, flattened one after another."""
+        """This rank's interval of each parameter, as boxes."""
         flat = self.flat
         self.write_back()
-        # The parameter itself is the local shard, assigned or not, unless it is whole for a pass.
+        # The flat parameter is the local shard, unless a pass has gathered it.
         tensor = getattr(flat, "_local_shard", flat) if self._is_whole() else flat
         known = list(self.names())
         others = {place for name, place in known if name != TIED}
         contiguous = getattr(flat, "_contiguities", None) or [True] * len(flat._shapes)
         for name, place in known:
-            if flat._param_extensions[place] is not None:  # its shape is that of the local tensor
+            if flat._param_extensions[place] is not None:  # torch knows only the local shape
                 raise _core.UnsupportedError(
-                    f"{name}: FSDP1 has flattened a DTensor, of which it knows this rank's part "
-                    "alone: tensor parallelism goes with FSDP2 (fully_shard)"
+                    f"{name}: FSDP1 has flattened a DTensor and knows only this rank's part of "
+                    "it: use FSDP2 (fully_shard) for tensor parallelism"
                 )
             if not contiguous[place]:
                 raise _core.UnsupportedError(
                     f"{name}: FSDP1 has flattened it in the order of its memory: make it "
-                    "contiguous first"
+                    "contiguous before FSDP1 wraps it"
                 )
             if tied and name == TIED:
                 if place in others:
                     continue
                 raise _core.LayoutError(
-                    f"{name}: a parameter of its own in its FSDP unit, but the configuration says "
-                    "tied embeddings: wrap both in one unit"
+                    f"{name}: it is a separate parameter, but the configuration says tied "
+                    "embeddings: wrap embedding and head in one FSDP unit"
                 )
             yield _part(name, tensor, flat, place)
 
     def write_back(self) -> None:
-        """Has it take on parameters that were assigned, as its next forward pass would."""
+        """Copies assigned parameters into the flat parameter, as the next forward pass would."""
         if self.handle._use_orig_params:
             self.handle._writeback_orig_params()
 
     def _is_whole(self) -> bool:
-        """Whether the flat parameter has the elements of all ranks now."""
+        """Whether the flat parameter holds the elements of all ranks now."""
         flat = self.flat
         sharded = self.handle.uses_sharded_strategy
         return bool(sharded and flat.size() == flat._unpadded_unsharded_size)
 
 
 def flat_units(module: Any) -> Iterator[FlatUnit]:
-    """Every unit of a model that has parameters; of one that is at several paths, each."""
-    seen: set[tuple[str, int]] = set()  # a wrapper has the attributes of what it wraps
+    """Every unit of a model that has parameters; a unit at several paths comes once for each."""
+    seen: set[tuple[str, int]] = set()  # a wrapper has its module's attributes, too
     for path, owner in module.named_modules(remove_duplicate=False):
         handle = getattr(owner, "_handle", None)
         key = plain_name(path), id(handle)
@@ -100,8 +100,8 @@ def flat_units(module: Any) -> Iterator[FlatUnit]:
 
 
 def saved_dtypes(module: Any) -> Iterator[tuple[str, Any]]:
-    """(name, dtype) of the buffers that FSDP1 casts when its root first runs, with
-    MixedPrecision(buffer_dtype=): those that its state dicts have."""
+    """(name, original dtype) of each buffer that FSDP1 casts because of
+    MixedPrecision(buffer_dtype=).  State dicts have the original dtype."""
     for path, part in module.named_modules():
         policy = getattr(part, "mixed_precision", None)
         if getattr(policy, "buffer_dtype", None) is not None:
@@ -110,16 +110,16 @@ def saved_dtypes(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_inside(module: Any, units: Sequence[FlatUnit]) -> None:
-    """LayoutError where a parameter of a module is part of a unit around the module, which alone
-    leads to what is flattened."""
+    """Raises LayoutError if a parameter is flattened into a unit around the module: the flat
+    parameter cannot be reached from the module."""
     known = {id(tensor) for unit in units for tensor in unit.tensors()}
     for path, part in module.named_modules():
         views = {key: getattr(value, "_base", None) for key, value in vars(part).items()}
         for key, tensor in (views | part._parameters).items():
             if getattr(tensor, "_fsdp_flattened", False) and id(tensor) not in known:
                 raise _core.LayoutError(
-                    f"{plain_name(joined(path, key))}: is flattened into an FSDP unit around what "
-                    "the layout is made of: give the FSDP module itself, not its .module or a part"
+                    f"{plain_name(joined(path, key))}: it is flattened into an FSDP unit around "
+                    "the given module: pass the FSDP module itself, not its .module or a part"
                 )
 
 
@@ -137,7 +137,7 @@ def _part(name: str, tensor: Tensor, flat: Any, place: int) -> Part:
 
 
 def _boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape, int]]:
-    """(start, extent, flat index) of the boxes that elements [first, last) consist of."""
+    """(start, extent, flat index) of boxes that together are the elements [first, last)."""
     if len(shape) == 1:
         yield (first,), (last - first,), first
         return

@@ -1,4 +1,4 @@
-"""FSDP2's modules, whose parameters are shards but while a pass has them gathered."""
+"""FSDP2's modules: their parameters are shards, except while a pass has gathered them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def fsdp2_modules(module: Any) -> list[Any]:
-    """Those in a module, and those around it that have parameters of it."""
+    """The FSDP2 modules within a module, and those around it that hold its parameters."""
     inside = {id(part) for part in module.modules()}
     states = sys.modules.get("torch.distributed._composable_state")
     around = list(getattr(states, "_module_state_mapping", ()))
@@ -25,6 +25,6 @@ def _is_fsdp2(module: Any) -> bool:
 def _holders(unit: Any) -> set[int]:
     """The ids of the modules whose parameters an FSDP2 module gathers."""
     state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # several, in newer versions
+    groups = getattr(state, "_fsdp_param_groups", None)  # newer versions of torch have several
     found = [state._fsdp_param_group] if groups is None else groups
     return {id(each._module_info.module) for group in found if group for each in group.fsdp_params}

@@ -27,16 +27,16 @@ def layout(
 ) -> TrainerLayout:
     """The layout of this rank of a model under FSDP2, FSDP1 or tensor-parallel DTensors.
 
-    `model`: the module, or a sharded state dict (`StateDictType.SHARDED_STATE_DICT`); the tensors
-    of a state dict are those of its making, so give `Sync.update` a new one each time.  `config`:
-    the Hugging Face configuration (default: the model's own), which tells, with its text's, tied
-    embeddings, and how experts are fused.  A tensor of several names has all of them, but for a
-    head that is tied.  `group`: the ranks that take part in updates (default: all).  Not
-    collective.  FSDP2 modules are resharded, as `state_dict()` does it, now and at each update.
+    `model`: the module, or a sharded state dict (`StateDictType.SHARDED_STATE_DICT`).  A state dict
+    does not follow training, so give `Sync.update` a new one each time.  `config`: the Hugging Face
+    configuration (default: the model's own).  It tells whether embeddings are tied and how experts
+    are fused.  A tensor with several names is delivered under all of them, except a tied head.
+    `group`: the ranks that take part in updates (default: all).  Not collective.  FSDP2 modules are
+    resharded now and at each update, as `state_dict()` does it.
 
-    Raises UnsupportedError for a placement that is no weight (`Partial`) or fused experts without
-    rules, LayoutError for a tensor that does not fit its placement or is flattened around `model`,
-    InvalidArgumentError for what is no tensor.
+    Raises UnsupportedError for a `Partial` placement and for fused experts without rules.  Raises
+    LayoutError for a tensor that does not fit its placement, or that is flattened into a unit
+    around `model`.  Raises InvalidArgumentError for a value that is not a tensor.
     """
     config = getattr(model, "config", None) if config is None else config
     tied = _says_tied(config)
@@ -74,7 +74,7 @@ def layout(
         for part, number in zip(found, numbers, strict=True):
             if part.tensor is not found[firsts[number]].tensor:
                 raise _core.LayoutError(
-                    f"{part.name}: no longer lies in one tensor with {names[number]}"
+                    f"{part.name}: it is no longer in one tensor with {names[number]}"
                 )
         return [found[first].tensor for first in firsts]
 
@@ -82,12 +82,12 @@ def layout(
 
 
 def _says_tied(config: Any) -> bool:
-    """Whether a configuration says that embeddings are tied, and that of its text, where it has
-    one, does not say otherwise.
+    """Whether a configuration says that embeddings are tied and its text configuration, if it has
+    one, does not say that they are not.
 
-    transformers ties by that of the text before 5, and by the outer one from then on; the other one
-    has the default of its class.  Without word of both, the tensors tell: a head that is the
-    embedding has a name more, which engines may have.
+    transformers before 5 reads the text configuration, and later versions read the outer one; the
+    other one holds the default of its class.  If only one says tied, a head that shares its tensor
+    with the embedding is also delivered under its own name, which engines may know.
     """
     find = getattr(config, "get_text_config", None)
     text = getattr(config, "text_config", None) if find is None else find(decoder=True)
@@ -96,13 +96,13 @@ def _says_tied(config: Any) -> bool:
 
 
 def _check_same(forms: Sequence[Form], found: Sequence[Part]) -> None:
-    """Tensors may move; what they hold may not change."""
+    """Raises LayoutError if a part has changed in more than its tensor."""
     for old, new in zip(forms, found, strict=False):
         if old != new.form:
             raise _core.LayoutError(
-                f"{old[0]}: is sharded in another way now than when the layout was made"
+                f"{old[0]}: it is sharded in another way now than when the layout was made"
             )
     if len(forms) != len(found):
         raise _core.LayoutError(
-            f"{len(found)} tensors are held now, but {len(forms)} when the layout was made"
+            f"this rank holds {len(found)} tensors now, but {len(forms)} when the layout was made"
         )

@@ -1,4 +1,4 @@
-"""Parts of parameters: what one rank holds of them, as boxes in local tensors."""
+"""One rank's parts of parameters, as boxes in local tensors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 TIED = "lm_head.weight"
 
 Shape = tuple[int, ...]
-Regions = tuple[tuple[Shape, Shape, Shape], ...]  # of _core.Region
+Regions = tuple[tuple[Shape, Shape, Shape], ...]  # each one a _core.Region
 Form = tuple[str, Shape, Regions, Shape | None]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Boxes of a parameter that lie in one local tensor.
+    """The boxes of a parameter in one local tensor.
 
-    `strides`: element strides of the boxes where they are not the local tensor's own.
+    `strides`: element strides of the boxes, if they differ from the local tensor's.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Part:
 
     @property
     def form(self) -> Form:
-        """All but the tensor."""
+        """All fields except the tensor."""
         return self.name, self.shape, self.regions, self.strides
 
 
@@ -42,5 +42,5 @@ def plain_name(name: str) -> str:
 
 
 def joined(*names: str) -> str:
-    """A path of its components, of which some may be empty."""
+    """A path of its components; empty components are left out."""
     return ".".join(filter(None, names))

@@ -1,4 +1,4 @@
-"""Reads the parts of a model's parameters, or of a state dict's."""
+"""Reads the parts of parameters from a model or a state dict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def of_mapping(
     tensors: Mapping[str, Tensor], tied: bool, wanted: Sequence[Form] | None = None
 ) -> list[Part]:
-    """The parts of tensors by name; `wanted` leaves out what has none of these names."""
+    """The parts of named tensors; `wanted` limits them to the tensors with its names."""
     some = None if wanted is None else dict.fromkeys(form[0] for form in wanted)
     known = by_plain_name(tensors, plain_name, some)
     if tied and TIED in known:
@@ -33,7 +33,7 @@ def of_mapping(
 
 
 def of_module(module: Any, tied: bool) -> Callable[[], list[Part]]:
-    """Reads what a module's state dict would hold, and FSDP1's flat parameters."""
+    """A function that reads the tensors of a module's state dict and FSDP1's flat parameters."""
     flats: list[FlatUnit] = []
     units: list[Any] = []
     saved: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def of_module(module: Any, tied: bool) -> Callable[[], list[Part]]:
             unit.write_back()
         return _slots(module, flats, tied)
 
-    def reshard() -> None:  # each pass gathers parameters from the shards
+    def reshard() -> None:  # the next pass gathers them again
         for unit in units:
             unit.reshard()
 
@@ -68,18 +68,18 @@ def of_module(module: Any, tied: bool) -> Callable[[], list[Part]]:
 
 
 def _check_tied(known: Mapping[str, Any]) -> None:
-    """LayoutError where a tied head has other values than every tensor it may be tied to: it is not
-    delivered under its own name."""
+    """Raises LayoutError if a tied head equals none of the other tensors: wsync does not deliver it
+    under its own name."""
     head = known[TIED]
     others = (tensor for name, tensor in known.items() if name != TIED)
     if not any(other is head or _same(other, head) for other in others):
         raise _core.LayoutError(
-            f"{TIED}: values of its own, but the configuration says tied embeddings"
+            f"{TIED}: it has values of its own, but the configuration says tied embeddings"
         )
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether what this rank has of two tensors is equal to the bit."""
+    """Whether this rank's parts of two tensors are equal, bit for bit."""
     if getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
     pairs = itertools.zip_longest(parts_of(TIED, one), parts_of(TIED, other))
@@ -91,7 +91,7 @@ def _slots(module: Any, flats: Sequence[FlatUnit], tied: bool) -> Iterator[Slot]
     buffers = {id(unit.flat) for unit in flats}
     delivered = {name for unit in flats for name, *_ in unit.names()}
     flat = {id(tensor) for unit in flats for tensor in unit.tensors()}
-    parts: dict[str, int] = {}  # every name is one of its own, whatever tensor has it
+    parts: dict[str, int] = {}  # each name has a part, even if names share a tensor
     firsts: dict[int, int] = {}
     heads: list[Slot] = []
     for owner, home, key, full in homes_of(module, once=False):
@@ -100,8 +100,8 @@ def _slots(module: Any, flats: Sequence[FlatUnit], tied: bool) -> Iterator[Slot]
             whole = id(tensor) in buffers or (tied and name == TIED)
             if not whole and name not in delivered:
                 raise _core.LayoutError(
-                    f"{name}: is a parameter of two FSDP1 units, of which one has it: wrap both "
-                    "modules in one unit"
+                    f"{name}: two FSDP1 units share this parameter, but only one holds it: wrap "
+                    "both modules in one unit"
                 )
             continue
         if home is owner._buffers and key in owner._non_persistent_buffers_set:
@@ -112,11 +112,11 @@ def _slots(module: Any, flats: Sequence[FlatUnit], tied: bool) -> Iterator[Slot]
         part = parts.setdefault(name, len(parts))
         firsts.setdefault(id(tensor), part)
         yield Slot(name, home, key, full, part)
-    for head in heads:  # registered before the embedding or behind it
+    for head in heads:  # a head may be registered before or after its embedding
         first = firsts.get(id(head.home[head.key]))
         if first is None:
             raise _core.LayoutError(
-                f"{TIED}: a parameter of its own, but the configuration says tied "
-                "embeddings: wrap both in one FSDP unit"
+                f"{TIED}: it is a separate parameter, but the configuration says tied "
+                "embeddings: wrap embedding and head in one FSDP unit"
             )
         yield head._replace(part=first)

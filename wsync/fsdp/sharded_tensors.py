@@ -1,4 +1,4 @@
-"""Parts of tensors: a DTensor's, from its placements and mesh, a ShardedTensor's, a plain one's."""
+"""Parts of DTensors (by their placements and meshes), of ShardedTensors, and of plain tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def parts_of(name: str, tensor: Any) -> Iterator[Part]:
     """
     if hasattr(tensor, "materialize"):  # torch's UninitializedTensorMixin
         raise _core.UnsupportedError(
-            f"{name}: not initialised yet, as those of torch.nn's Lazy modules are until their "
-            "first forward pass"
+            f"{name}: not initialised yet: run a forward pass first, which initialises the "
+            "parameters of torch.nn's Lazy modules"
         )
     if not hasattr(tensor, "shape"):
         raise _core.InvalidArgumentError(f"{name} ({type(tensor).__name__}): not a torch tensor")
@@ -40,7 +40,7 @@ def _part(name: str, local: Any, shape: Shape, start: Sequence[int], extent: Seq
     if tuple(local.shape) != tuple(extent):
         raise _core.LayoutError(
             f"{name}: local shape {tuple(local.shape)} != {tuple(extent)}, the share of this rank "
-            "(Megatron-FSDP's state_dict() has metadata that says what it has cut unevenly)"
+            "(if Megatron-FSDP has cut it unevenly, pass the tensors of its state_dict())"
         )
     region = tuple(start), tuple(extent), (0,) * len(shape)
     return Part(name, local, shape, (region,) if math.prod(extent) else ())
@@ -49,12 +49,12 @@ def _part(name: str, local: Any, shape: Shape, start: Sequence[int], extent: Seq
 def _box(name: str, tensor: Any, shape: Shape) -> tuple[Sequence[int], Sequence[int]]:
     """(start, extent) of a DTensor's local tensor.
 
-    Each placement cuts what those before it have left as torch.chunk does: into equal parts but for
-    the last ones, which may be smaller or empty.
+    Each placement cuts the part that the earlier placements have left, like torch.chunk: all parts
+    are equal, except that the last ones may be smaller or empty.
     """
     local, mesh = tensor._local_tensor, tensor.device_mesh
     said = getattr(local, "__create_chunk_list__", None)
-    if said is not None:  # Megatron-FSDP cuts unevenly, and has checkpoints written by this
+    if said is not None:  # Megatron-FSDP cuts unevenly; this is its interface for checkpoints
         (chunk,) = said()
         return chunk.offsets, chunk.sizes
     coordinate = mesh.get_coordinate()
@@ -65,8 +65,8 @@ def _box(name: str, tensor: Any, shape: Shape) -> tuple[Sequence[int], Sequence[
         placement = tensor.placements[number]
         if placement.is_partial():
             raise _core.UnsupportedError(
-                f"{name}: mesh dim {number} has placement {placement!r}, which is no weight: "
-                "Shard and Replicate are"
+                f"{name}: mesh dim {number} has placement {placement!r}, which is not supported: "
+                "use Shard or Replicate"
             )
         if not placement.is_replicate():
             dim = placement.dim
@@ -78,9 +78,9 @@ def _box(name: str, tensor: Any, shape: Shape) -> tuple[Sequence[int], Sequence[
 
 
 def _cut_order(name: str, tensor: Any) -> list[int]:
-    """The mesh dimensions of a DTensor in the order in which they cut it: as Megatron-FSDP's meshes
-    say; else one after another, but _StridedShard, by which FSDP2 says that inner dimensions, as
-    those of tensor parallelism, have cut before it."""
+    """The mesh dimensions of a DTensor in the order in which they cut it.  Megatron-FSDP's meshes
+    tell the order.  Otherwise they cut one after another, except that a _StridedShard of FSDP2 cuts
+    after the dimensions within it, for example those of tensor parallelism."""
     said = getattr(tensor.device_mesh, "_shard_order", None)
     if said is not None:
         return list(said)
@@ -94,6 +94,6 @@ def _cut_order(name: str, tensor: Any) -> list[int]:
         if placement.split_factor != math.prod(map(tensor.device_mesh.size, same)):
             raise _core.UnsupportedError(
                 f"{name}: {tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)} are "
-                "no placements of FSDP2"
+                "not placements of FSDP2"
             )
     return [*plain, *reversed(strided)]

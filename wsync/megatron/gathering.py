@@ -1,7 +1,7 @@
-"""Parameters that Megatron gathers later than an optimizer step has changed them.
+"""Checks that Megatron has gathered the parameters that an optimizer step has changed.
 
-With overlap_param_gather a step changes a data-parallel rank's own share alone.  The rest comes
-with the next forward pass, by hooks, or by start_param_sync().
+With overlap_param_gather, a step changes only a data-parallel rank's own share.  The other shares
+are gathered later: by hooks in the next forward pass, or by start_param_sync().
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _GATHERING = "DistributedDataParallel._make_forward_pre_hook."
 
 
 def check_gathered(chunks: Sequence[Module]) -> None:
-    """Raises StateError where parameters may have old values outside of this data-parallel rank's
-    share, or where they are being gathered."""
+    """Raises StateError if parameters may have old values outside this data-parallel rank's share,
+    or if they are being gathered."""
     for number, chunk in enumerate(chunks):
         for module in _wrapped(chunk):  # the model and all of its parts have the hooks
             if any(map(_gathers, module._forward_pre_hooks.values())):
@@ -31,15 +31,15 @@ def check_gathered(chunks: Sequence[Module]) -> None:
                 )
             if any(map(_is_behind, _bucket_groups(module))):
                 raise _core.StateError(
-                    f"model chunk {number}: its parameters may be old: nobody has gathered them "
-                    "since gradients were reduced (overlap_param_gather): call "
-                    "start_param_sync(force_sync=True) of Megatron's DistributedDataParallel "
-                    "before an update, as disable_forward_pre_hook() does it"
+                    f"model chunk {number}: its parameters may be old: they were not gathered "
+                    "since gradients were reduced (overlap_param_gather): before an update, call "
+                    "start_param_sync(force_sync=True) of Megatron's DistributedDataParallel, or "
+                    "disable_forward_pre_hook(), which calls it"
                 )
 
 
 def _wrapped(chunk: Module) -> Iterator[Any]:
-    """A model, from the outermost of its wrappers inwards."""
+    """The wrappers of a model, from the outermost one inwards, then the model."""
     module: Any = chunk
     while module is not None:
         yield module
@@ -51,7 +51,7 @@ def _gathers(hook: object) -> bool:
 
 
 def _bucket_groups(module: Any) -> Iterator[Any]:
-    """Those of Megatron's DistributedDataParallel, where a step leaves them to be gathered."""
+    """The bucket groups of Megatron's DistributedDataParallel with overlap_param_gather."""
     settings = getattr(module, "ddp_config", None)
     if getattr(settings, "overlap_param_gather", False):
         for name in ("bucket_groups", "expert_parallel_bucket_groups"):
@@ -59,8 +59,8 @@ def _bucket_groups(module: Any) -> Iterator[Any]:
 
 
 def _is_behind(group: Any) -> bool:
-    """Whether a step may have changed a group's parameters since they were gathered, or a gathering
-    has not ended.  Of a model that was not trained yet nothing was gathered."""
+    """Whether a step may have changed a group's parameters since they were gathered, or whether a
+    gathering has not ended.  A model that was not trained yet is not behind."""
     if getattr(group, "param_gather_handle", None) is not None:
         return True
     trained = not getattr(group, "is_first_batch", True)

@@ -25,8 +25,8 @@ _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|b
 def find_slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:
     """Parameters and expert biases of all chunks under their global names."""
     embedded = False
-    last = dict[str, tuple[int, str]]()  # of each parameter that experts have, the last one's
-    parts: dict[str, int] = {}  # every name is one of its own, whatever tensor has it
+    last = dict[str, tuple[int, str]]()  # by an expert's parameter: the last expert and its name
+    parts: dict[str, int] = {}  # each name has a part, even if names share a tensor
     for number, chunk in enumerate(chunks):
         numbers = _layer_numbers(chunk, number if len(chunks) > 1 else None)
         for path, module in chunk.named_modules():
@@ -44,7 +44,7 @@ def find_slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[
             if (match := _EXPERT.search(local)) is not None:
                 kind = f"{local[: match.start(2)]}.{local[match.end() :]}"
                 last[kind] = max(last.get(kind, (-1, "")), (int(match.group(2)), local))
-            # A stage with MTP layers has the embedding a second time, and Megatron keeps it equal.
+            # A stage with MTP layers has a second embedding, which Megatron keeps equal.
             plain = name.removeprefix("language_model.")
             again, embedded = embedded and plain == EMBEDDING, embedded or plain == EMBEDDING
             if not again and not (spec.tied and plain == OUTPUT):
@@ -55,18 +55,18 @@ def find_slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[
 
 
 def _layer_numbers(chunk: Module, virtual: int | None) -> dict[str, int]:
-    """Global layer index of every path of a layer in a chunk; virtual: its number among the chunks
-    of this pipeline stage, None where it is the only one."""
+    """The global index of each layer in a chunk, by the layer's path.  virtual: the chunk's number
+    in this pipeline stage, or None if it is the only chunk."""
     numbers: dict[str, int] = {}
     offset: int | None = None
     for path, module in chunk.named_modules(remove_duplicate=False):
         match = LAYER.fullmatch(global_name(path))
         if match is None:
             continue
-        number = getattr(module, "layer_number", None)  # counts from 1, MTP layers on their own
+        number = getattr(module, "layer_number", None)  # counts from 1, separately for MTP layers
         if isinstance(number, int):
             numbers[match.group()] = number - 1
-        elif not match.group(1).endswith("mtp.layers."):  # those lie in one stage
+        elif not match.group(1).endswith("mtp.layers."):  # MTP layers are in one stage
             offset = _layer_offset(chunk, virtual) if offset is None else offset
             numbers[match.group()] = int(match.group(2)) + offset
     return numbers
@@ -77,7 +77,7 @@ def _layer_offset(chunk: Module, virtual: int | None) -> int:
 
     config = next((c for m in chunk.modules() if (c := getattr(m, "config", None))), None)
     if config is None:
-        raise _core.LayoutError("layers have neither a layer_number nor a config to count them by")
+        raise _core.LayoutError("layers cannot be counted without a layer_number or a config")
     if "vp_stage" in inspect.signature(get_transformer_layer_offset).parameters:
         virtual = getattr(chunk, "vp_stage", virtual)
         return int(get_transformer_layer_offset(config, vp_stage=virtual))
@@ -85,7 +85,7 @@ def _layer_offset(chunk: Module, virtual: int | None) -> int:
 
 
 def _global(local: str, numbers: dict[str, int], spec: Model, ranks: Ranks) -> str:
-    """The name in the unsharded model of a name in one chunk."""
+    """The global name of a parameter, from its name in one chunk."""
     name = local
     match = LAYER.match(name)
     if match is not None:
@@ -99,23 +99,23 @@ def _global(local: str, numbers: dict[str, int], spec: Model, ranks: Ranks) -> s
 
 
 def _check_experts(local: str, spec: Model, ranks: Ranks, last: bool = False) -> int:
-    """The number of experts of a rank, of which the local name of a parameter is of one, or of
-    the last one."""
+    """The number of experts on a rank.  Raises LayoutError if the expert in a parameter's local
+    name is not one of them, or with `last`, not the last one."""
     match = _EXPERT.search(local)
     expert = int(match.group(2)) if match is not None else 0
     experts = spec.sizes.get("experts", 0)
     share, rest = divmod(experts, ranks.expert.ranks)
     if rest or expert >= share or (last and expert != share - 1):
         raise _core.LayoutError(
-            f"{local}: {'the last ' if last else ''}expert {expert} of a rank, but {experts} "
+            f"{local}: this rank's {'last ' if last else ''}expert is {expert}, but {experts} "
             f"experts over {ranks.expert.ranks} expert-parallel ranks give {share} each"
         )
     return share
 
 
 def local_experts(names: Sequence[str], spec: Model, ranks: Ranks) -> dict[str, str]:
-    """Experts' global names to those that slime's backups have where experts are modules of their
-    own: the layer's number is global there, and the expert's is this rank's."""
+    """Experts' names in slime's backups, by their global names, if each expert is a module.  In
+    these names the layer's number is global, but the expert's number counts on this rank."""
     first = ranks.expert.rank * (spec.sizes.get("experts", 0) // ranks.expert.ranks)
     return {
         name: f"{name[: match.start(2)]}{int(match.group(2)) - first}{name[match.end() :]}"

@@ -1,4 +1,4 @@
-"""What layers are configured to be, where their weights have the same shapes whatever that is."""
+"""Checks the settings of layers that do not show in the shapes of their weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from wsync.megatron.global_names import LAYER
 if TYPE_CHECKING:
     from torch.nn import Module
 
-# sizes that shapes show only the product of, and Megatron's names of them
+# Sizes and Megatron's names for them; shapes show only the product of these sizes.
 _SAME_SHAPE = {"g": "num_query_groups", "d": "kv_channels"}
 
 
 def check_layers(chunks: Sequence[Module], spec: Model) -> None:
-    """Raises LayoutError where a layer's configuration says that the same bytes mean others than
-    the family's rules take them for."""
+    """Raises LayoutError if a layer's configuration gives its bytes another meaning than the
+    family's rules do."""
     family = spec.family
     if not family.rules:
         return
@@ -36,7 +36,7 @@ def check_layers(chunks: Sequence[Module], spec: Model) -> None:
         if config is None or LAYER.fullmatch(global_name(path)) is None:
             continue
         for field, (value, text) in needed.items():
-            # Fields of wsync's own families are of several versions of Megatron.
+            # wsync's own families name fields that some versions of Megatron lack.
             if family.added and field in family.settings and not hasattr(config, field):
                 raise _core.LayoutError(
                     f"{path}: {type(config).__name__} has no field {field!r}, which the settings "

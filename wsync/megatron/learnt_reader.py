@@ -1,4 +1,4 @@
-"""Turns parameters into regions and maps by their modules and by what a converter does."""
+"""Turns parameters into regions, by their modules, and into maps, by a learnt converter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LearntReader:
-    """Regions by the modules that hold parameters, and maps that a converter was seen to make."""
+    """Reads regions from the modules of parameters, and maps from a learnt converter."""
 
     def __init__(
         self, placements: Mapping[str, ShardPlacement], pieces: Mapping[str, Sequence[Piece]]
@@ -35,7 +35,7 @@ class LearntReader:
     def read(
         self, name: str, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> Read:
-        """As RuleReader does it."""
+        """Like RuleReader.read."""
         del tensor, shape
         placement = self._placements[name]
         maps = [piece.map({}, TOGETHER) for piece in self._pieces[name] if placement.meets(piece)]
@@ -52,7 +52,7 @@ def learnt_reader(
     ranks: Ranks,
 ) -> LearntReader:
     if converter is not None and bridge is not None:
-        raise _core.InvalidArgumentError("converter and bridge: which of the two is meant?")
+        raise _core.InvalidArgumentError("converter and bridge are both given: pass one of them")
     above: dict[int, list[Module]] = {}  # the modules that a tensor is in, innermost first
     for chunk in chunks:
         for _, home, key, path in homes_of(chunk):
@@ -65,8 +65,8 @@ def learnt_reader(
         if converter is None:
             modules = {name: inside[0] for name, inside in holders.items()}
             converter, index = stack.enter_context(bridge_converter(bridge, modules))
-        # slime gives its converters what it has gathered, one rank after another; its arguments
-        # say of how many ranks.
+        # slime's converters get the gathered rows, one rank after another; slime's arguments have
+        # the number of ranks.
         count = getattr(config, "tensor_model_parallel_size", 1)
         rows_of_ranks = is_slimes(converter) and count == ranks.tensor.ranks
         placements: dict[str, ShardPlacement] = {}
@@ -89,7 +89,7 @@ def learnt_reader(
 
 
 def _stripped(pieces: Iterable[Piece], padded: int, rows: int | None) -> Iterator[Piece]:
-    """Without the rows that pad the vocabulary, of tensors in which a converter has them."""
+    """The pieces without rows that pad the vocabulary, if the converter's tensors have them."""
     for piece in pieces:
         if rows is None or rows >= padded or piece.shape[:1] != (padded,):
             yield piece

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
-_Box = tuple[str, Sequence[int]]  # a target, and where in it
+_Box = tuple[str, Sequence[int]]  # a target's name, and the start of a box in it
 
 
 def layout(
@@ -40,26 +40,29 @@ def layout(
 ) -> TrainerLayout:
     """The layout of this rank of a Megatron-Core model.
 
-    `model`: one module, or one per virtual pipeline stage, in a list that is read again at every
-    update: others of the same parameters may take their places.  `config`: the Hugging Face
-    configuration, or Megatron's (slime's) arguments together with `model_name`: the sizes are read
-    (hidden_size, vocab_size, num_layers, ...) and untie_embeddings_and_output_weights; config.json
-    of their `hf_checkpoint` goes before them.  `loaded_by`: whose loader filled the model.
-    "megatron": one that has Megatron-Core compute with the weights as they are meant, as
-    Megatron-Bridge and mbridge do; "slime": slime's own, which exchanges the halves of Qwen3-Next's
-    eh_proj.  `converter`: a function that makes the Hugging Face tensors of one whole parameter, in
-    the place of a family: convert(name, tensor), or slime's convert(args, name, tensor), which is
-    called with `config`, gives (name, tensor) pairs.  A whole one is what one tensor-parallel rank
-    would hold; slime's gets delta nets' as the ranks' rows one after another, if `config` says
-    tensor_model_parallel_size, as slime gathers them.  It is called with made-up CPU tensors, only
-    while the layout is made; rows that pad the vocabulary are left out.  `bridge`: an AutoBridge of
-    Megatron-Bridge, whose mappings are the converter.  `group`: the ranks that take part in updates
-    (default: all).  Not collective.  With overlap_param_gather, an update of the model's own
-    tensors needs disable_forward_pre_hook() before it, or it raises StateError.
+    `model`: one module, or a list with a module for each virtual pipeline stage.  Every update
+    reads the list again, so that other modules with the same parameters may replace these.
+    `config`: the Hugging Face configuration, or Megatron's (slime's) arguments together with
+    `model_name`.  wsync reads sizes (hidden_size, vocab_size, num_layers, ...) and
+    untie_embeddings_and_output_weights.  If the arguments name an `hf_checkpoint`, its config.json
+    overrides them.  `loaded_by`: the loader that filled the model.  "megatron" stands for loaders
+    that keep weights as Megatron-Core needs them, like Megatron-Bridge and mbridge; "slime" stands
+    for slime's own, which exchanges the halves of Qwen3-Next's eh_proj.  `converter`: a function
+    that replaces the family.  It makes (name, tensor) pairs of Hugging Face tensors from one whole
+    parameter: convert(name, tensor), or slime's convert(args, name, tensor), which gets `config` as
+    args.  The parameter is whole, as a single tensor-parallel rank would hold it.  If `config` has
+    tensor_model_parallel_size, slime's converters get delta nets' parameters as slime gathers them:
+    each rank's rows, one rank after another.  A converter is called only while the layout is made,
+    with made-up CPU tensors.  Rows that pad the vocabulary are left out.  `bridge`: an AutoBridge
+    of Megatron-Bridge, whose mappings are used as the converter.  `group`: the ranks that take part
+    in updates (default: all).
 
-    Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
-    matches, that goes where another one does, that has another shape than the configuration says,
-    that no converter copies, or whose cut is open.
+    Not collective.  With overlap_param_gather, call disable_forward_pre_hook() before an update of
+    the model's own tensors, or the update raises StateError.
+
+    Raises UnsupportedError for an unknown family.  Raises LayoutError for a parameter that no rule
+    matches, that fills another parameter's target, whose shape differs from the configuration's,
+    whose converter wsync cannot learn, or whose cut wsync cannot tell.
     """
     chunks = model if isinstance(model, Sequence) else [model]
     learnt = None if converter is None and bridge is None else Family("of a converter")
@@ -87,8 +90,8 @@ def layout(
 
 
 def _checkpoint_config(args: Any) -> Any:
-    """config.json of the folder, or of the model of the Hugging Face hub, that slime's arguments
-    name; None where it is not here."""
+    """The config.json of slime's `hf_checkpoint`: a folder, or a model of the Hugging Face hub.
+    None if this host does not have it."""
     name = getattr(args, "hf_checkpoint", None)
     if not name:
         return None
@@ -111,7 +114,7 @@ def _build(
     tensors: Sequence[Tensor],
     table: _core.TensorTable,
 ) -> _core.Layout:
-    """The layout of parameters that a reader knows."""
+    """The layout of the parameters, as a reader reads them."""
     builder = _core.LayoutBuilder(rank)
     claimed: dict[_Box, str] = {}
     for index, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
@@ -123,23 +126,23 @@ def _build(
 
 
 def _claim(claimed: dict[_Box, str], name: str, maps: Sequence[_core.Map]) -> None:
-    """Raises LayoutError where two parameters of this rank are one tensor of the checkpoint."""
+    """Raises LayoutError if two parameters of this rank fill one box of the checkpoint."""
     for target, _, _, start, *_ in maps:
         other = claimed.setdefault((target, start), name)
         if other != name:
-            raise _core.LayoutError(f"{other} and {name}: both are {target}")
+            raise _core.LayoutError(f"{other} and {name}: both fill {target}")
 
 
 def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:
-    """Where parameters are, of modules that are found to agree with the configuration."""
+    """The slots of all parameters, after a check of the modules against the configuration."""
     _keep_biases_wide(chunks)
     check_layers(chunks, spec)
     return find_slots(chunks, spec, ranks)
 
 
 def _keep_biases_wide(chunks: Sequence[Module]) -> None:
-    """Float16Module narrows the biases of routers, and the next forward pass makes them float32
-    again, which engines are to have from the first update on."""
+    """Makes the biases of routers float32 again, because engines need that from the first update
+    on.  Float16Module narrows them until the next forward pass."""
     for chunk in chunks:
         for module in chunk.modules():
             keep = getattr(module, "_maintain_float32_expert_bias", None)

@@ -1,4 +1,4 @@
-"""This rank's place in the groups that cut parameters, by what modules and Megatron say."""
+"""Reads this rank's place in the groups that cut parameters from modules and from Megatron."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wsync.families.rules import Cut
 if TYPE_CHECKING:
     from torch.nn import Module
 
-# fields of Ranks, and the groups of a pg_collection that they are of
+# fields of Ranks, and the names of their groups in a pg_collection
 _GROUPS = {"tensor": "tp", "expert_tensor": "expt_tp", "expert": "ep"}
 ALONE = Cut()
 
@@ -26,7 +26,7 @@ class Ranks:
 
     @staticmethod
     def current() -> Ranks:
-        """As Megatron's parallel_state has them; one of one where it is not initialised."""
+        """The places in parallel_state's groups; rank 0 of 1 if it is not initialised."""
         from megatron.core import parallel_state as state
 
         if not state.model_parallel_is_initialized():
@@ -40,8 +40,8 @@ class Ranks:
 
     @staticmethod
     def of(chunks: Sequence[Module]) -> Ranks:
-        """As the groups have them that a language model was built with (its pg_collection, by
-        Megatron-Core 0.16); those that it does not have are parallel_state's."""
+        """The places in the groups of a language model's pg_collection (Megatron-Core 0.16).  If it
+        lacks a group, the place is parallel_state's."""
         known = Ranks.current()
         for module in (module for chunk in chunks for module in chunk.modules()):
             if "share_embeddings_and_output_weights" in vars(module):
@@ -52,7 +52,7 @@ class Ranks:
 
 
 def _place(home: object, key: str) -> Cut | None:
-    """This rank's place in a group that an object has; None: it has none, or one that is gone."""
+    """This rank's place in an object's group; None if the group is missing or destroyed."""
     group: Any = getattr(home, "__dict__", {}).get(key)
     try:
         return Cut(group.rank(), group.size())

@@ -13,10 +13,10 @@ from wsync.megatron.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    # of a parameter: regions, maps, element strides in the order of the rule's view
+    # a parameter's regions, maps, and element strides in the order of the rule's view
     Read = tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...]]
 
-_LIMITS = (  # of the numbers in names: the number, the size that bounds it, what it counts
+_LIMITS = (  # a number in names, the size that bounds it, the word for what it counts
     ("layer", "layers", "layer"),
     ("expert", "experts", "expert"),
     ("mtp", "mtp", "MTP layer"),
@@ -25,7 +25,7 @@ _LIMITS = (  # of the numbers in names: the number, the size that bounds it, wha
 
 
 class RuleReader:
-    """Turns parameters into regions and maps; what repeats from layer to layer is kept."""
+    """Turns parameters into regions and maps.  Layers share the plans of equal parameters."""
 
     def __init__(self, spec: Model, ranks: Ranks) -> None:
         self.spec = spec
@@ -35,7 +35,7 @@ class RuleReader:
     def read(
         self, name: str, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> Read:
-        """What the layout's builder takes of one parameter."""
+        """The regions, maps and strides of one parameter, for the layout's builder."""
         target = self.spec.family.copy_of(name)
         if target is not None and not self._has_sizes(name):
             return *self._whole(name, target, tensor, shape), strides
@@ -63,18 +63,18 @@ class RuleReader:
         return plan.placement.regions, maps, strides
 
     def _has_sizes(self, name: str) -> bool:
-        """Whether there is a rule for a name, and everything that the rule needs."""
+        """Whether a rule matches the name and all sizes that it needs are known."""
         found = self.spec.family.match(name)
         return found is not None and found[0].sizes <= self.spec.sizes.keys()
 
     def _whole(
         self, name: str, target: str, tensor: Tensor, shape: tuple[int, ...]
     ) -> tuple[Sequence[_core.Region], list[_core.Map]]:
-        """Of a parameter that is a tensor of the checkpoint, on every tensor-parallel rank."""
+        """Regions and maps of a tensor of the checkpoint that each tensor-parallel rank holds."""
         if self.ranks.tensor.ranks > 1 and getattr(tensor, "tensor_model_parallel", False):
             raise _core.LayoutError(
                 f"{name}: tensor_model_parallel is True, but the family "
-                f"{self.spec.family.name!r} takes it as whole on every rank"
+                f"{self.spec.family.name!r} needs it whole on every rank"
             )
         start = (0,) * len(shape)
         axes = tuple(range(len(shape)))
@@ -104,12 +104,12 @@ class RuleReader:
         kind = "expert-tensor" if ".mlp.experts." in rule.name else "tensor"
         raise _core.LayoutError(
             f"{name}: local shape {shape} != {share.shape}, the share of the whole "
-            f"{expansion.shape} over {cut.ranks} {kind}-parallel ranks"
-            f", by {self.spec.words(rule.sizes)}"
+            f"{expansion.shape} over {cut.ranks} {kind}-parallel ranks "
+            f"({self.spec.words(rule.sizes)})"
         )
 
     def _expand(self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int) -> Expansion:
-        """The rule with this model's sizes; an inferred axis takes what the known ones leave."""
+        """The rule with this model's sizes; an inferred axis gets the rest of its dimension."""
         found = self.spec.family.expand(rule, name, self.spec.sizes)
         dimension = rule.inferred_dimension
         if dimension < 0 or len(shape) <= dimension:
@@ -119,15 +119,15 @@ class RuleReader:
         if inferred is None:
             raise _core.LayoutError(
                 f"{name}: local shape {shape} over {ranks} tensor-parallel ranks has "
-                f"{shape[dimension] * ranks} rows, which are fewer than the "
-                f"{found.shape[dimension]} of the configuration, or not a multiple: it has "
-                f"{self.spec.words(rule.sizes)}"
+                f"{shape[dimension] * ranks} rows, which is less than the configuration's "
+                f"{found.shape[dimension]}, or not a multiple "
+                f"({self.spec.words(rule.sizes)})"
             )
         return rule.expand(self.spec.sizes, inferred)
 
 
 class _Plan(NamedTuple):
-    """What all parameters of one rule and shape have in common on this rank."""
+    """The placement and pieces that all parameters with one rule and shape share on this rank."""
 
     placement: ShardPlacement
     pieces: list[Piece]
