@@ -148,7 +148,7 @@ def test_a_warm_buffer_is_filled_in_place() -> None:
         (torch.empty(28), "torch.float32"),
         (torch.empty(7, 4, dtype=torch.uint8), r"shape \(7, 4\)"),
         (torch.empty(64, dtype=torch.uint8)[::2], "stride"),
-        (torch.empty(64, dtype=torch.uint8)[1:], "starts at no multiple of the alignment 16"),
+        (torch.empty(64, dtype=torch.uint8)[1:], "start is not a multiple of the alignment 16"),
     ],
 )
 def test_a_buffer_that_cannot_hold_it_is_refused(out: torch.Tensor, text: str) -> None:

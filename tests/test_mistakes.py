@@ -195,7 +195,7 @@ def test_what_a_disk_cannot_take_is_named(name: str, value: Any, tmp_path: Path)
 @pytest.mark.parametrize("version", [7, "step-7"])
 def test_a_version_in_the_place_of_weights_is_named(version: Any, tmp_path: Path) -> None:
     with DiskSync({"w": torch.ones(1)}, folder=tmp_path) as sync:
-        text = f"wanted; a version is given as version={version!r}$"
+        text = f"name; to give a version, pass version={version!r}$"
         with pytest.raises(wsync.InvalidArgumentError, match=text):
             sync.update(version)
 

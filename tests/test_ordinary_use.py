@@ -57,12 +57,12 @@ def update(weights: Any) -> None:
 @pytest.mark.parametrize(
     ("use", "text"),
     [
-        (lambda: connect(torch.nn.Linear(1, 1)), "^Linear: tensors by name are wanted, as dict"),
-        (lambda: connect(torch.nn.Linear(1, 1).parameters()), "tensors by name are wanted, as"),
-        (lambda: connect({1: torch.ones(1)}), "1: names are texts, not int"),
+        (lambda: connect(torch.nn.Linear(1, 1)), "^Linear: pass tensors by name, as dict"),
+        (lambda: connect(torch.nn.Linear(1, 1).parameters()), "pass tensors by name, as"),
+        (lambda: connect({1: torch.ones(1)}), "1: names must be str, not int"),
         (lambda: connect({}, None), "engines=None: expected a list"),
         (lambda: connect({}, [SimpleNamespace(url="http://x")]), "give its url: 'http://x'"),
-        (lambda: update(torch.nn.Linear(1, 1)), "a Linear, where tensors by global name"),
+        (lambda: update(torch.nn.Linear(1, 1)), "pass tensors by global name, not a Linear"),
         (lambda: update(None), "the function returned None, where tensors by global name"),
     ],
 )

@@ -301,7 +301,7 @@ def test_an_error_says_whether_engines_stay_paused(
             f"These engines stay paused until an update succeeds: {engine.name!r}.  Call update "
             "again, or connect again if names"
         )
-        with pytest.raises(wsync.LayoutError, match="connect again for others"):
+        with pytest.raises(wsync.LayoutError, match="connect again for other tensors"):
             sync.update(weights)
     with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         sync.update()

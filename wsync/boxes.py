@@ -1,4 +1,4 @@
-"""Boxes of a tensor: what they share, and what is left of one without another."""
+"""Boxes of a tensor: the overlap of two boxes, and the parts of one outside the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def outside(box: Box, hole: Box) -> Iterator[Box]:
-    """The parts of a box that are not in another one."""
+    """The parts of `box` outside `hole`, as boxes."""
     inside = overlap(box, hole)
     if inside is None:
         yield box

@@ -1,8 +1,8 @@
 """Many tensors as one flat byte tensor: SGLang's FlattenedTensorBucket, filled in C.
 
 The interface and the byte layout are those of `sglang.srt.weight_sync.tensor_bucket` (0.5.6 and
-newer): each tensor's contiguous bytes at `start_idx:end_idx` of one uint8 tensor, beside a list
-of metadata.  Buckets and metadata of either side can be read by the other.
+newer): each tensor's contiguous bytes at `start_idx:end_idx` of one uint8 tensor, and a list of
+metadata.  wsync and SGLang can read each other's buckets and metadata.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 @dataclass
 class FlattenedTensorMetadata:
-    """Where one tensor lies in a bucket; `start_idx`, `end_idx` and `numel` count bytes."""
+    """The place of one tensor in a bucket; `start_idx`, `end_idx` and `numel` count bytes."""
 
     name: str
     shape: torch.Size
@@ -35,7 +35,7 @@ class FlattenedTensorMetadata:
 def metadata_at(
     start: int, name: str, dtype_name: str, shape: Sequence[int]
 ) -> FlattenedTensorMetadata:
-    """That of a tensor whose bytes begin at `start`; its dtype by torch's name."""
+    """The metadata of a tensor whose bytes begin at `start`; `dtype_name` is torch's."""
     dtype = dtype_of(dtype_name)
     nbytes = math.prod(shape) * dtype.itemsize  # numel() wraps around
     return FlattenedTensorMetadata(name, torch.Size(shape), dtype, start, start + nbytes, nbytes)
@@ -44,18 +44,18 @@ def metadata_at(
 class FlattenedTensorBucket:
     """Named tensors in one flat uint8 tensor.
 
-    Either `named_tensors` (CPU tensors, strided as they like; their bytes are copied) or a
-    `flattened_tensor` with its `metadata` (nothing is copied).
+    A bucket takes either `named_tensors` (CPU tensors with any strides; their bytes are copied) or
+    a `flattened_tensor` with its `metadata` (nothing is copied).
 
-    alignment: every tensor starts at a multiple of so many bytes, a power of two.  With 1 the
-        bytes are exactly those of SGLang's class, which cannot read a tensor back whose start is
-        not a multiple of its item size.
-    out: a contiguous one-dimensional uint8 CPU tensor to fill, so that a bucket of which the
-        memory is warm costs one copy.  The flattened tensor is its first bytes; gaps between
-        tensors keep what was there.
+    alignment: every tensor starts at a multiple of this number of bytes, a power of two.  With 1
+        the bytes are exactly those of SGLang's class.  That class cannot read a tensor back if its
+        start is not a multiple of its item size.
+    out: a contiguous one-dimensional uint8 CPU tensor to fill.  With memory that was used before, a
+        bucket costs one copy.  The flattened tensor is the first bytes of `out`; gaps between
+        tensors keep their old bytes.
 
-    Raises InvalidArgumentError (a ValueError) for no tensors or a buffer that is too small,
-    UnsupportedError for tensors whose bytes cannot be read, by name.
+    Raises InvalidArgumentError (a ValueError) if there are no tensors or `out` is too small.
+    Raises UnsupportedError with a tensor's name if the tensor's bytes cannot be read.
     """
 
     supports_multi_dtypes = True
@@ -89,13 +89,13 @@ class FlattenedTensorBucket:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         if not named_tensors:
-            raise InvalidArgumentError("a bucket of no tensors cannot be made")
+            raise InvalidArgumentError("a bucket needs at least one tensor")
         self._names = [name for name, _ in named_tensors]
         table = describe([tensor for _, tensor in named_tensors], self._names)
         self._starts, end = table.offsets(alignment)
         if out is None:
             out = torch.empty(end, dtype=torch.uint8, device="cpu")
-            if end != table.nbytes:  # gaps must not show what the memory held before
+            if end != table.nbytes:  # gaps must not show old contents of the memory
                 out.zero_()
         else:
             _check_out(out, end, alignment)
@@ -105,7 +105,7 @@ class FlattenedTensorBucket:
 
     @property
     def metadata(self) -> list[Any]:
-        """One FlattenedTensorMetadata a tensor, in order; made when first asked for."""
+        """One FlattenedTensorMetadata for each tensor, in order; made on first use."""
         if self._metadata is None:
             rows = (self._table[i] for i in range(len(self._table)))
             self._metadata = [
@@ -119,13 +119,13 @@ class FlattenedTensorBucket:
         return self.flattened_tensor
 
     def get_metadata(self) -> list[Any]:
-        """One entry a tensor, in order."""
+        """One entry for each tensor, in order."""
         return self.metadata
 
     def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every entry: views of the bucket, copies only where an entry does
-        not start at a multiple of its item size.  Raises LayoutError for metadata that does not
-        fit the bucket."""
+        """(name, tensor) of every entry: a view of the bucket, or a copy if the entry does not
+        start at a multiple of its item size.  Raises LayoutError if the metadata does not fit
+        the bucket."""
         flat = self.flattened_tensor
         if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
             raise LayoutError(
@@ -145,7 +145,7 @@ def _check_out(out: torch.Tensor, nbytes: int, alignment: int) -> None:
     if out.numel() < nbytes:
         raise InvalidArgumentError(f"out: {out.numel()} bytes, but the tensors need {nbytes}")
     if out.data_ptr() % alignment:
-        raise InvalidArgumentError(f"out: starts at no multiple of the alignment {alignment}")
+        raise InvalidArgumentError(f"out: its start is not a multiple of the alignment {alignment}")
 
 
 def _read_entry(flat: torch.Tensor, entry: Any) -> torch.Tensor:

@@ -23,19 +23,19 @@ _T = TypeVar("_T")
 _Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]  # of a TensorTable
 
 
-_ANEW: Final = "; update takes tensors like those that connect was given: connect again for others"
-# parts of names that FSDP1, activation checkpointing, torch.compile and Lightning Fabric put in
+_ANEW: Final = "; update takes tensors like those at connect: connect again for other tensors"
+# Parts that FSDP1, activation checkpointing, torch.compile and Lightning Fabric add to names.
 WRAPPERS: Final = frozenset(
     {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module"}
 )
-# and those that peft's adapters do
+# Parts that peft's adapters add to names.
 ADAPTERS: Final = frozenset(
     {"base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save"}
 )
 
 
 def global_name(name: str) -> str:
-    """A parameter name without the wrappers (`module.`) that Megatron and slime put in front."""
+    """A parameter name without the prefixes (`module.`) of Megatron's and slime's wrappers."""
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
@@ -43,7 +43,7 @@ def global_name(name: str) -> str:
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
-        raise _core.InvalidArgumentError(f"{name!r}: names are texts, not {type(name).__name__}")
+        raise _core.InvalidArgumentError(f"{name!r}: names must be str, not {type(name).__name__}")
 
 
 def by_plain_name(
@@ -51,7 +51,7 @@ def by_plain_name(
 ) -> dict[str, _T]:
     """Tensors by their names without wrappers.
 
-    Raises LayoutError where two of them have one name, of those that are wanted (None: all).
+    Raises LayoutError if two tensors get the same name and `wanted` has this name (None: always).
     """
     given = list(tensors.items())
     found: dict[str, _T] = {}
@@ -65,7 +65,7 @@ def by_plain_name(
 
 
 def chosen(known: Mapping[str, _T], names: Sequence[str]) -> list[_T]:
-    """The tensors of these names; LayoutError where one is missing."""
+    """The tensors with these names.  Raises LayoutError if a name is missing."""
     missing = [name for name in names if name not in known]
     if missing:
         raise _core.LayoutError(
@@ -82,16 +82,15 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """The layout of one trainer rank and the way to its current tensors.
+    """The layout of one trainer rank, and access to its current tensors.
 
-    Buffer i of `layout` on this rank is the trainer parameter `names[i]`; `tensors()` gives the
+    Buffer i of `layout` on this rank is the trainer parameter `names[i]`.  `tensors()` returns the
     tensors that hold the parameters now, in that order.  `rank` and `ranks` count in `group`
-    (None: the default process group, or a process of its own).  `made_from` is the form of the
-    tensors that the layout was built from: dtypes, shapes and strides, which must not change.
-    `pick` finds the buffers' tensors among weights that the caller has by name; None takes those
-    of the same global name, or, where no buffer's is among them that has one, of `other_names`.
-    `widened`: float32 parameters for which a caller may give a 16-bit copy, from before the trainer
-    widened them.
+    (None: the default process group, or a single process).  `made_from` has the dtypes, shapes and
+    strides of the tensors from which the layout was built; these must not change.  `pick` finds the
+    buffers' tensors among weights that the caller gives by name; None looks for equal global names.
+    `other_names`: second names of some parameters, used if the weights have no first name of these.
+    `widened`: float32 parameters for which a caller may give an older 16-bit copy.
     """
 
     layout: _core.Layout
@@ -109,7 +108,7 @@ class TrainerLayout:
     )
 
     def __post_init__(self) -> None:
-        # a description keeps its tensors, a layout must not
+        # a description keeps its tensors alive, but a layout must not
         object.__setattr__(self, "made_from", self.made_from.form())
         self._known.append(self.made_from)
 
@@ -117,16 +116,16 @@ class TrainerLayout:
         """Describes the tensors that hold the parameters now.
 
         `weights` ({name: tensor}, names with or without leading `module.`) replaces the model's
-        own tensors, as slime's weights_getter does; it may hold more than the layout needs.  A
-        given tensor that is contiguous where the layout has other strides is copied for the update.
-        The table keeps the tensors alive.  Raises LayoutError where a parameter
-        is missing or differs in dtype, shape or strides from what the layout was built from.
+        own tensors, as slime's weights_getter does; it may hold more tensors than the layout needs.
+        A contiguous tensor is copied for the update if the layout has other strides.  The table
+        keeps the tensors alive.  Raises LayoutError if a parameter is missing, or if its dtype,
+        shape or strides differ from the layout's.
         """
         tensors = self._current(weights)
         table = _core.describe(tensors, self.names, gpu=True, former=self._known[0])
         index = table.differs(self.made_from)
         if index is not None and weights is not None:
-            _core.BufferTable.of(table)  # StateError where torch would read what is not there
+            _core.BufferTable.of(table)  # StateError before torch reads memory that is not there
             tensors = [
                 self._fitted(place, tensor, table[place]) for place, tensor in enumerate(tensors)
             ]
@@ -139,7 +138,7 @@ class TrainerLayout:
         return table
 
     def _fitted(self, place: int, tensor: Tensor, row: _Row) -> Tensor:
-        """One of the weights given, as a copy in the layout's form where it may have another."""
+        """A given weight, or a copy in the layout's form if the weight may have another form."""
         form = self.made_from[place]
         narrow = row[1] in ("bfloat16", "float16") and form[1] == "float32"
         if narrow and self.names[place] in self.widened:
@@ -151,12 +150,12 @@ class TrainerLayout:
             return self.tensors()
         if isinstance(weights, int | str):
             raise _core.InvalidArgumentError(
-                f"weights: {weights!r:.130}, where tensors by global name are wanted; a version is "
-                f"given as version={weights!r:.130}"
+                f"weights={weights!r:.130}: pass tensors by global name; to give a version, pass "
+                f"version={weights!r:.130}"
             )
         if not isinstance(weights, Mapping):
             raise _core.InvalidArgumentError(
-                f"weights: a {type(weights).__name__}, where tensors by global name are wanted"
+                f"weights: pass tensors by global name, not a {type(weights).__name__}"
             )
         if self.pick is not None:
             return self.pick(weights)
@@ -169,7 +168,7 @@ class TrainerLayout:
 
 
 def _laid_out(tensor: Tensor, row: _Row, form: _Row) -> Tensor:
-    """A contiguous tensor that differs from the layout's only in strides, as a copy with those."""
+    """The tensor, or a copy with the layout's strides if it is contiguous and only they differ."""
     if row[1:3] != form[1:3] or row[3] == form[3] or not tensor.is_contiguous():
         return tensor
     import torch
@@ -188,20 +187,19 @@ def _refuse(name: str, expected: tuple[object, ...], found: tuple[object, ...]) 
 def from_tensors(
     tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None
 ) -> TrainerLayout:
-    """The layout of this rank, which holds whole tensors under their Hugging Face names, or under
-    those of a transformers model's parameters, where names and shapes tell what its checkpoint has.
+    """The layout of this rank, which holds whole tensors under their Hugging Face names.  Names of
+    a transformers model's parameters work, too, if names and shapes tell its checkpoint's names.
 
-    `group`: the ranks that take part in updates (default: all); each speaks for its own tensors,
-    and where several hold one under the same name they hold the same values.  Not collective.
+    `group`: the ranks that take part in updates (default: all).  Each rank gives its own tensors;
+    tensors with the same name must have the same values on all ranks.  Not collective.
 
     The mapping is read again at every update, so its tensors may be replaced by others of the
-    same names, dtypes, shapes and strides.  What it gives has to stay as it is until the update is
-    done.
+    same names, dtypes, shapes and strides.  The tensors must not change until the update is done.
     """
     if not isinstance(tensors, Mapping):
         raise _core.InvalidArgumentError(
-            f"{type(tensors).__name__}: tensors by name are wanted, as dict(m.named_parameters()) "
-            "gives them, or a layout, as wsync.megatron.layout makes one"
+            f"{type(tensors).__name__}: pass tensors by name, as dict(m.named_parameters()) gives "
+            "them, or a layout, as wsync.megatron.layout makes it"
         )
     given = list(tensors.items())
     names = tuple(name for name, _ in given)
@@ -230,8 +228,8 @@ def from_tensors(
 
 
 def _layout(names: Sequence[str], table: _core.TensorTable, rank: int) -> _core.Layout:
-    """Each tensor is one buffer, which holds tensors of the model's checkpoint: another one, or
-    several, where names and shapes tell that transformers has made it of these."""
+    """A layout with one buffer for each tensor.  If names and shapes tell that transformers has
+    renamed or fused tensors, a buffer holds the checkpoint's tensors instead."""
     forms = [table[place][1:4] for place in range(len(names))]
     shapes = {name: shape for name, (_, shape, _) in zip(names, forms, strict=True)}
     known = RuntimeNames.of_shapes(shapes)
@@ -256,13 +254,13 @@ def is_sharded(tensor: object) -> bool:
 
 
 def check_unpartitioned(name: str, tensor: object) -> None:
-    """InvalidArgumentError for a parameter that DeepSpeed's ZeRO-3 has partitioned: between passes
-    it has no elements, and its shape in `ds_shape` (deepspeed.zero.Init)."""
+    """Raises InvalidArgumentError for a parameter that DeepSpeed's ZeRO-3 has partitioned: between
+    passes it is empty, and `ds_shape` has its shape (deepspeed.zero.Init)."""
     whole = getattr(tensor, "ds_shape", None)
     if whole is not None and tuple(getattr(tensor, "shape", ())) != tuple(whole):
         raise _core.InvalidArgumentError(
-            f"{name}: DeepSpeed's ZeRO-3 has partitioned it: call within "
-            "deepspeed.zero.GatheredParameters, which has all of it"
+            f"{name}: DeepSpeed's ZeRO-3 has partitioned it: call wsync within "
+            "deepspeed.zero.GatheredParameters, which gathers it"
         )
 
 
