@@ -58,7 +58,7 @@ def test_only_floating_point_tensors_are_cast() -> None:
 
 
 def test_a_dtype_that_files_cannot_hold_is_refused_by_name() -> None:
-    with pytest.raises(wsync.UnsupportedError, match="a: safetensors files do not get complex128"):
+    with pytest.raises(wsync.UnsupportedError, match="a: safetensors files cannot hold complex128"):
         arrange(model(("a", "complex128", (3,))))
 
 
@@ -215,7 +215,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         r"two\.safetensors: lacks b, which is in ",
     ),
     "no json": (lambda folder: (folder / INDEX).write_text("{"), "index.json: "),
-    "no object": (lambda folder: (folder / INDEX).write_text("[]"), "list instead of an object"),
+    "no object": (
+        lambda folder: (folder / INDEX).write_text("[]"),
+        "list instead of a JSON object",
+    ),
     "no files": (lambda folder: (folder / INDEX).write_text("{}"), "has no weight_map"),
     "empty": (lambda folder: (folder / INDEX).unlink(), "index.json: No such file"),
 }

@@ -400,7 +400,7 @@ def test_slimes_updaters_have_slimes_arithmetic(checkpoint: Path, kind: Any, con
 def test_a_checkpoint_that_cannot_say_it_is_named(checkpoint: Path) -> None:
     options = wsync.Options(quantise="checkpoint", checkpoint=str(checkpoint))
     (checkpoint / "config.json").write_text("[]")
-    with pytest.raises(wsync.LayoutError, match=r"config\.json: list instead of an object"):
+    with pytest.raises(wsync.LayoutError, match=r"config\.json: list instead of a JSON object"):
         config_of(options)
     (checkpoint / "config.json").unlink()
     with pytest.raises(wsync.SystemCallError, match=r"config\.json: No such file"):

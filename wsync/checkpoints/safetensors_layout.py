@@ -1,8 +1,9 @@
 """Hugging Face checkpoints as layouts: every tensor is a byte range of a safetensors file.
 
-A file is eight bytes that give the length of the header, the header (JSON: name -> dtype, shape,
-data_offsets), and the tensors' bytes without gaps; `model.safetensors.index.json` says which file
-holds which tensor.  Format: https://huggingface.co/docs/safetensors, transformers' sharding.
+A file consists of eight bytes with the length of the header, the header (JSON: name -> dtype,
+shape, data_offsets), and the tensors' bytes without gaps.  `model.safetensors.index.json` says
+which file holds which tensor.  Format: https://huggingface.co/docs/safetensors, and transformers'
+sharding.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ _STORED: Final = {
 _TORCH: Final = {stored: name for name, stored in _STORED.items()}
 
 
-# A tensor, a box of it, and in what steps the box goes along each dimension.
+# A tensor's name, a box of the tensor, and the box's step along each dimension.
 Owned = tuple[str, Box, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file: torch's name of its dtype ("" if torch has no such), and its shape."""
+    """A tensor in a file: torch's name of its dtype ("" if torch lacks it), and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,7 +63,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Place(Stored):
-    """Where a tensor is to lie: index of its file, offset in it."""
+    """A tensor's place in files to write: the index of a file, and the offset in this file."""
 
     file: int
     offset: int
@@ -76,14 +77,14 @@ class Place(Stored):
         return math.prod(self.shape) * self.item_nbytes
 
     def strides(self) -> tuple[int, ...]:
-        """Bytes, outermost first."""
+        """Strides in bytes, outermost first."""
         inner = (math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
         return tuple(self.item_nbytes * count for count in inner)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The files of a checkpoint that is to be written: what is where, and their headers."""
+    """The files of a checkpoint to write: tensors' places, and files' names, headers and sizes."""
 
     places: Mapping[str, Place]
     names: tuple[str, ...]
@@ -91,7 +92,7 @@ class Arrangement:
     sizes: tuple[int, ...]
 
     def index(self, version: str) -> bytes:
-        """The contents of the index file; carries the weight version."""
+        """The contents of the index file, with the weight version."""
         total = sum(place.nbytes for place in self.places.values())
         return json.dumps(
             {
@@ -119,8 +120,8 @@ def arrange(
 ) -> Arrangement:
     """Puts a model's tensors into files of at most shard_nbytes of data, in the model's order.
 
-    dtype: what floating-point tensors are stored as, but for codes and their scales; None keeps
-    the trainer's.  A tensor that is larger than a file gets one of its own.
+    dtype: the dtype of stored floating-point tensors, except codes and their scales; None keeps the
+    trainer's dtypes.  A tensor larger than shard_nbytes gets a file of its own.
 
     Raises UnsupportedError for a dtype that safetensors does not have.
     """
@@ -131,7 +132,7 @@ def arrange(
         converted = dtype is not None and "float" in own and not group_of_parts(name, own)
         kind = dtype if dtype is not None and converted else own
         if kind not in _STORED:
-            raise _core.UnsupportedError(f"{name}: safetensors files do not get {kind}")
+            raise _core.UnsupportedError(f"{name}: safetensors files cannot hold {kind}")
         nbytes = math.prod(shape) * dtype_of(kind).itemsize
         if not shards or nbytes > left:
             shards.append([])
@@ -155,7 +156,7 @@ def arrange(
 
 
 def _header(shard: Sequence[tuple[str, Place]], offsets: Sequence[int]) -> bytes:
-    """A file's first bytes.  offsets: where tensors begin after them, and where the last ends."""
+    """A file's bytes before the tensors.  offsets: the tensors' starts, then the last one's end."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for (name, place), span in zip(shard, itertools.pairwise(offsets), strict=True):
         dtype = _STORED[place.dtype]
@@ -169,13 +170,13 @@ def _header(shard: Sequence[tuple[str, Place]], offsets: Sequence[int]) -> bytes
 
 
 def owners(model: _core.Layout, ranks: int) -> list[list[Owned]]:
-    """Deals the boxes of a model out to ranks that hold them; boxes by rank.
+    """Deals out a model's boxes to the ranks that hold them; returns the boxes of each rank.
 
-    Of equal boxes one rank gets one, so that replicas share the work; all ranks find the same
-    answer.  Boxes that only overlap are written by each of their ranks, with the same bytes.
-    Raises LayoutError for elements that no rank holds.
+    If several ranks hold the same box, only one of them gets it, so that replicas share the work.
+    All ranks compute the same result.  If boxes only overlap, each of their ranks writes its own
+    box, with the same bytes.  Raises LayoutError for elements that no rank holds.
     """
-    joined = model.join()  # where buffers are numbered through all ranks
+    joined = model.join()  # numbers the buffers of all ranks in a row
     ends = list(itertools.accumulate(model.buffer_count(rank) for rank in range(ranks)))
     dealt: list[list[Owned]] = [[] for _ in range(ranks)]
     for index in range(joined.tensor_count):
@@ -199,13 +200,13 @@ class Checkpoint:
     """The tensors of a checkpoint folder.
 
     Attributes:
-        files: the paths of what holds them.
-        places: what is stored of each, by name.
-        weight_version: what the index carries, or None.
+        files: the paths of the files that hold the tensors.
+        places: the dtype and shape of each tensor, by name.
+        weight_version: the weight version in the index, or None.
 
     Raises:
         SystemCallError: a file cannot be read.
-        LayoutError: a file is cut short or is not what the index says; the text names it.
+        LayoutError: a file is cut short or does not agree with the index; the text names it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -217,7 +218,7 @@ class Checkpoint:
             index = read_config(path / INDEX)
             expected, metadata = index.get("weight_map", {}), index.get("metadata") or {}
             if not expected or not isinstance(expected, dict) or not isinstance(metadata, dict):
-                raise _core.LayoutError(f"{path / INDEX}: has no weight_map, or odd metadata")
+                raise _core.LayoutError(f"{path / INDEX}: no weight_map, or metadata is no mapping")
             version = metadata.get("weight_version")
             self.weight_version = None if version is None else str(version)
             self.files = [path / name for name in sorted(set(expected.values()))]
@@ -230,7 +231,7 @@ class Checkpoint:
 
 
 def _stored(path: Path) -> dict[str, Stored]:
-    """What a file holds, by the names of tensors."""
+    """The tensors in a file, by name."""
     with system_calls(path):
         try:
             with safe_open(path, "pt") as file:
@@ -244,9 +245,9 @@ def _stored(path: Path) -> dict[str, Stored]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint that says what the model is.
+    """The JSON object in a file of a checkpoint, for example in config.json.
 
-    Raises SystemCallError if it cannot be read, LayoutError if it is none.
+    Raises SystemCallError if the file cannot be read, LayoutError if it is not a JSON object.
     """
     try:
         with system_calls(path):
@@ -254,13 +255,13 @@ def read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _core.LayoutError(f"{path}: {error!s:.300}") from None
     if not isinstance(found, dict):
-        raise _core.LayoutError(f"{path}: {type(found).__name__} instead of an object")
+        raise _core.LayoutError(f"{path}: {type(found).__name__} instead of a JSON object")
     return found
 
 
 @contextlib.contextmanager
 def system_calls(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Makes SystemCallErrors that name the file of the block's OSErrors."""
+    """Turns an OSError of the block into a SystemCallError that names the file."""
     try:
         yield
     except OSError as error:

@@ -1,15 +1,15 @@
-"""A folder of checkpoint versions, of which a reader sees only complete ones.
+"""A folder of checkpoint versions, in which readers see only complete versions.
 
     ROOT/weight_v000007     a complete checkpoint, never written again; a later one of the same
-                            version is weight_v000007.2, or takes its place
-    ROOT/latest             link to the newest
-    ROOT/.wsync-work        what is being written or removed; nobody reads it
+                            version is weight_v000007.2, or replaces it
+    ROOT/latest             a link to the newest version
+    ROOT/.wsync-work        versions that are being written or removed; nobody reads them
 
-A version is written there, brought to the disk, and renamed; the link follows when the disk has the
-new name.  So `latest` leads to a complete version at any time: whenever a writer is killed, and
-after a power failure as far as the file system keeps what fsync has brought to it; but not while a
-version takes the place of another.  What `publish` has returned is there afterwards.  Other files
-and folders are left alone.
+A version is written in .wsync-work, synchronised to the disk, and renamed; then the link follows.
+So `latest` leads to a complete version at any time, except while a version replaces another.  This
+holds even if the writer is killed, and after a power failure if the file system keeps data that
+fsync has written.  The same holds for every version that `publish` has returned.  Other files and
+folders are left alone.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 def newest(root: str | os.PathLike[str]) -> Path:
     """The newest complete version under `root`, for an engine that starts late.
 
-    It can be read until `keep` - 1 more have become complete; what is open by then, to the end.
-    Raises StateError where there is none yet.
+    Its files can be opened until `keep` newer versions are complete; an open file can be read to
+    the end.  Raises StateError if there is no complete version yet.
     """
     found = Path(root, LATEST).resolve()
     if (found / INDEX).exists():
@@ -49,17 +49,18 @@ def newest(root: str | os.PathLike[str]) -> Path:
 
 
 class Versions:
-    """The writing side; one trainer at a time, on its rank 0.
+    """Writes versions.  One trainer at a time does so, on its rank 0.
 
     Args:
-        root: made where it is missing; all writers and engines see it under this path.
-        base: folder whose configuration and tokenizer files every version gets, or a transformers
+        root: the folder, which is made if it is missing; trainers and engines see it under this
+            path.
+        base: a folder whose configuration and tokenizer files every version gets, or a transformers
             configuration, or None.
-        keep: complete versions that stay, the newest included; None keeps all.
-        replace: whether a version takes the place of what has its name.
+        keep: the number of complete versions that stay, with the newest; None keeps all.
+        replace: whether a version replaces an earlier one with its name.
 
     Attributes:
-        facts: what the config.json of a version says beside what that of `base` does.
+        facts: the entries that a version's config.json has in addition to those of `base`.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Versions:
         keep = self._keep
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise _core.InvalidArgumentError(
-                f"keep={keep!r}: a number from 1, for the newest version stays, or None for all"
+                f"keep={keep!r}: it must be 1 or more, or None for all: the newest version stays"
             )
         base = self._base
         is_folder = isinstance(base, str | os.PathLike) and Path(base).is_dir()
@@ -89,8 +90,8 @@ class Versions:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Keeps other trainers out, and removes what is left behind: by one that died, and by the
-        block when it fails."""
+        """Keeps other trainers out.  Removes the leftovers of a trainer that died, and those of the
+        block if it fails."""
         with system_calls(self.root):
             missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
             self.root.mkdir(parents=True, exist_ok=True)
@@ -108,8 +109,8 @@ class Versions:
                 self._sweep()
                 yield
             finally:
-                self._sweep()  # a disk that has become full is not to stay so
-                # a process that was forked meanwhile has the descriptor, too
+                self._sweep()  # after a failure, the disk must not stay full
+                # closing is not enough: a process forked meanwhile has the descriptor, too
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
     def begin(self, version: str) -> Path:
@@ -136,11 +137,11 @@ class Versions:
         return folder
 
     def publish(self, folder: Path) -> Path:
-        """Gives a hidden folder whose files are on the disk its name, and readers the link to it;
-        returns its path."""
+        """Renames a hidden folder to its final name, and lets `latest` lead to it.  Returns the new
+        path."""
         name = folder.name.rpartition(".")[0]
         final, count = self.root / name, 1
-        # an earlier run's or try's, perhaps being read
+        # an earlier run or try has made this one; engines may be reading it
         while os.path.lexists(final) and not self._replace:
             count += 1
             final = self.root / f"{name}.{count}"
@@ -148,7 +149,7 @@ class Versions:
             for path in folder.rglob("*"):
                 _sync(path)
             _sync(folder)
-            if os.path.lexists(final):  # nobody is to find old weights, or a part of both
+            if os.path.lexists(final):  # readers must not find old weights, or a mix
                 final.rename(self._hidden(name))
             folder.rename(final)
             _sync(self.root)
@@ -160,8 +161,8 @@ class Versions:
         return final
 
     def prune(self) -> None:
-        """Has the oldest versions removed at the end of `writing`; what cannot be stays until the
-        next time: the new one is there, and nothing is raised."""
+        """Moves the oldest versions aside; they are removed at the end of `writing`.  Nothing is
+        raised: if a version cannot be moved, it stays until the next time."""
         if self._keep is None:
             return
         with contextlib.suppress(OSError, _core.WsyncError):
@@ -170,14 +171,14 @@ class Versions:
             others = [p for p in found if p.resolve() != latest and _is_version(p)]
             others.sort(key=_written, reverse=True)
             for old in reversed(others[self._keep - 1 :]):
-                old.rename(self._hidden(old.name))  # at once: nobody is to find half of it
+                old.rename(self._hidden(old.name))  # at once: readers must not find half of it
 
     def _sweep(self) -> None:
-        """Removes what writers before this one have left."""
+        """Removes the work folder with everything in it."""
         shutil.rmtree(self._work, ignore_errors=True)
 
     def _hidden(self, name: str) -> Path:
-        """A new name where nobody reads and `_sweep` looks."""
+        """A new path in the work folder, which nobody reads and `_sweep` removes."""
         with system_calls(self._work):
             self._work.mkdir(exist_ok=True)
         return self._work / f"{name}.{secrets.token_hex(4)}"
@@ -188,7 +189,7 @@ def _name(version: str) -> str:
 
 
 def _is_version(folder: Path) -> bool:
-    """Whether `publish` has given a folder its name: its index says of which version it is."""
+    """Whether `publish` has named a folder: the version in its index fits the name."""
     try:
         version = read_config(folder / INDEX)["metadata"]["weight_version"]
     except (_core.WsyncError, KeyError, TypeError):
@@ -198,7 +199,7 @@ def _is_version(folder: Path) -> bool:
 
 
 def _written(version: Path) -> tuple[int, str]:
-    """Sorts complete versions by when their index was written."""
+    """A key that sorts versions by the time when their index was written."""
     return (version / INDEX).stat().st_mtime_ns, version.name
 
 

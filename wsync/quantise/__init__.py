@@ -1,1 +1,1 @@
-"""Which of a model's tensors are quantised, by which method, and what they become."""
+"""Quantising: the choice of a model's tensors, the method, and the tensors that replace them."""

@@ -1,6 +1,6 @@
-"""The quantization_config of a checkpoint: by which method its weights are quantised.
+"""The quantization_config of a checkpoint: the method that quantises its weights.
 
-Read are the forms of transformers' FineGrainedFP8Config ("fp8"; also slime's per-tensor form),
+wsync reads the forms of transformers' FineGrainedFP8Config ("fp8"; also slime's per-tensor form),
 compressed-tensors 0.20 ("compressed-tensors", format "pack-quantized"), SGLang's Fp8Config
 ("mxfp8") and modelopt's export ("modelopt" with quant_algo "NVFP4").
 """
@@ -15,38 +15,37 @@ from typing import Any, Final, NamedTuple
 
 from wsync import _core
 
-# What may be said beside a configuration: who makes codes and scales, and whether scales are packed
-# as DeepGEMM takes them (slime's name of it).
+# Keys that may stand outside a configuration: the program that makes codes and scales, and whether
+# scales are packed for DeepGEMM (slime's name for it).
 BESIDE: Final = ("producer", "transform_ue8m0")
 _MAX_BLOCK: Final = 1 << 31
 LISTS: Final = ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules")
 LINEAR: Final = "Linear"  # as a target: every linear layer
 
-# Keys that are read by themselves, and those that say nothing of what weights become: of
-# activations that are quantised while a server runs, of its KV cache, and of how the checkpoint was
-# made.
+# Keys that are read separately, and keys without an effect on weights: they describe a server's
+# activations and KV cache, or how the checkpoint was made.
 _READ: Final = {"quant_method", *LISTS}
 _SILENT: Final = {
     *("dequantize", "global_compression_ratio", "kv_cache_quant_algo", "kv_cache_scheme"),
     *("packed_modules_mapping", "quantization_status", "version", "producer"),
-    *("observer", "observer_kwargs", "zp_dtype"),  # of groups
+    *("observer", "observer_kwargs", "zp_dtype"),  # in groups
 }
 _Known = Mapping[str, tuple[object, ...]]
-_ANY: Final[tuple[object, ...]] = ()  # of a key whose values are looked at where they are read
+_ANY: Final[tuple[object, ...]] = ()  # for a key whose values are checked where they are read
 _E4M3: Final[_Known] = {
     "fmt": (None, "e4m3"),
     "activation_scheme": (None, "dynamic"),
     "scale_fmt": (None, "ue8m0"),
 }
 _NVFP4: Final[_Known] = {"quant_algo": ("NVFP4",), "group_size": (None, 16), "config_groups": _ANY}
-# The values of each key that are known, by quant_method.
+# The known values of each key, by quant_method.
 _METHODS: Final[Mapping[str, _Known]] = {
     "compressed-tensors": {"format": ("pack-quantized",), "config_groups": _ANY},
     "fp8": {**_E4M3, "transform_ue8m0": (None, False, True), "weight_block_size": _ANY},
     "modelopt": _NVFP4,
     "modelopt_fp4": _NVFP4,
     "mxfp8": {**_E4M3, "weight_block_size": (None, [1, 32])},
-    "nvfp4": {**_NVFP4, "quant_algo": (None, "NVFP4")},  # miles' name of it
+    "nvfp4": {**_NVFP4, "quant_algo": (None, "NVFP4")},  # miles' name for it
 }
 _GROUP: Final[_Known] = {
     "format": (None, "pack-quantized"),
@@ -61,7 +60,7 @@ _INT4: Final[_Known] = {
     "strategy": ("group",),
     "symmetric": (None, True),
     "dynamic": (None, False),
-    "actorder": (None, False, "weight", "static"),  # these two order while calibrating only
+    "actorder": (None, False, "weight", "static"),  # the last two reorder only during calibration
 }
 
 
@@ -75,28 +74,28 @@ class TensorFacts(NamedTuple):
 
 
 def facts_of(model: _core.Layout | Iterable[TensorFacts]) -> list[TensorFacts]:
-    """The tensors of a layout, or those that are given."""
+    """The facts of a layout's tensors; given facts are returned as a list."""
     if isinstance(model, _core.Layout):
         return [TensorFacts(*model.tensor(index)) for index in range(model.tensor_count)]
     return list(model)
 
 
 class _Form(NamedTuple):
-    """What the tensors of a kind are called behind the weight's name, and their dtypes."""
+    """The tensors that a kind makes of a weight: suffixes after the weight's name, and dtypes."""
 
     codes: str  # suffix
     word: str  # dtype
     per_word: int  # codes in a word
-    scales: str
-    scale: str  # "": the weight's
-    second: str = ""  # of a second scale; "": none
-    shape: str = ""  # of the weight's shape; "": none
-    stacked: bool = False  # whether published checkpoints have it of [experts, rows, columns]
-    in_word: int = 1  # scales of a row of blocks in one word, of which each row has its own
+    scales: str  # suffix
+    scale: str  # dtype; "": the weight's
+    second: str = ""  # suffix of a second scale; "": none
+    shape: str = ""  # suffix of the weight's shape; "": none
+    stacked: bool = False  # whether published checkpoints quantise [experts, rows, columns]
+    in_word: int = 1  # scales in a word; if more than 1, each row has words of its own
 
 
 class Derived(NamedTuple):
-    """The tensors that a quantised weight becomes; second: a second scale; shape: the weight's."""
+    """The tensors that replace a quantised weight; second: a second scale; shape: the weight's."""
 
     codes: TensorFacts
     scales: TensorFacts
@@ -104,7 +103,7 @@ class Derived(NamedTuple):
     shape: TensorFacts | None
 
 
-# kind: as csrc/core/quantise/method.h names it
+# by kind, as csrc/core/quantise/method.h names it
 _FORMS: Final = {
     "fp8_block": _Form("", "float8_e4m3fn", 1, "_scale_inv", "float32", stacked=True),
     "fp8_ue8m0": _Form("", "float8_e4m3fn", 1, "_scale_inv", "float32", stacked=True),
@@ -124,9 +123,9 @@ class Method:
     Attributes:
         kind: as csrc/core/quantise/method.h names it: fp8_block, fp8_ue8m0, fp8_packed,
             fp8_tensor, int4, int4_slime, mxfp8 or nvfp4.
-        block_rows, block_cols: elements that share a scale; 0 and 0: the whole tensor.
-        reciprocal: elements are multiplied by 1 / scale, else divided by scale.
-        kept: modules that are not quantised, as the lists of the method have them.
+        block_rows, block_cols: the block that shares a scale; 0 and 0: the whole tensor.
+        reciprocal: whether elements are multiplied by 1 / scale; else they are divided by scale.
+        kept: the entries of the lists of modules that are not quantised.
         targets: compressed-tensors' targets; "Linear" stands for every linear layer.
     """
 
@@ -142,21 +141,21 @@ class Method:
         """The method of a quantization_config, of a whole config.json that has one (also in
         text_config), or of modelopt's hf_quant_config.json.
 
-        With {"producer": {"name": "slime"}} or {"producer": "slime"} in it, inside or outside,
-        the arithmetic is slime's where that differs: FP8 blocks are multiplied by 1 / scale, and
-        INT4 scales go by another rule.  With {"transform_ue8m0": True}, inside or outside, scales
-        of FP8 blocks are powers of two, packed as DeepGEMM's kernels take them.
+        With {"producer": {"name": "slime"}} or {"producer": "slime"}, inside or outside of it,
+        slime's arithmetic is used: FP8 blocks are multiplied by 1 / scale, and INT4 scales follow
+        slime's rule.  With {"transform_ue8m0": True}, inside or outside of it, scales of FP8
+        blocks are powers of two, packed for DeepGEMM's kernels.
 
         Raises:
-            UnsupportedError: a method, a key or a value that is not known; the text names it.
-            InvalidArgumentError: no mapping at all.
+            UnsupportedError: a method, a key or a value is not known; the text names it.
+            InvalidArgumentError: `config` is not a mapping.
         """
         given = inner_config(config)
         name = given.get("quant_method")
         if name is None and "quant_algo" in given:
-            name = "modelopt"  # in its own file it does not say so
+            name = "modelopt"  # its own file has no quant_method
         if not isinstance(name, str) or name not in _METHODS:
-            raise _refusal("quant_method", name, f"known are {', '.join(sorted(_METHODS))}")
+            raise _refusal("quant_method", name, f"wsync knows only {', '.join(sorted(_METHODS))}")
         if isinstance(block := given.get("weight_block_size"), tuple):
             given = {**given, "weight_block_size": [*block]}
         _check_known(given, _METHODS[name])
@@ -176,13 +175,13 @@ class Method:
 
     @property
     def text(self) -> str:
-        """What a checkpoint's reader has to know of it, whoever made the codes."""
+        """The method as readers of a checkpoint need it: without the producer of the codes."""
         block = f" of {self.block_rows} x {self.block_cols}" if self.block_rows else ""
         return self.kind.removesuffix("_slime") + block
 
     @property
     def published(self) -> Method:
-        """The method as checkpoints have it, which keep scales as they come."""
+        """The method as checkpoints have it: with scales that are not packed."""
         return replace(self, kind="fp8_ue8m0") if self.kind == "fp8_packed" else self
 
     def scales_name(self, name: str) -> str:
@@ -190,7 +189,7 @@ class Method:
         return name + self.form.scales
 
     def derived(self, weight: TensorFacts, group: int = 0) -> Derived:
-        """What becomes of a weight that `check` has passed."""
+        """The tensors that replace a weight, which `check` must have passed."""
         form, shape = self.form, tuple(weight.shape)
         *outer, rows, cols = shape
         grid: tuple[int, ...] = (1,)
@@ -211,23 +210,23 @@ class Method:
         )
 
     def check(self, weight: TensorFacts) -> None:
-        """Raises UnsupportedError, by name, for a tensor whose shape no checkpoint of the method
-        has."""
+        """Raises UnsupportedError with the tensor's name if no checkpoint of the method has its
+        shape."""
         name, shape = weight.name, tuple(weight.shape)
         why = ""
         if len(shape) != 2 and not (len(shape) == 3 and self.form.stacked):
-            why = "matrices are quantised, and in FP8 blocks experts that are stacked"
+            why = "only matrices are quantised, and with FP8 blocks also stacked experts"
         elif self.block_rows == 1 and shape[-1] % self.block_cols:
-            why = f"its {shape[-1]} columns are no multiple of {self.block_cols}"
+            why = f"its {shape[-1]} columns are not a multiple of {self.block_cols}"
         if why:
             raise _core.UnsupportedError(f"{name} {shape}: {self.kind}: {why}")
 
     def keeps(self, name: str) -> str:
-        """The entry of the lists by which a tensor stays plain; "": none."""
+        """The entry of the lists that keeps a tensor plain, or ""."""
         return self._kept.find(name)
 
     def targeted(self, name: str) -> bool:
-        """Whether the targets name a tensor that belongs to a linear layer."""
+        """Whether the targets include a linear layer's tensor."""
         return LINEAR in self.targets or self._targets.find(name) != ""
 
     @cached_property
@@ -240,17 +239,17 @@ class Method:
 
 
 def module_of(name: str) -> str:
-    """The module of a tensor; fused experts are parameters whose own name is a module's in others
-    ("experts.gate_up_proj")."""
+    """The module of a tensor.  The name of a fused experts' parameter ("experts.gate_up_proj")
+    counts as a module's, which it is in other models."""
     return name.removesuffix(".weight")
 
 
 class Modules:
-    """A list that names modules: whole parts of their names in a row ("mlp.gate"), names with `*`,
-    of a whole name or of one part, and regular expressions behind "re:".
+    """A list that names modules.  An entry is a run of whole parts of a name ("mlp.gate"), a name
+    or a part with `*`, or a regular expression after "re:".
 
-    Lists of whole models have hundreds of entries, and models ten thousands of tensors: names are
-    looked up.
+    A list can have hundreds of entries and a model tens of thousands of tensors, so names are
+    looked up in a dict.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
@@ -268,7 +267,7 @@ class Modules:
                 self._names.setdefault(entry.rstrip("."), entry)
 
     def find(self, name: str) -> str:
-        """The entry that means a tensor; "": none."""
+        """The entry that matches a tensor, or ""."""
         module = module_of(name)
         parts = module.split(".") if self._names else []
         for first in range(len(parts)):
@@ -283,7 +282,7 @@ def _refusal(key: str, value: object, known: str) -> _core.UnsupportedError:
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a config.json says of quantised weights; None where it says nothing."""
+    """The quantization_config in a config.json, or None."""
     for part in (config, config.get("text_config")):
         found = part.get("quantization_config") if isinstance(part, Mapping) else None
         if isinstance(found, Mapping) and found:
@@ -292,11 +291,11 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def inner_config(config: object) -> Mapping[str, Any]:
-    """The configuration inside of what a file has around it, with what is said beside it.  Raises
-    InvalidArgumentError for what is no mapping."""
+    """The quantization_config inside a file's configuration, with the keys of BESIDE around it.
+    Raises InvalidArgumentError if `config` is not a mapping."""
     if not isinstance(config, Mapping):
         raise _core.InvalidArgumentError(
-            f"quantization_config={config!r:.200}: the mapping of a config.json is wanted"
+            f"quantization_config={config!r:.200}: it must be the mapping of a config.json"
         )
     found = quantization_config(config) or config
     inner = found.get("quantization")  # of hf_quant_config.json
@@ -310,55 +309,55 @@ def _beside(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_known(config: Mapping[str, Any], known: _Known, where: str = "") -> None:
-    """Refuses other values than those that are known, and keys that are not known and set."""
+    """Raises UnsupportedError if a value is not known, or if a key that is not known is set."""
     for key, values in known.items():
         if values and config.get(key) not in values:
             expected = " or ".join(map(repr, values))
-            raise _refusal(f"{where}{key}", config.get(key), f"known is {expected}")
+            raise _refusal(f"{where}{key}", config.get(key), f"wsync knows only {expected}")
     for key in sorted(config.keys() - known.keys() - _READ - _SILENT):
         if config[key] not in (None, False, "", (), [], {}) and not _counts_zeros(key, config[key]):
             raise _refusal(
-                f"{where}{key}", config[key], "it is not known what this does to weights"
+                f"{where}{key}", config[key], "wsync does not know its effect on weights"
             )
 
 
 def _counts_zeros(key: str, value: object) -> bool:
-    """Older versions of compressed-tensors count zeros, and say that these are stored as all else
-    is: "dense"."""
+    """Whether a sparsity_config only counts zeros: older versions of compressed-tensors write it
+    with the format "dense", which means that zeros are stored like other values."""
     return (
         key == "sparsity_config" and isinstance(value, Mapping) and value.get("format") == "dense"
     )
 
 
 def _texts(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    """All texts of some lists; one text stands for a list of it."""
+    """All strings in the lists of these keys; a single string counts as a list."""
     found: dict[str, None] = {}
     for key in keys:
         value = config.get(key) or []
         each = [value] if isinstance(value, str) else value
         if not isinstance(each, Sequence) or not all(isinstance(one, str) for one in each):
-            raise _refusal(key, value, "a list of names is wanted")
+            raise _refusal(key, value, "it must be a list of names")
         found.update(dict.fromkeys(each))
     return tuple(found)
 
 
 def _fp8(config: Mapping[str, Any], slime: bool) -> Method:
-    """transformers' FineGrainedFP8Config, and without a block size slime's per-tensor form."""
+    """transformers' FineGrainedFP8Config or, without a block size, slime's per-tensor form."""
     block = config.get("weight_block_size")
     power = next((key for key in ("transform_ue8m0", "scale_fmt") if config.get(key)), "")
     if power and block != [128, 128]:
-        raise _refusal("weight_block_size", block, f"known with {power} is [128, 128]")
+        raise _refusal("weight_block_size", block, f"with {power} it must be [128, 128]")
     if block is None:
         return Method("fp8_tensor", 0, 0)
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(map(_is_size, block)):
-        raise _refusal("weight_block_size", block, "[rows, columns] is wanted")
+        raise _refusal("weight_block_size", block, "it must be [rows, columns]")
     kinds = {"transform_ue8m0": "fp8_packed", "scale_fmt": "fp8_ue8m0"}
     rows, cols = block
     return Method(kinds.get(power, "fp8_block"), rows, cols, reciprocal=slime and not power)
 
 
 def _int4(config: Mapping[str, Any], slime: bool) -> Method:
-    """compressed-tensors' groups, all of one size."""
+    """compressed-tensors' groups, which must have one size."""
     targets: dict[str, None] = {}
     sizes: dict[Any, None] = {}
     for name, group in (config.get("config_groups") or {}).items():
@@ -369,7 +368,7 @@ def _int4(config: Mapping[str, Any], slime: bool) -> Method:
         sizes[weights.get("group_size")] = None
     size, *others = sizes or [0]
     if others or not _is_size(size) or size % 8:
-        wanted = "one group_size for all groups, a multiple of 8, is wanted"
+        wanted = "all groups must have one group_size, a multiple of 8"
         raise _refusal("config_groups", [*sizes], wanted)
     return Method("int4_slime" if slime else "int4", 1, size, targets=tuple(targets))
 

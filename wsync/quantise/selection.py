@@ -1,4 +1,4 @@
-"""Which tensors of a model are quantised, and what they become."""
+"""Selects the tensors of a model that are quantised, and derives the tensors that replace them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 from wsync import _core
 from wsync.quantise.config import Derived, Method, Modules, TensorFacts, facts_of, module_of
 
-# What no engine quantises: routers, heads, embeddings, norms, convolutions, projections that
-# engines make as plain linear layers, and whole towers for images and sound.
+# Modules that no engine quantises: routers, heads, embeddings, norms, convolutions, projections
+# that engines make as plain linear layers, and whole towers for images and sound.
 _PLAIN: Final = Modules(
     (
         *("audio_model", "audio_tower", "speech_encoder"),
@@ -19,10 +19,10 @@ _PLAIN: Final = Modules(
         *("eh_proj", "input_proj", "mtp.fc"),  # of MTP layers
         *("mm_projector", "multi_modal_projector", "*embed*"),
         r"re:(.*\.)?([^.]*(norm|conv)[^.]*|pos_emb|relative_attention_bias|shared|wpe|wte)$",
-        r"re:(?!.*\.\d+\.)(.*\.)?output$",  # a head where it is in no layer
+        r"re:(?!.*\.\d+\.)(.*\.)?output$",  # a head, if it is outside the layers
     )
 )
-# Engines keep these in one tensor with one second scale.
+# Engines join the weights of each set in one tensor with one second scale.
 _SHARING: Final = (
     *(("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj")),
     ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -32,9 +32,9 @@ _SHARING: Final = (
 
 
 class Row(NamedTuple):
-    """A tensor that is quantised, and what it becomes.
+    """A tensor that is quantised, and the tensors that replace it.
 
-    share: tensors of one key have one second scale; "": the tensor's own.
+    share: tensors with the same key share a second scale; "" stands for a scale of its own.
     """
 
     weight: TensorFacts
@@ -43,12 +43,12 @@ class Row(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The tensors of a model that are quantised by a method.
+    """The tensors of a model that a method quantises.
 
     Attributes:
-        rows: one for each, in the model's order.
-        tensors: all tensors of the quantised model, the derived ones in place of those that are
-            quantised, in the model's order.
+        rows: one for each of these tensors, in the model's order.
+        tensors: all tensors of the quantised model, in the model's order; derived tensors replace
+            the tensors that are quantised.
     """
 
     method: Method
@@ -61,16 +61,16 @@ def select(
     model: _core.Layout | Iterable[TensorFacts],
     held: Collection[str] | None = None,
 ) -> Selection:
-    """Selects the tensors of a model that are quantised, and derives what they become.
+    """Selects the tensors of a model that are quantised, and derives the tensors that replace them.
 
-    model: a merged layout, or the facts of every tensor; names of Hugging Face.
-    held: names of all tensors of the checkpoint, whose scales then decide; None where there is
-    none, and the method's lists decide.
+    model: a merged layout, or the facts of every tensor, with Hugging Face names.
+    held: the names of all tensors of a checkpoint: a tensor is quantised if its scales are among
+    them.  None stands for no checkpoint: the method's lists decide.
 
     Raises:
-        UnsupportedError: a tensor that the method cannot take; the text names it.
-        LayoutError: a checkpoint in which nothing is quantised; one of those that share a scale
-            is not quantised.  The text names them.
+        UnsupportedError: the method cannot quantise a tensor; the text names it.
+        LayoutError: no tensor is quantised, or only some of the tensors that share a scale are; the
+            text names them.
     """
     facts = facts_of(model)
     chosen = _chosen(method, facts, held)
@@ -104,8 +104,8 @@ def _chosen(
     else:
         chosen = [fact for fact in facts if method.scales_name(fact.name) in held]
         why = (
-            f": the checkpoint has no {method.scales_name('')} of any of them (Options("
-            "checkpoint='') goes by the lists of the quantization_config)"
+            f": the checkpoint has no {method.scales_name('')} of its tensors (with Options("
+            "checkpoint='') the lists of the quantization_config decide)"
         )
     if not chosen:
         raise _core.LayoutError(f"{method.kind}: the model has no tensor that is quantised{why}")
@@ -113,20 +113,20 @@ def _chosen(
 
 
 def _check_fused(method: Method, facts: Iterable[TensorFacts]) -> None:
-    """Raises UnsupportedError for experts in one parameter: without a checkpoint nothing says
-    which dimension is which, and whether engines take it quantised."""
+    """Raises UnsupportedError if one parameter holds several experts: without a checkpoint, wsync
+    knows neither its dimensions nor whether engines take it quantised."""
     for fact in facts:
         fused = len(fact.shape) == 3 and not fact.name.endswith(".weight")
         if fused and "experts" in fact.name.split(".") and not method.keeps(fact.name):
             raise _core.UnsupportedError(
                 f"{fact.name} {tuple(fact.shape)}: experts in one parameter are quantised only as "
-                "a checkpoint has them: Options(checkpoint=) has to name a quantised one"
+                "in a checkpoint: name a quantised checkpoint with Options(checkpoint=)"
             )
 
 
 def _is_linear(fact: TensorFacts) -> bool:
-    """By name and shape: a weight of a linear layer, or of a stack of experts, that engines
-    quantise where no list says otherwise."""
+    """Whether name and shape are those of a linear layer's weight, or of a stack of experts, that
+    engines quantise unless a list excludes it."""
     stacked = len(fact.shape) == 3 and ("expert" in fact.name or "moe" in fact.name)
     return (
         fact.name.endswith(".weight")
