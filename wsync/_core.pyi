@@ -237,7 +237,7 @@ def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bo
 
 @final
 class BufferTable:
-    """The memory behind buffer indices while copies run.  Keeps `owner` alive."""
+    """The memory that buffer indices refer to while copies run.  Keeps `owner` alive."""
     def __new__(cls, spans: Sequence[tuple[int, int]], owner: object = None) -> Self: ...
     @staticmethod
     def of(tensors: TensorTable, owner: object = None) -> BufferTable:

@@ -58,7 +58,7 @@ class Receiver:
         self._session = ""
         self._opened = 0  # the session's last update
         self._importer: Session | None = None
-        self._learning: Session | None = None  # open until the session after it has begun
+        self._learning: Session | None = None  # open until the next session has begun
         self._generation = -1
         self._rounds = self._ring_nbytes = 0  # of the last update
         self._trace = Trace.wanted("engine", worker)

@@ -117,7 +117,7 @@ class RemoteImporter:
 
     @property
     def arrived(self) -> int:
-        """0: a round is known to have arrived only once it was waited for."""
+        """Always 0: only a wait shows that a round has arrived."""
         return 0
 
     def done(self, round: int, stream: _core.Stream | None, timeout: float) -> None:

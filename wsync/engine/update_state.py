@@ -26,8 +26,8 @@ UNKNOWN_VERSION: Final = "unknown"
 class UpdateState:
     """The state machine above, usable from any thread.
 
-    weight_version: changes only when all weights of an update are here, and before `trouble` turns
-    "".  So read `trouble` first.
+    weight_version: changes once all weights of an update are here, but before `trouble` becomes "";
+    so read `trouble` first.
     consistent: False from the first byte written until all weights are those of one update.
     reason: why the weights are inconsistent, or "".
     update: number of the last update that was committed by a control message, or None.

@@ -37,8 +37,8 @@ class Collectives:
     def __init__(
         self, group: Any, *, timeout: float, whole: str, member: str, lingers: bool = False
     ) -> None:
-        # In a list, which `close` empties, so that no frame holds the group itself: an interrupt's
-        # traceback keeps frames, and the thread that drops it would wait in the group's destructor.
+        # `close` empties this list.  No frame may hold the group itself: a traceback may keep the
+        # frame, and the thread that drops the traceback would wait in the group's destructor.
         self._held = [group]
         self.rank, self.size = int(group.rank()), int(group.size())
         self.timeout = timeout

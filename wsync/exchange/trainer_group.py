@@ -97,7 +97,7 @@ class TrainerGroup:
 
     def _join(self, members: list[int], meeting: str) -> tuple[Any, Any, str]:
         """Meets the others and connects to them; (gloo group, store of this group only, name)."""
-        # the trainer may need its store's own timeout, minutes long: change only a clone's
+        # only a clone gets this timeout: the trainer's calls need the default, minutes long
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
         store.set_timeout(timedelta(seconds=self.timeout))

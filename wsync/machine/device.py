@@ -97,7 +97,8 @@ def _nvrtc() -> Sequence[str]:
 
 
 def threads_for(device: _core.Device) -> int:
-    """Returns how many threads copy for one stream; a GPU's gather memory that it cannot reach."""
+    """Returns how many threads copy for one stream.  The threads of a GPU's stream gather memory
+    that the GPU cannot reach."""
     if device.ordinal < 0:
         return 1
     _, gpus = _core.cuda_devices()

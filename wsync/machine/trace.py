@@ -65,8 +65,8 @@ class Trace:
         self.spans.append(("thread", what, round, now, now))
 
     def watch(self, stream: _core.Stream, copies: int) -> None:
-        """Makes the stream record up to `copies` copies.  It does so if there is a folder, and for
-        a trainer's report on the host, where recording costs next to nothing."""
+        """Makes the stream record up to `copies` copies.  This is done if there is a folder,
+        and on the host for a trainer's report, because it costs next to nothing there."""
         if self.folder or (self.role == "trainer" and stream.device.name == "host"):
             stream.trace(copies)
 

@@ -409,9 +409,9 @@ class _Reloader(CallingLoader):
                 anew = name in info.restore_metadata[0]  # made by a reload; biases are not
                 if anew and written and name not in {known for known, _ in info.loaded_weights}:
                     raise UnsupportedError(
-                        f"{path}: {type(self._module).__name__} loads it without its "
-                        "weight_loader, so vLLM's layerwise reload, which is needed "
-                        f"({self._owner.reason}), would not load it"
+                        f"{path}: vLLM's layerwise reload is needed ({self._owner.reason}), but "
+                        f"would not load it, because {type(self._module).__name__} loads it "
+                        "without its weight_loader"
                     )
                 own, rest = id(kept.get(name, parameter)), parameter.numel() - written
                 if rest <= 0:
