@@ -93,8 +93,8 @@ def test_a_dtensor_is_described_by_its_local_tensor() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (two_tensor, InvalidArgumentError, r"w \(TwoTensor\): its 32 bytes lie nowhere.*NULL"),
-        (freed, InvalidArgumentError, r"w \(Tensor\): its 16 bytes lie nowhere"),
+        (two_tensor, InvalidArgumentError, r"w \(TwoTensor\): its 32 bytes have no memory.*NULL"),
+        (freed, InvalidArgumentError, r"w \(Tensor\): its 16 bytes have no memory"),
         (lambda: torch.empty(2, device="meta"), UnsupportedError, r"w \(Tensor\): .*meta"),
         (lambda: torch.eye(3).to_sparse(), UnsupportedError, r"w .*does not tell where"),
         (lambda: torch.empty(2, dtype=torch.bits8), UnsupportedError, r"w .*Bit types"),

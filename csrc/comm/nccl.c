@@ -139,8 +139,8 @@ static wsync_status_t read_introduction(const char *address, uint32_t rank,
     if (sscanf(address, "nccl %11[0-9] %32[0-9a-f] %256[0-9a-f-]", said->version,
                said->uuid, said->id) != 3) {
         return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, name,
-                          "rank %u introduces itself with %.100s, not by NCCL", rank,
-                          address);
+                          "rank %u does not use NCCL: it introduces itself with %.100s",
+                          rank, address);
     }
     return WSYNC_OK;
 }
@@ -173,11 +173,10 @@ static wsync_status_t check_ranks(const nccl_t *self, const char *const *address
         for (uint32_t j = 0; j < i && status == WSYNC_OK; j++) {
             status = read_introduction(addresses[j], j, &other, err);
             if (status == WSYNC_OK && strcmp(said.uuid, other.uuid) == 0) {
-                status =
-                    wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, name,
-                               "ranks %u and %u share the GPU %s, where NCCL needs one "
-                               "for each",
-                               j, i, said.uuid);
+                status = wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, name,
+                                    "ranks %u and %u share the GPU %s, and NCCL needs one "
+                                    "for each rank",
+                                    j, i, said.uuid);
             }
         }
         if (status != WSYNC_OK) {
@@ -521,8 +520,7 @@ wsync_status_t wsync_comm_create_nccl(const wsync_nccl_library_t *library,
     wsync_status_t status;
 
     if (device->ordinal < 0) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, name,
-                          "NCCL moves no memory of the host");
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, name, "NCCL cannot move host memory");
     }
     self = calloc(1, sizeof(*self));
     if (self == NULL) {

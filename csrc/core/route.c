@@ -44,8 +44,8 @@ static wsync_status_t fill_part(void *context, const wsync_box_t *part)
     if (builder->parts_left == 0 || builder->cover.next.count > MAX_MISSING) {
         return wsync_fail(
             builder->err, WSYNC_ERR_LAYOUT, 0, "route",
-            "%.256s: the source's boxes lie across each other and cut it into "
-            "too many parts (%zu are missing yet)",
+            "%.256s: the source's boxes overlap and cut it into too many parts "
+            "(%zu parts have no source yet)",
             wsync_layout_tensor(builder->destination, to->tensor)->name,
             builder->cover.next.count);
     }

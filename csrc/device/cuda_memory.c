@@ -383,7 +383,7 @@ static wsync_status_t make_control(const wsync_cuda_device_t *device, int fd,
 
     if (nbytes > CONTROL_MAX_NBYTES) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_control_create",
-                          "%" PRIu64 " bytes of events: at most %d", nbytes,
+                          "%" PRIu64 " bytes of events; at most %d are possible", nbytes,
                           (int)CONTROL_MAX_NBYTES);
     }
     status = make_record(device, nbytes, &made, err);

@@ -417,7 +417,7 @@ static wsync_status_t await_stream(const wsync_cuda_runner_t *self, unsigned aba
     }
     return code == WSYNC_CU_NOT_READY
                ? wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_copy",
-                            "%s has not come to copies of pageable memory in %d s",
+                            "%s has not reached copies of pageable memory in %d s",
                             self->device->label, FEED_MS / 1000)
                : check_call(self, code, "cuStreamQuery", err);
 }

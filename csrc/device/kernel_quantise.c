@@ -100,7 +100,7 @@ static wsync_status_t check_size(const wsync_quantise_piece_t *piece, wsync_erro
             (piece->extent[d] > 1 && (stride > limit || stride < -limit))) {
             return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_quantise",
                               "%.256s: dim %d: extent %" PRIu64 ", stride %" PRId64
-                              " or blocks of %" PRIu64 " are more than a GPU counts here",
+                              " or blocks of %" PRIu64 " are too large for the kernel",
                               piece->tensor, d, piece->extent[d], stride,
                               block_of(piece, d));
         }
@@ -108,7 +108,7 @@ static wsync_status_t check_size(const wsync_quantise_piece_t *piece, wsync_erro
     if (piece->extent[0] > 1 && piece->codes_stride > UINT32_MAX) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_quantise",
                           "%.256s: rows of codes that are %" PRIu64
-                          " bytes apart are more than a GPU counts here",
+                          " bytes apart are too far apart for the kernel",
                           piece->tensor, piece->codes_stride);
     }
     return WSYNC_OK;

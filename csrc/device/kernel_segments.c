@@ -213,10 +213,11 @@ static wsync_status_t append_segment(wsync_segments_t *segments, const wsync_cop
     segment.row_total = (uint32_t)describe_dims(copy, fill, &segment);
     tiles = cut_tiles(&segment) + segments->tile_starts[segments->count];
     if (tiles >= count_limit) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "segments",
-                          "copy %zu: its rows of %llu elements come to 2^31 tiles or more, "
-                          "which is no launch",
-                          index, (unsigned long long)copy->row_count);
+        return wsync_fail(
+            err, WSYNC_ERR_INVALID, 0, "segments",
+            "copy %zu: its rows of %llu elements need 2^31 tiles or more, too "
+            "many for a launch",
+            index, (unsigned long long)copy->row_count);
     }
     status = index_tiles(segments, tiles, err);
     if (status != WSYNC_OK) {

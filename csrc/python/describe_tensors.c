@@ -178,14 +178,14 @@ static int fail_device(const describer_t *describer, PyObject *tensor)
 
     if (describer->gpu >= 0) {
         (void)fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                          "lies on device %.64s, others on cuda:%lld: one device serves "
-                          "them all",
+                          "is on device %.64s, and other tensors are on cuda:%lld; all "
+                          "must be on one device",
                           name, (long long)describer->gpu);
     } else {
         (void)fail_tensor(
             describer, tensor, WSYNC_ERR_UNSUPPORTED,
-            "lies on device %.64s; %s is read here", name,
-            describer->gpu_ok ? "memory of CPU and CUDA devices" : "CPU memory only");
+            "is on device %.64s, but %s is supported here", name,
+            describer->gpu_ok ? "memory of CPU and CUDA devices" : "only CPU memory");
     }
     Py_XDECREF(text);
     return -1;
@@ -348,7 +348,7 @@ static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_ro
     }
     if (row->data == NULL && row->nbytes > 0) {
         return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
-                           "its %llu bytes lie nowhere: torch gives a NULL pointer (a "
+                           "its %llu bytes have no memory: torch gives a NULL pointer (a "
                            "wrapper subclass, as of a collective before its wait(), or "
                            "storage that was freed)",
                            (unsigned long long)row->nbytes);

@@ -169,7 +169,7 @@ static wsync_status_t number_buffers(const wsync_layout_t *model, uint32_t *firs
         }
         if (__builtin_add_overflow(next, wsync_layout_buffer_count(model, i), &next)) {
             return wsync_fail(err, WSYNC_ERR_LAYOUT, 0, "layout",
-                              "2^32 buffers and more on %u ranks", rank_count);
+                              "more than 2^32 - 1 buffers on %u ranks", rank_count);
         }
     }
     *count = next;

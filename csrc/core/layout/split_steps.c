@@ -26,8 +26,8 @@ static wsync_status_t add_unit(const wsync_tensor_t *tensor, unsigned dim, uint3
     }
     if (known->unit[dim] != 1 || known->shape[dim] % step != 0) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "layout",
-                          "%.256s: dim %u: steps of %u are taken, and do not go with steps "
-                          "of %u along %lld elements",
+                          "%.256s: dim %u: steps of %u cannot be combined with steps of %u "
+                          "along %lld elements",
                           tensor->name, dim, step, known->unit[dim],
                           (long long)known->shape[dim]);
     }
@@ -38,8 +38,8 @@ static wsync_status_t add_unit(const wsync_tensor_t *tensor, unsigned dim, uint3
     return ndim <= WSYNC_MAX_NDIM
                ? WSYNC_OK
                : wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "layout",
-                            "%.256s: steps in so many of its %u dimensions", tensor->name,
-                            known->ndim);
+                            "%.256s: too many of its %u dimensions have steps",
+                            tensor->name, known->ndim);
 }
 
 static wsync_status_t add_steps(wsync_split_t *split, const wsync_tensor_t *tensor,

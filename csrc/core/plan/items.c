@@ -37,9 +37,10 @@ static wsync_status_t match_tensor(const wsync_planner_t *planner, uint32_t dest
     }
     *found = find_tensor(planner->spec->source, to->name, guess);
     if (*found == SIZE_MAX) {
-        return wsync_fail(planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
-                          "%.256s: destination %u wants it, the source has no such tensor",
-                          to->name, destination);
+        return wsync_fail(
+            planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
+            "%.256s: destination %u needs it, but the source has no such tensor", to->name,
+            destination);
     }
     return wsync_tensor_check_copy(wsync_layout_tensor(planner->spec->source, *found), to,
                                    "plan", planner->err);

@@ -81,13 +81,13 @@ static wsync_status_t check_tensor(const wsync_tensor_t *tensor, wsync_error_t *
 
     if (tensor->ndim < 2) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-                          "%.256s: %u dimensions, where matrices are quantised",
+                          "%.256s: %u dimensions; only matrices are quantised",
                           tensor->name, tensor->ndim);
     }
     if (dtype != WSYNC_DTYPE_FLOAT32 && dtype != WSYNC_DTYPE_BFLOAT16 &&
         dtype != WSYNC_DTYPE_FLOAT16) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-                          "%.256s: %s, where float32, bfloat16 and float16 are quantised",
+                          "%.256s: %s; only float32, bfloat16 and float16 are quantised",
                           tensor->name, wsync_dtype_name(dtype));
     }
     return WSYNC_OK;
@@ -112,7 +112,7 @@ static wsync_status_t add_rule(maker_t *maker, const wsync_quantise_rule_t *rule
     }
     if (rule->method.block_cols % wsync_quantise_codes(rule->method.kind) != 0) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-                          "%.256s: blocks of %u columns, of which %u share a word",
+                          "%.256s: blocks of %u columns are not whole words of %u codes",
                           rule->tensor, rule->method.block_cols,
                           wsync_quantise_codes(rule->method.kind));
     }
@@ -164,23 +164,23 @@ static wsync_status_t check_shard(const matrices_t *matrices, const wsync_shard_
 
     if (shard->affine.scale != 0) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-                          "%.256s: its elements are computed from the trainer's, and are "
-                          "not quantised",
+                          "%.256s: elements that are computed from the trainer's are not "
+                          "quantised",
                           name);
     }
     for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
         if (shard->step[i] > 1) {
             return wsync_fail(
                 err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-                "%.256s: rank %u has every %u-th index of dim %u, where whole "
+                "%.256s: rank %u has every %u-th index of dim %u, and only whole "
                 "ranges are quantised",
                 name, shard->rank, shard->step[i], i);
         }
     }
     if (start % codes != 0 || (end % codes != 0 && end != matrices->size[COL])) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-                          "%.256s: rank %u has columns %llu to %llu of %llu: %u codes of "
-                          "%s share a word, and no rank has all of one",
+                          "%.256s: rank %u has columns %llu to %llu of %llu, which cuts a "
+                          "word of %u %s codes",
                           name, shard->rank, (unsigned long long)start,
                           (unsigned long long)end, (unsigned long long)matrices->size[COL],
                           codes, wsync_quantise_kind_name(matrices->method.kind));
@@ -623,7 +623,7 @@ wsync_status_t wsync_quantiser_create(const wsync_layout_t *layout, uint32_t ran
         wsync_layout_buffer_count(layout, rank) > buffers) {
         return wsync_fail(
             err, WSYNC_ERR_INVALID, 0, "quantise",
-            "rank %u: codes and scales from buffer %u on, but it has tensors in "
+            "rank %u: codes and scales begin at buffer %u, but its tensors have "
             "%u buffers",
             rank, buffers, wsync_layout_buffer_count(layout, rank));
     }
