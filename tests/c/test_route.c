@@ -134,7 +134,8 @@ TEST(boxes_across_each_other_are_refused_before_they_cost_memory)
         }
     }
     add_bytes(wanted, tensor, origin, tensor.shape);
-    refuse(finish(source), finish(wanted), WSYNC_ERR_LAYOUT, "w: the source's boxes lie");
+    refuse(finish(source), finish(wanted), WSYNC_ERR_LAYOUT,
+           "w: the source's boxes overlap");
 }
 
 TEST(tiles_may_come_in_any_order)

@@ -27,7 +27,7 @@ class ModelWorker:
     """The base of all workers.  Subclasses define how tensors get into their model.
 
     Arguments of several methods: `end` is the time at which the caller stops waiting;
-    `weight_version` is the new version of the weights, or None to keep the old version.
+    `weight_version` is the version of the weights afterwards, or None if the request has none.
     """
 
     def __init__(self, loader: Loader, *, rank: int = 0) -> None:
