@@ -83,7 +83,7 @@ def test_workers_that_have_learnt_nothing_say_why() -> None:
     engine = ThreadEngine([RecordedLoader(module), ModuleLoader(module)])
     text = inspection.table(inspection.look(engine).workers)
     assert "worker 0: nothing learnt: no trainer has asked for it yet; updates by buckets" in text
-    assert "worker 1: nothing learnt: its loader knows by itself what it takes" in text
+    assert "worker 1: nothing learnt: its loader needs no learning" in text
 
 
 def test_an_engine_without_wsync_is_named() -> None:
@@ -119,7 +119,7 @@ def test_the_command_asks_a_url() -> None:
         done = run(server.url, "--timeout", "100")
         assert (done.returncode, done.stderr) == (0, "")
         assert "weight version: default\n" in done.stdout
-        assert "nothing learnt: its loader knows by itself what it takes" in done.stdout
+        assert "nothing learnt: its loader needs no learning" in done.stdout
         model = AutoModelForCausalLM.from_config(config)
         stock = dataclasses.replace(OPTIONS, delivery="stock")
         with wsync.connect(dict(model.named_parameters()), [server.url], options=stock) as sync:

@@ -45,8 +45,8 @@ class EngineReport:
 
     A worker that has learnt what it keeps adds: model_tensors, model_nbytes, kept_nbytes, fallbacks
     (tensors that go through the engine's own load_weights, and why) and tensors.  Each tensor has
-    name, dtype, shape, kept_as (a dtype) and boxes.  Each box has into (a parameter), and its start
-    and extent in the tensor.
+    name, dtype, shape, kept_as (a dtype) and boxes.  Each box has into (a parameter), and start and
+    extent (in the tensor).
     """
 
     name: str
@@ -129,7 +129,7 @@ def _row(said: Mapping[str, Any]) -> list[str]:
 
 def _notes(said: Mapping[str, Any]) -> Iterator[str]:
     """Texts about a worker's unusual state."""
-    if unlearnt := said.get("unlearnt", "its loader knows by itself what it takes"):
+    if unlearnt := said.get("unlearnt", "its loader needs no learning"):
         yield f"nothing learnt: {unlearnt}"
     for name, reason in said.get("fallbacks", {}).items():
         yield f"{name} goes through load_weights: {reason}"

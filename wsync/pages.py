@@ -35,7 +35,7 @@ _COLOURS: Final = {
     name: f"hsl({137 * number % 360}, 45%, 55%)" for number, name in enumerate((*_PHASES, *_OTHERS))
 }
 _SHOWN: Final = ("version", "phases", "ways", "paths", "own_loading")  # shown above the other facts
-_PIXELS: Final = 4000  # of a lane; a pixel shows at most one span of each kind
+_PIXELS: Final = 4000  # in a lane; each shows at most one span of a kind
 # characters that XML cannot contain
 _UNWRITABLE: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 # A notebook has its own rules for tables.  The doubled class names take precedence over them.
