@@ -168,19 +168,19 @@ def test_shares_cover_the_parameter_once():
 @pytest.mark.parametrize(
     ("view", "targets", "text"),
     [
-        ("a b)", ["a b"], "is no view"),
-        ("(a b", ["a b"], "is no view"),
-        ("a | b", ["a b"], "is no view"),
+        ("a b)", ["a b"], "is not a valid view"),
+        ("(a b", ["a b"], "is not a valid view"),
+        ("a | b", ["a b"], "is not a valid view"),
         ("(a |) b", ["a b"], "no target takes"),
-        ("a:? b:?", ["a b"], "is no view"),
-        ("~a ~b", ["a b"], "is no view"),
-        ("(~a | ~b)", ["a"], "is no view"),
+        ("a:? b:?", ["a b"], "is not a valid view"),
+        ("~a ~b", ["a b"], "is not a valid view"),
+        ("(~a | ~b)", ["a"], "is not a valid view"),
         ("a b", ["a c"], "asks for axes \\['c'\\], which no dimension"),
-        ("a - b", ["a b"], "is no view"),
+        ("a - b", ["a b"], "is not a valid view"),
     ],
 )
 def test_rules_without_sense(view, targets, text):
-    text = f"^{re.escape(repr(view))} is no view" if text == "is no view" else text
+    text = f"^{re.escape(repr(view))} {text}" if text == "is not a valid view" else text
     with pytest.raises(RuleError, match=text):
         rule = Rule("p", view, *(Target(f"t{i}", target) for i, target in enumerate(targets)))
         rule.expand({"a": 1, "b": 2}).pieces  # noqa: B018

@@ -89,7 +89,7 @@ class TrainerLayout:
     (None: the default process group, or a single process).  `made_from` has the dtypes, shapes and
     strides of the tensors from which the layout was built; these must not change.  `pick` finds the
     buffers' tensors among weights that the caller gives by name; None looks for equal global names.
-    `other_names`: second names of some parameters, used if the weights have no first name of these.
+    `other_names`: other names of some parameters, used if the weights have none of the usual names.
     `widened`: float32 parameters for which a caller may give an older 16-bit copy.
     """
 
@@ -168,7 +168,7 @@ class TrainerLayout:
 
 
 def _laid_out(tensor: Tensor, row: _Row, form: _Row) -> Tensor:
-    """The tensor, or a copy with the layout's strides if it is contiguous and only they differ."""
+    """A copy with the layout's strides if a contiguous tensor lacks only these, else the tensor."""
     if row[1:3] != form[1:3] or row[3] == form[3] or not tensor.is_contiguous():
         return tensor
     import torch

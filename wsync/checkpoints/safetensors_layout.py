@@ -218,7 +218,9 @@ class Checkpoint:
             index = read_config(path / INDEX)
             expected, metadata = index.get("weight_map", {}), index.get("metadata") or {}
             if not expected or not isinstance(expected, dict) or not isinstance(metadata, dict):
-                raise _core.LayoutError(f"{path / INDEX}: no weight_map, or metadata is no mapping")
+                raise _core.LayoutError(
+                    f"{path / INDEX}: it has no weight_map, or its metadata is not a mapping"
+                )
             version = metadata.get("weight_version")
             self.weight_version = None if version is None else str(version)
             self.files = [path / name for name in sorted(set(expected.values()))]

@@ -8,8 +8,8 @@
 A version is written in .wsync-work, synchronised to the disk, and renamed; then the link follows.
 So `latest` leads to a complete version at any time, except while a version replaces another.  This
 holds even if the writer is killed, and after a power failure if the file system keeps data that
-fsync has written.  The same holds for every version that `publish` has returned.  Other files and
-folders are left alone.
+fsync has written.  A version that `publish` has returned survives both.  Other files and folders
+are left alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Versions:
             path.
         base: a folder whose configuration and tokenizer files every version gets, or a transformers
             configuration, or None.
-        keep: the number of complete versions that stay, with the newest; None keeps all.
+        keep: the number of complete versions that stay, including the newest; None keeps all.
         replace: whether a version replaces an earlier one with its name.
 
     Attributes:
@@ -141,7 +141,7 @@ class Versions:
         path."""
         name = folder.name.rpartition(".")[0]
         final, count = self.root / name, 1
-        # an earlier run or try has made this one; engines may be reading it
+        # of an earlier run or try; engines may be reading it
         while os.path.lexists(final) and not self._replace:
             count += 1
             final = self.root / f"{name}.{count}"

@@ -21,8 +21,8 @@ How to add a family, for a model that gives its feed-forward part another name:
    `wsync.families.rules` explains views; `wsync.families.blocks` has rules that most models share.
 2. Call `wsync.megatron.layout`.  It raises an error that names the parameter if no rule matches,
    if the shape differs from the rule's, if elements have no target, or if a size is not known.
-3. Check the order of rows, which wsync cannot check.  Compare one update with an export that you
-   trust: either the tensors in the engine, or the logits of engine and trainer.
+3. Check the order of rows yourself, because wsync cannot.  Compare one update with an export that
+   you trust: either the tensors in the engine, or the logits of engine and trainer.
 """
 
 from wsync.families import blocks as blocks

@@ -29,7 +29,7 @@ LATENT_ATTENTION: tuple[Rule, ...] = blocks.attention_rules(
 )
 
 
-# Every rank holds the whole indexer.  A layer that uses another layer's choice of tokens has none.
+# Every rank holds the whole indexer.  Layers that use another layer's choice of tokens have none.
 # Megatron-Core keeps the order of checkpoints.  slime's plugin stores the second half of each
 # head's 128 channels before the first half, in the order of its rotary embedding.
 _HALVES = "(second:64 | first:64)"
@@ -68,6 +68,6 @@ DEEPSEEK: tuple[Rule, ...] = (*blocks.EMBEDDING, *_LAYER, *blocks.mtp(_LAYER))
 _SPARSE_LAYER = (*_LAYER, *INDEXER)
 DEEPSEEK_SPARSE: tuple[Rule, ...] = (*blocks.EMBEDDING, *_SPARSE_LAYER, *blocks.mtp(_SPARSE_LAYER))
 
-# Kimi-K2.5 is a DeepSeek-V3 with a vision tower, which every rank holds as in the checkpoint.
+# Kimi-K2.5 is a DeepSeek-V3 with a vision tower.  Every rank holds the whole vision tower.
 KIMI_K25 = blocks.moved(DEEPSEEK, ("", "(language_model.|)"), ("", "language_model."))
 KIMI_VISION = {rf"{name}\.": f"{name}." for name in ("vision_tower", "mm_projector")}

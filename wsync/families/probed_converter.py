@@ -30,7 +30,7 @@ from wsync.probing.probe import Overwriting, probe
 Convert = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
 _PERIOD = 1_048_573  # of the random values: a prime, so that no two rows or columns are equal
-_CALLS = 1 << 11  # at most so many calls prove a computed tensor
+_CALLS = 1 << 11  # the largest number of calls that prove a computed tensor
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Whole:
 def converter_of(function: Callable[..., Any], config: Any) -> Convert:
     """A converter that is called with a global name and a tensor.
 
-    function: convert(name, tensor), or convert(args, name, tensor) like slime's converters.  Those
-    get `config` as args, and slime's names, which begin with "module.module.".
+    function: convert(name, tensor), or convert(args, name, tensor) like slime's converters.  The
+    second kind gets `config` as args, and names that begin with "module.module." as in slime.
     """
     slimes = is_slimes(function)
 

@@ -34,8 +34,7 @@ def _norms(names: str, view: str, target: str) -> list[blocks.Row]:
 
 
 def _merger(cut: str) -> list[blocks.Row]:
-    """A projection of merged patches.  cut: the mark of its dimensions that ranks may hold parts
-    of."""
+    """A projection of merged patches.  cut: the mark of the dimensions that may be cut."""
     inner = f"{cut}(d:merge e:merge f:vision_h)"
     return [
         *blocks.linear("linear_fc1", inner, "(a:merge b:merge c:vision_h)", "linear_fc1"),

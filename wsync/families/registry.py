@@ -1,4 +1,4 @@
-"""The known model families, and the choice of a family by a configuration."""
+"""The known model families, and how a configuration selects one of them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Family:
     `loaders`: by a loader's name, rules for models that it fills in its own way; they come first.
     `copied`: regular expressions for beginnings of names, and the checkpoint's beginnings.  Unless
     a rule matches, such a parameter is a tensor of the checkpoint, whole on every rank.  `fields`:
-    sizes in addition to FIELDS.  `together`: sets of modules, by the last part of their names; an
-    engine needs the tensors of a set within one parent in one call.  `settings`: fields of
-    Megatron's TransformerConfig and the values for which the rules hold.  `oracle`: the program or
-    checkpoint with whose tensors the tests compare the family's, bit for bit.
+    sizes in addition to FIELDS.  `together`: sets of sibling modules, by the last part of their
+    names; an engine needs the tensors of a set in one call.  `settings`: fields of Megatron's
+    TransformerConfig and the values for which the rules hold.  `oracle`: the program or checkpoint
+    that the tests compare the family's tensors with, bit for bit.
     """
 
     name: str
@@ -228,8 +228,8 @@ def family_of(name: str, *, part: bool = False) -> Family:
         found = parts.get(max((each for each in parts if each in plain), key=len, default=""), "")
     if found in BRIDGED and found not in FAMILIES:
         raise _core.UnsupportedError(
-            f"the model family {found!r} has no table: {BRIDGED[found]}; pass an AutoBridge as "
-            "bridge= to use Megatron-Bridge's mappings"
+            f"the model family {found!r} has no table: {BRIDGED[found]}; pass "
+            "bridge=AutoBridge... to use Megatron-Bridge's mappings"
         )
     if not found:
         raise _core.UnsupportedError(
@@ -292,11 +292,11 @@ def read_model(
 ) -> Model:
     """Reads family and sizes from a Hugging Face config or from Megatron's (slime's) arguments.
 
-    `model_name` overrides the config's `model_type`; it may be a name in which slime finds the
-    family.  Sizes that the config lacks are left out; a rule that needs such a size raises an error
-    with its name.  `loaded_by`: one of LOADERS.  `family`: overrides all names.  `checkpoint`: the
-    checkpoint's config.json, if `config` is something else.  Its sizes override the arguments',
-    which may be Megatron's defaults if a model is built from config.json.
+    `model_name` overrides the config's `model_type`; like slime's model names, it may just contain
+    the family's.  Sizes that the config lacks are left out; a rule that needs such a size raises an
+    error with its name.  `loaded_by`: one of LOADERS.  `family`: overrides all names.
+    `checkpoint`: the checkpoint's config.json, if `config` is something else.  Its sizes override
+    the arguments', which may be Megatron's defaults if a model is built from config.json.
     """
     if loaded_by not in LOADERS:
         raise _core.InvalidArgumentError(
@@ -397,8 +397,8 @@ def register(
         fields: sizes in the rules' views that are not in `FIELDS`, with the names of each size in
             configurations.
         loaders: by a loader's name ("slime"), rules for the models that it loads; they come first.
-        together: sets of modules, by the last part of their names; an engine needs the tensors of a
-            set within one parent in one call.
+        together: sets of sibling modules, by the last part of their names; an engine needs the
+            tensors of a set in one call.
         settings: fields of Megatron's TransformerConfig and the values for which the rules hold,
             for example {"layernorm_zero_centered_gamma": False}.  `wsync.megatron.layout` compares
             them with every layer's configuration, and refuses a field that it lacks.
@@ -407,7 +407,7 @@ def register(
         InvalidArgumentError: wsync has a family of this name, or a loader is not known.
     """
     if name in FAMILIES and not FAMILIES[name].added:
-        raise _core.InvalidArgumentError(f"wsync has a family {name!r} already")
+        raise _core.InvalidArgumentError(f"wsync has a family {name!r} already: take another name")
     if unknown := {*(loaders or {})}.difference(LOADERS):
         raise _core.InvalidArgumentError(
             f"loaders: {min(unknown)!r} is not one of {', '.join(LOADERS)}"
@@ -419,7 +419,7 @@ def register(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Lists the model families that wsync knows for Megatron-Core trainers, by model_type.  The
-    second column names the programs with whose tensors they were compared, bit for bit."""
+    second column names the programs that they were compared with, bit for bit."""
     argparse.ArgumentParser("wsync families", description=main.__doc__).parse_args(argv)
     width = max(map(len, FAMILIES))
     print(f"{'family':<{width}}  compared with\n")

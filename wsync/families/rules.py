@@ -19,8 +19,8 @@ Grammar of a view:
     *item   tensor-parallel ranks (for experts: expert-tensor-parallel ranks) hold equal parts of
             the item; in a group, each item of each alternative may be cut
     ~item   like *item, but the local shape tells the number of parts: from one for each rank
-            down to one for all; if there are fewer parts than ranks, neighbours hold the same
-            (at most one in a view)
+            down to one for all; if there are fewer parts than ranks, neighbouring ranks hold
+            the same part (at most one ~item in a view)
     @item   expert-parallel ranks hold equal parts of the item
 
 An axis may occur in several alternatives of a group, but only once in each: `(key q | key k)`.
@@ -70,7 +70,7 @@ _EITHER = re.compile(r"\(([^)]*)\)")
 _ENDS = ("inner", "first", "last")  # numbers that follow from the size of an MTP block
 _COUNTS = {"expert": "experts"}  # numbers that may be axes of targets, and the sizes of these axes
 _Shape = tuple[int, ...]
-# Sets of modules, by the last part of their names; engines need a set's tensors in one call.
+# Sets of sibling modules, by the last part of their names; engines need their tensors in one call.
 Together = Sequence[tuple[str, ...]]
 
 
@@ -141,7 +141,7 @@ class Cut:
 
 
 class _Dimension:
-    """One dimension of a parameter.  Each element has a number, made of its indices along axes.
+    """One dimension of a parameter.  Each element has a number, computed from its indices.
 
     text: how errors name the parameter.
     """
@@ -299,7 +299,7 @@ class ShardPlacement:
 
 
 def may_step(pieces: Iterable[Piece]) -> bool:
-    """Whether all boxes along a dimension of a tensor have one step, which divides the dimension.
+    """Whether all boxes along a dimension have the same step, and the step divides the dimension.
     Such a step splits the dimension into two; a tensor may have MAX_DIMENSIONS in all."""
     found: dict[tuple[str, int], int] = {}
     for piece in pieces:
@@ -453,7 +453,7 @@ class Rule:
         return None if match is None else {k: int(v) for k, v in match.groupdict().items()}
 
     def inferred(self, sizes: Mapping[str, int], extent: int) -> int | None:
-        """The size of the inferred axis with which its dimension has this extent, or None."""
+        """The size of the inferred axis that gives its dimension this extent, or None."""
         empty, unit = (self.expand(sizes, n).shape[self.inferred_dimension] for n in (0, 1))
         found, rest = divmod(extent - empty, max(1, unit - empty))
         return found if rest == 0 and found >= 0 else None

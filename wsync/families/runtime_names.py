@@ -105,7 +105,7 @@ class RuntimeNames:
 
     @classmethod
     def of_config(cls, config: Any, names: Iterable[str] = ()) -> RuntimeNames:
-        """The rules for a Hugging Face configuration; None has no rules.
+        """The rules for a Hugging Face configuration, or no rules for None.
 
         Raises UnsupportedError if `names` has fused experts for which there are no rules.
         """

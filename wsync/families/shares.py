@@ -2,8 +2,8 @@
 
 The class name of a parameter's module tells along which dimension the parameter is cut.  The names
 are those of Megatron-Core 0.16 (`tensor_parallel/layers.py`, `extensions/transformer_engine.py`).
-Only for other modules wsync reads the attributes that Megatron sets on parameters, because some of
-them are wrong or missing.
+wsync reads the attributes that Megatron sets on parameters only for other modules, because some of
+these attributes are wrong or missing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MAMBA = {
     **dict.fromkeys(("A_log", "D", "dt_bias"), ("nheads",)),
     **dict.fromkeys(("norm.weight", "out_proj.weight"), ("d_inner",)),
 }
-# By part of the name: the setting for groups of gate and up rows that alternate.
+# Megatron's settings that make gate and up rows alternate, by a part of the parameter's name.
 _ALTERNATING = {
     ".experts.": "moe_mlp_glu_interleave_size",
     ".shared_experts.": "moe_shared_expert_glu_interleave_size",
@@ -159,7 +159,7 @@ def _parts(name: str, module: Any, kind: _Kind, cut: Cut) -> Cut:
 
 
 def _described(name: str, tensor: Tensor) -> int:
-    """The dimension that is cut by Megatron's attributes of a parameter, or -1."""
+    """The dimension of a parameter that Megatron's attributes call cut, or -1."""
     duplicated = getattr(tensor, "parallel_mode", None) == "duplicated"
     if duplicated or not getattr(tensor, "tensor_model_parallel", False):
         return -1

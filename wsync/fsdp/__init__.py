@@ -4,7 +4,7 @@ A rank's part of a parameter is one box if it is a DTensor (by its placements) o
 (by its metadata).  It may be several boxes if it is an interval of a flat parameter.  The local
 tensor must agree.  Shards are read in place: nothing is communicated and nothing copied.
 
-Names are those of the module tree without wrappers, which are Hugging Face's own.  Tensors that
+Names are paths in the module tree without wrappers: Hugging Face's own names.  Tensors that
 transformers fuses at run time get their names from the rules of `wsync.families.RUNTIME`.
 
 Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several ranks.  `Partial`

@@ -82,12 +82,12 @@ def layout(
 
 
 def _says_tied(config: Any) -> bool:
-    """Whether a configuration says that embeddings are tied and its text configuration, if it has
-    one, does not say that they are not.
+    """Whether a configuration says that embeddings are tied and its text configuration, if there is
+    one, agrees or says nothing.
 
-    transformers before 5 reads the text configuration, and later versions read the outer one; the
-    other one holds the default of its class.  If only one says tied, a head that shares its tensor
-    with the embedding is also delivered under its own name, which engines may know.
+    transformers before 5 reads the text configuration, and later versions read the outer one.  The
+    configuration that is not read holds its class's default.  If only one of them says tied, a head
+    that is the embedding's tensor is also delivered under its own name, which engines may know.
     """
     find = getattr(config, "get_text_config", None)
     text = getattr(config, "text_config", None) if find is None else find(decoder=True)
@@ -96,7 +96,7 @@ def _says_tied(config: Any) -> bool:
 
 
 def _check_same(forms: Sequence[Form], found: Sequence[Part]) -> None:
-    """Raises LayoutError if a part has changed in more than its tensor."""
+    """Raises LayoutError if the forms of parts have changed; their tensors may be others."""
     for old, new in zip(forms, found, strict=False):
         if old != new.form:
             raise _core.LayoutError(

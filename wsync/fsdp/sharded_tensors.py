@@ -12,7 +12,7 @@ from wsync.layout import check_unpartitioned
 
 
 def parts_of(name: str, tensor: Any) -> Iterator[Part]:
-    """What this rank holds of a tensor.
+    """The parts of a tensor that this rank holds.
 
     Raises UnsupportedError, LayoutError and InvalidArgumentError as `layout` does.
     """
@@ -79,8 +79,8 @@ def _box(name: str, tensor: Any, shape: Shape) -> tuple[Sequence[int], Sequence[
 
 def _cut_order(name: str, tensor: Any) -> list[int]:
     """The mesh dimensions of a DTensor in the order in which they cut it.  Megatron-FSDP's meshes
-    tell the order.  Otherwise they cut one after another, except that a _StridedShard of FSDP2 cuts
-    after the dimensions within it, for example those of tensor parallelism."""
+    tell the order.  Other meshes' dimensions cut one after another, except that a _StridedShard of
+    FSDP2 cuts after the dimensions within it, for example those of tensor parallelism."""
     said = getattr(tensor.device_mesh, "_shard_order", None)
     if said is not None:
         return list(said)

@@ -60,7 +60,7 @@ def _bucket_groups(module: Any) -> Iterator[Any]:
 
 def _is_behind(group: Any) -> bool:
     """Whether a step may have changed a group's parameters since they were gathered, or whether a
-    gathering has not ended.  A model that was not trained yet is not behind."""
+    gathering has not ended.  A model that was not trained yet needs no gathering."""
     if getattr(group, "param_gather_handle", None) is not None:
         return True
     trained = not getattr(group, "is_first_batch", True)

@@ -100,7 +100,7 @@ def _global(local: str, numbers: dict[str, int], spec: Model, ranks: Ranks) -> s
 
 def _check_experts(local: str, spec: Model, ranks: Ranks, last: bool = False) -> int:
     """The number of experts on a rank.  Raises LayoutError if the expert in a parameter's local
-    name is not one of them, or with `last`, not the last one."""
+    name is not one of them, or not the last one if `last` is true."""
     match = _EXPERT.search(local)
     expert = int(match.group(2)) if match is not None else 0
     experts = spec.sizes.get("experts", 0)

@@ -39,8 +39,8 @@ def check_layers(chunks: Sequence[Module], spec: Model) -> None:
             # wsync's own families name fields that some versions of Megatron lack.
             if family.added and field in family.settings and not hasattr(config, field):
                 raise _core.LayoutError(
-                    f"{path}: {type(config).__name__} has no field {field!r}, which the settings "
-                    f"of the family {family.name!r} name"
+                    f"{path}: {type(config).__name__} has no field {field!r}, but the settings "
+                    f"of the family {family.name!r} need it"
                 )
             found = getattr(config, field, value)
             if found != value:

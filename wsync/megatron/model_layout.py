@@ -47,7 +47,7 @@ def layout(
     untie_embeddings_and_output_weights.  If the arguments name an `hf_checkpoint`, its config.json
     overrides them.  `loaded_by`: the loader that filled the model.  "megatron" stands for loaders
     that keep weights as Megatron-Core needs them, like Megatron-Bridge and mbridge; "slime" stands
-    for slime's own, which exchanges the halves of Qwen3-Next's eh_proj.  `converter`: a function
+    for slime's loader, which exchanges the halves of Qwen3-Next's eh_proj.  `converter`: a function
     that replaces the family.  It makes (name, tensor) pairs of Hugging Face tensors from one whole
     parameter: convert(name, tensor), or slime's convert(args, name, tensor), which gets `config` as
     args.  The parameter is whole, as a single tensor-parallel rank would hold it.  If `config` has

@@ -1,4 +1,4 @@
-"""Reads this rank's place in the groups that cut parameters from modules and from Megatron."""
+"""Finds this rank's place in the groups that cut parameters."""
 
 from __future__ import annotations
 

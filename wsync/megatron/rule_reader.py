@@ -70,7 +70,7 @@ class RuleReader:
     def _whole(
         self, name: str, target: str, tensor: Tensor, shape: tuple[int, ...]
     ) -> tuple[Sequence[_core.Region], list[_core.Map]]:
-        """Regions and maps of a tensor of the checkpoint that each tensor-parallel rank holds."""
+        """Regions and maps of a parameter that is whole on every tensor-parallel rank."""
         if self.ranks.tensor.ranks > 1 and getattr(tensor, "tensor_model_parallel", False):
             raise _core.LayoutError(
                 f"{name}: tensor_model_parallel is True, but the family "

@@ -175,7 +175,7 @@ class Method:
 
     @property
     def text(self) -> str:
-        """The method as readers of a checkpoint need it: without the producer of the codes."""
+        """The method and its block in words, without the producer of the codes."""
         block = f" of {self.block_rows} x {self.block_cols}" if self.block_rows else ""
         return self.kind.removesuffix("_slime") + block
 
@@ -239,8 +239,8 @@ class Method:
 
 
 def module_of(name: str) -> str:
-    """The module of a tensor.  The name of a fused experts' parameter ("experts.gate_up_proj")
-    counts as a module's, which it is in other models."""
+    """The module of a tensor.  A parameter of fused experts ("experts.gate_up_proj") counts as a
+    module, because other models have a module with this name."""
     return name.removesuffix(".weight")
 
 
