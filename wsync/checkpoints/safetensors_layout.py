@@ -176,7 +176,7 @@ def owners(model: _core.Layout, ranks: int) -> list[list[Owned]]:
     All ranks compute the same result.  If boxes only overlap, each of their ranks writes its own
     box, with the same bytes.  Raises LayoutError for elements that no rank holds.
     """
-    joined = model.join()  # numbers the buffers of all ranks in a row
+    joined = model.join()  # numbers the buffers of all ranks consecutively
     ends = list(itertools.accumulate(model.buffer_count(rank) for rank in range(ranks)))
     dealt: list[list[Owned]] = [[] for _ in range(ranks)]
     for index in range(joined.tensor_count):

@@ -32,8 +32,8 @@ PLAIN: Mapping[str, Any] = {
 class Family:
     """A named table of rules.
 
-    `loaders`: by a loader's name, rules for models that it fills in its own way; they come first.
-    `copied`: regular expressions for beginnings of names, and the checkpoint's beginnings.  Unless
+    `loaders`: rules that come first for models of a certain loader, by the loader's name.
+    `copied`: regular expressions for the beginnings of names, and their replacements.  Unless
     a rule matches, such a parameter is a tensor of the checkpoint, whole on every rank.  `fields`:
     sizes in addition to FIELDS.  `together`: sets of sibling modules, by the last part of their
     names; an engine needs the tensors of a set in one call.  `settings`: fields of Megatron's
@@ -75,7 +75,7 @@ class Family:
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a global parameter name and the numbers in that name.
 
-        Raises LayoutError that names the parameter and the family if no rule matches.
+        Raises LayoutError with the names of parameter and family if no rule matches.
         """
         found = self.match(name)
         if found is None:
@@ -91,7 +91,7 @@ class Family:
         return None
 
     def copy_of(self, name: str) -> str | None:
-        """The checkpoint's name of a parameter that it holds unchanged, or None."""
+        """The checkpoint's name of a parameter, if the checkpoint holds it unchanged, or None."""
         for beginning, other in self.copied.items():
             if (match := re.match(beginning, name)) is not None:
                 return other + name[match.end() :]
@@ -292,11 +292,11 @@ def read_model(
 ) -> Model:
     """Reads family and sizes from a Hugging Face config or from Megatron's (slime's) arguments.
 
-    `model_name` overrides the config's `model_type`; like slime's model names, it may just contain
-    the family's.  Sizes that the config lacks are left out; a rule that needs such a size raises an
-    error with its name.  `loaded_by`: one of LOADERS.  `family`: overrides all names.
+    `model_name` overrides the config's `model_type`; as in slime, it may be a longer name that
+    contains the family's.  Sizes that the config lacks are left out; a rule that needs such a size
+    raises an error with its name.  `loaded_by`: one of LOADERS.  `family`: overrides all names.
     `checkpoint`: the checkpoint's config.json, if `config` is something else.  Its sizes override
-    the arguments', which may be Megatron's defaults if a model is built from config.json.
+    those of the arguments, which may be Megatron's defaults.
     """
     if loaded_by not in LOADERS:
         raise _core.InvalidArgumentError(
@@ -360,9 +360,9 @@ def read_sizes(config: Any) -> dict[str, int]:
 
 
 def _read_fields(parts: tuple[Any, Any], fields: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Each size, from the first of its names that is set.
+    """The value of each size: that of the first of its names that is set.
 
-    parts: names like "vision_config.hidden_size" are looked up in the first, others in the second.
+    parts: names like "vision_config.hidden_size" are looked up in parts[0], others in parts[1].
     """
     found: dict[str, int] = {}
     for size, names in fields.items():
@@ -396,7 +396,7 @@ def register(
         rules: one for each kind of parameter; if two match a name, the first is used.
         fields: sizes in the rules' views that are not in `FIELDS`, with the names of each size in
             configurations.
-        loaders: by a loader's name ("slime"), rules for the models that it loads; they come first.
+        loaders: rules that come first for models of a certain loader, by its name ("slime").
         together: sets of sibling modules, by the last part of their names; an engine needs the
             tensors of a set in one call.
         settings: fields of Megatron's TransformerConfig and the values for which the rules hold,

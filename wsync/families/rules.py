@@ -229,7 +229,7 @@ class Piece:
 
     `axes`: for each axis of the target, the parameter's axis, or -1 if the extent is 1.
     `steps`: for each axis of the target, the distance between neighbouring elements of the box.
-    `counted`: pairs of a number in the parameter's name and an axis of the target: the number is
+    `counted`: pairs of a number in the parameter's name and an axis of the target.  The number is
     added to `target_start`.  `affine`: (scale, offset), or None if elements are only copied.
     """
 
@@ -348,8 +348,8 @@ class Expansion:
         for number, dimension in enumerate(self._dimensions):
             if dimension.left(each[number] for each in taken if number in each):
                 raise RuleError(
-                    f"{self.rule.name}: no target takes some elements of dimension {number} of "
-                    f"{self.rule.parsed.text!r}"
+                    f"{self.rule.name}: dimension {number} of {self.rule.parsed.text!r} has "
+                    "elements that no target takes"
                 )
         pieces: tuple[Piece, ...] = ()
         for longest in (LONGEST, 1):

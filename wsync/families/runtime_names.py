@@ -137,7 +137,7 @@ class RuntimeNames:
     def maps(
         self, name: str, dtype: str, shape: Shape, regions: Sequence[_core.Region]
     ) -> list[_core.Map]:
-        """The maps of a parameter's elements, except those that its regions do not meet."""
+        """The maps of a parameter's elements; only the maps that meet its regions."""
         found = self._expansion(name, shape)
         if found is None:
             zeros, axes = (0,) * len(shape), tuple(range(len(shape)))

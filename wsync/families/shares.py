@@ -2,8 +2,8 @@
 
 The class name of a parameter's module tells along which dimension the parameter is cut.  The names
 are those of Megatron-Core 0.16 (`tensor_parallel/layers.py`, `extensions/transformer_engine.py`).
-wsync reads the attributes that Megatron sets on parameters only for other modules, because some of
-these attributes are wrong or missing.
+For all other modules, wsync reads the attributes that Megatron sets on parameters.  Class names go
+first, because some of these attributes are wrong or missing.
 """
 
 from __future__ import annotations

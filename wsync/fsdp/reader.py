@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def of_mapping(
     tensors: Mapping[str, Tensor], tied: bool, wanted: Sequence[Form] | None = None
 ) -> list[Part]:
-    """The parts of named tensors; `wanted` limits them to the tensors with its names."""
+    """The parts of named tensors; if `wanted` is given, only of the tensors that it names."""
     some = None if wanted is None else dict.fromkeys(form[0] for form in wanted)
     known = by_plain_name(tensors, plain_name, some)
     if tied and TIED in known:

@@ -25,7 +25,7 @@ _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|b
 def find_slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:
     """Parameters and expert biases of all chunks under their global names."""
     embedded = False
-    last = dict[str, tuple[int, str]]()  # by an expert's parameter: the last expert and its name
+    last = dict[str, tuple[int, str]]()  # by kind of parameter: the highest expert and its name
     parts: dict[str, int] = {}  # each name has a part, even if names share a tensor
     for number, chunk in enumerate(chunks):
         numbers = _layer_numbers(chunk, number if len(chunks) > 1 else None)

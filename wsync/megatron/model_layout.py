@@ -41,7 +41,7 @@ def layout(
     """The layout of this rank of a Megatron-Core model.
 
     `model`: one module, or a list with a module for each virtual pipeline stage.  Every update
-    reads the list again, so that other modules with the same parameters may replace these.
+    reads the list again, so you may replace modules by others with the same parameters.
     `config`: the Hugging Face configuration, or Megatron's (slime's) arguments together with
     `model_name`.  wsync reads sizes (hidden_size, vocab_size, num_layers, ...) and
     untie_embeddings_and_output_weights.  If the arguments name an `hf_checkpoint`, its config.json

@@ -291,7 +291,7 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def inner_config(config: object) -> Mapping[str, Any]:
-    """The quantization_config inside a file's configuration, with the keys of BESIDE around it.
+    """The quantization_config inside a file's configuration, with the BESIDE keys outside of it.
     Raises InvalidArgumentError if `config` is not a mapping."""
     if not isinstance(config, Mapping):
         raise _core.InvalidArgumentError(
