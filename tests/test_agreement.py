@@ -24,7 +24,7 @@ def test_what_one_rank_does_differently_all_ranks_say(ranks: Ranks) -> None:
     assert first["seconds"] < agreement_cases.OPTIONS.deadline  # nobody was waited for
     assert first["layout"].startswith("UnsupportedError: trainer rank 1: ")
     assert "trainer rank " in first["updater"]
-    assert first["version"].endswith("trainer ranks want different versions: ['7', '8']")
+    assert first["version"].endswith("trainer ranks give different versions: ['7', '8']")
     assert first["odd"].startswith("InvalidArgumentError: trainer rank 1: version=''")
     assert first["weights"].endswith(
         "trainer rank 0 gives weights to update(), and rank 1 does not"
@@ -59,7 +59,7 @@ def test_arguments_that_ranks_have_to_share_are_compared(ranks: Ranks, tmp_path:
     }
     assert first == second
     for name, values in given.items():
-        assert "have to make the same thing together: rank 0 makes " in first[name]
+        assert "must make the same thing together: rank 0 makes " in first[name]
         assert all(f"{name}={value!r}" in first[name] for value in values)
 
 

@@ -152,7 +152,7 @@ VISION = {**ones(*NAMES), **ones("model.visual.a.weight", "model.visual.b.0.weig
 
 def test_what_is_to_stay_is_named(tmp_path: Path) -> None:
     folder, text = saved(tmp_path / "model", VISION), ones(*NAMES)
-    advice = r"delivers its: model\.visual\.a\.weight, .*; Options\(keep=\[...\]\) names what"
+    advice = r"delivers its: model\.visual\.a\.weight, .*; Options\(keep=\[...\]\) names"
     with pytest.raises(wsync.LayoutError, match=advice):
         deliver(text, Noting(folder))
     deliver(text, Noting(folder), keep=["model.visual.*"])
@@ -293,8 +293,8 @@ def test_where_no_folder_is_seen_it_is_said_once(
     engines = [Engine("a"), Engine("b", model_path="/nowhere"), Engine("c", model_path="org/name")]
     wsync.connect(ones(*NAMES), engines, options=OPTIONS).close()
     (text,) = caplog.messages
-    assert text.startswith("no checkpoint is here to compare with: ")
-    assert "a, b, c (Options(checkpoint=DIR) names the folder that they were started from)" in text
+    assert text.startswith("no checkpoint is here to compare with for engines a, b, c: ")
+    assert "(Options(checkpoint=DIR) names the folder that they were started from)" in text
     caplog.clear()
     wsync.connect(ones(*NAMES), engines, options=wsync.Options(checkpoint="")).close()
     folder = str(saved(tmp_path / "model", ones(*NAMES)))

@@ -63,7 +63,7 @@ def update(weights: Any) -> None:
         (lambda: connect({}, None), "engines=None: expected a list"),
         (lambda: connect({}, [SimpleNamespace(url="http://x")]), "give its url: 'http://x'"),
         (lambda: update(torch.nn.Linear(1, 1)), "pass tensors by global name, not a Linear"),
-        (lambda: update(None), "the function returned None, where tensors by global name"),
+        (lambda: update(None), "the function returned None; expected tensors by"),
     ],
 )
 def test_what_stands_in_anothers_place_is_named(use: Any, text: str) -> None:

@@ -227,7 +227,7 @@ def test_a_tensor_that_is_skipped_is_listed(caplog: pytest.LogCaptureFixture) ->
     assert loader.learnt is not None
     assert loader.facts()["skipped"] == ["o"]
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        "wsync: no engine makes use of o: what the trainer has there is not delivered",
+        "wsync: no engine uses o: these tensors are not delivered",
     ]
     assert ("o", before.nbytes) in map(tuple, loader.facts()["unwritten"])
     assert bytes_of(module.o) == bytes_of(before)

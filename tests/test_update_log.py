@@ -117,7 +117,7 @@ def test_an_engines_own_loading_is_reported_and_told_once(
             assert json.loads(json.dumps(report.facts()))["own_loading"] == report.own_loading
     for receiver in engine.receivers:
         receiver.close()
-    begins = "wsync: engine threads gets every weight, but by its own load_weights, which takes"
+    begins = "wsync: engine threads gets every weight, but some by its own load_weights, which"
     (text,) = (text for text in said(caplog, logging.WARNING) if text.startswith(begins))
     assert report.own_loading["threads"] in text
 

@@ -1,9 +1,9 @@
-"""Is what a trainer delivers what engines hold: the same names, shapes and quantisation as the
-checkpoint that they were started from?
+"""Compares names, shapes and quantisation of what a trainer delivers with the checkpoint that the
+engines were started from.
 
-wsync's receiver refuses by itself what it has no place for, and what it would lack.  The loaders of
-SGLang and vLLM pass over names that they do not know, keep what nobody delivers, and convert what
-they are sent into the form that they hold.  They say nothing of all this.
+wsync's receiver itself refuses unknown and missing tensors.  The loaders of SGLang and vLLM ignore
+names that they do not know, keep tensors that nobody delivers, and convert weights to the form that
+they hold, all without a message.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _log = logging.getLogger(__name__)
 
 _PLAIN: Final = "not quantised"
 _OWN: Final = "codes and scales that the trainer holds"
-_SOME: Final = "quantised"  # and nothing says how
+_SOME: Final = "quantised"  # by an unknown method
 _FLOATS: Final = ("float32", "bfloat16", "float16")
-_NO_METHOD: Final = (None, "", "unquant")  # of SGLang's --quantization
-# a loader of SGLang that takes weights as they are, and quantises them each time
+_NO_METHOD: Final = (None, "", "unquant")  # values of SGLang's --quantization
+# a load_format of SGLang whose loader takes plain weights and quantises them in each update
 _QUANTISING: Final = "flash_rl"
 
 # parts of names that no engine knows: wrappers', adapters' and torch.nn.utils.parametrize's
 _NOT_A_MODELS: Final = WRAPPERS | ADAPTERS | {"parametrizations"}
-# what DistributedDataParallel, peft and TRL's value heads put before all names of a model
+# prefixes that DistributedDataParallel, peft and TRL's value heads add to all names of a model
 _PREFIXES: Final = ("module.", "base_model.model.", "pretrained_model.")
-# what engines put themselves before all names of a base model's checkpoint
+# prefixes that engines add to all names of a base model's checkpoint
 _BASES: Final = ("model.", "transformer.")
 _HEAD: Final = "lm_head.weight"
-# tensors of checkpoints that no trainer has, and no engine reads or needs: tables of positions and
-# masks, and scales of activations
+# tensors of checkpoints that trainers lack and engines do not need: tables of positions, masks, and
+# scales of activations
 _MADE: Final = re.compile(
     r"rotary\w*\.(inv_freqs?|freqs|cos_cached|sin_cached)$|\.position_ids$"
     r"|\.(attn|attention)\.(masked_)?bias$"
@@ -58,26 +58,28 @@ _MADE: Final = re.compile(
 )
 _LAYER: Final = re.compile(r"(?:(?:model|language_model|backbone)\.)*layers\.(\d+)\.")
 _DRAFTING: Final = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")
-_SHARED: Final = (".embed_tokens.weight", ".shared_head.head.weight")  # by drafting layers
-_UNKNOWN: Final = Stored("", ())  # of a weight whose codes and scales are there
+_SHARED: Final = (".embed_tokens.weight", ".shared_head.head.weight")  # with drafting layers
+_UNKNOWN: Final = Stored("", ())  # for a weight that is stored as codes and scales
 _RENAME: Final = (
     "wsync.fsdp.layout(model) gives parameters the names that checkpoints have, without those of "
-    "torch's wrappers, and peft's merge_and_unload() gives a model without its own"
+    "torch's wrappers; peft's merge_and_unload() removes peft's names"
 )
 _KEEP: Final = (
     "state_dict() has buffers, too, which named_parameters() leaves out; Options(keep=[...]) names "
-    "what is to stay as engines have it"
+    "tensors that are to stay as engines have them"
 )
 _OTHERWISE: Final = (
-    "Options(checkpoint=DIR) names the folder to compare with, and checkpoint='' switches this off"
+    "Options(checkpoint=DIR) names the folder to compare with; checkpoint='' switches this check "
+    "off"
 )
 
 
 class EngineCheck:
-    """What is delivered to engines, to be compared with what they hold.
+    """Compares what a trainer delivers with what engines hold.
 
-    A server of SGLang says how it was started.  Its folder is looked up on this host, or in the
-    host's cache of the Hugging Face hub.  Options.checkpoint, if given, goes before what is found.
+    An SGLang server reports the folder that it was started from.  wsync looks for this folder on
+    this host, and in the host's cache of the Hugging Face hub.  Options.checkpoint, if given, is
+    used instead.
     """
 
     def __init__(
@@ -92,13 +94,15 @@ class EngineCheck:
         """
         Args:
             options: `checkpoint`, `keep` and `quantise` are read.
-            config: by which weights are quantised; None where they are sent as ranks hold them.
+            config: the quantization_config of the delivered weights; None if they are sent as ranks
+                hold them.
             model: what all ranks hold.
-            base: of DiskSync; a folder, from which engines were started if options name none.
-            receivers: engines that run wsync's receiver, which compares all but names and shapes
-                in its first update.
+            base: the `base` of a DiskSync.  If it is a folder and options name none, it stands for
+                the folder that engines were started from.
+            receivers: engines that run wsync's receiver.  In its first update, the receiver itself
+                checks everything except names and shapes.
 
-        Raises what Method.of does of config.
+        Raises the errors of Method.of(config).
         """
         self._tensors = facts_of(model)
         own = config is None and any(map(_is_part, self._tensors))
@@ -107,33 +111,34 @@ class EngineCheck:
         self._base = _found(base) if isinstance(base, str | os.PathLike) else None
         self._chosen = None if options.checkpoint is None else _found(options.checkpoint)
         self._folder = self._base if self._chosen is None else self._chosen
-        self._fitting = set[tuple[str, bool, bool]]()  # folders that fit, as `_compare` asks
+        self._fitting = set[tuple[str, bool, bool]]()  # that passed in `_compare`
 
     def check_engines(self, engines: Sequence[EngineHandle], timeout: float) -> list[str]:
-        """As `check_engine`, for all of them within a timeout.  The names of those of which nothing
-        was compared though it was wanted; the log says so."""
+        """Calls `check_engine` for all engines, within one timeout.  Returns and logs the names of
+        the engines that could not be compared, unless options switch the comparison off."""
         deadline = Deadline(timeout)
         unseen = [each.name for each in engines if not self.check_engine(each, deadline.left)]
         if unseen:
             check_names(self._tensors)
         if unseen and self._folder != "":
             _log.warning(
-                "no checkpoint is here to compare with: engines pass over names that they do not "
-                "know, keep what is not delivered, and convert into the form that they hold, all "
-                "without a word: %s (Options(checkpoint=DIR) names the folder that they were "
-                "started from)",
+                "no checkpoint is here to compare with for engines %s: they ignore names that they "
+                "do not know, keep tensors that are not delivered, and convert weights to the form "
+                "that they hold, all without a message (Options(checkpoint=DIR) names the folder "
+                "that they were started from)",
                 ", ".join(unseen),
             )
         return [] if self._folder == "" else unseen
 
     def check_engine(self, engine: EngineHandle, timeout: float) -> bool:
-        """Compares what one engine holds; whether nothing is left that could be passed over.
+        """Compares what is delivered with what one engine holds.  Returns False if the engine may
+        still ignore tensors without a message.
 
         Raises:
-            InvalidArgumentError: it holds another form; the text has both.
+            InvalidArgumentError: the engine holds weights in another form; the text names both.
             LayoutError: as `compare`.
-            UnsupportedError: it passes over names of layers that adapters wrap.
-            WsyncError: it does not answer.
+            UnsupportedError: the engine ignores the names of layers that adapters wrap.
+            WsyncError: the engine does not answer.
         """
         receives = any(engine is each for each in self._receivers)
         if receives and self._options.quantise is not None:
@@ -148,40 +153,40 @@ class EngineCheck:
         return self._compare(folder, engine.name, drafts, whole=not receives) or receives
 
     def check_folders(self) -> None:
-        """Compares what versions on a disk will have with Options.checkpoint and `base`.
+        """Compares what versions on a disk will contain with Options.checkpoint and `base`.
 
-        Raises LayoutError as `compare`, and without them as `check_names`."""
+        Raises LayoutError as `compare` does; without a folder to compare with, as `check_names`."""
         check_elements(self._tensors)
         wanted = {} if self._folder == "" else dict.fromkeys((self._base, self._folder))
         if not any([self._compare(folder) for folder in wanted if folder]):
             check_names(self._tensors)
 
     def _check_form(self, name: str, started: Mapping[str, Any], folder: str) -> None:
-        """Of the weights of an engine without wsync's receiver."""
+        """Checks the form of the weights of an engine without wsync's receiver."""
         check_elements(self._tensors)
         coded = self._sent != _PLAIN
         renamed = coded or any(".experts." in each.name for each in self._tensors)
         if started.get("enable_lora") and renamed:
             raise _core.UnsupportedError(
-                f"engine {name}: was started with LoRA (enable_lora), which gives weights of "
-                "experts and scales of other layers new names: SGLang's own loaders pass over them "
-                "without a word"
+                f"engine {name}: was started with LoRA (enable_lora), which renames weights of "
+                "experts and scales of other layers: SGLang's own loaders would ignore what is "
+                "delivered for them, without a message"
             )
         held, source = _held(started, folder)
         taken = coded and held != _PLAIN and (self._sent == _OWN or held == _SOME)
         if held not in ("", self._sent) and not taken:
             raise _core.InvalidArgumentError(
                 f"engine {name}: its weights are {held}, by {source}, but what is delivered is "
-                f"{self._sent}, which it would convert without a word (Options(quantise=) says how "
-                "weights are delivered, as 'checkpoint' has them; Options(checkpoint=DIR) names "
-                "the folder that the engine was started from, where another is under its path "
-                "here)"
+                f"{self._sent}: the engine would convert it without a message "
+                "(Options(quantise='checkpoint') delivers weights as the checkpoint has them; "
+                "Options(checkpoint=DIR) names the folder that the engine was started from, if "
+                "another folder has its path here)"
             )
 
     def _compare(
         self, folder: str, engine: str = "", drafts: bool = False, whole: bool = True
     ) -> bool:
-        """As `compare`, of a folder, once for all engines that it fits."""
+        """Calls `compare` for a folder, unless the folder has passed before."""
         known = folder, drafts, whole
         if folder and known not in self._fitting:
             title = f"{folder}, which engine {engine} was started from," if engine else folder
@@ -192,7 +197,7 @@ class EngineCheck:
 
 
 def _found(folder: str | os.PathLike[str]) -> str:
-    """A folder; what is none may be a name on the hub, and stands for that of this host's cache."""
+    """The path of a folder.  A name on the hub stands for its folder in this host's cache."""
     path = os.fspath(folder)
     return folder_of(path) or path
 
@@ -209,21 +214,21 @@ def compare(
     """Compares what is delivered with a checkpoint.
 
     Args:
-        model: a layout, or the facts of its tensors.  Where these have no codes and the checkpoint
-            has some, what those are codes of is compared.
-        title: what the folder is, for an error.  keep: as Options.keep.
+        model: a layout, or the facts of its tensors.  If only the checkpoint has codes, the weights
+            that they stand for are compared.
+        title: a description of the folder, for errors.  keep: as Options.keep.
         drafts: whether an engine drafts tokens with layers of the checkpoint.
-        whole: whether everything in it has to be delivered; else what other layers have delivered,
-            and the log names the rest.
+        whole: whether every tensor of the checkpoint must be delivered.  Otherwise a tensor may be
+            missing unless other layers deliver theirs, and the log names the missing ones.
 
     Returns:
-        Whether there was something to compare with: False, and the log says why, for a folder that
-        cannot be read, has no safetensors files, or is quantised by a method that is not known
-        where the trainer's tensors are not.
+        Whether there was something to compare with.  This is False if the folder cannot be read,
+        has no safetensors files, or is quantised by an unknown method although the trainer's
+        tensors are not quantised.  The log says why, but not for a folder without files.
 
     Raises:
-        LayoutError: by name, for tensors that the checkpoint does not have, has in other shapes, or
-            that nobody delivers; for codes and scales of other dtypes.
+        LayoutError: the checkpoint lacks delivered tensors, or has other shapes, or other dtypes of
+            codes and scales; or nobody delivers some of its tensors.  The text names the tensors.
     """
     given = {each.name: each for each in facts_of(model) if not is_note(each.name)}
     source = _Source.of(folder, given)
@@ -257,17 +262,16 @@ def compare(
 
 
 class _Source(NamedTuple):
-    """A checkpoint: its tensors, under the names that engines give them, and what its configuration
-    says."""
+    """A checkpoint: its tensors, under the names that engines give them, and its configuration."""
 
     places: Mapping[str, Stored]
     config: Mapping[str, Any]
 
     @staticmethod
     def of(folder: str, given: Mapping[str, TensorFacts]) -> _Source | None:
-        """None, and the log says why, where nothing can be compared.  given: what is delivered.
-        Without codes among these, codes and scales stand for the weights that they are of, whose
-        shapes are not known."""
+        """Reads a checkpoint; returns None if nothing can be compared.  given: what is delivered.
+        If that has no codes, the checkpoint's codes and scales are replaced by the weights that
+        they stand for, whose shapes are unknown."""
         coded = any(map(_is_part, given.values()))
         config: Mapping[str, Any] = {}
         try:
@@ -287,20 +291,20 @@ class _Source(NamedTuple):
         return _Source(_as_given(places, given), config)
 
     def _said(self, field: str) -> list[Any]:
-        """What the configuration, and its part for text, say in a field."""
+        """The values of a field in the configuration and in its text_config."""
         parts = self.config, self.config.get("text_config")
         return [part[field] for part in parts if isinstance(part, Mapping) and field in part]
 
     def makes(self, name: str) -> bool:
-        """Whether engines make a tensor themselves: tables, and a head that may be the embedding.
-        Classes differ in what they mean by a configuration without a word, and in which part they
-        go by."""
+        """Whether engines make a tensor themselves: a table, or a head that may be the embedding.
+        Model classes differ in the default of tie_word_embeddings, and in the part of the
+        configuration that they read it from."""
         said = self._said("tie_word_embeddings")
         tied = name.endswith(_HEAD) and (True in said or False not in said)
         return tied or bool(_MADE.search(name))
 
     def stays(self, name: str, *, drafts: bool) -> bool:
-        """Whether nobody has to deliver a tensor of the checkpoint."""
+        """Whether a tensor of the checkpoint need not be delivered."""
         layer, layers = _LAYER.match(name), self._said("num_hidden_layers")
         if (layer and layers and int(layer[1]) >= layers[0]) or _DRAFTING.search(name):
             return not drafts or name.endswith(_SHARED)
@@ -310,8 +314,8 @@ class _Source(NamedTuple):
 def _as_given(
     places: Mapping[str, Stored], given: Mapping[str, TensorFacts]
 ) -> Mapping[str, Stored]:
-    """A checkpoint's tensors by the names that engines give a base model's, and with experts one by
-    one where they are delivered so, as slime does Qwen3.5-MoE's."""
+    """A checkpoint's tensors as they are delivered: with the prefix that engines add to a base
+    model's names, and with single experts (slime delivers Qwen3.5-MoE's so)."""
     found = dict[str, Stored]()
     bases = [base for base in _BASES if not any(name.startswith(base) for name in places)]
     for name, place in places.items():
@@ -327,8 +331,8 @@ def _as_given(
 
 
 def _other_shapes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) -> Iterator[str]:
-    """Tensors that a checkpoint has in other shapes, in words.  Scales of whole tensors are () in
-    some and (1,) in others."""
+    """Describes tensors that a checkpoint has in other shapes.  The scale of a whole tensor may
+    have the shape () or (1,)."""
     for name, _, given, _ in facts:
         place, shape = places.get(name, _UNKNOWN), tuple(given)
         if place is not _UNKNOWN and shape != place.shape and {shape, place.shape} != {(), (1,)}:
@@ -336,9 +340,9 @@ def _other_shapes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) ->
 
 
 def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) -> Iterator[str]:
-    """Codes and scales that a checkpoint has in another dtype, in words.  Engines read scales of
-    any floating-point dtype into float32: Qwen3's FP8 checkpoints have bfloat16.  INT4's are of the
-    weights' dtype."""
+    """Describes codes and scales that a checkpoint has in another dtype.  Engines read scales of
+    any floating-point dtype into float32 (Qwen3's FP8 checkpoints have bfloat16), but INT4's scales
+    must have the weights' dtype."""
     for name, dtype, *_ in facts:
         here = places.get(name, _UNKNOWN).dtype
         if here in ("", dtype):
@@ -353,8 +357,8 @@ def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) ->
 
 
 def check_names(facts: Sequence[TensorFacts]) -> None:
-    """Without a checkpoint to compare with: raises LayoutError, by name, for tensors under the
-    names of a wrapped model, and as `check_elements` does."""
+    """Raises LayoutError if tensors have the names of a wrapped model, and as `check_elements`
+    does.  This is used if there is no checkpoint to compare with."""
     if names := [
         each.name
         for each in facts
@@ -362,26 +366,27 @@ def check_names(facts: Sequence[TensorFacts]) -> None:
     ]:
         raise _core.LayoutError(
             f"{listed(names)}: names that a wrapper of the model or an adapter has made: {_RENAME} "
-            "(if they are the model's, Options(checkpoint=DIR) names a folder that has them)"
+            "(if the model itself has these names, Options(checkpoint=DIR) names a folder that has "
+            "them)"
         )
     check_elements(facts)
 
 
 def check_elements(facts: Iterable[TensorFacts]) -> None:
-    """Raises LayoutError, by name, for parameters as DeepSpeed's ZeRO-3 leaves them between passes:
-    they end a server of SGLang."""
+    """Raises LayoutError if parameters have no elements, as DeepSpeed's ZeRO-3 leaves them between
+    passes.  Such tensors would end an SGLang server."""
     if names := [
         each.name for each in facts if tuple(each.shape) == (0,) and "float" in each.dtype
     ]:
         raise _core.LayoutError(
-            f"{listed(names)}: no elements: within deepspeed.zero.GatheredParameters ZeRO-3's "
-            "parameters have elements"
+            f"{listed(names)}: no elements: with ZeRO-3, make this call within "
+            "deepspeed.zero.GatheredParameters, where parameters have elements"
         )
 
 
 def check_room(tensors: Iterable[TensorFacts], folder: str) -> None:
-    """Raises LayoutError for tensors that are larger than those of the checkpoint that an engine
-    was started from: its loaders may take the part of them that there is room for."""
+    """Raises LayoutError if tensors are larger than in the checkpoint that an engine was started
+    from: the engine's loaders may cut them off."""
     places: Mapping[str, Stored] = {}
     with contextlib.suppress(_core.WsyncError):
         places = places_of(folder) or {}
@@ -389,14 +394,14 @@ def check_room(tensors: Iterable[TensorFacts], folder: str) -> None:
         room = places.get(each.name, _UNKNOWN).shape
         if any(map(operator.gt, each.shape, room)):
             raise _core.LayoutError(
-                f"{each.name} {tuple(each.shape)} where it has {room}: {folder}, which the engine "
-                "was started from, has less, and its own loading may cut off the rest"
+                f"{each.name} {tuple(each.shape)} is larger than {room} in {folder}, which the "
+                "engine was started from: the engine's own loading may cut off the rest"
             )
 
 
 def check_scales(model: _core.Layout) -> None:
-    """Raises LayoutError, by name, if ranks hold codes and none holds their scales: an engine that
-    is sent only codes reads them with other scales, or with none."""
+    """Raises LayoutError if ranks hold codes and no rank holds their scales: an engine would read
+    these codes with other scales, or with none."""
     missing = without_scales((each.name, each.dtype) for each in facts_of(model))
     if missing:
         raise _core.LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
@@ -417,16 +422,16 @@ def _is_part(each: TensorFacts) -> bool:
 def places_of(folder: str | os.PathLike[str]) -> Mapping[str, Stored] | None:
     """The tensors of a checkpoint; None for a folder without safetensors files.
 
-    Raises SystemCallError or LayoutError for one that cannot be read.
+    Raises SystemCallError or LayoutError if the checkpoint cannot be read.
     """
     here = any(os.path.exists(os.path.join(folder, name)) for name in (INDEX, SINGLE))
     return Checkpoint(folder).places if here else None
 
 
 def config_in(folder: Path) -> Mapping[str, Any] | None:
-    """What a checkpoint says of quantised weights; None where it says nothing.
+    """A checkpoint's quantization_config; None if it has none.
 
-    Raises SystemCallError, LayoutError: it has no configuration that can be read.
+    Raises SystemCallError or LayoutError if the checkpoint's configuration cannot be read.
     """
     found = quantization_config(read_config(folder / "config.json"))
     beside = folder / "hf_quant_config.json"  # of modelopt
@@ -434,14 +439,14 @@ def config_in(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _text(method: Method) -> str:
-    if method.kind.startswith("fp8") and method.block_rows:  # powers of two are scales, too
+    if method.kind.startswith("fp8") and method.block_rows:  # also with powers of two as scales
         return f"fp8_block of {method.block_rows} x {method.block_cols}"
     return method.text
 
 
 def _held(started: Mapping[str, Any], folder: str) -> tuple[str, str]:
-    """In which form an engine holds weights that was started from a folder, and what says so; forms
-    that engines take for each other have one text.  "" where it cannot be told."""
+    """The form in which an engine holds its weights, and where the form is written.  Forms that
+    engines accept for each other have the same text; "" means that the form is unknown."""
     method, load_format = started.get("quantization"), started.get("load_format")
     if load_format == _QUANTISING:
         return _PLAIN, f"{load_format=}"
@@ -464,4 +469,4 @@ def _form(config: Mapping[str, Any] | None) -> str:
     try:
         return _text(Method.of(config))
     except _core.UnsupportedError as error:
-        return f"quantised in a way that is not known ({error})"
+        return f"quantised in an unknown way ({error})"

@@ -1,9 +1,9 @@
-"""A layer's experts that are one tensor of a checkpoint, and one by one to a stock engine.
+"""Sends experts that a checkpoint has in one tensor to stock engines one by one.
 
 Such a tensor of Qwen3.5-MoE has 1 GB in 35B-A3B and 8.6 GB in 397B-A17B.  SGLang's classes (0.5.11
-to 0.5.23, qwen3_5.py) take both spellings, `experts.gate_up_proj` and
-`experts.{e}.gate_proj.weight`, but a fused name changes how the rest of its call is read.  So all
-layers have one spelling.
+to 0.5.23, qwen3_5.py) take both kinds of names, `experts.gate_up_proj` and
+`experts.{e}.gate_proj.weight`.  But a fused name changes how SGLang reads the other names of the
+same call, so all layers use the same kind.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _KINDS: Final = {name.rpartition(".")[2] for name in FUSED}
 
 
 def single_experts(model: _core.Layout, most: int) -> Mapping[int, Sequence[Box]]:
-    """By tensor: a box for each projection of each expert; nothing where no fused tensor has more
-    than `most` bytes, or some are of another form.
+    """A box for each projection of each expert, by fused tensor.
 
-    Another form: with biases or scales, or transposed, as those of gpt-oss and Qwen3-VL-MoE are.
+    This is empty if no fused tensor has more than `most` bytes, or if some have another form: with
+    biases or scales, or transposed (gpt-oss, Qwen3-VL-MoE).
     """
     layers: dict[str, dict[str, int]] = {}
     for index, name in enumerate(model.names()):
@@ -64,7 +64,7 @@ def single_shapes(fused: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]
 
 
 def name_of(fused: str, start: Sequence[int]) -> str:
-    """The name of a projection of one expert, whose box of a fused tensor starts there."""
+    """The name of the expert's projection whose box in a fused tensor starts at `start`."""
     parent, _, kind = fused.rpartition(".")
     if kind == _GATE_UP:
         kind = "up_proj" if start[1] else "gate_proj"

@@ -1,4 +1,4 @@
-"""What becomes of a model's tensors by Options.quantise."""
+"""How Options.quantise changes a model's tensors."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from wsync.trainer.checkpoint_check import compare, config_in, has_codes, places
 
 _log = logging.getLogger(__name__)
 
-# The list that SGLang and vLLM read, by quant_method; "ignore" with others.
+# the name of the list that SGLang and vLLM read, by quant_method; "ignore" for other methods
 _WRITTEN: Final = {"fp8": "modules_to_not_convert", "mxfp8": "ignored_layers"}
 
 
 def config_of(options: Options) -> Mapping[str, Any] | None:
-    """The quantization_config that options mean, without what a file has around it; None where
-    weights stay as the trainer has them.
+    """The quantization_config that options choose, without the mapping that a file has around it;
+    None if weights stay as the trainer has them.
 
     Raises:
-        InvalidArgumentError: the checkpoint's is meant, and no folder is named.
-        SystemCallError, LayoutError: the folder has no configuration that can be read.
+        InvalidArgumentError: options choose the checkpoint's, but name no folder.
+        SystemCallError, LayoutError: the folder's configuration cannot be read.
     """
     given = options.quantise
     if given is None:
@@ -56,7 +56,7 @@ def config_of(options: Options) -> Mapping[str, Any] | None:
 
 
 def for_files(options: Options) -> Options:
-    """The same for checkpoints, which have scales as they come and not packed for an engine."""
+    """The options for writing checkpoints, whose scales are not packed for an engine."""
     if not isinstance(options.quantise, Mapping):
         return options
     kept = {key: value for key, value in options.quantise.items() if key != "transform_ue8m0"}
@@ -65,15 +65,14 @@ def for_files(options: Options) -> Options:
 
 def config_to_write(options: Options, base: Any, model: _core.Layout) -> Mapping[str, Any] | None:
     """The quantization_config to write in a checkpoint that has the configuration of `base` (a
-    folder or a transformers configuration): base's own, or what options mean.  None where weights
-    stay as they are.  See `exact_config` for what its lists have to say.
+    folder or a transformers configuration): base's own, or the one that options choose.  None if
+    weights stay as they are.  `exact_config` completes its lists.
 
-    model: what all ranks hold, which may be codes and scales itself.
+    model: what all ranks hold, perhaps already codes and scales.
 
     Raises:
-        LayoutError: base is quantised by another method, or weights stay as they are and it is
-            quantised; the text has both.
-        WsyncError: as config_of, and Method.of for what options mean.
+        LayoutError: base is not quantised as the delivered weights are; the text names both.
+        WsyncError: the errors of config_of and Method.of.
     """
     config = config_of(options)
     if config is None and has_codes(model):
@@ -89,7 +88,7 @@ def config_to_write(options: Options, base: Any, model: _core.Layout) -> Mapping
     if held != delivered:
         raise _core.LayoutError(
             f"base={base!s:.200}: its quantization_config is {held}, but what is delivered is "
-            f"{delivered} (Options(quantise=) says how weights are delivered)"
+            f"{delivered} (Options(quantise=) chooses how weights are delivered)"
         )
     return _named(inner_config(said))
 
@@ -100,17 +99,17 @@ def _named(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def exact_config(config: Mapping[str, Any], model: _core.Layout) -> Mapping[str, Any]:
-    """A quantization_config that `config_to_write` has found, with a list that says of every module
-    of a quantised model whether it is quantised.
+    """A quantization_config of `config_to_write`, with a list of all modules that stay plain.
 
-    Engines read short names differently, so all modules that stay plain are named in full.  What
-    engines ask FP8 configurations for is there.
+    Engines read short names differently, so the list has full names.  An FP8 configuration gets the
+    entries that engines require.
     """
     method = Method.of(config)
     if method.kind == "nvfp4":
         _log.warning(
-            "NVFP4: versions have no input_scale, which no trainer has: engines that start from "
-            "one have to take weights alone as NVFP4 (w4a16), or theirs has what lay in memory"
+            "NVFP4: versions have no input_scale, because no trainer has one.  Engines that start "
+            "from a version must use NVFP4 for weights only (w4a16); otherwise their input_scale "
+            "is whatever was in memory"
         )
     found = {key: value for key, value in config.items() if key not in LISTS}
     name = str(found.get("quant_method"))
@@ -123,7 +122,7 @@ def exact_config(config: Mapping[str, Any], model: _core.Layout) -> Mapping[str,
 
 
 def _is_plain(each: TensorFacts) -> bool:
-    """Whether a tensor of a quantised model is a weight of a plain module, or of its experts."""
+    """Whether a tensor of a quantised model is a plain weight, of a module or of experts."""
     experts = len(each.shape) == 3 and "experts" in each.name.split(".")
     weight = experts or (len(each.shape) > 1 and each.name.endswith(".weight"))
     return weight and not weight_of(each.name, each.dtype)
@@ -137,8 +136,8 @@ def _said_by(base: Any) -> Mapping[str, Any] | None:
 
 
 def tell_rearranged(engines: Sequence[EngineHandle], options: Options, model: _core.Layout) -> None:
-    """Tells the handles whether their engines are sent weights that engines rearrange after
-    loading.  Raises as config_of, and Method.of."""
+    """Tells the handles whether updates deliver weights that engines rearrange after loading.
+    Raises the errors of config_of and Method.of."""
     config = config_of(options)
     if config is None:
         rearranges = any(map(_rearranged, facts_of(model)))
@@ -158,10 +157,10 @@ def _rearranged(part: TensorFacts) -> bool:
 def select_quantised(
     model: _core.Layout, config: Mapping[str, Any], folder: str | None
 ) -> Selection:
-    """Selects by a quantization_config and the checkpoint in a folder, if it has tensors, and
-    compares what comes out with that.
+    """Selects tensors by a quantization_config and by the checkpoint in a folder, if the folder has
+    tensors; compares the result with this checkpoint.
 
-    Raises what Method.of, places_of, select and compare do.
+    Raises the errors of Method.of, places_of, select and compare.
     """
     method = Method.of(config)
     places = places_of(folder) if folder else None
@@ -175,16 +174,16 @@ def select_quantised(
 
 
 def quantise_rules(model: _core.Layout, options: Options) -> list[_core.QuantiseRule] | None:
-    """What options have quantised of a model, for the quantiser; None: weights stay as they are.
+    """The quantiser's rules for a model; None if weights stay as they are.
 
-    Raises what config_of and select_quantised do.
+    Raises the errors of config_of and select_quantised.
     """
     config = config_of(options)
     if config is None:
         return None
     found = select_quantised(model, config, options.checkpoint)
     method = found.method
-    numbers: dict[str, int] = {"": 0}  # of those that share a scale
+    numbers: dict[str, int] = {"": 0}  # of groups that share a scale
     return [
         (
             *(weight.name, method.kind, method.reciprocal),

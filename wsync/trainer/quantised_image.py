@@ -1,4 +1,4 @@
-"""One trainer rank's codes and scales: the memory that they lie in, and how it is filled."""
+"""One trainer rank's codes and scales: their memory, and how it is filled."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from wsync.machine.device import find, of, settle
 from wsync.report import Report
 
 _ENTRY_NBYTES: Final = 4  # a float32
-_MERGED_NBYTES: Final = 1 << 20  # of the table, at a time
+_MERGED_NBYTES: Final = 1 << 20  # of the table, in one step
 
 
 class Image:
-    """Codes and scales of what a rank holds, made anew at the start of every update.
+    """A rank's codes and scales, made anew at the start of every update.
 
-    Ranks quantise what they hold.  Where elements of one block lie on several ranks, these find the
-    largest of theirs first, and take the largest of all: no weight moves.
+    Each rank quantises what it holds.  If several ranks hold elements of one block, each finds its
+    largest element first, and all use the largest of these.  No weight moves.
 
     Args:
         model: the merged layout of all ranks.
-        rank: this one.
-        buffers: how many parameters it has, also such as hold nothing of the model.
-        rules: which tensors are quantised, how, and what tensors that makes; the same on all ranks.
-        threads: of the host, to quantise with.
+        rank: this rank.
+        buffers: the number of this rank's parameters, also those that are not in the model.
+        rules: the tensors to quantise, how, and the tensors that result; the same on all ranks.
+        threads: the number of host threads that quantise.
 
     Raises:
-        InvalidArgumentError, UnsupportedError: a tensor that cannot be quantised so; the text names
-            it.
+        InvalidArgumentError, UnsupportedError: a tensor cannot be quantised by its rule; the text
+            names it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Image:
 
     @property
     def layout(self) -> _core.Layout:
-        """What the rank has to give: codes and scales in the buffers after its parameters."""
+        """What the rank delivers: codes and scales are in the buffers after its parameters."""
         return self._quantiser.layout
 
     @property
@@ -60,7 +60,7 @@ class Image:
         return self._quantiser.image_nbytes
 
     def describe(self, report: Report) -> None:
-        """Says what filling it takes."""
+        """Reports the bytes of the image and of the weights that it is made from."""
         stats = self._quantiser.stats
         report.image_nbytes = self.nbytes
         report.quantised_nbytes = stats["quantised_nbytes"]
@@ -69,7 +69,7 @@ class Image:
     def fill(
         self, weights: _core.TensorTable, group: TrainerGroup, timeout: float
     ) -> _core.TensorTable:
-        """Quantises; returns what the buffers of `layout` stand for now.  All ranks call it
+        """Quantises; returns the current tensors of the buffers of `layout`.  All ranks call it
         together.
 
         Args:
@@ -122,7 +122,7 @@ class Image:
             self.close()
             self._where = where
         if self._memory is None:
-            with torch.inference_mode(False):  # it is also written to outside of this update's
+            with torch.inference_mode(False):  # later updates may write to it in another mode
                 self._memory = self._make(where)
         if self._stream is None:
             self._stream = _core.Stream(self._threads, find(of(weights)))
@@ -138,9 +138,9 @@ class Image:
 
 
 def _merge(amaxes: torch.Tensor, group: TrainerGroup) -> None:
-    """Takes the largest that any rank has found, a part of the table at a time: each rank gets
-    every other's.  The bits of magnitudes are ordered as these are, with NaN above; as numbers,
-    subnormal ones would be 0 where the process flushes them."""
+    """Replaces each amax by the largest of all ranks, one part of the table at a time.  It compares
+    the bits as integers, which order magnitudes correctly, with NaN above all.  Compared as floats,
+    subnormal numbers would be 0 in a process that flushes them."""
     if group.size == 1:
         return
     flat, step = amaxes.view(torch.int32), _MERGED_NBYTES // 4
@@ -155,11 +155,11 @@ def _merge(amaxes: torch.Tensor, group: TrainerGroup) -> None:
 
 
 def _bytes(nbytes: int, where: torch.device) -> torch.Tensor:
-    """Memory of a device; NoMemoryError where it has none left."""
+    """Allocates memory of a device; raises NoMemoryError if the device has none left."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=where)
     try:
-        if where.type == "cpu":  # all there at once, as long as the machine has so much
+        if where.type == "cpu":  # all pages at once, if the machine has them
             return torch.frombuffer(_core.Memory(nbytes), dtype=torch.uint8)
         return torch.empty(nbytes, dtype=torch.uint8, device=where)
     except (MemoryError, torch.OutOfMemoryError) as error:

@@ -1,4 +1,4 @@
-"""What updates have in common, whichever way the bytes go: ranks that act together."""
+"""The base class of all updates, however the bytes move: trainer ranks that act together."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     Source = TrainerLayout | Mapping[str, torch.Tensor]
     Weights = Mapping[str, torch.Tensor]
 
-with warnings.catch_warnings():  # nobody has asked for bars, which ipywidgets makes nicer
+with warnings.catch_warnings():  # it warns if ipywidgets is missing
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm as progress_bar
 
 _log = logging.getLogger("wsync")
-_SHARED_OPTIONS = (  # by which ranks plan and meet
+_SHARED_OPTIONS = (  # the same on all ranks, so that ranks plan alike and meet
     *("exchange", "broadcast", "backend", "quantise", "park"),
     *("round_nbytes", "ring_nbytes", "bucket_nbytes"),
 )
-_MOST_THREADS = 16  # more than memory can feed
+_MOST_THREADS = 16  # more threads would only wait for memory
 _VERSION = re.compile(r"[ -~]{1,128}")
 
 
 class Updates(abc.ABC):
-    """One update after another of all trainer ranks, which call its methods together."""
+    """Runs one update after another.  All trainer ranks call its methods together."""
 
     def __init__(self, source: Source, options: Options | None) -> None:
         self.version = 0
@@ -60,9 +60,9 @@ class Updates(abc.ABC):
             made_of = source
             source = together(lambda: from_tensors(made_of), timeout=timeout)
         self._source = source
-        self._layout = self._source.layout  # of what this rank has to give
-        self._image: Image | None = None  # of codes and scales, where weights are quantised
-        self._updates = 0  # calls of update() since this was made; their number names each
+        self._layout = self._source.layout  # of what this rank delivers
+        self._image: Image | None = None  # codes and scales, if weights are quantised
+        self._updates = 0  # calls of update() so far; the number identifies an update
         self._next_version = 1
         self._requests = EngineRequests([], self.options)
         self._warned: set[str] = set()
@@ -73,21 +73,21 @@ class Updates(abc.ABC):
         self._meeting = self._group.name
 
     def close(self) -> None:
-        """Lets go of the other ranks, the trainer's weights, and all memory and sockets.  Engines
-        keep the weights they have.  In a process that was forked from the one that made this,
-        nothing happens.
+        """Releases the other ranks, the trainer's weights, and all memory and sockets.  Engines
+        keep the weights they have.  In a process that was forked from the one that made this
+        object, `close` does nothing.
 
         Raises:
-            StateError: while an update runs, which goes on.
+            StateError: an update is running; it goes on.
         """
         if not self._owner:
-            return  # and what process groups there are stays: their ends wait for threads
+            return  # process groups stay, too: to close them, it would need their threads
         with self._turn("close"):
             self._close()
 
     @contextlib.contextmanager
     def _turn(self, what: str) -> Iterator[None]:
-        """Around a call that has to run alone.  StateError while another is under way."""
+        """Wraps a call that must run alone; raises StateError if another call is under way."""
         if not self._busy.acquire(blocking=False):
             raise _core.StateError(
                 f"{what}: an update of this connection is under way, in another thread or around "
@@ -107,20 +107,19 @@ class Updates(abc.ABC):
             last_first.callback(self._group.close)
 
     def _forget(self) -> None:
-        """Lets go of what the weights are read from, however long this object is kept."""
+        """Releases the trainer's weights, even if this object is kept."""
         self._source = dataclasses.replace(self._source, tensors=tuple, pick=None)
 
     def _same_call(self, **arguments: object) -> None:
-        """Raises InvalidArgumentError if ranks make different objects at the same time, differ in
-        arguments that have to be the same on all ranks, or have options that move bytes in
-        different ways: they would not meet."""
+        """Raises InvalidArgumentError if ranks make different objects at the same time, or differ
+        in arguments or options that must be the same on all ranks: they would not meet."""
         arguments |= {name: getattr(self.options, name) for name in _SHARED_OPTIONS}
         mine = f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
         said = self._group.gather_json(mine)
         if other := next((rank for rank, text in enumerate(said) if text != said[0]), 0):
             raise _core.InvalidArgumentError(
-                "trainer ranks have to make the same thing together: rank 0 makes "
-                f"{said[0]}, rank {other} {said[other]}"
+                "trainer ranks must make the same thing together: rank 0 makes "
+                f"{said[0]}, rank {other} makes {said[other]}"
             )
 
     def __repr__(self) -> str:
@@ -140,45 +139,45 @@ class Updates(abc.ABC):
     @property
     @abc.abstractmethod
     def ways(self) -> dict[str, list[str]]:
-        """The engines' names, by the way that their weights take, in words; on rank 0."""
+        """The engines' names under each way of delivery, in words; on rank 0."""
 
     @property
     def reached(self) -> str:
-        """The same, for a person to read; "" without engines."""
+        """The same as one text; "" without engines."""
         return "; ".join(f"{', '.join(names)} by {way}" for way, names in self.ways.items())
 
     @abc.abstractmethod
     def _abandon(self, error: _core.WsyncError) -> None:
-        """Drops everything that an error leaves in doubt."""
+        """Drops all state that an error has left uncertain."""
 
     @abc.abstractmethod
     def _check_engines(self, model: _core.Layout) -> None:
-        """Compares what all ranks hold with what engines hold, and with checkpoints, on rank 0."""
+        """Compares what all ranks hold with engines and checkpoints; called on rank 0."""
 
     def _given(self, weights: Weights | Callable[[], Weights] | None) -> Weights | None:
-        """What a caller of update() means by `weights`."""
+        """The `weights` of update(); if they are a function, what it returns."""
         if not callable(weights) or isinstance(weights, torch.nn.Module):
-            return cast("Weights | None", weights)  # a module is refused as what is no mapping
+            return cast("Weights | None", weights)  # a module is refused later: it is no mapping
         try:
             given: Weights | None = weights()
-        except StopIteration as error:  # which a generator of contextlib's would let pass as it is
+        except StopIteration as error:  # contextlib would not convert it
             raise _core.RemoteError(error_text(error)) from error
         if given is None:
             raise _core.InvalidArgumentError(
-                "weights: the function returned None, where tensors by global name are wanted"
+                "weights: the function returned None; expected tensors by global name"
             )
         return given
 
     def _gather(self) -> _core.Layout:
-        """What all ranks have to deliver, in one layout.  Raises InvalidArgumentError if this
-        rank's layout was made for another rank or another number of ranks: buffers would be looked
-        for on others, or be left out.  Also if no rank has an element: an engine would be sent
-        nothing, and be called updated."""
+        """Merges what all ranks deliver into one layout.
+
+        Raises InvalidArgumentError if this rank's layout was made for another rank or another
+        number of ranks, or if no rank has an element: an update would send wrong bytes or none."""
         source, rank, size = self._source, self._group.rank, self._group.size
         if (source.rank, source.ranks) != (rank, size):
             raise _core.InvalidArgumentError(
                 f"the layout is of rank {source.rank} of {source.ranks}, but this is rank {rank} "
-                f"of {size}: make it where torch.distributed runs, with the group of the updates"
+                f"of {size}: make it once torch.distributed runs, with the group of the updates"
             )
         model = self._merged()
         if not model.nbytes:
@@ -188,13 +187,13 @@ class Updates(abc.ABC):
         if rank == 0:
             self._check_engines(model)
         quantised = None
-        if self.options.quantise is not None:  # as rank 0 says, which sees the checkpoint
+        if self.options.quantise is not None:  # rank 0 sees the checkpoint
             told = quantise_rules(model, self.options) if rank == 0 else None
             quantised = self._group.gather_json(told)[0]
         if quantised is None:
             return model
         hosts = self._group.gather_json(host_identity())
-        # before an update begins nothing else wants this rank's share of the host's cores
+        # weights are quantised before anything else uses this rank's share of the host's cores
         share = len(os.sched_getaffinity(0)) // hosts.count(hosts[rank])
         threads = max(self.options.threads, 1, min(share, _MOST_THREADS))
         rules: list[_core.QuantiseRule] = [tuple(rule) for rule in quantised]
@@ -208,7 +207,7 @@ class Updates(abc.ABC):
         return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
 
     def _bind(self, weights: Weights | None, report: Report) -> _core.TensorTable:
-        """What the buffers of this rank stand for now; codes and scales are made anew."""
+        """The current tensors of this rank's buffers.  Codes and scales are made anew."""
         table = self._source.bind(weights)
         if self._image is None:
             return table
@@ -218,12 +217,12 @@ class Updates(abc.ABC):
 
     @contextlib.contextmanager
     def _updating(self, version: int | str | None, weights: object) -> Iterator[Report]:
-        """One update at a time: the block fills in its report.  weights: what the caller gave."""
+        """Wraps one update; the block fills in its report.  weights: what the caller gave."""
         self._owner.check("update")
         with self._turn("update"):
             if self._closed:
                 raise _core.StateError("update after close: connect anew")
-            self._updates += 1  # before anything can fail here that others do not hear of
+            self._updates += 1  # first: what follows may fail on this rank only
             start = time.perf_counter()
             self._renew()
             with self._one_error():
@@ -240,20 +239,20 @@ class Updates(abc.ABC):
             self._use_up_version()
             report.ways = self.ways
             if self._group.rank == 0:
-                with contextlib.suppress(Exception):  # a handler's: the update has succeeded
+                with contextlib.suppress(Exception):  # of a log handler: the update has succeeded
                     self._log_update(report)
 
     def _agree(self, version: object, given: bool | None) -> str:
-        """The version that all ranks mean.  Where they leave it open it is one more than any has
-        counted: a rank may have missed the very end of an update that the others have seen.
+        """The version of an update, the same on all ranks.  A rank that gives none means one more
+        than the highest count of all ranks: some rank may have missed the end of the last update.
 
-        given: whether this rank was given weights, None where it has none.
+        given: whether the caller gave weights on this rank; None if this rank has no parameters.
 
         Raises:
-            InvalidArgumentError: ranks mean different versions, or only some were given weights:
-                the others would send weights of another time.
-            StateError: ranks have called update() different numbers of times, and not all say
-                which version they mean: one of them is in another step than the others.
+            InvalidArgumentError: ranks give different versions, or only some ranks were given
+                weights: the others would send older ones.
+            StateError: ranks have called update() different numbers of times, and not all give a
+                version: one of them may be in another step than the others.
         """
         text = None if version is None else version_text(version)
         told = self._group.gather_json([self.version, text, given, self._updates])
@@ -261,12 +260,12 @@ class Updates(abc.ABC):
         if None in texts and len(set(called)) > 1:
             raise _core.StateError(
                 f"trainer ranks have called update() {list(called)} times: one has failed alone, "
-                "and their weights may be of different steps; say version= on all ranks, or "
+                "and their weights may come from different steps; give version= on all ranks, or "
                 "connect anew"
             )
         meant = [str(max(counts) + 1) if text is None else text for text in texts]
         if len(set(meant)) > 1:
-            raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
+            raise _core.InvalidArgumentError(f"trainer ranks give different versions: {meant}")
         if True in givens and False in givens:
             raise _core.InvalidArgumentError(
                 f"trainer rank {givens.index(True)} gives weights to update(), and rank "
@@ -276,36 +275,33 @@ class Updates(abc.ABC):
         return meant[0]
 
     def _log_update(self, report: Report) -> None:
-        """One line an update; and once, what made it slower and could be changed."""
+        """Logs one line for each update.  Warns once of anything that makes updates slower."""
         _log.info("wsync: %s", "; ".join(filter(None, [str(report), self.reached])))
         if report.unused:
             names = listed(report.unused)
-            self._warn(
-                f"no engine makes use of {names}: what the trainer has there is not delivered"
-            )
+            self._warn(f"no engine uses {names}: these tensors are not delivered")
         for engine, reason in report.own_loading.items():
             self._warn(
-                f"engine {engine} gets every weight, but by its own load_weights, which takes "
-                f"longer than wsync's copies: {reason} (what it only copies, as slices, transposes "
-                "and casts, is learnt)"
+                f"engine {engine} gets every weight, but some by its own load_weights, which takes "
+                f"longer than wsync's copies: {reason} (wsync learns slices, transposes, "
+                "casts and other copies)"
             )
 
     def _warn(self, text: str) -> None:
-        """Says it unless this connection has said it before."""
+        """Logs a warning, unless this connection has logged it before."""
         if text not in self._warned:
             self._warned.add(text)
             _log.warning("wsync: %s", text)
 
     def _use_up_version(self) -> None:
-        """Engines are about to be told of the version, or have been: whatever comes of it, no other
-        weights are called the same."""
+        """Makes sure that no later update uses this version: engines know it, or are about to."""
         self.version = self._next_version
 
     def _renew(self) -> None:
-        """Makes a new group after a failure, even one that only another rank has met at the very
-        end of an update: a collective of the old group may be stuck.  Only ranks of this connection
-        meet in the new one: another connection of the same ranks may be renewed at the same
-        time."""
+        """Makes a new group after a failure, because a collective of the old group may be stuck.
+        The failure may have happened on another rank only, at the very end of an update.  Only
+        ranks of this connection meet in the new group: another connection of the same ranks may
+        renew its group at the same time."""
         if not self._group.begin():
             self._group.close()
             self._abandon(_core.RemoteError("another trainer rank has given up the connection"))
@@ -315,11 +311,12 @@ class Updates(abc.ABC):
 
     @contextlib.contextmanager
     def _one_error(self) -> Iterator[None]:
-        """Raises on every rank what any rank raises in the block; the cause is this rank's."""
+        """If any rank raises an error in the block, raises it on every rank.  Its `__cause__` is
+        this rank's own error."""
         try:
             yield
         except BaseException as error:
-            first: _core.WsyncError = _core.RemoteError("given up before others were told why")
+            first: _core.WsyncError = _core.RemoteError("given up before other ranks were told why")
             try:
                 try:
                     first = self._group.fail(error)
@@ -336,12 +333,12 @@ class Updates(abc.ABC):
                     raise
                 raise first from error
             finally:
-                del first  # its traceback holds this frame, and with it what the update held
+                del first  # its traceback holds this frame, and so the update's objects
 
     def _progress(self, report: Report, total: int, *, doing: str = "", **unit: Any) -> tqdm[None]:
-        """A bar on rank 0, where it is wanted; `unit` says what it counts."""
+        """A progress bar, shown only on rank 0 and as options say; `unit` says what it counts."""
         wanted, where = self.options.progress, sys.stderr
-        # a daemon may have none, and a logger may take its place
+        # a daemon may have no stderr, and a logger may replace it
         can = hasattr(where, "write") and not getattr(where, "closed", False)
         hidden = not can or self._group.rank != 0 or wanted is False
         text = f"weights v{report.version}{doing}"
@@ -352,7 +349,7 @@ class Updates(abc.ABC):
 def version_text(version: object) -> str:
     """A weight version as engines record it."""
     if hasattr(version, "__index__") and not isinstance(version, bool):
-        version = operator.index(version)  # also of an enum's, and numpy's
+        version = operator.index(version)  # also an enum's or numpy's
     if type(version) is int and 0 <= version < 10**128:
         return str(version)
     if isinstance(version, str) and _VERSION.fullmatch(version):
