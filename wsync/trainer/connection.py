@@ -39,21 +39,21 @@ _log = logging.getLogger(__name__)
 
 
 class Connection:
-    """What consecutive updates of one rank share.  It listens for the rank's workers, agrees on a
-    plan, and runs the rounds of each update.
+    """The state that consecutive updates of one rank share.  It listens for the rank's workers,
+    agrees on a plan, and runs the rounds of each update.
 
     Args:
         engines: the handles, on rank 0.
         gpu: the UUID of the GPU of this rank's weights, "" for the host.
-        lending: what workers on the ranks' hosts can read in place; its `pattern` holds for as long
-            as this is used.
+        lending: the memory that workers on the ranks' hosts can read in place; its `pattern` does
+            not change while this connection is used.
 
     Attributes:
-        plan: of all that is delivered, once the workers have said what they keep.
-        reading: workers that read in place what is lent to them; True: they also get rounds.
+        plan: the plan of all that is delivered; None until the workers have said what they keep.
+        reading: the workers that read lent memory in place; True if they also get rounds.
     """
 
-    # once there is a plan: of what is sent through rings, not read in place; and what copies it
+    # once there is a plan: the plan of what is sent through rings, and the stream that copies it
     _rounds_plan: _core.Plan
     _stream: _core.Stream
 
@@ -80,7 +80,7 @@ class Connection:
         self._sessions: list[Session] = []
         self._rings = _core.BufferTable([])
         self._own_loading: dict[str, str] = {}  # by engine, see Report
-        self._learning_seconds = 0.0  # before the next report
+        self._learning_seconds = 0.0  # since the last report
         try:
             for number, worker in enumerate(roster.workers):
                 if worker.served_by == group.rank:
@@ -102,8 +102,8 @@ class Connection:
             return BroadcastSession(number, taking, name=name, options=options)
         engine = roster.engines[worker.engine]
         if worker.delivery is Delivery.STOCK:
-            # a worker that does not see the GPU ends when it is sent memory of it; of several
-            # workers, each of the others would need a context on it
+            # a worker that does not see the GPU ends when it is sent memory of this GPU; if there
+            # are several workers, each would need a context on it
             its_own = engine.workers == 1 and engine.first_gpu == self._group.rank
             wanted = options.stock_memory == "gpu" or (options.stock_memory == "auto" and its_own)
             handle, timeout = engines[worker.engine], options.request_deadline
@@ -122,9 +122,9 @@ class Connection:
 
     @property
     def packs_ahead(self) -> bool:
-        """Whether an update may begin before its engines have paused: there is a plan, no worker
-        reads in place (it would have to be told addresses first), and no remote workers take part
-        in an NCCL exchange (it would wait for them)."""
+        """Whether an update may begin before its engines have paused.  This needs a plan.  No
+        worker may read in place, because it must be told addresses first.  No remote worker may
+        take part in an NCCL exchange, which would wait for it."""
         if self.plan is None or self.reading:
             return False
         by_nccl = self._exchange is not None and self._exchange.name == "nccl"
@@ -139,7 +139,7 @@ class Connection:
         return found
 
     def _meet(self) -> dict[int, dict[str, str]]:
-        """What tells every worker that runs wsync's receiver to join, by its number."""
+        """The facts that workers with wsync's receiver need to join, by worker number."""
         mine = {
             s.worker: {"op": "open", "session": s.id, "address": s.address} for s in self._receivers
         }
@@ -149,7 +149,7 @@ class Connection:
     def attach(self, show: Callable[[int], tqdm[None]]) -> None:
         """Waits for the workers, makes a plan of what they keep, and hands them their rings.
 
-        show: makes a bar of so many tensors, for workers that learn.
+        show: makes a progress bar for a number of tensors, shown while workers learn.
         """
         deadline = Deadline(PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(deadline.left, self._check) for s in self._sessions}
@@ -167,7 +167,7 @@ class Connection:
         self.plan = planning.plan(layouts, device) if self.reading else self._rounds_plan
 
     def _make_ready(self, given: PlanInput, device: _core.Device) -> None:
-        """Tells the workers of the plan, and meets the ranks that rounds come from."""
+        """Tells the workers about the plan, and opens the exchange with the other ranks."""
         workers, rounds = self._roster.workers, self._rounds_plan
         by_rounds = len(self.reading) < len(workers) or rounds.round_count > 0
         if by_rounds:
@@ -190,8 +190,8 @@ class Connection:
             self._exchange = self._transport.open(self._check)
 
     def _split(self, layouts: list[bytes], reaching: dict[int, list[str]]) -> list[bytes]:
-        """Has workers read in place what they can; returns what rounds still have to bring to
-        each."""
+        """Makes workers read in place what they can; returns, for each worker, the layout of what
+        rounds must still deliver."""
         lending, model = self._lending, self._roster.model
         if lending is None:
             return layouts
@@ -202,7 +202,7 @@ class Connection:
             wanted = None if layout == PIECES else _core.Layout.from_bytes(layout)
             joined = model.join(wanted, lending.lent(host, reached[:1], counts))
             rest = (wanted or whole(model, range(model.tensor_count))).without(joined)
-            if reached[1:]:  # what lies on the worker's own GPU is read there
+            if reached[1:]:  # the worker reads from its own GPU first
                 far = model.join(rest, lending.lent(host, reached, counts))
                 joined, rest = joined.beside(far, 0), rest.without(far)
             return joined, rest
@@ -224,7 +224,7 @@ class Connection:
     def _send_model(
         self, blobs: dict[int, bytes], deadline: Deadline, show: Callable[[int], tqdm[None]]
     ) -> None:
-        """Has the workers that asked for it learn, all at once."""
+        """Lets all workers that asked to learn do so at the same time."""
         learning = [s for s in self._receivers if blobs[s.worker] == LEARN]
         if not learning:
             return
@@ -234,7 +234,7 @@ class Connection:
 
             def look() -> None:
                 self._check()
-                bar.update(0)  # which draws the seconds that have passed
+                bar.update(0)  # draws the seconds that have passed
 
             for session in learning:
                 session.send_model(model, deadline.left, self._check)
@@ -243,14 +243,14 @@ class Connection:
         self._learning_seconds = time.perf_counter() - start
 
     def _told(self) -> dict[str, Any]:
-        """What this rank tells the others of its workers: how long they have learnt, what they load
-        in a way of their own, and what places those reach that can read what is lent."""
+        """What this rank tells other ranks about its workers: how long they learnt, what they load
+        by the engine's own load_weights, and which places they can read lent memory in."""
         pieces = 0 if self._lending is None else self._lending.pieces
         for each in self._receivers:
             if self._options.delivery == "direct" and each.reaches and pieces > each.most_segments:
                 _log.warning(
-                    "wsync: %s gets a ring: the weights lie in %d pieces of shared memory, and it "
-                    "may open %d, half of its `ulimit -Hn`",
+                    "wsync: %s gets a ring: the weights are in %d pieces of shared memory, and the "
+                    "worker may open %d (half of its `ulimit -Hn`)",
                     each.name,
                     pieces,
                     each.most_segments,
@@ -265,13 +265,13 @@ class Connection:
     def start(
         self, update: int, sources: _core.BufferTable, report: Report
     ) -> _core.BufferTable | None:
-        """Begins an update: workers are sent BEGIN, and round 0 is packed, posted to the exchange
-        and copied, but not yet announced to workers.  `run` takes what this returns."""
+        """Begins an update: sends BEGIN to the workers; packs round 0, posts it to the exchange and
+        copies it, but does not yet announce it to workers.  `run` takes the returned value."""
         plan, stream, timeout = self._rounds_plan, self._stream, self._options.deadline
         report.trace.watch(stream, 3 * plan.round_count)
         for session in self._sessions:
             session.begin(update, report.version, timeout, self._check)
-        # some stream may still be writing the weights; if it comes to no end, this is said before
+        # some stream may still be writing the weights; if it does not end, this fails before
         # workers miss round 0
         settle(stream.device, PUNCTUAL * timeout, self._check)
         if self._exchange is not None:
@@ -287,8 +287,8 @@ class Connection:
         report: Report,
         bar: tqdm[None],
     ) -> None:
-        """Moves all rounds into the rings of this rank's workers, and waits until they have taken
-        them and what they read in place."""
+        """Moves all rounds into the rings of this rank's workers.  Waits until the workers have
+        taken all rounds, and all that they read in place."""
         stream, timeout = self._stream, self._options.deadline
         for number in range(self._round_count):
             if number > 0:
@@ -318,17 +318,17 @@ class Connection:
 
     @property
     def _round_count(self) -> int:
-        """Round 0 is also that of what is read in place."""
+        """The number of rounds.  Workers read in place during round 0."""
         return max(self._rounds_plan.round_count, 1 if self.reading else 0)
 
     def describe(self, report: Report) -> None:
-        """Says what an update by this plan moves."""
+        """Reports what an update by this plan moves."""
         plan, rounds, model = self.plan, self._rounds_plan, self._roster.model
         assert plan is not None
         stats = plan.stats
         report.tensors = model.tensor_count
         report.model_nbytes = model.nbytes
-        # to the plan one worker stands for all that receive broadcasts
+        # in the plan, one worker stands for all that receive broadcasts
         broadcast = sum(engine.workers for engine in self._roster.taking(Delivery.BROADCAST))
         more = max(broadcast - 1, 0) * model.nbytes
         report.delivered_nbytes = stats["delivered_nbytes"] + more
@@ -349,7 +349,7 @@ class Connection:
         }
 
     def _path(self, engine: int) -> str:
-        """What carries the weights of an engine, by its number; "": the exchange."""
+        """What carries the weights of an engine, given by number; "" means the exchange."""
         workers = [n for n, worker in enumerate(self._roster.workers) if worker.engine == engine]
         reading = [self.reading[number] for number in workers if number in self.reading]
         if not reading:
@@ -357,7 +357,7 @@ class Connection:
         return "direct" if len(reading) == len(workers) and not any(reading) else "direct and ring"
 
     def _copy_local(self, number: int, sources: _core.BufferTable, report: Report) -> None:
-        """Copies what this rank has of a round into the rings, once their slots are free."""
+        """Copies this rank's part of a round into the rings, once the slots are free."""
         plan, stream = self._rounds_plan, self._stream
         if number >= plan.round_count:
             return
@@ -367,7 +367,7 @@ class Connection:
         stream.copy(plan, number, _core.LOCAL, sources, self._rings)
 
     def _show(self, posted: int, bar: tqdm[None]) -> None:
-        """Counts the rounds that all of this rank's workers have loaded."""
+        """Shows how many rounds all workers of this rank have loaded."""
         if not bar.disable:
             loaded = min((session.loaded for session in self._sessions), default=posted)
             bar.update(loaded - bar.n)
@@ -394,14 +394,14 @@ class Connection:
         """Raises a failure of this rank's GPU, of its workers, of a remote engine or of the
         exchange; does not wait."""
         if self.plan is not None:
-            self._stream.look()  # after a fault all ranks would wait
+            self._stream.look()  # otherwise all ranks would wait after a fault
         for session in self._sessions:
             session.look()
         if self._exchange is not None:
             self._exchange.check()
 
     def abort(self, text: str) -> None:
-        """Stops copying, tells the workers why, and lets go of everything."""
+        """Stops copying, tells the workers why, and closes everything."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(self.close)
             for session in reversed(self._sessions):
@@ -410,7 +410,7 @@ class Connection:
                 last_first.callback(self._stream.abandon)
 
     def close(self) -> None:
-        """Lets go of every part, whatever one of them raises."""
+        """Closes every part, even if closing one of them raises an error."""
         # work stuck on a GPU ends only when its process group is closed; until then freeing GPU
         # memory blocks
         with contextlib.ExitStack() as last_first:
@@ -423,7 +423,7 @@ class Connection:
     def _pack_and_post(
         self, number: int, sources: _core.BufferTable, report: Report
     ) -> _core.BufferTable | None:
-        """Packs and posts what this rank sends in a round; returns where its messages lie."""
+        """Packs and posts what this rank sends in a round; returns the memory of the messages."""
         exchange, plan, stream = self._exchange, self._rounds_plan, self._stream
         if exchange is None or number >= plan.round_count:
             return None
@@ -435,7 +435,7 @@ class Connection:
         return messages
 
     def _wait_and_unpack(self, number: int, messages: _core.BufferTable, report: Report) -> None:
-        """Waits for what others send to this rank in a round, and unpacks it into the rings."""
+        """Waits for what other ranks send in a round, and unpacks it into the rings."""
         exchange, plan, stream = self._exchange, self._rounds_plan, self._stream
         assert exchange is not None
         with report.phase("gather"):
@@ -445,7 +445,7 @@ class Connection:
 
 
 def names_of(model: _core.Layout) -> _core.Layout:
-    """The tensors of a model, without saying where they lie."""
+    """A layout with the tensors of a model, but without their places."""
     builder = _core.LayoutBuilder()
     for index in range(model.tensor_count):
         builder.add_tensor(*model.tensor(index))

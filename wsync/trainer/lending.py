@@ -1,8 +1,8 @@
-"""Memory of trainer ranks that engine workers on their host read in place.
+"""Memory of trainer ranks that engine workers on the same host read in place.
 
-Every update a rank looks where its weights lie, and says so to the others if that has changed.  The
-rank that holds a worker's session passes the descriptors of all ranks' segments on to it, each
-once, and tells it where the buffers of its manifest lie in them.
+In every update each rank finds out where its weights are, and tells the other ranks if this has
+changed.  The rank that holds a worker's session gives the worker the descriptors of all ranks'
+segments, each once, and tells it where the buffers of its manifest are in these segments.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from wsync.trainer.roster import Roster
 _log = logging.getLogger(__name__)
 _NOTHING: Final = _core.BufferTable([])
 
-Segment = tuple[int, int]  # the rank whose it is, and its number there
+Segment = tuple[int, int]  # the rank that owns it, and its number there
 
 
 class Bound(NamedTuple):
-    """Where a buffer lies: the number of a segment of its rank, and the place in it."""
+    """Where a buffer is: the number of a segment of its rank, and the place in this segment."""
 
     segment: int
     offset: int
@@ -45,30 +45,30 @@ class Bound(NamedTuple):
 
 
 def buffers_of(layout: _core.Layout) -> set[int]:
-    """The buffers that shards of a layout lie in."""
+    """The buffers that hold a layout's shards."""
     return {shard.buffer for index in range(layout.tensor_count) for shard in layout.shards(index)}
 
 
-# GPU memory that is no longer lent but that workers still have open, and the tensors in it: what
-# workers would read after it is freed is undefined.
+# GPU memory that is no longer lent but that workers still have open, and the tensors in it.  They
+# are kept, because workers could read anything from freed memory.
 _open = list[tuple[_core.Memory, _core.BufferTable]]()
 
 
 def _sweep() -> None:
     for kept in [each for each in _open if each[0].retire()]:
-        with contextlib.suppress(ValueError):  # another thread has done so
+        with contextlib.suppress(ValueError):  # another thread has removed it
             _open.remove(kept)
 
 
 class Lending:
-    """What the ranks lend to workers on their hosts; all of them make one together, and call
-    `share` once an update.
+    """The memory that ranks lend to workers on their hosts.  All ranks make a `Lending` together,
+    and call `share` once in every update.
 
-    layout: of this rank; names the buffers that it cannot lend.
-    roster: whose hosts, and ranks that hold sessions with workers.
-    wholly: for delivery="auto": a rank lends all of its buffers or none, and none of a GPU.  They
-    would be read about as fast, but what a worker has open the driver gives to nobody else, and
-    trainers that share a GPU with engines count on giving it back.
+    layout: this rank's layout; tells the names of tensors that cannot be lent.
+    roster: tells the ranks' hosts, and the ranks that hold sessions with workers.
+    wholly: for delivery="auto": a rank lends all its buffers or none, and no GPU memory.  Lending
+    GPU memory would not make updates much faster.  It would keep a trainer that shares the GPU
+    with engines from freeing memory, because workers have this memory open.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Lending:
         self._used = buffers_of(layout)
         self._maps = SharedMaps()
         self._allocations = GpuAllocations()
-        self._numbers: dict[File | GpuSegment, int] = {}  # of the segments that hold buffers
-        self._own: dict[int, _core.Memory] = {}  # these, by number; no other takes it
-        self._buffers = _NOTHING  # that lie in those of a GPU
-        self._seen: object = None  # where that was, and what was around it
+        self._numbers: dict[File | GpuSegment, int] = {}  # of segments with buffers
+        self._own: dict[int, _core.Memory] = {}  # segments by number; numbers are not used again
+        self._buffers = _NOTHING  # with the tensors in lent GPU memory
+        self._seen: object = None  # the last addresses, and the memory around them
         self._next = 0
-        self._bounds: list[Bound | None] = []  # of each buffer; None for an empty or private one
+        self._bounds: list[Bound | None] = []  # by buffer; None for an empty or private one
         self._obstacle = ""  # which tensors are private, and what can be done about that
 
     def close(self) -> None:
@@ -98,23 +98,23 @@ class Lending:
         self.release()
 
     def reset(self, group: TrainerGroup) -> None:
-        """Forgets what ranks have told each other, before these make a connection."""
+        """Forgets what ranks have told each other; called before they make a connection."""
         self.release()
         self._group = group
         self.news = 0  # counts the calls of `share` that brought a change
         self.places: list[list[Bound | None]] = [[] for _ in range(group.size)]
-        # what plans are made for: where each rank lends memory, and a byte for each of its buffers,
-        # 1 where that can be read in place
+        # plans depend on this: the place where each rank lends memory, and a byte for each of its
+        # buffers, 1 if the buffer can be read in place
         self.pattern = (("", b""),) * group.size
         self.obstacles = [""] * group.size
 
     def release(self) -> None:
-        """Lets go of what this rank holds of its own memory and of the others'."""
+        """Releases the lent memory that this rank holds, its own and that of other ranks."""
         self._let_go()
         self._allocations.close()
-        self._passed: set[int] = set()  # own segments that the homes have
-        self._told: list[Bound | None] | None = None  # where others know this rank's buffers
-        self.segments: dict[Segment, _core.Memory] = {}  # of all ranks that this one passes on
+        self._passed: set[int] = set()  # own segments that other ranks have got
+        self._told: list[Bound | None] | None = None  # `_bounds` as other ranks know them
+        self.segments: dict[Segment, _core.Memory] = {}  # of all ranks, to give to workers
 
     def _let_go(self) -> None:
         self._seen = None
@@ -124,9 +124,9 @@ class Lending:
         _sweep()
 
     def _look(self, buffers: _core.BufferTable, gpu: str) -> None:
-        """Finds out where the buffers lie now, and which of them other processes can map.
+        """Finds out where the buffers are now, and which of them other processes can map.
 
-        gpu: the UUID of the GPU that some of them are on, "" where all are in host memory.
+        gpu: the UUID of the GPU that some buffers are on, "" if all are in host memory.
         """
         _sweep()
         if gpu and self._wholly:
@@ -153,11 +153,11 @@ class Lending:
         found: Sequence[LentPlace | None] = around.find(spans)
         used = {place.source for place in found if place is not None}
         count = sum(source.descriptors for source in used)
-        raise_descriptor_limit()  # also for what other ranks lend, which some ranks pass on
+        raise_descriptor_limit()  # also for other ranks' segments, which some ranks pass on
         if count > (most := most_segments(self._hosts.count(self._host))):
             raise _core.UnsupportedError(
                 f"rank {self._rank} has weights in {count} pieces of shared memory, and can lend "
-                f"{most}, its share of half of ulimit -Hn"
+                f"only {most} (its share of half of `ulimit -Hn`)"
             )
         borrowed = around.borrow(used - self._numbers.keys())
         for source, memory in borrowed.items():
@@ -192,20 +192,20 @@ class Lending:
             if any(shard.buffer in private for shard in layout.shards(index))
         ]
         way = (
-            "make the model within wsync.exportable(), or leave their allocation to torch, which "
-            "torch_memory_saver does not"
+            "make the model within wsync.exportable(), or let torch allocate it, which "
+            "torch_memory_saver prevents"
             if gpu
-            else "call its tensors' share_memory_()"
+            else "call share_memory_() of the model's tensors"
         )
         return (
             f"{listed(names)}: rank {self._rank} has {len(private)} of {len(self._bounds)} "
-            f"parameters in memory that no other process can map; {way}, for engines to read them "
-            "in place"
+            f"parameters in memory that no other process can map; for engines to read them in "
+            f"place, {way}"
         )
 
     def lent(self, host: int, reached: Sequence[str], counts: Sequence[int]) -> bytes:
-        """For each buffer of all ranks, one rank after another: whether workers on a host that
-        reach memory in these places can read it. counts: how many buffers each rank has."""
+        """One byte for each buffer of all ranks, in the order of ranks: 1 if workers on a host that
+        reach memory in these places can read it.  counts: the number of each rank's buffers."""
         found = b""
         for home, (place, lent), count in zip(self._hosts, self.pattern, counts, strict=True):
             near = lent if home == host and place in reached else b""
@@ -222,10 +222,10 @@ class Lending:
         )
 
     def share(self, buffers: _core.BufferTable, gpu: str) -> bool:
-        """Tells all ranks where this one's buffers lie, if that has changed, and has the homes on
-        its host map new segments; returns whether plans have to be made for something else.
+        """Tells all ranks where this rank's buffers are, if that has changed; gives new segments to
+        the ranks on its host that hold sessions.  Returns whether a new plan is needed.
 
-        gpu: the UUID of the GPU that some of the buffers are on, "" where all are in host memory.
+        gpu: the UUID of the GPU that some buffers are on, "" if all are in host memory.
         """
         self._look(buffers, gpu)
         mine, former = None, self.pattern
@@ -255,8 +255,8 @@ class Lending:
         return self.pattern != former
 
     def _learn(self, owner: int, told: Any, doors: dict[int, _core.Exporter]) -> None:
-        """Takes in what one rank has told.  All take the ranks in the same order, so that no two
-        wait for each other."""
+        """Takes in what one rank has told.  All ranks do this in the same order of ranks, so that
+        no two ranks wait for each other."""
         self.places[owner] = [place and Bound(*place) for place in told["places"]]
         lent = bytes(place is not None for place in self.places[owner])
         known = (told["place"], lent)
@@ -278,7 +278,7 @@ class Lending:
         } | {(owner, number): found[number] for number in told["new"] if number in held}
 
     def _pass(self, new: Sequence[int], doors: dict[int, _core.Exporter]) -> None:
-        """Hands the descriptors of new segments to the ranks that come for them."""
+        """Gives the descriptors of new segments to the ranks that connect for them."""
         check = self._group.check
         for door in doors.values():
             deadline = Deadline(self._options.deadline)
@@ -289,7 +289,7 @@ class Lending:
             door.begin(0, 0, deadline.left, check)
 
     def _fetch(self, address: str, new: Sequence[int]) -> dict[int, _core.Memory]:
-        """The new segments of the rank that listens at an address, by their numbers."""
+        """Gets the new segments, by number, from the rank that listens at an address."""
         deadline, check = Deadline(self._options.deadline), self._group.check
         session = _core.Importer(address, b"", deadline.left)
         try:

@@ -1,4 +1,4 @@
-"""What trainer ranks agree on before any bytes move: each one's device, a plan, and its rings."""
+"""What trainer ranks agree on before any bytes move: each rank's device, the plan and the rings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from wsync.trainer.sessions.worker import WorkerSession
 _log = logging.getLogger(__name__)
 
 _GPU_ROUND_NBYTES = 256 << 20
-# The larger the rounds, the fewer times two processes hand the GPU to each other.
+# With larger rounds, two processes hand the GPU to each other less often.
 _LARGE_ROUND_NBYTES = 1 << 30
-_LARGE_FREE_NBYTES = 16 << 30  # on every GPU, for each worker's rounds to be large
-_DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
+_LARGE_FREE_NBYTES = 16 << 30  # large rounds need this on every GPU, for each worker
+_DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's default; one large tensor may exceed it
 _LEAST_RING_NBYTES = 16 << 10  # smaller rings are not tried
 Session: TypeAlias = WorkerSession | StockSession | BroadcastSession
 Single: TypeAlias = Mapping[int, Sequence[Box]]
@@ -37,9 +37,9 @@ Single: TypeAlias = Mapping[int, Sequence[Box]]
 
 @dataclass(frozen=True)
 class Planning:
-    """One rank's part in it; all ranks make one and call its methods together, in this order.
+    """One rank's part in planning.  All ranks make one and call its methods together, in order.
 
-    sessions: with this rank's workers, which have been accepted.
+    sessions: with this rank's workers, which have connected.
     """
 
     group: TrainerGroup
@@ -50,13 +50,13 @@ class Planning:
     def gather(
         self, blobs: dict[int, bytes], source: str, more: Mapping[str, Any]
     ) -> tuple[list[bytes], _core.Device, list[Any]]:
-        """Returns what every worker keeps, by its number; what this rank uses: a GPU, or the host;
-        and what all ranks tell `more`.
+        """Returns what every worker keeps, in the order of worker numbers; this rank's device (a
+        GPU or the host); and what every rank tells.
 
         Args:
-            blobs: what this rank's workers keep; layouts that are equal travel once a rank.
+            blobs: what this rank's workers keep, by number; equal layouts are sent only once.
             source: the UUID of the GPU of this rank's weights, "" for the host.
-            more: to be told to all ranks.
+            more: further facts that this rank tells.
         """
         texts = list(dict.fromkeys(blobs.values()))
         index = {number: texts.index(blob) for number, blob in blobs.items()}
@@ -73,14 +73,14 @@ class Planning:
         return [layouts[number] for number in range(len(self.roster.workers))], device, told
 
     def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[PlanInput, _core.Plan]:
-        """Plans, and makes the rings: smaller ones where some rank has no memory for them.
+        """Plans, and makes the rings.  If some rank has no memory for them, tries smaller rings.
 
         Raises:
             LayoutError: the ranks' plans differ.
-            NoMemoryError: rings that were asked for, or small ones, have no room on some rank.
+            NoMemoryError: some rank has no memory for rings of the given size, or for small rings.
         """
         if device.ordinal >= 0:
-            release_cached(device)  # of torch, which a driver does not ask
+            release_cached(device)  # the driver does not ask torch for its cached memory
         large, limit, short = self._may_be_large(device), self.options.ring_nbytes, ""
         while True:
             made_of = self._draw(layouts, device, large, limit)
@@ -99,11 +99,11 @@ class Planning:
             limit = max(plan.ring_nbytes(number) for number in range(len(layouts))) // 2
             if self.options.ring_nbytes or limit < _LEAST_RING_NBYTES:
                 raise _core.NoMemoryError(
-                    f"{lacking}: free memory there, or give Options(ring_nbytes=) less"
+                    f"{lacking}: free memory there, or give a smaller Options(ring_nbytes=)"
                 )
 
     def _make_rings(self, plan: _core.Plan, device: _core.Device) -> str:
-        """Makes the rings of this rank's workers; says what there is no memory for."""
+        """Makes the rings of this rank's workers; returns the text of a lack of memory, or ""."""
         try:
             for session in self.sessions:
                 session.make_ring(plan, device)
@@ -112,8 +112,8 @@ class Planning:
         return ""
 
     def _name(self, short: str, ring_nbytes: int) -> None:
-        """Warns, on rank 0, of rings that are smaller than usual, and of tensors with which a
-        bucket has more bytes than were asked for."""
+        """Warns, on rank 0, of rings that are smaller than usual, and of tensors that are larger
+        than a bucket should be."""
         model, most = self.roster.model, self._bucket_nbytes
         if self.group.rank != 0:
             return
@@ -134,7 +134,7 @@ class Planning:
         if uncut and self.roster.takes_buckets:
             _log.warning(
                 "wsync: buckets for engines without wsync are larger than bucket_nbytes=%d "
-                "(slime's --update-weight-buffer-size) for what cannot be split: %s",
+                "(slime's --update-weight-buffer-size) for tensors that cannot be split: %s",
                 most,
                 listed(uncut),
             )
@@ -150,27 +150,28 @@ class Planning:
         return plan
 
     def _device(self, used: list[list[str]]) -> str:
-        """What this rank uses, a GPU by its UUID or "" for the host, given all that ranks use.
+        """The UUID of the GPU that this rank uses, "" for the host.  used: by rank, the devices of
+        its weights and workers.
 
         Raises:
-            InvalidArgumentError: devices that one update cannot use together.
+            InvalidArgumentError: one update cannot use these devices together.
         """
         gpus = any(any(mine) for mine in used)
         for rank, mine in enumerate(used):
             if len(mine) > 1 or ("" in mine and gpus):
                 places = " and ".join(uuid or "the host" for uuid in mine)
                 raise _core.InvalidArgumentError(
-                    f"rank {rank}: its weights and the workers that it serves are on {places}, not "
-                    "all on one GPU or all on hosts: engine_gpu_offsets says whose GPU an engine "
-                    "shares"
+                    f"rank {rank}: its weights and the workers that it serves are on {places}; "
+                    "they must all be on one GPU, or all on hosts: engine_gpu_offsets says whose "
+                    "GPU an engine shares"
                 )
         mine = used[self.group.rank]
         return mine[0] if mine else default() if gpus else ""
 
     def _may_be_large(self, device: _core.Device) -> bool:
-        """Whether rounds can be larger than usual: every rank's GPU has room.  Not with
-        Options.park, which needs the memory for something else, and not with remote engines, whose
-        free memory is not known here."""
+        """Whether rounds can be larger than usual, because every rank's GPU has room.  They cannot
+        with Options.park, because the memory is needed between updates, or with remote engines,
+        because their free memory is not known here."""
         asked = self.options.round_nbytes or self.options.ring_nbytes or self.options.park
         remote = bool(self.roster.taking(Delivery.REMOTE))
         if device.ordinal < 0 or asked or self.roster.takes_buckets or remote:
@@ -185,7 +186,7 @@ class Planning:
         pairs = zip(layouts, workers, strict=True)
         wanted = [(layout, worker.takes_buckets) for layout, worker in pairs]
         kinds = list(dict.fromkeys(wanted))
-        # no trainer rank is nearer to a remote worker than another
+        # all trainer ranks are equally far from a remote worker
         elsewhere = max(hosts) + 1
         remote = sum(engine.workers for engine in self.roster.taking(Delivery.REMOTE))
         return PlanInput(
@@ -213,7 +214,7 @@ class Planning:
     def _destination(
         self, layout: bytes, in_buckets: bool, ring_nbytes: int
     ) -> tuple[_core.Layout, bool]:
-        """What a worker keeps, and whether it takes each box in one piece."""
+        """The layout that a worker keeps, and whether the worker takes each box in one piece."""
         if layout not in (WHOLE, PIECES):
             return _core.Layout.from_bytes(layout), False
         model = self.roster.model
@@ -222,9 +223,9 @@ class Planning:
         return whole(model, range(model.tensor_count), *cut), layout == WHOLE
 
     def _round_nbytes(self, device: _core.Device, ring_nbytes: int) -> int:
-        """Small rounds overlap better; stock engines take one request each, so theirs are large,
-        but not where a broadcast costs much more than a request.  A GPU copies a round in less
-        time than its message takes."""
+        """The bytes of a round; 0 leaves them to the planner.  Small rounds overlap better.  A
+        stock engine takes one request for each round, so its rounds are large, unless broadcasts
+        cost much more than requests.  A GPU copies a small round faster than its message goes."""
         if self.options.round_nbytes:
             return self.options.round_nbytes
         broadcast = bool(self.roster.taking(Delivery.BROADCAST))
@@ -234,7 +235,7 @@ class Planning:
         return 0 if device.ordinal < 0 or ring_nbytes else _GPU_ROUND_NBYTES
 
     def _agree(self, plan: _core.Plan, missing: str) -> str:
-        """Compares all ranks' plans; returns what the first rank that lacks memory says, or ""."""
+        """Compares all ranks' plans; returns the text of the first rank without memory, or ""."""
         mine = [f"{plan.fingerprint:016x}", missing]
         prints, lacks = zip(*self.group.gather_json(mine), strict=True)
         if len(set(prints)) > 1:
@@ -252,8 +253,8 @@ def whole(
 ) -> _core.Layout:
     """The layout of a worker that keeps these tensors of a model.
 
-    groups: by tensor, where it is in another group than the model's.  single: by tensor, the boxes
-    that it is kept in.
+    groups: by tensor, its group if that is not the model's.  single: by tensor, the boxes that it
+    is kept in.
     """
     builder = _core.LayoutBuilder()
     for index in tensors:
@@ -266,8 +267,8 @@ def whole(
 
 
 def joined(model: _core.Layout, most: int) -> dict[int, int]:
-    """By tensor: the group of what some engines join within one call of load_weights, where it
-    takes no more bytes than this."""
+    """The groups of tensors that some engines join within one call of load_weights, by tensor.
+    Groups with more than `most` bytes are left out."""
     found: dict[int, list[int]] = {}
     for index in range(model.tensor_count):
         if group := group_of(model.tensor(index).name, JOINED):
@@ -281,6 +282,6 @@ def joined(model: _core.Layout, most: int) -> dict[int, int]:
 
 
 def _nbytes(model: _core.Layout, index: int) -> int:
-    """Of a tensor, with the padding of the planner."""
+    """The bytes of a tensor, with the planner's padding."""
     _, dtype, shape, _ = model.tensor(index)
     return -(-math.prod(shape) * dtype_of(dtype).itemsize // 64) * 64

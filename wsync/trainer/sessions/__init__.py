@@ -1,1 +1,1 @@
-"""One rank's session with one worker: a file for each kind of worker."""
+"""A rank's sessions with workers; each kind of worker has a module."""

@@ -1,4 +1,4 @@
-"""What sessions have in common, and those with workers that take whole tensors."""
+"""A worker's rounds, and the base class of sessions with workers that take whole tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WorkerRounds:
 
     Attributes:
         manifest: what is delivered; buffer k is round k.
-        slots: by round.
+        slots: the place of each round in the ring.
     """
 
     def __init__(self, plan: _core.Plan, worker: int) -> None:
@@ -33,9 +33,9 @@ class WorkerRounds:
 
     @functools.cached_property
     def buckets(self) -> list[Bucket]:
-        """The tensors of every round in SGLang's terms, whole or an expert's: they start in the
-        round's slot.  What has no elements comes with the last of them: engines say whether they
-        take it."""
+        """The tensors of every round as SGLang describes them: whole tensors or single experts,
+        with their offsets in the round's slot.  Tensors without elements are in the last bucket;
+        engines say whether they take these."""
         buckets: list[Bucket] = [[] for _ in self.slots]
         empty: Bucket = []
         for index in range(self.manifest.tensor_count):
@@ -54,8 +54,8 @@ class WorkerRounds:
 
     @functools.cached_property
     def broadcasts(self) -> list[Bucket]:
-        """The same, largest item size first: the bucket that engines make of names and shapes has
-        no gaps, and each tensor must start at a multiple of its item size."""
+        """The same buckets, with the largest item size first.  Engines make a bucket without gaps
+        from names and shapes, and each tensor must start at a multiple of its item size."""
         return [
             sorted(bucket, key=lambda entry: (-entry.dtype.itemsize, entry.start_idx))
             for bucket in self.buckets
@@ -63,8 +63,8 @@ class WorkerRounds:
 
 
 class BucketSession(abc.ABC):
-    """A worker that takes whole tensors: every round goes to it as a bucket, from a thread.  A
-    slot is free again when its bucket has gone.  Its methods are called as a WorkerSession's.
+    """A worker that takes whole tensors.  A thread sends it every round as a bucket, and the slot
+    is free again when the bucket was sent.  Methods are called in a WorkerSession's order.
 
     worker: its number in the plan (see PlanWorker).
     """
@@ -74,13 +74,13 @@ class BucketSession(abc.ABC):
     def __init__(self, worker: int, thread: str) -> None:
         self.worker = worker
         self._sent: list[Future[None]] = []  # they end in this order
-        self._seen = 0  # how many of them were seen to have ended well
+        self._seen = 0  # how many are known to have ended without an error
         self._given_up = threading.Event()
         self._thread = WorkerThread(thread)
 
     @property
     def loaded(self) -> int:
-        """Rounds that have been taken, so far as it is known."""
+        """How many rounds are known to have been taken."""
         return sum(sent.done() for sent in self._sent)
 
     @property
@@ -91,7 +91,7 @@ class BucketSession(abc.ABC):
         return WHOLE
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
-        """Makes the ring, if `attach` does not.  Raises NoMemoryError where there is none."""
+        """Makes the ring, if `attach` does not.  Raises NoMemoryError if there is no memory."""
         return
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
@@ -104,7 +104,7 @@ class BucketSession(abc.ABC):
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         stream.synchronize(timeout, check)
-        check()  # after an exchange has failed, streams go on and may have copied anything
+        check()  # after a failed exchange, streams go on and may have copied anything
         self._sent.append(self._thread.submit(functools.partial(self._send, round)))
 
     @abc.abstractmethod

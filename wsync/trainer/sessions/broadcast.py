@@ -1,7 +1,7 @@
 """Engines that take broadcasts: buckets go to them over a process group that they join.
 
-Rank 0 gathers whole tensors into buckets, announces each to every engine, all in the same order,
-and broadcasts it to all workers of all such engines at once.
+Rank 0 gathers whole tensors into buckets.  It announces each bucket to every engine, in the same
+order, and broadcasts it to all workers of all these engines at once.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class BroadcastSession(BucketSession):
     """All engines that take broadcasts, as one worker.
 
     A bucket is free again when its broadcast has ended: the engines have it then, loaded or not.
-    A group of NCCL is given memory of the GPU that rounds lie on, any other one memory of the host.
+    A group of NCCL uses memory of the rounds' GPU; any other group uses host memory.
 
     Args:
-        engines: those that take broadcasts.
-        name: of the group.
+        engines: the engines that take broadcasts.
+        name: the name of the group.
     """
 
     _ring: torch.Tensor  # once made
@@ -76,7 +76,7 @@ class BroadcastSession(BucketSession):
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
         nbytes = max(plan.ring_nbytes(self.worker), 1)
-        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")  # a larger one goes first
+        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees a larger ring first
         if not (self._backend == "nccl" and has_nccl(device)):
             self._ring = staging(nbytes, device)
             return
@@ -98,7 +98,7 @@ class BroadcastSession(BucketSession):
             )
         except _core.DeadlineError as error:
             wanted = ", ".join(f"{each.name} (tp {each.workers})" for _, each in self._engines)
-            raise _core.DeadlineError(f"{error}; wanted: {wanted}") from error
+            raise _core.DeadlineError(f"{error}; expected to join: {wanted}") from error
         self._joining.join(deadline.left, check)
         buckets = self.rounds.broadcasts
         self._last = max((k for k, bucket in enumerate(buckets) if bucket), default=-1)
@@ -114,7 +114,7 @@ class BroadcastSession(BucketSession):
             "group_name": self._place.name,
             "backend": self._place.backend,
         }
-        # a group that does not come about says why before engines are given up
+        # longer than the group's own deadline, whose error says more
         timeout = self._options.request_deadline
         engine.call("init_weights_update_group", arguments, timeout=timeout)
 
@@ -156,8 +156,8 @@ class BroadcastSession(BucketSession):
             raise
 
     def look(self) -> None:
-        """A broadcast that breaks off is reported by who waits for it: what an engine says of it,
-        which is on its way, says more."""
+        """Raises engines' errors.  Only `wait` raises the error of a broadcast, because an engine's
+        own error, which may be on its way, says more."""
         self._joining.check()
         for _, _, answer in self._answers:
             if answer.done():
@@ -172,8 +172,8 @@ class BroadcastSession(BucketSession):
             result(answer, deadline, check, f"{request}: no answer for bucket {round}")
 
     def close(self) -> None:
-        """Leaves the group and closes its store, which ends the engines' waits for either; has the
-        engines leave it, if they answer."""
+        """Closes the group's store and leaves the group, so that engines stop waiting for them;
+        then asks the engines to leave the group."""
         self._store.close()
         group, self._group = self._group, None
         if group is not None:
@@ -183,13 +183,13 @@ class BroadcastSession(BucketSession):
             thread.close()
         joined, self._joining = self._joining.under_way, NO_CALLS
         if joined:
-            # an engine's handle may lack the call, and this is no place to say so
+            # an engine's handle may lack the call, which is no error here
             with contextlib.suppress(Exception):
                 Calls(self._engines, self._leave).join(LEAVE_SECONDS)
 
     def _leave(self, _: int, engine: CheckedEngine) -> None:
         arguments = {"group_name": self._place.name}
-        with contextlib.suppress(_core.RemoteError):  # it had not come so far
+        with contextlib.suppress(_core.RemoteError):  # it may not have joined
             engine.call("destroy_weights_update_group", arguments, timeout=LEAVE_SECONDS)
 
     def _send(self, round: int) -> None:
@@ -203,7 +203,7 @@ class BroadcastSession(BucketSession):
 
         check()
         slot = self._ring[self.rounds.slots[round].offset :]
-        # every tensor, or one run of bytes without gaps
+        # one part for each tensor, or one run of bytes without gaps
         parts = [slot[entry.start_idx : entry.end_idx] for entry in bucket]
         if self._options.broadcast != "tensor":
             if all(a.end_idx == b.start_idx for a, b in pairwise(bucket)):

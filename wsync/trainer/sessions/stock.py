@@ -25,20 +25,20 @@ from wsync.trainer.sessions.base import BucketSession, Span, WorkerRounds
 
 
 class SharedRing:
-    """A file of /dev/shm, which streams of a device can write to, with the methods of GpuRing.
+    """A file in /dev/shm that streams of a device can write to, with the methods of GpuRing.
 
-    An engine has read it once it has answered: copies from host memory that is not pinned do not
+    An engine that has answered has read the file: copies from host memory that is not pinned do not
     return before they are done.
     """
 
     def __init__(self, nbytes: int, device: _core.Device) -> None:
         self._bytes = payload.shared_bytes(nbytes)
         payload.keep(self._bytes)
-        # also where the connection is dropped, and nobody calls `close`
+        # also if the connection is dropped and nobody calls `close`
         self._ended = weakref.finalize(self, _by_owner, Owner(), payload.remove, self._bytes)
         self.address = self._bytes.data_ptr()
         self.nbytes = nbytes
-        # an object that streams keep, too, for as long as they use the memory
+        # streams keep this object, too, while they use the memory
         self._registered: object = _core.host_register(self.address, nbytes, device, self._bytes)
         self._later: threading.Timer | None = None
 
@@ -47,15 +47,16 @@ class SharedRing:
         return payload.bucket(FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata))
 
     def close(self) -> None:
-        """Removes the file, whatever has not been read."""
+        """Removes the file, even if parts of it have not been read."""
         self._ended.detach()
         if self._later is not None:
-            self._later.cancel()  # which keeps the memory
+            self._later.cancel()  # it keeps the memory
         payload.remove(self._bytes)
 
     def leave(self) -> None:
-        """Keeps the file for who may read it yet, for ten minutes.  If this process ends before,
-        the file stays until its last reader has ended.  A stock server ends when it finds none."""
+        """Keeps the file for ten minutes, because an engine may still read it.  If this process
+        ends earlier, the file stays until its last reader has ended.  A stock server that does not
+        find the file ends."""
         if self._later is not None:
             return
         self._ended.detach()
@@ -72,13 +73,13 @@ def _by_owner(owner: Owner, call: Callable[[torch.Tensor], None], ring: torch.Te
 
 
 class StockSession(BucketSession):
-    """A stock engine: rounds are buckets in shared memory, each named in a request of its own.
+    """A stock engine.  Each round is a bucket in shared memory, with a request of its own.
 
-    A bucket is free again when its request has been answered and, on a GPU, every worker has let go
-    of it.  Such an engine takes on the version with its last bucket; it cannot refuse to run
-    if an update ends before that, so the trainer does not continue it.
+    A bucket is free again when its request has been answered and, on a GPU, every worker has
+    released it.  The last bucket carries the version.  If an update ends before that, the engine
+    cannot refuse to run, so the trainer leaves it paused.
 
-    on_gpu: whether buckets are to lie on the GPU, where that is the device; else in a file.
+    on_gpu: whether buckets are in GPU memory, if the device is a GPU; otherwise in a file.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class StockSession(BucketSession):
         self.rounds = WorkerRounds(plan, self.worker)
         kind = GpuRing if self._on_gpu and device.uuid else SharedRing
         self._ring = kind(max(plan.ring_nbytes(self.worker), 1), device)
-        # where other engines take part, the last rounds may be only theirs
+        # the last rounds may be for other engines only
         buckets = self.rounds.buckets
         self._last = max((k for k, bucket in enumerate(buckets) if bucket), default=-1)
         return self._ring.address, self._ring.nbytes
@@ -130,7 +131,7 @@ class StockSession(BucketSession):
             self._ring.close(self._engine.name)
         elif self._ring is not None:
             if not all(sent.done() for sent in self._sent):
-                self._ring.leave()  # also where this process ends before the engine has read it
+                self._ring.leave()  # also if this process ends before the engine has read it
             self._thread.submit(functools.partial(_close, self._ring, self._sent))
         super().close()
 
@@ -154,7 +155,7 @@ class StockSession(BucketSession):
 
 
 def _close(ring: SharedRing, sent: Sequence[Future[None]]) -> None:
-    """Removes the file, once all requests have ended; not if one may be in the engine's hands."""
+    """Removes the file once all requests have ended.  Leaves it if a request got no answer."""
     errors = [request.exception() for request in sent]
     unanswered = any(isinstance(e, _core.PeerClosedError | _core.DeadlineError) for e in errors)
     (ring.leave if unanswered else ring.close)()

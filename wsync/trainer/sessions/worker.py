@@ -1,7 +1,7 @@
 """Sessions with workers that run wsync's receiver.
 
-With remote workers a session is only control, over TCP.  Their rounds travel in the plan's
-exchange, of which each is a rank: see wsync.exchange.remote_plan.
+A session with a remote worker carries only control messages, over TCP.  The worker is a rank of the
+plan's exchange, which carries its rounds: see wsync.exchange.remote_plan.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ _log = logging.getLogger(__name__)
 _BINDING: Final = struct.Struct("=QQQ")  # wsync_binding_t of csrc/ipc/session.h
 _UNBOUND: Final = _BINDING.pack(2**64 - 1, 0, 0)
 
-# origins of errors of csrc/ipc, and not of checks or streams: their text speaks of the worker, and
-# needs the engine's name
+# the origins of errors of csrc/ipc; their text speaks of the worker, and needs the engine's name
 _SESSIONS = ("session", "channel", "frame", "listener", "blob")
 _GONE = "; its engine has ended or was restarted: call update again when the engine answers"
 
 
 class _Naming:
-    """Around calls of a session, some of them in every round: adds the engine and the worker to its
-    errors.  The core, which writes those of a session on this host, knows its peer only as a
-    process."""
+    """Wraps calls of a session, some in every round; adds the engine and the worker to errors.  The
+    core, which raises the errors of sessions on this host, knows a worker only as a process."""
 
     __slots__ = ("_engine", "_worker")
 
@@ -59,7 +57,8 @@ class _Naming:
 
 
 class RemoteExporter:
-    """A trainer rank's end, with the methods of `_core.Exporter`; its rounds need no care."""
+    """A trainer rank's end of a session with a remote worker, with the methods of `_core.Exporter`.
+    The exchange moves the rounds."""
 
     worker_uuid: str | None = None  # nothing is shared with the worker
 
@@ -67,7 +66,7 @@ class RemoteExporter:
         self._listener = Listener(host, peer)
         self._channel: Channel | None = None
         self.introduction = Introduction()  # what the worker says of itself, once accepted
-        self.loaded = 0  # rounds that have been exchanged: what is known here
+        self.loaded = 0  # rounds that have been exchanged; more is not known here
 
     @property
     def address(self) -> str:
@@ -88,11 +87,11 @@ class RemoteExporter:
         return self._channel.wait((Frame.BLOB,), deadline.left, check)[1]
 
     def attach(self, ring: _core.Memory, manifest: bytes, timeout: float, check: Check) -> None:
-        """Says what tensors there are; the worker has a ring of its own."""
+        """Sends the model's tensors; the worker has a ring of its own."""
         self._peer.send(Frame.MODEL, manifest, timeout, check)
 
     def tell_plan(self, plan: bytes, timeout: float, check: Check) -> None:
-        """Hands over the plan."""
+        """Sends the plan."""
         self._peer.send(Frame.PLAN, plan, timeout, check)
 
     def begin(self, update: int, rounds: int, timeout: float, check: Check) -> None:
@@ -102,7 +101,7 @@ class RemoteExporter:
     def acquire(
         self, wait_round: int, stream: _core.Stream | None, timeout: float, check: Check
     ) -> None:
-        """Waits for nothing: the worker frees its own slots."""
+        """Does not wait: the worker frees its own slots."""
         self._peer.look()
 
     def look(self) -> None:
@@ -121,7 +120,7 @@ class RemoteExporter:
         self._peer.send(Frame.COMMIT, PARK if park else b"", timeout, check)
 
     def park(self, timeout: float, check: Check) -> None:
-        """There is no ring here."""
+        """Does nothing: there is no ring here."""
 
     def abort(self, text: str) -> None:
         if self._channel is not None:
@@ -137,23 +136,23 @@ class WorkerSession:
     """A worker that runs wsync's receiver: it maps the ring once and loads round by round.  The
     methods are called in the order of csrc/ipc/session.h.
 
-    It may also map what the ranks lend, and copy out of it.  What it cannot read there comes
-    through its ring, which may carry no data.  Round 0 says that the weights may be read, and its
-    end that they have been.
+    The worker may also map memory that the ranks lend, and copy from it.  Weights that it cannot
+    read there come through its ring; if there are none, the ring carries no data.  Round 0 tells
+    the worker to read; when the round has ended, the worker has read.
 
     Args:
-        worker: its number in the plan (see PlanWorker).
-        engine, index: what errors call it: the engine's name, and its number there.
+        worker: the worker's number in the plan (see PlanWorker).
+        engine, index: the engine's name and the worker's number there, for errors.
         park: whether the ring's memory is given back between updates.
-        lending: what it may read in place, if it can.
-        host: of a remote one: the address of this host that it can reach.
+        lending: the memory that the worker may read in place.
+        host: for a remote worker, the address of this host that it can reach.
     """
 
     rounds: WorkerRounds  # once attached
     manifest: _core.Layout  # once attached: what the worker is to load
     audit_seconds = 0.0  # of the update, once prepared
-    own_loading = ""  # which tensors go through a load_weights of the engine's own, and why
-    gpu: str | None = None  # once accepted: its UUID, "" for the host; None: the ring is elsewhere
+    own_loading = ""  # which tensors go through the engine's own load_weights, and why
+    gpu: str | None = None  # once accepted: its UUID, "" for the host, None for a remote worker
 
     def __init__(
         self,
@@ -174,10 +173,9 @@ class WorkerSession:
         # once accepted: the places of lent memory that the worker can read, its own device first;
         # empty if it reads none
         self.reaches: list[str] = []
-        self.most_segments = 0  # that such a worker may hold
+        self.most_segments = 0  # that this worker may hold
         self._directory, self._host = directory, host
-        # the last is the current one; while the worker learns, the one that it learns in comes
-        # before
+        # the last is the current one; while the worker learns, the one before is for learning
         self._exporters: list[_core.Exporter | RemoteExporter] = [self._listen()]
         self._ring: _core.Memory | None = None
         self._lending = lending
@@ -192,19 +190,19 @@ class WorkerSession:
 
     @property
     def address(self) -> str:
-        """Where the worker is to connect, with the token that lets it in."""
+        """The address that the worker connects to, with the token that lets it in."""
         return self._exporter.address
 
     def accept(self, timeout: float, check: Check) -> bytes:
-        """Waits for the worker; the layout it keeps, or control.WHOLE, PIECES or LEARN."""
+        """Waits for the worker; returns the layout it keeps, or control.WHOLE, PIECES or LEARN."""
         late = (
             f"join the update within {seconds(timeout)}: its engine has not carried out the "
-            "request that opens it (update_weights_from_tensor, collective_rpc of vLLM)"
+            "request that opens the update (update_weights_from_tensor, or vLLM's collective_rpc)"
         )
         return self._hear(timeout, check, late)
 
     def _hear(self, timeout: float, check: Check, late: str) -> bytes:
-        """What a worker asks for; notes what else it says when it joins."""
+        """Waits for a worker; returns what it asks for, and stores other facts that it sends."""
         try:
             with self._naming:
                 said = self._exporter.accept(timeout, check)
@@ -219,8 +217,8 @@ class WorkerSession:
         return asked
 
     def send_model(self, model: bytes, timeout: float, check: Check) -> None:
-        """Tells a worker that asked to LEARN what tensors there are (a layout without shards),
-        and where to come back to."""
+        """Sends the model's tensors (a layout without shards), and the address to come back to, to
+        a worker that asked to LEARN."""
         learning = self._exporter
         self._exporters.append(self._listen())
         content = self.address.encode() + b"\n" + model
@@ -230,11 +228,11 @@ class WorkerSession:
             learning.begin(0, 0, timeout, check)
 
     def accept_layout(self, timeout: float, check: Check) -> bytes:
-        """Waits until the worker has learnt and is back; what `accept` returns.
+        """Waits until the worker has learnt and is back; returns what `accept` returns.
 
         Raises:
-            RemoteError: it failed to learn.
-            DeadlineError: it has not learnt in time.
+            RemoteError: the worker failed to learn.
+            DeadlineError: the worker has not learnt in time.
         """
         learning = self._exporters[0]
 
@@ -244,7 +242,7 @@ class WorkerSession:
 
         late = (
             f"learn within {seconds(timeout)} what its load_weights does; Options(deadline=) gives "
-            "more"
+            "it more time"
         )
         learnt = Learnt.from_bytes(self._hear(timeout, alive, late))
         del self._exporters[0]
@@ -253,16 +251,16 @@ class WorkerSession:
         return learnt.blob
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
-        self._ring = None  # what there was goes first
+        self._ring = None  # frees an earlier ring first
         self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1), device)
 
     def serve(self, joined: _core.Layout, offsets: Sequence[int]) -> None:
-        """Sets what the worker reads in place (`Layout.join`); called before `attach`.  offsets:
-        the number of the first buffer of each rank there, and their end."""
+        """Sets what the worker reads in place (see `Layout.join`); called before `attach`.
+        offsets: the number of each rank's first buffer in `joined`, and the number of buffers."""
         self._told = -1  # `Lending.news` when the worker was last told
-        self._lent: dict[Segment, int] = {}  # the worker's numbers for them
+        self._lent: dict[Segment, int] = {}  # the worker's number of each segment
         self._joined, self._count, used = joined, offsets[-1], buffers_of(joined)
-        # of what it reads: its number there, the rank, and the number there
+        # of each buffer that it reads: the number in `joined`, the rank, and the number there
         self._buffers = [
             (number, rank, number - first)
             for rank, (first, end) in enumerate(pairwise(offsets))
@@ -271,8 +269,8 @@ class WorkerSession:
         ]
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        """Hands over ring and manifest; returns where the ring lies.  The worker loads what it
-        reads in place, and then what its rounds bring."""
+        """Gives the worker its ring and manifest; returns the ring's address and size.  The worker
+        loads what it reads in place first, and then its rounds."""
         assert self._ring is not None
         self.rounds = WorkerRounds(plan, self.worker)
         self.manifest = self.rounds.manifest
@@ -284,11 +282,11 @@ class WorkerSession:
 
     @property
     def round_count(self) -> int:
-        """Once attached: the rounds that its worker is told of."""
+        """The number of rounds that the worker is told of, once attached."""
         return max(len(self.rounds.slots), 0 if self._joined is None else 1)
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
-        """Also tells the worker where the weights lie, if that has changed since it was told."""
+        """Begins an update; tells the worker where lent weights are, if that has changed."""
         lending = self._lending
         with self._naming:
             if self._joined is not None and lending is not None and lending.news != self._told:
@@ -296,7 +294,7 @@ class WorkerSession:
             self._exporter.begin(update, self.round_count, timeout, check)
 
     def _lend(self, lending: Lending, timeout: float, check: Check) -> None:
-        """Has the worker map what is new, and let go of what it no longer reads."""
+        """Makes the worker map new segments, and unmap those that it no longer reads."""
         exporter = self._exporter
         assert isinstance(exporter, _core.Exporter)
         deadline = Deadline(timeout)
@@ -333,7 +331,7 @@ class WorkerSession:
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         if self._exporter.loaded > round:
-            return  # by its word in shared memory, without a system call
+            return  # as shared memory says, without a system call
         with self._naming:
             self._exporter.acquire(round, None, timeout, check)
 
@@ -359,7 +357,7 @@ class WorkerSession:
 
     def park(self, timeout: float, check: Check) -> None:
         """Gives the ring's memory back unless a view of it is in use, and waits until the worker
-        has let go of all that was lent to it.  The update is committed whatever comes of it."""
+        has unmapped all lent memory.  The update stays committed even if this fails."""
         if not self._park:
             return
         try:
@@ -369,7 +367,7 @@ class WorkerSession:
         self._lent, self._told = {}, -1
 
     def abort(self, text: str) -> None:
-        # an engine's words: they may hold what a C string cannot
+        # an engine's text may hold what a C string cannot
         said = text.replace("\0", " ").encode("utf-8", "replace").decode()
         for exporter in self._exporters:
             exporter.abort(said)
@@ -393,10 +391,10 @@ class RemoteSession(WorkerSession):
         return self.exporter
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
-        """The ring is the worker's own."""
+        """Does nothing: the worker has a ring of its own."""
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        """Hands over the plan; the ring is the worker's own."""
+        """Sends the plan; the worker has a ring of its own."""
         self.rounds = WorkerRounds(plan, self.worker)
         self.manifest = self.rounds.manifest
         self.exporter.tell_plan(self.remote_plan.to_bytes(), timeout, check)
