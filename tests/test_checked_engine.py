@@ -386,7 +386,7 @@ def test_what_a_failed_update_has_not_asked_yet_it_asks_no_more() -> None:
         following.resume(60)
         told = list(engine.told)
         answers.set()
-        with pytest.raises(wsync.WsyncError, match=r"not asked, as its update has|version 3, not "):
+        with pytest.raises(wsync.WsyncError, match=r"not called, because its|version 3, not "):
             call.result(60)
     assert engine.told == told
     assert (engine.version, engine.model) == ("3", "b")

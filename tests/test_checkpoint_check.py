@@ -86,7 +86,7 @@ def deliver(weights: Tensors, engine: Engine, **options: Any) -> None:
 def test_integers_in_place_of_weights_are_refused(formats: Any, tmp_path: Path) -> None:
     engine = Noting(saved(tmp_path, ones("a", "b")))
     engine.load_formats = formats
-    text = r"other dtypes: b \(float32, here int8, which has no scales\)"
+    text = r"other dtypes: b \(float32 there, int8 delivered, without scales\)"
     with pytest.raises(wsync.LayoutError, match=text):
         deliver(ones("a") | {"b": torch.ones(2).char()}, engine)
     assert engine.asked == []
@@ -246,7 +246,7 @@ def test_shapes_and_parameters_without_elements(tmp_path: Path) -> None:
     """SGLang's loaders take the part that a parameter has room for."""
     folder, weights = saved(tmp_path / "model", ones(*NAMES)), ones(*NAMES)
     wider = weights | {"model.norm.weight": torch.ones(3)}
-    text = r"other shapes: model\.norm\.weight \(3,\) where it has \(2,\)"
+    text = r"other shapes: model\.norm\.weight \(\(2,\) there, \(3,\) delivered\)"
     with pytest.raises(wsync.LayoutError, match=text):
         deliver(wider, Noting(folder))
     with pytest.raises(wsync.LayoutError, match=f"{folder} has other.*{text}"):

@@ -228,11 +228,11 @@ PLAIN_WEIGHTS = {"a.weight": torch.zeros(4, 2), "b.bias": torch.zeros(3)}
         (CODES | SCALES, CODES, "nobody delivers its: a.weight_scale_inv"),
         (
             *(CODES | SCALES, CODES | {"a.weight_scale_inv": torch.ones(1, 1).byte()}),
-            "other dtypes: a.weight_scale_inv (float32, here uint8)",
+            "other dtypes: a.weight_scale_inv (float32 there, uint8 delivered)",
         ),
         (
             *(CODES | SCALES, CODES | {"a.weight_scale_inv": torch.ones(2, 1)}),
-            "other shapes: a.weight_scale_inv (2, 1) where it has (1, 1)",
+            "other shapes: a.weight_scale_inv ((1, 1) there, (2, 1) delivered)",
         ),
         (CODES | SCALES, CODES | {"a.weight_scale": torch.ones(1)}, "it has no: a.weight_scale;"),
         # the trainer does not quantise: what there are codes of is compared

@@ -297,7 +297,7 @@ def test_other_blocks_and_names_than_the_checkpoints_are_errors(checkpoint: Path
     with pytest.raises(wsync.LayoutError) as error:
         select_quantised(LAYOUT, {**FP8, "weight_block_size": [64, 128]}, str(checkpoint))
     assert (
-        "other shapes: model.layers.0.mlp.up_proj.weight_scale_inv (4, 1) where it has (2, 1)"
+        "other shapes: model.layers.0.mlp.up_proj.weight_scale_inv ((2, 1) there, (4, 1) delivered)"
         in str(error.value)
     )
     more = from_tensors({**MODEL, "c.weight": torch.zeros(2, 2)}).layout
@@ -336,11 +336,17 @@ NVFP4 = {
 @pytest.mark.parametrize(
     ("config", "held", "suffix", "dtype", "text"),
     [
-        ({"quant_method": "nvfp4"}, NVFP4, "_scale_2", torch.float16, "(float16, here float32)"),
-        (FP8, CODES, "", torch.float8_e5m2, "(float8_e5m2, here float8_e4m3fn)"),
-        (FP8, CODES, "_scale_inv", torch.uint8, "(uint8, here float32)"),
-        (int4(["Linear"]), PACKED, "_packed", torch.float32, "(float32, here int32)"),
-        (int4(["Linear"]), PACKED, "_scale", torch.float32, "(float32, here bfloat16)"),
+        (
+            {"quant_method": "nvfp4"},
+            NVFP4,
+            "_scale_2",
+            torch.float16,
+            "(float16 there, float32 delivered)",
+        ),
+        (FP8, CODES, "", torch.float8_e5m2, "(float8_e5m2 there, float8_e4m3fn delivered)"),
+        (FP8, CODES, "_scale_inv", torch.uint8, "(uint8 there, float32 delivered)"),
+        (int4(["Linear"]), PACKED, "_packed", torch.float32, "(float32 there, int32 delivered)"),
+        (int4(["Linear"]), PACKED, "_scale", torch.float32, "(float32 there, bfloat16 delivered)"),
     ],
 )
 def test_codes_and_scales_of_other_dtypes_are_errors(

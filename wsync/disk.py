@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskSync", "newest"]
 
-_PACE_SECONDS = 2.0  # plus a call's deadline is less than ranks wait for each other
+_PACE_SECONDS = 2.0  # even with a call's deadline added, ranks wait longer
 _NOT_BY_DISK = dict.fromkeys(
     (
         *("round_nbytes", "ring_nbytes", "delivery", "broadcast", "backend"),
@@ -57,9 +57,9 @@ class DiskSync(Updates):
     before they compute anything else.  For these stages, `keep` must be at least 2.  A later stage
     that fails to load a version says so only in the server's log.
 
-    Every trainer rank makes a `DiskSync`, and all ranks call its methods together.  Ranks that make
-    several of them make these one after another, in the same order on all ranks.  Only rank 0
-    talks to the engines' APIs.  Without engines, versions are only written.
+    Every trainer rank makes a `DiskSync`, and all ranks call its methods together.  If ranks make
+    several, they make them one after another, in the same order on all ranks.  Only rank 0 talks
+    to the engines' APIs.  Without engines, versions are only written.
 
     Args:
         source: this rank's weights: a layout, or whole tensors by Hugging Face name.
@@ -76,8 +76,8 @@ class DiskSync(Updates):
         shard_nbytes: bytes of tensors in one file, the same on all ranks; a larger tensor has a
             file of its own.
         keep: the number of versions that stay in the folder; None keeps all.
-        replace: whether a new version replaces a folder of the same name, which nobody may be
-            reading then.  Otherwise the new folder's name gets .2 to .999 added.
+        replace: whether a new version replaces a folder of the same name.  Nobody may read that
+            folder meanwhile.  Without `replace`, the new folder's name gets .2 to .999 added.
         published: a function that every rank calls with the folder of each complete version, before
             engines load it.  The other ranks wait for the call up to the deadline.
         options: deadlines, pause mode, threads that write, progress.  No deadline limits the wait
@@ -336,8 +336,8 @@ def _sync(file: tuple[str, int, int]) -> None:
 
 
 class _Pace:
-    """Keeps ranks together that write for different times: a rank that has finished waits for the
-    others as long as each of their calls keeps its deadline.
+    """Lets ranks write for as long as they need.  Ranks that still write report to the others, so
+    that no rank waits until its deadline.
 
     gather: returns all ranks' values, by rank.
     """
@@ -348,7 +348,7 @@ class _Pace:
 
     def step(self, *_: object) -> None:
         """Tells the other ranks every two seconds that this rank still writes; called after each
-        call."""
+        write."""
         if not self._next.left:
             self._gather(False)
             self._next = Deadline(_PACE_SECONDS)

@@ -31,8 +31,8 @@ class Options:
             describe itself, to pause or to continue.  Trainer ranks wait 5 s longer for each other,
             and 10 s longer for the request that stays open during an update.
         round_nbytes: bytes that move to one worker in one step.  0 chooses 32 MiB on the host and
-            256 MiB on GPUs.  It chooses 1 GiB if every GPU has 16 GiB free for each worker that
-            its rank serves when the trainer connects, `park` is off and no engine is remote.
+            256 MiB on GPUs.  It chooses 1 GiB on GPUs if `park` is off, no engine is remote, and
+            every GPU has 16 GiB free for each worker that its rank serves (at the connection).
         ring_nbytes: bytes of one worker's ring.  0 chooses four rounds, or the size of the model if
             that is less.
         bucket_nbytes: bytes of a round if some engine runs without wsync and takes one request
@@ -69,16 +69,16 @@ class Options:
             that reach each other's memory, and no remote engine with wsync's receiver.  "nccl"
             needs one GPU for each rank and each remote worker with wsync's receiver, and the same
             version of NCCL for all.  "gloo" always works.  "auto" chooses.
-        park: whether wsync frees memory between updates, because engine and trainer need it
-            (slime's colocate mode): the rings of workers on the trainer's hosts, on both sides, the
-            staging of a gloo or nccl exchange, and codes and scales (see `quantise`).  Workers that
-            read in place also unmap the trainer's memory at the end of each update.  Allocating
+        park: whether wsync frees its memory between updates, for a GPU that engine and trainer
+            share (slime's colocate mode).  This frees the rings of workers on the trainer's hosts,
+            the staging of a gloo or nccl exchange, and codes and scales (see `quantise`).  Workers
+            that read in place unmap the trainer's memory at the end of each update.  Allocating
             again takes time in every update, and the update fails if no memory is left.  A ring
             that a loader still looks at stays, with a warning.
-        threads: copying threads of one trainer rank, at most 64.  0 chooses one; for weights in
-            host memory that a GPU does not reach, up to four, by the number of cores for each GPU.
-            Weights in host memory are quantised by the rank's share of the host's cores, if that
-            is more.
+        threads: copying threads of one trainer rank, at most 64.  0 chooses one on the host.  On a
+            GPU it chooses up to four, by the number of cores for each GPU; they copy weights in
+            host memory that the GPU does not reach.  Quantising weights in host memory may use
+            more threads: the rank's share of the host's cores.
         directory: the directory of sockets; None for the temporary directory.
         checkpoint: folder of the model's Hugging Face checkpoint.  When a trainer connects, wsync
             compares the trainer's names and shapes with it.  None looks for the folder that the
@@ -88,8 +88,8 @@ class Options:
             receiver.  Give names in the checkpoint, or shell patterns ("model.visual.*"; "*" also
             matches dots).  A tensor of the checkpoint that is neither delivered nor named here is
             an error.  A tensor that is both is loaded.  Engines with wsync's receiver read
-            WSYNC_KEEP in their own environment; for them, `keep` is only for tensors that other
-            layers deliver.
+            WSYNC_KEEP in their own environment; for them, `keep` matters only for tensors of which
+            the trainer delivers those of other layers.
         quantise: how weights are delivered.  None: as the trainer holds them.  A mapping: quantised
             by this quantization_config (as in a checkpoint's config.json).  "checkpoint": by the
             checkpoint's own, if it has one; a mapping with only "producer" and "transform_ue8m0"

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class Sync(Updates):
     """Keeps a set of engines up to date with a trainer.
 
-    Every trainer rank makes a `Sync`, and all ranks call its methods together.  Ranks that make
-    several of them make these one after another, in the same order on all ranks.  Only rank 0
-    talks to the engines' APIs.
+    Every trainer rank makes a `Sync`, and all ranks call its methods together.  If ranks make
+    several, they make them one after another, in the same order on all ranks.  Only rank 0 talks
+    to the engines' APIs.
 
     Args:
         source: this rank's weights: a layout, or whole tensors by Hugging Face name.
@@ -123,7 +123,7 @@ class Sync(Updates):
         connection = self._connection
         if connection is not None:
             connection.close()
-            self._connection = None  # not before: what is interrupted here can be called again
+            self._connection = None  # last, so that an interrupted close can be repeated
 
     def _let_go(self) -> None:
         """Lends no memory until the next connection."""

@@ -77,7 +77,7 @@ class ApiHandle(ABC):
         """Wraps a call of the engine; yields the name of the call for errors."""
         where = f"engine {self.name}: {method}"
         if self._given_up:
-            raise StateError(f"{where}: not asked, as its update has been given up")
+            raise StateError(f"{where}: not called, because its update was given up")
         self.unanswered.append(where)
         try:
             yield where
@@ -276,7 +276,7 @@ def check_payloads(name: str, workers: int, payloads: Sequence[bytes]) -> None:
     """Raises InvalidArgumentError unless there is one payload for each worker of the engine."""
     if len(payloads) != workers:
         raise InvalidArgumentError(
-            f"engine {name}: {len(payloads)} payloads for {workers} workers: each needs one"
+            f"engine {name}: {len(payloads)} payloads for {workers} workers, which need one each"
         )
 
 

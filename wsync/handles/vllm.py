@@ -1,10 +1,10 @@
 """Handles of vLLM engines: an `LLM`, an `AsyncLLM`, a Ray actor around either, vLLM's own server
 ("vllm+http://host:port"), or any other object with their collective_rpc.
 
-The engine must be started with `--worker-extension-cls wsync.vllm.WorkerExtension`.  If it has
-them, an update uses these methods: `pause_generation` and `resume_generation`, or a `sleep` with a
-mode; `reset_prefix_cache`, which also resets a KV connector; and `reset_encoder_cache` for a model
-that sees images.  Written for vLLM 0.33.0.
+The engine must be started with `--worker-extension-cls wsync.vllm.WorkerExtension`.  An update uses
+these methods, if the engine has them: `pause_generation` and `resume_generation`, or a `sleep` with
+a mode; `reset_prefix_cache`, which also resets a KV connector; and `reset_encoder_cache` for a
+model that sees images.  Written for vLLM 0.33.0.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ class VllmHandle(LocalHandle):
         ranks = [each["rank"] for each in found]
         if ranks != list(range(first["workers"])):
             raise UnsupportedError(
-                f"engine {self.name}: collective_rpc reaches workers {ranks} of {first['workers']}"
+                f"engine {self.name}: collective_rpc reaches only workers {ranks} of "
+                f"{first['workers']}"
             )
         return len(ranks)
 

@@ -336,7 +336,7 @@ def _other_shapes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) ->
     for name, _, given, _ in facts:
         place, shape = places.get(name, _UNKNOWN), tuple(given)
         if place is not _UNKNOWN and shape != place.shape and {shape, place.shape} != {(), (1,)}:
-            yield f"{name} {shape} where it has {place.shape}"
+            yield f"{name} ({place.shape} there, {shape} delivered)"
 
 
 def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) -> Iterator[str]:
@@ -351,9 +351,9 @@ def _other_dtypes(facts: Iterable[TensorFacts], places: Mapping[str, Stored]) ->
         packed = f"{name.removesuffix('_scale')}_packed" in places
         readable = scale and here in _FLOATS and not packed
         if (weight_of(name, dtype) or weight_of(name, here)) and not readable:
-            yield f"{name} ({here}, here {dtype})"
+            yield f"{name} ({here} there, {dtype} delivered)"
         elif here in _FLOATS and "float" not in dtype:
-            yield f"{name} ({here}, here {dtype}, which has no scales)"
+            yield f"{name} ({here} there, {dtype} delivered, without scales)"
 
 
 def check_names(facts: Sequence[TensorFacts]) -> None:

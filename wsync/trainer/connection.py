@@ -244,7 +244,7 @@ class Connection:
 
     def _told(self) -> dict[str, Any]:
         """What this rank tells other ranks about its workers: how long they learnt, what they load
-        by the engine's own load_weights, and which places they can read lent memory in."""
+        by the engine's own load_weights, and the places of lent memory that they can read."""
         pieces = 0 if self._lending is None else self._lending.pieces
         for each in self._receivers:
             if self._options.delivery == "direct" and each.reaches and pieces > each.most_segments:

@@ -56,7 +56,7 @@ class CheckedEngine:
     def _told(self) -> Any:
         """The handle for this update's requests; raises StateError once the update is given up."""
         if self._given_up:
-            raise StateError(f"engine {self.name}: not asked, as its update has been given up")
+            raise StateError(f"engine {self.name}: not called, because its update was given up")
         return self._during
 
     def give_up(self) -> None:
@@ -143,8 +143,8 @@ class CheckedEngine:
     def _sending(
         self, weight_version: int | str | None, timeout: float, **others: Any
     ) -> dict[str, Any]:
-        """The arguments of a request that carries weights or makes workers take them.  If it has no
-        version, it gets the temporary one.  The timeout is what is left of it."""
+        """The arguments of a request that carries weights or makes workers take them.  A request
+        without a version gets the temporary one.  The timeout is the time that is left."""
         deadline = Deadline(timeout)
         if weight_version is None:
             weight_version = self._updating

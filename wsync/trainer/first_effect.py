@@ -1,7 +1,7 @@
 """Checks that updates change an engine whose checkpoint is not here to compare names with.
 
 An SGLang server reports sums of its tensors (/weights_checker: 0.5.12 and newer, on CPUs 0.5.23).
-wsync asks for the sums before and after the first updates of a connection, until one changes some.
+wsync asks for the sums before and after the first updates of a connection, until any sum changes.
 If a tensor keeps its sum, either the engine has ignored it or the trainer has not changed it.  Sums
 cannot tell which, so this only warns.  It does not warn of norms and biases, because bfloat16 may
 round them back to their old values after a small step.

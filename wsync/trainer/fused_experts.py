@@ -23,7 +23,7 @@ _KINDS: Final = {name.rpartition(".")[2] for name in FUSED}
 
 
 def single_experts(model: _core.Layout, most: int) -> Mapping[int, Sequence[Box]]:
-    """A box for each projection of each expert, by fused tensor.
+    """The boxes of all experts' projections, by fused tensor.
 
     This is empty if no fused tensor has more than `most` bytes, or if some have another form: with
     biases or scales, or transposed (gpt-oss, Qwen3-VL-MoE).

@@ -255,7 +255,7 @@ class Lending:
         return self.pattern != former
 
     def _learn(self, owner: int, told: Any, doors: dict[int, _core.Exporter]) -> None:
-        """Takes in what one rank has told.  All ranks do this in the same order of ranks, so that
+        """Processes what one rank has told.  All ranks do this in the same order of ranks, so that
         no two ranks wait for each other."""
         self.places[owner] = [place and Bound(*place) for place in told["places"]]
         lent = bytes(place is not None for place in self.places[owner])

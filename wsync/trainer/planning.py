@@ -103,7 +103,7 @@ class Planning:
                 )
 
     def _make_rings(self, plan: _core.Plan, device: _core.Device) -> str:
-        """Makes the rings of this rank's workers; returns the text of a lack of memory, or ""."""
+        """Makes the rings of this rank's workers; returns an error's text if memory is short."""
         try:
             for session in self.sessions:
                 session.make_ring(plan, device)
@@ -169,8 +169,8 @@ class Planning:
         return mine[0] if mine else default() if gpus else ""
 
     def _may_be_large(self, device: _core.Device) -> bool:
-        """Whether rounds can be larger than usual, because every rank's GPU has room.  They cannot
-        with Options.park, because the memory is needed between updates, or with remote engines,
+        """Whether rounds can be larger than usual, because every rank's GPU has room.  Not with
+        Options.park, because the memory is needed between updates; and not with remote engines,
         because their free memory is not known here."""
         asked = self.options.round_nbytes or self.options.ring_nbytes or self.options.park
         remote = bool(self.roster.taking(Delivery.REMOTE))
@@ -225,7 +225,7 @@ class Planning:
     def _round_nbytes(self, device: _core.Device, ring_nbytes: int) -> int:
         """The bytes of a round; 0 leaves them to the planner.  Small rounds overlap better.  A
         stock engine takes one request for each round, so its rounds are large, unless broadcasts
-        cost much more than requests.  A GPU copies a small round faster than its message goes."""
+        cost much more than requests.  On a GPU, small rounds cost more than they save."""
         if self.options.round_nbytes:
             return self.options.round_nbytes
         broadcast = bool(self.roster.taking(Delivery.BROADCAST))
@@ -235,7 +235,7 @@ class Planning:
         return 0 if device.ordinal < 0 or ring_nbytes else _GPU_ROUND_NBYTES
 
     def _agree(self, plan: _core.Plan, missing: str) -> str:
-        """Compares all ranks' plans; returns the text of the first rank without memory, or ""."""
+        """Compares all ranks' plans; returns the first rank's error text about memory, or ""."""
         mine = [f"{plan.fingerprint:016x}", missing]
         prints, lacks = zip(*self.group.gather_json(mine), strict=True)
         if len(set(prints)) > 1:

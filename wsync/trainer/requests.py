@@ -213,7 +213,7 @@ class EngineRequests:
         self._handover = NO_CALLS
 
     def abandon(self, error: Exception, left: UnderWay | None = None) -> None:
-        """Sends no further requests after a failure.  Waits a moment for requests under way, with
+        """Sends no further requests after a failure.  Waits a moment for requests under way and for
         those in `left`, because engines' answers may explain the failure; then logs the requests
         without an answer.  Engines that were paused and sent nothing continue.  A note of the error
         says how to continue the other engines.

@@ -177,7 +177,7 @@ class Updates(abc.ABC):
         if (source.rank, source.ranks) != (rank, size):
             raise _core.InvalidArgumentError(
                 f"the layout is of rank {source.rank} of {source.ranks}, but this is rank {rank} "
-                f"of {size}: make it once torch.distributed runs, with the group of the updates"
+                f"of {size}: make it where torch.distributed runs, with the group of the updates"
             )
         model = self._merged()
         if not model.nbytes:
@@ -243,16 +243,16 @@ class Updates(abc.ABC):
                     self._log_update(report)
 
     def _agree(self, version: object, given: bool | None) -> str:
-        """The version of an update, the same on all ranks.  A rank that gives none means one more
-        than the highest count of all ranks: some rank may have missed the end of the last update.
+        """The version of an update, the same on all ranks.  If a rank gives none, it is one more
+        than the last version of any rank: some rank may have missed the end of the last update.
 
         given: whether the caller gave weights on this rank; None if this rank has no parameters.
 
         Raises:
-            InvalidArgumentError: ranks give different versions, or only some ranks were given
-                weights: the others would send older ones.
-            StateError: ranks have called update() different numbers of times, and not all give a
-                version: one of them may be in another step than the others.
+            InvalidArgumentError: ranks give different versions; or only some ranks were given
+                weights, and the others would send older ones.
+            StateError: ranks have called update() different numbers of times and not all give a
+                version, so that one of them may be in another step than the others.
         """
         text = None if version is None else version_text(version)
         told = self._group.gather_json([self.version, text, given, self._updates])
@@ -294,7 +294,8 @@ class Updates(abc.ABC):
             _log.warning("wsync: %s", text)
 
     def _use_up_version(self) -> None:
-        """Makes sure that no later update uses this version: engines know it, or are about to."""
+        """Marks the version as used, because engines know it or are about to: no later update may
+        use it again."""
         self.version = self._next_version
 
     def _renew(self) -> None:

@@ -87,7 +87,7 @@ class RemoteExporter:
         return self._channel.wait((Frame.BLOB,), deadline.left, check)[1]
 
     def attach(self, ring: _core.Memory, manifest: bytes, timeout: float, check: Check) -> None:
-        """Sends the model's tensors; the worker has a ring of its own."""
+        """Sends the list of the model's tensors; the worker has a ring of its own."""
         self._peer.send(Frame.MODEL, manifest, timeout, check)
 
     def tell_plan(self, plan: bytes, timeout: float, check: Check) -> None:
@@ -217,8 +217,8 @@ class WorkerSession:
         return asked
 
     def send_model(self, model: bytes, timeout: float, check: Check) -> None:
-        """Sends the model's tensors (a layout without shards), and the address to come back to, to
-        a worker that asked to LEARN."""
+        """Sends a worker that asked to LEARN the list of the model's tensors (a layout without
+        shards), and the address to come back to."""
         learning = self._exporter
         self._exporters.append(self._listen())
         content = self.address.encode() + b"\n" + model
