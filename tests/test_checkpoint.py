@@ -29,18 +29,18 @@ def model(*tensors: tuple[str, str, tuple[int, ...]]) -> _core.Layout:
 
 
 def test_tensors_fill_files_in_their_order() -> None:
-    rows = [(f"layers.{i}.w", "bfloat16", (10, 10)) for i in (1, 2, 10)]
+    rows = [(f"layers.{i}.w", "bfloat16", (10, 10)) for i in (10, 2, 1)]  # as no sort has them
     found = arrange(model(("embed", "bfloat16", (30, 10)), *rows), shard_nbytes=400)
     assert {name: place.file for name, place in found.places.items()} == {
         "embed": 0,  # larger than a file
-        "layers.1.w": 1,
+        "layers.10.w": 1,
         "layers.2.w": 1,
-        "layers.10.w": 2,
+        "layers.1.w": 2,
     }
     assert found.names[1] == "model-00002-of-00003.safetensors"
     index = json.loads(found.index("7"))
     assert index["metadata"] == {"total_size": 1200, "weight_version": "7"}
-    assert index["weight_map"]["layers.10.w"] == found.names[2]
+    assert index["weight_map"]["layers.1.w"] == found.names[2]
 
 
 def test_elements_are_aligned_whatever_their_neighbours() -> None:

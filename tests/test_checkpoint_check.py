@@ -152,7 +152,8 @@ VISION = {**ones(*NAMES), **ones("model.visual.a.weight", "model.visual.b.0.weig
 
 def test_what_is_to_stay_is_named(tmp_path: Path) -> None:
     folder, text = saved(tmp_path / "model", VISION), ones(*NAMES)
-    advice = r"delivers its: model\.visual\.a\.weight, .*; Options\(keep=\[...\]\) names"
+    names = r"model\.visual\.a\.weight, model\.visual\.b\.0\.weight"
+    advice = rf"delivers its: {names} \(.*Options\(keep=\[\.\.\.\]\) names"
     with pytest.raises(wsync.LayoutError, match=advice):
         deliver(text, Noting(folder))
     deliver(text, Noting(folder), keep=["model.visual.*"])
@@ -165,6 +166,7 @@ def test_what_is_to_stay_is_named(tmp_path: Path) -> None:
         pass
     assert wsync.Options.named("WSYNC_OPTIONS", '{"keep": null}') == {"keep": None}
     assert wsync.Options(keep=None).keep == ()  # type: ignore[arg-type]
+    assert wsync.Options(keep="model.visual.*").keep == ("model.visual.*",)
     with pytest.raises(wsync.InvalidArgumentError, match="is no list of names or patterns"):
         wsync.Options(keep=[3])  # type: ignore[list-item]
 
@@ -321,7 +323,8 @@ def test_a_name_of_the_hub_is_looked_up_in_this_hosts_cache(
     made.mkdir(parents=True)
     saved(made, ones(*NAMES), model_type="any")
     for engine, checkpoint in ((Noting("Qwen/Any"), None), (Engine(), "Qwen/Any")):
-        with pytest.raises(wsync.LayoutError, match=rf"^{made}, .* it has no: model\.other"):
+        text = rf"^{made}, which engine e was started from, has other .*: it has no: model\.other"
+        with pytest.raises(wsync.LayoutError, match=text):
             deliver(ones("model.other"), engine, checkpoint=checkpoint)
 
 

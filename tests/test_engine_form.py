@@ -151,7 +151,7 @@ def test_experts_are_not_sent_where_adapters_rename_them(
     """SGLang wraps them, and its own load_weights passes over names that it does not find."""
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     weights = {name: torch.zeros(16, 64, dtype=torch.bfloat16)}
-    with pytest.raises(wsync.UnsupportedError, match=r"engine e: .* LoRA"):
+    with pytest.raises(wsync.UnsupportedError, match=r"engine e: .* LoRA \(enable_lora\)"):
         wsync.connect(weights, [Engine(**started)])
     with pytest.raises(wsync.UnsupportedError, match="LoRA"):
         wsync.DiskSync(weights, [Engine(**started)], folder=tmp_path)

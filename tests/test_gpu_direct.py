@@ -51,6 +51,13 @@ def test_a_steady_update_waits_launches_and_records_once(place: str, trainer: Ra
     check_rank(facts["trainer"], 2)
 
 
+def test_auto_lends_nothing_of_a_gpu(trainer: Ranks) -> None:
+    case = (gpu_direct_cases.steady, dense(), "by handle", [0], "auto", 2)
+    (facts,) = trainer.run(*case, timeout=300)
+    assert facts["right"] == [True] * 3
+    assert facts["paths"] == {"ring"}
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_ranks_on_one_gpu_lend_their_parts(place: str, trainers: Ranks) -> None:
     found = trainers.run(gpu_direct_cases.steady, dense(), place, [0, 0], "direct", 2, timeout=300)

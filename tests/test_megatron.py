@@ -163,6 +163,13 @@ def test_the_reference_is_what_transformers_computes(local, case):
     assert max(local.run(cases.logits_match, *case)) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["tp2-pp2", "moe-tp2-ep2-etp2", "moe-tp2-pp2-ep2-etp1"])
+def test_training_keeps_replicas_equal(local, name):
+    for replicas, changed, count in local.run(cases.step_keeps_replicas, *LOCAL[name]):
+        assert replicas > 0
+        assert changed == count > 10
+
+
 BRIDGED = ("te-tp2-pp2", "te-grouped-tp2-pp2-ep2", "te-grouped-etp2", "te-grouped-shared")
 
 

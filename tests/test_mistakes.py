@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import guide
 
 import wsync
 from wsync.demo import cli, cpu_server
-from wsync.disk import DiskSync
+from wsync.disk import DiskSync, newest
 from wsync.handles.base import handles_of
 from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
@@ -190,6 +191,13 @@ def test_what_a_disk_cannot_take_is_named(name: str, value: Any, tmp_path: Path)
     arguments: dict[str, Any] = {"folder": tmp_path, name: value}
     with pytest.raises(wsync.InvalidArgumentError, match=rf"{name}={value!r}"):
         DiskSync({"w": torch.ones(1)}, **arguments)
+
+
+def test_a_disk_takes_torchs_dtypes(tmp_path: Path) -> None:
+    with DiskSync({"w": torch.ones(3)}, folder=tmp_path, dtype=torch.bfloat16) as sync:
+        sync.update(version=1)
+    (file,) = newest(tmp_path).glob("*.safetensors")
+    assert torch.equal(load_file(file)["w"], torch.ones(3, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("version", [7, "step-7"])

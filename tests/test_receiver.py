@@ -428,6 +428,11 @@ def test_a_bad_message_is_answered(control: bytes) -> None:
     ("content", "text"),
     [
         (payload.named_tensors([("w", torch.ones(3))]), "is a list, not a control message: does"),
+        (None, "the payload is a NoneType, not a control message"),
+        (
+            {"flattened_tensor": torch.ones(3), "metadata": []},
+            "the payload is a dict, not a control message",
+        ),
         ([("w", torch.ones(3))], "list 'wsync.sglang.load_weights' in load_formats"),
         (b"\xff", "payload: UnpicklingError: invalid load key"),
     ],

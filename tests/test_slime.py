@@ -223,7 +223,8 @@ def test_an_engine_that_wsync_cannot_update_changes_over(
     assert chosen.connected == [(engines, [2], staged)] * 2
     assert chosen.weight_version == 4
     (text,) = caplog.messages
-    assert "UpdateWeightFromTensor runs: " in text and "pp_size 2: " in text
+    assert "UpdateWeightFromTensor runs: engine " in text
+    assert "pp_size 2: SGLang chooses payloads by tensor-parallel rank " in text
 
 
 def test_a_users_mistake_is_an_error(slime: Any, monkeypatch: pytest.MonkeyPatch) -> None:

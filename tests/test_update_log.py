@@ -127,7 +127,9 @@ def test_a_user_sees_that_engines_learn(capsys: pytest.CaptureFixture[str]) -> N
     engine = ThreadEngine([RecordedLoader(changed(Fused.load_weights))])
     with wsync.connect(draw(0), engines=[engine], options=options) as sync:
         sync.update()
-        assert "weights v1: engines learn where weights go" in capsys.readouterr().err
+        text = capsys.readouterr().err
+        assert "weights v1: engines learn where weights go" in text
+        assert f"/{len(draw(0))} [" in text
         sync.update()
     assert "learn" not in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import operator
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -287,6 +288,33 @@ def logits_match(family, changes, parallel, options):
         with torch.no_grad():
             want = reference.hf_model(trainer.hf)(ids).logits
         return float((trainer.logits(ids) - want).abs().max())
+
+
+def step_keeps_replicas(family, changes, parallel, options):
+    """Trains; returns how many replicas are equal, and how many tensors have changed, of how many.
+
+    Raises AssertionError, by name, for holders of a box that differ.
+    """
+    with trained(family, changes, parallel, options) as (trainer, _):
+        mine = wsync.megatron.layout(trainer.chunks, trainer.hf)
+        before = [host_bytes(tensor) for tensor in mine.tensors()]
+        ids = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(3))
+        for _ in range(2):
+            trainer.step(ids)
+        after = [host_bytes(tensor) for tensor in mine.tensors()]
+        everyone = [None] * mine.ranks
+        dist.all_gather_object(everyone, (mine.layout.to_bytes(), after))
+        layout = _core.Layout.merge([_core.Layout.from_bytes(data) for data, _ in everyone])
+        replicas = 0
+        for index in range(layout.tensor_count):
+            seen = {}
+            for rank, buffer, offset, start, extent, strides, _ in layout.shards(index):
+                data = read_shard(everyone[rank][1][buffer], offset, extent, strides, np.uint32)
+                replicas += (start, extent) in seen
+                assert np.array_equal(seen.setdefault((start, extent), data), data), layout.tensor(
+                    index
+                )
+        return replicas, sum(map(operator.ne, before, after)), len(before)
 
 
 def bridge_exports(family, changes, parallel, options):
