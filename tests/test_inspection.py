@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -93,7 +94,7 @@ def test_an_engine_without_wsync_is_named() -> None:
         def update_weights_from_tensor(self, **_: Any) -> None: ...
 
     said = inspection.look(Stock()).unasked
-    assert said == f"does not run wsync's loader, it takes {wsync.handle(Stock()).load_formats}"
+    assert re.fullmatch(r"does not run wsync's loader\W.* \(\)", said)
 
 
 def test_an_engine_that_does_not_answer_costs_the_timeout() -> None:

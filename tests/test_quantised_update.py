@@ -347,7 +347,6 @@ def test_what_cannot_be_quantised_is_named_before_anything_moves() -> None:
         connect(given, quantised_cases.groups(32))
     for dtype in (torch.int32, torch.float8_e4m3fn):
         given = {"x_proj.weight": torch.zeros(4, 32).to(dtype)}
-        known = "only float32, bfloat16 and float16 are quantised"
-        text = f"x_proj.weight: {str(dtype).removeprefix('torch.')}, {known}"
+        text = rf"^x_proj\.weight: {str(dtype)[6:]}\W.*float32, bfloat16 and float16 are quantised"
         with pytest.raises(wsync.UnsupportedError, match=text):
             connect(given, quantised_cases.PER_TENSOR)

@@ -75,7 +75,7 @@ WRONG: Mapping[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "model.language_model.": (
         _renamed(r"^model\.", "model.language_model."),
         r"it has no: model\.language_model\.embed_tokens\.weight.*wsync\.fsdp\.layout\("
-        r".*Options\(checkpoint=DIR\) names the folder .*checkpoint='' switches this off",
+        r".*Options\(checkpoint=DIR\) names the folder .*checkpoint='' switches this ",
     ),
     "a prefix": (_renamed("^", "policy."), r"policy\.lm_head\.weight"),
     "fused attention": (_fused_attention, r"it has no: .*qkv_proj\.weight.*delivers its: .*k_proj"),
