@@ -274,7 +274,7 @@ def test_shapes_and_parameters_without_elements(tmp_path: Path) -> None:
 def test_names_of_wrapped_models_are_refused(names: tuple[str, ...], tmp_path: Path) -> None:
     """Also where no checkpoint is here."""
     weights, folder = ones(*names), saved(tmp_path / "model", ones("a", "b"))
-    text = f"{names[0]}.* names that a wrapper of the model or an adapter has made"
+    text = f"{names[0]}.*: a wrapper of the model or an adapter has made these names"
     for refuse in (
         lambda: deliver(weights, Engine()),
         lambda: wsync.DiskSync(weights, folder=tmp_path),

@@ -289,7 +289,7 @@ def test_a_server_with_made_up_weights_is_told_to_load_files(
 
 def test_a_url_with_a_password_is_refused_without_it(server: FakeServer) -> None:
     url = server.url.replace("://", "://user:p%40ss@")
-    text = f"engine {re.escape(server.url)}: a URL cannot carry a user: give the server's key"
+    text = f"engine {re.escape(server.url)}: no user or password in a URL: give"
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         handle(url)
 

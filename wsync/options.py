@@ -38,7 +38,7 @@ class Options:
         bucket_nbytes: bytes of a round if some engine runs without wsync and takes one request
             per bucket.  Experts that a checkpoint has in one larger tensor (Qwen3.5-MoE) are sent
             one by one.  Any other larger tensor gets a bucket of its own, with a warning.
-        stock_memory: where buckets for engines without wsync are if the weights are on a GPU.
+        stock_memory: the memory of buckets for engines without wsync, if weights are on a GPU.
             "host" is a file in /dev/shm that every worker reads.  "gpu" is memory of trainer rank
             0's GPU, shared by CUDA's interprocess handles: every worker must see that GPU and
             /dev/shm, in the same kernel and IPC namespace, or its server ends.  "auto" is "gpu" for
@@ -88,8 +88,8 @@ class Options:
             receiver.  Give names in the checkpoint, or shell patterns ("model.visual.*"; "*" also
             matches dots).  A tensor of the checkpoint that is neither delivered nor named here is
             an error.  A tensor that is both is loaded.  Engines with wsync's receiver read
-            WSYNC_KEEP in their own environment; for them, `keep` matters only for tensors of which
-            the trainer delivers those of other layers.
+            WSYNC_KEEP in their own environment.  For them, `keep` matters only for tensors that
+            the trainer delivers in some layers and not in others.
         quantise: how weights are delivered.  None: as the trainer holds them.  A mapping: quantised
             by this quantization_config (as in a checkpoint's config.json).  "checkpoint": by the
             checkpoint's own, if it has one; a mapping with only "producer" and "transform_ue8m0"

@@ -31,8 +31,8 @@ _IDENTITY: Final = (
 
 def identity_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """The facts by which an engine differs from other engines, and from itself before a restart.
-    wsync's own `instance` is enough.  Without it, these are an actor's process and SGLang's
-    arguments, startup times and random seed (SGLang draws the seed unless it is given)."""
+    wsync's own `instance` is enough.  An engine without `instance` has other facts: the process of
+    an actor, or the arguments, startup times and random seed of an SGLang server."""
     if found.get("instance") is not None:
         return {"instance": found["instance"]}
     return {name: found[name] for name in _IDENTITY if found.get(name) is not None}
@@ -104,8 +104,8 @@ class Setup(NamedTuple):
 
 
 def check_same(name: str, before: object, now: object) -> None:
-    """Raises RemoteError if an engine that may have been restarted no longer has the facts that a
-    connection was made for."""
+    """Raises RemoteError if a restart has changed facts about an engine that a connection depends
+    on."""
     if now != before:
         raise RemoteError(
             f"engine {name}: was started again with {now}, and had {before}: connect anew; if you "

@@ -114,8 +114,8 @@ def handle(
 
     workers: number of tensor-parallel workers; by default the engine tells it (by its URL, an
     attribute `workers`, or an actor's get_url or server_info).  gpus: number of GPUs of an actor's
-    or object's engine; the number of workers if nothing else tells it.  api_key: bearer key of a
-    URL.  timeout: seconds that the engine has to describe itself.
+    or object's engine; it has as many workers unless something else tells their number.  api_key:
+    bearer key of a URL.  timeout: seconds that the engine has to describe itself.
     """
     if workers is not None and workers < 1:
         raise InvalidArgumentError(f"workers={workers}: must be at least 1")

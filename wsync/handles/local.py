@@ -153,8 +153,8 @@ def call_actor(
 
 
 def _raised(error: BaseException, wrapped: type[Any]) -> str:
-    """The text of the error that an actor has raised, or an actor that it called.  Ray's own text
-    of a wrapped error is a coloured traceback."""
+    """The text of an actor's error, which may come from another actor that it called.  Ray's own
+    text of a wrapped error is a coloured traceback."""
     while isinstance(error, wrapped) and isinstance(error.cause, BaseException):
         error = error.cause
     return cut(error_text(error))

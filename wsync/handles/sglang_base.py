@@ -149,10 +149,9 @@ class ApiHandle(ABC):
         return True
 
     def _begin(self, timeout: float, load_format: object = None) -> float:
-        """Begins a session unless this update has one; returns the rest of the timeout.  A session
-        that an earlier update of this handle has left open is used again, because its end would
-        process the weights once more.  A worker with wsync's loader itself refuses what it cannot
-        take."""
+        """Begins a session unless this update has one; returns the rest of the timeout.  Uses a
+        session that an earlier update has left open, because ending it would process the weights
+        once more.  A worker with wsync's loader itself refuses what it cannot take."""
         sessions = self._sessions
         if self._begun or not (sessions["known"] or sessions["rearranges"]):
             return timeout

@@ -65,7 +65,7 @@ class SglangHandle(LocalHandle):
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise UnsupportedError(
-            f"engine {self.name}: {method}: an engine in the trainer's own process is not remote"
+            f"engine {self.name}: {method}: an engine in the trainer's process takes no broadcasts"
         )
 
     def resume(self, timeout: float) -> None:

@@ -104,8 +104,8 @@ class VllmHandle(LocalHandle):
                 return "requests or a KV connector hold blocks of the prefix cache"
         elif keeps("prefix_cache"):
             raise UnsupportedError(
-                f"engine {self.name}: has no {method}: it would answer prompts that it has seen "
-                "from the old weights' prefix cache; Options(flush_cache=False) allows this"
+                f"engine {self.name}: has no {method}: for known prompts it would use the prefix "
+                "cache of the old weights; Options(flush_cache=False) allows this"
             )
         # the encoder's results by image; vLLM's cache of images holds no results of weights
         if keeps("multimodal") and self._has("reset_encoder_cache"):

@@ -169,8 +169,8 @@ class EngineCheck:
         if started.get("enable_lora") and renamed:
             raise _core.UnsupportedError(
                 f"engine {name}: was started with LoRA (enable_lora), which renames weights of "
-                "experts and scales of other layers: SGLang's own loaders would ignore what is "
-                "delivered for them, without a message"
+                "experts and scales of other layers: SGLang's own loaders would ignore these "
+                "tensors without a message"
             )
         held, source = _held(started, folder)
         taken = coded and held != _PLAIN and (self._sent == _OWN or held == _SOME)
@@ -365,9 +365,9 @@ def check_names(facts: Sequence[TensorFacts]) -> None:
         if each.name.startswith(_PREFIXES) or not _NOT_A_MODELS.isdisjoint(each.name.split("."))
     ]:
         raise _core.LayoutError(
-            f"{listed(names)}: names that a wrapper of the model or an adapter has made: {_RENAME} "
-            "(if the model itself has these names, Options(checkpoint=DIR) names a folder that has "
-            "them)"
+            f"{listed(names)}: a wrapper of the model or an adapter has made these names: "
+            f"{_RENAME} (if the model itself has these names, Options(checkpoint=DIR) names a "
+            "folder that has them)"
         )
     check_elements(facts)
 

@@ -267,8 +267,8 @@ def whole(
 
 
 def joined(model: _core.Layout, most: int) -> dict[int, int]:
-    """The groups of tensors that some engines join within one call of load_weights, by tensor.
-    Groups with more than `most` bytes are left out."""
+    """Maps tensors to groups.  Some engines join the tensors of a group within one call of
+    load_weights.  Groups with more than `most` bytes are left out."""
     found: dict[int, list[int]] = {}
     for index in range(model.tensor_count):
         if group := group_of(model.tensor(index).name, JOINED):

@@ -282,7 +282,7 @@ class WorkerSession:
 
     @property
     def round_count(self) -> int:
-        """The number of rounds that the worker is told of, once attached."""
+        """Once attached: the number of rounds that the worker is told to expect."""
         return max(len(self.rounds.slots), 0 if self._joined is None else 1)
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
