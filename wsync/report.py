@@ -137,10 +137,9 @@ class Report:
         return stretch(add)
 
     def metrics(self, *, whole: bool = True) -> dict[str, float]:
-        """Flat numbers for a training log, under wsync's own names.  Seconds and bytes are also
-        there under slime's names, or under names like these.  Engines are counted by path.  whole:
-        whether to add `perf/update_weights_time`; slime's actor measures that itself, around its
-        whole update."""
+        """Flat numbers for a training log, under wsync's own names.  Seconds and bytes also appear
+        under slime's names, or under similar ones.  Engines are counted by path.  whole: whether to
+        add `perf/update_weights_time`, which slime's actor measures itself for its whole update."""
         flat = {"wsync/update_seconds": self.seconds}
         if whole:
             flat["perf/update_weights_time"] = self.seconds

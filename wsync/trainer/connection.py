@@ -288,7 +288,7 @@ class Connection:
         bar: tqdm[None],
     ) -> None:
         """Moves all rounds into the rings of this rank's workers.  Waits until the workers have
-        taken all rounds, and all that they read in place."""
+        taken all rounds and have finished reading in place."""
         stream, timeout = self._stream, self._options.deadline
         for number in range(self._round_count):
             if number > 0:

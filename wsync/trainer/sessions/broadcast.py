@@ -172,8 +172,8 @@ class BroadcastSession(BucketSession):
             result(answer, deadline, check, f"{request}: no answer for bucket {round}")
 
     def close(self) -> None:
-        """Closes the group's store and leaves the group, so that engines stop waiting for them;
-        then asks the engines to leave the group."""
+        """Closes the group's store and leaves the group, which ends the waits of engines; then asks
+        the engines to leave the group."""
         self._store.close()
         group, self._group = self._group, None
         if group is not None:

@@ -380,8 +380,8 @@ class WorkerSession:
 class RemoteSession(WorkerSession):
     """A remote worker that runs wsync's receiver: it takes part in the exchange itself.
 
-    host: the address of this host that the worker can reach; park: whether the exchange gives its
-    memory back between updates, which all its ranks do together.
+    host: the address of this host that the worker can reach.  park: whether the exchange gives its
+    memory back between updates; all its ranks do this together.
     """
 
     remote_plan: RemotePlan  # once there is a plan
