@@ -42,7 +42,7 @@ def fused_experts(weights: Tensors) -> Tensors:
 
 
 def _fused_in_another_family(weights: Tensors) -> Tensors:
-    """With a part by which nobody tells the family, and so the names of its checkpoints."""
+    """With a part that the family's checkpoints do not have; its experts are known."""
     made = fused_experts(weights)
     return made if made.keys() == weights.keys() else made | {"model.layers.0.own": torch.ones(1)}
 
@@ -65,7 +65,7 @@ def _one_missing(weights: Tensors) -> Tensors:
 WRONG: Mapping[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "fused experts": (
         _fused_in_another_family,
-        r"it has no: .*layers\.0\.own.*wsync\.fsdp\.layout\(model\) gives",
+        r"it has no: model\.layers\.0\.own \(.*wsync\.fsdp\.layout\(model\) gives",
     ),
     "w1, w2, w3": (_w123, r"it has no: .*experts\.0\.w1\.weight"),
     "no model.": (
