@@ -87,9 +87,9 @@ class Options:
         keep: tensors that nobody delivers and that stay as they are in engines without wsync's
             receiver.  Give names in the checkpoint, or shell patterns ("model.visual.*"; "*" also
             matches dots).  A tensor of the checkpoint that is neither delivered nor named here is
-            an error.  A tensor that is both is loaded.  Engines with wsync's receiver read
-            WSYNC_KEEP in their own environment.  For them, `keep` matters only for tensors that
-            the trainer delivers in some layers and not in others.
+            an error.  A delivered tensor is loaded even if it is named here.  Engines with wsync's
+            receiver read WSYNC_KEEP in their own environment.  For them, `keep` matters only for
+            tensors that the trainer delivers in some layers and not in others.
         quantise: how weights are delivered.  None: as the trainer holds them.  A mapping: quantised
             by this quantization_config (as in a checkpoint's config.json).  "checkpoint": by the
             checkpoint's own, if it has one; a mapping with only "producer" and "transform_ue8m0"

@@ -304,7 +304,7 @@ class _Source(NamedTuple):
         return tied or bool(_MADE.search(name))
 
     def stays(self, name: str, *, drafts: bool) -> bool:
-        """Whether a tensor of the checkpoint need not be delivered."""
+        """Whether the trainer may leave out a tensor of the checkpoint."""
         layer, layers = _LAYER.match(name), self._said("num_hidden_layers")
         if (layer and layers and int(layer[1]) >= layers[0]) or _DRAFTING.search(name):
             return not drafts or name.endswith(_SHARED)

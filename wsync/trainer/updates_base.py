@@ -259,9 +259,9 @@ class Updates(abc.ABC):
         counts, texts, givens, called = zip(*told, strict=True)
         if None in texts and len(set(called)) > 1:
             raise _core.StateError(
-                f"trainer ranks have called update() {list(called)} times: one has failed alone, "
-                "and their weights may come from different steps; give version= on all ranks, or "
-                "connect anew"
+                f"trainer ranks have called update() {list(called)} times: a call has failed on "
+                "some ranks only, and their weights may come from different steps; give version= "
+                "on all ranks, or connect anew"
             )
         meant = [str(max(counts) + 1) if text is None else text for text in texts]
         if len(set(meant)) > 1:
