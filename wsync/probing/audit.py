@@ -19,7 +19,7 @@ from wsync.module_tensors.names import JOINED, group_of, weight_of
 from wsync.probing.learn import LearntLoad
 from wsync.probing.lines import raw
 from wsync.probing.numbering import Source
-from wsync.probing.pieces import PlacedBox, as_kept
+from wsync.probing.pieces import as_kept, by_name
 from wsync.probing.probe import Load
 
 MOST_NBYTES: Final = 64 << 20  # of what is read back together; larger ones are not audited
@@ -52,9 +52,7 @@ class Audit:
         nbytes: int = SAMPLE_NBYTES,
     ) -> None:
         self._load = load
-        self._places: dict[str, list[PlacedBox]] = {}
-        for piece in (*learnt.pieces, *(copy.target for copy in learnt.copies)):
-            self._places.setdefault(piece.name, []).append(piece)
+        self._places = by_name((*learnt.pieces, *(copy.target for copy in learnt.copies)))
         self._known = {source.name: source for source in sources if source.name in self._places}
         units: dict[object, list[str]] = {}
         for name, dtype, _ in self._known.values():

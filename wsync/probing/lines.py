@@ -8,7 +8,6 @@ structure than its lines show.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from typing import Final
@@ -28,11 +27,11 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 class Lines:
     """What lies in the corners of a tensor's parts and along its axes, after each of some loads.
 
-    starts: by axis, where a part begins; part: by axis and place, which part it is in.  written:
-    whether the first load has changed anything.
-    corners: by load, shaped by parts.  same: by load, where it has not changed a corner; from the
-    second on.  chosen: by axis, which line serves, shaped by parts along other axes; first: by axis
-    and line, the first of these, counted along all of them.
+    starts: by axis, the first place of each part; part: by axis and place, the part's number.
+    written: whether the first load has changed anything.
+    corners: by load, shaped by parts.  chosen: by axis, the number of the line that serves a part,
+    shaped by parts along the other axes; first: by axis and line, the first part that it serves,
+    counted along the other axes.
     lines: by load from `choose` on and axis: (line, place).
     """
 
@@ -43,29 +42,26 @@ class Lines:
         self.part: list[torch.Tensor] = []
         self.written = True
         self.corners: list[torch.Tensor] = []
-        self.same: list[torch.Tensor] = []
         self.chosen: list[torch.Tensor] = []
         self.first: list[list[int]] = []
         self.lines: list[list[torch.Tensor]] = []
         count = 0 if tensor.numel() <= _WHOLE else _SAMPLE
         self._see([self._cross(self._slices(axis, count)) for axis in range(len(self.shape))])
-        self._last = self._look()
+        self._before = [~each for each in self._look()]
 
     def after(self) -> None:
-        """Notes what lies there after a load, before which all was inverted."""
-        found = self._look()
+        """Reads the places after a load.  All bytes were inverted before each load."""
         if not self.starts:
-            before = [~each for each in self._last]
-            self.written = not all(map(torch.equal, before, found))
-            pairs = enumerate(zip(before, found, strict=True))
-            self.starts = [_changes(one, other, axis) for axis, (one, other) in pairs]
-            self.part = [_parts(*each) for each in zip(self.starts, self.shape, strict=True)]
-            self._see([self._cross(self.starts)])
             found = self._look()
-        else:
-            self.same.append(~self._last[0] == found[0])
-        self._last = found
-        corners, *lines = (each.view(self.tensor.dtype) for each in found)
+            self.written = not all(map(torch.equal, self._before, found))
+            for axis, (before, now) in enumerate(zip(self._before, found, strict=True)):
+                starts = _changes(before, now, axis)
+                places = torch.arange(self.shape[axis], device="cpu")
+                at = torch.tensor(starts, device="cpu")
+                self.starts.append(starts)
+                self.part.append(torch.bucketize(places, at, right=True) - 1)
+            self._see([self._cross(self.starts)])
+        corners, *lines = (each.view(self.tensor.dtype) for each in self._look())
         self.corners.append(corners)
         if lines:
             self.lines.append(lines)
@@ -127,13 +123,6 @@ def _changes(before: torch.Tensor, after: torch.Tensor, axis: int) -> list[int]:
     return [0, *found.tolist()]
 
 
-def _parts(starts: Sequence[int], extent: int) -> torch.Tensor:
-    """By place on an axis: which part it is in."""
-    found = torch.zeros(extent, dtype=torch.int64, device="cpu")
-    found[starts[1:]] = 1
-    return found.cumsum(0)
-
-
 class Field:
     """Numbers of all elements of a tensor, made of those of corners and lines.
 
@@ -141,33 +130,33 @@ class Field:
     """
 
     def __init__(self, seen: Lines, corners: torch.Tensor, lines: Sequence[torch.Tensor]) -> None:
-        self._starts, self._chosen, self._corners = seen.starts, seen.chosen, corners
-        self._part = seen.part
+        self._seen, self._corners = seen, corners
         self._steps = [
             line - line[:, torch.tensor(starts, device="cpu")][:, part]
-            for line, starts, part in zip(lines, seen.starts, self._part, strict=True)
+            for line, starts, part in zip(lines, seen.starts, seen.part, strict=True)
         ]
 
     def like(self, places: tuple[int, ...]) -> tuple[int, ...]:
         """The same where the steps from slice to slice are."""
         parts, found = self._slices(places)
-        lines = self._chosen[len(places)][parts].flatten()
+        lines = self._seen.chosen[len(places)][parts].flatten()
         return len(places), *lines.tolist(), *(found[1:] - found[:-1]).flatten().tolist()
 
     def read(self, places: tuple[int, ...], low: int, high: int) -> torch.Tensor:
         """See wsync.probing.boxes.Read."""
         axis = len(places)
         parts, found = self._slices(places)
-        steps = self._steps[axis][:, low:high].t()[:, self._chosen[axis][parts].flatten()]
-        return found[self._part[axis][low:high]] + steps
+        steps = self._steps[axis][:, low:high].t()[:, self._seen.chosen[axis][parts].flatten()]
+        return found[self._seen.part[axis][low:high]] + steps
 
     def _slices(self, places: tuple[int, ...]) -> tuple[tuple[int, ...], torch.Tensor]:
         """The parts of leading places, and there the numbers of the first elements of parts."""
-        pairs = list(zip(self._starts, places, strict=False))
-        parts = tuple(bisect.bisect_right(starts, place) - 1 for starts, place in pairs)
+        parts = tuple(
+            int(part[place]) for part, place in zip(self._seen.part, places, strict=False)
+        )
         found = self._corners[parts]
         for axis, place in enumerate(places):
-            if place != self._starts[axis][parts[axis]]:
-                line = self._chosen[axis][(*parts[:axis], *parts[axis + 1 :])]
+            if place != self._seen.starts[axis][parts[axis]]:
+                line = self._seen.chosen[axis][(*parts[:axis], *parts[axis + 1 :])]
                 found = found + self._steps[axis][:, place][line]
         return parts, found.reshape(len(found), -1)

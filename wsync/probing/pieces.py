@@ -89,16 +89,20 @@ class LocalCopy:
         target.copy_(as_kept(self.source.view(targets), target.dtype))
 
 
+def by_name(pieces: Iterable[PlacedBox]) -> dict[str, list[PlacedBox]]:
+    found: dict[str, list[PlacedBox]] = {}
+    for piece in pieces:
+        found.setdefault(piece.name, []).append(piece)
+    return found
+
+
 def once(
     pieces: Iterable[PlacedBox], targets: Sequence[torch.Tensor]
 ) -> tuple[list[PlacedBox], list[LocalCopy]]:
     """Every element of a source in one place, where it is kept most exactly, and copies of it."""
-    by_name: dict[str, list[PlacedBox]] = {}
-    for piece in pieces:
-        by_name.setdefault(piece.name, []).append(piece)
     found: list[PlacedBox] = []
     copies: list[LocalCopy] = []
-    for mine in by_name.values():
+    for mine in by_name(pieces).values():
         mine.sort(key=lambda piece: -targets[piece.target].element_size())
         first: list[PlacedBox] = []
         for piece in mine:

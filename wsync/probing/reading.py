@@ -34,7 +34,8 @@ class Reading:
         names, rows = self._rows()
         shapes = [lines.shape, *(self._known[name].shape for name in names[3:])]
         dims = max(map(len, shapes))
-        extents = [max(each) for each in zip(*(_padded(s, dims) for s in shapes), strict=True)]
+        padded = ([1] * (dims - len(shape)) + [*shape] for shape in shapes)
+        extents = [max(each) for each in zip(*padded, strict=True)]
         *units, unit = units_of(extents)
         field = self._field(rows, names, units, unit)
         by_unit = {units[axis]: axis for axis in range(dims) if extents[axis] > 1}
@@ -47,7 +48,7 @@ class Reading:
         corners = self._lines.corners
         values = torch.stack([raw(each) for each in corners])
         others = torch.where((values == values[0]).all(0), 1, 2)
-        others = torch.where(torch.stack(self._lines.same).all(0), 0, others)
+        others = torch.where((values[1:] == ~values[:-1]).all(0), 0, others)
         number = self._numbering.numbers(corners).where(others > 0, -1)
         keys, rows = torch.unique(number, return_inverse=True)
         found = [self._sources[key].name for key in keys.tolist() if key >= 0]
@@ -113,7 +114,3 @@ class Reading:
                 return PlacedBox(self._target, name, *found)
         why = name if row < 3 else COMPUTED
         return PlacedBox(self._target, "", box.start, box.extent, offset, tuple(strides), why=why)
-
-
-def _padded(shape: Sequence[int], dims: int) -> list[int]:
-    return [*(1 for _ in range(dims - len(shape))), *shape]

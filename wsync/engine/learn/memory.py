@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -65,7 +65,7 @@ class ModuleMemory:
 
 
 def _apart(found: Sequence[tuple[TensorTarget, torch.Tensor]]) -> Iterator[TensorTarget]:
-    taken: dict[int, list[torch.Tensor]] = {}  # by storage
+    taken: dict[int, list[np.ndarray]] = {}  # by storage
     asleep: list[str] = []
     for target, tensor in found:
         if not _may_be_loaded(target, tensor):
@@ -74,8 +74,9 @@ def _apart(found: Sequence[tuple[TensorTarget, torch.Tensor]]) -> Iterator[Tenso
             asleep += [target.path] if target.parameter else []
             continue
         others = taken.setdefault(tensor.untyped_storage().data_ptr(), [])
-        if not any(_meet(tensor, other) for other in others):
-            others.append(tensor)
+        elements = np.asarray(_Address(tensor))
+        if not any(np.shares_memory(elements, other) for other in others):
+            others.append(elements)
             yield target
     if asleep:
         raise StateError(
@@ -84,31 +85,18 @@ def _apart(found: Sequence[tuple[TensorTarget, torch.Tensor]]) -> Iterator[Tenso
         )
 
 
-def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have bytes in common."""
-    spans = [_span(tensor) for tensor in (one, other)]
-    base, end = min(start for start, _ in spans), max(end for _, end in spans)
-    if max(start for start, _ in spans) >= min(end for _, end in spans):
-        return False
-    later = spans[0][0] <= spans[1][0]
-    if (one if later else other).is_contiguous():  # it has the first byte of the other one
-        return True
-    unit = math.gcd(one.element_size(), other.element_size(), spans[0][0] - spans[1][0])
-    marks = torch.zeros((end - base) // unit, dtype=torch.bool, device="cpu")
+class _Address:
+    """A tensor's elements for NumPy, which looks at addresses only."""
 
-    def part(tensor: torch.Tensor) -> torch.Tensor:
-        size = tensor.element_size() // unit
-        strides = *(size * stride for stride in tensor.stride()), 1
-        return marks.as_strided((*tensor.shape, size), strides, (tensor.data_ptr() - base) // unit)
-
-    part(one).fill_(True)
-    return bool(part(other).any())
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((extent - 1) * step for extent, step in steps)
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+        }
 
 
 def _may_be_loaded(target: TensorTarget, tensor: torch.Tensor) -> bool:

@@ -151,7 +151,7 @@ class RecordedLoader(ChoosingLoader):
         if wrapped := wrapped_parameters(self._module):
             raise NotLearntError(f"{listed(wrapped)}: a wrapper around other tensors")
         given = given_values(sources)
-        made = [MadeUpTensors(sources, given, seed) for seed in (0, 1)]
+        made = [MadeUpTensors(given, seed) for seed in (0, 1)]
         own = _in_place(self._module, self._load)
 
         def load(pairs: Any) -> None:

@@ -29,7 +29,7 @@ from wsync.probing.audit import Audit, AuditError
 from wsync.probing.codes import kind_of
 from wsync.probing.learn import LearntLoad
 from wsync.probing.numbering import Source
-from wsync.probing.pieces import PlacedBox, as_kept, kept_as
+from wsync.probing.pieces import as_kept, by_name, kept_as
 
 
 class LearntModule(NamedTuple):
@@ -56,16 +56,11 @@ class LearntModule(NamedTuple):
 
     def describe(self) -> dict[str, Any]:
         """What wsync.inspection shows of it; plain values."""
-        tensors, targets = self.memory.tensors() or [], self.memory.targets
-        by_name: dict[str, list[PlacedBox]] = {}
-        for piece in self.does.pieces:
-            by_name.setdefault(piece.name, []).append(piece)
-        found, model_nbytes, kept_nbytes = list[dict[str, Any]](), 0, 0
-        for source in self.sources:
-            name, dtype, shape = source
-            model_nbytes += source.nbytes
-            kept_nbytes += source.nbytes if name in self.does.computed else 0
-            if not (pieces := by_name.get(name)):
+        tensors, targets, does = self.memory.tensors() or [], self.memory.targets, self.does
+        places, facts = by_name(does.pieces), list[dict[str, Any]]()
+        kept_nbytes = sum(source.nbytes for source in self.sources if source.name in does.computed)
+        for name, dtype, shape in self.sources:
+            if not (pieces := places.get(name)):
                 continue
             kept = kept_as(dtype, tensors[pieces[0].target].dtype) or dtype
             # narrowing is done before anything is sent, widening afterwards
@@ -74,29 +69,23 @@ class LearntModule(NamedTuple):
             boxes = [
                 {
                     "into": targets[piece.target].path,
-                    "start": list(piece.start),
-                    "extent": list(piece.extent),
+                    "start": [*piece.start],
+                    "extent": [*piece.extent],
                 }
                 for piece in pieces
             ]
-            facts = {"name": name, "dtype": name_of(dtype), "shape": list(shape), "boxes": boxes}
-            found.append({**facts, "kept_as": name_of(kept)})
-        used = self.does.used
-        unwritten = [
-            [targets[piece.target].path, piece.view(tensors).nbytes]
-            for piece in self.does.unwritten
-        ]
+            form = {"dtype": name_of(dtype), "shape": [*shape], "kept_as": name_of(kept)}
+            facts.append({"name": name, **form, "boxes": boxes})
+        unused = {source.name for source in self.sources} - does.used
         return {
             "unlearnt": "",
             "model_tensors": len(self.sources),
-            "model_nbytes": model_nbytes,
+            "model_nbytes": sum(source.nbytes for source in self.sources),
             "kept_nbytes": kept_nbytes,
-            "fills": len(self.does.constants),
-            "copies": len(self.does.copies),
-            "skipped": [s.name for s in self.sources if s.name not in used and not is_note(s.name)],
+            "skipped": sorted(name for name in unused if not is_note(name)),
             "same_place": [list(pair) for pair in self.same_place.items()],
-            "unwritten": unwritten,
-            "tensors": found,
+            "unwritten": [[targets[p.target].path, p.view(tensors).nbytes] for p in does.unwritten],
+            "tensors": facts,
         }
 
 
