@@ -249,7 +249,8 @@ def mcore019():
 def _matches(ranks, folder, case, parallel):
     (tensors, shards, planted), _ = ranks.run(cases.matches, folder, case, parallel, timeout=280)
     assert shards >= tensors > 20
-    assert len(planted) >= 2
+    # of nemotron_h's parameters one is put together from pieces; the others are copied whole
+    assert len(planted) >= (1 if case.family == "nemotron_h" else 2)
 
 
 @pytest.mark.parametrize(("case", "parallel"), rows(MCORE016_MAPPED))

@@ -18,6 +18,7 @@ directly.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.engine.destination import Destination, LoadTarget, NamedPlaces, named_tensors
+from wsync.engine.post_load import in_place
 from wsync.machine import device
 from wsync.machine.error_text import error_text
 from wsync.messages.control import PIECES, WHOLE
@@ -381,8 +383,8 @@ class CallingLoader(Loader):
     once torch has done the work that load_weights gave it.
 
     load_weights: None for the method that the module has at the time of the call.
-    at_once: names.  If given, load_weights is called once an update, with copies in host memory of
-        the tensors of these names, in this order.
+    at_once: names.  If given, load_weights is called once an update, in place, with copies in host
+        memory of the tensors of these names, in this order.
     """
 
     def __init__(
@@ -435,8 +437,9 @@ class CallingLoader(Loader):
         method: Any = self._load_weights or self._module.load_weights
         who = getattr(method, "__qualname__", None) or type(method).__qualname__
         copies = _Copies(pairs)
+        in_one = in_place(self._module) if self.at_once else contextlib.nullcontext()
         try:
-            with torch.no_grad():  # engines load so, and some methods rely on it
+            with torch.no_grad(), in_one:  # engines load so, and some methods rely on it
                 method(copies)
         except WsyncError:
             raise

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from wsync import _core
-from wsync.families.rules import Piece, key_of, may_step
+from wsync.families.rules import Piece, may_step
 from wsync.module_tensors import same_bytes
+from wsync.module_tensors.names import key_of
 from wsync.probing.boxes import LONGEST
 from wsync.probing.codes import WIDE, kind_of
 from wsync.probing.numbering import Source

@@ -11,7 +11,8 @@ from typing import Any
 
 from wsync import _core
 from wsync.families import blocks, grouped_query, latent_attention, nemotron, qwen3_next, qwen3_vl
-from wsync.families.rules import PLACEHOLDER, Expansion, Rule, Together, key_of
+from wsync.families.rules import PLACEHOLDER, Expansion, Rule, Together
+from wsync.module_tensors.names import key_of
 
 # The programs that load a checkpoint into a model.  Most of them, like Megatron-Bridge and mbridge,
 # keep weights as Megatron-Core needs them.  slime exchanges the halves of some, and back on export.

@@ -473,8 +473,3 @@ def mtp_numbers(numbers: Mapping[str, int], layers: int, block: int) -> dict[str
     first = numbers["mtp"] * block
     counted = {"layer": layers + numbers["mtp"], "first": first, "last": first + block - 1}
     return {**numbers, **counted, "inner": first + numbers.get("inner", 0)}
-
-
-def key_of(name: str) -> str:
-    """A parameter name with every number replaced by `#`."""
-    return re.sub(r"\d+", "#", name)

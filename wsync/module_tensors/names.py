@@ -28,6 +28,11 @@ def group_of(name: str, together: Sequence[Sequence[str]]) -> int:
     return 0
 
 
+def key_of(name: str) -> str:
+    """A name with every number replaced by `#`."""
+    return re.sub(r"\d+", "#", name)
+
+
 # --- codes and scales that quantised checkpoints have for one weight ----------------------------
 
 # names that come with or instead of MODULE.weight: codes, their scales, and facts about them

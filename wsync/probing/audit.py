@@ -7,7 +7,6 @@ every byte has to return.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -15,7 +14,7 @@ from typing import Final
 import torch
 
 from wsync.module_tensors import checksum_of, name_of
-from wsync.module_tensors.names import JOINED, group_of, weight_of
+from wsync.module_tensors.names import JOINED, group_of, key_of, weight_of
 from wsync.probing.learn import LearntLoad
 from wsync.probing.lines import raw
 from wsync.probing.numbering import Source
@@ -25,7 +24,6 @@ from wsync.probing.probe import Load
 MOST_NBYTES: Final = 64 << 20  # of what is read back together; larger ones are not audited
 SAMPLE_NBYTES: Final = 4 << 20  # at a time, as a rule
 SHARE: Final = 1000  # of the model's bytes, where these are more
-_NUMBER: Final = re.compile(r"\d+")
 _STRIDE: Final = 7919  # units that follow each other in turn lie far apart
 
 
@@ -61,7 +59,7 @@ class Audit:
         kinds: dict[tuple[str, ...], deque[list[str]]] = {}
         for names in units.values():
             if self._nbytes(names) <= MOST_NBYTES:
-                kind = tuple(_NUMBER.sub("#", name) for name in names)
+                kind = tuple(key_of(name) for name in names)
                 kinds.setdefault(kind, deque()).append(names)
         self._kinds = deque(kinds.values())
         self._room = max(nbytes, self._nbytes(self._known) // SHARE)
@@ -78,10 +76,10 @@ class Audit:
         return [checksum_of(targets[number]) for number in touched] == before
 
     def some(self, targets: Sequence[torch.Tensor]) -> list[str]:
-        """Checks the next sample, and names it.  AuditError where that fails; all is as it was,
-        then.
+        """Checks the next sample, and returns its names.  If that fails, restores all places and
+        raises AuditError.
 
-        targets: those of the load, wherever they lie by now.
+        targets: the load's targets, at their present addresses.
         """
         names = self._next()
         self._check(names, targets)

@@ -6,20 +6,25 @@ no format of one byte has.  A norm's 1 + weight is none of these.
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import torch
 
-# neither zero nor NaN as uint8, int8, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu
-_BYTES: Final = (*range(1, 124), *range(129, 252))
-_FRACTIONS: Final = 120  # of seven bits, without the multiples of 16
-_TOP: Final = 126  # the exponent of the first digits; later ones are smaller
-_BFLOATS: Final = _TOP * _FRACTIONS
-_HALVES: Final = 14 * _FRACTIONS  # those of them that float16 has, too
-_INTEGERS: Final = (1 << 15) - 2
+from wsync.probing.lines import raw
+
 WIDE: Final = "wide"
 BYTE: Final = "byte"
 INTEGER: Final = "integer"
+_FRACTIONS: Final = [fraction for fraction in range(1 << 7) if fraction % 16]
+_BITS: Final = {
+    # bfloat16; each exponent is smaller than the one before
+    WIDE: [power << 7 | fraction for power in range(126, 0, -1) for fraction in _FRACTIONS],
+    # neither zero nor NaN as uint8, int8, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu
+    BYTE: [*range(1, 124), *range(129, 252)],
+    INTEGER: range(1, (1 << 15) - 1),  # int16
+}
+_HALVES: Final = 14 * len(_FRACTIONS)  # the digits that float16 has, too
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -33,41 +38,39 @@ def kind_of(dtype: torch.dtype) -> str:
 
 def base_of(dtype: torch.dtype) -> int:
     """How many digits a dtype has."""
-    if kind_of(dtype) == WIDE:
-        return _BFLOATS if dtype == torch.bfloat16 else _HALVES
-    return common_base(kind_of(dtype))
+    return len(_BITS[WIDE]) if dtype == torch.bfloat16 else common_base(kind_of(dtype))
 
 
 def common_base(kind: str) -> int:
     """How many digits every dtype of a kind has."""
-    return {WIDE: _HALVES, BYTE: len(_BYTES), INTEGER: _INTEGERS}[kind]
+    return _HALVES if kind == WIDE else len(_BITS[kind])
 
 
 def encode(digits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values of a dtype for digits, which are less than its base."""
     kind = kind_of(dtype)
+    bits = _tables(kind)[0][digits]
     if kind == BYTE:
-        values = torch.tensor(_BYTES, dtype=torch.uint8, device="cpu")
-        return values[digits].view(dtype)
-    if kind == INTEGER:
-        return (digits + 1).to(dtype)
-    power, fraction = digits // _FRACTIONS, digits % _FRACTIONS
-    bits = (_TOP - power) << 7 | fraction + fraction // 15 + 1
-    return bits.to(torch.int16).view(torch.bfloat16).to(dtype)
+        return bits.to(torch.uint8).view(dtype)
+    return bits.to(torch.int16).view(_carrier(kind)).to(dtype)
 
 
 def decode(values: torch.Tensor) -> torch.Tensor:
-    """The digits that values stand for; -1 where they stand for none."""
+    """The digits that values stand for; -1 if they stand for none."""
     kind = kind_of(values.dtype)
-    if kind == BYTE:
-        table = torch.full((256,), -1, device="cpu")
-        table[list(_BYTES)] = torch.arange(len(_BYTES), device="cpu")
-        return table[values.contiguous().view(torch.uint8).long()]
-    if kind == INTEGER:
-        return torch.where((values > 0) & (values <= _INTEGERS), values.long() - 1, -1)
-    short = values.to(torch.bfloat16)
-    bits = short.contiguous().view(torch.int16).long()
-    power, fraction = _TOP - (bits >> 7), bits & 0x7F
-    digits = power * _FRACTIONS + fraction - fraction // 16 - 1
-    exact = (short.to(values.dtype) == values) & (bits > 0) & (fraction % 16 > 0)
-    return torch.where(exact & (power >= 0) & (digits < _BFLOATS), digits, -1)
+    short = values if kind == BYTE else values.to(_carrier(kind))
+    digits = _tables(kind)[1][raw(short).long() & 0xFFFF]
+    return digits if kind == BYTE else digits.where(short.to(values.dtype) == values, -1)
+
+
+def _carrier(kind: str) -> torch.dtype:
+    return torch.bfloat16 if kind == WIDE else torch.int16
+
+
+@functools.cache
+def _tables(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of each digit, and the digit of all bits, or -1."""
+    bits = torch.tensor(_BITS[kind], device="cpu")
+    digits = torch.full((1 << 16,), -1, device="cpu")
+    digits[bits] = torch.arange(len(bits), device="cpu")
+    return bits, digits

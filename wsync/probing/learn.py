@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
 
 import torch
 
 from wsync.module_tensors import checksum_of, name_of
-from wsync.module_tensors.names import weight_of
+from wsync.module_tensors.names import key_of, weight_of
 from wsync.probing.lines import raw
 from wsync.probing.numbering import Source
 from wsync.probing.pieces import (
@@ -19,7 +17,6 @@ from wsync.probing.pieces import (
     UNWRITTEN,
     LocalCopy,
     PlacedBox,
-    as_computed,
     as_kept,
     by_name,
     kept_as,
@@ -29,7 +26,6 @@ from wsync.probing.probe import Load, Overwriting, RaisedError, probe
 
 # Returns random values of a tensor, the same ones at each call.
 Values = Callable[[Source], torch.Tensor]
-_NUMBER: Final = re.compile(r"\d+")
 
 
 class NotLearntError(Exception):
@@ -116,13 +112,17 @@ def _castable(
 ) -> list[PlacedBox]:
     """Marks as computed what is made of a tensor that no single dtype can be delivered in."""
     dtypes = {source.name: source.dtype for source in sources}
-    uncopied = set[str]()
+    uncopied = set[PlacedBox]()
     for name, mine in by_name(piece for piece in pieces if piece.name).items():
         first, _ = once(mine, targets)
         kept = {kept_as(dtypes[name], targets[piece.target].dtype) for piece in first}
         if None in kept or len(kept) > 1:
-            uncopied.add(name)
-    return [as_computed(piece) if piece.name in uncopied else piece for piece in pieces]
+            uncopied.update(mine)
+    return _as_computed(pieces, uncopied)
+
+
+def _as_computed(pieces: Sequence[PlacedBox], those: Collection[PlacedBox]) -> list[PlacedBox]:
+    return [replace(p, name="", why=COMPUTED) if p in those else p for p in pieces]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class _Proof:
         self._load(values)
         sums = zip(unwritten, before, self._sums(unwritten), strict=True)
         wrong = self._wrong(pieces, values) | {p for p, one, other in sums if one != other}
-        return [as_computed(piece) if piece in wrong else piece for piece in pieces]
+        return _as_computed(pieces, wrong)
 
     def computed(
         self, pieces: Sequence[PlacedBox], values: Values, others: Values
@@ -220,4 +220,4 @@ def _group_of(source: Source) -> str:
     """The same for tensors whose names differ in numbers only, or that make up one quantised
     weight."""
     weight = weight_of(source.name, name_of(source.dtype))
-    return _NUMBER.sub("#", weight or source.name)
+    return key_of(weight or source.name)

@@ -73,10 +73,6 @@ def as_kept(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.view(dtype) if tensor.element_size() == dtype.itemsize == 1 else tensor.to(dtype)
 
 
-def as_computed(piece: PlacedBox) -> PlacedBox:
-    return replace(piece, name="", why=COMPUTED)
-
-
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
     """A further place of elements that are delivered once."""

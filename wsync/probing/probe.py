@@ -8,21 +8,23 @@ no memory.  What lies in a target after all calls says which element of which te
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
 from wsync._core import WsyncError
 from wsync.machine.error_text import error_text
-from wsync.probing.boxes import LONGEST
-from wsync.probing.lines import Lines, raw
+from wsync.probing.boxes import LONGEST, NumberedBox, boxes, units_of
+from wsync.probing.codes import decode
+from wsync.probing.lines import Field, Lines, raw
 from wsync.probing.numbering import Made, Numbering, Source
-from wsync.probing.pieces import PlacedBox
-from wsync.probing.reading import Reading
+from wsync.probing.pieces import COMPUTED, CONSTANT, UNWRITTEN, PlacedBox
 
 # what load_weights is, or a part of it
 Load = Callable[[Any], Any]
+_OTHERS: Final = (UNWRITTEN, CONSTANT, COMPUTED)
 
 
 class RaisedError(Exception):
@@ -98,5 +100,104 @@ def probe(
     return [
         piece
         for number, each in enumerate(lines)
-        for piece in Reading(number, each, numbering).pieces(longest)
+        for piece in _Reading(number, each, numbering).pieces(longest)
     ]
+
+
+class _Reading:
+    """Makes boxes of what was read from one target."""
+
+    def __init__(self, target: int, lines: Lines, numbering: Numbering) -> None:
+        self._target, self._lines, self._numbering = target, lines, numbering
+        self._sources = numbering.of(lines.tensor.dtype)
+        self._known = numbering.known
+
+    def pieces(self, longest: int) -> Iterator[PlacedBox]:
+        lines = self._lines
+        if not lines.written:
+            place = (0,) * len(lines.shape), lines.shape, 0, lines.tensor.stride()
+            yield PlacedBox(self._target, "", *place, why=UNWRITTEN)
+            return
+        names, rows = self._rows()
+        shapes = [lines.shape, *(self._known[name].shape for name in names[3:])]
+        dims = max(map(len, shapes))
+        padded = ([1] * (dims - len(shape)) + [*shape] for shape in shapes)
+        extents = [max(each) for each in zip(*padded, strict=True)]
+        *units, unit = units_of(extents)
+        field = self._field(rows, names, units, unit)
+        by_unit = {units[axis]: axis for axis in range(dims) if extents[axis] > 1}
+        for box in boxes(field.read, lines.shape, by_unit, longest, field.like):
+            yield self._piece(box, names, units, unit)
+
+    def _rows(self) -> tuple[list[str], torch.Tensor]:
+        """Sources, after three names for what is none of their elements, and, shaped by parts,
+        which of these each is."""
+        corners = self._lines.corners
+        values = torch.stack([raw(each) for each in corners])
+        others = torch.where((values == values[0]).all(0), 1, 2)
+        others = torch.where((values[1:] == ~values[:-1]).all(0), 0, others)
+        number = self._numbering.numbers(corners).where(others > 0, -1)
+        keys, rows = torch.unique(number, return_inverse=True)
+        found = [self._sources[key].name for key in keys.tolist() if key >= 0]
+        first = len(_OTHERS) - (len(keys) - len(found))
+        return [*_OTHERS, *found], (rows + first).where(number >= 0, others)
+
+    def _field(
+        self, rows: torch.Tensor, names: Sequence[str], units: Sequence[int], unit: int
+    ) -> Field:
+        """Numbers: those of places in the target itself, where no source is loaded."""
+        lines = self._lines
+        weights = self._weights(names, units)
+        own = units[len(units) - len(lines.shape) :]
+        corners = rows * unit
+        digits = [decode(each) for each in lines.corners[self._numbering.naming :]]
+        corners += sum(weights[rows, call] * each for call, each in enumerate(digits))
+        found = []
+        for axis, (each, starts) in enumerate(zip(own, lines.starts, strict=True)):
+            places = (torch.tensor(starts, device="cpu") * each).view(
+                -1, *[1] * (rows.dim() - 1 - axis)
+            )
+            corners += places.where(rows < 3, 0)
+            others = rows.movedim(axis, -1).reshape(-1, len(starts))
+            row = others[lines.first[axis]][:, lines.part[axis]]
+            line = (torch.arange(lines.shape[axis], device="cpu") * each).where(row < 3, 0)
+            for call, values in enumerate(lines.lines):
+                line += weights[row, call] * decode(values[axis])
+            found.append(line)
+        return Field(lines, corners, found)
+
+    def _weights(self, names: Sequence[str], units: Sequence[int]) -> torch.Tensor:
+        """By what numbers stand for, and call after those for names: what a digit adds."""
+        calls = self._numbering.calls - self._numbering.naming
+        found = torch.zeros(len(names), calls, dtype=torch.int64, device="cpu")
+        for row, name in enumerate(names[3:], 3):
+            shift = len(units) - len(self._known[name].shape)
+            for call, digit in enumerate(self._numbering.digits[name]):
+                found[row, call] = digit.weight * units[digit.axis + shift]
+        return found
+
+    def _piece(
+        self, box: NumberedBox, names: Sequence[str], units: Sequence[int], unit: int
+    ) -> PlacedBox:
+        target = self._lines.tensor
+        strides = [step * stride for step, stride in zip(box.steps, target.stride(), strict=True)]
+        offset = sum(at * n for at, n in zip(box.start, target.stride(), strict=True))
+        row, number = divmod(box.number, unit)
+        name, start = names[row], list[int]()
+        if row >= 3:
+            for each in units:
+                place, number = divmod(number, each)
+                start.append(place)
+            shape = self._known[name].shape
+            shift = len(units) - len(shape)
+            extent, steps = [1] * len(shape), [0] * len(shape)
+            for axis, count, stride in zip(box.axes, box.extent, strides, strict=True):
+                if axis >= shift:
+                    extent[axis - shift], steps[axis - shift] = count, stride
+            ends = zip(start[shift:], extent, shape, strict=True)
+            inside = all(at + count <= size for at, count, size in ends)
+            if inside and not any(start[:shift]) and math.prod(extent) == math.prod(box.extent):
+                found = tuple(start[shift:]), tuple(extent), offset, tuple(steps)
+                return PlacedBox(self._target, name, *found)
+        why = name if row < 3 else COMPUTED
+        return PlacedBox(self._target, "", box.start, box.extent, offset, tuple(strides), why=why)

@@ -22,12 +22,11 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.checkpoints.hub_cache import folder_of
 from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, Checkpoint, Stored, read_config
-from wsync.families.rules import key_of
 from wsync.handles.answers import drafts_itself
 from wsync.handles.base import EngineHandle, how_started
 from wsync.layout import ADAPTERS, WRAPPERS
 from wsync.machine.deadline import Deadline
-from wsync.module_tensors.names import FUSED, is_note, listed, weight_of, without_scales
+from wsync.module_tensors.names import FUSED, is_note, key_of, listed, weight_of, without_scales
 from wsync.options import Options
 from wsync.quantise.config import Method, TensorFacts, facts_of, quantization_config
 from wsync.trainer.fused_experts import single_shapes

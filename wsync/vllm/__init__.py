@@ -233,10 +233,10 @@ class VllmLoader(ChoosingLoader):
     def _changes(self, learnt: LearntModule) -> str:
         """Processes the weights; says which of those that load_weights wrote has changed, or ""."""
         places = learnt.does.written
-        tensors = learnt.memory.tensors() or []
+        tensors = learnt.memory.tensors()
         before = [checksum_of(place.view(tensors)) for place in places]
         self._process()
-        tensors = learnt.memory.tensors() or []
+        tensors = learnt.memory.tensors()
         for place, sum in zip(places, before, strict=True):
             if checksum_of(place.view(tensors)) != sum:
                 path = learnt.memory.targets[place.target].path

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wsync._core import Layout
-from wsync.engine.learn.mismatch import converting, meaningless, refusing, text_of
+from wsync.engine.not_taken import converting, meaningless, refusing, text_of
 from wsync.module_tensors import dtype_of
 from wsync.probing.numbering import Made, Source
 

@@ -19,6 +19,12 @@ from wsync.probing.codes import kind_of
 _CACHE_NBYTES: Final = 16 << 20  # an engine's caches are larger
 
 
+def has_changed(module: str, change: str) -> StateError:
+    return StateError(
+        f"{module} has changed since it was learnt: {change}; the next update learns anew"
+    )
+
+
 class TensorTarget(NamedTuple):
     """A tensor of a module: home[key]."""
 
@@ -40,7 +46,7 @@ class ModuleMemory:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._tree = ModuleTree([module])
+        self._module, self._tree = type(module).__name__, ModuleTree([module])
         found = [
             (TensorTarget(path, home, key, isinstance(tensor, torch.nn.Parameter)), tensor)
             for path, home, key, tensor in bound_tensors(module)
@@ -52,12 +58,12 @@ class ModuleMemory:
         found.sort(key=lambda each: (not each[0].parameter, -each[1].numel()))
         self.targets = list(_apart(found))
 
-    def tensors(self) -> list[torch.Tensor] | None:
-        """The targets as they are now; None where the module has other parts, or other names."""
-        if not self._tree.same():
-            return None
+    def tensors(self) -> list[torch.Tensor]:
+        """The targets as they are now.  StateError if the module has other parts or names."""
         found = [target.home.get(target.key) for target in self.targets]
-        return found if all(isinstance(each, torch.Tensor) for each in found) else None  # type: ignore[return-value]
+        if not self._tree.same() or not all(isinstance(each, torch.Tensor) for each in found):
+            raise has_changed(self._module, "it has other parts, or tensors under other names")
+        return found  # type: ignore[return-value]
 
     def bound(self) -> list[Bound]:
         """The targets as they are now, and where they are bound."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,9 +14,9 @@ import torch
 from wsync import _core
 from wsync.engine.destination import MissingError
 from wsync.engine.learn.made_up import MadeUpTensors, given_values
-from wsync.engine.learn.memory import ModuleMemory, wrapped_parameters
+from wsync.engine.learn.memory import ModuleMemory, has_changed, wrapped_parameters
 from wsync.engine.learn.mismatch import not_taken, refuse_conversions
-from wsync.engine.learn.replay import LearntModule, ReplayLoader, has_changed
+from wsync.engine.learn.replay import LearntModule, ReplayLoader
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import (
     CallingLoader,
@@ -123,8 +124,8 @@ class RecordedLoader(ChoosingLoader):
             text = "%s; it gets all tensors in one call of its load_weights, %.1f GB of host memory"
             nbytes = sum(source.nbytes for source in sources)
             _log.warning(text, self.reason, nbytes / 1e9)
-            own, names = _in_place(self._module, self._load), [source.name for source in sources]
-            self._chosen = CallingLoader(self._module, own, at_once=names)
+            names = [source.name for source in sources]
+            self._chosen = CallingLoader(self._module, self._load, at_once=names)
             return WHOLE
         used = learnt.does.used
         unused = [source.name for source in sources if source.name not in used]
@@ -152,24 +153,23 @@ class RecordedLoader(ChoosingLoader):
             raise NotLearntError(f"{listed(wrapped)}: a wrapper around other tensors")
         given = given_values(sources)
         made = [MadeUpTensors(given, seed) for seed in (0, 1)]
-        own = _in_place(self._module, self._load)
 
         def load(pairs: Any) -> None:
-            own(pairs)
+            with in_place(self._module):
+                self._load(pairs)
             for each in made:
                 each.restore()
 
         values = made[0].of, made[1].of
         while True:
-            tensors = memory.tensors() or []
             try:
-                does = learn(load, tensors, sources, given, values)
+                does = learn(load, memory.tensors(), sources, given, values)
             except RaisedError as error:
                 raise not_taken(self._module, sources, error) from error.error
             former, memory = memory, ModuleMemory(self._module)
             if [target.path for target in memory.targets] == [t.path for t in former.targets]:
                 break  # load_weights has made no further tensors
-        refuse_conversions(self._module, own, memory, sources, does)
+        refuse_conversions(self._module, load, memory, sources, does)
         _check_share(sources, does)
         same_place = _same_places(memory, sources, does)
         return LearntModule(self._module, self._load, memory, sources, does, same_place)
@@ -225,10 +225,9 @@ class RecordedLoader(ChoosingLoader):
         return f"{listed(computed)}: {next(iter(computed.values()))}" if computed else ""
 
     def begin(self, rounds: int) -> None:
-        if change := self._stale():
-            self._model = []
-            raise has_changed(self._module, change)
         try:
+            if change := self._stale():
+                raise has_changed(type(self._module).__name__, change)
             super().begin(rounds)
         except _core.StateError:
             self._model = []  # it is learnt anew
@@ -243,12 +242,11 @@ class RecordedLoader(ChoosingLoader):
 
     def method(self) -> LoadWeights:
         """The module's load_weights as it is now, unless another one was given; for subclasses."""
-        method = self._given
+        method: LoadWeights | None = self._given or getattr(self._module, "load_weights", None)
         if method is None:
-            method = getattr(self._module, "load_weights", None)
-        if method is None:
-            name = type(self._module).__name__
-            raise _core.LayoutError(f"{name} has no load_weights to learn from")
+            raise _core.LayoutError(
+                f"{type(self._module).__name__} has no load_weights to learn from"
+            )
         return method
 
     def _stale(self) -> str:
@@ -259,17 +257,6 @@ class RecordedLoader(ChoosingLoader):
         if self.depends_on() != self._depended_on:
             return "load_weights goes by something outside it, as where experts were balanced"
         return ""
-
-
-def _in_place(module: torch.nn.Module, load: LoadWeights) -> LoadWeights:
-    """An engine's load_weights; tensors that it binds anew lie where the former ones did."""
-
-    def load_in_place(pairs: list[tuple[str, torch.Tensor]]) -> Any:
-        with in_place(module):
-            return load(pairs)
-
-    load_in_place.__qualname__ = getattr(load, "__qualname__", type(load).__qualname__)
-    return load_in_place
 
 
 def _same_places(
@@ -291,12 +278,11 @@ def _same_places(
 
 def _lacking(memory: ModuleMemory, pieces: Iterable[PlacedBox]) -> dict[str, int]:
     """The bytes of parameters that nothing is loaded to."""
-    tensors = memory.tensors() or []
-    lacking: dict[str, int] = {}
+    tensors, lacking = memory.tensors(), Counter[str]()
     for piece in pieces:
         target = memory.targets[piece.target]
         if piece.why == UNWRITTEN and target.parameter:
-            lacking[target.path] = lacking.get(target.path, 0) + piece.view(tensors).nbytes
+            lacking[target.path] += piece.view(tensors).nbytes
     return lacking
 
 
@@ -305,5 +291,6 @@ def _check_share(sources: Sequence[Source], does: LearntLoad) -> None:
     sizes = {source.name: source.nbytes for source in sources}
     computed = sum(sizes[name] for name in does.computed)
     if 2 * computed > sum(sizes.values()):
-        text = f"most of it is no copy, as {next(iter(does.computed))}"
-        raise NotLearntError(text, does.unwritten)
+        raise NotLearntError(
+            f"most of it is no copy, as {next(iter(does.computed))}", does.unwritten
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,10 +20,11 @@ from wsync._core import (
     Stream,
     describe,
 )
-from wsync.engine.learn.memory import ModuleMemory
+from wsync.engine.learn.memory import ModuleMemory, has_changed
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import LoadWeights, OnWeightsLost, Receipt, RoutedLoader
 from wsync.module_tensors import name_of, same_bytes
+from wsync.module_tensors.held import Bound
 from wsync.module_tensors.names import is_note
 from wsync.probing.audit import Audit, AuditError
 from wsync.probing.codes import kind_of
@@ -45,18 +46,14 @@ class LearntModule(NamedTuple):
     does: LearntLoad
     same_place: Mapping[str, str]
 
-    def load(self, pairs: Any) -> None:
-        with in_place(self.module):
-            self.method(pairs)
-
-    def load_again(self, pairs: Any) -> None:
-        """What it has loaded before; what else it has is not looked at, which would take long."""
-        with in_place(self.module, self.memory.bound()):
+    def load(self, pairs: Any, bound: Iterable[Bound] | None = None) -> None:
+        """bound: the tensors that it may bind anew; None: all, which takes longer."""
+        with in_place(self.module, bound):
             self.method(pairs)
 
     def describe(self) -> dict[str, Any]:
         """What wsync.inspection shows of it; plain values."""
-        tensors, targets, does = self.memory.tensors() or [], self.memory.targets, self.does
+        tensors, targets, does = self.memory.tensors(), self.memory.targets, self.does
         places, facts = by_name(does.pieces), list[dict[str, Any]]()
         kept_nbytes = sum(source.nbytes for source in self.sources if source.name in does.computed)
         for name, dtype, shape in self.sources:
@@ -103,10 +100,9 @@ class ReplayLoader(RoutedLoader):
     ) -> None:
         super().__init__(stream, threads)
         self._learnt, self._on_weights_lost = learnt, on_weights_lost
-        does, tensors = learnt.does, _tensors(learnt)
-        self.paths = [target.path for target in learnt.memory.targets]
+        does, tensors = learnt.does, learnt.memory.tensors()
         self.used = sorted({piece.target for piece in does.written})
-        self.used_paths = [self.paths[number] for number in self.used]
+        self.used_paths = [learnt.memory.targets[number].path for number in self.used]
         self.form = describe([tensors[number] for number in self.used], gpu=True).form()
         # whole, in the order of the trainer: one may go by another
         given = {*does.computed, *learnt.same_place.values()}
@@ -114,7 +110,7 @@ class ReplayLoader(RoutedLoader):
             s for s in learnt.sources if s.name in given or not kind_of(s.dtype)
         ]
         self.layout = self._destination(tensors)
-        audit = Audit(learnt.load_again, does, learnt.sources)
+        audit = Audit(lambda pairs: learnt.load(pairs, learnt.memory.bound()), does, learnt.sources)
         self._audit = audit if audit.is_possible(tensors) else None
         self._audit_ns = 0
         self._whole = False  # whether the weights are those of an update
@@ -139,7 +135,7 @@ class ReplayLoader(RoutedLoader):
                 self._audit.some(filling.tensors)
             except AuditError as error:
                 self._on_weights_lost()
-                raise has_changed(self._learnt.module, str(error)) from error
+                raise has_changed(type(self._learnt.module).__name__, str(error)) from error
             self._audit_ns = time.perf_counter_ns() - start
         return filling
 
@@ -166,28 +162,10 @@ class ReplayLoader(RoutedLoader):
             )
         for number, source in enumerate(self._staged_sources, len(self.used)):
             name, dtype, shape = source
-            strides = [stride * dtype.itemsize for stride in _contiguous(shape)]
+            strides = torch.empty((*shape, dtype.itemsize), device="meta").stride()[:-1]
             zeros = [0] * len(shape)
             builder.add_shard(name, name_of(dtype), shape, zeros, shape, number, 0, strides)
         return builder.build()
-
-
-def has_changed(module: torch.nn.Module, change: str) -> StateError:
-    return StateError(
-        f"{type(module).__name__} has changed since it was learnt: {change}; the next update "
-        "learns anew"
-    )
-
-
-def _tensors(learnt: LearntModule) -> list[torch.Tensor]:
-    tensors = learnt.memory.tensors()
-    if tensors is None:
-        raise has_changed(learnt.module, "it has other parts, or tensors under other names")
-    return tensors
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 class _Filling:
@@ -197,12 +175,12 @@ class _Filling:
     def __init__(self, replay: ReplayLoader) -> None:
         learnt = replay._learnt
         self._replay, self._does = replay, learnt.does
-        self.tensors = _tensors(learnt)
+        self.tensors = learnt.memory.tensors()
         used = [self.tensors[number] for number in replay.used]
         self._table = describe(used, replay.used_paths, gpu=True, former=replay.form)
         if (place := self._table.differs(replay.form)) is not None:
             change = f"{replay.used_paths[place]} has another dtype, shape or strides"
-            raise has_changed(learnt.module, change)
+            raise has_changed(type(learnt.module).__name__, change)
         self._buffers = BufferTable.of(self._table)  # StateError while an engine sleeps
         here = self.tensors[0].device if self.tensors else torch.device("cpu")
         self._staged = {
@@ -241,7 +219,7 @@ class _Filling:
                 continue
             place = piece.view(self.tensors)
             if not same_bytes(place, as_kept(piece.of(self._staged[other]), place.dtype)):
-                path = self._replay.paths[piece.target]
+                path = learnt.memory.targets[piece.target].path
                 raise LayoutError(
                     f"{path}: {piece.name} and {other} are one tensor of the module, and bring "
                     "different values"
@@ -250,11 +228,8 @@ class _Filling:
 
     def check_places(self) -> None:
         """StateError where the module no longer has the tensors that the update was written to."""
-        learnt = self._replay._learnt
-        now = learnt.memory.tensors()
-        used = None if now is None else [now[number] for number in self._replay.used]
-        if used is None or self._table.moved(used) is not None:
-            raise StateError(
-                f"{type(learnt.module).__name__} has changed while the update ran: tensors were "
-                "replaced"
-            )
+        now = self._replay._learnt.memory.tensors()
+        place = self._table.moved([now[number] for number in self._replay.used])
+        if place is not None:
+            path = self._replay.used_paths[place]
+            raise StateError(f"{path}: its memory was replaced while the update ran")
