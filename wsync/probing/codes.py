@@ -24,7 +24,6 @@ _BITS: Final = {
     BYTE: [*range(1, 124), *range(129, 252)],
     INTEGER: range(1, (1 << 15) - 1),  # int16
 }
-_HALVES: Final = 14 * len(_FRACTIONS)  # the digits that float16 has, too
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -43,7 +42,7 @@ def base_of(dtype: torch.dtype) -> int:
 
 def common_base(kind: str) -> int:
     """How many digits every dtype of a kind has."""
-    return _HALVES if kind == WIDE else len(_BITS[kind])
+    return 14 * len(_FRACTIONS) if kind == WIDE else len(_BITS[kind])  # as many as float16 has
 
 
 def encode(digits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
