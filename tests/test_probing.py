@@ -20,6 +20,10 @@ BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 DTYPES = [BF16, F32, FP8, torch.float16, torch.uint8, torch.float8_e8m0fnu, torch.int32]
 
 
+def raw_of(dtype: torch.dtype) -> torch.dtype:
+    return {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+
+
 def values(seed: int) -> Callable[[Source], torch.Tensor]:
     def make(source: Source) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed + sum(source.name.encode()))
@@ -67,6 +71,19 @@ def check(load: Load, targets: list[torch.Tensor], sources: list[Source]) -> Lea
                 piece.of(seen).add_(1)
         assert int(seen.max()) <= 1
     return found
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_target_may_hold_the_inverse_of_what_is_loaded(dtype: torch.dtype) -> None:
+    """Memory that an earlier load has left so: the first load leaves what was there before it."""
+    target = (~encode(torch.zeros(8, 4, dtype=torch.int64), dtype).view(raw_of(dtype))).view(dtype)
+
+    def load(pairs: Any) -> None:
+        for _, tensor in pairs:
+            target.copy_(tensor)
+
+    (piece,) = check(load, [target], [Source("w", dtype, (8, 4))]).pieces
+    assert piece.extent == (8, 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -28,7 +28,6 @@ class Lines:
     """What lies in the corners of a tensor's parts and along its axes, after each of some loads.
 
     starts: by axis, the first place of each part; part: by axis and place, the part's number.
-    written: whether the first load has changed anything.
     corners: by load, shaped by parts.  chosen: by axis, the number of the line that serves a part,
     shaped by parts along the other axes; first: by axis and line, the first part that it serves,
     counted along the other axes.
@@ -40,7 +39,6 @@ class Lines:
         self.shape = tuple(self.tensor.shape)
         self.starts: list[list[int]] = []
         self.part: list[torch.Tensor] = []
-        self.written = True
         self.corners: list[torch.Tensor] = []
         self.chosen: list[torch.Tensor] = []
         self.first: list[list[int]] = []
@@ -52,9 +50,7 @@ class Lines:
     def after(self) -> None:
         """Reads the places after a load.  All bytes were inverted before each load."""
         if not self.starts:
-            found = self._look()
-            self.written = not all(map(torch.equal, self._before, found))
-            for axis, (before, now) in enumerate(zip(self._before, found, strict=True)):
+            for axis, (before, now) in enumerate(zip(self._before, self._look(), strict=True)):
                 starts = _changes(before, now, axis)
                 places = torch.arange(self.shape[axis], device="cpu")
                 at = torch.tensor(starts, device="cpu")

@@ -44,6 +44,9 @@ class Numbering:
         device: torch.device | str = "cpu",
     ) -> None:
         self._device = device
+        self._forms = functools.cache(self._make_forms)
+        self._values = functools.cache(self._make_values)
+        self._vector = functools.cache(self._make_vector)
         self.given = given
         self.known = {source.name: source for source in sources}
         self.kinds: dict[str, list[Source]] = {}
@@ -76,8 +79,7 @@ class Numbering:
         """The same number for sources of one dtype and shape."""
         return self._forms(kind_of(values[0].dtype))[self.numbers(values)]
 
-    @functools.cache  # noqa: B019
-    def _forms(self, kind: str) -> torch.Tensor:
+    def _make_forms(self, kind: str) -> torch.Tensor:
         forms: dict[object, int] = {}
         each = [forms.setdefault(source[1:], len(forms)) for source in self.kinds.get(kind, [])]
         return torch.tensor([*each, -1], device="cpu")
@@ -97,13 +99,11 @@ class Numbering:
             made = self._values(source.dtype)[0]
         return made.clone().expand(source.shape)  # a loader may write to it
 
-    @functools.cache  # noqa: B019
-    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+    def _make_values(self, dtype: torch.dtype) -> torch.Tensor:
         """Those of all digits."""
         return encode(torch.arange(base_of(dtype), device="cpu"), dtype).to(self._device)
 
-    @functools.cache  # noqa: B019
-    def _vector(self, dtype: torch.dtype, extent: int, weight: int) -> torch.Tensor:
+    def _make_vector(self, dtype: torch.dtype, extent: int, weight: int) -> torch.Tensor:
         digits = torch.arange(extent, device="cpu") // weight % base_of(dtype)
         return encode(digits, dtype).to(self._device)
 

@@ -95,7 +95,7 @@ def probe(
         loads.load(sources, functools.partial(numbering.tensor, call=call))
         for each in lines:
             each.after()
-            if call == numbering.naming - 1 and each.written:
+            if call == numbering.naming - 1:
                 each.choose(numbering.forms(each.corners))
     return [
         piece
@@ -114,10 +114,6 @@ class _Reading:
 
     def pieces(self, longest: int) -> Iterator[PlacedBox]:
         lines = self._lines
-        if not lines.written:
-            place = (0,) * len(lines.shape), lines.shape, 0, lines.tensor.stride()
-            yield PlacedBox(self._target, "", *place, why=UNWRITTEN)
-            return
         names, rows = self._rows()
         shapes = [lines.shape, *(self._known[name].shape for name in names[3:])]
         dims = max(map(len, shapes))
