@@ -18,7 +18,7 @@ from support.megatron_cpu import Parallel
 from support.procs import Ranks
 from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import dense, in_server, sparse, sums
-from support.weights_only_engine import ProcessEngine
+from support.weights_only_engine import ProcessEngine, RefusingWorker
 
 import wsync
 from wsync.demo.engines.serve import ServerProcess
@@ -243,6 +243,20 @@ def test_an_engine_that_never_joins_is_reported_in_time(engines: list[ProcessEng
     with wsync.connect(weights, engines[:1], options=wsync.Options(**OPTIONS)) as sync:
         sync.update()
     assert same(engines[0], weights)
+
+
+@pytest.mark.parametrize("delivery", ["distributed", "stock"])
+def test_an_engine_that_refuses_a_bucket_is_sent_no_later_one(delivery: str) -> None:
+    """It would take the refused bucket for the next, and report the version with the last."""
+    weights = {f"t{i}": torch.full((1024,), 1.0) for i in range(4)}
+    shapes = {name: (t.shape, t.dtype) for name, t in weights.items()}
+    options = wsync.Options(**delivered(delivery))
+    with ProcessEngine(shapes, worker=RefusingWorker) as engine:
+        with wsync.connect(weights, [engine], options=options) as sync:
+            with pytest.raises(wsync.RemoteError, match="no second bucket"):
+                sync.update(version=7)
+        assert engine.model_info(60)["weight_version"] != "7"
+        assert [t.count_nonzero() > 0 for t in engine.weights().values()].count(True) == 1
 
 
 def large(nbytes: int) -> dict[str, torch.Tensor]:

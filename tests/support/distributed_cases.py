@@ -163,6 +163,6 @@ def die(url: str, shapes: dict[str, tuple[int, ...]], where: str, how: signal.Si
 
 WHERE: dict[str, Any] = {
     "broadcasting": (UpdateGroup, "broadcast"),
-    "announcing": (BroadcastSession, "_tell"),
+    "announcing": (BroadcastSession, "_ask"),
     "sending": (StockSession, "_send"),
 }

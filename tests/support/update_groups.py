@@ -1,8 +1,7 @@
 """A stock engine worker's part in updates over process groups, with SGLang's semantics."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -71,18 +70,6 @@ class UpdateGroups:
             if connection_of(name) != connection_of(group_name):
                 self.destroy(name)
 
-    @contextmanager
-    def announced(self, group_name: str) -> Iterator[None]:
-        """Around what is done for one bucket that a trainer has announced.  The trainer sends it
-        whatever becomes of the announcement: a worker that fails leaves the group, or it would take
-        this bucket for the next one."""
-        self._member(group_name)
-        try:
-            yield
-        except BaseException:
-            self.destroy(group_name)
-            raise
-
     def receive(
         self,
         *,
@@ -93,8 +80,7 @@ class UpdateGroups:
         load_format: str | None = None,
         timeout: float = math.inf,
     ) -> Named:
-        """Takes one broadcast of a bucket, or one of each tensor, within `announced`; (name,
-        tensor) in order.
+        """Takes one broadcast of a bucket, or one of each tensor; (name, tensor) in order.
 
         dtypes are torch's names.  A flattened bucket has no gaps, so that each tensor has to
         start at a multiple of its item size.  timeout: seconds, where the group's are more.
@@ -139,6 +125,7 @@ def take(
     weight_version: str | None = None,
     **bucket: Any,
 ) -> None:
-    """Has a worker load what a trainer broadcasts."""
-    with groups.announced(group_name), worker._bucket(end, weight_version):
+    """Has a worker load what a trainer broadcasts.  A worker that fails stays in the group, as in
+    SGLang."""
+    with worker._bucket(end, weight_version):
         worker.load_weights(groups.receive(group_name=group_name, timeout=end.left, **bucket))

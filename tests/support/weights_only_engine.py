@@ -4,13 +4,16 @@ For tests, benchmarks and notebooks: an update is all that it is good for.
 """
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from io import BytesIO
 
 import torch
 from support.worker_processes import WorkersEngine
 
 from wsync.demo.engines.model_worker import ModuleWorker
+from wsync.machine.deadline import Deadline
 from wsync.module_tensors import flat_bytes
 
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
@@ -77,6 +80,19 @@ class BareWorker(ModuleWorker):
     def weights(self) -> bytes:
         torch.save({name: tensor.cpu() for name, tensor in self.tensors.items()}, data := BytesIO())
         return data.getvalue()
+
+
+class RefusingWorker(BareWorker):
+    """Refuses its second bucket before it takes it, when later ones may have been announced."""
+
+    buckets = 0
+
+    def exclusive(self, end: Deadline) -> AbstractContextManager[None]:
+        self.buckets += 1
+        if self.buckets == 2:
+            time.sleep(0.5)
+            raise ValueError("no second bucket")
+        return super().exclusive(end)
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -6,6 +6,7 @@ import abc
 import functools
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from wsync import _core
@@ -76,6 +77,7 @@ class BucketSession(abc.ABC):
         self._sent: list[Future[None]] = []  # they end in this order
         self._seen = 0  # how many are known to have ended without an error
         self._given_up = threading.Event()
+        self._refused = False  # whether a request has failed
         self._thread = WorkerThread(thread)
 
     @property
@@ -127,6 +129,17 @@ class BucketSession(abc.ABC):
     def close(self) -> None:
         self._given_up.set()
         self._thread.close()
+
+    def _ask(self, request: Callable[[], object]) -> None:
+        """Makes a request for a bucket, unless one has failed: an engine may report the version
+        that comes with the last bucket although it lacks another one."""
+        if self._given_up.is_set() or self._refused:
+            return
+        try:
+            request()
+        except BaseException:
+            self._refused = True
+            raise
 
     @abc.abstractmethod
     def _send(self, round: int) -> None:

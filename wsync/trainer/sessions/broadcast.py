@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any
@@ -138,13 +138,10 @@ class BroadcastSession(BucketSession):
         if round == self._last:
             told["weight_version"] = self._version
         for index, engine in self._engines:
-            tell = functools.partial(self._tell, engine, told)
-            self._answers.append((engine.name, round, self._threads[index].submit(tell)))
-
-    def _tell(self, engine: CheckedEngine, arguments: Mapping[str, Any]) -> None:
-        if not self._given_up.is_set():
             timeout = self._options.request_deadline
-            engine.call("update_weights_from_distributed", arguments, timeout=timeout)
+            call = functools.partial(engine.call, "update_weights_from_distributed", told, timeout)
+            tell = functools.partial(self._ask, call)
+            self._answers.append((engine.name, round, self._threads[index].submit(tell)))
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         try:

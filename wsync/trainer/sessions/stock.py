@@ -137,7 +137,7 @@ class StockSession(BucketSession):
 
     def _send(self, round: int) -> None:
         ring, metadata = self._ring, self.rounds.buckets[round]
-        if self._given_up.is_set() or not metadata:
+        if not metadata:
             return
         assert ring is not None
         slot = self.rounds.slots[round]
@@ -146,12 +146,14 @@ class StockSession(BucketSession):
             workers = range(self._engine.workers)
             return [ring.payload(slot.offset, slot.nbytes, metadata) for _ in workers]
 
-        self._engine.update_weights(
+        request = functools.partial(
+            self._engine.update_weights,
             payloads,
             load_format=FLATTENED_BUCKET,
             weight_version=self._version if round == self._last else None,
             timeout=self._timeout,
         )
+        self._ask(request)
 
 
 def _close(ring: SharedRing, sent: Sequence[Future[None]]) -> None:
