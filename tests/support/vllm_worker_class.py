@@ -40,7 +40,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         family: str,
         *,
         shuffled: str = "",
-        derives: str = "",
+        derives: bool = False,
         past: str = "",
         packs: bool = False,
         packs_convolutions: bool = False,
@@ -52,8 +52,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Makes the model of the engine; the tensors of its checkpoint.
 
         shuffled: a layer whose weight is turned over after loading, as if for a kernel.
-        derives: the model's own hook after loading makes a tensor of a weight, anew each
-        time, or "once".
+        derives: the model's own hook after loading makes a tensor of a weight.
         past: a parameter that load_weights copies to itself, past what vLLM has load it.
         packs: experts are packed after loading as vLLM does on CPUs, instead of being left as
         they are.
@@ -123,8 +122,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             method = model.get_submodule(self.shuffled).quant_method
             method.process_weights_after_loading = turn_over
         if self.derives:
-            hook = functools.partial(derive, model, once=self.derives == "once")
-            model.process_weights_after_loading = hook
+            model.process_weights_after_loading = functools.partial(derive, model)
         return model
 
     def load(self, model: Any, given: int | str) -> None:
@@ -157,6 +155,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Where everything lies."""
         return {path: tensor.data_ptr() for path, tensor in everything(self.model).items()}
 
+    def derivations(self) -> int:
+        """How often the model's own hook has run."""
+        return int(self.model.derivations)
+
     def set_fault(self, count: int) -> None:
         """Has load_weights raise after so many tensors; 0: no more."""
         self.fault = count
@@ -186,7 +188,6 @@ def turn_over(layer: torch.nn.Module) -> None:
     layer.weight.data = layer.weight.data.flip(0).contiguous()
 
 
-def derive(model: torch.nn.Module, *, once: bool) -> None:
-    if once and hasattr(model, "derived"):
-        return
+def derive(model: torch.nn.Module) -> None:
+    model.derivations = getattr(model, "derivations", 0) + 1
     model.derived = model.model.layers[0].input_layernorm.weight.data * 2

@@ -31,7 +31,6 @@ from wsync.module_tensors import checksum_of, same_bytes
 from wsync.module_tensors.names import listed, without_scales
 from wsync.quantise.config import facts_of
 from wsync.trainer.checkpoint_check import check_room
-from wsync.vllm.model_hook import run_hook_anew
 from wsync.vllm.reload_rehearsal import Rehearsal
 
 _RECEIVER: Final = "_wsync_receiver"  # attribute of a model
@@ -129,7 +128,8 @@ class VllmLoader(ChoosingLoader):
     """Learns from load_weights, and runs vLLM's process_weights_after_loading after each update.
 
     If processing changes weights that load_weights has written (packs, quantises or shuffles them),
-    all tensors go through vLLM's own layerwise reload instead; `reason` says why.
+    all tensors go through vLLM's own layerwise reload instead; `reason` says why.  Either way a
+    model's own hook runs once an update: what it makes only if it does not exist stays as it is.
 
     A parameter that the trainer does not deliver is refused by name, unless the environment
     variable WSYNC_KEEP of vLLM's workers names it.  For example, "visual.*" suits a trainer of a
@@ -212,7 +212,6 @@ class VllmLoader(ChoosingLoader):
         given = self.model, self.model_config, self._device
         with set_current_vllm_config(self.config):
             run_in_place(self.model, lambda: process_weights_after_loading(*given))
-            run_hook_anew(self.model)
 
     def _process_kept(self) -> str:
         """Processes the weights, and restores the parameters that are to stay as they are.  Says
@@ -440,7 +439,8 @@ class _Reloader(CallingLoader):
             for layer in tied:
                 layer.quant_method.process_weights_after_loading(layer)
             refill_unpacked(self._module)
-            run_hook_anew(self._module)
+            if (hook := getattr(self._module, "process_weights_after_loading", None)) is not None:
+                run_in_place(self._module, hook)
         return receipt
 
     def abandon(self) -> None:
