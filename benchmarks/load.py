@@ -17,9 +17,9 @@ GOAL = 0.01  # seconds of an update's audit
 QWEN3_NBYTES, LINK_BYTES_A_SECOND = 61e9, 64e9  # a link of PCIe 5
 
 
-def run() -> Iterator[dict[str, Any]]:
+def _run(script: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-P", str(_HERE / "load_engine.py"), *sglang_path()],
+        [sys.executable, "-P", str(_HERE / script), *sglang_path()],
         capture_output=True,
         text=True,
         timeout=600,
@@ -28,7 +28,12 @@ def run() -> Iterator[dict[str, Any]]:
     )
     if done.returncode != 0:
         raise SystemExit(f"benchmark load: {done.stderr[-2000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def run() -> Iterator[dict[str, Any]]:
+    found = _run("load_engine.py")
     yield {
         "benchmark": "load",
         "case": f"qwen3_moe, {found['tensors']} tensors",
@@ -49,4 +54,14 @@ def run() -> Iterator[dict[str, Any]]:
         "verified": found["verified"],
         "figure": f"{1e3 * found['longest_audit']:.1f} ms the longest; {share:.1%} of an update of "
         "Qwen3-30B-A3B's 61 GB at 64 GB/s",
+    }
+    found = _run("load_large.py")
+    yield {
+        "benchmark": "load",
+        "case": f"one of 32 workers learns {found['bytes'] / 1e9:.0f} GB",
+        "peer": "SGLang 0.5.17 load_weights, one call",
+        "ratio": found["peer_seconds"] / found["seconds"],
+        "figure": f"{found['calls']} calls; {found['memory'] / 1e9:.1f} GB of memory beside the "
+        f"{found['kept'] / 1e9:.1f} GB that it keeps",
+        **found,
     }

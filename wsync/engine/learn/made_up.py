@@ -27,24 +27,27 @@ class MadeUpTensors:
 
     def __init__(self, given: Mapping[str, torch.Tensor], seed: int) -> None:
         self._given, self._seed = given, seed
-        self._pattern = torch.empty(_PERIOD, dtype=torch.uint8, device="cpu")
-        self.restore()
+        data = torch.empty(_PERIOD, dtype=torch.uint8, device="cpu")
+        data.random_(generator=torch.Generator().manual_seed(seed))
+        # one of the two highest bits of an exponent is zero: large and small, but never infinite
+        data &= ~((data & 0x20) << 1)
+        if seed:
+            # the byte of the exponent in formats of two bytes and more: from 2**-14 to 2
+            data[1::2] = data[1::2] & 0x83 | 0x3C
+        self._period, self._pattern = data, data.repeat(2)
 
     def restore(self) -> None:
         """Undoes what a loader has written into the tensors."""
-        data = self._pattern.random_(generator=torch.Generator().manual_seed(self._seed))
-        # one of the two highest bits of an exponent is zero: large and small, but never infinite
-        data &= ~((data & 0x20) << 1)
-        if self._seed:
-            # the byte of the exponent in formats of two bytes and more: from 2**-14 to 2
-            data[1::2] = data[1::2] & 0x83 | 0x3C
+        self._pattern.view(2, _PERIOD).copy_(self._period)
 
     def of(self, source: Source) -> torch.Tensor:
         if source.name in self._given:
             return self._given[source.name]
-        start = zlib.crc32(source.name.encode(), self._seed) * _ALIGNMENT % (16 << 20)
+        start = zlib.crc32(source.name.encode(), self._seed) * _ALIGNMENT % _PERIOD
         end = start + source.nbytes
-        data = self._pattern if end <= _PERIOD else self._pattern.repeat(-(-end // _PERIOD))
+        data = self._pattern
+        if end > len(data):
+            data = self._period.repeat(-(-end // _PERIOD))
         return data[start:end].view(source.dtype).view(source.shape)
 
 
