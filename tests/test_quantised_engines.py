@@ -31,6 +31,7 @@ FINER = ("fp8_block", (64, 64))
 PACKED = ("fp8_packed", (128, 128))
 WHOLE = ("fp8_tensor", (0, 0))
 MX = ("mxfp8", (1, 32))
+NV = ("nvfp4", (1, 16))
 INT4 = ("int4", (1, 32))
 ZERO = ("int4_zero", (1, 32))
 INT4_EXPERTS = ("int4", (1, 32), EXPERTS)
@@ -61,6 +62,7 @@ SGLANG: dict[tuple[str, Fields, str], str] = {
     ("qwen3", WHOLE, "learnt"): "",
     ("qwen3", MX, "session"): "",
     ("qwen3_moe", MX, "learnt"): "",
+    ("qwen3", NV, "learnt"): "",
     ("qwen3", PACKED, "session"): "",
     ("qwen3_moe", PACKED, "session"): "",
     ("qwen3_moe", PACKED, "bucket"): "",

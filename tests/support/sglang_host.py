@@ -165,6 +165,13 @@ def quantization(method: Method, config: Any) -> Any:
         from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
 
         return compressed_tensors.CompressedTensorsConfig.from_config(method.config(config))
+    if method.kind == "nvfp4":
+        from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
+
+        # SGLang's server adds which modules its model joins
+        return ModelOptFp4Config.from_config(
+            {**method.config(config), "packed_modules_mapping": {}}
+        )
     from sglang.srt.layers.quantization.fp8 import Fp8Config
 
     return Fp8Config.from_config(method.config(config))

@@ -159,7 +159,7 @@ def run(case: Case) -> dict[str, Any]:
         case.facts["path"],
         case.own(7) if case.facts["path"] in PROCESSED else case.build(),
     )
-    loader = SglangLoader(model)
+    loader = SglangLoader(model, ignore=["*.input_scale"])  # of NVFP4, which no trainer has
     engines = {"session": Session, "bucket": Stock}
     kind = engines.get(path, lambda _, loader: ThreadEngine([loader]))
     if path == "disk":
