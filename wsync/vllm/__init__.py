@@ -22,7 +22,7 @@ import torch
 from wsync._core import Layout, LayoutError, UnsupportedError
 from wsync.checkpoints.hub_cache import folder_of
 from wsync.engine.learn.recorded_loader import RecordedLoader
-from wsync.engine.learn.replay import LearntModule
+from wsync.engine.learn.replay_loader import LearntModule
 from wsync.engine.post_load import run_in_place
 from wsync.engine.receiver import Receiver, refused
 from wsync.engine.ring_loaders import CallingLoader, ChoosingLoader, OnWeightsLost, Receipt

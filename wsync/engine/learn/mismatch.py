@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from wsync.engine.learn.memory import ModuleMemory
+from wsync.engine.learn.load_targets import LoadTargets
 from wsync.engine.not_taken import converting, meaningless, refusing, text_of
 from wsync.module_tensors.names import QUANTISED
 from wsync.probing.learn import LearntLoad, NotLearntError
@@ -39,7 +39,7 @@ def not_taken(module: torch.nn.Module, sources: Sequence[Source], error: RaisedE
 def refuse_conversions(
     module: torch.nn.Module,
     load: Load,
-    memory: ModuleMemory,
+    memory: LoadTargets,
     sources: Sequence[Source],
     does: LearntLoad,
 ) -> None:

@@ -13,10 +13,10 @@ import torch
 
 from wsync import _core
 from wsync.engine.destination import MissingError
+from wsync.engine.learn.load_targets import LoadTargets, has_changed, wrapped_parameters
 from wsync.engine.learn.made_up import MadeUpTensors, given_values
-from wsync.engine.learn.memory import ModuleMemory, has_changed, wrapped_parameters
 from wsync.engine.learn.mismatch import not_taken, refuse_conversions
-from wsync.engine.learn.replay import LearntModule, ReplayLoader
+from wsync.engine.learn.replay_loader import LearntModule, ReplayLoader
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import (
     CallingLoader,
@@ -111,7 +111,7 @@ class RecordedLoader(ChoosingLoader):
         if facts == self._model and self._is_current():
             return self._chosen.blob() if self._needed else WHOLE
         sources = [Source(name, dtype_of(dtype), shape) for name, dtype, shape, _ in facts]
-        memory = ModuleMemory(self._module)
+        memory = LoadTargets(self._module)
         on_weights_lost()
         self._load, self._depended_on = self.method(), self.depends_on()
         self._model, self.learnt, self.reason = [], None, ""
@@ -120,7 +120,7 @@ class RecordedLoader(ChoosingLoader):
             learnt = self._learn(memory, sources)
         except NotLearntError as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
-            self.check_delivered(_lacking(ModuleMemory(self._module), error.pieces))
+            self.check_delivered(_lacking(LoadTargets(self._module), error.pieces))
             text = "%s; it gets all tensors in one call of its load_weights, %.1f GB of host memory"
             nbytes = sum(source.nbytes for source in sources)
             _log.warning(text, self.reason, nbytes / 1e9)
@@ -147,7 +147,7 @@ class RecordedLoader(ChoosingLoader):
             return False
         return True
 
-    def _learn(self, memory: ModuleMemory, sources: Sequence[Source]) -> LearntModule:
+    def _learn(self, memory: LoadTargets, sources: Sequence[Source]) -> LearntModule:
         """Raises NotLearntError, and NotTakenError."""
         if wrapped := wrapped_parameters(self._module):
             raise NotLearntError(f"{listed(wrapped)}: a wrapper around other tensors")
@@ -166,7 +166,7 @@ class RecordedLoader(ChoosingLoader):
                 does = learn(load, memory.tensors(), sources, given, values)
             except RaisedError as error:
                 raise not_taken(self._module, sources, error) from error.error
-            former, memory = memory, ModuleMemory(self._module)
+            former, memory = memory, LoadTargets(self._module)
             if [target.path for target in memory.targets] == [t.path for t in former.targets]:
                 break  # load_weights has made no further tensors
         refuse_conversions(self._module, load, memory, sources, does)
@@ -260,7 +260,7 @@ class RecordedLoader(ChoosingLoader):
 
 
 def _same_places(
-    memory: ModuleMemory, sources: Sequence[Source], does: LearntLoad
+    memory: LoadTargets, sources: Sequence[Source], does: LearntLoad
 ) -> dict[str, str]:
     """The tensors that load_weights passes over because the module has them under two names, of
     which the other one is loaded: a tied head.  Both have to bring the same."""
@@ -276,7 +276,7 @@ def _same_places(
     return same_place
 
 
-def _lacking(memory: ModuleMemory, pieces: Iterable[PlacedBox]) -> dict[str, int]:
+def _lacking(memory: LoadTargets, pieces: Iterable[PlacedBox]) -> dict[str, int]:
     """The bytes of parameters that nothing is loaded to."""
     tensors, lacking = memory.tensors(), Counter[str]()
     for piece in pieces:

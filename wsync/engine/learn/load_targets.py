@@ -34,7 +34,7 @@ class TensorTarget(NamedTuple):
     parameter: bool
 
 
-class ModuleMemory:
+class LoadTargets:
     """The tensors of a module that load_weights may write to, at one moment.  Keeps none of them,
     but the parts of the module.
 

@@ -20,7 +20,7 @@ from wsync._core import (
     Stream,
     describe,
 )
-from wsync.engine.learn.memory import ModuleMemory, has_changed
+from wsync.engine.learn.load_targets import LoadTargets, has_changed
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import LoadWeights, OnWeightsLost, Receipt, RoutedLoader
 from wsync.module_tensors import name_of, same_bytes
@@ -41,7 +41,7 @@ class LearntModule(NamedTuple):
 
     module: torch.nn.Module
     method: LoadWeights
-    memory: ModuleMemory
+    memory: LoadTargets
     sources: Sequence[Source]
     does: LearntLoad
     same_place: Mapping[str, str]
