@@ -82,6 +82,17 @@ def test_a_rings_file_that_was_left_can_be_read_until_it_is_removed(sglang: Sgla
     assert name not in segments()
 
 
+def test_a_rings_bucket_is_pickled_once_and_every_reader_is_counted() -> None:
+    ring = SharedRing(64, _core.host())
+    metadata = FlattenedTensorBucket([("w", torch.ones(16))]).get_metadata()
+    users = ctypes.c_int32.from_address(ring.address - 64)
+    before = users.value
+    first, *others = [ring.payload(0, 64, metadata) for _ in range(3)]
+    assert users.value == before + 3
+    assert all(data is first for data in others)
+    ring.close()
+
+
 def filled(ring: SharedRing, value: int) -> tuple[bytes, Any]:
     """A bucket of all that there is, and what SGLang finds there."""
     ctypes.memset(ring.address, value, ring.nbytes)

@@ -174,12 +174,12 @@ def remove(tensor: torch.Tensor) -> None:
         os.unlink(os.fsencode(_SHM) + name)
 
 
-def keep(tensor: torch.Tensor) -> None:
+def keep(tensor: torch.Tensor, readings: int = _REPEATS) -> None:
     """Keeps the file of `shared_bytes` while payloads are read more than once: each reading drops a
     reference, and the last drop would remove the file.  `remove` or the end of this process removes
     it then."""
     storage = tensor.untyped_storage()
-    for _ in range(_REPEATS):
+    for _ in range(readings):
         storage._shared_incref()  # type: ignore[no-untyped-call]
 
 

@@ -41,10 +41,18 @@ class SharedRing:
         # streams keep this object, too, while they use the memory
         self._registered: object = _core.host_register(self.address, nbytes, device, self._bytes)
         self._later: threading.Timer | None = None
+        self._pickled: dict[int, tuple[Sequence[Any], bytes]] = {}  # by id of the metadata
 
     def payload(self, offset: int, nbytes: int, metadata: Sequence[Any]) -> bytes:
+        """As of a GpuRing.  A bucket's payload is the same for all workers and in every update, so
+        it is pickled once.  Metadata must not change, and belongs to one place."""
+        if id(metadata) in self._pickled:
+            payload.keep(self._bytes, 1)
+            return self._pickled[id(metadata)][1]
         flat = self._bytes[offset : offset + nbytes]
-        return payload.bucket(FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata))
+        data = payload.bucket(FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata))
+        self._pickled[id(metadata)] = metadata, data
+        return data
 
     def close(self) -> None:
         """Removes the file, even if parts of it have not been read."""
