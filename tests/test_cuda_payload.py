@@ -266,7 +266,8 @@ def test_a_stock_engine_that_holds_a_bucket_fails_the_update(owner: Peer) -> Non
         "from support.stock_on_gpu import OneSlot, gpu\n"
         "engine = SimpleNamespace(name='E', workers=1, update_weights=lambda made, **k: made())\n"
         "session = StockSession(0, engine, timeout=5, on_gpu=True)\n"
-        "session.attach(OneSlot(), gpu(), 5, never); session.begin(1, '7', 5, never)\n"
+        "session.make_ring(OneSlot(), gpu()); session.attach(OneSlot(), gpu(), 5, never)\n"
+        "session.begin(1, '7', 5, never)\n"
         "stream = _core.Stream()\n"
         "session.acquire(0, stream, 5, never); session.post(0, stream, 5, never)"
     )

@@ -124,6 +124,7 @@ def test_a_stock_engine_takes_on_the_version_with_its_own_last_bucket() -> None:
     )
     session = StockSession(0, engine, timeout=60)
     plan: Any = OneRound()
+    session.make_ring(plan, _core.host())
     session.attach(plan, _core.host(), 60, never)
     session.begin(1, "7", 60, never)
     stream = _core.Stream()
@@ -153,6 +154,7 @@ def test_a_ring_whose_buckets_were_not_read_is_removed(
     engine: Any = SimpleNamespace(name="stock", workers=2, update_weights=refuse)
     session = StockSession(0, engine, timeout=60)
     plan: Any = OneRound()
+    session.make_ring(plan, _core.host())
     session.attach(plan, _core.host(), 60, never)
     ring: Any = session._ring
     file = Path("/dev/shm", ring._bytes.untyped_storage()._share_filename_cpu_()[1].decode()[1:])

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,12 @@ from support.weights_only_engine import ProcessEngine
 from support.workers import ThreadEngine
 
 import wsync
+from wsync import _core
 from wsync.demo.cli import traces
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.machine import trace
+from wsync.messages import payload
+from wsync.trainer.planning import Planning
 from wsync.trainer.sessions.worker import WorkerSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
@@ -163,6 +167,51 @@ def test_where_memory_is_short_rings_are_smaller(
     assert text.startswith("wsync: rank 0: no ")
     most = int(text.partition(": rings have at most ")[2].split()[0])
     assert report.ring_nbytes <= engine.workers * most < usual.ring_nbytes
+
+
+def test_usual_rounds_come_before_a_smaller_ring(
+    config: Any,
+    engine: TensorParallelEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make = Planning._make_rings
+    with wsync.connect(draw(config, 6), engines=[engine], options=OPTIONS) as sync:
+        usual = sync.update()
+    monkeypatch.setattr(Planning, "_may_be_large", lambda *_: True)
+    tried = ["no memory for large rounds", ""]
+    monkeypatch.setattr(Planning, "_make_rings", lambda *given: tried.pop(0) or make(*given))
+    with wsync.connect(draw(config, 6), engines=[engine], options=OPTIONS) as sync:
+        assert sync.update().ring_nbytes == usual.ring_nbytes
+    assert caplog.messages == []
+
+
+def test_ranks_without_cuda_are_asked_for_large_rounds_too() -> None:
+    """Other ranks gather their answers, and would take its next gather for one."""
+    told: list[object] = []
+    group: Any = SimpleNamespace(gather_json=lambda mine: told.append(mine) or [mine, True])
+    roster: Any = SimpleNamespace(takes_buckets=False, taking=lambda _: [])
+    assert not Planning(group, roster, [], wsync.Options())._may_be_large(_core.host())
+    assert told == [False]
+
+
+def test_where_dev_shm_is_small_a_stock_engine_gets_a_smaller_ring(
+    config: Any, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker gives it 64 MB."""
+    make, most = payload.shared_bytes, 1 << 17
+
+    def shared_bytes(nbytes: int) -> torch.Tensor:
+        if nbytes > most:
+            raise wsync.NoMemoryError(f"no {nbytes} bytes")
+        return make(nbytes)
+
+    monkeypatch.setattr(payload, "shared_bytes", shared_bytes)
+    weights = draw(config, 8)
+    options = wsync.Options(deadline=60, delivery="stock", progress=False)
+    with wsync.connect(weights, engines=[server], options=options) as sync:
+        assert sync.update().ring_nbytes <= most
+    assert in_server(server) == sums(weights)
 
 
 @pytest.mark.parametrize("ring_nbytes", [0, 1 << 16])

@@ -114,6 +114,7 @@ class _Failing:
 def left_by(how: str) -> None:
     """Closes a session whose only bucket has failed in some way."""
     session = StockSession(0, _Failing(how), timeout=5, on_gpu=True)  # type: ignore[arg-type]
+    session.make_ring(OneSlot(), gpu())  # type: ignore[arg-type]
     session.attach(OneSlot(), gpu(), 5, bool)  # type: ignore[arg-type]
     session.begin(1, "7", 5, bool)
     stream = wsync._core.Stream()

@@ -95,7 +95,10 @@ class Planning:
             if not lacking:
                 self._name(short, limit)
                 return made_of, plan
-            large, short = False, lacking
+            if large:  # rounds of the usual size come before a smaller ring
+                large = False
+                continue
+            short = lacking
             limit = max(plan.ring_nbytes(number) for number in range(len(layouts))) // 2
             if self.options.ring_nbytes or limit < _LEAST_RING_NBYTES:
                 raise _core.NoMemoryError(
@@ -174,10 +177,12 @@ class Planning:
         because their free memory is not known here."""
         asked = self.options.round_nbytes or self.options.ring_nbytes or self.options.park
         remote = bool(self.roster.taking(Delivery.REMOTE))
-        if device.ordinal < 0 or asked or self.roster.takes_buckets or remote:
+        if asked or self.roster.takes_buckets or remote:
             return False
         needed = _LARGE_FREE_NBYTES * max(len(self.sessions), 1)
-        return all(self.group.gather_json(device.memory_available() >= needed))
+        # a rank without CUDA answers, too, if other ranks have GPUs
+        roomy = device.ordinal >= 0 and device.memory_available() >= needed
+        return all(self.group.gather_json(roomy))
 
     def _draw(
         self, layouts: list[bytes], device: _core.Device, large: bool, ring_nbytes: int

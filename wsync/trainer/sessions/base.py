@@ -92,9 +92,9 @@ class BucketSession(abc.ABC):
     def accept(self, timeout: float, check: Check) -> bytes:
         return WHOLE
 
+    @abc.abstractmethod
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
-        """Makes the ring, if `attach` does not.  Raises NoMemoryError if there is no memory."""
-        return
+        """Makes the ring, and frees a former one.  Raises NoMemoryError if there is no memory."""
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         self._sent, self._seen = [], 0

@@ -105,10 +105,16 @@ class StockSession(BucketSession):
     def under_way(self) -> UnderWay:
         return [(self._engine.name, sent) for sent in self._sent if not sent.done()]
 
-    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        self.rounds = WorkerRounds(plan, self.worker)
+    def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
+        former, self._ring = self._ring, None
+        if former is not None:
+            former.close()
         kind = GpuRing if self._on_gpu and device.uuid else SharedRing
         self._ring = kind(max(plan.ring_nbytes(self.worker), 1), device)
+
+    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
+        assert self._ring is not None
+        self.rounds = WorkerRounds(plan, self.worker)
         # the last rounds may be for other engines only
         buckets = self.rounds.buckets
         self._last = max((k for k, bucket in enumerate(buckets) if bucket), default=-1)
