@@ -147,7 +147,7 @@ def test_an_engine_of_the_trainers_own_process_is_not_remote() -> None:
 
     options = wsync.Options(**OPTIONS)
     with wsync.connect(drawn(9), [Engine()], options=options) as sync:
-        with pytest.raises(wsync.UnsupportedError, match="init_weights_update_group: an engine of"):
+        with pytest.raises(wsync.UnsupportedError, match="init_weights_update_group: an engine in"):
             sync.update()
 
 
