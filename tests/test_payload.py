@@ -75,11 +75,14 @@ def test_a_rings_file_that_was_left_can_be_read_until_it_is_removed(sglang: Sgla
     data, told = filled(ring, 1)
     assert sglang(data) == told
     late, told = filled(ring, 2)
-    ring.leave()
+    ring.leave("E")
     assert sglang(late) == told
+    SharedRing(64, _core.host()).leave("other")
     assert name in segments()
-    ring.close()
+    following = SharedRing(64, _core.host())
+    following.leave("E")  # one for each engine
     assert name not in segments()
+    following.close()
 
 
 def test_a_rings_bucket_is_pickled_once_and_every_reader_is_counted() -> None:

@@ -135,12 +135,17 @@ def test_a_stock_engine_takes_on_the_version_with_its_own_last_bucket() -> None:
     assert sent == ["7"]
 
 
+REFUSED = wsync.PeerClosedError("nobody there")
+REFUSED.__cause__ = ConnectionRefusedError()
+
+
 @pytest.mark.parametrize(
     ("error", "stays"),
     [
         (wsync.RemoteError("not now"), False),
         (wsync.PeerClosedError("cut off when it had been sent"), True),
         (wsync.DeadlineError("it may read it yet"), True),
+        (REFUSED, False),
     ],
 )
 def test_a_ring_whose_buckets_were_not_read_is_removed(

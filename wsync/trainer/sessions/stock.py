@@ -6,8 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -61,18 +60,26 @@ class SharedRing:
             self._later.cancel()  # it keeps the memory
         payload.remove(self._bytes)
 
-    def leave(self) -> None:
-        """Keeps the file for ten minutes, because an engine may still read it.  If this process
+    def leave(self, engine: str) -> None:
+        """Keeps the file for ten minutes, because the engine may still read it.  If this process
         ends earlier, the file stays until its last reader has ended.  A stock server that does not
-        find the file ends."""
+        find the file ends.  A file that was left to the engine before is removed: the engine has
+        answered requests since."""
         if self._later is not None:
             return
+        if (former := _left.get(engine)) is not None:
+            former.close()
+        _left[engine] = self
         self._ended.detach()
         self._ended = weakref.finalize(self, _by_owner, Owner(), payload.give_back, self._bytes)
         self._registered = None
-        self._later = threading.Timer(LEFT_SECONDS, payload.remove, [self._bytes])
+        self._later = threading.Timer(LEFT_SECONDS, self.close)
         self._later.daemon = True
         self._later.start()
+
+
+# by engine; a ring's timer keeps it here
+_left: Final = weakref.WeakValueDictionary[str, SharedRing]()
 
 
 def _by_owner(owner: Owner, call: Callable[[torch.Tensor], None], ring: torch.Tensor) -> None:
@@ -145,8 +152,10 @@ class StockSession(BucketSession):
             self._ring.close(self._engine.name)
         elif self._ring is not None:
             if not all(sent.done() for sent in self._sent):
-                self._ring.leave()  # also if this process ends before the engine has read it
-            self._thread.submit(functools.partial(_close, self._ring, self._sent))
+                self._ring.leave(
+                    self._engine.name
+                )  # also if this process ends before the engine has read it
+            self._thread.submit(functools.partial(self._close, self._ring))
         super().close()
 
     def _send(self, round: int) -> None:
@@ -169,9 +178,15 @@ class StockSession(BucketSession):
         )
         self._ask(request)
 
-
-def _close(ring: SharedRing, sent: Sequence[Future[None]]) -> None:
-    """Removes the file once all requests have ended.  Leaves it if a request got no answer."""
-    errors = [request.exception() for request in sent]
-    unanswered = any(isinstance(e, _core.PeerClosedError | _core.DeadlineError) for e in errors)
-    (ring.leave if unanswered else ring.close)()
+    def _close(self, ring: SharedRing) -> None:
+        """Removes the file once all requests have ended.  Leaves it if a request that was sent got
+        no answer."""
+        errors = [request.exception() for request in self._sent]
+        if any(
+            isinstance(error, _core.PeerClosedError | _core.DeadlineError)
+            and not isinstance(error.__cause__, ConnectionRefusedError)
+            for error in errors
+        ):
+            ring.leave(self._engine.name)
+        else:
+            ring.close()
