@@ -7,10 +7,16 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from support import agreement_cases
 from support.procs import RankError, Ranks
+
+import wsync
+from wsync.exchange.trainer_group import TrainerGroup
+from wsync.machine.daemon_threads import WorkerThread
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +107,13 @@ def test_a_rank_that_is_killed_is_named() -> None:
     assert sorted(errors) == [0, 1]
     for error in errors.values():
         assert re.fullmatch(r"PeerClosedError: trainer rank 2 \(pid \d+\) has ended", error)
+
+
+def test_a_rank_that_hears_of_an_error_looks_for_no_process_that_has_ended() -> None:
+    group = TrainerGroup(timeout=5)
+    group._store = SimpleNamespace(compare_set=lambda key, before, said: said.encode())
+    group._thread = WorkerThread("store")
+    error = wsync.PeerClosedError("trainer rank 1: engine E: gone")
+    with mock.patch.object(group, "_ended", side_effect=AssertionError("it looks")):
+        assert group.fail(error) is error
+    group._thread.close()

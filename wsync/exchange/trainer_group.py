@@ -167,11 +167,11 @@ class TrainerGroup:
             error = _core.RemoteError(error_text(error))
         if self._store is None:
             return error
-        if isinstance(error, _core.PeerClosedError) and (ended := self._ended()):
-            error = _core.PeerClosedError(ended)
         text = str(error)
-        if not text.startswith("trainer rank "):
+        if not text.startswith("trainer rank "):  # which a published error does
             text = f"trainer rank {self.rank}: {text}"
+            if isinstance(error, _core.PeerClosedError) and (ended := self._ended()):
+                text, error = ended, _core.PeerClosedError(ended)
         said = json.dumps({"class": type(error).__name__, "text": text, "update": self._update})
         writing = self._thread.submit(lambda: self._store.compare_set("error", "", said).decode())
         try:
@@ -190,10 +190,11 @@ class TrainerGroup:
 
     def _ended(self) -> str:
         """Says which rank on this host has ended, or ""; called after a connection has broken."""
+        here = host_identity()
         deadline = Deadline(VERDICT_SECONDS)  # a process closes its sockets a little before it ends
         while deadline.left:
             for rank, (host, pid) in enumerate(self._processes):
-                if host == host_identity() and has_ended(pid):
+                if host == here and has_ended(pid):
                     return f"trainer rank {rank} (pid {pid}) has ended"
             time.sleep(POLL_SECONDS)
         return ""
