@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import wsync
 from wsync.machine.lendable import SharedMaps
+from wsync.trainer import lending
 from wsync.trainer.sessions.worker import WorkerSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False, delivery="direct")
@@ -132,6 +133,20 @@ def test_private_memory_goes_through_a_ring_in_the_same_update_and_is_named_once
     )
     assert "share_memory_()" in said[0]
     assert said[0].endswith("; weights that engines do not read in place go through rings")
+
+
+def test_too_many_pieces_go_through_a_ring(
+    config: Any, weights: Weights, engine: TensorParallelEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        mock.patch.object(lending, "most_segments", return_value=1),
+        wsync.connect(weights, engines=[engine], options=OPTIONS) as sync,
+    ):
+        for _ in range(2):
+            assert set(sync.update().paths.values()) == {"ring"}
+    assert same(engine.weights(), weights)
+    (said,) = [text for text in caplog.messages if "pieces of shared memory, and can" in text]
+    assert said.endswith("go through rings")
 
 
 def test_an_engine_of_whole_tensors_gets_rings(config: Any, weights: Weights) -> None:

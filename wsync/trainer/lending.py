@@ -130,8 +130,7 @@ class Lending:
         """
         _sweep()
         if gpu and self._wholly:
-            self._let_go()
-            self._bounds, self._obstacle = [None] * len(buffers), ""
+            self._lend_nothing(len(buffers))
             return
         around: Any = self._allocations if gpu else self._maps
         seen = gpu, buffers.spans(), around.read(buffers)
@@ -145,8 +144,7 @@ class Lending:
                 if not self._wholly:
                     raise
                 _log.debug("wsync: all weights go through rings: %s", error)
-                self._let_go()
-                self._bounds, self._obstacle = [None] * len(spans), ""
+                self._lend_nothing(len(spans))
         self._buffers = buffers if gpu and self._numbers else _NOTHING
 
     def _lend(self, around: Any, spans: Sequence[tuple[int, int]], gpu: str) -> None:
@@ -155,10 +153,14 @@ class Lending:
         count = sum(source.descriptors for source in used)
         raise_descriptor_limit()  # also for other ranks' segments, which some ranks pass on
         if count > (most := most_segments(self._hosts.count(self._host))):
-            raise _core.UnsupportedError(
+            text = (
                 f"rank {self._rank} has weights in {count} pieces of shared memory, and can lend "
                 f"only {most} (its share of half of `ulimit -Hn`)"
             )
+            if self._wholly:
+                raise _core.UnsupportedError(text)
+            self._lend_nothing(len(spans), text)
+            return
         borrowed = around.borrow(used - self._numbers.keys())
         for source, memory in borrowed.items():
             self._numbers[source], self._own[self._next] = self._next, memory
@@ -176,6 +178,10 @@ class Lending:
         self._obstacle = self._name(private, gpu) if private else ""
         if private and self._wholly:
             raise _core.UnsupportedError(self._obstacle)
+
+    def _lend_nothing(self, count: int, obstacle: str = "") -> None:
+        self._let_go()
+        self._bounds, self._obstacle = [None] * count, obstacle
 
     def _drop(self, source: File | GpuSegment) -> None:
         number = self._numbers.pop(source, None)
