@@ -161,10 +161,12 @@ class Connection:
             engine = self._roster.engines[self._roster.workers[int(number)].engine].name
             self._own_loading.setdefault(engine, reason)
         reaching = {int(n): reached for rank in told for n, reached in rank["reaching"].items()}
-        self._stream = _core.Stream(self._options.threads or threads_for(device), device)
         given, self._rounds_plan = planning.fit(self._split(layouts, reaching), device)
         self._make_ready(given, device)
-        self.plan = planning.plan(layouts, device) if self.reading else self._rounds_plan
+        plan = planning.plan(layouts, device) if self.reading else self._rounds_plan
+        # last: without a plan, there is no stream to close
+        self._stream = _core.Stream(self._options.threads or threads_for(device), device)
+        self.plan = plan
 
     def _make_ready(self, given: PlanInput, device: _core.Device) -> None:
         """Tells the workers about the plan, and opens the exchange with the other ranks."""
