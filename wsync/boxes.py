@@ -1,15 +1,15 @@
-"""Boxes of a tensor: the overlap of two boxes, and the parts of one outside the other."""
+"""Boxes of a tensor: what two boxes share, and what is left of one box without the other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(start, extent), both with one number for each dimension of the tensor."""
+"""(start, extent).  Each of them has one number for each axis of the tensor."""
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The box that two boxes share, or None."""
+    """Returns the box that two boxes share, or None if they share no element."""
     start = tuple(map(max, one[0], other[0]))
     ends = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
     extent = tuple(end - begin for begin, end in zip(start, ends, strict=True))
@@ -17,7 +17,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def outside(box: Box, hole: Box) -> Iterator[Box]:
-    """The parts of `box` outside `hole`, as boxes."""
+    """Yields boxes that together are the part of `box` outside `hole`."""
     inside = overlap(box, hole)
     if inside is None:
         yield box

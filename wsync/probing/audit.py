@@ -1,8 +1,8 @@
-"""Checks that a load still does what was learnt of it, without anything from a trainer.
+"""Checks that a load still does what was learnt of it.  The trainer sends nothing for this check.
 
-Some tensors are read back from the places that they were learnt to be loaded to, with zeros where
-other workers have the rest.  The places are inverted, and the load brings the tensors once more:
-every byte has to return.
+Some sources are read back from their places in the targets, with zeros for the elements that other
+workers keep.  Then the bytes of these places are inverted, and the load is called with the sources.
+Afterwards every byte must be as it was.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from wsync.probing.numbering import Source
 from wsync.probing.pieces import as_kept, by_name
 from wsync.probing.probe import Load
 
-MOST_NBYTES: Final = 64 << 20  # of what is read back together; larger ones are not audited
-SAMPLE_NBYTES: Final = 4 << 20  # at a time, as a rule
-SHARE: Final = 1000  # of the model's bytes, where these are more
-_STRIDE: Final = 7919  # units that follow each other in turn lie far apart
+MOST_NBYTES: Final = 64 << 20  # a unit with more bytes is not audited
+SAMPLE_NBYTES: Final = 4 << 20  # the usual size of a sample
+SHARE: Final = 1000  # if this is more, a sample has 1/SHARE of the model's bytes
+_STRIDE: Final = 7919  # successive samples take units at this distance
 
 
 class AuditError(Exception):
-    """A load puts tensors elsewhere than it was learnt to."""
+    """A load puts tensors in other places than it did when it was learnt."""
 
     def __init__(self, names: Sequence[str], error: Exception | None) -> None:
         why = f": {error}" if error is not None else ""
-        super().__init__(f"load_weights loads {', '.join(names[:3])} elsewhere by now{why}")
+        listed = ", ".join(names[:3])
+        super().__init__(f"load_weights loads {listed} to other places than before{why}")
 
 
 class Audit:
-    """Audits a load by samples: one of all tensors that are called alike, in turn.
+    """Audits a load by samples.
 
-    Tensors that a load may wait for together are one.  What a load computes cannot be read back,
-    and is not audited.
+    A unit is one source, or several sources if a load may have to wait until it has them all.  A
+    sample takes one of the units whose names differ only in numbers, and later samples take others.
+    What a load computes cannot be read back, so it is not audited.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Audit:
         self._room = max(nbytes, self._nbytes(self._known) // SHARE)
 
     def is_possible(self, targets: Sequence[torch.Tensor]) -> bool:
-        """Whether the load does with a sample: some want all tensors in one call."""
+        """Whether the load can be called with a sample: some loads need all sources at once."""
         names = self._next()
         touched = {piece.target for name in names for piece in self._places[name]}
         before = [checksum_of(targets[number]) for number in touched]
@@ -76,10 +78,12 @@ class Audit:
         return [checksum_of(targets[number]) for number in touched] == before
 
     def some(self, targets: Sequence[torch.Tensor]) -> list[str]:
-        """Checks the next sample, and returns its names.  If that fails, restores all places and
-        raises AuditError.
+        """Checks the next sample, and returns the names of its sources.
 
-        targets: the load's targets, at their present addresses.
+        targets: the targets of the load, at their present addresses.
+
+        Raises:
+            AuditError: the load puts sources in other places.  The sample's places are restored.
         """
         names = self._next()
         self._check(names, targets)
@@ -111,7 +115,7 @@ class Audit:
             raised: Exception | None = None
             try:
                 self._load(pairs)
-            except Exception as error:  # a load may ask for more tensors when it has loaded these
+            except Exception as error:  # a load may have loaded these, and then need others
                 raised = error
             wrong = [name for name, place, brought in kept if not torch.equal(place, brought)]
             if wrong:
@@ -122,9 +126,9 @@ class Audit:
     def _read_back(
         self, name: str, targets: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """This worker's part of a tensor, with zeros around it; the tensor's places, and what it
-        brings there, as integers.  The places themselves may hold anything, after an engine has
-        slept."""
+        """Returns a source with this worker's elements, and zeros for the others.  Also returns its
+        places, each with the bits that the load must put there, as integers.  A place may hold
+        other bits now, because it may hold anything after an engine has slept."""
         _, dtype, shape = self._known[name]
         pieces = self._places[name]
         views = [piece.view(targets) for piece in pieces]

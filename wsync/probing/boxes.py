@@ -1,7 +1,8 @@
-"""Turns numbers of elements into boxes: which box of a source lies in which box of a tensor.
+"""Turns the numbers of a tensor's elements into boxes that are numbered evenly.
 
-An element's number has bits for each axis of its source, enough to count to twice the extent: the
-step from the end of one row to the start of the next is no step along any axis.
+The number of an element tells which element of a source was loaded there.  It has bits for each
+axis of the source, enough to count to twice the axis's extent.  For this reason, the step from the
+end of one row to the start of the next is never mistaken for a step along an axis.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Numbers of some rows of the slice of a tensor at leading places: read(places, low, high).  Each
-# row has the numbers of some of its elements, the first one first.
+# read(places, low, high) returns a row of numbers for each of the slices `low` to `high` - 1 of
+# tensor[places].  A row begins with the number of the slice's first element, and also has the
+# numbers of some other elements.
 Read = Callable[[tuple[int, ...], int, int], "Tensor"]
 
-LONGEST = 8  # step in which boxes go through a tensor
-_BLOCK = 1 << 22  # elements whose rows are read at a time
+LONGEST = 8  # the usual value of `longest`
+_BLOCK = 1 << 22  # slices are read together up to this number of elements
 
 
 class NumberedBox(NamedTuple):
-    """A box of a tensor that is numbered evenly.
+    """A box of a tensor whose elements are numbered evenly.
 
-    axes: along which axis of the source each of its axes goes, -1: along none; steps: in the
-    tensor, from each element to the next; number: of the first element.
+    axes: for each axis, the source axis that the box follows, or -1 for none.  steps: for each
+    axis, the distance in the tensor between neighbours in the box.  number: the number of the first
+    element.
     """
 
     start: tuple[int, ...]
@@ -37,7 +40,11 @@ class NumberedBox(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Slices that are one step of one source axis apart; axis -1: a slice that is alone."""
+    """Slices of a tensor.  From each one to the next, the index along one source axis grows by 1.
+
+    step: the distance in the tensor between two slices of the run.  axis: the source axis, or -1 if
+    the run has only one slice.
+    """
 
     start: int
     length: int
@@ -46,8 +53,8 @@ class _Run(NamedTuple):
 
 
 def units_of(extents: Sequence[int]) -> list[int]:
-    """How much larger the number is of the next element along each axis, and, last, a number that
-    is larger than all of these elements'."""
+    """Returns how much the number grows from one element to the next along each axis.  The last
+    item is larger than the numbers of all elements."""
     units = [1]
     for extent in reversed(extents):
         bits = (2 * extent - 1).bit_length() if extent > 1 else 0
@@ -62,11 +69,14 @@ def boxes(
     longest: int,
     like: Callable[[tuple[int, ...]], Hashable] | None = None,
 ) -> Iterator[NumberedBox]:
-    """Boxes that make up a tensor.  units: source axes by their units; longest: the largest step.
-    like: of leading places, the same where the steps from slice to slice are the same.
+    """Yields boxes that make up a tensor.
 
-    Along the first axis, the longest runs of slices of which each is one step of one source axis
-    away from the one before; then the same within the first slice of each run.
+    The slices along the first axis are divided into runs that are as long as possible.  The first
+    slice of each run is then divided in the same way.
+
+    units: maps the difference between the numbers of neighbours along a source axis to that axis.
+    longest: the largest distance between two slices of one run.  like: returns a key for leading
+    indices; if two keys are equal, the steps are equal, and the runs are found only once.
     """
     return _Boxes(read, longest, like or (lambda places: places)).of((), tuple(shape), dict(units))
 
@@ -107,7 +117,8 @@ class _Boxes:
 
 
 def _steps(read: Read, places: tuple[int, ...], shape: Sequence[int]) -> Iterator[int]:
-    """From each slice to the next; 0: none that is the same for all of its elements."""
+    """Yields the step from each slice to the next: the difference between the numbers of their
+    elements, or 0 if it is not the same for all elements."""
     import torch
 
     block = max(1, _BLOCK // math.prod(shape[1:]))
@@ -131,7 +142,7 @@ def _split(
 
 
 def _run(steps: Sequence[int], start: int, step: int, units: Mapping[int, int]) -> _Run:
-    """As many runs as `step` says, which alternate from `start` on."""
+    """Returns the first of `step` alternating runs that begin at `start`, or only one slice."""
     between = steps[start : start + step]
     axis = units.get(sum(between), -1) if len(between) == step and 0 not in between else -1
     if axis < 0:

@@ -1,7 +1,8 @@
-"""Digits as values of a dtype: exact in it and in every wider one, so that copies keep them.
+"""Writes digits as values of a dtype.  Every wider dtype holds these values exactly.
 
-A digit of a format of two bytes and more is a bfloat16 value between 0 and 1 with a fraction that
-no format of one byte has.  A norm's 1 + weight is none of these.
+In a floating-point format of two bytes or more, a digit is a bfloat16 value between 0 and 1.  Its
+fraction is one that no format of one byte has.  Some engines keep 1 + weight for a norm.  This sum
+is larger than 1, so it is never mistaken for a digit.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ BYTE: Final = "byte"
 INTEGER: Final = "integer"
 _FRACTIONS: Final = [fraction for fraction in range(1 << 7) if fraction % 16]
 _BITS: Final = {
-    # bfloat16; each exponent is smaller than the one before
+    # the bits of bfloat16 values, from the largest exponent to the smallest
     WIDE: [power << 7 | fraction for power in range(126, 0, -1) for fraction in _FRACTIONS],
-    # neither zero nor NaN as uint8, int8, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu
+    # bytes that are finite and not zero as uint8, int8, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
     BYTE: [*range(1, 124), *range(129, 252)],
     INTEGER: range(1, (1 << 15) - 1),  # int16
 }
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """How values of a dtype are read; "": not at all.  Copies within a kind can be followed."""
+    """Returns the kind of digits that a dtype can hold, or "" if it can hold none.  Copies can be
+    followed only between dtypes of one kind."""
     if dtype == torch.bool or dtype.is_complex:
         return ""
     if dtype.itemsize == 1:
@@ -36,17 +38,19 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 def base_of(dtype: torch.dtype) -> int:
-    """How many digits a dtype has."""
+    """Returns how many different digits a dtype can hold."""
     return len(_BITS[WIDE]) if dtype == torch.bfloat16 else common_base(kind_of(dtype))
 
 
 def common_base(kind: str) -> int:
-    """How many digits every dtype of a kind has."""
-    return 14 * len(_FRACTIONS) if kind == WIDE else len(_BITS[kind])  # as many as float16 has
+    """Returns how many different digits every dtype of a kind can hold."""
+    return (
+        14 * len(_FRACTIONS) if kind == WIDE else len(_BITS[kind])
+    )  # float16 has 14 exponents below 1
 
 
 def encode(digits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values of a dtype for digits, which are less than its base."""
+    """Returns the values of a dtype that stand for digits.  Digits are less than the base."""
     kind = kind_of(dtype)
     bits = _tables(kind)[0][digits]
     if kind == BYTE:
@@ -55,7 +59,7 @@ def encode(digits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def decode(values: torch.Tensor) -> torch.Tensor:
-    """The digits that values stand for; -1 if they stand for none."""
+    """Returns the digits that values stand for, or -1 for a value that is no digit."""
     kind = kind_of(values.dtype)
     short = values if kind == BYTE else values.to(_carrier(kind))
     digits = _tables(kind)[1][raw(short).long() & 0xFFFF]
@@ -68,7 +72,7 @@ def _carrier(kind: str) -> torch.dtype:
 
 @functools.cache
 def _tables(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of each digit, and the digit of all bits, or -1."""
+    """Returns the bits of each digit, and for each pattern of 16 bits its digit or -1."""
     bits = torch.tensor(_BITS[kind], device="cpu")
     digits = torch.full((1 << 16,), -1, device="cpu")
     digits[bits] = torch.arange(len(bits), device="cpu")

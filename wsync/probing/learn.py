@@ -1,4 +1,4 @@
-"""Learns where a load puts tensors: numbers say it, and random values prove it."""
+"""Learns what a load does: numbers show where it puts tensors, and random values prove it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from wsync.probing.pieces import (
 )
 from wsync.probing.probe import Load, Overwriting, RaisedError, probe
 
-# Returns random values of a tensor, the same ones at each call.
+# returns random values for a source, the same ones at each call
 Values = Callable[[Source], torch.Tensor]
 
 
 class NotLearntError(Exception):
-    """Copies cannot replace a load.  pieces: what it does all the same, if that is known."""
+    """Copies cannot replace a load.  pieces: what the load does, as far as that is known."""
 
     def __init__(self, text: str, pieces: Sequence[PlacedBox] = ()) -> None:
         self.pieces = pieces
@@ -40,10 +40,11 @@ class NotLearntError(Exception):
 class LearntLoad:
     """What a load does.
 
-    pieces: where it copies the elements of tensors to; copies: from there to further places.
-    constants: the values of places that are the same whatever is loaded.  computed: the tensors
-    that the load itself has to be given, after all copies, and for each a place that it computes.
-    unwritten: places that it does not write to.
+    pieces: the copies from sources; they copy every element at most once.  copies: copies from the
+    places of these pieces to further places.  constants: places that get the same values whatever
+    is loaded, with these values.  computed: the sources that the load computes with, each with one
+    place that it computes; an update calls the load with these sources after all copies.
+    unwritten: places that the load does not write to.
     """
 
     pieces: list[PlacedBox]
@@ -54,12 +55,12 @@ class LearntLoad:
 
     @property
     def written(self) -> list[PlacedBox]:
-        """All places that it writes to, without the computed ones."""
+        """All places that the load writes to, except the computed ones."""
         return [*self.pieces, *self.constants, *(copy.target for copy in self.copies)]
 
     @property
     def used(self) -> set[str]:
-        """The names of tensors that it copies or computes with."""
+        """The names of the sources that the load copies or computes with."""
         return {piece.name for piece in self.pieces} | self.computed.keys()
 
 
@@ -70,15 +71,18 @@ def learn(
     given: Mapping[str, torch.Tensor],
     values: tuple[Values, Values],
 ) -> LearntLoad:
-    """Returns what a load does with tensors.  Afterwards the targets hold values that the load has
-    written; places that it does not write to hold what they held before.
+    """Returns what a load does.  Afterwards the targets hold values that the load has written.
+    Places that the load does not write to hold their former values.
 
-    targets: all tensors that it may write to; they share no elements.  given: tensors whose values
-    it looks at, such as shapes.  values: two sets of random values, in both of which the given
-    tensors are as they are.  The second set's are near 1, so that they can be computed with.
+    targets: all tensors that the load may write to; they share no elements.  sources: all tensors
+    that it is given.  given: sources whose values it reads, such as shapes.  values: two functions
+    that return values for a source.  Both return the given sources unchanged.  For the others, they
+    return random values.  Those of the second function are near 1, so that a load can compute with
+    them.
 
     Raises:
-        NotLearntError: it computes something from an unknown set of tensors.
+        NotLearntError: if the load is given only the sources that it computes with, it does
+            something else.
         RaisedError: the load has failed.
     """
     loads = Overwriting(load, targets)
@@ -101,7 +105,7 @@ def learn(
 
 
 def _constant(place: torch.Tensor) -> torch.Tensor:
-    """A copy of a place, or of one element if all have equal bits."""
+    """Returns a copy of a place, or of its first element if all elements have the same bits."""
     flat = place.reshape(-1)
     same = bool((raw(flat) == raw(flat)[:1]).all())
     return flat[:1].clone() if same else place.clone()
@@ -110,7 +114,8 @@ def _constant(place: torch.Tensor) -> torch.Tensor:
 def _castable(
     pieces: Sequence[PlacedBox], targets: Sequence[torch.Tensor], sources: Sequence[Source]
 ) -> list[PlacedBox]:
-    """Marks as computed what is made of a tensor that no single dtype can be delivered in."""
+    """Marks all pieces of a source as computed if there is no single dtype in which copies can
+    deliver it."""
     dtypes = {source.name: source.dtype for source in sources}
     uncopied = set[PlacedBox]()
     for name, mine in by_name(piece for piece in pieces if piece.name).items():
@@ -127,14 +132,14 @@ def _as_computed(pieces: Sequence[PlacedBox], those: Collection[PlacedBox]) -> l
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """Loads random values, and compares them with what is in the targets afterwards."""
+    """Loads random values, and compares what is then in the targets with what was learnt."""
 
     loads: Overwriting
     sources: Sequence[Source]
     constants: Mapping[PlacedBox, torch.Tensor]
 
     def _load(self, values: Values, names: Collection[str] | None = None) -> None:
-        """names: of the tensors that are loaded; None: all."""
+        """Calls the load.  names: the names of the sources to load; None: all of them."""
         sources = [each for each in self.sources if names is None or each.name in names]
         self.loads.load(sources, values)
 
@@ -142,7 +147,7 @@ class _Proof:
         return [checksum_of(place.view(self.loads.targets)) for place in places]
 
     def _wrong(self, pieces: Sequence[PlacedBox], values: Values) -> set[PlacedBox]:
-        """Constants and copies of these values that are not in their places."""
+        """Returns the constants and copies whose places do not hold what they should hold."""
         known = {source.name: source for source in self.sources}
         found = set()
         for piece in pieces:
@@ -158,7 +163,7 @@ class _Proof:
         return found
 
     def refute(self, pieces: Sequence[PlacedBox], values: Values) -> list[PlacedBox]:
-        """Loads values, and marks as computed what they refute."""
+        """Loads values, and marks the pieces that they refute as computed."""
         self.loads.invert()
         unwritten = [piece for piece in pieces if piece.why == UNWRITTEN]
         before = self._sums(unwritten)
@@ -170,9 +175,11 @@ class _Proof:
     def computed(
         self, pieces: Sequence[PlacedBox], values: Values, others: Values
     ) -> dict[str, PlacedBox]:
-        """The tensors that computed places are made of, and for each one of these places.
+        """Returns the sources that the load computes with, each with one place that it computes.
 
-        NotLearntError if a load of only these tensors computes something else, or changes copies.
+        Raises:
+            NotLearntError: a load of only these sources computes other values, or writes to other
+                places.
         """
         places = [piece for piece in pieces if piece.why == COMPUTED]
         if not places:
@@ -185,21 +192,28 @@ class _Proof:
                 raw(place.view(self.loads.targets)).bitwise_not_()
             self._load(values, found)
         except RaisedError as error:
-            raise NotLearntError(f"given only what it computes with, {error}", pieces) from error
+            raise NotLearntError(
+                "load_weights fails when it is given only the tensors that it computes with: "
+                f"{error}",
+                pieces,
+            ) from error
         if self._sums(places) != whole:
             raise NotLearntError(
-                "what it computes depends on more than the tensors that change it", pieces
+                "what load_weights computes depends on more than the tensors that change it", pieces
             )
         if self._wrong([piece for piece in pieces if piece.name not in found], values):
             raise NotLearntError(
-                "given only what it computes with, it also writes elsewhere", pieces
+                "load_weights writes to other places, too, when it is given only the tensors that "
+                "it computes with",
+                pieces,
             )
         return found
 
     def _sources_of(
         self, places: Sequence[PlacedBox], values: Values, others: Values
     ) -> dict[str, PlacedBox]:
-        """Tensors that change what is in places, by groups, and for each a place that changes."""
+        """Returns the sources that change computed places, each with one place that it changes.
+        All sources of a group are changed together."""
         groups: dict[str, list[str]] = {}
         for source in self.sources:
             groups.setdefault(_group_of(source), []).append(source.name)
@@ -217,7 +231,7 @@ class _Proof:
 
 
 def _group_of(source: Source) -> str:
-    """The same for tensors whose names differ in numbers only, or that make up one quantised
-    weight."""
+    """Returns the group of a source.  Sources are in one group if their names differ only in
+    numbers, or if they are the codes and scales of one weight."""
     weight = weight_of(source.name, name_of(source.dtype))
     return key_of(weight or source.name)

@@ -1,9 +1,10 @@
-"""What lies in the corners of a tensor's parts, and along lines through them.
+"""Reads the corners of a tensor's parts, and the lines through them.
 
-A part is what one source is loaded to.  Its corner says which source, and which element; lines say
-along which axes of the source the axes of the tensor go.  One line serves all parts that sources of
-the same forms are loaded to in the same order.  Random values refute that where a part has more
-structure than its lines show.
+A part is a block of the tensor that at most one source is loaded to.  The value in a part's corner
+tells which source, and which element of it, was loaded there.  The values along a line through the
+corner tell which source axis each tensor axis follows.  A line goes through a whole row of parts.
+It also serves other rows, if sources of the same dtypes and shapes are loaded to them in the same
+order.  A part may be less regular than its lines show.  Random values refute such a part later.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from typing import Final
 
 import torch
 
-_SAMPLE: Final = 61  # elements of a slice that are looked at to find parts
-_WHOLE: Final = 1 << 16  # elements of a tensor that is looked at everywhere
+_SAMPLE: Final = 61  # to find parts, about this number of elements of each slice is read
+_WHOLE: Final = 1 << 16  # in a tensor that has no more elements, all of them are read
 _RAW: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, as an integer."""
+    """Returns the bits of each element as an integer."""
     return tensor.detach().view(_RAW[tensor.element_size()])
 
 
 class Lines:
-    """What lies in the corners of a tensor's parts and along its axes, after each of some loads.
+    """The values in the corners of a tensor's parts, and along lines, after each call of a load.
 
-    starts: by axis, the first place of each part; part: by axis and place, the part's number.
-    corners: by load, shaped by parts.  chosen: by axis, the number of the line that serves a part,
-    shaped by parts along the other axes; first: by axis and line, the first part that it serves,
-    counted along the other axes.
-    lines: by load from `choose` on and axis: (line, place).
+    The parts form a grid.  All attributes are lists, and all but `corners` and `lines` have one
+    item for each axis of the tensor.
+
+    starts: the indices at which parts begin.  part: for each index, the number of its part.
+    corners: for each call, the values in the corners; such a tensor has the shape of the grid.
+    chosen: for each row of parts along the axis, the number of its line.  first: for each line, the
+    number of the first row that it serves.
+    lines: for each call after `choose`, and for each axis, the values along lines: (line, index).
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -48,7 +52,7 @@ class Lines:
         self._before = [~each for each in self._look()]
 
     def after(self) -> None:
-        """Reads the places after a load.  All bytes were inverted before each load."""
+        """Reads corners and lines after a call.  All bytes were inverted before each call."""
         if not self.starts:
             for axis, (before, now) in enumerate(zip(self._before, self._look(), strict=True)):
                 starts = _changes(before, now, axis)
@@ -63,7 +67,8 @@ class Lines:
             self.lines.append(lines)
 
     def choose(self, forms: torch.Tensor) -> None:
-        """Chooses lines.  forms: shaped by parts, the same number for sources of one form."""
+        """Chooses lines.  forms: for each part, a number that is the same for all sources of the
+        same dtype and shape."""
         seen = [self._cross(self.starts)]
         for axis, extent in enumerate(self.shape):
             rows = forms.movedim(axis, -1)
@@ -79,7 +84,7 @@ class Lines:
         self._see(seen)
 
     def _see(self, places: list[torch.Tensor]) -> None:
-        """From here on, what lies at these places, in elements from the first one, is looked at."""
+        """Sets which elements `_look` reads.  places: their offsets from the first element."""
         self._shapes = [each.shape for each in places]
         self._places = torch.cat([each.flatten() for each in places]).to(self.tensor.device)
 
@@ -93,14 +98,15 @@ class Lines:
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def _cross(self, chosen: Sequence[Sequence[int]]) -> torch.Tensor:
-        """All combinations of places on axes."""
+        """Returns the offsets of all combinations of indices.  chosen: the indices on each axis."""
         found = torch.zeros((), dtype=torch.int64, device="cpu")
         for places, step in zip(chosen, self.tensor.stride(), strict=True):
             found = found.unsqueeze(-1) + torch.tensor(places, device="cpu") * step
         return found
 
     def _slices(self, axis: int, count: int) -> list[Sequence[int]]:
-        """All places on an axis, and so many combinations, evenly, of those on others; 0: all."""
+        """Returns the indices to read on each axis: all indices of `axis`, and of the other axes
+        evenly spaced ones in about `count` combinations.  If `count` is 0, returns all indices."""
         each = math.ceil(count ** (1 / max(len(self.shape) - 1, 1)))
         return [
             range(extent)
@@ -111,7 +117,8 @@ class Lines:
 
 
 def _changes(before: torch.Tensor, after: torch.Tensor, axis: int) -> list[int]:
-    """Where on an axis something else begins."""
+    """Returns the indices on an axis at which parts begin.  before, after: the values before and
+    after a call."""
     same = before == after
     seen = torch.stack([after.masked_fill(same, 0), same.to(after.dtype)])
     rows = seen.movedim(axis + 1, 0).reshape(after.shape[axis], -1)
@@ -120,9 +127,10 @@ def _changes(before: torch.Tensor, after: torch.Tensor, axis: int) -> list[int]:
 
 
 class Field:
-    """Numbers of all elements of a tensor, made of those of corners and lines.
+    """The numbers of all elements of a tensor, computed from the numbers in corners and lines.
 
-    corners: shaped by parts; lines: by axis: (line, place).
+    corners: the number in the corner of each part.  lines: for each axis, the numbers along lines:
+    (line, index).
     """
 
     def __init__(self, seen: Lines, corners: torch.Tensor, lines: Sequence[torch.Tensor]) -> None:
@@ -133,7 +141,8 @@ class Field:
         ]
 
     def like(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        """The same where the steps from slice to slice are."""
+        """Returns a key for leading indices.  If the keys of two are equal, the steps between their
+        slices are equal."""
         parts, found = self._slices(places)
         lines = self._seen.chosen[len(places)][parts].flatten()
         return len(places), *lines.tolist(), *(found[1:] - found[:-1]).flatten().tolist()
@@ -146,7 +155,8 @@ class Field:
         return found[self._seen.part[axis][low:high]] + steps
 
     def _slices(self, places: tuple[int, ...]) -> tuple[tuple[int, ...], torch.Tensor]:
-        """The parts of leading places, and there the numbers of the first elements of parts."""
+        """Finds the slice at leading indices.  Returns the number of its part on each leading axis,
+        and the numbers of the elements with which parts begin in this slice."""
         parts = tuple(
             int(part[place]) for part, place in zip(self._seen.part, places, strict=False)
         )

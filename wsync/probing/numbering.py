@@ -1,4 +1,4 @@
-"""Tensors whose values number their elements, a digit at each call."""
+"""Makes the tensors that a load is given.  At each call, the value of an element is one digit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wsync.probing.codes import base_of, common_base, decode, encode, kind_of
 
 
 class Source(NamedTuple):
-    """A tensor that is loaded."""
+    """The name, dtype and shape of a tensor that a load is given."""
 
     name: str
     dtype: torch.dtype
@@ -25,16 +25,20 @@ class Source(NamedTuple):
 
 
 class _Digit(NamedTuple):
-    """One of the digits of a place along an axis."""
+    """One digit of an index along an axis.  weight: the power of the base that is its factor."""
 
     axis: int
     weight: int
 
 
 class Numbering:
-    """Which digit each call brings of each source.
+    """Numbers sources and their elements, and makes the tensors of each call.
 
-    given: tensors that are brought as they are.  device: where the others lie.
+    Each of the first `naming` calls gives one digit of the sources' numbers.  Each later call gives
+    one digit of the elements' indices along an axis.
+
+    given: the sources that every call gives unchanged, by name.  device: the device on which the
+    other sources are made.
     """
 
     def __init__(
@@ -58,15 +62,18 @@ class Numbering:
         self._number = {s.name: n for each in self.kinds.values() for n, s in enumerate(each)}
         counts = [(len(each), common_base(kind)) for kind, each in self.kinds.items()]
         self.naming = max((_count(*each) for each in counts), default=1)
-        # one more than names have, at least: what stays the same is constant
+        # at least one call follows: it takes two calls to tell constant from unwritten places
         self.calls = self.naming + max([1, *map(len, self.digits.values())])
 
     def of(self, dtype: torch.dtype) -> list[Source]:
-        """The sources that copies may bring to a tensor of a dtype."""
+        """Returns the sources that can be copied to a target of a dtype, ordered by number."""
         return self.kinds.get(kind_of(dtype), [])
 
     def numbers(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Which of these sources calls have brought the name of; -1: none."""
+        """Returns, for each element, the number of the source that is loaded to it, or -1.
+
+        values: the values of the elements after each call.
+        """
         base = common_base(kind_of(values[0].dtype))
         names = torch.stack(
             [decode(each) * base**n for n, each in enumerate(values[: self.naming])]
@@ -76,7 +83,7 @@ class Numbering:
         return found.where(known, -1)
 
     def forms(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The same number for sources of one dtype and shape."""
+        """Like `numbers`, but with one number for all sources of the same dtype and shape."""
         return self._forms(kind_of(values[0].dtype))[self.numbers(values)]
 
     def _make_forms(self, kind: str) -> torch.Tensor:
@@ -97,10 +104,10 @@ class Numbering:
             made = made.view(-1, *(1 for _ in source.shape[axis + 1 :]))
         else:
             made = self._values(source.dtype)[0]
-        return made.clone().expand(source.shape)  # a loader may write to it
+        return made.clone().expand(source.shape)  # a load may write to it
 
     def _make_values(self, dtype: torch.dtype) -> torch.Tensor:
-        """Those of all digits."""
+        """Returns the values of all digits of a dtype, in order."""
         return encode(torch.arange(base_of(dtype), device="cpu"), dtype).to(self._device)
 
     def _make_vector(self, dtype: torch.dtype, extent: int, weight: int) -> torch.Tensor:
@@ -109,10 +116,10 @@ class Numbering:
 
 
 class Made:
-    """(name, tensor) of each source, which is made when it is taken.
+    """Yields (name, tensor) for each source.  Each tensor is made when the load takes it.
 
-    whole: makes all elements, so that none shares its memory with another.  last: the name of what
-    was taken last.  ended: whether that was all.
+    whole: gives every tensor memory of its own for all elements.  last: the name of the source
+    taken last.  ended: whether all sources have been taken.
     """
 
     ended = False
@@ -141,5 +148,5 @@ def _digits(source: Source) -> Iterator[_Digit]:
 
 
 def _count(numbers: int, base: int) -> int:
-    """How many digits of a base tell so many numbers apart."""
+    """Returns how many digits of a base are enough for `numbers` different numbers."""
     return next(count for count in range(1, 64) if base**count >= numbers)

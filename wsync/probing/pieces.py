@@ -1,4 +1,4 @@
-"""Boxes of sources in targets."""
+"""Pieces: boxes of sources and their places in targets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from wsync.boxes import Box, outside, overlap
 
-# conversions that copies can do on their way (csrc/core/layout/dtype.h)
+# (from, to): the conversions that a copy can make (csrc/core/layout/dtype.h)
 _CASTS: Final = {
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),
@@ -24,10 +24,12 @@ COMPUTED: Final = "computed"
 
 @dataclass(frozen=True, slots=True)
 class PlacedBox:
-    """A box of a source in a target, or, with what is none (`why`), a box of the target.
+    """A piece: a box of a source, and its place in a target.  If no source is copied to the place,
+    `why` says so, and the box is a box of the target.
 
-    start, extent: by the axes of the source.  offset, strides: in elements of the target's storage,
-    counted from its first element.
+    target: the number of the target.  name: the name of the source, or "".  start, extent: the box.
+    offset, strides: the place, in elements.  `offset` counts from the target's first element.
+    why: UNWRITTEN, CONSTANT or COMPUTED, or "" for a copy.
     """
 
     target: int
@@ -39,13 +41,13 @@ class PlacedBox:
     why: str = ""
 
     def view(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Where it lies, by the axes of the source."""
+        """Returns the place as a view of the target, with the shape of the box."""
         target = targets[self.target].detach()
         place = int(target.storage_offset()) + self.offset
         return target.as_strided(self.extent, self.strides, place)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The box of a source."""
+        """Returns the box as a view of a tensor that has the shape of the source."""
         ends = zip(self.start, self.extent, strict=True)
         return tensor[tuple(slice(at, at + count) for at, count in ends)]
 
@@ -54,28 +56,29 @@ class PlacedBox:
         return self.start, self.extent
 
     def part(self, box: Box) -> PlacedBox:
-        """Where a box that lies in this one lies."""
+        """Returns the piece for a smaller box, which is inside this one."""
         moved = zip(box[0], self.start, self.strides, strict=True)
         offset = self.offset + sum((at - start) * stride for at, start, stride in moved)
         return replace(self, start=box[0], extent=box[1], offset=offset)
 
 
 def kept_as(source: torch.dtype, target: torch.dtype) -> torch.dtype | None:
-    """The dtype in which copies bring a source to a target; None: they cannot.  Codes of one byte
-    stay as they are, by whatever name."""
+    """Returns the dtype in which copies deliver a source to a target, or None if they cannot.
+    Dtypes of one byte hold codes: these are copied unchanged between any two such dtypes."""
     if source == target or source.itemsize == target.itemsize == 1:
         return source
     return target if (source, target) in _CASTS else None
 
 
 def as_kept(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a copy of a tensor is in a target of a dtype."""
+    """Returns the values that a target of a dtype holds after a copy of a tensor."""
     return tensor.view(dtype) if tensor.element_size() == dtype.itemsize == 1 else tensor.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
-    """A further place of elements that are delivered once."""
+    """A copy within the targets.  The trainer delivers elements to one place, and the targets also
+    keep them in a second one."""
 
     source: PlacedBox
     target: PlacedBox
@@ -95,7 +98,8 @@ def by_name(pieces: Iterable[PlacedBox]) -> dict[str, list[PlacedBox]]:
 def once(
     pieces: Iterable[PlacedBox], targets: Sequence[torch.Tensor]
 ) -> tuple[list[PlacedBox], list[LocalCopy]]:
-    """Every element of a source in one place, where it is kept most exactly, and copies of it."""
+    """Returns pieces that have every element of a source only once, and the copies to its other
+    places.  An element is delivered to the target whose elements have the most bytes."""
     found: list[PlacedBox] = []
     copies: list[LocalCopy] = []
     for mine in by_name(pieces).values():

@@ -1,8 +1,9 @@
-"""Finds where a function puts the elements of tensors: it is given tensors that number them.
+"""Finds where a load puts the elements of its sources.
 
-load_weights is called a few times.  Each call brings one digit of every tensor's name, or of a
-place along one of its axes.  A tensor is one vector or value, expanded, so that a large one takes
-no memory.  What lies in a target after all calls says which element of which tensor it is.
+The load is called a few times.  At each call, the values of a source are one digit: a digit of the
+source's number, or of the elements' indices along one axis.  A source is one value or one vector
+that is expanded to its shape, so a large source takes hardly any memory.  From the values that an
+element of a target holds after each call, one can tell which element of which source it is.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from wsync.probing.lines import Field, Lines, raw
 from wsync.probing.numbering import Made, Numbering, Source
 from wsync.probing.pieces import COMPUTED, CONSTANT, UNWRITTEN, PlacedBox
 
-# what load_weights is, or a part of it
+# a function like load_weights, which takes pairs of a name and a tensor
 Load = Callable[[Any], Any]
 _OTHERS: Final = (UNWRITTEN, CONSTANT, COMPUTED)
 
 
 class RaisedError(Exception):
-    """A load failed.  name: of the tensor that it had taken last."""
+    """A load has failed.
+
+    name: the name of the tensor that the load took last.  error: what it raised.
+    """
 
     def __init__(self, name: str, error: Exception) -> None:
         self.name, self.error = name, error
@@ -36,11 +40,12 @@ class RaisedError(Exception):
 
 
 class Overwriting:
-    """Loads over targets whose bytes are inverted: what a load does not write differs for certain,
-    and is put back without having been kept.
+    """Calls a load on targets whose bytes are inverted before.  If the load does not write to a
+    place, all bytes of the place have changed.  They are restored when they are inverted again.
 
-    Tensors that it is given are views of few elements, until it fails: it may have written to one,
-    or have asked for its strides.
+    At first the load is given views that have few elements in memory.  If it fails, it is given
+    tensors with memory for all elements from then on, because it may write to them, or read their
+    strides.
     """
 
     def __init__(self, load: Load, targets: Sequence[torch.Tensor]) -> None:
@@ -54,7 +59,11 @@ class Overwriting:
             raw(target).bitwise_not_()
 
     def load(self, sources: Sequence[Source], make: Callable[[Source], torch.Tensor]) -> None:
-        """RaisedError where the load fails."""
+        """Calls the load.
+
+        Raises:
+            RaisedError: the load fails even if tensors have memory for all elements.
+        """
         pairs = Made(sources, make, whole=self._whole)
         try:
             with torch.no_grad():
@@ -68,8 +77,8 @@ class Overwriting:
             self.load(sources, make)
 
     def put_back(self, places: Iterable[torch.Tensor] | None = None) -> None:
-        """Has places that no load has written be as they were.  None: all of the targets; what a
-        load has written is lost."""
+        """Restores places that no load has written to.  If `places` is None, restores all targets,
+        and the values that a load has written are lost."""
         for place in self.targets if places is None else places:
             if self._inverted:
                 raw(place).bitwise_not_()
@@ -82,10 +91,11 @@ def probe(
     given: Mapping[str, torch.Tensor],
     longest: int = LONGEST,
 ) -> list[PlacedBox]:
-    """What a load brings to targets, as boxes that make them up.
+    """Returns what a load puts into its targets, as pieces that make up all targets.
 
-    given: tensors whose values matter, brought as they are.  Targets share no elements.
-    longest: step in which a box may go through a target.
+    loads: the load and its targets, which share no elements.  given: sources whose values matter;
+    every call gives them unchanged.  longest: the largest distance in a target between neighbours
+    in a piece.
     """
     device = loads.targets[0].device if loads.targets else "cpu"
     numbering = Numbering(sources, given, device)
@@ -105,7 +115,7 @@ def probe(
 
 
 class _Reading:
-    """Makes boxes of what was read from one target."""
+    """Makes pieces from the values that were read in one target."""
 
     def __init__(self, target: int, lines: Lines, numbering: Numbering) -> None:
         self._target, self._lines, self._numbering = target, lines, numbering
@@ -126,8 +136,8 @@ class _Reading:
             yield self._piece(box, names, units, unit)
 
     def _rows(self) -> tuple[list[str], torch.Tensor]:
-        """Sources, after three names for what is none of their elements, and, shaped by parts,
-        which of these each is."""
+        """Returns (names, rows).  names: the three names in _OTHERS, for parts that no source is
+        copied to, and then the names of sources.  rows: for each part, the index of its name."""
         corners = self._lines.corners
         values = torch.stack([raw(each) for each in corners])
         others = torch.where((values == values[0]).all(0), 1, 2)
@@ -141,7 +151,8 @@ class _Reading:
     def _field(
         self, rows: torch.Tensor, names: Sequence[str], units: Sequence[int], unit: int
     ) -> Field:
-        """Numbers: those of places in the target itself, where no source is loaded."""
+        """Returns the numbers of the target's elements.  If no source is loaded to an element, its
+        number tells its indices in the target."""
         lines = self._lines
         weights = self._weights(names, units)
         own = units[len(units) - len(lines.shape) :]
@@ -163,7 +174,8 @@ class _Reading:
         return Field(lines, corners, found)
 
     def _weights(self, names: Sequence[str], units: Sequence[int]) -> torch.Tensor:
-        """By what numbers stand for, and call after those for names: what a digit adds."""
+        """Returns the factors by which digits are multiplied in an element's number.  There is one
+        for each name and each call after those for names."""
         calls = self._numbering.calls - self._numbering.naming
         found = torch.zeros(len(names), calls, dtype=torch.int64, device="cpu")
         for row, name in enumerate(names[3:], 3):
