@@ -113,7 +113,7 @@ def test_a_load_weights_that_is_patched_later_is_called(make: Callable[[Loading]
         sync.update()
         module.load_weights = lambda pairs: first([(n, t.flip(0)) for n, t in pairs])  # type: ignore[method-assign]
         if make is RecordedLoader:
-            with pytest.raises(WsyncError, match="learnt: load_weights is another one"):
+            with pytest.raises(WsyncError, match="learnt: load_weights was replaced"):
                 sync.update(draw(1))
         sync.update(draw(1))
         for tensor, name in (module.a, "a"), (module.b, "b"):

@@ -156,7 +156,7 @@ def test_experts_that_sglang_deals_out_anew_are_learnt_anew(
     with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
         sync.update(draw(1))
         places.copy_(places.flip(0))
-        with pytest.raises(wsync.RemoteError, match="goes by something outside it"):
+        with pytest.raises(wsync.RemoteError, match="outside the module that load_weights"):
             sync.update(draw(2))
         sync.update(draw(3))
     assert torch.equal(module.a, draw(3)["a"].flip(0))

@@ -48,7 +48,7 @@ _ADDED = (r"norm(_embedding|_hidden)?\.weight", r"norm(_embedding|_hidden)?\.gem
 _ZERO = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_6_moe")
 COMPUTED = {
     **{("sglang", family): _ADDED for family in _ZERO},
-    **{(engine, "nemotron_h"): ("A_log", "mixer.A is no copy") for engine in ("sglang", "vllm")},
+    **{(engine, "nemotron_h"): ("A_log", "mixer.A is not a copy") for engine in ("sglang", "vllm")},
 }
 # what Kimi's vision tower makes of positions
 CONSTANT = "pos_emb.time_weight"

@@ -109,8 +109,8 @@ def computed_attribute(module: Fused, pairs: Pairs) -> None:
 @pytest.mark.parametrize(
     ("load", "names", "reason"),
     [
-        (paired_scaled, {"norm"}, "norm is no copy of it"),
-        (computed_attribute, {"kv_b"}, "w_kc is no copy of it"),
+        (paired_scaled, {"norm"}, "norm is not a copy of it"),
+        (computed_attribute, {"kv_b"}, "w_kc is not a copy of it"),
     ],
 )
 def test_what_is_no_copy_goes_through_load_weights(

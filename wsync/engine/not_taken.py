@@ -1,4 +1,4 @@
-"""Refusals of tensors that a load_weights does not take as a trainer delivers them."""
+"""Errors for tensors that an engine's load_weights does not take as the trainer delivers them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from wsync.machine.error_text import error_text
 from wsync.module_tensors import name_of
 from wsync.module_tensors.names import listed, unfused
 
-_REMEDY: Final = "Options(quantise=) of the trainer says how weights are delivered"
+_REMEDY: Final = "the trainer's Options(quantise=) sets how weights are delivered"
 
 
 class NotTakenError(LayoutError):
-    """load_weights does not take what the trainer delivers: it is quantised in another way than
-    what the engine keeps, or has names that the module has not."""
+    """load_weights does not take what the trainer delivers.  The tensors are quantised in another
+    way than the engine's, or they have names that the module does not know."""
 
 
 def converting(module: torch.nn.Module, what: Iterable[str]) -> NotTakenError:
     return NotTakenError(
-        f"{type(module).__name__} and the trainer do not quantise alike: its load_weights converts "
-        f"{listed(what)} ({_REMEDY})"
+        f"{type(module).__name__} and the trainer quantise in different ways: load_weights "
+        f"converts {listed(what)} ({_REMEDY})"
     )
 
 
 def refusing(module: torch.nn.Module, what: str, error: Exception) -> NotTakenError:
     return NotTakenError(
-        f"{type(module).__name__} does not take what the trainer delivers: loading {what}: "
-        f"{error_text(error)}{unfused([what.partition(' ')[0]])}"
+        f"{type(module).__name__} does not take what the trainer delivers: load_weights fails at "
+        f"{what}: {error_text(error)}{unfused([what.partition(' ')[0]])}"
     )
 
 
 def meaningless(first: torch.dtype, last: torch.dtype) -> bool:
-    """Whether a conversion of values makes no weights of weights: formats of one byte are codes,
-    or scales without a sign, and integers are no rounded weights."""
+    """Whether values that are converted from `first` to `last` are no weights any more.  A format
+    of one byte holds codes, or scales without a sign.  Integers are not rounded weights."""
     if first == last or torch.bool in (first, last):
         return False
     return 1 in (first.itemsize, last.itemsize) or (

@@ -1,9 +1,9 @@
-"""Records when each process of a host did what during updates: the data of a timeline.
+"""Records what each process of a host did during updates, and when: the data of a timeline.
 
 If the environment variable WSYNC_TRACE names a folder when a trainer connects or an engine worker
 starts, that process appends a line to <folder>/<pid>.jsonl after every update:
-{"role", "rank", "pid", "update", "spans": [[lane, what, round or -1, begin, end], ...]}.  Times are
-nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
+{"role", "rank", "pid", "update", "spans": [[lane, what, round or -1, begin, end], ...]}.  A time is
+a number of nanoseconds of CLOCK_MONOTONIC, a clock that all processes of a host share.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Span = tuple[str, str, int, int, int]
 
 @contextlib.contextmanager
 def stretch(end: Callable[[int, int], object]) -> Iterator[None]:
-    """Measures the block.  end: called with the times of its begin and end, in ns of
-    CLOCK_MONOTONIC."""
+    """Measures the block.  end: called with the times at which the block began and ended, in ns
+    of CLOCK_MONOTONIC."""
     begin = time.monotonic_ns()
     try:
         yield
@@ -39,8 +39,10 @@ def stretch(end: Callable[[int, int], object]) -> Iterator[None]:
 
 @dataclass
 class Trace:
-    """The activity of one process in one update.  Without a folder, nothing is written.  Lanes are
-    "thread", whose spans are waits, and "stream"."""
+    """The activity of one process in one update.  If there is no folder, nothing is written.
+
+    There are two lanes: "thread", whose spans are waits, and "stream", whose spans are copies.
+    """
 
     folder: str = ""
     role: str = ""
@@ -65,19 +67,20 @@ class Trace:
         self.spans.append(("thread", what, round, now, now))
 
     def watch(self, stream: _core.Stream, copies: int) -> None:
-        """Makes the stream record up to `copies` copies.  This is done if there is a folder,
-        and on the host for a trainer's report, because it costs next to nothing there."""
+        """Makes the stream record up to `copies` copies, if there is a folder.  A trainer's stream
+        on the host always records them for the report, because this takes hardly any time."""
         if self.folder or (self.role == "trainer" and stream.device.name == "host"):
             stream.trace(copies)
 
     def take(self, stream: _core.Stream) -> None:
-        """Takes the stream's records; in an engine, copies are loads."""
+        """Appends what the stream has recorded.  In an engine, every copy is named "load"."""
         for index, phase, begin, end in stream.trace(0):
             what = "load" if self.role == "engine" else PHASES[phase]
             self.spans.append(("stream", what, index, begin, end))
 
     def write(self, update: int) -> None:
-        """Appends an update.  An error is only logged, because the weights have been delivered."""
+        """Appends a line to the file.  If that fails, the error is only logged, because the weights
+        have been delivered."""
         if not self.folder:
             return
         facts = {**asdict(self), "pid": os.getpid(), "update": update}

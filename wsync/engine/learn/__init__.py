@@ -1,1 +1,1 @@
-"""Learns from a model's own load_weights what each worker keeps of a checkpoint."""
+"""Learns from a model's own load_weights which elements of a checkpoint each worker keeps."""

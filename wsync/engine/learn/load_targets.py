@@ -16,17 +16,17 @@ from wsync.module_tensors.held import Bound, bound_tensors, usable
 from wsync.module_tensors.names import listed
 from wsync.probing.codes import kind_of
 
-_CACHE_NBYTES: Final = 16 << 20  # an engine's caches are larger
+_CACHE_NBYTES: Final = 16 << 20  # a plain attribute with more bytes is taken for a cache
 
 
 def has_changed(module: str, change: str) -> StateError:
     return StateError(
-        f"{module} has changed since it was learnt: {change}; the next update learns anew"
+        f"{module} has changed since it was learnt: {change}; the next update learns it anew"
     )
 
 
 class TensorTarget(NamedTuple):
-    """A tensor of a module: home[key]."""
+    """A tensor of a module.  home: the dictionary that has the tensor under `key`."""
 
     path: str
     home: dict[str, Any]
@@ -35,14 +35,15 @@ class TensorTarget(NamedTuple):
 
 
 class LoadTargets:
-    """The tensors of a module that load_weights may write to, at one moment.  Keeps none of them,
-    but the parts of the module.
+    """The tensors of a module that load_weights may write to, at one moment.  This object keeps the
+    submodules, but no tensors.
 
-    targets: they share no elements.  Parameters come first.  Plain attributes are among them, but
-    for caches; integers are not, if they are no parameters: loaders go by them.
+    targets: tensors that share no elements; parameters come first.  Buffers and plain attributes
+    are targets if they hold floating-point values and are no caches.  Integers are targets only if
+    they are parameters, because the others may be what load_weights depends on.
 
     Raises:
-        StateError: there is no memory for a parameter, as while an engine sleeps.
+        StateError: a parameter has no memory, for example because the engine sleeps.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -52,26 +53,31 @@ class LoadTargets:
             for path, home, key, tensor in bound_tensors(module)
             if tensor.numel()
         ]
-        self.names: dict[int, list[str]] = {}  # of all that begin at one address
+        self.names: dict[int, list[str]] = {}  # the paths of all tensors at an address
         for target, tensor in found:
             self.names.setdefault(tensor.data_ptr(), []).append(target.path)
         found.sort(key=lambda each: (not each[0].parameter, -each[1].numel()))
         self.targets = list(_apart(found))
 
     def tensors(self) -> list[torch.Tensor]:
-        """The targets as they are now.  StateError if the module has other parts or names."""
+        """Returns the targets as they are now.
+
+        Raises:
+            StateError: the module's submodules, or the names of its tensors, have changed.
+        """
         found = [target.home.get(target.key) for target in self.targets]
         if not self._tree.same() or not all(isinstance(each, torch.Tensor) for each in found):
-            raise has_changed(self._module, "it has other parts, or tensors under other names")
+            change = "its submodules or the names of its tensors are different"
+            raise has_changed(self._module, change)
         return found  # type: ignore[return-value]
 
     def bound(self) -> list[Bound]:
-        """The targets as they are now, and where they are bound."""
+        """Returns the targets as they are now, and the dictionaries that have them."""
         return [(each.path, each.home, each.key, each.home[each.key]) for each in self.targets]
 
 
 def _apart(found: Sequence[tuple[TensorTarget, torch.Tensor]]) -> Iterator[TensorTarget]:
-    taken: dict[int, list[np.ndarray]] = {}  # by storage
+    taken: dict[int, list[np.ndarray]] = {}  # by the address of the storage
     asleep: list[str] = []
     for target, tensor in found:
         if not _may_be_loaded(target, tensor):
@@ -86,13 +92,13 @@ def _apart(found: Sequence[tuple[TensorTarget, torch.Tensor]]) -> Iterator[Tenso
             yield target
     if asleep:
         raise StateError(
-            f"{listed(asleep)}: no memory of a GPU lies there, as while an engine sleeps: wake its "
-            "weights before the update"
+            f"{listed(asleep)}: no GPU memory is mapped there, for example because the engine "
+            "sleeps; wake its weights before the update"
         )
 
 
 class _Address:
-    """A tensor's elements for NumPy, which looks at addresses only."""
+    """A tensor's elements in a form for NumPy.  NumPy only compares their addresses."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
@@ -109,13 +115,14 @@ def _may_be_loaded(target: TensorTarget, tensor: torch.Tensor) -> bool:
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     if not kind_of(tensor.dtype) or any(step == 0 and extent > 1 for step, extent in steps):
         return False
-    is_plain = "_parameters" in target.home  # which holds all that a part has
+    is_plain = "_parameters" in target.home  # then `home` is the __dict__ of a submodule
     cache = is_plain and tensor.nbytes > _CACHE_NBYTES
     return target.parameter or (tensor.is_floating_point() and not cache)
 
 
 def wrapped_parameters(module: torch.nn.Module) -> list[str]:
-    """Parameters that have values, but no memory of their own: wrappers around other tensors."""
+    """Returns the paths of parameters that wrap other tensors.  They have values, but no memory of
+    their own."""
     return [
         path
         for path, parameter in module.named_parameters()

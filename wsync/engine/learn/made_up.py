@@ -1,7 +1,7 @@
-"""Made-up tensors for a model: every value is finite in every floating-point format.
+"""Makes up tensors for a model.  Every value is finite in every floating-point format.
 
-All are parts of one pattern of random bytes, so that a model's take hardly any memory.  A tensor
-that is larger than the pattern repeats it.
+All tensors are views of one pattern of random bytes, so those of a whole model take hardly any
+memory.  If the pattern is too short for a tensor, the tensor repeats the pattern.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from wsync.probing.codes import kind_of
 from wsync.probing.numbering import Source
 
 _ALIGNMENT: Final = 256
-_IN_WORD: Final = 8  # columns of INT4 in an int32
-_PERIOD: Final = (16 << 20) + 4096  # no multiple of a tensor's rows
+_IN_WORD: Final = 8  # an int32 holds this number of INT4 columns
+_PERIOD: Final = (16 << 20) + 4096  # in bytes; not a multiple of the size of a tensor's rows
 
 
 class MadeUpTensors:
-    """Random values for tensors.  given: values of some of them.  seed: 0 or 1; the values of seed
-    1 are near 1, so that they can be computed with."""
+    """Returns random values for sources.
+
+    given: values for some sources, by name, which are returned unchanged.  seed: 0 or 1.  With seed
+    1, the values are near 1, so that a load can compute with them.
+    """
 
     def __init__(self, given: Mapping[str, torch.Tensor], seed: int) -> None:
         self._given, self._seed = given, seed
         data = torch.empty(_PERIOD, dtype=torch.uint8, device="cpu")
         data.random_(generator=torch.Generator().manual_seed(seed))
-        # one of the two highest bits of an exponent is zero: large and small, but never infinite
+        # clears one of the two highest bits of an exponent, so that no value is infinite
         data &= ~((data & 0x20) << 1)
         if seed:
-            # the byte of the exponent in formats of two bytes and more: from 2**-14 to 2
+            # this byte has the exponent in formats of two bytes or more: values from 2**-14 to 2
             data[1::2] = data[1::2] & 0x83 | 0x3C
         self._period, self._pattern = data, data.repeat(2)
 
     def restore(self) -> None:
-        """Undoes what a loader has written into the tensors."""
+        """Undoes what a load has written into the tensors."""
         self._pattern.view(2, _PERIOD).copy_(self._period)
 
     def of(self, source: Source) -> torch.Tensor:
@@ -52,14 +55,14 @@ class MadeUpTensors:
 
 
 def given_values(sources: Sequence[Source]) -> dict[str, torch.Tensor]:
-    """Tensors that have to have values of a kind: the shapes of packed tensors, by which loaders
-    cut what they unpack; and bools."""
+    """Returns values for the sources that cannot be random.  These are bools, and the shapes of
+    packed tensors, because a load cuts unpacked tensors to these shapes."""
     shapes = {source.name: source.shape for source in sources}
     found = {}
     for name, dtype, shape in sources:
         if is_note(name):
             codes = shapes.get(f"{name.removesuffix('_shape')}_packed", ())
-            # those that a fused parameter keeps one of are equal in a checkpoint
+            # in a checkpoint, all shapes are equal that are loaded to one fused parameter
             plain = len(codes) == 2 and shape == (2,)
             sizes = [codes[0], codes[1] * _IN_WORD] if plain else [1]
             found[name] = torch.tensor(sizes, dtype=dtype, device="cpu").expand(shape).clone()

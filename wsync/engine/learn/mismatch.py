@@ -1,6 +1,7 @@
-"""Finds that a trainer quantises in another way than the engine that is to keep its tensors.
+"""Finds out whether a trainer quantises in another way than the engine.
 
-Loaders copy, copies convert, and codes that were converted are numbers without a meaning.
+A load copies tensors, and a copy converts values to the dtype of its target.  If it converts codes,
+the results have no meaning.
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ from wsync.probing.learn import LearntLoad, NotLearntError
 from wsync.probing.numbering import Made, Source
 from wsync.probing.probe import Load, RaisedError
 
-_VALUE: Final = 2  # every format of numbers has it
+_VALUE: Final = 2  # every numeric dtype can hold this value
 
 
 def not_taken(module: torch.nn.Module, sources: Sequence[Source], error: RaisedError) -> Exception:
-    """What to raise where a load has failed: NotTakenError for a name that the module does not
-    have, and for a quantised tensor, else NotLearntError: values may have been the reason."""
+    """Returns the error to raise after a load has failed.  If the module does not have the name, or
+    if the tensor is quantised, this is NotTakenError.  Otherwise it is NotLearntError, because the
+    made-up values may have made the load fail."""
     known = {source.name: source for source in sources}
     source, why = known.get(error.name), error.error
     if source is None:
-        return NotLearntError(str(error))
+        return NotLearntError(f"before load_weights took a tensor, {error}")
     codes = source.dtype.itemsize == 1 or QUANTISED.search(source.name)
-    # vLLM's AutoWeightsLoader says which module or parameter there is not
+    # vLLM's AutoWeightsLoader names the module or parameter that does not exist
     stem = source.name.rpartition(".")[0] or source.name
     named = isinstance(why, ValueError) and stem in str(why)
     if isinstance(why, KeyError | AttributeError) or named or codes:
         return refusing(module, text_of(*source), why)
-    return NotLearntError(f"loading {source.name}, {error}")
+    return NotLearntError(f"after load_weights took {source.name}, {error}")
 
 
 def refuse_conversions(
@@ -43,8 +45,11 @@ def refuse_conversions(
     sources: Sequence[Source],
     does: LearntLoad,
 ) -> None:
-    """Raises NotTakenError where a load only converts codes, or to codes.  If all elements have one
-    value, they have it afterwards, too.  The weights are lost."""
+    """Raises NotTakenError if all that a load does with a source is to convert it from or to codes.
+
+    To find out, loads sources whose elements all have the same value.  A conversion keeps the
+    value.  The module's weights are lost.
+    """
     tensors = memory.tensors()
     known = {source.name: source for source in sources}
     doubtful = {

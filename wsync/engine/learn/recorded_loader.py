@@ -1,4 +1,4 @@
-"""A loader that learns what an engine's load_weights does, and does it without Python."""
+"""A loader that learns what an engine's load_weights does, and then does it without Python."""
 
 from __future__ import annotations
 
@@ -42,33 +42,35 @@ KEEP: Final = "WSYNC_KEEP"
 _log = logging.getLogger(__name__)
 _Model = list[_core.TensorInfo]
 _NOT_ASKED: Final = (
-    "no trainer has asked for it yet; updates by buckets, broadcasts or files go without"
+    "no trainer has asked for it yet; updates by buckets, broadcasts or files do not need it"
 )
 
 
 class RecordedLoader(ChoosingLoader):
     """Replaces a module's load_weights by one list of copies.
 
-    When a trainer lists its tensors for the first time, load_weights is called a few times, with
-    tensors whose values number their elements: what lies in the module then says where it puts
-    them, and random values prove it.  Tensors that load_weights computes with still go through
-    it, all together, when every round has arrived.  A loader that cannot be replaced gets all
-    tensors in one call, as when its engine starts; `reason` is why.  What it does must not depend
-    on the weights that the module holds: these are lost when it is learnt.
+    When a trainer lists its tensors for the first time, load_weights is called a few times with
+    tensors whose values number their elements.  The numbers in the module then tell where
+    load_weights puts the elements, and random values prove it.  If load_weights computes with some
+    tensors, it still gets these tensors, in one call after every round has arrived.  If copies
+    cannot replace load_weights, it gets all tensors in one call, as when the engine starts; then
+    `reason` says why.  What load_weights does must not depend on the module's weights: they are
+    lost while it is learnt.
 
-    At each update the module has to have the same tensors, wherever they lie, and load_weights has
-    to put some of them where it put them before.  Otherwise the update fails before it has written
-    anything, and the next one learns anew.
+    At each update the module must have the same tensors, but their addresses may be others.  For a
+    sample of tensors, load_weights must write to the same places as before.  Otherwise the update
+    fails before it has written anything, and the next update learns load_weights anew.
 
-    Refused, by name, are parameters that the trainer does not deliver completely, because they
-    would keep their old values, and different values for a tensor that has two names.  Of other
-    tensors that load_weights writes to one place the last one stays there.
+    Two errors name parameters.  A parameter that the trainer does not deliver completely is
+    refused, because it would keep old values.  A tensor that has two names is refused if the
+    trainer delivers different values under them.  If load_weights writes other tensors to one
+    place, the last tensor stays there.
 
     ignore: shell patterns ("visual.*") for the paths of parameters that the trainer does not have,
-    or has a part of, and that stay as they are.  The environment variable WSYNC_KEEP adds more,
-    separated by commas, for engines that make their loader themselves.
-    needed: ask the trainer only for what the module keeps, not for whole tensors.
-    after: called with the module when everything is loaded.
+    or has only in part.  What it lacks stays as it is.  The environment variable WSYNC_KEEP adds
+    patterns, separated by commas, for engines that make their loader themselves.
+    needed: asks the trainer only for the elements that the module keeps, not for whole tensors.
+    after: is called with the module when everything is loaded.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class RecordedLoader(ChoosingLoader):
         self._after = after
         self._threads = threads
         self._stream = loading_stream(device.of_module(module), threads)
-        self._model: _Model = []  # the facts of what the trainer delivers
+        self._model: _Model = []  # the tensors that the trainer delivers
         self._depended_on: object = None
         self._chosen: Loader = CallingLoader(module, self._load)
 
@@ -101,11 +103,11 @@ class RecordedLoader(ChoosingLoader):
     def learn(self, model: _core.Layout, on_weights_lost: OnWeightsLost = ignore_loss) -> bytes:
         """Learns what the module keeps of a model's tensors, and returns it as a blob.
 
-        The module's weights are lost, unless this model was learnt before.
+        If this model was not learnt before, the module's weights are lost.
 
         Raises:
-            LayoutError: they do not take what the trainer delivers.
-            StateError: they have no memory now.
+            LayoutError: the module does not take what the trainer delivers.
+            StateError: a parameter of the module has no memory now.
         """
         facts = [model.tensor(index) for index in range(model.tensor_count)]
         if facts == self._model and self._is_current():
@@ -121,7 +123,7 @@ class RecordedLoader(ChoosingLoader):
         except NotLearntError as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
             self.check_delivered(_lacking(LoadTargets(self._module), error.pieces))
-            text = "%s; it gets all tensors in one call of its load_weights, %.1f GB of host memory"
+            text = "%s; load_weights gets all tensors in one call: %.1f GB of host memory"
             nbytes = sum(source.nbytes for source in sources)
             _log.warning(text, self.reason, nbytes / 1e9)
             names = [source.name for source in sources]
@@ -137,7 +139,7 @@ class RecordedLoader(ChoosingLoader):
         return replay.blob() if self._needed else WHOLE
 
     def _is_current(self) -> bool:
-        """Whether what was learnt is still true."""
+        """Whether load_weights still does what was learnt."""
         if not isinstance(self._chosen, ReplayLoader) or self._stale():
             return False
         try:
@@ -148,9 +150,14 @@ class RecordedLoader(ChoosingLoader):
         return True
 
     def _learn(self, memory: LoadTargets, sources: Sequence[Source]) -> LearntModule:
-        """Raises NotLearntError, and NotTakenError."""
+        """Learns what load_weights does.
+
+        Raises:
+            NotLearntError: copies cannot replace load_weights.
+            NotTakenError: load_weights does not take what the trainer delivers.
+        """
         if wrapped := wrapped_parameters(self._module):
-            raise NotLearntError(f"{listed(wrapped)}: a wrapper around other tensors")
+            raise NotLearntError(f"parameters wrap other tensors ({listed(wrapped)})")
         given = given_values(sources)
         made = [MadeUpTensors(given, seed) for seed in (0, 1)]
 
@@ -168,14 +175,18 @@ class RecordedLoader(ChoosingLoader):
                 raise not_taken(self._module, sources, error) from error.error
             former, memory = memory, LoadTargets(self._module)
             if [target.path for target in memory.targets] == [t.path for t in former.targets]:
-                break  # load_weights has made no further tensors
+                break  # load_weights has made no new tensors
         refuse_conversions(self._module, load, memory, sources, does)
         _check_share(sources, does)
         same_place = _same_places(memory, sources, does)
         return LearntModule(self._module, self._load, memory, sources, does, same_place)
 
     def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
-        """Raises MissingError for parameters that lack bytes.  unused: tensors of the trainer."""
+        """Raises MissingError if parameters lack bytes, unless they may stay as they are.
+
+        lacking: the number of missing bytes, by path.  unused: the trainer's tensors that the
+        module does not use.
+        """
         sizes = {path: t.numel() * t.element_size() for path, t in self._module.named_parameters()}
         missing = [
             f"{path} ({nbytes} of its {sizes.get(path, nbytes)} bytes)"
@@ -183,34 +194,36 @@ class RecordedLoader(ChoosingLoader):
             if not self.stays(path)
         ]
         if missing:
-            instead = f", and none of {listed(unused)} is made use of" if unused else ""
+            instead = f", and none of {listed(unused)} is used" if unused else ""
             raise MissingError(
                 f"{type(self._module).__name__}: no tensor of the trainer is loaded to "
-                f"{listed(missing)}{instead}; {KEEP} or RecordedLoader(ignore=...) names what is "
-                f"to stay as it is{unfused(unused)}"
+                f"{listed(missing)}{instead}; if these may stay as they are, list them in {KEEP} "
+                f"or RecordedLoader(ignore=...){unfused(unused)}"
             )
 
     def stays(self, path: str) -> bool:
-        """Whether what nothing is loaded to of a parameter is to stay as it is; for subclasses."""
+        """Whether a parameter may keep elements that nothing is loaded to.  Subclasses may extend
+        this."""
         return any(fnmatch.fnmatchcase(path, pattern.strip()) for pattern in self._ignore)
 
     def depends_on(self) -> object:
-        """What load_weights depends on outside the module and may change; for subclasses."""
+        """Returns a value for what load_weights depends on outside the module.  If the value
+        changes, load_weights is learnt anew.  Subclasses may override this."""
         return None
 
     def computed(self) -> dict[str, str]:
-        """The tensors that load_weights computes with, and what it makes of them."""
+        """Returns the tensors that load_weights computes with, each with the reason."""
         if self.learnt is None:
             return {}
         targets = self.learnt.memory.targets
         return {
-            name: f"{targets[piece.target].path} is no copy of it"
+            name: f"{targets[piece.target].path} is not a copy of it"
             for name, piece in self.learnt.does.computed.items()
             if not is_note(name)
         }
 
     def facts(self) -> dict[str, Any]:
-        """What has been learnt, for wsync.inspection."""
+        """Returns what was learnt, for wsync.inspection."""
         module = type(self._module).__name__
         if self.learnt is None:
             return {"module": module, "unlearnt": self.reason or _NOT_ASKED}
@@ -218,7 +231,7 @@ class RecordedLoader(ChoosingLoader):
 
     @property
     def own_loading(self) -> str:
-        """Which tensors go through load_weights as it is, and why; "" for none."""
+        """Says which tensors load_weights itself loads, and why; "" for none."""
         if self.learnt is None:
             return self.reason and f"all tensors: {self.reason}"
         computed = self.computed()
@@ -230,7 +243,7 @@ class RecordedLoader(ChoosingLoader):
                 raise has_changed(type(self._module).__name__, change)
             super().begin(rounds)
         except _core.StateError:
-            self._model = []  # it is learnt anew
+            self._model = []  # the next update learns it anew
             raise
 
     def finish(self, timeout: float) -> Receipt:
@@ -241,7 +254,8 @@ class RecordedLoader(ChoosingLoader):
         return receipt
 
     def method(self) -> LoadWeights:
-        """The module's load_weights as it is now, unless another one was given; for subclasses."""
+        """Returns the load_weights that was given, or else the module's present one.  Subclasses
+        may override this."""
         method: LoadWeights | None = self._given or getattr(self._module, "load_weights", None)
         if method is None:
             raise _core.LayoutError(
@@ -250,20 +264,28 @@ class RecordedLoader(ChoosingLoader):
         return method
 
     def _stale(self) -> str:
-        """What load_weights goes by that has changed; or ""."""
+        """Says what has changed so that load_weights must be learnt anew; "" if nothing has."""
         method = self.method()
-        if self._load != method == self.method():  # some are made anew each time
-            return "load_weights is another one"
+        if (
+            self._load != method == self.method()
+        ):  # a method that is made anew at each access is never equal
+            return "load_weights was replaced"
         if self.depends_on() != self._depended_on:
-            return "load_weights goes by something outside it, as where experts were balanced"
+            return (
+                "what load_weights depends on outside the module, for example the places of experts"
+            )
         return ""
 
 
 def _same_places(
     memory: LoadTargets, sources: Sequence[Source], does: LearntLoad
 ) -> dict[str, str]:
-    """The tensors that load_weights passes over because the module has them under two names, of
-    which the other one is loaded: a tied head.  Both have to bring the same."""
+    """Returns the tensors that load_weights skips although the module has them, by the tensors that
+    are loaded instead.
+
+    The module has one tensor under both names, for example a tied head and its embedding.  The
+    trainer must deliver the same values under both names.
+    """
     known = {source.name: source for source in sources}
     loaded = {piece.name for piece in does.pieces}
     unused = known.keys() - does.used
@@ -277,7 +299,7 @@ def _same_places(
 
 
 def _lacking(memory: LoadTargets, pieces: Iterable[PlacedBox]) -> dict[str, int]:
-    """The bytes of parameters that nothing is loaded to."""
+    """Returns, by path, how many bytes of parameters nothing is loaded to."""
     tensors, lacking = memory.tensors(), Counter[str]()
     for piece in pieces:
         target = memory.targets[piece.target]
@@ -287,10 +309,11 @@ def _lacking(memory: LoadTargets, pieces: Iterable[PlacedBox]) -> dict[str, int]
 
 
 def _check_share(sources: Sequence[Source], does: LearntLoad) -> None:
-    """NotLearntError where most of what is loaded is computed."""
+    """Raises NotLearntError if load_weights computes with most of the bytes that it loads."""
     sizes = {source.name: source.nbytes for source in sources}
     computed = sum(sizes[name] for name in does.computed)
     if 2 * computed > sum(sizes.values()):
         raise NotLearntError(
-            f"most of it is no copy, as {next(iter(does.computed))}", does.unwritten
+            f"load_weights computes with most of the bytes, such as {next(iter(does.computed))}",
+            does.unwritten,
         )

@@ -1,4 +1,4 @@
-"""A loader that does what load_weights was seen to do: copies, and calls for what it computes."""
+"""A loader that copies as load_weights was learnt to copy, and calls load_weights for the rest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ from wsync.probing.pieces import as_kept, by_name, kept_as
 class LearntModule(NamedTuple):
     """What was learnt of a module's load_weights.
 
-    method: it.  same_place: tensors that it passes over, by those that have to bring the same.
+    method: load_weights.  memory: the tensors that it may write to.  sources: the tensors that it
+    is given.  does: what it does.  same_place: for a tensor that it loads, the tensor that it skips
+    because the module has both as one; their values must be equal.
     """
 
     module: torch.nn.Module
@@ -47,12 +49,13 @@ class LearntModule(NamedTuple):
     same_place: Mapping[str, str]
 
     def load(self, pairs: Any, bound: Iterable[Bound] | None = None) -> None:
-        """bound: the tensors that it may bind anew; None: all, which takes longer."""
+        """Calls load_weights.  bound: the tensors that it may replace by others; None: all of
+        them, which takes longer."""
         with in_place(self.module, bound):
             self.method(pairs)
 
     def describe(self) -> dict[str, Any]:
-        """What wsync.inspection shows of it; plain values."""
+        """Returns what wsync.inspection shows, as plain values."""
         tensors, targets, does = self.memory.tensors(), self.memory.targets, self.does
         places, facts = by_name(does.pieces), list[dict[str, Any]]()
         kept_nbytes = sum(source.nbytes for source in self.sources if source.name in does.computed)
@@ -60,7 +63,7 @@ class LearntModule(NamedTuple):
             if not (pieces := places.get(name)):
                 continue
             kept = kept_as(dtype, tensors[pieces[0].target].dtype) or dtype
-            # narrowing is done before anything is sent, widening afterwards
+            # the trainer narrows values before they are sent, and this worker widens them
             sent = min(dtype.itemsize, kept.itemsize)
             kept_nbytes += sum(math.prod(piece.extent) for piece in pieces) * sent
             boxes = [
@@ -87,12 +90,12 @@ class LearntModule(NamedTuple):
 
 
 class ReplayLoader(RoutedLoader):
-    """Does what was learnt with the tensors of a module, wherever they lie by then.
+    """Does what was learnt with the tensors of a module.  Their addresses may change.
 
-    At each update but the first the loading of some tensors is audited before anything is
-    written.  StateError where the module, or what its load_weights does, has changed.
+    Each update except the first one audits load_weights on some tensors before anything is written.
+    It raises StateError if the module, or what load_weights does, has changed.
 
-    on_weights_lost: called where load_weights has loaded such tensors elsewhere.
+    on_weights_lost: is called if load_weights has put audited tensors in other places.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class ReplayLoader(RoutedLoader):
         self.used = sorted({piece.target for piece in does.written})
         self.used_paths = [learnt.memory.targets[number].path for number in self.used]
         self.form = describe([tensors[number] for number in self.used], gpu=True).form()
-        # whole, in the order of the trainer: one may go by another
+        # whole tensors in the trainer's order, because the loading of one may depend on another
         given = {*does.computed, *learnt.same_place.values()}
         self._staged_sources = [
             s for s in learnt.sources if s.name in given or not kind_of(s.dtype)
@@ -113,7 +116,7 @@ class ReplayLoader(RoutedLoader):
         audit = Audit(lambda pairs: learnt.load(pairs, learnt.memory.bound()), does, learnt.sources)
         self._audit = audit if audit.is_possible(tensors) else None
         self._audit_ns = 0
-        self._whole = False  # whether the weights are those of an update
+        self._whole = False  # whether a complete update has filled the module
 
     def blob(self) -> bytes:
         return self.layout.to_bytes()
@@ -125,8 +128,11 @@ class ReplayLoader(RoutedLoader):
         self._aim(filling)
 
     def check(self) -> _Filling:
-        """What an update is to fill.  StateError where the module, or what its load_weights does,
-        is not what was learnt."""
+        """Returns the tensors that an update fills.
+
+        Raises:
+            StateError: the module, or what load_weights does, has changed since it was learnt.
+        """
         filling = _Filling(self)
         self._audit_ns = 0
         if self._whole and self._audit is not None:
@@ -147,8 +153,8 @@ class ReplayLoader(RoutedLoader):
         self._whole = True
 
     def _destination(self, tensors: Sequence[torch.Tensor]) -> Layout:
-        """A buffer for each tensor of the module that is used, and then for those that are kept
-        whole."""
+        """Returns the worker's layout.  It has a buffer for each tensor of the module that copies
+        write to, and then one for each tensor that is kept whole for load_weights."""
         builder, known = LayoutBuilder(), {source.name: source for source in self._learnt.sources}
         numbers = {target: number for number, target in enumerate(self.used)}
         for piece in sorted(self._learnt.does.pieces, key=lambda piece: (piece.target, piece.name)):
@@ -169,8 +175,8 @@ class ReplayLoader(RoutedLoader):
 
 
 class _Filling:
-    """The module's tensors while one update fills them, and what is kept beside for the loader,
-    and to be compared."""
+    """The module's tensors while one update fills them.  Also has whole tensors that load_weights
+    is called with, or that are compared with others."""
 
     def __init__(self, replay: ReplayLoader) -> None:
         learnt = replay._learnt
@@ -200,8 +206,12 @@ class _Filling:
         return BufferTable(spans, (self._table, staged))
 
     def complete(self) -> None:
-        """Constants, then what the loader computes, and then the module's own copies.  LayoutError
-        where two tensors that have to be the same bring different values."""
+        """Writes the constants, calls load_weights for what it computes, and then makes the copies
+        within the module.
+
+        Raises:
+            LayoutError: a tensor that the module has under two names has different values.
+        """
         learnt = self._replay._learnt
         compared = {*learnt.same_place.values()}
         increment_version([self.tensors[number] for number in self._replay.used])
@@ -221,13 +231,13 @@ class _Filling:
             if not same_bytes(place, as_kept(piece.of(self._staged[other]), place.dtype)):
                 path = learnt.memory.targets[piece.target].path
                 raise LayoutError(
-                    f"{path}: {piece.name} and {other} are one tensor of the module, and bring "
+                    f"{path}: {piece.name} and {other} are one tensor of the module, but have "
                     "different values"
                 )
         self._staged = {}
 
     def check_places(self) -> None:
-        """StateError where the module no longer has the tensors that the update was written to."""
+        """Raises StateError if the module no longer has the tensors that the update has filled."""
         now = self._replay._learnt.memory.tensors()
         place = self._table.moved([now[number] for number in self._replay.used])
         if place is not None:
