@@ -95,7 +95,7 @@ def test_ranks_that_have_called_for_different_numbers_of_updates_say_which_they_
     """A loop that goes on after errors would send weights of one step with those of another."""
     for refused, apart, *later in ranks.run(agreement_cases.called_alone):
         assert "version=''" in refused
-        assert re.search(r"trainer ranks have called update\(\) \[2, 3\] times", apart)
+        assert re.search(r"different numbers of times \(\[2, 3\], by rank\)", apart)
         assert later == ["", ""]
 
 

@@ -549,7 +549,7 @@ def test_fsdp1_over_tensor_parallelism_is_refused_by_name(four: Ranks, how: str)
 
 def test_a_tensor_that_is_cut_in_another_way_is_refused(two: Ranks) -> None:
     for text in two.run(cases.resharded_error):
-        assert text == "w: it is sharded in another way now than when the layout was made"
+        assert text.startswith("w: its sharding has changed since the layout was made")
 
 
 def test_a_missing_tensor_is_named() -> None:

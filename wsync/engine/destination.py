@@ -169,7 +169,7 @@ def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Names grouped by the tensor that they stand for, in order."""
+    """Groups the names that stand for one tensor.  Names and groups keep the order of `state`."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in state.items():
         key = seen(tensor) if usable(tensor) and tensor.numel() else name

@@ -112,7 +112,7 @@ class Rendezvous:
 
         Raises:
             InvalidArgumentError: `rank` is not a rank of the group.
-            DeadlineError: not all members came.
+            DeadlineError: not all members joined in time.
         """
         patience = timeout if collective_timeout is None else collective_timeout
         make = functools.partial(UpdateGroup, self, rank, patience, timeout, device)

@@ -100,7 +100,8 @@ def _check_same(forms: Sequence[Form], found: Sequence[Part]) -> None:
     for old, new in zip(forms, found, strict=False):
         if old != new.form:
             raise _core.LayoutError(
-                f"{old[0]}: it is sharded in another way now than when the layout was made"
+                f"{old[0]}: its sharding has changed since the layout was made; make the layout "
+                "again"
             )
     if len(forms) != len(found):
         raise _core.LayoutError(

@@ -138,7 +138,7 @@ class ApiHandle(ABC):
         return {}
 
     def _reprocess(self, timeout: float, **steps: bool) -> bool:
-        """Calls post_process_weights; returns False if a server does not have it.  An object in
+        """Calls post_process_weights; returns False if the server does not have it.  An object in
         this process may lack it."""
         method = "post_process_weights"
         try:

@@ -106,8 +106,9 @@ def threads_for(device: _core.Device) -> int:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's addresses have memory.  While an allocator has paused (torch_memory_saver,
-    vLLM's sleep mode), a GPU has none there, and a read would end the GPU's context."""
+    """Whether physical memory is mapped at a tensor's addresses.  While an allocator has paused
+    (torch_memory_saver, vLLM's sleep mode), a GPU has none there, and a read would end the GPU's
+    context."""
     if tensor.device.type != "cuda":
         return True
     try:

@@ -37,7 +37,8 @@ Segment = tuple[int, int]  # the rank that owns it, and its number there
 
 
 class Bound(NamedTuple):
-    """Where a buffer is: the number of a segment of its rank, and the place in this segment."""
+    """Where a buffer is in lent memory: the number that its rank gave the segment, and the offset
+    and size in that segment."""
 
     segment: int
     offset: int

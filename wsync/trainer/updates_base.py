@@ -259,9 +259,9 @@ class Updates(abc.ABC):
         counts, texts, givens, called = zip(*told, strict=True)
         if None in texts and len(set(called)) > 1:
             raise _core.StateError(
-                f"trainer ranks have called update() {list(called)} times: a call has failed on "
-                "some ranks only, and their weights may come from different steps; give version= "
-                "on all ranks, or connect anew"
+                f"trainer ranks have called update() different numbers of times ({list(called)}, "
+                "by rank): a call has failed on some ranks only, so their weights may come from "
+                "different steps; give version= on all ranks, or connect anew"
             )
         meant = [str(max(counts) + 1) if text is None else text for text in texts]
         if len(set(meant)) > 1:
@@ -317,7 +317,9 @@ class Updates(abc.ABC):
         try:
             yield
         except BaseException as error:
-            first: _core.WsyncError = _core.RemoteError("given up before other ranks were told why")
+            first: _core.WsyncError = _core.RemoteError(
+                "this rank gave up the call before it could tell the other ranks why"
+            )
             try:
                 try:
                     first = self._group.fail(error)

@@ -65,7 +65,8 @@ class WorkerRounds:
 
 class BucketSession(abc.ABC):
     """A worker that takes whole tensors.  A thread sends it every round as a bucket, and the slot
-    is free again when the bucket was sent.  Methods are called in a WorkerSession's order.
+    is free again when the bucket was sent.  Its methods are called in the same order as those of
+    WorkerSession.
 
     worker: its number in the plan (see PlanWorker).
     """
