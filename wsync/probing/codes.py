@@ -44,9 +44,8 @@ def base_of(dtype: torch.dtype) -> int:
 
 def common_base(kind: str) -> int:
     """Returns how many different digits every dtype of a kind can hold."""
-    return (
-        14 * len(_FRACTIONS) if kind == WIDE else len(_BITS[kind])
-    )  # float16 has 14 exponents below 1
+    # float16 has 14 exponents below 1
+    return 14 * len(_FRACTIONS) if kind == WIDE else len(_BITS[kind])
 
 
 def encode(digits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

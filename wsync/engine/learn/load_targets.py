@@ -40,7 +40,7 @@ class LoadTargets:
 
     targets: tensors that share no elements; parameters come first.  Buffers and plain attributes
     are targets if they hold floating-point values and are no caches.  Integers are targets only if
-    they are parameters, because the others may be what load_weights depends on.
+    they are parameters, because load_weights may depend on the others.
 
     Raises:
         StateError: a parameter has no memory, for example because the engine sleeps.
@@ -92,8 +92,8 @@ def _apart(found: Sequence[tuple[TensorTarget, torch.Tensor]]) -> Iterator[Tenso
             yield target
     if asleep:
         raise StateError(
-            f"{listed(asleep)}: no GPU memory is mapped there, for example because the engine "
-            "sleeps; wake its weights before the update"
+            f"no GPU memory is mapped for {listed(asleep)}, for example because the engine sleeps; "
+            "wake its weights before the update"
         )
 
 

@@ -22,7 +22,7 @@ _PERIOD: Final = (16 << 20) + 4096  # in bytes; not a multiple of the size of a 
 
 
 class MadeUpTensors:
-    """Returns random values for sources.
+    """Makes random values for sources.
 
     given: values for some sources, by name, which are returned unchanged.  seed: 0 or 1.  With seed
     1, the values are near 1, so that a load can compute with them.
@@ -62,7 +62,7 @@ def given_values(sources: Sequence[Source]) -> dict[str, torch.Tensor]:
     for name, dtype, shape in sources:
         if is_note(name):
             codes = shapes.get(f"{name.removesuffix('_shape')}_packed", ())
-            # in a checkpoint, all shapes are equal that are loaded to one fused parameter
+            # in a checkpoint, the shapes that are loaded to one fused parameter are equal
             plain = len(codes) == 2 and shape == (2,)
             sizes = [codes[0], codes[1] * _IN_WORD] if plain else [1]
             found[name] = torch.tensor(sizes, dtype=dtype, device="cpu").expand(shape).clone()

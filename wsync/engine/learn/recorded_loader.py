@@ -61,16 +61,16 @@ class RecordedLoader(ChoosingLoader):
     sample of tensors, load_weights must write to the same places as before.  Otherwise the update
     fails before it has written anything, and the next update learns load_weights anew.
 
-    Two errors name parameters.  A parameter that the trainer does not deliver completely is
-    refused, because it would keep old values.  A tensor that has two names is refused if the
-    trainer delivers different values under them.  If load_weights writes other tensors to one
-    place, the last tensor stays there.
+    If the trainer does not deliver a parameter completely, an error names the parameter, because it
+    would keep old values.  If a tensor has two names and the trainer delivers different values
+    under them, an error names them, too.  If load_weights writes several other tensors to one
+    place, the last one stays there.
 
     ignore: shell patterns ("visual.*") for the paths of parameters that the trainer does not have,
     or has only in part.  What it lacks stays as it is.  The environment variable WSYNC_KEEP adds
     patterns, separated by commas, for engines that make their loader themselves.
-    needed: asks the trainer only for the elements that the module keeps, not for whole tensors.
-    after: is called with the module when everything is loaded.
+    needed: whether the trainer is asked only for the elements that the module keeps, and not for
+    whole tensors.  after: is called with the module when everything is loaded.
     """
 
     def __init__(
@@ -197,8 +197,8 @@ class RecordedLoader(ChoosingLoader):
             instead = f", and none of {listed(unused)} is used" if unused else ""
             raise MissingError(
                 f"{type(self._module).__name__}: no tensor of the trainer is loaded to "
-                f"{listed(missing)}{instead}; if these may stay as they are, list them in {KEEP} "
-                f"or RecordedLoader(ignore=...){unfused(unused)}"
+                f"{listed(missing)}{instead}; if these parameters may stay as they are, list "
+                f"them in {KEEP} or RecordedLoader(ignore=...){unfused(unused)}"
             )
 
     def stays(self, path: str) -> bool:
@@ -266,14 +266,11 @@ class RecordedLoader(ChoosingLoader):
     def _stale(self) -> str:
         """Says what has changed so that load_weights must be learnt anew; "" if nothing has."""
         method = self.method()
-        if (
-            self._load != method == self.method()
-        ):  # a method that is made anew at each access is never equal
+        # a method that is made anew at each access differs from itself, and is not compared
+        if self._load != method == self.method():
             return "load_weights was replaced"
         if self.depends_on() != self._depended_on:
-            return (
-                "what load_weights depends on outside the module, for example the places of experts"
-            )
+            return "values outside the module that load_weights depends on, such as expert places"
         return ""
 
 

@@ -175,8 +175,8 @@ class ReplayLoader(RoutedLoader):
 
 
 class _Filling:
-    """The module's tensors while one update fills them.  Also has whole tensors that load_weights
-    is called with, or that are compared with others."""
+    """The module's tensors while one update fills them.  It also has the whole tensors that
+    load_weights is called with, and those that are compared with others."""
 
     def __init__(self, replay: ReplayLoader) -> None:
         learnt = replay._learnt
