@@ -142,7 +142,8 @@ def _split(
 
 
 def _run(steps: Sequence[int], start: int, step: int, units: Mapping[int, int]) -> _Run:
-    """Returns the first of `step` alternating runs that begin at `start`, or only one slice."""
+    """Returns a run that begins at `start` and has every `step`-th slice.  The slices between them
+    make equal runs.  If there is no such run, returns a run of one slice."""
     between = steps[start : start + step]
     axis = units.get(sum(between), -1) if len(between) == step and 0 not in between else -1
     if axis < 0:

@@ -41,9 +41,9 @@ class LearntLoad:
     """What a load does.
 
     pieces: the copies from sources; they copy every element at most once.  copies: copies from the
-    places of these pieces to further places.  constants: places that get the same values whatever
-    is loaded, with these values.  computed: the sources that the load computes with, each with one
-    place that it computes; an update calls the load with these sources after all copies.
+    places of these pieces to other places.  constants: places that get the same values whatever is
+    loaded, with these values.  computed: the sources that the load computes with, each with one
+    place that it computes.  An update calls the load with these sources after all copies.
     unwritten: places that the load does not write to.
     """
 
@@ -75,7 +75,7 @@ def learn(
     Places that the load does not write to hold their former values.
 
     targets: all tensors that the load may write to; they share no elements.  sources: all tensors
-    that it is given.  given: sources whose values it reads, such as shapes.  values: two functions
+    to load.  given: sources whose values matter, such as shapes.  values: two functions
     that return values for a source.  Both return the given sources unchanged.  For the others, they
     return random values.  Those of the second function are near 1, so that a load can compute with
     them.

@@ -4,7 +4,7 @@ A part is a block of the tensor that at most one source is loaded to.  The value
 tells which source, and which element of it, was loaded there.  The values along a line through the
 corner tell which source axis each tensor axis follows.  A line goes through a whole row of parts.
 It also serves other rows, if sources of the same dtypes and shapes are loaded to them in the same
-order.  A part may be less regular than its lines show.  Random values refute such a part later.
+order.  A part may be less regular than its lines show.  Random values refute this later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 _SAMPLE: Final = 61  # to find parts, about this number of elements of each slice is read
-_WHOLE: Final = 1 << 16  # in a tensor that has no more elements, all of them are read
+_WHOLE: Final = 1 << 16  # a tensor with at most this number of elements is read whole
 _RAW: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -141,8 +141,8 @@ class Field:
         ]
 
     def like(self, places: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns a key for leading indices.  If the keys of two are equal, the steps between their
-        slices are equal."""
+        """Returns a key for the slice at leading indices.  If two slices have equal keys, the steps
+        in both are equal."""
         parts, found = self._slices(places)
         lines = self._seen.chosen[len(places)][parts].flatten()
         return len(places), *lines.tolist(), *(found[1:] - found[:-1]).flatten().tolist()

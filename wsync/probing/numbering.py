@@ -25,7 +25,7 @@ class Source(NamedTuple):
 
 
 class _Digit(NamedTuple):
-    """One digit of an index along an axis.  weight: the power of the base that is its factor."""
+    """A digit of an index along an axis.  weight: its factor in the index, a power of the base."""
 
     axis: int
     weight: int
@@ -62,7 +62,7 @@ class Numbering:
         self._number = {s.name: n for each in self.kinds.values() for n, s in enumerate(each)}
         counts = [(len(each), common_base(kind)) for kind, each in self.kinds.items()]
         self.naming = max((_count(*each) for each in counts), default=1)
-        # at least one call follows: it takes two calls to tell constant from unwritten places
+        # at least one call follows, because two are needed to tell constant from unwritten places
         self.calls = self.naming + max([1, *map(len, self.digits.values())])
 
     def of(self, dtype: torch.dtype) -> list[Source]:

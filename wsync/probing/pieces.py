@@ -64,7 +64,7 @@ class PlacedBox:
 
 def kept_as(source: torch.dtype, target: torch.dtype) -> torch.dtype | None:
     """Returns the dtype in which copies deliver a source to a target, or None if they cannot.
-    Dtypes of one byte hold codes: these are copied unchanged between any two such dtypes."""
+    Dtypes of one byte hold codes, and copies do not change codes."""
     if source == target or source.itemsize == target.itemsize == 1:
         return source
     return target if (source, target) in _CASTS else None

@@ -175,7 +175,7 @@ class _Reading:
 
     def _weights(self, names: Sequence[str], units: Sequence[int]) -> torch.Tensor:
         """Returns the factors by which digits are multiplied in an element's number.  There is one
-        for each name and each call after those for names."""
+        factor for each name and each call after the first `naming` calls."""
         calls = self._numbering.calls - self._numbering.naming
         found = torch.zeros(len(names), calls, dtype=torch.int64, device="cpu")
         for row, name in enumerate(names[3:], 3):

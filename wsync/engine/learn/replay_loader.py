@@ -36,9 +36,9 @@ from wsync.probing.pieces import as_kept, by_name, kept_as
 class LearntModule(NamedTuple):
     """What was learnt of a module's load_weights.
 
-    method: load_weights.  memory: the tensors that it may write to.  sources: the tensors that it
-    is given.  does: what it does.  same_place: for a tensor that it loads, the tensor that it skips
-    because the module has both as one; their values must be equal.
+    method: load_weights.  memory: the tensors that load_weights may write to.  sources: the tensors
+    that it is given.  does: what it does with them.  same_place: for a tensor that it loads, the
+    tensor that it skips because both are one tensor of the module.  Their values must be equal.
     """
 
     module: torch.nn.Module
