@@ -336,7 +336,7 @@ def test_a_folder_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     wsync.connect(ones(*NAMES), engines, options=OPTIONS).close()
     assert [text.partition(":")[0] for text in caplog.messages] == [
         *["the trainer's names are not compared with a checkpoint"] * 2,
-        "no checkpoint is here to compare with",
+        "no checkpoint is here to compare with for engines e, b",
     ]
 
 

@@ -305,7 +305,8 @@ def test_one_rank_does_not_serve_engines_on_two_gpus(trainer: Ranks) -> None:
     (facts,) = trainer.run(cuda_cases.two_devices, timeout=120)
     assert re.match(
         r"InvalidArgumentError: rank 0: its weights and the workers that it serves are on "
-        r"(GPU-[-0-9a-f]+) and (?!\1)GPU-[-0-9a-f]+, not .*engine_gpu_offsets says whose GPU",
+        r"(GPU-[-0-9a-f]+) and (?!\1)GPU-[-0-9a-f]+; they must all be on one GPU, "
+        r".*engine_gpu_offsets says whose GPU",
         facts["error"],
     ), facts["error"]
     assert facts["alone"] == ["", "", "", ""]

@@ -180,7 +180,7 @@ def test_codes_without_scales_are_refused(method: str, part: str, tmp_path: Path
     lacking = {
         name: tensor for name, tensor in made.items() if not name.endswith(f"x_proj.weight{part}")
     }
-    text = r"x_proj.weight(_packed)?: the trainer delivers these codes without scales"
+    text = r"x_proj.weight(_packed)?: codes that the trainer delivers no scales for"
     with pytest.raises(wsync.LayoutError, match=text):
         wsync.connect(lacking, [Engine()])
     with pytest.raises(wsync.LayoutError, match=text):

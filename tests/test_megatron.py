@@ -205,7 +205,12 @@ PLAIN = ("llama", {"head_dim": 16}, {"tp": 2, "pp": 2}, {})
         ),
         ("other_tie", DENSE, "LayoutError", ["share_embeddings_and_output_weights is False"]),
         ("other_family", DENSE, "UnsupportedError", ["'mamba'", "qwen3_moe"]),
-        ("other_experts", MOE, "LayoutError", ["expert 2", "4 experts over 2"]),
+        (
+            "other_experts",
+            MOE,
+            "LayoutError",
+            ["linear_fc1.weight: this rank's expert is 2", "4 experts over 2"],
+        ),
         (
             "zero_centered",
             DENSE,

@@ -144,7 +144,10 @@ def test_each_worker_of_a_server_has_cores(
     ],
 )
 def test_an_option_of_another_type_is_named(name: str, value: Any) -> None:
-    with pytest.raises(wsync.InvalidArgumentError, match=f"{name}={value!r} is no "):
+    with pytest.raises(
+        wsync.InvalidArgumentError,
+        match=rf"{name}={value!r} is (no integer|not a number of seconds)$",
+    ):
         wsync.Options(**{name: value})
 
 
@@ -166,7 +169,7 @@ def test_an_option_that_cannot_be_is_named_before_an_engine_is_asked_for_anythin
 def test_options_that_are_none_are_named() -> None:
     source = from_tensors({"w": torch.ones(1)})
     wrong: Any = {"deadline": 3}
-    text = r"options=\{'deadline': 3\}: wsync\.Options"
+    text = r"options=\{'deadline': 3\}: expected wsync\.Options\(...\)"
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         wsync.Sync(source, [], options=wrong)
     with pytest.raises(wsync.InvalidArgumentError, match=text):

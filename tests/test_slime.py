@@ -287,7 +287,7 @@ def test_options_come_from_the_environment_and_from_slimes_arguments(
     ("text", "reason"),
     [
         ("{deadline: 7}", "WSYNC_OPTIONS='{deadline: 7}': Expecting property name"),
-        ("[7]", r"WSYNC_OPTIONS=\[7\]: a mapping"),
+        ("[7]", r"WSYNC_OPTIONS=\[7\]: expected a mapping"),
         ('{"dead_line": 7}', "WSYNC_OPTIONS: no option 'dead_line'; there are deadline, round"),
         ('{"deadline": "7"}', "deadline='7' is not a number"),
     ],
@@ -299,7 +299,9 @@ def test_an_option_that_is_wrong_is_named(
     with pytest.raises(wsync.InvalidArgumentError, match=reason):
         options_of()
     monkeypatch.delenv("WSYNC_OPTIONS")
-    with pytest.raises(wsync.InvalidArgumentError, match=r"args.wsync_options=7: a mapping"):
+    with pytest.raises(
+        wsync.InvalidArgumentError, match=r"args.wsync_options=7: expected a mapping"
+    ):
         options_of(wsync_options=7)
 
 
