@@ -54,6 +54,12 @@ class WorkerRounds:
         return buckets
 
     @functools.cached_property
+    def last(self) -> int:
+        """The last round with a bucket, because the last rounds may be for other workers only; -1
+        if there is none."""
+        return max((k for k, bucket in enumerate(self.buckets) if bucket), default=-1)
+
+    @functools.cached_property
     def broadcasts(self) -> list[Bucket]:
         """The same buckets, with the largest item size first.  Engines make a bucket without gaps
         from names and shapes, and each tensor must start at a multiple of its item size."""
@@ -75,9 +81,9 @@ class BucketSession(abc.ABC):
 
     def __init__(self, worker: int, thread: str) -> None:
         self.worker = worker
-        self._sent: list[Future[None]] = []  # they end in this order
-        self._seen = 0  # how many are known to have ended without an error
+        self._sent: list[Future[None]] = []
         self._given_up = threading.Event()
+        self._version = ""
         self._refused = False  # whether a request has failed
         self._thread = WorkerThread(thread)
 
@@ -98,7 +104,7 @@ class BucketSession(abc.ABC):
         """Makes the ring, and frees a former one.  Raises NoMemoryError if there is no memory."""
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
-        self._sent, self._seen = [], 0
+        self._sent, self._version = [], version
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         former = self.rounds.slots[round].wait_round
@@ -113,11 +119,6 @@ class BucketSession(abc.ABC):
     @abc.abstractmethod
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until a round has been taken."""
-
-    def look(self) -> None:
-        while self._seen < len(self._sent) and self._sent[self._seen].done():
-            self._sent[self._seen].result()
-            self._seen += 1
 
     def prepared(self, timeout: float, check: Check) -> None:
         deadline = Deadline(timeout)

@@ -34,7 +34,7 @@ from wsync.module_tensors import name_of
 from wsync.options import Options
 from wsync.trainer.engine_identity import CheckedEngine
 from wsync.trainer.requests import NO_CALLS, Calls, UnderWay
-from wsync.trainer.sessions.base import BucketSession, Span, WorkerRounds
+from wsync.trainer.sessions.base import Bucket, BucketSession, Span, WorkerRounds
 
 
 class BroadcastSession(BucketSession):
@@ -49,6 +49,7 @@ class BroadcastSession(BucketSession):
     """
 
     _ring: torch.Tensor  # once made
+    _announcements: list[dict[str, Any]]  # once attached: of the rounds' buckets
 
     def __init__(
         self, worker: int, engines: Sequence[CheckedEngine], *, name: str, options: Options
@@ -66,8 +67,6 @@ class BroadcastSession(BucketSession):
         self._group: UpdateGroup | None = None
         self._threads = [WorkerThread("wsync-announce") for _ in engines]
         self._joining = NO_CALLS
-        self._last = -1  # the last round with a bucket
-        self._version = ""
         self._answers: list[tuple[str, int, Future[None]]] = []
 
     @property
@@ -100,8 +99,7 @@ class BroadcastSession(BucketSession):
             wanted = ", ".join(f"{each.name} (tp {each.workers})" for _, each in self._engines)
             raise _core.DeadlineError(f"{error}; expected to join: {wanted}") from error
         self._joining.join(deadline.left, check)
-        buckets = self.rounds.broadcasts
-        self._last = max((k for k, bucket in enumerate(buckets) if bucket), default=-1)
+        self._announcements = [self._announcement(bucket) for bucket in self.rounds.broadcasts]
         return self._ring.data_ptr(), self._ring.numel()
 
     def _join(self, index: int, engine: CheckedEngine) -> None:
@@ -120,13 +118,23 @@ class BroadcastSession(BucketSession):
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         super().begin(update, version, timeout, check)
-        self._version, self._answers = version, []
+        self._answers = []
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         """Also announces the bucket; the last one carries the version."""
         super().post(round, stream, timeout, check)
-        if not (bucket := self.rounds.broadcasts[round]):
+        if not self.rounds.broadcasts[round]:
             return
+        told = self._announcements[round]
+        if round == self.rounds.last:
+            told = {**told, "weight_version": self._version}
+        for index, engine in self._engines:
+            timeout = self._options.request_deadline
+            call = functools.partial(engine.call, "update_weights_from_distributed", told, timeout)
+            tell = functools.partial(self._ask, call)
+            self._answers.append((engine.name, round, self._threads[index].submit(tell)))
+
+    def _announcement(self, bucket: Bucket) -> dict[str, Any]:
         told: dict[str, Any] = {
             "names": [entry.name for entry in bucket],
             "dtypes": [name_of(entry.dtype) for entry in bucket],
@@ -135,13 +143,7 @@ class BroadcastSession(BucketSession):
         }
         if self._options.broadcast != "tensor":
             told["load_format"] = FLATTENED_BUCKET
-        if round == self._last:
-            told["weight_version"] = self._version
-        for index, engine in self._engines:
-            timeout = self._options.request_deadline
-            call = functools.partial(engine.call, "update_weights_from_distributed", told, timeout)
-            tell = functools.partial(self._ask, call)
-            self._answers.append((engine.name, round, self._threads[index].submit(tell)))
+        return told
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         try:

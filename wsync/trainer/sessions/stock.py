@@ -105,8 +105,6 @@ class StockSession(BucketSession):
         self._timeout = timeout
         self._on_gpu = on_gpu
         self._ring: SharedRing | GpuRing | None = None
-        self._last = -1
-        self._version = ""
 
     @property
     def under_way(self) -> UnderWay:
@@ -122,14 +120,7 @@ class StockSession(BucketSession):
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         assert self._ring is not None
         self.rounds = WorkerRounds(plan, self.worker)
-        # the last rounds may be for other engines only
-        buckets = self.rounds.buckets
-        self._last = max((k for k, bucket in enumerate(buckets) if bucket), default=-1)
         return self._ring.address, self._ring.nbytes
-
-    def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
-        super().begin(update, version, timeout, check)
-        self._version = version
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         deadline = Deadline(timeout)
@@ -146,6 +137,11 @@ class StockSession(BucketSession):
         request = f"engine {self._engine.name}: update_weights_from_tensor"
         late = f"{request}: no answer for bucket {round}"
         result(self._sent[round], Deadline(timeout), check, late)
+
+    def look(self) -> None:
+        for sent in self._sent:
+            if sent.done():
+                sent.result()
 
     def close(self) -> None:
         if isinstance(self._ring, GpuRing):
@@ -173,7 +169,7 @@ class StockSession(BucketSession):
             self._engine.update_weights,
             payloads,
             load_format=FLATTENED_BUCKET,
-            weight_version=self._version if round == self._last else None,
+            weight_version=self._version if round == self.rounds.last else None,
             timeout=self._timeout,
         )
         self._ask(request)
