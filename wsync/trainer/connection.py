@@ -162,6 +162,8 @@ class Connection:
             self._own_loading.setdefault(engine, reason)
         reaching = {int(n): reached for rank in told for n, reached in rank["reaching"].items()}
         given, self._rounds_plan = planning.fit(self._split(layouts, reaching), device)
+        # workers read in place during round 0
+        self._round_count = max(self._rounds_plan.round_count, 1 if self.reading else 0)
         self._make_ready(given, device)
         plan = planning.plan(layouts, device) if self.reading else self._rounds_plan
         # last: without a plan, there is no stream to close
@@ -317,11 +319,6 @@ class Connection:
             self._exchange.check()
             report.staging_nbytes = self._exchange.nbytes
         report.trace.take(stream)
-
-    @property
-    def _round_count(self) -> int:
-        """The number of rounds.  Workers read in place during round 0."""
-        return max(self._rounds_plan.round_count, 1 if self.reading else 0)
 
     def describe(self, report: Report) -> None:
         """Reports what an update by this plan moves."""

@@ -127,6 +127,8 @@ class Planning:
                 short,
                 ring_nbytes,
             )
+        if not self.roster.takes_buckets:
+            return
         single = single_experts(model, most)
         sizes = {i: _nbytes(model, i) for i in range(model.tensor_count) if i not in single}
         uncut = [
@@ -134,7 +136,7 @@ class Planning:
             for index, nbytes in sizes.items()
             if nbytes > most
         ]
-        if uncut and self.roster.takes_buckets:
+        if uncut:
             _log.warning(
                 "wsync: buckets for engines without wsync are larger than bucket_nbytes=%d "
                 "(slime's --update-weight-buffer-size) for tensors that cannot be split: %s",
