@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.machine.device import of
-from wsync.machine.host import host_identity
 from wsync.machine.trace import Trace
 from wsync.options import Options, numbers
 from wsync.report import Report
@@ -163,14 +162,14 @@ class Sync(Updates):
         tell_rearranged(self._requests.handles, options, model)
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
-        """Gathers all ranks' hosts and layouts, and rank 0's engines and delivery."""
-        mine = [host_identity(), [dataclasses.astuple(engine) for engine in engines]]
-        told = self._group.gather_json([*mine, self.options.delivery])
-        names, found, (self._delivery, *_) = zip(*told, strict=True)
+        """Gathers all ranks' layouts, and rank 0's engines and delivery."""
+        mine = [dataclasses.astuple(engine) for engine in engines]
+        found, self._delivery = self._group.gather_json([mine, self.options.delivery])[0]
+        hosts = self._group.hosts
         roster = Roster(
-            [names.index(name) for name in names],
+            [hosts.index(host) for host in hosts],
             self._gather(),
-            [RolloutEngine(name, n, Delivery(how), gpu) for name, n, how, gpu in found[0]],
+            [RolloutEngine(name, n, Delivery(how), gpu) for name, n, how, gpu in found],
         )
         roster.check(self.options)
         if roster.taking(Delivery.STOCK) or roster.taking(Delivery.BROADCAST):

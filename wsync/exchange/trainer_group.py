@@ -50,8 +50,8 @@ class TrainerGroup:
     Every rank makes one at the same time.  Without an initialised process group, or if the group
     has a single rank, nothing is communicated.
 
-    `name` is hex, new each time, and the same on all ranks.  `collectives` is None if nothing is
-    communicated.
+    `name` is hex, new each time, and the same on all ranks.  `hosts` identifies each rank's host.
+    `collectives` is None if nothing is communicated.
 
     Args:
         group: the ranks that take part; None for the default group.
@@ -74,7 +74,7 @@ class TrainerGroup:
         self._looking: Future[str] | None = None
         self._update = 0  # in this group; ranks may have been in different numbers of groups
         self.rank, self.size = 0, 1
-        self.name = secrets.token_hex(8)
+        self.name, self.hosts = secrets.token_hex(8), [host_identity()]
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -89,7 +89,8 @@ class TrainerGroup:
             self.collectives = Collectives(
                 gloo, timeout=timeout, whole=whole, member="a trainer rank"
             )
-            self._processes = self.gather_json([host_identity(), os.getpid()])
+            known = self.gather_json([*self.hosts, os.getpid()])
+            self.hosts, self._pids = (list(facts) for facts in zip(*known, strict=True))
         except BaseException:
             self._thread.close()
             self.close()
@@ -190,11 +191,10 @@ class TrainerGroup:
 
     def _ended(self) -> str:
         """Says which rank on this host has ended, or ""; called after a connection has broken."""
-        here = host_identity()
         deadline = Deadline(VERDICT_SECONDS)  # a process closes its sockets a little before it ends
         while deadline.left:
-            for rank, (host, pid) in enumerate(self._processes):
-                if host == here and has_ended(pid):
+            for rank, (host, pid) in enumerate(zip(self.hosts, self._pids, strict=True)):
+                if host == self.hosts[self.rank] and has_ended(pid):
                     return f"trainer rank {rank} (pid {pid}) has ended"
             time.sleep(POLL_SECONDS)
         return ""

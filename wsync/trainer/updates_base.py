@@ -24,7 +24,6 @@ from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.error_text import error_text
 from wsync.machine.fork_guard import Owner
-from wsync.machine.host import host_identity
 from wsync.module_tensors.names import listed
 from wsync.options import Options
 from wsync.report import Report, counted
@@ -192,7 +191,7 @@ class Updates(abc.ABC):
             quantised = self._group.gather_json(told)[0]
         if quantised is None:
             return model
-        hosts = self._group.gather_json(host_identity())
+        hosts = self._group.hosts
         # weights are quantised before anything else uses this rank's share of the host's cores
         share = len(os.sched_getaffinity(0)) // hosts.count(hosts[rank])
         threads = max(self.options.threads, 1, min(share, _MOST_THREADS))
