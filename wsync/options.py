@@ -138,6 +138,11 @@ class Options:
         if self.threads > _core.MAX_THREADS:
             self._fail("threads", f"is over {_core.MAX_THREADS}")
         check_seconds("deadline", self.deadline)
+        if self.pause_mode == "in_place" and self.flush_cache:
+            raise _core.InvalidArgumentError(
+                "pause_mode='in_place' keeps running requests and their cache: give "
+                "flush_cache=False with it"
+            )
         for name in ("directory", "checkpoint"):
             value = getattr(self, name)
             if not isinstance(value, str | os.PathLike | None):
@@ -168,11 +173,6 @@ class Options:
                     f"{each.name}={value!r} has no effect here: it is for "
                     f"{without_effect[each.name]}"
                 )
-        if self.pause_mode == "in_place" and self.flush_cache:
-            raise _core.InvalidArgumentError(
-                "pause_mode='in_place' keeps running requests and their cache: give "
-                "flush_cache=False with it"
-            )
 
     @staticmethod
     def named(where: str, given: Any) -> dict[str, Any]:

@@ -205,10 +205,9 @@ class Roster:
         return [engine for engine in self.engines if engine.delivery is delivery]
 
     def check(self, options: Options) -> None:
-        """Raises InvalidArgumentError if there is no engine, or if options exclude each other."""
+        """Raises InvalidArgumentError if there is no engine, or if options do not fit engines."""
         if not self.engines:
             raise _core.InvalidArgumentError("no engines to connect to")
-        options.refuse({})
         remote = self.taking(Delivery.REMOTE)
         if remote and options.exchange == "shared":
             distant = ", ".join(engine.name for engine in remote)
