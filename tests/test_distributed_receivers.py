@@ -327,7 +327,7 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(update_group, "_make", make)
     engine = SimpleNamespace(name="http://127.0.0.1:1", workers=1, call=lambda *_, **__: None)
     taking: list[Any] = [engine]
-    session = BroadcastSession(0, taking, name="g", options=wsync.Options(backend="nccl"))
+    session = BroadcastSession(0, taking, options=wsync.Options(backend="nccl"))
     source = from_tensors({"a": torch.ones(3)}).layout
     plan = _core.Plan(source, [(whole(source, [0]), True)], [(0, 0)], [0], 0)
     session.make_ring(plan, _core.host())

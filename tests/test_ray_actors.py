@@ -67,12 +67,12 @@ class Engine:
 
 def test_an_actor_says_how_many_workers_its_engine_has() -> None:
     started = {"tp_size": 4, "pp_size": 1, "custom_weight_loader": [LOAD_FORMAT]}
-    made = handle(Actor(Engine(started)), gpus=8)
+    made = handle(Actor(Engine(started)))
     assert isinstance(made, RayHandle)
     assert (made.workers, made.load_formats) == (4, (LOAD_FORMAT,))
     with pytest.raises(InvalidArgumentError, match="has 4 workers, not 2"):
         handle(Actor(Engine(started)), workers=2)
-    staged = handle(Actor(Engine({"tp_size": 2, "pp_size": 2})), gpus=4)
+    staged = handle(Actor(Engine({"tp_size": 2, "pp_size": 2})))
     with pytest.raises(UnsupportedError, match="pp_size 2"):
         RolloutEngine.of(staged, None, wsync.Options(), 1)
     drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}

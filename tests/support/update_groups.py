@@ -18,15 +18,8 @@ BROADCAST_SECONDS: Final = 120.0
 trainer waits for it by default.  SGLang has no such deadline of its own."""
 
 
-def connection_of(name: str) -> str:
-    """What names of groups of one connection have in common: all but the stage."""
-    return name.rpartition("-pp_")[0]
-
-
 class UpdateGroups:
     """The groups that trainers had this worker join, by name.
-
-    They are one trainer's: when the worker has joined one, it leaves all of other connections.
 
     rank: the worker's, in its engine.
     """
@@ -66,9 +59,6 @@ class UpdateGroups:
             device=device_of(backend),  # this thread's
             collective_timeout=timeout,
         )
-        for name in list(self._groups):
-            if connection_of(name) != connection_of(group_name):
-                self.destroy(name)
 
     def receive(
         self,

@@ -36,12 +36,6 @@ def default_backend() -> str:
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
-def group_name(connection: str) -> str:
-    """Returns the name of the group in which a trainer sends.  `connection` is hex, and new each
-    time that a trainer connects."""
-    return f"wsync-{connection}-pp_0"
-
-
 def device_of(backend: str, device: _core.Device | None = None) -> torch.device:
     """Returns the device from which a backend sends.  For NCCL it is the GPU `device`, or by
     default the calling thread's current GPU, which is the first one in a new thread.
@@ -162,7 +156,8 @@ class UpdateGroup(Collectives):
         super().__init__(group, timeout=timeout, whole=whole, member=member, lingers=lingers)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], check: Check = bool) -> None:
-        """Sends contiguous tensors from rank 0; on other ranks, receives them into `tensors`.
+        """Sends contiguous tensors from rank 0; on other ranks of a gloo group, receives them into
+        `tensors`.
 
         They travel as bytes, because gloo and NCCL do not broadcast every dtype.
 
@@ -170,18 +165,13 @@ class UpdateGroup(Collectives):
             DeadlineError: it took longer than the group's timeout.
             PeerClosedError: a member is gone.
         """
-        flat = [flat_bytes(tensor) for tensor in tensors]
-        held = [tensor.to(self._device) for tensor in flat]
+        held = [flat_bytes(tensor).to(self._device) for tensor in tensors]
         options = dist.BroadcastOptions()
         options.rootRank = 0
         works = [self.start("broadcast", [tensor], options) for tensor in held]
         deadline = Deadline(self.timeout)
         for work in works:
             self.finish(work, deadline.left, check)
-        if self.rank != 0:
-            for tensor, received in zip(flat, held, strict=True):
-                if received is not tensor:
-                    tensor.copy_(received)
 
 
 def _make(backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:

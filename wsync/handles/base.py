@@ -104,7 +104,6 @@ def handle(
     engine: object,
     *,
     workers: int | None = None,
-    gpus: int | None = None,
     api_key: str | None = None,
     timeout: float = 30.0,
 ) -> EngineHandle:
@@ -113,9 +112,8 @@ def handle(
     A Ray actor with a method get_url, as slime's have, stands for the server at that URL.
 
     workers: number of tensor-parallel workers; by default the engine tells it (by its URL, an
-    attribute `workers`, or an actor's get_url or server_info).  gpus: number of GPUs of an actor's
-    or object's engine; it has as many workers unless something else tells their number.  api_key:
-    bearer key of a URL.  timeout: seconds that the engine has to describe itself.
+    attribute `workers`, or an actor's get_url or server_info).  api_key: bearer key of a URL.
+    timeout: seconds that the engine has to describe itself.
     """
     if workers is not None and workers < 1:
         raise InvalidArgumentError(f"workers={workers}: must be at least 1")
@@ -132,14 +130,14 @@ def handle(
     elif isinstance(engine, EngineHandle):
         made = engine
     else:
-        made = _adapt(engine, workers, gpus, api_key, timeout)
+        made = _adapt(engine, workers, api_key, timeout)
     if workers is not None and workers != made.workers:
         raise InvalidArgumentError(f"engine {made.name}: has {made.workers} workers, not {workers}")
     return made
 
 
 def _adapt(
-    engine: object, workers: int | None, gpus: int | None, api_key: str | None, timeout: float
+    engine: object, workers: int | None, api_key: str | None, timeout: float
 ) -> EngineHandle:
     """A handle for an object with an engine's methods."""
     method = getattr(engine, "update_weights_from_tensor", None)
@@ -158,10 +156,10 @@ def _adapt(
         deadline = Deadline(timeout)
         if url := url_of(engine, timeout):
             return HttpHandle(url, api_key=api_key, timeout=deadline.left)
-        return RayHandle(engine, workers=workers, gpus=gpus, timeout=deadline.left)
+        return RayHandle(engine, workers=workers, timeout=deadline.left)
     if "named_tensors" in inspect.signature(method).parameters:
         return SglangHandle(engine, workers=workers)
-    return LocalHandle(engine, workers=workers, gpus=gpus)
+    return LocalHandle(engine, workers=workers)
 
 
 def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> list[EngineHandle]:

@@ -27,15 +27,11 @@ class LocalHandle(ApiHandle):
     _serves = False
     _remote = False  # whether it is a Ray actor
 
-    def __init__(
-        self, engine: object, *, workers: int | None = None, gpus: int | None = None
-    ) -> None:
+    def __init__(self, engine: object, *, workers: int | None = None) -> None:
         super().__init__()
         self._engine: Any = engine
         self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
-        if workers is None:
-            workers = getattr(engine, "workers", gpus)
-        self.workers = int(workers or 1)
+        self.workers = int(workers or getattr(engine, "workers", None) or 1)
         self.load_formats: tuple[str, ...] = tuple(getattr(engine, "load_formats", ()))
 
     def _info(self, method: str, timeout: float) -> dict[str, Any]:
@@ -77,29 +73,22 @@ class RayHandle(LocalHandle):
     """A Ray actor with slime's engine methods.
 
     Its server_info or get_server_info tells its workers and weight loaders.  If the actor lacks
-    these methods, the caller says how many workers there are.
-
-    Args:
-        workers: the number of workers, if the caller knows it.
-        gpus: the number of the engine's GPUs; used as the number of workers if neither the caller
-            nor the actor tells that.
-        timeout: seconds that the actor has to answer.
+    these methods, the caller says how many workers there are.  timeout: seconds that the actor has
+    to answer.
     """
 
     _serves = _remote = True
 
-    def __init__(
-        self, engine: Any, *, workers: int | None = None, gpus: int | None = None, timeout: float
-    ) -> None:
+    def __init__(self, engine: Any, *, workers: int | None = None, timeout: float) -> None:
         super().__init__(engine, workers=1)
         self.name = str(engine)  # with the actor's id
         started = self.server_info(timeout)
-        if "tp_size" not in started and (workers or gpus) is None:
+        if "tp_size" not in started and workers is None:
             raise InvalidArgumentError(
                 f"engine {self.name}: the actor does not say how many workers its engine has (it "
                 "has neither get_url nor server_info): give workers="
             )
-        setup = Setup.of(self.name, {"tp_size": workers or gpus} | started)
+        setup = Setup.of(self.name, {"tp_size": workers} | started)
         self.workers, self.load_formats, self._started = setup.workers, setup.loaders, started
         if draft := other_draft(started):
             raise UnsupportedError(

@@ -18,7 +18,6 @@ from wsync.exchange.choose_exchange import Transport
 from wsync.exchange.group_exchange import Exchange
 from wsync.exchange.remote_plan import PlanInput, RemotePlan
 from wsync.exchange.trainer_group import TrainerGroup
-from wsync.exchange.update_group import group_name
 from wsync.machine.deadline import PUNCTUAL, Deadline
 from wsync.machine.device import settle, threads_for
 from wsync.machine.host import own_address
@@ -98,8 +97,7 @@ class Connection:
         if worker.delivery is Delivery.BROADCAST:
             known = zip(engines, roster.engines, strict=True)
             taking = [handle for handle, engine in known if engine.delivery is worker.delivery]
-            name = group_name(self._group.name)
-            return BroadcastSession(number, taking, name=name, options=options)
+            return BroadcastSession(number, taking, options=options)
         engine = roster.engines[worker.engine]
         if worker.delivery is Delivery.STOCK:
             # a worker that does not see the GPU ends when it is sent memory of this GPU; if there

@@ -43,17 +43,13 @@ class BroadcastSession(BucketSession):
     A bucket is free again when its broadcast has ended: the engines have it then, loaded or not.
     A group of NCCL uses memory of the rounds' GPU; any other group uses host memory.
 
-    Args:
-        engines: the engines that take broadcasts.
-        name: the name of the group.
+    engines: the engines that take broadcasts.
     """
 
     _ring: torch.Tensor  # once made
     _announcements: list[dict[str, Any]]  # once attached: of the rounds' buckets
 
-    def __init__(
-        self, worker: int, engines: Sequence[CheckedEngine], *, name: str, options: Options
-    ) -> None:
+    def __init__(self, worker: int, engines: Sequence[CheckedEngine], *, options: Options) -> None:
         super().__init__(worker, "wsync-broadcast")
         self._options = options
         self._engines = list(enumerate(engines))
@@ -63,7 +59,7 @@ class BroadcastSession(BucketSession):
         self._backend = backend
         size = 1 + sum(engine.workers for engine in engines)
         host = own_address([engine.name for engine in engines])
-        self._place = Rendezvous(host, self._store.port, size, backend, name)
+        self._place = Rendezvous(host, self._store.port, size, backend)
         self._group: UpdateGroup | None = None
         self._threads = [WorkerThread("wsync-announce") for _ in engines]
         self._joining = NO_CALLS

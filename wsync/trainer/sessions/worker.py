@@ -52,7 +52,7 @@ class _Naming:
         if isinstance(error, _core.PeerClosedError):
             whole += _GONE
         said = type(error)(whole)
-        said.origin, said.native = "engine", error.native
+        said.origin = "engine"
         raise said from error
 
 
