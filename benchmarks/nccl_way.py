@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from benchmarks.gpu_device import SECONDS, fill, read
 from wsync import _core
 from wsync.exchange.group_exchange import Exchange, GroupExchange
+from wsync.exchange.polled_collectives import Collectives
 from wsync.machine import device
 
 _THREAD = "wsync-nccl"  # of wsync, which makes the calls of NCCL
@@ -22,11 +24,11 @@ _THREAD = "wsync-nccl"  # of wsync, which makes the calls of NCCL
 class TorchNccl(GroupExchange):
     """torch's all-to-all of NCCL, on staging of the GPU."""
 
-    _staging = staticmethod(device.on_gpu)
-
-    def _settle(self, stream: _core.Stream) -> None:
-        current: Any = torch.cuda.current_stream(stream.device.ordinal)
-        stream.lead(int(current.cuda_stream))
+    def __init__(self, group: Collectives, at: _core.Device, check: Callable[[], object]) -> None:
+        super().__init__(group, at, check)
+        for half in self._halves:
+            half.make = functools.partial(device.on_gpu, device=at)
+        self.park()
 
 
 class Way:

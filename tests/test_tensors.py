@@ -170,13 +170,12 @@ def test_tables_differ_where_a_tensor_has_another_form() -> None:
 def test_pack_on_a_stream_has_happened_when_the_stream_is_idle() -> None:
     tensors = [torch.full((1 << 18,), i, dtype=torch.int32) for i in range(4)]
     table = describe(tensors)
-    starts, end = table.offsets(16, 100)
-    assert (starts[0], end) == (112, 112 + table.nbytes)
+    starts, end = table.offsets(16)
     out = torch.zeros(end, dtype=torch.uint8)
     stream = Stream()
     pack(table, out.data_ptr(), end, starts, stream)
     stream.synchronize(30.0)
-    assert torch.equal(out[112:].view(torch.int32), torch.cat(tensors))
+    assert torch.equal(out.view(torch.int32), torch.cat(tensors))
     stream.close()
     with pytest.raises(StateError, match="closed"):
         pack(table, out.data_ptr(), end, starts, stream)

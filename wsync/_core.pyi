@@ -226,7 +226,7 @@ class TensorTable:
     def moved(self, tensors: Sequence[Any], /) -> int | None:
         """Returns the index of the first of these tensors whose address, dtype, shape or strides differ from the table,
         or None.  There must be as many tensors as in the table."""
-    def offsets(self, alignment: int, begin: int = 0, /) -> tuple[list[int], int]:
+    def offsets(self, alignment: int, /) -> tuple[list[int], int]:
         """(starts, nbytes): places the tensors one after another at multiples of `alignment`, a power of two up to
         4096."""
 
@@ -335,9 +335,6 @@ class Stream:
         """Sets the event to `value` once all earlier work of the stream is done."""
     def wait(self, event: Event, value: int) -> None:
         """Makes later work of the stream wait until the event is at least `value`."""
-    def lead(self, other: int, /) -> None:
-        """Makes later work of another stream of the GPU (torch's cuda_stream) wait for the work enqueued here so far.
-        Does nothing on the host."""
     def abandon(self, timeout: float = 60.0) -> bool:
         """Drops work that has not begun, gives up waits, and returns once none of the enqueued work runs any more.
         Returns False if a GPU needs longer than `timeout` seconds (at most 60); its work then keeps what it uses."""

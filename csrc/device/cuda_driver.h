@@ -210,8 +210,6 @@ enum {
     X(stream_destroy, cuStreamDestroy, 4000, (wsync_cu_stream_t stream))                   \
     X(stream_query, cuStreamQuery, 2000, (wsync_cu_stream_t stream))                       \
     X(stream_synchronize, cuStreamSynchronize, 2000, (wsync_cu_stream_t stream))           \
-    X(stream_wait_event, cuStreamWaitEvent, 3020,                                          \
-      (wsync_cu_stream_t stream, wsync_cu_event_t event, unsigned flags))                  \
     X(stream_wait_value, cuStreamWaitValue64, 11070,                                       \
       (wsync_cu_stream_t stream, wsync_cu_ptr_t at, uint64_t value, unsigned flags))       \
     X(stream_write_value, cuStreamWriteValue64, 11070,                                     \

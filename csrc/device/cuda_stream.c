@@ -371,35 +371,6 @@ static wsync_status_t settle(const wsync_device_t *base, wsync_error_t *err)
     return status;
 }
 
-static wsync_status_t stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err)
-{
-    const cuda_stream_t *self = cuda_stream_of(stream);
-    const wsync_cuda_driver_t *driver = self->device->driver;
-    wsync_cu_event_t event = NULL;
-    const char *call = "cuEventCreate";
-    wsync_cu_result_t code;
-    wsync_status_t status = wsync_cuda_enter(self->device, err);
-
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    code = driver->event_create(&event, WSYNC_CU_EVENT_DISABLE_TIMING);
-    if (code == WSYNC_CU_SUCCESS) {
-        call = "cuEventRecord";
-        code = driver->event_record(event, self->runner.stream);
-    }
-    if (code == WSYNC_CU_SUCCESS) {
-        call = "cuStreamWaitEvent";
-        code = driver->stream_wait_event(other, event, 0);
-    }
-    if (event != NULL) {
-        (void)driver->event_destroy(event); /* lives on until it has been waited for */
-    }
-    status = check_call(self, code, call, err);
-    wsync_cuda_leave(self->device);
-    return status;
-}
-
 /* Puts an event of the driver into the stream, for timing; NULL if that fails. */
 static wsync_cu_event_t mark(const cuda_stream_t *self, wsync_cu_stream_t stream)
 {
@@ -571,7 +542,6 @@ const wsync_stream_ops_t wsync_cuda_stream_ops = {
     .copy = stream_copy,
     .quantise = stream_quantise,
     .enqueue = stream_enqueue,
-    .lead = stream_lead,
     .settle = settle,
     .ahead = stream_ahead,
     .handle = stream_handle,

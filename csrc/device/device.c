@@ -251,13 +251,6 @@ wsync_status_t wsync_stream_wait(wsync_stream_t *stream, wsync_event_t event,
     return enqueue(stream, true, event, value, err);
 }
 
-wsync_status_t wsync_stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err)
-{
-    const wsync_stream_ops_t *ops = stream->device->stream_ops;
-
-    return ops->lead != NULL ? ops->lead(stream, other, err) : WSYNC_OK;
-}
-
 wsync_status_t wsync_device_settle(const wsync_device_t *self, wsync_error_t *err)
 {
     const wsync_stream_ops_t *ops = self->stream_ops;

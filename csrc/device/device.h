@@ -128,7 +128,6 @@ struct wsync_stream_ops {
     wsync_status_t (*enqueue)(wsync_stream_t *stream, bool waits, wsync_event_t event,
                               uint64_t value, wsync_error_t *err);
     /* NULL for all where there are no foreign streams. */
-    wsync_status_t (*lead)(wsync_stream_t *stream, void *other, wsync_error_t *err);
     wsync_status_t (*settle)(const wsync_device_t *self, wsync_error_t *err);
     unsigned (*ahead)(wsync_stream_t *stream); /* NULL: always the most */
     void *(*handle)(wsync_stream_t *stream);   /* NULL: it has none */
@@ -236,10 +235,6 @@ wsync_status_t wsync_stream_record(wsync_stream_t *stream, wsync_event_t event,
 /* Enqueues: what follows starts when the event is at least `value`.  INVALID as above. */
 wsync_status_t wsync_stream_wait(wsync_stream_t *stream, wsync_event_t event,
                                  uint64_t value, wsync_error_t *err);
-/* What a foreign stream of this device is given from now on starts when everything has
- * happened that was enqueued here.  `other` is the driver's handle (NULL: the default
- * stream).  Nothing to do on the host. */
-wsync_status_t wsync_stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err);
 /* Waits until a GPU has done everything that this process has given it by now, on whatever
  * stream, without an end.  Nothing to do on the host. */
 wsync_status_t wsync_device_settle(const wsync_device_t *self, wsync_error_t *err);

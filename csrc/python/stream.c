@@ -484,29 +484,6 @@ static PyObject *stream_wait(PyObject *object, PyObject *args, PyObject *kwargs)
     return enqueue_event(object, args, kwargs, "O!O&:wait", wsync_stream_wait);
 }
 
-static PyObject *stream_lead(PyObject *object, PyObject *other)
-{
-    void *handle;
-    StreamObject *self = (StreamObject *)object;
-    ModuleState *state = wsync_py_state_of(object);
-    wsync_stream_t *stream;
-    wsync_error_t err = {0};
-    wsync_status_t status;
-
-    if (!wsync_py_convert_address(other, (void *)&handle)) {
-        return NULL;
-    }
-    stream = enter(state, self);
-    if (stream == NULL) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-        status = wsync_stream_lead(stream, handle, &err);
-    Py_END_ALLOW_THREADS
-    leave(self);
-    return wsync_py_none(state, status, &err);
-}
-
 static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"timeout", NULL};
@@ -681,7 +658,6 @@ static PyMethodDef stream_methods[] = {
      "quantise($self, quantiser, sources, results, codes)\n--\n\n"},
     {"record", WSYNC_PY_KEYWORDS(stream_record), "record($self, event, value)\n--\n\n"},
     {"wait", WSYNC_PY_KEYWORDS(stream_wait), "wait($self, event, value)\n--\n\n"},
-    {"lead", stream_lead, METH_O, "lead($self, other, /)\n--\n\n"},
     {"abandon", WSYNC_PY_KEYWORDS(stream_abandon), "abandon($self, timeout=60.0)\n--\n\n"},
     {"look", stream_look, METH_NOARGS, "look($self, /)\n--\n\n"},
     {"synchronize", WSYNC_PY_KEYWORDS(stream_synchronize),

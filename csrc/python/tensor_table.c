@@ -118,8 +118,7 @@ static PyObject *table_offsets(PyObject *self, PyObject *args)
     uint64_t end = 0;
     PyObject *starts = NULL;
 
-    if (!PyArg_ParseTuple(args, "O&|O&:offsets", wsync_py_convert_u64, &alignment,
-                          wsync_py_convert_u64, &end)) {
+    if (!PyArg_ParseTuple(args, "O&:offsets", wsync_py_convert_u64, &alignment)) {
         return NULL;
     }
     if (alignment == 0 || (alignment & (alignment - 1)) != 0 || alignment > MAX_ALIGNMENT) {
@@ -241,8 +240,7 @@ static PyMethodDef table_methods[] = {
     {"form", table_form, METH_NOARGS, "form($self)\n--\n\n"},
     {"differs", table_differs, METH_O, "differs($self, other, /)\n--\n\n"},
     {"moved", wsync_py_table_moved, METH_O, "moved($self, tensors, /)\n--\n\n"},
-    {"offsets", table_offsets, METH_VARARGS,
-     "offsets($self, alignment, begin=0, /)\n--\n\n"},
+    {"offsets", table_offsets, METH_VARARGS, "offsets($self, alignment, /)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -83,7 +83,6 @@ typedef enum fake_op_kind {
     FAKE_WRITE_VALUE,
     FAKE_WAIT_VALUE,
     FAKE_RECORD,
-    FAKE_WAIT_EVENT,
     FAKE_LAUNCH,
     FAKE_WORK,
 } fake_op_kind_t;

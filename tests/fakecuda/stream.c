@@ -53,9 +53,7 @@ static bool has_come(const fake_op_t *op, const uint64_t *word)
     if (atomic_load(&fake.lost) != 0) {
         return true;
     }
-    return op->kind == FAKE_WAIT_VALUE
-               ? (int64_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - op->value) >= 0
-               : atomic_load(&op->event->completed) >= op->value;
+    return (int64_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - op->value) >= 0;
 }
 
 static void run(const fake_op_t *op)
@@ -73,7 +71,6 @@ static void run(const fake_op_t *op)
         __atomic_store_n((uint64_t *)destination, op->value, __ATOMIC_RELEASE);
         return;
     case FAKE_WAIT_VALUE:
-    case FAKE_WAIT_EVENT:
         while (!has_come(op, destination)) {
             pause_shortly();
         }
@@ -570,11 +567,10 @@ wsync_cu_result_t fake_stream_wait_value(wsync_cu_stream_t stream, wsync_cu_ptr_
     return word("cuStreamWaitValue64", FAKE_WAIT_VALUE, at, value, flags, stream);
 }
 
-static wsync_cu_result_t enqueue_event(const char *call, fake_op_kind_t kind,
-                                       struct wsync_cu_stream *stream,
-                                       struct wsync_cu_event *event)
+wsync_cu_result_t fake_event_record(wsync_cu_event_t event, wsync_cu_stream_t stream)
 {
-    fake_op_t op = {.kind = kind, .event = event};
+    const char *call = "cuEventRecord";
+    fake_op_t op = {.kind = FAKE_RECORD, .event = event};
     struct wsync_cu_context *context = NULL;
     wsync_cu_result_t code = fake_enter_context(call, &context);
 
@@ -584,34 +580,14 @@ static wsync_cu_result_t enqueue_event(const char *call, fake_op_kind_t kind,
     fake_lock();
     code = check_stream(call, stream, context);
     if (code == WSYNC_CU_SUCCESS) {
-        code = fake_event_check(call, event, kind == FAKE_RECORD ? context : NULL);
-    }
-    if (code == WSYNC_CU_SUCCESS && kind == FAKE_RECORD) {
-        op.value = atomic_fetch_add(&event->recorded, 1) + 1;
-    } else if (code == WSYNC_CU_SUCCESS) {
-        op.value = atomic_load(&event->recorded);
-    }
-    if (code == WSYNC_CU_SUCCESS && op.value == 0) {
-        code =
-            fake_refuse(WSYNC_CU_ILLEGAL_STATE, "%s: the event was never recorded", call);
+        code = fake_event_check(call, event, context);
     }
     if (code == WSYNC_CU_SUCCESS) {
+        op.value = atomic_fetch_add(&event->recorded, 1) + 1;
         code = enqueue(stream, &op);
     }
     fake_unlock();
     return code;
-}
-
-wsync_cu_result_t fake_event_record(wsync_cu_event_t event, wsync_cu_stream_t stream)
-{
-    return enqueue_event("cuEventRecord", FAKE_RECORD, stream, event);
-}
-
-wsync_cu_result_t fake_stream_wait_event(wsync_cu_stream_t stream, wsync_cu_event_t event,
-                                         unsigned flags)
-{
-    return flags != 0 ? WSYNC_CU_INVALID_VALUE
-                      : enqueue_event("cuStreamWaitEvent", FAKE_WAIT_EVENT, stream, event);
 }
 
 wsync_cu_result_t fake_launch_kernel(wsync_cu_function_t function, unsigned grid_x,

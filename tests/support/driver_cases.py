@@ -199,8 +199,8 @@ def streams() -> dict[str, Any]:
             write = ctypes.c_uint64(at + 8), ctypes.c_uint64(9), ctypes.c_uint(0)
             _call("cuStreamWriteValue64", busy, *write)
             _call("cuEventRecord", event, busy)
-            _call("cuStreamWaitEvent", free, event, ctypes.c_uint(0))
             _call("cuEventDestroy", event)
+            _wait(free, at + 8, 9)
             _call("cuEventRecord", after, free)
             time.sleep(0.05)  # what waits for nothing is through by then
             before = _code("cuEventQuery", after), _code("cuStreamQuery", busy), words[1]

@@ -31,13 +31,12 @@ class GroupExchange:
     """
 
     name = "gloo"
-    _staging = staticmethod(staging)
 
     def __init__(self, group: Collectives, device: _core.Device, check: Check) -> None:
         self._group = group
         self._check = check
         self._plan: _core.Plan | None = None
-        make = functools.partial(self._staging, device=device)
+        make = functools.partial(staging, device=device)
         self._halves = [_Half(make), _Half(make)]
 
     @property
