@@ -11,8 +11,6 @@ from torch import nn
 from wsync._core import (
     BufferTable,
     InvalidArgumentError,
-    StateError,
-    Stream,
     TensorTable,
     UnsupportedError,
     checksum,
@@ -165,20 +163,6 @@ def test_tables_differ_where_a_tensor_has_another_form() -> None:
     assert table.differs(describe(tensors[:2])) == 2
     with pytest.raises(TypeError, match="TensorTable"):
         table.differs([])  # type: ignore[arg-type]
-
-
-def test_pack_on_a_stream_has_happened_when_the_stream_is_idle() -> None:
-    tensors = [torch.full((1 << 18,), i, dtype=torch.int32) for i in range(4)]
-    table = describe(tensors)
-    starts, end = table.offsets(16)
-    out = torch.zeros(end, dtype=torch.uint8)
-    stream = Stream()
-    pack(table, out.data_ptr(), end, starts, stream)
-    stream.synchronize(30.0)
-    assert torch.equal(out.view(torch.int32), torch.cat(tensors))
-    stream.close()
-    with pytest.raises(StateError, match="closed"):
-        pack(table, out.data_ptr(), end, starts, stream)
 
 
 def test_pack_refuses_what_does_not_fit() -> None:

@@ -256,9 +256,8 @@ class BufferTable:
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
 
-def pack(tensors: TensorTable, address: int, nbytes: int, offsets: Sequence[int], stream: Stream = ...) -> None:
-    """Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the GIL, or on a stream.  The
-    memory at `address` must stay until the copies have run."""
+def pack(tensors: TensorTable, address: int, nbytes: int, offsets: Sequence[int]) -> None:
+    """Copies tensor i, contiguous, to address + offsets[i], in this thread, without the GIL."""
 
 def reserve_file(name: str, descriptor: int, nbytes: int, /) -> None:
     """Makes a new file of nbytes and reserves the space on its device, if the file system can."""

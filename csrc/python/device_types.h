@@ -88,18 +88,4 @@ void wsync_py_stream_leave_any(PyObject *object);
 int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_t *device,
                        const char *call);
 
-enum { WSYNC_PY_STREAM_HOLDS = 3 };
-
-/* Copies to enqueue, and whose memory all of this is; everything is borrowed. */
-typedef struct wsync_py_batch {
-    wsync_batch_t work;
-    PyObject *owners[WSYNC_PY_STREAM_HOLDS]; /* kept alive until the copies have run */
-    long long index;                         /* of a trace's label */
-    int phase;
-} wsync_py_batch_t;
-
-/* Enqueues a batch.  The bytes it writes, or NULL with an exception. */
-PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
-                               const wsync_py_batch_t *batch);
-
 #endif

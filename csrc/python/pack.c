@@ -1,16 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
- * pack(): fills a flat buffer from many tensors, at once or on a stream. */
+ * pack(): fills a flat buffer from many tensors. */
 #include <stdlib.h>
 
 #include "core/copy.h"
 #include "device/host_copy.h"
+#include "python/call.h"
 #include "python/convert.h"
 #include "python/device_types.h"
 #include "python/tensor_table.h"
 
-static const char packing_capsule[] = "wsync.packing";
-
-/* In a capsule, which may outlive the call: a stream holds it. */
 typedef struct packing {
     const TensorTableObject *table; /* borrowed */
     size_t count;                   /* of tensors */
@@ -20,15 +18,11 @@ typedef struct packing {
     wsync_span_t destination;
 } packing_t;
 
-/* The destructor of a capsule. */
-static void packing_destroy(PyObject *capsule)
+static void packing_fini(packing_t *packing)
 {
-    packing_t *packing = PyCapsule_GetPointer(capsule, packing_capsule);
-
     wsync_py_items_fini(&packing->offsets);
     free(packing->sources);
     wsync_copies_fini(&packing->copies);
-    free(packing);
 }
 
 static wsync_status_t append_tensor(packing_t *packing, size_t index, wsync_error_t *err)
@@ -74,27 +68,6 @@ static wsync_status_t packing_plan(packing_t *packing, wsync_error_t *err)
                               err);
 }
 
-static PyObject *packing_enqueue(ModuleState *state, packing_t *packing, PyObject *capsule,
-                                 PyObject *table, PyObject *stream)
-{
-    const wsync_py_batch_t batch = {
-        .work = {.copies = packing->copies.items,
-                 .count = packing->copies.count,
-                 .sources = packing->sources,
-                 .source_count = packing->count,
-                 .destinations = &packing->destination,
-                 .destination_count = 1},
-        .owners = {capsule, table, Py_None},
-    };
-    PyObject *nbytes = wsync_py_stream_copy(state, (StreamObject *)stream, &batch);
-
-    if (nbytes == NULL) {
-        return NULL;
-    }
-    Py_DECREF(nbytes);
-    Py_RETURN_NONE;
-}
-
 static int read_offset(const void *Py_UNUSED(context), PyObject *object,
                        size_t Py_UNUSED(index), void *item)
 {
@@ -123,63 +96,38 @@ static int read_offsets(ModuleState *state, packing_t *packing, PyObject *sequen
 
 static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"tensors", "address", "nbytes", "offsets", "stream", NULL};
+    static char *keywords[] = {"tensors", "address", "nbytes", "offsets", NULL};
     ModuleState *state = wsync_py_state(module);
-    wsync_span_t destination = {0};
-    packing_t *packing = NULL;
-    void *made = NULL;
+    packing_t packing = {0};
     wsync_error_t err = {0};
     wsync_status_t status;
-    PyObject *capsule = NULL;
-    PyObject *table = NULL;
     PyObject *offsets = NULL;
-    PyObject *stream = NULL;
     PyObject *result = NULL;
 
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O&O&O|O!:pack", keywords, state->type_TensorTable, &table,
-            wsync_py_convert_address, &destination.data, wsync_py_convert_u64,
-            &destination.nbytes, &offsets, state->type_Stream, &stream) ||
-        wsync_py_table_readable(state, (TensorTableObject *)table) < 0 ||
-        wsync_py_check_gpu(
-            state, ((TensorTableObject *)table)->gpu,
-            stream != NULL ? ((StreamObject *)stream)->device : wsync_device_host(),
-            "pack") < 0) {
-        return NULL;
-    }
-    capsule =
-        wsync_py_capsule_new(sizeof(*packing), packing_capsule, packing_destroy, &made);
-    if (capsule == NULL) {
-        return NULL;
-    }
-    packing = made;
-    packing->table = (TensorTableObject *)table;
-    packing->destination = destination;
-    if (read_offsets(state, packing, offsets) < 0) {
+            args, kwargs, "O!O&O&O:pack", keywords, state->type_TensorTable, &packing.table,
+            wsync_py_convert_address, &packing.destination.data, wsync_py_convert_u64,
+            &packing.destination.nbytes, &offsets) ||
+        wsync_py_table_readable(state, packing.table) < 0 ||
+        wsync_py_check_gpu(state, packing.table->gpu, wsync_device_host(), "pack") < 0 ||
+        read_offsets(state, &packing, offsets) < 0) {
         goto cleanup;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = packing_plan(packing, &err);
-        if (status == WSYNC_OK && stream == NULL) {
-            wsync_host_copy_run(packing->copies.items, packing->copies.count,
-                                packing->sources, &packing->destination);
+        status = packing_plan(&packing, &err);
+        if (status == WSYNC_OK) {
+            wsync_host_copy_run(packing.copies.items, packing.copies.count, packing.sources,
+                                &packing.destination);
         }
     Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        (void)wsync_py_raise(state, &err);
-    } else if (stream == NULL) {
-        result = Py_NewRef(Py_None);
-    } else {
-        result = packing_enqueue(state, packing, capsule, table, stream);
-    }
+    result = wsync_py_none(state, status, &err);
 
 cleanup:
-    Py_DECREF(capsule);
+    packing_fini(&packing);
     return result;
 }
 
 PyMethodDef wsync_py_functions_pack[] = {
-    {"pack", WSYNC_PY_KEYWORDS(pack),
-     "pack(tensors, address, nbytes, offsets, stream=<unset>)\n--\n\n"},
+    {"pack", WSYNC_PY_KEYWORDS(pack), "pack(tensors, address, nbytes, offsets)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };

@@ -22,7 +22,17 @@ enum {
     GPU_BATCHES_PER_MARK = 64,
     /* How long a GPU may take to run dry. */
     DRAIN_S = 60,
+    /* The most objects that one batch keeps alive. */
+    HOLDS = 3,
 };
+
+/* Copies to enqueue, and whose memory all of this is; everything is borrowed. */
+typedef struct batch {
+    wsync_batch_t work;
+    PyObject *owners[HOLDS]; /* kept alive until the copies have run */
+    long long index;         /* of a trace's label */
+    int phase;
+} batch_t;
 
 static wsync_event_t progress_event(const StreamObject *self)
 {
@@ -80,8 +90,7 @@ static void mark_batch(StreamObject *self)
 /* Makes room before anything is enqueued: afterwards it would be too late to fail. */
 static bool reserve_holds(StreamObject *self)
 {
-    const size_t wanted =
-        self->hold_count + WSYNC_PY_STREAM_HOLDS * ((size_t)self->users + 1);
+    const size_t wanted = self->hold_count + HOLDS * ((size_t)self->users + 1);
     stream_hold_t *holds;
 
     if (wanted <= self->hold_capacity) {
@@ -139,7 +148,7 @@ void wsync_py_stream_leave_any(PyObject *object)
 }
 
 /* Keeps an object that enqueued work borrows from alive until the stream has passed this
- * point.  Up to WSYNC_PY_STREAM_HOLDS times between enter, which has made room, and
+ * point.  Up to HOLDS times between enter, which has made room, and
  * leave. */
 static void hold(StreamObject *self, PyObject *owner)
 {
@@ -254,7 +263,7 @@ static int fail_range(ModuleState *state, const char *what, long long index, siz
 
 /* The copies of a plan's round and phase, or of a route's buffer or all of `buffer_count`:
  * those of the first owner. */
-static int find_copies(ModuleState *state, wsync_py_batch_t *batch, size_t buffer_count)
+static int find_copies(ModuleState *state, batch_t *batch, size_t buffer_count)
 {
     PyObject *object = batch->owners[0];
 
@@ -310,16 +319,31 @@ static int add_label(StreamObject *self, long long index, int phase, uint64_t nb
 }
 
 /* Keeps what a batch that was enqueued uses, until the stream has passed it. */
-static void hold_all(StreamObject *self, PyObject *const owners[WSYNC_PY_STREAM_HOLDS])
+static void hold_all(StreamObject *self, PyObject *const owners[HOLDS])
 {
-    for (int i = 0; i < WSYNC_PY_STREAM_HOLDS; i++) {
+    for (int i = 0; i < HOLDS; i++) {
         hold(self, owners[i]);
     }
     mark_batch(self);
 }
 
-PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
-                               const wsync_py_batch_t *batch)
+int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_t *device,
+                       const char *call)
+{
+    char text[WSYNC_DEVICE_TEXT_NBYTES];
+
+    if (gpu < 0 || gpu == device->ordinal) {
+        return 0;
+    }
+    (void)wsync_py_fail(state, WSYNC_ERR_INVALID, call,
+                        "memory of GPU %d is copied on a stream of it, not on %s", gpu,
+                        wsync_device_text(device, text));
+    return -1;
+}
+
+/* Returns the bytes that the batch writes, or NULL with an exception. */
+static PyObject *enqueue_copies(ModuleState *state, StreamObject *self,
+                                const batch_t *batch)
 {
     wsync_stream_t *stream = enter(state, self);
     wsync_error_t err = {0};
@@ -348,26 +372,12 @@ PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
     return PyLong_FromUnsignedLongLong(nbytes);
 }
 
-int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_t *device,
-                       const char *call)
-{
-    char text[WSYNC_DEVICE_TEXT_NBYTES];
-
-    if (gpu < 0 || gpu == device->ordinal) {
-        return 0;
-    }
-    (void)wsync_py_fail(state, WSYNC_ERR_INVALID, call,
-                        "memory of GPU %d is copied on a stream of it, not on %s", gpu,
-                        wsync_device_text(device, text));
-    return -1;
-}
-
 static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"copies", "index", "phase", "sources", "destinations", NULL};
     ModuleState *state = wsync_py_state_of(object);
     const wsync_device_t *device = ((StreamObject *)object)->device;
-    wsync_py_batch_t batch = {0};
+    batch_t batch = {0};
     BufferTableObject *sources;
     BufferTableObject *destinations;
 
@@ -387,7 +397,7 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     batch.work.destinations_id = destinations->id;
     batch.owners[1] = (PyObject *)sources;
     batch.owners[2] = (PyObject *)destinations;
-    return wsync_py_stream_copy(state, (StreamObject *)object, &batch);
+    return enqueue_copies(state, (StreamObject *)object, &batch);
 }
 
 static PyObject *stream_quantise(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -395,7 +405,7 @@ static PyObject *stream_quantise(PyObject *object, PyObject *args, PyObject *kwa
     static char *names[] = {"quantiser", "sources", "results", "codes", NULL};
     StreamObject *self = (StreamObject *)object;
     ModuleState *state = wsync_py_state_of(object);
-    PyObject *owners[WSYNC_PY_STREAM_HOLDS];
+    PyObject *owners[HOLDS];
     wsync_quantise_batch_t batch = {0};
     const BufferTableObject *sources;
     const BufferTableObject *results;

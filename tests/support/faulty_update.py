@@ -77,7 +77,7 @@ def gather() -> None:
     ring, packed, stream = Memory(plan.ring_nbytes(0)), Memory(NBYTES), Stream()
     exchange = Exchange.shared(0, 1, NBYTES)
     try:
-        pack(table, packed.address, NBYTES, [0], stream)
+        pack(table, packed.address, NBYTES, [0])
         exchange.connect([exchange.address], SECONDS)
         exchange.begin(plan)
         exchange.acquire(0, SECONDS)

@@ -4,7 +4,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from wsync._core import Exporter, Layout, LayoutBuilder, Memory, Stream, describe, pack
+from wsync._core import (
+    BufferTable,
+    Exporter,
+    Layout,
+    LayoutBuilder,
+    Memory,
+    Route,
+    Stream,
+    describe,
+)
 from wsync.machine.device import find
 from wsync.messages.control import BORROWS, Control
 
@@ -34,8 +43,8 @@ class Trainer:
         self.blob = b""
 
     def _manifest(self, tensors: Tensors) -> Layout:
-        builder = LayoutBuilder()
-        self.offsets: dict[str, int] = {}
+        builder, own = LayoutBuilder(), LayoutBuilder()
+        self.sent: list[str] = []  # a buffer each, where the trainer has them
         for name, tensor in tensors.items():
             builder.add_tensor(name, dtype_of(tensor), list(tensor.shape))
         for round, names in enumerate(self.rounds):
@@ -48,9 +57,14 @@ class Trainer:
                 builder.add_shard(
                     name, dtype_of(tensor), shape, zeros, shape, round, offset, strides
                 )
-                self.offsets[name] = offset
+                own.add_shard(
+                    name, dtype_of(tensor), shape, zeros, shape, len(self.sent), 0, strides
+                )
+                self.sent.append(name)
                 offset += aligned(tensor.nbytes)
-        return builder.build()
+        manifest = builder.build()
+        self.route = Route(own.build(), manifest)
+        return manifest
 
     def control(self, update: int, op: str = "open", deadline: float = SECONDS) -> bytes:
         address = self.exporter.address if op == "open" else ""
@@ -69,11 +83,12 @@ class Trainer:
         self.exporter.attach(self.ring, self.manifest.to_bytes(), SECONDS)
 
     def send(self, tensors: Tensors, rounds: range | None = None) -> None:
+        sources = BufferTable.of(describe([tensors[name].contiguous() for name in self.sent]))
+        rings = BufferTable([(self.ring.address, self.ring.nbytes)] * len(self.rounds), self.ring)
         for round in range(len(self.rounds)) if rounds is None else rounds:
             self.exporter.acquire(round - 2 if round >= 2 else -1, None, SECONDS)
-            table = describe([tensors[name] for name in self.rounds[round]])
-            offsets = [self.offsets[name] for name in self.rounds[round]]
-            pack(table, self.ring.address, self.ring.nbytes, offsets, self.stream)
+            for name in self.rounds[round]:
+                self.stream.copy(self.route, self.sent.index(name), 0, sources, rings)
             self.exporter.post(round, self.stream, SECONDS)
 
     def update(self, number: int, tensors: Tensors) -> tuple[int, int, int]:
