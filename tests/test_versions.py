@@ -96,6 +96,22 @@ def test_only_versions_are_pruned(tmp_path: Path) -> None:
     assert everything(tmp_path) == {"latest", "weight_v000007", *mine}
 
 
+def test_a_version_that_cannot_be_moved_keeps_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1, 2, 3, keep=None)
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if path.name == "weight_v000001":
+            raise PermissionError("busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    write(tmp_path, 4)
+    assert everything(tmp_path) == {"latest", "weight_v000001", "weight_v000004"}
+
+
 def test_the_link_follows_when_the_disk_has_the_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

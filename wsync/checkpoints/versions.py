@@ -171,7 +171,8 @@ class Versions:
             others = [p for p in found if p.resolve() != latest and _is_version(p)]
             others.sort(key=_written, reverse=True)
             for old in reversed(others[self._keep - 1 :]):
-                old.rename(self._hidden(old.name))  # at once: readers must not find half of it
+                with contextlib.suppress(OSError):  # the others are moved all the same
+                    old.rename(self._hidden(old.name))  # at once: nobody may find half of it
 
     def _sweep(self) -> None:
         """Removes the work folder with everything in it."""
