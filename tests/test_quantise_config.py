@@ -258,6 +258,12 @@ def two_groups(size: int) -> dict[str, Any]:
             compressed(INT4_WEIGHTS, sparsity_config={"format": "sparse-bitmask"}),
             "sparsity_config={'format': 'sparse-bitmask'}: wsync does not know its effect",
         ),
+        (
+            compressed(INT4_WEIGHTS, config_groups={"W4A16": ["Linear"]}),
+            "config_groups.W4A16=['Linear']: it must be a mapping",
+        ),
+        (with_group(weights=[4]), "config_groups.group_0.weights=[4]: it must be a mapping"),
+        (compressed(INT4_WEIGHTS, config_groups=["W4A16"]), "config_groups=['W4A16']: it must be"),
         (group(num_bits=8), "config_groups.group_0.weights.num_bits=8: wsync knows only 4"),
         (group(symmetric=False), "weights.symmetric=False: wsync knows only None or True"),
         (group(strategy="channel"), "weights.strategy='channel': wsync knows only 'group'"),

@@ -19,6 +19,7 @@ from wsync import _core
 # scales are packed for DeepGEMM (slime's name for it).
 BESIDE: Final = ("producer", "transform_ue8m0")
 _MAX_BLOCK: Final = 1 << 31
+# Names of layers that stay as they are.  All four keys are read, whatever the method is.
 LISTS: Final = ("ignored_layers", "modules_to_not_convert", "ignore", "exclude_modules")
 LINEAR: Final = "Linear"  # as a target: every linear layer
 
@@ -321,6 +322,13 @@ def _check_known(config: Mapping[str, Any], known: _Known, where: str = "") -> N
             )
 
 
+def _mapping(where: str, value: Any) -> Mapping[str, Any]:
+    """A value of a configuration that must be a mapping; an empty one for None."""
+    if not isinstance(value or {}, Mapping):
+        raise _refusal(where, value, "it must be a mapping")
+    return value or {}
+
+
 def _counts_zeros(key: str, value: object) -> bool:
     """Whether a sparsity_config only counts zeros: older versions of compressed-tensors write it
     with the format "dense", which means that zeros are stored like other values."""
@@ -360,10 +368,12 @@ def _int4(config: Mapping[str, Any], slime: bool) -> Method:
     """compressed-tensors' groups, which must have one size."""
     targets: dict[str, None] = {}
     sizes: dict[Any, None] = {}
-    for name, group in (config.get("config_groups") or {}).items():
-        weights = group.get("weights") or {}
-        _check_known(group, _GROUP, f"config_groups.{name}.")
-        _check_known({**weights, "group_size": None}, _INT4, f"config_groups.{name}.weights.")
+    for name, given in _mapping("config_groups", config.get("config_groups")).items():
+        place = f"config_groups.{name}"
+        group = _mapping(place, given)  # not the list of a preset scheme: {"W4A16": ["Linear"]}
+        weights = _mapping(f"{place}.weights", group.get("weights"))
+        _check_known(group, _GROUP, f"{place}.")
+        _check_known({**weights, "group_size": None}, _INT4, f"{place}.weights.")
         targets.update(dict.fromkeys(_texts(group, "targets") or (LINEAR,)))
         sizes[weights.get("group_size")] = None
     size, *others = sizes or [0]
