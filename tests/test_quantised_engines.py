@@ -205,6 +205,8 @@ UNLIKE: dict[tuple[str, Fields | None, Fields | None, str], tuple[str, ...]] = {
     ("qwen3", FP8, FP8, "_scale_inv$"): (
         "loaded to model.layers.0.mlp.down_proj.weight_scale_inv",
     ),
+    # what attention makes of the lost weights is no reason to reload
+    ("deepseek_v3", FP8, FP8, "model.norm"): ("loaded to model.norm.weight",),
     # where layers are made anew: before that
     ("qwen3", None, INT4, ""): (f"loading {QKV}.weight (bfloat16 (512, 256)): ",),
     ("qwen3", INT4, ZERO, ""): ("loaded to model.layers.0.mlp.down_proj.weight_zero_point",),
@@ -280,6 +282,8 @@ def test_vllm_is_not_sent_another_form(vllm: VllmEngine, row: Fields, tmp_path: 
         assert vllm.collective_rpc("found") == before
     with wsync.connect(published(plain, engine, 0), engines=[vllm], options=OPTIONS) as sync:
         check_update(vllm, sync, published(plain, engine, 2), tmp_path)
+    [[reason, _]] = vllm.collective_rpc("reasons")
+    assert not reason or engine != FP8
 
 
 def weights_of(engine: VllmEngine) -> dict[str, int]:

@@ -220,7 +220,7 @@ class VllmLoader(ChoosingLoader):
         kept = {
             path: (tensor.detach(), tensor.detach().to("cpu", copy=True))
             for path, tensor in self.model.named_parameters()
-            if self.recorded.stays(path)
+            if self.recorded.is_named(path)
         }
         self._process()
         changed = [path for path, (data, copy) in kept.items() if not same_bytes(data.cpu(), copy)]
