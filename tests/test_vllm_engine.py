@@ -120,7 +120,7 @@ def test_what_is_shuffled_after_loading_goes_through_vllms_own_reload(engine: Vl
 def test_a_models_own_hook_runs_once_an_update_on_the_new_weights(
     engine: VllmEngine, shuffled: str
 ) -> None:
-    engine.prepare("qwen3", shuffled=shuffled, derives=True)
+    engine.prepare("qwen3", shuffled=shuffled, derives="keeps")
     places = [worker["derived"] for worker in engine.collective_rpc("places")]
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
         sync.update(engine.weights(1))
@@ -184,6 +184,14 @@ def test_what_a_reload_would_leave_as_it_is_is_refused_by_name(engine: VllmEngin
     engine.prepare("qwen3", shuffled="model.layers.0.self_attn.o_proj", past="model.norm.weight")
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(wsync.RemoteError, match=r"model\.norm\.weight: .* would not load it"):
+            sync.update(engine.weights(1))
+
+
+def test_weights_that_a_models_own_hook_drops_are_refused_by_name(engine: VllmEngine) -> None:
+    """As experts of native mega-MoE kernels: vLLM's reload would drop the new ones."""
+    engine.prepare("qwen3", derives="drops")
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.RemoteError, match=r"layernorm\.weight: .* has dropped it since"):
             sync.update(engine.weights(1))
 
 

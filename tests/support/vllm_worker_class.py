@@ -40,7 +40,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         family: str,
         *,
         shuffled: str = "",
-        derives: bool = False,
+        derives: str = "",
         past: str = "",
         packs: bool = False,
         packs_convolutions: bool = False,
@@ -52,7 +52,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Makes the model of the engine; the tensors of its checkpoint.
 
         shuffled: a layer whose weight is turned over after loading, as if for a kernel.
-        derives: the model's own hook after loading makes a tensor of a weight.
+        derives: the model's own hook after loading makes a tensor of a weight, which it "keeps" or
+        "drops".
         past: a parameter that load_weights copies to itself, past what vLLM has load it.
         packs: experts are packed after loading as vLLM does on CPUs, instead of being left as
         they are.
@@ -122,7 +123,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
             method = model.get_submodule(self.shuffled).quant_method
             method.process_weights_after_loading = turn_over
         if self.derives:
-            model.process_weights_after_loading = functools.partial(derive, model)
+            model.process_weights_after_loading = functools.partial(
+                derive, model, drops=self.derives == "drops"
+            )
         return model
 
     def load(self, model: Any, given: int | str) -> None:
@@ -188,6 +191,10 @@ def turn_over(layer: torch.nn.Module) -> None:
     layer.weight.data = layer.weight.data.flip(0).contiguous()
 
 
-def derive(model: torch.nn.Module) -> None:
+def derive(model: torch.nn.Module, *, drops: bool) -> None:
     model.derivations = getattr(model, "derivations", 0) + 1
-    model.derived = model.model.layers[0].input_layernorm.weight.data * 2
+    layer = model.model.layers[0].input_layernorm
+    if getattr(layer, "weight", None) is not None:
+        model.derived = layer.weight.data * 2
+    if drops:
+        layer.weight = None

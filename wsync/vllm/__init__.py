@@ -401,17 +401,26 @@ class _Reloader(CallingLoader):
                 continue
             info = self._layerwise.get_layerwise_info(layer)
             kept = info.kernel_tensors[0] if info.kernel_tensors is not None else {}
+            process = getattr(
+                getattr(layer, "quant_method", None), "process_weights_after_loading", None
+            )
             for name, parameter in layer._parameters.items():
                 if parameter is None:
                     continue
                 path, written = f"{prefix}.{name}", rehearsal.written(parameter)
                 anew = name in info.restore_metadata[0]  # made by a reload; biases are not
-                if anew and written and name not in {known for known, _ in info.loaded_weights}:
-                    raise UnsupportedError(
-                        f"{path}: vLLM's layerwise reload is needed ({self._owner.reason}), but "
-                        f"would not load it, because {type(self._module).__name__} loads it "
-                        "without its weight_loader"
-                    )
+                if anew and written:
+                    why = ""
+                    if name not in {known for known, _ in info.loaded_weights}:
+                        why = f"{type(self._module).__name__} loads it without its weight_loader"
+                    elif info.kernel_tensors is not None and name not in kept and not process:
+                        # as experts that a model's own hook fuses into tensors of a kernel
+                        why = f"{type(layer).__name__} has dropped it since it was loaded"
+                    if why:
+                        raise UnsupportedError(
+                            f"{path}: vLLM's layerwise reload is needed ({self._owner.reason}), "
+                            f"but would not load it, because {why}"
+                        )
                 own, rest = id(kept.get(name, parameter)), parameter.numel() - written
                 if rest <= 0:
                     complete.add(own)
