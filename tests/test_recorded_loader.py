@@ -70,7 +70,7 @@ def test_parameters_may_move_and_what_else_changes_is_learnt_anew() -> None:
         module.norm.data = module.norm.data.float()
         with pytest.raises(wsync.WsyncError, match="norm has another dtype, shape"):
             sync.update(draw(3))
-        assert engine.receivers[0].consistent  # nothing has been written
+        assert engine.receivers[0].state.consistent  # nothing has been written
         sync.update(draw(4))
     other = Fused()
     other.norm.data = other.norm.data.float()
@@ -153,11 +153,11 @@ def test_a_model_of_other_tensors_is_learnt_anew_or_refused() -> None:
         with pytest.raises(wsync.RemoteError, match="must match"):
             sync.update()
     assert "Fused cannot be learnt" in loader.reason
-    assert not engine.receivers[0].consistent
+    assert not engine.receivers[0].state.consistent
     with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
         sync.update(draw(4))
     assert differing(held(module), loaded(Fused(), 4)) == []
-    assert engine.receivers[0].consistent
+    assert engine.receivers[0].state.consistent
 
 
 @pytest.mark.parametrize(
@@ -208,11 +208,11 @@ def test_a_loader_that_raises_is_told_and_survived() -> None:
         with pytest.raises(wsync.RemoteError, match="half way"):
             sync.update(draw(1))
         assert "it raised ValueError: half way" in loader.reason
-        assert not engine.receivers[0].consistent
+        assert not engine.receivers[0].state.consistent
         broken[0] = False
         sync.update(draw(2))
     assert loader.reason == ""
-    assert engine.receivers[0].consistent
+    assert engine.receivers[0].state.consistent
     assert differing(held(module), loaded(Fused(), 2)) == []
 
 
@@ -254,6 +254,10 @@ def test_something_may_be_done_after_each_update() -> None:
     loader = RecordedLoader(module, after=lambda m: seen.append(bytes_of(m.norm)))
     update(ThreadEngine([loader]), 1, 2)
     assert seen == [bytes_of(draw(seed)["norm"]) for seed in (1, 2)]
+    # CUDA graphs would go on with the old tensor
+    loader = RecordedLoader(module, after=lambda m: m.double())
+    with pytest.raises(wsync.WsyncError, match=r"becomes torch\.float64"):
+        update(ThreadEngine([loader]), 3)
 
 
 class Whole(torch.nn.Module):

@@ -17,7 +17,7 @@ from wsync.engine.learn.load_targets import LoadTargets, has_changed, wrapped_pa
 from wsync.engine.learn.made_up import MadeUpTensors, given_values
 from wsync.engine.learn.mismatch import not_taken, refuse_conversions
 from wsync.engine.learn.replay_loader import LearntModule, ReplayLoader
-from wsync.engine.post_load import in_place
+from wsync.engine.post_load import in_place, run_in_place
 from wsync.engine.ring_loaders import (
     CallingLoader,
     ChoosingLoader,
@@ -70,7 +70,9 @@ class RecordedLoader(ChoosingLoader):
     or has only in part.  What it lacks stays as it is.  The environment variable WSYNC_KEEP adds
     patterns, separated by commas, for engines that make their loader themselves.
     needed: whether the trainer is asked only for the elements that the module keeps, and not for
-    whole tensors.  after: is called with the module when everything is loaded.
+    whole tensors.
+    after: is called with the module when everything is loaded.  StateError if it changes a tensor's
+    dtype or shape.
     """
 
     def __init__(
@@ -249,8 +251,8 @@ class RecordedLoader(ChoosingLoader):
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)
         if self._after is not None:
-            with in_place(self._module):
-                self._after(self._module)
+            after = self._after
+            run_in_place(self._module, lambda: after(self._module))
         return receipt
 
     def method(self) -> LoadWeights:
