@@ -96,6 +96,7 @@ class _View:
         tokens = _TOKEN.finditer(text)
         alternatives = _alternatives(tokens)
         known = len(_TOKEN.sub("", text).strip()) == 0 and text.count("?") < 2 > text.count("~")
+        known = known and next(tokens, None) is None  # a ")" without its "(" ends a view early
         if len(alternatives) > 1 or not known or text.count("(") != text.count(")"):
             raise RuleError(f"{text!r} is not a valid view: see wsync.families.rules")
         self.items = alternatives[0]
@@ -426,10 +427,11 @@ class Rule:
         self._read(view)
         parts = [part.split("|") for part in _EITHER.split(name)]
         self.names = tuple(map("".join, itertools.product(*parts)))
+
+    @cached_property
+    def _patterns(self) -> list[re.Pattern[str]]:
         number = re.compile(r"\\{(\w+)\\}")
-        self._patterns = [
-            re.compile(number.sub(r"(?P<\1>\\d+)", re.escape(each))) for each in self.names
-        ]
+        return [re.compile(number.sub(r"(?P<\1>\\d+)", re.escape(each))) for each in self.names]
 
     def _read(self, view: str) -> None:
         self.parsed = _View(view)
@@ -441,11 +443,14 @@ class Rule:
         self.shaped_dimension = next((n for n, item in enumerate(items) if item.mark == "~"), -1)
         parts = {part for size in self.parsed.sizes.values() for part in size.split("+")}
         named = {key for target in self.targets for key in PLACEHOLDER.findall(target.name)}
+        numbers = set(PLACEHOLDER.findall(self.name))
+        known = {*numbers, *self.parsed.sizes, *(("layer", *_ENDS) if "mtp" in numbers else ())}
+        if strange := sorted(named - known):
+            raise RuleError(f"{self.name}: targets' names hold {strange}, which the rule has not")
         parts |= {"block"} if named.intersection(_ENDS) else set()
         self.sizes = frozenset(part for part in parts if part != INFERRED and not part.isdigit())
         wanted = {axis for target in self.targets for axis in _View(target.view).sizes}
-        numbers = {number for number in _COUNTS if f"{{{number}}}" in self.name}
-        self.counted = sorted(numbers & wanted - self.parsed.sizes.keys())
+        self.counted = sorted(numbers & _COUNTS.keys() & wanted - self.parsed.sizes.keys())
 
     def match(self, name: str) -> dict[str, int] | None:
         """The numbers that a global parameter name holds, or None."""
