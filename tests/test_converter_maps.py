@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from wsync import LayoutError
+from wsync.families import probed_converter
 from wsync.families.probed_converter import Whole, converter_of, learn
 
 NAME = "decoder.layers.{}.mlp.weight"
@@ -92,6 +93,13 @@ def test_boxes_say_where_a_converter_puts_elements(shape, function):
     assert found.keys() == wanted.keys()
     for name, made in wanted.items():
         assert np.array_equal(found[name].astype(np.float32), made.float().numpy())
+
+
+def test_a_copy_of_too_many_boxes_is_refused(monkeypatch):
+    monkeypatch.setattr(probed_converter, "_BOXES", 50)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(LayoutError, match=r"model\.0\.w: it falls into more than 50 boxes"):
+        maps_of(lambda t: {"w": t[order]}, (64, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

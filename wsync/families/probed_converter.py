@@ -31,6 +31,7 @@ from wsync.probing.probe import Overwriting, probe
 Convert = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
 _PERIOD = 1_048_573  # of the random values: a prime, so that no two rows or columns are equal
+_BOXES = 1 << 16  # the largest number of a tensor's boxes: one for each row is no plan
 _CALLS = 1 << 11  # the largest number of calls that prove a computed tensor
 
 
@@ -205,6 +206,9 @@ class _Reader:
                 found[box.target].append(self._piece(box))
             for target in {box.target for box in boxes if not self._holds(box)}:
                 found[target] = [self._computed(target)]
+            for (target, _, _), mine in zip(self._forms, found, strict=True):
+                if len(mine) > _BOXES:
+                    raise self._refusal(target, f"it falls into more than {_BOXES} boxes")
             if may_step(piece for mine in found for piece in mine):
                 break
         return found
