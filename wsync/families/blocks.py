@@ -21,6 +21,8 @@ from wsync.families.rules import Rule, Target
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 MTP_LAYER = "mtp.layers.{mtp}."
+# an expert's number in the name of its parameter
+EXPERT = re.compile(r"\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 Row = tuple[str, ...]  # a parameter's name and view, and its targets
 

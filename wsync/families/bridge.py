@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
+from wsync.families.blocks import EXPERT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from wsync.families.probed_converter import Convert
-
-
-_EXPERT = re.compile(r"\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 class _Alone:
@@ -66,7 +63,7 @@ def _convert(
 
 def _index(registry: Any, name: str) -> int:
     """The expert's number if Megatron-Bridge stacks all experts under one name, else -1."""
-    match = _EXPERT.search(name)
+    match = EXPERT.search(name)
     if match is None:
         return -1
     number, mapping = int(match[1]), _of(registry, name)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from wsync import _core
+from wsync.families.blocks import EXPERT
 from wsync.families.registry import Model
 from wsync.layout import global_name
 from wsync.megatron.ranks import Ranks
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 OUTPUT = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYER = re.compile(r"((?:language_model\.)?(?:decoder|mtp)\.layers\.)(\d+)(?=\.|$)")
-_EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)")
 
 
 def find_slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:
@@ -41,9 +41,9 @@ def find_slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[
                 continue
             local = global_name(full)
             name = _global(local, numbers, spec, ranks)
-            if (match := _EXPERT.search(local)) is not None:
-                kind = f"{local[: match.start(2)]}.{local[match.end() :]}"
-                last[kind] = max(last.get(kind, (-1, "")), (int(match.group(2)), local))
+            if (match := EXPERT.search(local)) is not None:
+                kind = f"{local[: match.start(1)]}.{local[match.end() :]}"
+                last[kind] = max(last.get(kind, (-1, "")), (int(match.group(1)), local))
             # A stage with MTP layers has a second embedding, which Megatron keeps equal.
             plain = name.removeprefix("language_model.")
             again, embedded = embedded and plain == EMBEDDING, embedded or plain == EMBEDDING
@@ -91,18 +91,18 @@ def _global(local: str, numbers: dict[str, int], spec: Model, ranks: Ranks) -> s
     if match is not None:
         layer = numbers.get(match.group(), int(match.group(2)))
         name = f"{match.group(1)}{layer}{name[match.end() :]}"
-    match = _EXPERT.search(name)
+    match = EXPERT.search(name)
     if match is not None:
-        expert = int(match.group(2)) + ranks.expert.rank * _check_experts(local, spec, ranks)
-        name = f"{name[: match.start(2)]}{expert}{name[match.end() :]}"
+        expert = int(match.group(1)) + ranks.expert.rank * _check_experts(local, spec, ranks)
+        name = f"{name[: match.start(1)]}{expert}{name[match.end() :]}"
     return name
 
 
 def _check_experts(local: str, spec: Model, ranks: Ranks, last: bool = False) -> int:
     """The number of experts on a rank.  Raises LayoutError if the expert in a parameter's local
     name is not one of them, or not the last one if `last` is true."""
-    match = _EXPERT.search(local)
-    expert = int(match.group(2)) if match is not None else 0
+    match = EXPERT.search(local)
+    expert = int(match.group(1)) if match is not None else 0
     experts = spec.sizes.get("experts", 0)
     share, rest = divmod(experts, ranks.expert.ranks)
     if rest or expert >= share or (last and expert != share - 1):
@@ -118,7 +118,7 @@ def local_experts(names: Sequence[str], spec: Model, ranks: Ranks) -> dict[str, 
     these names the layer's number is global, but the expert's number counts on this rank."""
     first = ranks.expert.rank * (spec.sizes.get("experts", 0) // ranks.expert.ranks)
     return {
-        name: f"{name[: match.start(2)]}{int(match.group(2)) - first}{name[match.end() :]}"
+        name: f"{name[: match.start(1)]}{int(match.group(1)) - first}{name[match.end() :]}"
         for name in names
-        if first and (match := _EXPERT.search(name)) is not None
+        if first and (match := EXPERT.search(name)) is not None
     }
