@@ -1,8 +1,9 @@
-"""Boxes of a tensor: what two boxes share, and what is left of one box without the other."""
+"""Boxes of a tensor: what two share, what is left of one without another, and strides."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(start, extent).  Each of them has one number for each axis of the tensor."""
@@ -31,3 +32,8 @@ def outside(box: Box, hole: Box) -> Iterator[Box]:
                     (*extent[:axis], end - begin, *extent[axis + 1 :]),
                 )
         start[axis], extent[axis] = low, count
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -73,11 +72,6 @@ def chosen(known: Mapping[str, _T], names: Sequence[str]) -> list[_T]:
             f"({len(missing)} of {len(names)} missing){_ANEW}"
         )
     return [known[name] for name in names]
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @dataclass(frozen=True)

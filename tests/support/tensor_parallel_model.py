@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from wsync._core import Layout, LayoutBuilder, LayoutError
+from wsync.boxes import contiguous_strides
 from wsync.demo.engines.model_worker import check_fit
 from wsync.families.blocks import renamed, vocabulary
 from wsync.families.registry import read_model
 from wsync.families.rules import Cut, Rule, Target
-from wsync.layout import contiguous_strides
 
 _VOCAB_MULTIPLE: Final = 64
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 
 from wsync import _core
-from wsync.boxes import Box
+from wsync.boxes import Box, contiguous_strides
 from wsync.module_tensors import dtype_of
 from wsync.module_tensors.names import group_of_parts
 
@@ -78,8 +78,7 @@ class Place(Stored):
 
     def strides(self) -> tuple[int, ...]:
         """Strides in bytes, outermost first."""
-        inner = (math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        return tuple(self.item_nbytes * count for count in inner)
+        return tuple(self.item_nbytes * count for count in contiguous_strides(self.shape))
 
 
 @dataclass(frozen=True)

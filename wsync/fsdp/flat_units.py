@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
+from wsync.boxes import contiguous_strides
 from wsync.fsdp.parts import TIED, Part, Shape, joined, plain_name
-from wsync.layout import contiguous_strides
 
 if TYPE_CHECKING:
     from torch import Tensor

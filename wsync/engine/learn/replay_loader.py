@@ -20,6 +20,7 @@ from wsync._core import (
     Stream,
     describe,
 )
+from wsync.boxes import contiguous_strides
 from wsync.engine.learn.load_targets import LoadTargets, has_changed
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import LoadWeights, OnWeightsLost, Receipt, RoutedLoader
@@ -168,7 +169,7 @@ class ReplayLoader(RoutedLoader):
             )
         for number, source in enumerate(self._staged_sources, len(self.used)):
             name, dtype, shape = source
-            strides = torch.empty((*shape, dtype.itemsize), device="meta").stride()[:-1]
+            strides = contiguous_strides((*shape, dtype.itemsize))[:-1]
             zeros = [0] * len(shape)
             builder.add_shard(name, name_of(dtype), shape, zeros, shape, number, 0, strides)
         return builder.build()
