@@ -250,7 +250,7 @@ def test_pause_ends_running_requests_and_holds_new_ones(serve: Callable[..., Ser
     server = serve(model_of(0))
     with ThreadPoolExecutor() as pool:
         running = pool.submit(server.generate, max_new_tokens=4000)
-        wait_until(server.engine.gate.busy)
+        wait_until(lambda: server.engine.gate._running)
         paused = server.post("/pause_generation", {"mode": "abort"})
         assert (paused.status_code, paused.json()["status"]) == (200, "ok")
         assert running.result().json()["meta_info"]["finish_reason"]["type"] == "abort"

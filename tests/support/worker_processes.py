@@ -203,7 +203,7 @@ class _Process(ServerProcess):
     def __init__(self, engine: str, rank: int, path: Sequence[str]) -> None:
         self._worker, self._owner = f"worker {rank}", Owner()
         self._pipe, theirs = Pipe()
-        environment = {
+        environment = os.environ | {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             # gloo over the loopback interface: the workers are on this host
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
@@ -214,7 +214,7 @@ class _Process(ServerProcess):
             super().__init__(
                 [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno())],
                 f"{engine} {self._worker}",
-                environment=environment,
+                env=environment,
                 pass_fds=[theirs.fileno()],
             )
         self._thread = WorkerThread("wsync-ask")

@@ -8,7 +8,7 @@ import select
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, Self
@@ -34,30 +34,17 @@ class ServerProcess:
     use `with`.
 
     The standard input and output are pipes.  When its input ends, the child concludes that its
-    parent has ended.  The standard error is a file; `log` reads it for messages.
+    parent has ended.  The standard error is a file; `log` reads it for messages.  `options` are
+    Popen's.
     """
 
     url: str = ""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        name: str,
-        *,
-        environment: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, command: Sequence[str], name: str, **options: Any) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        self.process = Popen(
-            command,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=self._log,
-            env={**os.environ, **(environment or {})},
-            pass_fds=tuple(pass_fds),
-            bufsize=0,
-        )
+        pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": self._log}
+        self.process = Popen(command, bufsize=0, **pipes, **options)
 
     def __enter__(self) -> Self:
         return self

@@ -44,10 +44,6 @@ class Gate:
         self._aborts = self._running = 0
         self._writing = False  # whether a step or an update uses the weights
 
-    def busy(self) -> int:
-        """The number of running requests."""
-        return self._running
-
     @contextmanager
     def request(self) -> Iterator[Callable[[], bool]]:
         """A context for one request.  Yields a function that tells whether it was aborted."""
