@@ -100,14 +100,9 @@ def test_a_version_that_cannot_be_moved_keeps_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, 1, 2, 3, keep=None)
-    rename = Path.rename
-
-    def failing(path: Path, target: Path) -> Path:
-        if path.name == "weight_v000001":
-            raise PermissionError("busy")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
+    hidden, lost = Versions._hidden, tmp_path / "nowhere" / "there"
+    stuck = lambda each, name: lost if name.endswith("1") else hidden(each, name)  # noqa: E731
+    monkeypatch.setattr(Versions, "_hidden", stuck)
     write(tmp_path, 4)
     assert everything(tmp_path) == {"latest", "weight_v000001", "weight_v000004"}
 
