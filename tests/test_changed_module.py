@@ -171,7 +171,7 @@ def test_a_module_that_changes_in_the_midst_of_an_update_is_not_called_updated(
     with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(WsyncError, match="while the update ran"):
             sync.update(draw(1), version=1)
-        assert not engine.receivers[0].consistent
+        assert not engine.receivers[0].state.consistent
         assert engine.version is None
         for _ in range(2):  # what was learnt may have to be learnt anew
             try:
@@ -179,7 +179,7 @@ def test_a_module_that_changes_in_the_midst_of_an_update_is_not_called_updated(
                 break
             except WsyncError as error:
                 assert "has changed since it was learnt" in str(error)
-    assert engine.receivers[0].consistent
+    assert engine.receivers[0].state.consistent
     assert torch.equal(module.a, draw(2)["a"])
     assert torch.equal(module.b, draw(2)["b"])
 

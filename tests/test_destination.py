@@ -64,7 +64,7 @@ def test_parameters_that_share_memory_are_refused_by_name(kind: str) -> None:
     with wsync.connect(weights_of(module), engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(WsyncError, match="a and b are kept in the same memory"):
             sync.update()
-    assert engine.receivers[0].consistent  # nothing was written
+    assert engine.receivers[0].state.consistent  # nothing was written
     assert not any(tensor.any() for tensor in module.state_dict().values())
 
 
@@ -184,9 +184,9 @@ def test_names_of_one_tensor_may_bring_the_same_values_and_no_others() -> None:
         assert torch.equal(module.get_parameter("a"), values)
         with pytest.raises(WsyncError, match="b and a are one tensor of the module"):
             sync.update({**same, "b": values + 1})
-        assert not engine.receivers[0].consistent
+        assert not engine.receivers[0].state.consistent
         sync.update(same)
-        assert engine.receivers[0].consistent
+        assert engine.receivers[0].state.consistent
 
 
 @pytest.mark.parametrize("ffn", [3, 4])

@@ -130,7 +130,7 @@ def test_a_module_that_has_changed_is_learnt_anew(load: Any, change: Any, reason
         with pytest.raises(wsync.RemoteError, match=reason):
             sync.update(draw(2))
         # an audit cannot tell what else load_weights has written
-        assert engine.receivers[0].consistent == (change is transposed)
+        assert engine.receivers[0].state.consistent == (change is transposed)
         assert differing(module.held(), before) == []
         sync.update(draw(3))
     change(other)
@@ -201,7 +201,7 @@ def test_weights_are_intact_where_nothing_had_to_be_learnt() -> None:
         pytest.raises(wsync.RemoteError, match="another worker"),
     ):
         sync.update(draw(2))
-    assert engine.receivers[0].consistent
+    assert engine.receivers[0].state.consistent
     assert bytes_of(module.a) == bytes_of(draw(1)["a"])
 
 
@@ -220,7 +220,7 @@ def test_a_worker_that_has_learnt_and_loaded_nothing_is_inconsistent(needed: boo
     ):
         sync.update(draw(1))
     assert differing(module.held(), before)
-    assert not engine.receivers[0].consistent
+    assert not engine.receivers[0].state.consistent
 
 
 # --- hooks ----------------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def test_tensors_are_copied_by_name_update_after_update(start: Start) -> None:
     assert handled.result(SECONDS) == (True, "update 2 of this connection")
     check(module, weights)
     assert pointers == {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
-    assert (receiver.consistent, receiver.state.reason, receiver.state.update) == (True, "", 2)
+    state = receiver.state
+    assert (state.consistent, state.reason, state.update) == (True, "", 2)
 
 
 def test_a_late_message_of_a_trainer_that_is_gone_does_not_end_anothers_session(
@@ -311,7 +312,7 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     ):
         trainer.update(1, tiny_weights(1))
     success, text = handled.result(SECONDS)
-    assert (success, receiver.consistent) == (False, False)
+    assert (success, receiver.state.consistent) == (False, False)
     assert text in receiver.state.reason
     accepted, why = receiver.handle(trainer.control(1, "close"))
     assert (accepted, "inconsistent" in why) == (False, True)
@@ -321,7 +322,7 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     again.accept()
     again.update(2, tiny_weights(2))
     assert handled.result(SECONDS) == (True, "update 2 of this connection")
-    assert (receiver.consistent, receiver.state.reason) == (True, "")
+    assert (receiver.state.consistent, receiver.state.reason) == (True, "")
     check(module, tiny_weights(2))
 
 
@@ -345,7 +346,7 @@ def test_a_trainer_that_gives_up_or_dies_leaves_an_inconsistent_worker(
     success, answer = handled.result(SECONDS)
     assert not success
     assert text in answer
-    assert not receiver.consistent
+    assert not receiver.state.consistent
     assert answer in receiver.state.reason
 
 
@@ -356,7 +357,7 @@ def test_an_abort_before_the_first_round_leaves_the_old_weights_in_place(start: 
     trainer.exporter.begin(2, 3, SECONDS)
     trainer.exporter.abort("changed my mind")
     assert "changed my mind" in handled.result(SECONDS)[1]
-    assert receiver.consistent
+    assert receiver.state.consistent
     check(module, tiny_weights(1))
 
 
@@ -414,7 +415,7 @@ def test_nobody_listening_changes_nothing() -> None:
     assert not success
     assert text.startswith("worker 0: update 1 of this connection: ")
     assert "this engine was restarted after the trainer connected (call update again" in text
-    assert receiver.consistent
+    assert receiver.state.consistent
 
 
 @pytest.mark.parametrize("control", [b"", b"{}", b"\xff"])
@@ -470,13 +471,13 @@ def test_a_worker_whose_weights_were_replaced_in_part_says_so_until_all_are() ->
     receiver = Receiver(ModuleLoader(Tiny()))
     with pytest.raises(SystemCallError), receiver.state.replacing("loading /shared/run7", None):
         raise SystemCallError("file 3: Input/output error")
-    assert not receiver.consistent
+    assert not receiver.state.consistent
     assert receiver.state.reason == (
         "the weights are inconsistent: loading /shared/run7: file 3: Input/output error"
     )
     with receiver.state.replacing("loading /shared/run7", None):
         pass
-    assert (receiver.consistent, receiver.state.reason) == (True, "")
+    assert (receiver.state.consistent, receiver.state.reason) == (True, "")
 
 
 def test_weights_are_in_trouble_until_somebody_says_their_version(start: Start) -> None:

@@ -70,9 +70,9 @@ def test_what_is_loaded_twice_is_compared_at_every_update(load: Load, needed: bo
             WsyncError, match=r"embed: (embed and head|head and embed) are one tensor of the module"
         ):
             sync.update(other)
-        assert not engine.receivers[0].consistent
+        assert not engine.receivers[0].state.consistent
         sync.update(draw(4))
-        assert engine.receivers[0].consistent
+        assert engine.receivers[0].state.consistent
     assert torch.equal(module.embed[:6], draw(4)["embed"])
 
 

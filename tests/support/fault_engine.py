@@ -283,10 +283,10 @@ def run_worker(rank: int, pipe: Connection) -> None:
             if what == "update":
                 good, answer = _handle(receiver, argument)
             elif what == "reason":
-                answer = "" if receiver.consistent else receiver.state.reason
+                answer = "" if receiver.state.consistent else receiver.state.reason
             elif what == "held":
                 names = [tensor.numpy().tobytes() for tensor in tensors]
-                answer = (names, receiver.consistent, receiver.state.update)
+                answer = (names, receiver.state.consistent, receiver.state.update)
             elif what == "arm":
                 loader.fault = receiver.fault = Fault(*argument)
             elif what == "disarm":

@@ -64,10 +64,6 @@ class Receiver:
         self._trace = Trace.wanted("engine", worker)
 
     @property
-    def consistent(self) -> bool:
-        return self.state.consistent
-
-    @property
     def trouble(self) -> str:
         """Why the engine must not generate, or ""."""
         return self.state.trouble
@@ -166,7 +162,7 @@ class Receiver:
             text = f"worker {self._worker}: {said}"
             _log.warning("%s", text)
             self.fail(message, said)  # the trainer knows which worker this is
-            if not self.consistent:
+            if not self.state.consistent:
                 self.state.lose(text)
             return False, text
         return True, _nth(message.update)

@@ -45,9 +45,7 @@ class UpdateState:
     @property
     def trouble(self) -> str:
         """Why the engine must not generate, or ""."""
-        if self.consistent:
-            return self._unnamed
-        return self.reason or "the weights are inconsistent"
+        return self._unnamed if self.consistent else self.reason
 
     def check_whole(self) -> None:
         """Raises StateError if the weights are not those of one update, or have no version yet."""
