@@ -21,7 +21,6 @@ from wsync.engine.ring_loaders import CallingLoader, ModuleLoader
 from wsync.module_tensors.names import group_of_parts, without_scales
 from wsync.sglang import SglangLoader
 from wsync.sync import Sync
-from wsync.vllm import processed_once
 from wsync.vllm.reload_rehearsal import Rehearsal
 
 SCRIPT = Path(__file__).parent / "support" / "sglang_quantised.py"
@@ -212,7 +211,7 @@ UNLIKE: dict[tuple[str, Fields | None, Fields | None, str], tuple[str, ...]] = {
     ("qwen3", INT4, ZERO, ""): ("loaded to model.layers.0.mlp.down_proj.weight_zero_point",),
     ("qwen3", INT4, INT4, "_scale$"): (
         "model.layers.0.mlp.down_proj.weight_packed, ",
-        "the trainer delivers these codes without scales",
+        "codes that the trainer delivers no scales for",
     ),
     ("qwen3_moe", INT4_EXPERTS, COARSER_EXPERTS, ""): ("weight_scale (bfloat16 (256, 8))",),
     # layers that are made anew would have any memory in place of what is not loaded
@@ -305,16 +304,6 @@ def test_a_vllm_whose_reload_has_failed_takes_the_next_update(vllm: VllmEngine) 
         sync.update(vllm.weights(3))
     assert vllm.differing(3) == [[]]
     assert weights_of(vllm) == places  # where CUDA graphs look for them
-
-
-def test_a_layer_that_is_processed_once_is_named() -> None:
-    model = torch.nn.Module()
-    model.runner = torch.nn.Module()
-    model.runner.experts = torch.nn.Linear(2, 2)
-    model.runner._already_called_process_weights_after_loading = True  # as all that run experts
-    assert processed_once(model) == ""
-    model.runner.experts._already_called_process_weights_after_loading = True
-    assert processed_once(model) == "runner.experts: Linear processes its weights only once"
 
 
 class Packed(torch.nn.Module):

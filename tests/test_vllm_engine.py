@@ -125,11 +125,20 @@ def test_a_models_own_hook_runs_once_an_update_on_the_new_weights(
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
         sync.update(engine.weights(1))
         calls = engine.collective_rpc("derivations")
-        sync.update(engine.weights(2))
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(engine.weights(2))  # of what is known
     assert engine.differing(2) == [[], []]
     assert engine.collective_rpc("derivations") == [count + 1 for count in calls]
     assert [bool(said) for said, _ in engine.collective_rpc("reasons")] == [bool(shuffled)] * 2
     assert [worker["derived"] for worker in engine.collective_rpc("places")] == places
+
+
+def test_a_layer_that_is_processed_once_is_named(engine: VllmEngine) -> None:
+    engine.prepare("qwen3")
+    mlp = "model.layers.0.mlp"  # has the flag, too, as all that contain such a layer
+    assert engine.collective_rpc("rewritten", args=(mlp,)) == ["", ""]
+    said, _ = engine.collective_rpc("rewritten", args=(f"{mlp}.down_proj",))
+    assert said.startswith(f"{mlp}.down_proj: ") and said.endswith("its weights only once")
 
 
 def test_a_reload_needs_one_of_the_names_of_a_tied_head(engine: VllmEngine) -> None:

@@ -17,6 +17,8 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.v1.worker.worker_base import WorkerBase
 
+from wsync.vllm import rewritten
+
 set_up = experts.UnquantizedFusedMoEMethod._setup_kernel
 pack = cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
 # compiled kernels
@@ -161,6 +163,11 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def derivations(self) -> int:
         """How often the model's own hook has run."""
         return int(self.model.derivations)
+
+    def rewritten(self, flagged: str) -> str:
+        """What wsync says of the model if this part is flagged as processed once for all."""
+        self.model.get_submodule(flagged)._already_called_process_weights_after_loading = True
+        return rewritten(self.model)
 
     def set_fault(self, count: int) -> None:
         """Has load_weights raise after so many tensors; 0: no more."""

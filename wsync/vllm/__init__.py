@@ -11,15 +11,16 @@ wsync.vllm.transfer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
-from wsync._core import Layout, LayoutError, UnsupportedError
+from wsync._core import Layout, UnsupportedError
 from wsync.checkpoints.hub_cache import folder_of
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.replay_loader import LearntModule
@@ -28,9 +29,9 @@ from wsync.engine.receiver import Receiver, refused
 from wsync.engine.ring_loaders import CallingLoader, ChoosingLoader, OnWeightsLost, Receipt
 from wsync.messages.control import WHOLE
 from wsync.module_tensors import checksum_of, same_bytes
-from wsync.module_tensors.names import listed, without_scales
+from wsync.module_tensors.names import listed
 from wsync.quantise.config import facts_of
-from wsync.trainer.checkpoint_check import check_room
+from wsync.trainer.checkpoint_check import check_room, check_scales
 from wsync.vllm.reload_rehearsal import Rehearsal
 
 _RECEIVER: Final = "_wsync_receiver"  # attribute of a model
@@ -160,17 +161,19 @@ class VllmLoader(ChoosingLoader):
             )
         chosen = self.model_config
         check_room(facts_of(model), folder_of(chosen.model, chosen.revision))
-        self.reason = rewritten(self.model) or processed_once(self.model)
-        for path, method in packed_when_made(self.model):
+        self.reason = rewritten(self.model)
+        packed = packed_when_made(self.model)
+        for path, method in packed:
             kernel = type(method.moe_kernel.fused_experts).__name__
             self.reason = f"{path}: {kernel} packs its weights only once, when it is made"
             if self._device.type != "cpu":  # on other devices packing again was never tried
                 raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
-        if not self.reason:
+        learnt = self.recorded.learnt
+        if not self.reason and learnt is not None and learnt is self._tried[0]:
+            self.reason = self._tried[1]
+        elif not self.reason:
             on_weights_lost()
-            self.reason = (
-                self._process_kept()
-            )  # after this, all tensors that processing makes exist
+            self.reason = self._process_kept()  # after it, all tensors that processing makes exist
         if not self.reason:
             blob = self.recorded.learn(model, on_weights_lost)
             learnt = self.recorded.learnt
@@ -179,11 +182,8 @@ class VllmLoader(ChoosingLoader):
             self.reason = "" if learnt is None else self._tried[1]
             if not self.reason:
                 return blob
-        names = (model.tensor(index)[:2] for index in range(model.tensor_count))
-        if missing := without_scales(names):
-            # the reload would process a layer with uninitialised scales
-            raise LayoutError(f"{listed(missing)}: the trainer delivers these codes without scales")
-        reloader = _Reloader(self)
+        check_scales(model)  # the reload would process a layer with uninitialised scales
+        reloader = _Reloader(self, [method for _, method in packed])
         self.recorded.check_delivered(reloader.rehearse(model))
         if half := sorted(filter(self.recorded.is_named, reloader.half_loaded)):
             raise UnsupportedError(
@@ -211,7 +211,7 @@ class VllmLoader(ChoosingLoader):
 
         given = self.model, self.model_config, self._device
         with set_current_vllm_config(self.config):
-            run_in_place(self.model, lambda: process_weights_after_loading(*given))
+            process_weights_after_loading(*given)
 
     def _process_kept(self) -> str:
         """Processes the weights, and restores the parameters that are to stay as they are.  Says
@@ -222,7 +222,7 @@ class VllmLoader(ChoosingLoader):
             for path, tensor in self.model.named_parameters()
             if self.recorded.is_named(path)
         }
-        self._process()
+        run_in_place(self.model, self._process)
         changed = [path for path, (data, copy) in kept.items() if not same_bytes(data.cpu(), copy)]
         for path in changed:
             data, copy = kept[path]
@@ -234,7 +234,7 @@ class VllmLoader(ChoosingLoader):
         places = learnt.does.written
         tensors = learnt.memory.tensors()
         before = [checksum_of(place.view(tensors)) for place in places]
-        self._process()
+        run_in_place(self.model, self._process)
         tensors = learnt.memory.tensors()
         for place, sum in zip(places, before, strict=True):
             if checksum_of(place.view(tensors)) != sum:
@@ -272,17 +272,6 @@ def _made_by_attention(model: torch.nn.Module, path: str) -> bool:
     return is_attention(layer) and name not in made
 
 
-def processed_once(model: torch.nn.Module) -> str:
-    """Says which layer processes its weights only the first time, or "".  vLLM's own reload can
-    process them again."""
-    for path, layer in model.named_modules():
-        done = getattr(layer, "_already_called_process_weights_after_loading", False)
-        if done and layer._parameters:  # layers that contain such a layer have the flag, too
-            method = type(getattr(layer, "quant_method", layer)).__name__
-            return f"{path}: {method} processes its weights only once"
-    return ""
-
-
 def packed_when_made(model: torch.nn.Module) -> list[tuple[str, Any]]:
     """Finds layers of experts whose weights are packed only when they are processed for the first
     time; returns paths and methods.
@@ -304,9 +293,8 @@ def packed_when_made(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def packing_again(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block, the weights of such experts are packed whenever they are processed."""
-    methods = [method for _, method in packed_when_made(model)]
+def packing_again(methods: Sequence[Any]) -> Iterator[None]:
+    """Within the block, these methods pack the weights of experts whenever they process them."""
     for method in methods:
         pack = method.moe_kernel.fused_experts.process_weights_after_loading
         steps = method.process_weights_after_loading, pack
@@ -331,10 +319,15 @@ def refill_unpacked(model: torch.nn.Module) -> None:
 
 def rewritten(model: torch.nn.Module) -> str:
     """Says which parameter or persistent buffer no longer has the form that load_weights fills, or
-    "".  Other buffers may change: forward casts tables of positions."""
+    which layer processes its weights only the first time; or "".  Other buffers may change: forward
+    casts tables of positions."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for prefix, layer in model.named_modules():
+        done = getattr(layer, "_already_called_process_weights_after_loading", False)
+        if done and layer._parameters:  # layers that contain such a layer have the flag, too
+            method = type(getattr(layer, "quant_method", layer)).__name__
+            return f"{prefix}: {method} processes its weights only once"
         if is_attention(layer):  # processing removes its scales
             continue
         parameters, buffers = get_layerwise_info(layer).restore_metadata
@@ -351,18 +344,32 @@ def rewritten(model: torch.nn.Module) -> str:
     return ""
 
 
+def _processes(layer: torch.nn.Module) -> bool:
+    """Whether a layer's method processes its weights after loading."""
+    return hasattr(getattr(layer, "quant_method", None), "process_weights_after_loading")
+
+
 class _Reloader(CallingLoader):
     """Passes whole tensors to vLLM's own reload.  It makes layers anew, loads and processes them,
     and copies the results to the memory of the old ones.
 
+    packing: methods that pack weights only when they process them for the first time.
     half_loaded: parameters that lack bytes, in layers that got others.
     """
 
-    def __init__(self, owner: VllmLoader) -> None:
+    def __init__(self, owner: VllmLoader, packing: Sequence[Any]) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
 
         self._owner = owner
         self._layerwise = layerwise
+        self._packing = packing
+        layers: dict[int, list[Any]] = {}  # by the parameters that they have
+        for layer in owner.model.modules():
+            for parameter in layer.parameters(recurse=False):
+                layers.setdefault(id(parameter), []).append(layer)
+        # as a tied head: vLLM's kernels for CPUs keep values that they computed from its weights
+        tied = itertools.chain(*(those for those in layers.values() if len(those) > 1))
+        self._tied = list(filter(_processes, tied))
         self.half_loaded: set[str] = set()
         super().__init__(owner.model, self._load)
 
@@ -401,19 +408,16 @@ class _Reloader(CallingLoader):
                 continue
             info = self._layerwise.get_layerwise_info(layer)
             kept = info.kernel_tensors[0] if info.kernel_tensors is not None else {}
-            process = getattr(
-                getattr(layer, "quant_method", None), "process_weights_after_loading", None
-            )
             for name, parameter in layer._parameters.items():
                 if parameter is None:
                     continue
                 path, written = f"{prefix}.{name}", rehearsal.written(parameter)
                 anew = name in info.restore_metadata[0]  # made by a reload; biases are not
                 if anew and written:
-                    why = ""
+                    why, waits = "", info.kernel_tensors is not None
                     if name not in {known for known, _ in info.loaded_weights}:
                         why = f"{type(self._module).__name__} loads it without its weight_loader"
-                    elif info.kernel_tensors is not None and name not in kept and not process:
+                    elif waits and name not in kept and not _processes(layer):
                         # as experts that a model's own hook fuses into tensors of a kernel
                         why = f"{type(layer).__name__} has dropped it since it was loaded"
                     if why:
@@ -421,7 +425,9 @@ class _Reloader(CallingLoader):
                             f"{path}: vLLM's layerwise reload is needed ({self._owner.reason}), "
                             f"but would not load it, because {why}"
                         )
-                own, rest = id(kept.get(name, parameter)), parameter.numel() - written
+                # fewer than its elements if vLLM has padded it
+                wanted: int = getattr(parameter, "weight_loader_numel", parameter.numel())
+                own, rest = id(kept.get(name, parameter)), wanted - written
                 if rest <= 0:
                     complete.add(own)
                     continue
@@ -443,9 +449,10 @@ class _Reloader(CallingLoader):
         load, and processing of tied layers, to which nothing was loaded."""
         receipt = super().finish(timeout)
         with self._configured():
-            tied = self._tied()
+            infos = [(layer, self._layerwise.get_layerwise_info(layer)) for layer in self._tied]
+            idle = [layer for layer, info in infos if info.can_load() and not info.load_numel]
             self._layerwise.finalize_layerwise_reload(self._module, self._owner.model_config)
-            for layer in tied:
+            for layer in idle:
                 layer.quant_method.process_weights_after_loading(layer)
             refill_unpacked(self._module)
             if (hook := getattr(self._module, "process_weights_after_loading", None)) is not None:
@@ -466,22 +473,6 @@ class _Reloader(CallingLoader):
                     self._layerwise._place_kernel_tensors(layer, info)
                 info.reset()
 
-    def _tied(self) -> list[Any]:
-        """Finds layers that nothing was loaded to, but whose parameters belong to loaded layers,
-        too: a tied head.  vLLM's kernels for CPUs keep values that they computed from its
-        weights."""
-        idle, loaded = list[tuple[Any, set[int]]](), set[int]()
-        for layer in self._module.modules():
-            info = self._layerwise.get_layerwise_info(layer)
-            waits = info.kernel_tensors is not None
-            own = info.kernel_tensors[0] if waits else layer._parameters
-            places = {id(parameter) for parameter in own.values()}
-            if not waits or info.load_numel > 0:
-                loaded |= places
-            elif hasattr(getattr(layer, "quant_method", None), "process_weights_after_loading"):
-                idle.append((layer, places))
-        return [layer for layer, places in idle if not places.isdisjoint(loaded)]
-
     @contextlib.contextmanager
     def _configured(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
@@ -489,6 +480,6 @@ class _Reloader(CallingLoader):
         with (
             set_current_vllm_config(self._owner.config),
             torch.no_grad(),
-            packing_again(self._module),
+            packing_again(self._packing),
         ):
             yield
