@@ -206,9 +206,9 @@ class _Reader:
                 found[box.target].append(self._piece(box))
             for target in {box.target for box in boxes if not self._holds(box)}:
                 found[target] = [self._computed(target)]
-            for (target, _, _), mine in zip(self._forms, found, strict=True):
+            for (name, *_), mine in zip(self._forms, found, strict=True):
                 if len(mine) > _BOXES:
-                    raise self._refusal(target, f"it falls into more than {_BOXES} boxes")
+                    raise self._refusal(name, f"it falls into more than {_BOXES} boxes")
             if may_step(piece for mine in found for piece in mine):
                 break
         return found

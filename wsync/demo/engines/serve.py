@@ -43,8 +43,9 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], name: str, **options: Any) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": self._log}
-        self.process = Popen(command, bufsize=0, **pipes, **options)
+        self.process: Popen[bytes] = Popen(
+            command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=self._log, **options
+        )
 
     def __enter__(self) -> Self:
         return self

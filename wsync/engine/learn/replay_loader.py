@@ -167,8 +167,7 @@ class ReplayLoader(RoutedLoader):
                 *(numbers[piece.target], piece.offset * size),
                 [stride * size for stride in piece.strides],
             )
-        for number, source in enumerate(self._staged_sources, len(self.used)):
-            name, dtype, shape = source
+        for number, (name, dtype, shape) in enumerate(self._staged_sources, len(self.used)):
             strides = contiguous_strides((*shape, dtype.itemsize))[:-1]
             zeros = [0] * len(shape)
             builder.add_shard(name, name_of(dtype), shape, zeros, shape, number, 0, strides)
