@@ -24,15 +24,13 @@ from support.weights_only_engine import ProcessEngine
 from support.worker_processes import WorkersEngine
 
 import wsync
-import wsync.engine.remote_session
 from wsync import _core
-from wsync.exchange import update_group
+from wsync.exchange import remote_session, update_group
 from wsync.exchange.update_group import UpdateGroup
 from wsync.layout import from_tensors
 from wsync.machine.host import own_address
 from wsync.messages.tcp_channel import Channel, Frame, Listener
 from wsync.trainer.planning import whole
-from wsync.trainer.sessions import worker
 from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.worker import RemoteSession
 
@@ -181,7 +179,7 @@ def test_a_network_that_carries_nothing_any_more(
     answers: list[str] = []
     stalled, relays = threading.Event(), []
     listener = type("Listener", (RelayedListener,), {"stalled": stalled, "relays": relays})
-    monkeypatch.setattr(worker, "Listener", listener)
+    monkeypatch.setattr(remote_session, "Listener", listener)
     weights = {"a": torch.arange(5000.0)}
     deliver, post = engine.update_weights, RemoteSession.post
 

@@ -24,9 +24,9 @@ from support.update_cases import before_receiving
 
 import wsync
 from wsync import _core
-from wsync.engine.remote_session import RemoteImporter
 from wsync.exchange import choose_exchange
 from wsync.exchange.choose_exchange import Transport
+from wsync.exchange.remote_session import RemoteImporter
 from wsync.layout import TrainerLayout
 from wsync.trainer.connection import Connection
 

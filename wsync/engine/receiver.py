@@ -29,7 +29,7 @@ from wsync.messages.control import BORROWS, LEARN, LOAD_FORMAT, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
 
 if TYPE_CHECKING:
-    from wsync.engine.remote_session import RemoteImporter
+    from wsync.exchange.remote_session import RemoteImporter
 
     Session = Importer | RemoteImporter
 
@@ -324,7 +324,7 @@ def connect(address: str, blob: bytes, timeout: float, device: Device) -> Sessio
     """Opens a session with the trainer that listens at an address, on this host or on another.  The
     session's ring is made on `device`."""
     if is_remote(address):
-        from wsync.engine.remote_session import RemoteImporter
+        from wsync.exchange.remote_session import RemoteImporter
 
         return RemoteImporter(address, blob, timeout, device)
     try:

@@ -1,4 +1,4 @@
-"""A remote worker's end of a session: control over TCP, rounds from the plan's exchange."""
+"""Both ends of a session with a remote worker: control over TCP, rounds by the plan's exchange."""
 
 from __future__ import annotations
 
@@ -12,10 +12,86 @@ from wsync.exchange.group_exchange import Exchange, GroupExchange
 from wsync.exchange.introductions import Introduction
 from wsync.exchange.remote_plan import Meeting, RemotePlan
 from wsync.exchange.update_group import Rendezvous, UpdateGroup
-from wsync.machine.deadline import PUNCTUAL
-from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame
+from wsync.machine.deadline import PUNCTUAL, Check, Deadline
+from wsync.messages.tcp_channel import COUNTS, PARK, UPDATE, Channel, Frame, Listener
 
 _log = logging.getLogger(__name__)
+
+
+class RemoteExporter:
+    """A trainer rank's end of a session with a remote worker, with the methods of `_core.Exporter`.
+    The exchange moves the rounds."""
+
+    worker_uuid: str | None = None  # nothing is shared with the worker
+
+    def __init__(self, host: str, peer: str) -> None:
+        self._listener = Listener(host, peer)
+        self._channel: Channel | None = None
+        self.introduction = Introduction()  # what the worker says of itself, once accepted
+        self.loaded = 0  # rounds that have been exchanged; more is not known here
+
+    @property
+    def address(self) -> str:
+        return self._listener.address
+
+    @property
+    def _peer(self) -> Channel:
+        if self._channel is None:
+            raise _core.StateError("the worker has not connected")
+        return self._channel
+
+    def accept(self, timeout: float, check: Check) -> bytes:
+        deadline = Deadline(timeout)
+        self._channel = self._listener.accept(timeout, check)
+        self._listener.close()
+        said = self._channel.wait((Frame.INTRODUCTION,), deadline.left, check)[1]
+        self.introduction = Introduction.from_bytes(said)
+        return self._channel.wait((Frame.BLOB,), deadline.left, check)[1]
+
+    def attach(self, ring: _core.Memory, manifest: bytes, timeout: float, check: Check) -> None:
+        """Sends the list of the model's tensors; the worker has a ring of its own."""
+        self._peer.send(Frame.MODEL, manifest, timeout, check)
+
+    def tell_plan(self, plan: bytes, timeout: float, check: Check) -> None:
+        """Sends the plan."""
+        self._peer.send(Frame.PLAN, plan, timeout, check)
+
+    def begin(self, update: int, rounds: int, timeout: float, check: Check) -> None:
+        self.loaded = 0
+        self._peer.send(Frame.BEGIN, UPDATE.pack(update, rounds), timeout, check)
+
+    def acquire(
+        self, wait_round: int, stream: _core.Stream | None, timeout: float, check: Check
+    ) -> None:
+        """Does not wait: the worker frees its own slots."""
+        self._peer.look()
+
+    def look(self) -> None:
+        if self._channel is not None:
+            self._channel.look()
+
+    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        self.loaded = round + 1
+
+    def prepared(self, timeout: float, check: Check) -> tuple[int, int, int]:
+        _, content = self._peer.wait((Frame.PREPARED,), timeout, check)
+        tensors, nbytes, audit_ns = COUNTS.unpack(content)
+        return tensors, nbytes, audit_ns
+
+    def commit(self, timeout: float, check: Check, park: bool) -> None:
+        self._peer.send(Frame.COMMIT, PARK if park else b"", timeout, check)
+
+    def park(self, timeout: float, check: Check) -> None:
+        """Does nothing: there is no ring here."""
+
+    def abort(self, text: str) -> None:
+        if self._channel is not None:
+            self._channel.fail(text)
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._channel is not None:
+            self._channel.close()
 
 
 class RemoteImporter:
