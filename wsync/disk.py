@@ -7,11 +7,13 @@ wsync.checkpoints.versions says what readers see, and when.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import (
@@ -27,10 +29,20 @@ from wsync.checkpoints.versions import Versions, newest
 from wsync.handles.answers import other_draft
 from wsync.handles.base import EngineHandle, control_only, handles_of, how_started
 from wsync.machine.deadline import Deadline
+from wsync.module_tensors.names import weight_of
 from wsync.options import Options
+from wsync.quantise.config import (
+    LISTS,
+    Method,
+    TensorFacts,
+    facts_of,
+    inner_config,
+    module_of,
+    quantization_config,
+)
 from wsync.report import Report
-from wsync.trainer.checkpoint_check import EngineCheck, check_scales
-from wsync.trainer.quantise_option import config_of, config_to_write, exact_config, for_files
+from wsync.trainer.checkpoint_check import EngineCheck, check_scales, config_in, has_codes
+from wsync.trainer.quantise_option import config_of
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.updates_base import Updates
 
@@ -39,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskSync", "newest"]
 
+_log = logging.getLogger(__name__)
 _PACE_SECONDS = 2.0  # even with a call's deadline added, ranks wait longer
 _NOT_BY_DISK = dict.fromkeys(
     (
@@ -47,6 +60,9 @@ _NOT_BY_DISK = dict.fromkeys(
     ),
     "updates without a disk (wsync.connect)",
 )
+
+# the name of the list that SGLang and vLLM read, by quant_method; "ignore" for other methods
+_WRITTEN: Final = {"fp8": "modules_to_not_convert", "mxfp8": "ignored_layers"}
 
 
 class DiskSync(Updates):
@@ -113,7 +129,7 @@ class DiskSync(Updates):
         self._base = base
         self._config: Mapping[str, Any] | None = None  # versions' quantisation, on rank 0
         self._published = published
-        chosen = for_files(Options.of(options))
+        chosen = _for_files(Options.of(options))
         parked = {"park": "updates without a disk, or with quantise"}
         chosen.refuse(_NOT_BY_DISK | ({} if chosen.quantise is not None else parked))
         super().__init__(source, chosen)
@@ -188,7 +204,7 @@ class DiskSync(Updates):
     def _check_engines(self, model: _core.Layout) -> None:
         options, base = self.options, self._base
         with system_calls(self._versions.root):
-            self._config = config_to_write(options, base, model)
+            self._config = _config_to_write(options, base, model)
             check = EngineCheck(options, config_of(options), model, base=self._base)
             check.check_folders()
         for name in check.check_engines(self._requests.handles, options.deadline):
@@ -199,7 +215,7 @@ class DiskSync(Updates):
         """What every version's configuration says in addition to that of `base`; on rank 0."""
         if self._config is None:
             return {}
-        return {"quantization_config": exact_config(self._config, self._model)}
+        return {"quantization_config": _exact_config(self._config, self._model)}
 
     @property
     def ways(self) -> dict[str, list[str]]:
@@ -357,3 +373,83 @@ class _Pace:
         """Returns when every rank has called it."""
         while not all(self._gather(True)):
             pass
+
+
+def _for_files(options: Options) -> Options:
+    """The options for writing checkpoints, whose scales are not packed for an engine."""
+    if not isinstance(options.quantise, Mapping):
+        return options
+    kept = {key: value for key, value in options.quantise.items() if key != "transform_ue8m0"}
+    return dataclasses.replace(options, quantise=kept)
+
+
+def _config_to_write(options: Options, base: Any, model: _core.Layout) -> Mapping[str, Any] | None:
+    """The quantization_config to write in a checkpoint that has the configuration of `base` (a
+    folder or a transformers configuration): base's own, or the one that options choose.  None if
+    weights stay as they are.  `_exact_config` completes its lists.
+
+    model: what all ranks hold, perhaps already codes and scales.
+
+    Raises:
+        LayoutError: base is not quantised as the delivered weights are; the text names both.
+        WsyncError: the errors of config_of and Method.of.
+    """
+    config = config_of(options)
+    if config is None and has_codes(model):
+        return None
+    delivered = "not quantised" if config is None else Method.of(config).text
+    said = _said_by(base)
+    if said is None:
+        return None if config is None else _named(config)
+    try:
+        held = Method.of(said).text
+    except _core.UnsupportedError as error:
+        held = str(error)
+    if held != delivered:
+        raise _core.LayoutError(
+            f"base={base!s:.200}: its quantization_config is {held}, but what is delivered is "
+            f"{delivered} (Options(quantise=) chooses how weights are delivered)"
+        )
+    return _named(inner_config(said))
+
+
+def _named(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Adds the method's name, which only hf_quant_config.json leaves out."""
+    return {"quant_method": "modelopt", **config}
+
+
+def _exact_config(config: Mapping[str, Any], model: _core.Layout) -> Mapping[str, Any]:
+    """A quantization_config of `_config_to_write`, with a list of all modules that stay plain.
+
+    Engines read short names differently, so the list has full names.  An FP8 configuration gets the
+    entries that engines require.
+    """
+    method = Method.of(config)
+    if method.kind == "nvfp4":
+        _log.warning(
+            "NVFP4: versions have no input_scale, because no trainer has one.  Engines that start "
+            "from a version must use NVFP4 for weights only (w4a16); otherwise their input_scale "
+            "is whatever was in memory"
+        )
+    found = {key: value for key, value in config.items() if key not in LISTS}
+    name = str(found.get("quant_method"))
+    if name in ("fp8", "mxfp8"):
+        found = {"activation_scheme": "dynamic", "fmt": "e4m3", **found}
+    plain = [module_of(each.name) for each in facts_of(model) if _is_plain(each)]
+    if listed := list(dict.fromkeys([*method.kept, *plain])):
+        found[_WRITTEN.get(name, "ignore")] = listed
+    return found
+
+
+def _is_plain(each: TensorFacts) -> bool:
+    """Whether a tensor of a quantised model is a plain weight, of a module or of experts."""
+    experts = len(each.shape) == 3 and "experts" in each.name.split(".")
+    weight = experts or (len(each.shape) > 1 and each.name.endswith(".weight"))
+    return weight and not weight_of(each.name, each.dtype)
+
+
+def _said_by(base: Any) -> Mapping[str, Any] | None:
+    """The quantization_config of a folder, or of a transformers configuration."""
+    if isinstance(base, str | os.PathLike):
+        return config_in(Path(base)) if Path(base, "config.json").exists() else None
+    return quantization_config(base.to_dict()) if hasattr(base, "to_dict") else None

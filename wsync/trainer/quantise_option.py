@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from wsync import _core
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_base import ApiHandle
-from wsync.module_tensors.names import group_of_weight, weight_of
+from wsync.module_tensors.names import group_of_weight
 from wsync.options import Options
-from wsync.quantise.config import (
-    BESIDE,
-    LISTS,
-    Method,
-    TensorFacts,
-    facts_of,
-    inner_config,
-    module_of,
-    quantization_config,
-)
+from wsync.quantise.config import BESIDE, Method, TensorFacts, facts_of, inner_config
 from wsync.quantise.selection import Selection, select
-from wsync.trainer.checkpoint_check import compare, config_in, has_codes, places_of
-
-_log = logging.getLogger(__name__)
-
-# the name of the list that SGLang and vLLM read, by quant_method; "ignore" for other methods
-_WRITTEN: Final = {"fp8": "modules_to_not_convert", "mxfp8": "ignored_layers"}
+from wsync.trainer.checkpoint_check import compare, config_in, places_of
 
 
 def config_of(options: Options) -> Mapping[str, Any] | None:
@@ -53,86 +36,6 @@ def config_of(options: Options) -> Mapping[str, Any] | None:
         )
     found = config_in(Path(options.checkpoint))
     return None if found is None else {**inner_config(found), **beside}
-
-
-def for_files(options: Options) -> Options:
-    """The options for writing checkpoints, whose scales are not packed for an engine."""
-    if not isinstance(options.quantise, Mapping):
-        return options
-    kept = {key: value for key, value in options.quantise.items() if key != "transform_ue8m0"}
-    return replace(options, quantise=kept)
-
-
-def config_to_write(options: Options, base: Any, model: _core.Layout) -> Mapping[str, Any] | None:
-    """The quantization_config to write in a checkpoint that has the configuration of `base` (a
-    folder or a transformers configuration): base's own, or the one that options choose.  None if
-    weights stay as they are.  `exact_config` completes its lists.
-
-    model: what all ranks hold, perhaps already codes and scales.
-
-    Raises:
-        LayoutError: base is not quantised as the delivered weights are; the text names both.
-        WsyncError: the errors of config_of and Method.of.
-    """
-    config = config_of(options)
-    if config is None and has_codes(model):
-        return None
-    delivered = "not quantised" if config is None else Method.of(config).text
-    said = _said_by(base)
-    if said is None:
-        return None if config is None else _named(config)
-    try:
-        held = Method.of(said).text
-    except _core.UnsupportedError as error:
-        held = str(error)
-    if held != delivered:
-        raise _core.LayoutError(
-            f"base={base!s:.200}: its quantization_config is {held}, but what is delivered is "
-            f"{delivered} (Options(quantise=) chooses how weights are delivered)"
-        )
-    return _named(inner_config(said))
-
-
-def _named(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Adds the method's name, which only hf_quant_config.json leaves out."""
-    return {"quant_method": "modelopt", **config}
-
-
-def exact_config(config: Mapping[str, Any], model: _core.Layout) -> Mapping[str, Any]:
-    """A quantization_config of `config_to_write`, with a list of all modules that stay plain.
-
-    Engines read short names differently, so the list has full names.  An FP8 configuration gets the
-    entries that engines require.
-    """
-    method = Method.of(config)
-    if method.kind == "nvfp4":
-        _log.warning(
-            "NVFP4: versions have no input_scale, because no trainer has one.  Engines that start "
-            "from a version must use NVFP4 for weights only (w4a16); otherwise their input_scale "
-            "is whatever was in memory"
-        )
-    found = {key: value for key, value in config.items() if key not in LISTS}
-    name = str(found.get("quant_method"))
-    if name in ("fp8", "mxfp8"):
-        found = {"activation_scheme": "dynamic", "fmt": "e4m3", **found}
-    plain = [module_of(each.name) for each in facts_of(model) if _is_plain(each)]
-    if listed := list(dict.fromkeys([*method.kept, *plain])):
-        found[_WRITTEN.get(name, "ignore")] = listed
-    return found
-
-
-def _is_plain(each: TensorFacts) -> bool:
-    """Whether a tensor of a quantised model is a plain weight, of a module or of experts."""
-    experts = len(each.shape) == 3 and "experts" in each.name.split(".")
-    weight = experts or (len(each.shape) > 1 and each.name.endswith(".weight"))
-    return weight and not weight_of(each.name, each.dtype)
-
-
-def _said_by(base: Any) -> Mapping[str, Any] | None:
-    """The quantization_config of a folder, or of a transformers configuration."""
-    if isinstance(base, str | os.PathLike):
-        return config_in(Path(base)) if Path(base, "config.json").exists() else None
-    return quantization_config(base.to_dict()) if hasattr(base, "to_dict") else None
 
 
 def tell_rearranged(engines: Sequence[EngineHandle], options: Options, model: _core.Layout) -> None:
