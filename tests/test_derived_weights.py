@@ -88,8 +88,8 @@ class Flag(Module):
         return self.made
 
 
-@pytest.mark.parametrize("module", [Flag()])
-def test_an_update_leaves_attributes_as_a_load_does(module: Any) -> None:
+def test_an_update_leaves_attributes_as_a_load_does() -> None:
+    module = Flag()
     loader = RecordedLoader(module)
     with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
         for seed in range(1, 6):

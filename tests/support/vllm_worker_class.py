@@ -125,9 +125,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             method = model.get_submodule(self.shuffled).quant_method
             method.process_weights_after_loading = turn_over
         if self.derives:
-            model.process_weights_after_loading = functools.partial(
-                derive, model, drops=self.derives == "drops"
-            )
+            model.process_weights_after_loading = functools.partial(derive, model, self.derives)
         return model
 
     def load(self, model: Any, given: int | str) -> None:
@@ -198,10 +196,10 @@ def turn_over(layer: torch.nn.Module) -> None:
     layer.weight.data = layer.weight.data.flip(0).contiguous()
 
 
-def derive(model: torch.nn.Module, *, drops: bool) -> None:
+def derive(model: torch.nn.Module, how: str) -> None:
     model.derivations = getattr(model, "derivations", 0) + 1
     layer = model.model.layers[0].input_layernorm
     if getattr(layer, "weight", None) is not None:
         model.derived = layer.weight.data * 2
-    if drops:
+    if how == "drops":
         layer.weight = None

@@ -126,13 +126,11 @@ class RecordedLoader(ChoosingLoader):
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
             self.check_delivered(_lacking(LoadTargets(self._module), error.pieces))
             text = "%s; load_weights gets all tensors in one call: %.1f GB of host memory"
-            nbytes = sum(source.nbytes for source in sources)
-            _log.warning(text, self.reason, nbytes / 1e9)
+            _log.warning(text, self.reason, sum(source.nbytes for source in sources) / 1e9)
             names = [source.name for source in sources]
             self._chosen = CallingLoader(self._module, self._load, at_once=names)
             return WHOLE
-        used = learnt.does.used
-        unused = [source.name for source in sources if source.name not in used]
+        unused = [source.name for source in sources if source.name not in learnt.does.used]
         self.check_delivered(_lacking(learnt.memory, learnt.does.unwritten), unused)
         replay = ReplayLoader(learnt, self._stream, self._threads, on_weights_lost)
         self.learnt, self._model, self._chosen = learnt, facts, replay
@@ -310,8 +308,7 @@ def _lacking(memory: LoadTargets, pieces: Iterable[PlacedBox]) -> dict[str, int]
 def _check_share(sources: Sequence[Source], does: LearntLoad) -> None:
     """Raises NotLearntError if load_weights computes with most of the bytes that it loads."""
     sizes = {source.name: source.nbytes for source in sources}
-    computed = sum(sizes[name] for name in does.computed)
-    if 2 * computed > sum(sizes.values()):
+    if 2 * sum(sizes[name] for name in does.computed) > sum(sizes.values()):
         raise NotLearntError(
             f"load_weights computes with most of the bytes, such as {next(iter(does.computed))}",
             does.unwritten,
