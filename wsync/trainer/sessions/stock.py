@@ -94,7 +94,7 @@ class StockSession(BucketSession):
     released it.  The last bucket carries the version.  If an update ends before that, the engine
     cannot refuse to run, so the trainer leaves it paused.
 
-    on_gpu: whether buckets are in GPU memory, if the device is a GPU; otherwise in a file.
+    on_gpu: whether buckets are in memory of the device, a GPU; otherwise in a file.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class StockSession(BucketSession):
         former, self._ring = self._ring, None
         if former is not None:
             former.close()
-        kind = GpuRing if self._on_gpu and device.uuid else SharedRing
+        kind = GpuRing if self._on_gpu else SharedRing
         self._ring = kind(max(plan.ring_nbytes(self.worker), 1), device)
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
@@ -148,9 +148,8 @@ class StockSession(BucketSession):
             self._ring.close(self._engine.name)
         elif self._ring is not None:
             if not all(sent.done() for sent in self._sent):
-                self._ring.leave(
-                    self._engine.name
-                )  # also if this process ends before the engine has read it
+                # also if this process ends before the engine has read it
+                self._ring.leave(self._engine.name)
             self._thread.submit(functools.partial(self._close, self._ring))
         super().close()
 
