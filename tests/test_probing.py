@@ -13,15 +13,12 @@ from hypothesis import strategies as st
 
 from wsync.probing.codes import base_of, decode, encode
 from wsync.probing.learn import LearntLoad, Load, learn
+from wsync.probing.lines import raw
 from wsync.probing.numbering import Numbering, Source
 from wsync.probing.probe import RaisedError
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 DTYPES = [BF16, F32, FP8, torch.float16, torch.uint8, torch.float8_e8m0fnu, torch.int32]
-
-
-def raw_of(dtype: torch.dtype) -> torch.dtype:
-    return {2: torch.int16, 4: torch.int32}[dtype.itemsize]
 
 
 def values(seed: int) -> Callable[[Source], torch.Tensor]:
@@ -76,7 +73,8 @@ def check(load: Load, targets: list[torch.Tensor], sources: list[Source]) -> Lea
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_a_target_may_hold_the_inverse_of_what_is_loaded(dtype: torch.dtype) -> None:
     """Memory that an earlier load has left so: the first load leaves what was there before it."""
-    target = (~encode(torch.zeros(8, 4, dtype=torch.int64), dtype).view(raw_of(dtype))).view(dtype)
+    target = encode(torch.zeros(8, 4, dtype=torch.int64), dtype)
+    raw(target).bitwise_not_()
 
     def load(pairs: Any) -> None:
         for _, tensor in pairs:

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from support.weights_only_engine import ProcessEngine
 from support.workers import ThreadEngine
 
 import wsync
-from wsync import _core
 from wsync.demo.cli import traces
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.machine import trace
@@ -184,15 +182,6 @@ def test_usual_rounds_come_before_a_smaller_ring(
     with wsync.connect(draw(config, 6), engines=[engine], options=OPTIONS) as sync:
         assert sync.update().ring_nbytes == usual.ring_nbytes
     assert caplog.messages == []
-
-
-def test_ranks_without_cuda_are_asked_for_large_rounds_too() -> None:
-    """Other ranks gather their answers, and would take its next gather for one."""
-    told: list[object] = []
-    group: Any = SimpleNamespace(gather_json=lambda mine: told.append(mine) or [mine, True])
-    roster: Any = SimpleNamespace(takes_buckets=False, taking=lambda _: [])
-    assert not Planning(group, roster, [], wsync.Options())._may_be_large(_core.host())
-    assert told == [False]
 
 
 def test_where_dev_shm_is_small_a_stock_engine_gets_a_smaller_ring(
