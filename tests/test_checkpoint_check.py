@@ -33,6 +33,7 @@ from wsync.trainer.first_effect import FirstEffect
 Tensors = dict[str, torch.Tensor]
 OPTIONS = wsync.Options(progress=False)
 NAMES = ("model.layers.0.a.weight", "model.norm.weight", "lm_head.weight")
+EMBED = ["model.embed_tokens.weight"]
 
 
 class Noting(Engine):
@@ -183,6 +184,13 @@ DRAFTS = {"speculative_algorithm": "EAGLE"}
         ([NAMES[2]], {"tie_word_embeddings": True}, [], {}, ""),
         ([], {"tie_word_embeddings": True}, [NAMES[2]], {}, ""),
         ([], {"text_config": {"tie_word_embeddings": True}}, [NAMES[2]], {}, ""),
+        (
+            EMBED,
+            {"tie_word_embeddings": True},
+            [*EMBED, NAMES[2]],
+            {},
+            "lm_head.weight (it is tied",
+        ),
         ([], {"model_type": "gemma2"}, [NAMES[2]], {}, ""),
         (
             [NAMES[2]],
@@ -227,6 +235,14 @@ def test_what_nobody_has_to_deliver(
     with pytest.raises(wsync.LayoutError) as error:
         deliver(weights, engine)
     assert refused in str(error.value)
+
+
+def test_a_tied_head_may_be_delivered_under_both_names(tmp_path: Path) -> None:
+    folder = saved(tmp_path, ones(*NAMES[:2], *EMBED), tie_word_embeddings=True)
+    weights = ones(*NAMES[:2], *EMBED)
+    deliver(weights | {NAMES[2]: weights[EMBED[0]]}, Noting(folder))
+    with pytest.raises(wsync.InvalidArgumentError, match="checkpoint='/no/such': this host has no"):
+        deliver(weights, Noting(folder), checkpoint="/no/such")
 
 
 def test_a_base_models_checkpoint_has_no_prefix(tmp_path: Path) -> None:

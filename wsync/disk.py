@@ -41,7 +41,13 @@ from wsync.quantise.config import (
     quantization_config,
 )
 from wsync.report import Report
-from wsync.trainer.checkpoint_check import EngineCheck, check_scales, config_in, has_codes
+from wsync.trainer.checkpoint_check import (
+    EngineCheck,
+    check_scales,
+    config_in,
+    has_codes,
+    is_untied,
+)
 from wsync.trainer.quantise_option import config_of
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.updates_base import Updates
@@ -205,7 +211,8 @@ class DiskSync(Updates):
         options, base = self.options, self._base
         with system_calls(self._versions.root):
             self._config = _config_to_write(options, base, model)
-            check = EngineCheck(options, config_of(options), model, base=self._base)
+            known: Any = {"base": base, "untied": is_untied(self._source)}
+            check = EngineCheck(options, config_of(options), model, **known)
             check.check_folders()
         for name in check.check_engines(self._requests.handles, options.deadline):
             self._requests.effect.watch(name)

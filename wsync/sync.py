@@ -14,7 +14,7 @@ from wsync.machine.device import of
 from wsync.machine.trace import Trace
 from wsync.options import Options, numbers
 from wsync.report import Report
-from wsync.trainer.checkpoint_check import EngineCheck, check_scales
+from wsync.trainer.checkpoint_check import EngineCheck, check_scales, is_untied
 from wsync.trainer.connection import Connection
 from wsync.trainer.lending import Lending
 from wsync.trainer.quantise_option import config_of, tell_rearranged
@@ -60,6 +60,7 @@ class Sync(Updates):
         self._connection: Connection | None = None
         self._lending: Lending | None = None  # lets workers read in place
         self._lends = False  # whether the current or next connection uses it
+        self._commits = False  # whether workers may have committed the update
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
             self._same_call()
@@ -95,9 +96,9 @@ class Sync(Updates):
                 come from different steps.
             WsyncError: an update has failed; all ranks raise the same error.  Other exceptions are
                 raised as a RemoteError, with the original as its `__cause__` on the rank where it
-                happened (Ctrl-C is raised there unchanged).  Engines that were sent nothing
-                continue.  Other engines stay paused, and may hold a part of the update; the next
-                call connects anew and updates them again.
+                happened (Ctrl-C is raised there unchanged).  Engines that were sent nothing, or
+                that say that they hold no part of the update, continue.  Other engines stay
+                paused; the next call connects anew and updates them again.
         """
         with self._updating(version, weights) as report:
             report.trace = self._trace.anew()
@@ -155,7 +156,8 @@ class Sync(Updates):
 
     def _check_engines(self, model: _core.Layout) -> None:
         options = self.options
-        check = EngineCheck(options, config_of(options), model, receivers=self._receivers)
+        known: Any = {"receivers": self._receivers, "untied": is_untied(self._source)}
+        check = EngineCheck(options, config_of(options), model, **known)
         for name in check.check_engines(self._requests.handles, options.deadline):
             self._requests.effect.watch(name)
         self._requests.compare = check.check_engine
@@ -177,8 +179,10 @@ class Sync(Updates):
         return roster
 
     def _update(self, weights: Weights | None, report: Report) -> None:
+        self._commits = False
         with self._group.watching(self._watch):
             connection = self._deliver(weights, report)
+        self._commits = True  # another rank may commit as soon as this one agrees
         with report.phase("prepare"), self._group.watching(self._watch_failures):
             self._group.barrier()
         with report.phase("commit"):
@@ -298,7 +302,7 @@ class Sync(Updates):
             error.add_note(f"Closing the connection to the engines failed, too: {failure!r}")
         finally:
             self._let_go()
-            self._requests.abandon(error, under_way)
+            self._requests.abandon(error, under_way, commits=self._commits)
 
 
 def connect(

@@ -24,7 +24,7 @@ from wsync.checkpoints.hub_cache import folder_of
 from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, Checkpoint, Stored, read_config
 from wsync.handles.answers import drafts_itself
 from wsync.handles.base import EngineHandle, how_started
-from wsync.layout import ADAPTERS, WRAPPERS
+from wsync.layout import ADAPTERS, WRAPPERS, TrainerLayout
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors.names import FUSED, is_note, key_of, listed, weight_of, without_scales
 from wsync.options import Options
@@ -48,6 +48,7 @@ _PREFIXES: Final = ("module.", "base_model.model.", "pretrained_model.")
 # prefixes that engines add to all names of a base model's checkpoint
 _BASES: Final = ("model.", "transformer.")
 _HEAD: Final = "lm_head.weight"
+_EMBEDDING: Final = "embed_tokens.weight"
 # tensors of checkpoints that trainers lack and engines do not need: tables of positions, masks, and
 # scales of activations
 _MADE: Final = re.compile(
@@ -89,6 +90,7 @@ class EngineCheck:
         *,
         base: object = None,
         receivers: Sequence[EngineHandle] = (),
+        untied: bool = False,
     ) -> None:
         """
         Args:
@@ -100,8 +102,10 @@ class EngineCheck:
                 the folder that engines were started from.
             receivers: engines that run wsync's receiver.  In its first update, the receiver itself
                 checks everything except names and shapes.
+            untied: as `is_untied`.
 
-        Raises the errors of Method.of(config).
+        Raises the errors of Method.of(config), and InvalidArgumentError if Options.checkpoint is
+        not a folder of this host.
         """
         self._tensors = facts_of(model)
         own = config is None and any(map(_is_part, self._tensors))
@@ -109,7 +113,13 @@ class EngineCheck:
         self._options, self._receivers = options, receivers
         self._base = _found(base) if isinstance(base, str | os.PathLike) else None
         self._chosen = None if options.checkpoint is None else _found(options.checkpoint)
+        if self._chosen and not os.path.isdir(self._chosen):
+            raise _core.InvalidArgumentError(
+                f"checkpoint={options.checkpoint!r}: this host has no such folder, and no model of "
+                "this name in its cache of the Hugging Face hub"
+            )
         self._folder = self._base if self._chosen is None else self._chosen
+        self._untied = untied
         self._fitting = set[tuple[str, bool, bool]]()  # that passed in `_compare`
 
     def check_engines(self, engines: Sequence[EngineHandle], timeout: float) -> list[str]:
@@ -189,8 +199,8 @@ class EngineCheck:
         known = folder, drafts, whole
         if folder and known not in self._fitting:
             title = f"{folder}, which engine {engine} was started from," if engine else folder
-            keep = self._options.keep
-            if compare(self._tensors, folder, title, keep=keep, drafts=drafts, whole=whole):
+            how: Any = {"keep": self._options.keep, "drafts": drafts, "untied": self._untied}
+            if compare(self._tensors, folder, title, whole=whole, **how):
                 self._fitting.add(known)
         return known in self._fitting
 
@@ -209,6 +219,7 @@ def compare(
     keep: Sequence[str] = (),
     drafts: bool = False,
     whole: bool = False,
+    untied: bool = False,
 ) -> bool:
     """Compares what is delivered with a checkpoint.
 
@@ -219,6 +230,7 @@ def compare(
         drafts: whether an engine drafts tokens with layers of the checkpoint.
         whole: whether every tensor of the checkpoint must be delivered.  Otherwise a tensor may be
             missing unless other layers deliver theirs, and the log names the missing ones.
+        untied: as `is_untied`; then a checkpoint without a head is refused.
 
     Returns:
         Whether there was something to compare with.  This is False if the folder cannot be read,
@@ -234,7 +246,13 @@ def compare(
     if source is None:
         return False
     places = source.places
-    unknown = [name for name in given if name not in places and not source.makes(name)]
+    tied = " (it is tied to the embedding there, but not in the trainer)"
+    apart = {name: f"{name}{tied}" for name in given if untied and name.endswith(_HEAD)}
+    unknown = [
+        apart.get(name, name)
+        for name in given
+        if name not in places and (name in apart or not source.makes(name))
+    ]
     lacking = [
         name
         for name in places
@@ -258,6 +276,19 @@ def compare(
     if lacking:
         _log.warning("only %s has %s", folder, listed(lacking))
     return True
+
+
+def is_untied(source: TrainerLayout) -> bool:
+    """Whether this rank holds a head whose memory is none of its embeddings'."""
+    layout, tensors = source.layout, source.tensors()
+    places = {
+        name: {tensors[shard.buffer].data_ptr() + shard.offset for shard in layout.shards(index)}
+        for index, name in enumerate(layout.names())
+        if name.endswith((_HEAD, _EMBEDDING))
+    }
+    embeddings = [at for name, at in places.items() if name.endswith(_EMBEDDING) and at]
+    heads = [at for name, at in places.items() if name.endswith(_HEAD) and at]
+    return any(embeddings and head.isdisjoint(*embeddings) for head in heads)
 
 
 class _Source(NamedTuple):
