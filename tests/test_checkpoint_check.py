@@ -302,9 +302,6 @@ def test_names_of_wrapped_models_are_refused(names: tuple[str, ...], tmp_path: P
     deliver(weights, Noting(saved(folder, weights)))  # a checkpoint that has them itself
 
 
-# --- where the checkpoint is --------------------------------------------------------------------
-
-
 def test_where_no_folder_is_seen_it_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -355,8 +352,6 @@ def test_a_folder_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         "no checkpoint is here to compare with for engines e, b",
     ]
 
-
-# --- what an update changes ---------------------------------------------------------------------
 
 EXPERTS = {f"model.layers.{n}.mlp.experts.w13_weight": "1" for n in range(2)}
 REST = {"model.layers.0.mlp.gate.weight": "1", "model.norm.weight": "1"}

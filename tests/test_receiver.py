@@ -95,9 +95,6 @@ def check(module: torch.nn.Module, weights: Tensors) -> None:
         assert as_bytes(state[name]) == as_bytes(tensor.to(state[name].dtype)), name
 
 
-# --- by name --------------------------------------------------------------------------------
-
-
 def test_tensors_are_copied_by_name_update_after_update(start: Start) -> None:
     module = Tiny()
     pointers = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
@@ -190,9 +187,6 @@ def test_another_shape_is_refused_with_both(start: Start) -> None:
     assert "up.weight: shape (4, 6) delivered, (6, 4) in Tiny" in text
 
 
-# --- by load_weights ------------------------------------------------------------------------
-
-
 class Loading(Tiny):
     """A module with its own loader, which keeps its input."""
 
@@ -242,9 +236,6 @@ def test_a_loader_may_copy_to_parameters_that_require_gradients(
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
-# --- by layout ------------------------------------------------------------------------------
-
-
 def fused() -> tuple[Layout, list[torch.Tensor]]:
     """Rows 2..4 of `a` above rows 0..2 of `b`, and columns 1..3 of `c`, inside padded tensors."""
     builder = LayoutBuilder()
@@ -284,9 +275,6 @@ def test_an_update_that_is_given_up_keeps_no_memory(by_layout: bool) -> None:
     assert storage() is not None  # it is being written to
     loader.abandon()
     assert storage() is None
-
-
-# --- failures -------------------------------------------------------------------------------
 
 
 class Exploding(Loading):

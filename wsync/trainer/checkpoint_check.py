@@ -246,13 +246,7 @@ def compare(
     if source is None:
         return False
     places = source.places
-    tied = " (it is tied to the embedding there, but not in the trainer)"
-    apart = {name: f"{name}{tied}" for name in given if untied and name.endswith(_HEAD)}
-    unknown = [
-        apart.get(name, name)
-        for name in given
-        if name not in places and (name in apart or not source.makes(name))
-    ]
+    unknown = list(source.lacking(given, untied))
     lacking = [
         name
         for name in places
@@ -332,6 +326,14 @@ class _Source(NamedTuple):
         said = self._said("tie_word_embeddings")
         tied = name.endswith(_HEAD) and (True in said or False not in said)
         return tied or bool(_MADE.search(name))
+
+    def lacking(self, given: Iterable[str], untied: bool) -> Iterator[str]:
+        """The given names that it lacks and that engines do not make themselves."""
+        for name in given:
+            if name not in self.places and untied and name.endswith(_HEAD):
+                yield f"{name} (it is tied to the embedding there, but not in the trainer)"
+            elif name not in self.places and not self.makes(name):
+                yield name
 
     def stays(self, name: str, *, drafts: bool) -> bool:
         """Whether the trainer may leave out a tensor of the checkpoint."""
