@@ -207,7 +207,7 @@ UNLIKE: dict[tuple[str, Fields | None, Fields | None, str], tuple[str, ...]] = {
     # what attention makes of the lost weights is no reason to reload
     ("deepseek_v3", FP8, FP8, "model.norm"): ("loaded to model.norm.weight",),
     # where layers are made anew: before that
-    ("qwen3", None, INT4, ""): (f"loading {QKV}.weight (bfloat16 (512, 256)): ",),
+    ("qwen3", None, INT4, ""): (f"load_weights fails at {QKV}.weight (bfloat16 (512, 256)): ",),
     ("qwen3", INT4, ZERO, ""): ("loaded to model.layers.0.mlp.down_proj.weight_zero_point",),
     ("qwen3", INT4, INT4, "_scale$"): (
         "model.layers.0.mlp.down_proj.weight_packed, ",
@@ -388,7 +388,7 @@ def test_a_rehearsal_names_what_was_at_work() -> None:
     def loader(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         assert parameter.shape == tensor.shape
 
-    text = r"loading a.weight \(float32 \(4, 2\)\): AssertionError"
+    text = r"load_weights fails at a.weight \(float32 \(4, 2\)\): AssertionError"
     with pytest.raises(wsync.LayoutError, match=text):
         rehearse(loader)
 

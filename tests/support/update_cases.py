@@ -88,7 +88,7 @@ def update_twice(
     with trainer_and_engine(config, parallel, engine, shared=lendable) as (trainer, started):
         layout = megatron.layout(trainer.chunks, config)
         with (
-            mock.patch("wsync.sync.host_identity", lambda: host),
+            mock.patch("wsync.exchange.trainer_group.host_identity", lambda: host),
             wsync.connect(layout, [started] if started else [], options=options) as sync,
         ):
             for seed in (1, 2):
