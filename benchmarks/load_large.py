@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, sys.argv[2])
-sys.path.insert(1, str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parent.parent))  # last: it has an unbuilt wsync
 sys.path.insert(1, str(Path(__file__).parent.parent / "tests"))
 
 import torch

@@ -130,7 +130,7 @@ class RecordedLoader(ChoosingLoader):
             names = [source.name for source in sources]
             self._chosen = CallingLoader(self._module, self._load, at_once=names)
             return WHOLE
-        unused = [source.name for source in sources if source.name not in learnt.does.used]
+        unused = sorted({source.name for source in sources} - learnt.does.used)
         self.check_delivered(_lacking(learnt.memory, learnt.does.unwritten), unused)
         replay = ReplayLoader(learnt, self._stream, self._threads, on_weights_lost)
         self.learnt, self._model, self._chosen = learnt, facts, replay
