@@ -332,7 +332,12 @@ def test_an_error_says_whether_engines_stay_paused(
     with wsync.connect({"w": torch.zeros(1)}, engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(wsync.WsyncError, match="has no such tensor") as late:
             sync.update()
-        assert not engine.paused and not hasattr(late.value, "__notes__")  # it has written nothing
+        assert engine.paused
+        (note,) = late.value.__notes__
+        assert note.startswith(
+            f"These engines stay paused until an update succeeds: {engine.name!r}.  Call update "
+            "again, or connect again if names"
+        )
         with pytest.raises(wsync.LayoutError, match="connect again for other tensors"):
             sync.update(weights)
     with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:

@@ -60,7 +60,6 @@ class Sync(Updates):
         self._connection: Connection | None = None
         self._lending: Lending | None = None  # lets workers read in place
         self._lends = False  # whether the current or next connection uses it
-        self._commits = False  # whether workers may have committed the update
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
             self._same_call()
@@ -96,9 +95,9 @@ class Sync(Updates):
                 come from different steps.
             WsyncError: an update has failed; all ranks raise the same error.  Other exceptions are
                 raised as a RemoteError, with the original as its `__cause__` on the rank where it
-                happened (Ctrl-C is raised there unchanged).  Engines that were sent nothing, or
-                that say that they hold no part of the update, continue.  Other engines stay
-                paused; the next call connects anew and updates them again.
+                happened (Ctrl-C is raised there unchanged).  Engines that were sent nothing
+                continue.  Other engines stay paused, and may hold a part of the update; the next
+                call connects anew and updates them again.
         """
         with self._updating(version, weights) as report:
             report.trace = self._trace.anew()
@@ -179,10 +178,8 @@ class Sync(Updates):
         return roster
 
     def _update(self, weights: Weights | None, report: Report) -> None:
-        self._commits = False
         with self._group.watching(self._watch):
             connection = self._deliver(weights, report)
-        self._commits = True  # another rank may commit as soon as this one agrees
         with report.phase("prepare"), self._group.watching(self._watch_failures):
             self._group.barrier()
         with report.phase("commit"):
@@ -302,7 +299,7 @@ class Sync(Updates):
             error.add_note(f"Closing the connection to the engines failed, too: {failure!r}")
         finally:
             self._let_go()
-            self._requests.abandon(error, under_way, commits=self._commits)
+            self._requests.abandon(error, under_way)
 
 
 def connect(

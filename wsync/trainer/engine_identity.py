@@ -67,21 +67,17 @@ class CheckedEngine:
             self._during.give_up()
 
     def go_on(self, timeout: float) -> None:
-        """Lets the engine continue after an update that was given up: if it was sent nothing, or if
-        it says that it has the weights of one update, as wsync's own engines do.
+        """Lets the engine continue after an update that was given up before it sent anything.
 
         Raises:
             RemoteError: another update has begun, and the engine may hold a part of its weights.
         """
         deadline = Deadline(timeout)
-        found = self.handle.model_info(timeout)
-        if self.sent and found.get("consistent") is not True:
-            return
-        version = str(found.get("weight_version"))
+        version = str(self.handle.model_info(timeout).get("weight_version"))
         if version.startswith(UPDATING):
             raise RemoteError(f"engine {self.name}: another update has begun: {version}")
         self._for_one_update().resume(deadline.left)
-        self.stopped = self.sent = False
+        self.stopped = False
 
     def _for_one_update(self) -> Any:
         own: Any = self.handle

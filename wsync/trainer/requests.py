@@ -212,14 +212,11 @@ class EngineRequests:
         self._handover.join(end.left, check)
         self._handover = NO_CALLS
 
-    def abandon(
-        self, error: Exception, left: UnderWay | None = None, *, commits: bool = True
-    ) -> None:
+    def abandon(self, error: Exception, left: UnderWay | None = None) -> None:
         """Sends no further requests after a failure.  Waits a moment for requests under way and for
         those in `left`, because engines' answers may explain the failure; then logs the requests
-        without an answer.  Engines that were paused and sent nothing continue, and so do engines
-        that call their weights consistent, unless some may hold the new weights (`commits`).  A
-        note of the error says how to continue the other engines.
+        without an answer.  Engines that were paused and sent nothing continue.  A note of the error
+        says how to continue the other engines.
         """
         asked = [*self._left, *(left or [])]
         for calls in (self._pausing, self._opened, self._handover):
@@ -239,7 +236,7 @@ class EngineRequests:
                 "; ".join(busy.values()),
             )
         idle = [engine for engine in self.engines if engine.name not in busy]
-        self._go_on([e for e in idle if e.stopped and not (e.sent and commits)])
+        self._go_on([engine for engine in idle if engine.stopped and not engine.sent])
         self.engines = [CheckedEngine(engine.handle, engine) for engine in self.engines]
         notes = []
         if stopped := [repr(engine.name) for engine in self.engines if engine.stopped]:
