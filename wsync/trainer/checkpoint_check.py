@@ -274,7 +274,10 @@ def compare(
 
 def is_untied(source: TrainerLayout) -> bool:
     """Whether this rank holds a head whose memory is none of its embeddings'."""
-    layout, tensors = source.layout, source.tensors()
+    layout = source.layout
+    if not all(any(n.endswith(end) for n in layout.names()) for end in (_HEAD, _EMBEDDING)):
+        return False  # a mapping may make its tensors when it is read
+    tensors = source.tensors()
     places = {
         name: {tensors[shard.buffer].data_ptr() + shard.offset for shard in layout.shards(index)}
         for index, name in enumerate(layout.names())
