@@ -121,6 +121,43 @@ def test_a_load_weights_that_is_patched_later_is_called(make: Callable[[Loading]
         sync.update(draw(2))
 
 
+def apart(module: Pair) -> None:
+    module.b.data = module.b.data.clone()
+
+
+def converted(module: Pair) -> None:
+    module.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [apart, converted])
+def test_parameters_of_one_memory_that_come_apart_are_both_delivered(
+    change: Callable[[Pair], None],
+) -> None:
+    module = Pair()
+    module.b = parameter(module.a.data)
+    weights = {name: draw(0)["a"] for name in "ab"}
+    with wsync.connect(weights, [ThreadEngine([ModuleLoader(module)])], options=OPTIONS) as sync:
+        sync.update()
+        change(module)
+        sync.update(draw(1))
+    for name, tensor in module.named_parameters():
+        assert torch.equal(tensor, draw(1)[name].to(tensor.dtype))
+
+
+@pytest.mark.parametrize("make", [by_name, learnt])
+def test_torch_may_swap_the_tensors_of_a_module_that_was_updated(
+    make: Callable[[], tuple[Pair, Any]],
+) -> None:
+    """It swaps none that there are weak references to."""
+    module, loader = make()
+    engine = ThreadEngine([loader])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        torch.utils.swap_tensors(module.a, parameter(torch.zeros_like(module.a)))
+        sync.update(draw(1))
+    assert torch.equal(module.a, draw(1)["a"]) and torch.equal(module.b, draw(1)["b"])
+
+
 @pytest.mark.parametrize("when", ["begin", "finish"])
 @pytest.mark.parametrize(
     ("make", "change"),

@@ -97,9 +97,6 @@ def test_scalars_of_every_layer_may_be_looked_at() -> None:
     assert not loader.computed()
 
 
-# --- modules that change between updates ----------------------------------------------------
-
-
 def gathering(module: Square, tensors: Tensors) -> None:
     plain(module, tensors, "a")
     module.a.data.copy_(tensors["a"][module.order])
@@ -221,6 +218,25 @@ def test_a_worker_that_has_learnt_and_loaded_nothing_is_inconsistent(needed: boo
         sync.update(draw(1))
     assert differing(module.held(), before)
     assert not engine.receivers[0].state.consistent
+
+
+def test_a_hook_may_bind_other_views_of_the_same_memory() -> None:
+    module = Square(plain)
+    module.load_weights(list(draw(1).items()))
+    places = {name: getattr(module, name).data_ptr() for name in "abc"}
+
+    def hook() -> None:
+        module.a = parameter(module.a.data.t())
+        module.b, module.c = module.c, module.b
+        module.filler.data = module.filler.data + 1
+
+    run_in_place(module, hook)
+    assert {name: getattr(module, name).data_ptr() for name in "abc"} == places
+    wanted = draw(1)
+    assert torch.equal(module.a, wanted["a"].t())
+    assert torch.equal(module.filler, wanted["filler"] + 1)
+    assert torch.equal(module.b, wanted["c"])
+    assert torch.equal(module.c, wanted["b"])
 
 
 @pytest.mark.parametrize("learnt", [True, False])

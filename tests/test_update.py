@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from support.weights_only_engine import ProcessEngine
 from support.workers import ThreadEngine
 
 import wsync
+from wsync import _core
 from wsync.demo.cli import traces
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.machine import trace
@@ -184,6 +186,15 @@ def test_usual_rounds_come_before_a_smaller_ring(
     assert caplog.messages == []
 
 
+def test_ranks_without_cuda_are_asked_for_large_rounds_too() -> None:
+    """Other ranks gather their answers, and would take its next gather for one."""
+    told: list[object] = []
+    group: Any = SimpleNamespace(gather_json=lambda mine: told.append(mine) or [mine, True])
+    roster: Any = SimpleNamespace(takes_buckets=False, taking=lambda _: [])
+    assert not Planning(group, roster, [], wsync.Options())._may_be_large(_core.host())
+    assert told == [False]
+
+
 def test_where_dev_shm_is_small_a_stock_engine_gets_a_smaller_ring(
     config: Any, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,9 +286,6 @@ def test_a_large_tensor_is_cut_where_the_engine_copies_by_name() -> None:
             report = sync.update()
         assert same(engine.weights(), weights)
     assert report.rounds >= 10
-
-
-# --- what goes wrong --------------------------------------------------------------------------
 
 
 def test_an_engine_that_is_not_there_is_named() -> None:
