@@ -62,9 +62,6 @@ def test_a_dtype_that_files_cannot_hold_is_refused_by_name() -> None:
         arrange(model(("a", "complex128", (3,))))
 
 
-# --- owners -----------------------------------------------------------------------------------
-
-
 @st.composite
 def held(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, Any, Any, Any]]]:
     """A tensor's shape, and (rank, start, extent, steps) of boxes that cover it, some more than
@@ -164,8 +161,6 @@ def test_elements_on_no_rank_are_counted_by_name() -> None:
     with pytest.raises(wsync.LayoutError, match="t: 3 of 5 elements are on no rank"):
         owners(layouts((5,), [(0, (0,), (2,), (1,))]), 4)
 
-
-# --- reading ----------------------------------------------------------------------------------
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),

@@ -86,9 +86,6 @@ def raises(text: str) -> Any:
     return pytest.raises(PeerError, match=text)
 
 
-# --- what torch's exporter would write --------------------------------------------------------
-
-
 @contextlib.contextmanager
 def on_gpu(tensor: GpuTensor, device: str | int) -> Iterator[torch.Tensor]:
     """A tensor that torch takes for one on a GPU; of its exporter, only `_share_cuda_`, which asks
@@ -120,9 +117,6 @@ def test_a_bucket_is_what_torch_would_pickle(tree: Path, count: int) -> None:
     assert gpu_payload.bucket(TENSOR, metadata) == data.getvalue()
 
 
-# --- engines' own code up to the call of CUDA -------------------------------------------------
-
-
 def test_sglang_opens_what_was_exported(tree: Path, owner: Peer) -> None:
     """Its unpickler, its patch_torch and torch's rebuild; one slot of memory, twice."""
     owner("ring = new_ring(8192, uuid)", uuid=OTHER)
@@ -150,9 +144,6 @@ def test_sglang_opens_what_was_exported(tree: Path, owner: Peer) -> None:
         engine.close()
 
 
-# --- wsync's reader ---------------------------------------------------------------------------
-
-
 def test_payloads_are_read_back() -> None:
     metadata = FlattenedTensorBucket([("w", torch.ones(5))]).get_metadata()
     data = gpu_payload.bucket(TENSOR, metadata)
@@ -162,9 +153,6 @@ def test_payloads_are_read_back() -> None:
 def test_engines_of_the_host_refuse_them() -> None:
     with pytest.raises(ProtocolError, match="rebuild_cuda_tensor is not allowed"):
         payload.load(gpu_payload.bucket(TENSOR, []))
-
-
-# --- between processes ------------------------------------------------------------------------
 
 
 def test_another_process_reads_a_bucket(owner: Peer, reader: Peer) -> None:
@@ -243,9 +231,6 @@ def refusals(owner: Peer, reader: Peer) -> None:
     with raises("DeviceError: cuIpcOpenMemHandle"):
         reader("open_tensor(tensor)")
     assert reader(CENSUS, path=fake_driver())[3] == 0  # allocated
-
-
-# --- updates ----------------------------------------------------------------------------------
 
 
 def test_a_stock_engine_is_updated_through_gpu_memory(tree: Path, owner: Peer) -> None:

@@ -132,9 +132,6 @@ def test_ranks_whose_gpus_do_not_reach_each_other_exchange_rounds_by_gloo(tmp_pa
             assert found == [("gloo", True)] * 3
 
 
-# --- what goes wrong ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("call", "code"),
     [

@@ -92,9 +92,6 @@ def special_floats() -> Tensor:
     return torch.cat(parts).clamp(low, high).to(torch.int32).view(torch.float32)
 
 
-# --- copies --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("step", [1, 2], ids=["rows", "elements"])
 def test_widening_is_exact_for_every_bfloat16(step: int) -> None:
     source = all_16_bits(torch.bfloat16)[::step]
@@ -244,9 +241,6 @@ def test_a_plan_fills_the_ring_round_by_round() -> None:
         stream.copy(plan, 0, 3, sources, rings)
 
 
-# --- memory --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("nbytes", "error", "match"),
     [
@@ -257,9 +251,6 @@ def test_a_plan_fills_the_ring_round_by_round() -> None:
 def test_impossible_sizes_are_errors(nbytes: int, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         _core.Memory(nbytes)
-
-
-# --- events and streams --------------------------------------------------------------------
 
 
 def test_check_ends_a_wait() -> None:
@@ -313,6 +304,3 @@ def test_copies_keep_their_buffers_alive_until_the_stream_has_passed() -> None:
     stream.synchronize(DEADLINE)
     assert alive() is None
     assert torch.equal(source, destination)
-
-
-# --- buffer tables -------------------------------------------------------------------------

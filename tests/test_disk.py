@@ -48,9 +48,6 @@ def visible(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
 
 
-# --- what arrives -----------------------------------------------------------------------------
-
-
 def test_both_kinds_of_engine_get_every_byte_and_the_version(
     config: Any, engine: TensorParallelEngine, server: str, tmp_path: Path
 ) -> None:
@@ -160,9 +157,6 @@ def test_engines_generate_while_a_version_is_written(
     assert answers == [200]
 
 
-# --- versions ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("keep", [1, 2, 3, 4, 5, None])
 def test_old_versions_are_removed(keep: int | None, tmp_path: Path) -> None:
     weights = {"a": torch.zeros(3)}
@@ -220,8 +214,6 @@ def test_a_version_is_never_written_again(tmp_path: Path) -> None:
     assert visible(tmp_path) == ["latest", *names]
     assert [stored(tmp_path / name)["a"][0] for name in names] == [1.0, 2.0, 3.0]
 
-
-# --- what goes wrong --------------------------------------------------------------------------
 
 KILLED = """
 import os, signal, sys, torch, wsync

@@ -312,9 +312,6 @@ def test_an_engine_that_dies_or_stalls_between_buckets(
     assert big[1].weight_version == "9" and not big[1].paused
 
 
-# --- sharded trainers ---------------------------------------------------------------------------
-
-
 CASES = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2), "bucket"),
     "tp2pp2-tensors": (dense(), Parallel(tp=2, pp=2), "tensor"),

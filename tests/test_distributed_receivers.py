@@ -89,9 +89,6 @@ def test_workers_that_learn_are_sent_what_they_keep() -> None:
     assert engine.weight_version == "2"
 
 
-# --- faults -------------------------------------------------------------------------------------
-
-
 def test_an_engine_that_never_comes_is_named_in_time() -> None:
     release = threading.Event()
 
@@ -226,9 +223,6 @@ def test_remote_workers_and_shared_memory_exclude_each_other(engine: ProcessEngi
     with pytest.raises(wsync.InvalidArgumentError, match=r"exchange='shared', but .*: engine"):
         wsync.connect({"a": torch.arange(5000.0)}, [engine], options=options)
     assert not engine.paused
-
-
-# --- the connection of a worker and its trainer rank --------------------------------------------
 
 
 def test_a_worker_may_come_by_an_address_that_is_not_the_hosts_own() -> None:

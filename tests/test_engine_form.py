@@ -210,8 +210,6 @@ def test_after_a_failure_weights_are_restored_again() -> None:
     assert engine.calls == ["restore", "restore", "load", "pack", "continue"]
 
 
-# --- codes and scales of a checkpoint -----------------------------------------------------------
-
 FP8 = torch.float8_e4m3fn
 CODES = {"a.weight": torch.zeros(4, 2, dtype=FP8), "b.bias": torch.zeros(3)}
 SCALES = {"a.weight_scale_inv": torch.ones(1, 1)}

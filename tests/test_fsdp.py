@@ -147,9 +147,6 @@ def test_sharded_state_dicts_of_fsdp1(four: Ranks, how: str, kind: str, tied: bo
         assert fact["shards"] > 20
 
 
-# --- any mesh, by one process that plays every rank ------------------------------------------
-
-
 def _played(mesh_shape: tuple[int, ...], placements: Any, whole: torch.Tensor) -> list[Any]:
     """The layout and the local tensor of every rank of a mesh that exists in name only."""
     from torch.distributed.tensor import distribute_tensor
@@ -244,9 +241,6 @@ def test_megatron_fsdp_over_tensor_parallelism(four: Ranks) -> None:
     pytest.importorskip("megatron.core.distributed.fsdp", reason="megatron-core has none")
     for found in four.run(cases.megatron_fsdp_rows):
         assert found == list(range(16))
-
-
-# --- names ----------------------------------------------------------------------------------
 
 
 def test_wrappers_are_taken_off_names() -> None:
@@ -531,9 +525,6 @@ def test_a_dict_is_laid_out_as_its_model() -> None:
     assert names == state.keys()
 
 
-# --- refusals -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("local", "dimension"), [(True, 1), (False, 0)])
 def test_partial_sums_are_refused_by_name(four: Ranks, local: bool, dimension: int) -> None:
     for text in four.run(cases.partial_error, local):
@@ -572,8 +563,6 @@ def test_sharded_tensors_are_no_whole_tensors() -> None:
     finally:
         dist.destroy_process_group()
 
-
-# --- whole updates ------------------------------------------------------------------------------
 
 UPDATES = {
     "dense": ("dense", "fsdp2", {}, {}),

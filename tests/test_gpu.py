@@ -74,9 +74,6 @@ def wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return fused.differing(found, host)
 
 
-# --- whole updates -------------------------------------------------------------------------------
-
-
 def test_every_byte_arrives_whatever_the_dtype() -> None:
     weights = draw(1, DENSE)
     with GpuEngine(weights) as engine:
@@ -164,8 +161,6 @@ def test_later_updates_take_no_memory_of_the_gpu(torch_cuda: None) -> None:
     assert before - after <= 0
 
 
-# --- quantising ----------------------------------------------------------------------------------
-
 # kind, reciprocal, rows and columns of a block
 METHODS = (
     ("fp8_block", True, 128, 128),
@@ -237,9 +232,6 @@ def test_codes_and_scales_are_those_of_the_host(
                 assert torch.equal(found[1], expected[1]), (cuts, wild)
 
 
-# --- torch's streams -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("own_stream", [True, False])
 def test_an_update_waits_for_what_torch_was_given(own_stream: bool, torch_cuda: None) -> None:
     old, new = draw(8, LARGE), draw(9, LARGE)
@@ -267,9 +259,6 @@ def test_the_engine_s_own_reads_of_the_old_weights_come_first(torch_cuda: None) 
         assert wrong(engine.weights(), new) == []
 
 
-# --- loaders -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("learnt", [False, True])
 def test_a_load_weights_on_the_gpu_gives_the_same_module(learnt: bool) -> None:
     with FusedEngine(learnt=learnt) as engine:
@@ -282,9 +271,6 @@ def test_a_load_weights_on_the_gpu_gives_the_same_module(learnt: bool) -> None:
                 own.load_weights(list(weights.items()))
                 assert wrong(engine.held(), fused.held(own)) == []
         assert engine.reason() == ("" if learnt else "not asked to learn")
-
-
-# --- engines without wsync -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("workers", "memory"), [(1, "gpu"), (1, "host"), (2, "host"), (2, "gpu")])
@@ -314,9 +300,6 @@ def test_torch_rebuilds_the_buckets_of_an_engine_without_wsync(
         assert gpu_payload.collect() == 0  # the engine has let go of all
     finally:
         engine.close()
-
-
-# --- memory that is not there --------------------------------------------------------------------
 
 
 def test_a_tensor_whose_memory_was_taken_away_is_named(torch_cuda: None) -> None:
@@ -350,9 +333,6 @@ def test_learning_reads_no_cache_of_an_engine_that_has_woken_its_weights_alone(
     del served.cache  # torch cannot read it either
     found = {name: tensor.cpu() for name, tensor in fused.held(served).items()}
     assert wrong(found, fused.held(own)) == []
-
-
-# --- memory that others can map -------------------------------------------------------------------
 
 
 def test_memory_of_an_exportable_block_has_a_descriptor_and_goes_back(torch_cuda: None) -> None:
@@ -397,9 +377,6 @@ def test_an_exportable_block_says_what_the_driver_had_left(torch_cuda: None) -> 
             torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
     (note,) = caught.value.__notes__
     assert note.startswith(f"wsync.exportable: GPU memory of {1 << 44} bytes: ")
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 def _box(rng: random.Random, itemsizes: tuple[int, int]) -> tuple[Any, ...]:
@@ -468,9 +445,6 @@ def _bytes(nbytes: int) -> _core.Route:
     builder.add_shard("b", "uint8", [nbytes], [0], [nbytes], 0, 0, [1])
     layout = builder.build()
     return _core.Route(layout, layout)
-
-
-# --- what goes wrong -----------------------------------------------------------------------------
 
 
 def test_an_engine_that_is_killed_leaves_the_trainer_s_gpu_usable() -> None:

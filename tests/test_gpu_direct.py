@@ -132,9 +132,6 @@ def test_an_allocation_is_not_freed_while_a_worker_has_it_open(trainer: Ranks) -
     ]
 
 
-# --- what goes wrong ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("place", "call"),
     [

@@ -16,9 +16,6 @@ from wsync import _core
 shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
 
-# --- composition ----------------------------------------------------------------------------
-
-
 @st.composite
 def parameters(draw: st.DrawFn) -> dict[str, Any]:
     """A local parameter in regions of a full one, and maps from the full one to two tensors."""
@@ -64,9 +61,6 @@ def test_composed_shards_are_where_the_oracle_puts_every_element(
         n: {i: sorted(a) for i, a in e.items()} for n, e in expected.items()
     }
     assert layout.tensor_count == len(parameter["maps"])
-
-
-# --- bytes ----------------------------------------------------------------------------------
 
 
 @st.composite
@@ -138,9 +132,6 @@ def test_changed_bytes_are_refused_or_another_layout(
         assert _core.Layout.from_bytes(other.to_bytes()).to_bytes() == other.to_bytes()
 
 
-# --- merging --------------------------------------------------------------------------------
-
-
 def test_a_merge_is_the_union() -> None:
     merged = _core.Layout.merge([one(0), one(3, "a"), one(1), _core.LayoutBuilder(9).build()])
     assert merged.names() == ["up.weight", "a"]
@@ -171,8 +162,6 @@ def test_a_merge_names_tensor_ranks_and_both_values(
     assert mine in first and theirs in second
     assert isinstance(caught.value, ValueError)
 
-
-# --- bad input ------------------------------------------------------------------------------
 
 bad_calls: list[tuple[str, Callable[[_core.LayoutBuilder], object], type[Exception], list[str]]] = [
     (
@@ -318,9 +307,6 @@ def test_bad_input_is_named(
         call(builder)
     assert [part for part in parts if part not in str(caught.value)] == []
     builder.build()
-
-
-# --- tensors --------------------------------------------------------------------------------
 
 
 def test_described_tensors_become_whole_shards() -> None:

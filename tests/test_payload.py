@@ -55,9 +55,6 @@ def rows(tensors: Any) -> list[list[object]]:
     return [[name, str(t.dtype), list(t.shape), digest(t)] for name, t in tensors]
 
 
-# --- SGLang's unpickler ------------------------------------------------------------------------
-
-
 def test_sglang_takes_a_bucket_in_a_shared_file(sglang: SglangReceiver) -> None:
     out = payload.shared_bytes(4096)
     bucket = FlattenedTensorBucket(TENSORS, out=out)
@@ -122,9 +119,6 @@ def test_sglang_refuses_what_wsync_must_not_send(sglang: SglangReceiver) -> None
     assert "Blocked unsafe" in answer["error"]
 
 
-# --- shared files ------------------------------------------------------------------------------
-
-
 def segments() -> set[str]:
     """This process's own: torch names them by who made them."""
     return {path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")}
@@ -156,9 +150,6 @@ def test_shared_files_go_with_their_processes() -> None:
     while file.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not file.exists()
-
-
-# --- wsync's reader ----------------------------------------------------------------------------
 
 
 def test_a_bucket_is_read_back() -> None:

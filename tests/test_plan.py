@@ -19,8 +19,6 @@ from plan_reference import (
 
 from wsync import _core
 
-# --- random worlds ------------------------------------------------------------------------------
-
 
 @st.composite
 def cuts(draw: st.DrawFn, extent: int) -> list[tuple[int, int]]:
@@ -120,9 +118,6 @@ def test_every_byte_arrives_once_in_time_and_in_budget(world: World) -> None:
             world.budgets[name] += ALIGN
         else:
             break
-
-
-# --- worlds of matrices -------------------------------------------------------------------------
 
 
 def rows(first: int, count: int, columns: int = 32) -> Box:
@@ -323,9 +318,6 @@ def test_equal_specifications_have_equal_fingerprints_and_others_do_not() -> Non
     assert len(prints | {first[0].fingerprint}) == 4
 
 
-# --- what is refused ----------------------------------------------------------------------------
-
-
 def refused(world: World, error: type[_core.WsyncError], *parts: str) -> None:
     """The same text on every rank, with all the parts in it."""
     source = world.source()
@@ -447,9 +439,6 @@ def test_a_budget_that_cannot_hold_a_whole_tensor_is_named(name: str) -> None:
     refused(world, _core.InvalidArgumentError, f"{name} is 448", "large", "512")
     world.budgets = {name: 512}
     play(world)
-
-
-# --- what is computed ---------------------------------------------------------------------------
 
 
 def computing(rank: int, rows: tuple[int, int], scale: float, offset: float) -> _core.Layout:

@@ -171,9 +171,6 @@ def test_a_row_says_what_the_quantiser_needs() -> None:
     assert second is not None and second.name == "a.b.weight_scale_2" and shape is None
 
 
-# --- by a checkpoint ---------------------------------------------------------------------------
-
-
 def test_a_checkpoint_without_any_scale_is_refused() -> None:
     with pytest.raises(wsync.LayoutError, match=r"fp8_block: .*the checkpoint has no _scale_inv"):
         select(BLOCKS, weights("a"), ["a.weight"])
@@ -185,8 +182,6 @@ def test_shapes_that_a_method_cannot_take_are_named_before_anything_else() -> No
     with pytest.raises(wsync.UnsupportedError, match=r"a\.weight \(8, 48\): int4: its 48 columns"):
         select(Method.of(int4(["Linear"])), weights("a", shape=(8, 48)))
 
-
-# --- experts in one parameter ------------------------------------------------------------------
 
 FUSED = TensorFacts("model.layers.0.mlp.experts.gate_up_proj", "bfloat16", (4, 256, 128))
 
@@ -205,9 +200,6 @@ def test_fused_experts_go_by_the_checkpoint_alone() -> None:
         select(BLOCKS, [FUSED, *weights("a")])
     kept = Method.of({**FP8, "ignored_layers": ["mlp.experts"]})
     assert chosen(select(kept, [FUSED, *weights("a")])) == ["a"]
-
-
-# --- second scales -----------------------------------------------------------------------------
 
 
 def test_second_scales_are_shared_by_what_engines_fuse() -> None:
@@ -262,8 +254,6 @@ def test_one_of_a_pair_that_stays_as_it_is_is_named() -> None:
         "quantised"
     )
 
-
-# --- folders -----------------------------------------------------------------------------------
 
 MODEL = {
     "model.layers.0.mlp.up_proj.weight": torch.zeros(256, 128, dtype=torch.bfloat16),
@@ -368,9 +358,6 @@ def test_a_checkpoint_that_cannot_be_read_does_not_leave_the_choice_to_lists(
     (checkpoint / "model.safetensors").write_bytes(b"short")
     with pytest.raises(wsync.LayoutError, match=r"model\.safetensors: .*header too small"):
         select_quantised(LAYOUT, FP8, str(checkpoint))
-
-
-# --- options -----------------------------------------------------------------------------------
 
 
 def test_the_checkpoint_says_how_it_is_quantised(checkpoint: Path) -> None:

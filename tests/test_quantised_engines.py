@@ -182,8 +182,6 @@ def test_sglang_is_not_sent_another_form(sglang: list[dict[str, Any]], number: i
         assert part in found.get("error", ""), found
 
 
-# --- vLLM: its own workers, with all that they do to weights ------------------------------------
-
 # (family, method), and why vLLM reloads whole tensors
 VLLM: dict[tuple[str, Fields], str] = {
     ("qwen3", FP8): "",
@@ -392,8 +390,6 @@ def test_a_rehearsal_names_what_was_at_work() -> None:
     with pytest.raises(wsync.LayoutError, match=text):
         rehearse(loader)
 
-
-# --- what these tensors are made of -------------------------------------------------------------
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "a.weight": ((40, 24), torch.float8_e4m3fn),

@@ -37,9 +37,6 @@ def freed() -> torch.Tensor:
     return tensor
 
 
-# --- describe ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_is_known_by_its_torch_name(dtype: str) -> None:
     tensor = torch.empty(3, 2, dtype=getattr(torch, dtype))
@@ -113,9 +110,6 @@ def test_a_quantized_tensor_is_refused() -> None:
     tensor = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
     with pytest.raises(UnsupportedError, match=r"tensor 0 .*QInt"):
         describe([tensor])
-
-
-# --- pack --------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=50)

@@ -145,21 +145,12 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-# --- generation -----------------------------------------------------------------------------
-
-
-# --- information and authorization ----------------------------------------------------------
-
-
 def test_the_server_says_what_it_is(shared: Server) -> None:
     info = shared.get("/model_info").json()
     assert (info["model_path"], info["weight_version"]) == ("tiny", "default")
     assert info["architectures"] == ["Qwen3ForCausalLM"]
     assert shared.get("/server_info").json()["tp_size"] == 1
     assert shared.get("/health").status_code == 200
-
-
-# --- weights --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("load_format", ["flattened_bucket", None, "direct"])
@@ -243,9 +234,6 @@ def test_an_engine_of_this_process_takes_buckets() -> None:
         assert all(torch.equal(served.get_parameter(name), weights[name]) for name in weights)
 
 
-# --- pause, flush, continue -----------------------------------------------------------------
-
-
 def test_pause_ends_running_requests_and_holds_new_ones(serve: Callable[..., Server]) -> None:
     server = serve(model_of(0))
     with ThreadPoolExecutor() as pool:
@@ -260,9 +248,6 @@ def test_pause_ends_running_requests_and_holds_new_ones(serve: Callable[..., Ser
         assert not held.done()
         assert server.post("/continue_generation", {}).json()["status"] == "ok"
         assert held.result().json()["output_ids"]
-
-
-# --- the process ----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -89,9 +89,6 @@ def test_what_is_compared_can_be_inspected() -> None:
     }
 
 
-# --- what the trainer lacks -------------------------------------------------------------------
-
-
 def fused(module: Head, tensors: Tensors) -> None:
     for name, rows in (("embed", slice(0, 6)), ("more", slice(6, 8))):
         if name in tensors:

@@ -131,8 +131,6 @@ def by_own_gpus(config: Any, exchange: str) -> list[tuple[str, bool]]:
     return found
 
 
-# --- what goes wrong ----------------------------------------------------------------------------
-
 SHAPES = {"a": (64, 96), "b": (3000,), "c": (40, 8)}
 
 

@@ -51,9 +51,6 @@ RANKS = 3  # of a trainer; the third has no worker
 Cell = tuple[str, str, str]  # phase, who, how
 
 
-# --- trainer ranks ------------------------------------------------------------------------------
-
-
 def sharded(rank: int) -> TrainerLayout:
     """Every tensor's rows are dealt out to the ranks."""
     builder = _core.LayoutBuilder(rank)
@@ -160,9 +157,6 @@ def run_trainer(rank: int, port: int, folder: str, pipe: Connection) -> None:
         status = int(str(error.code))
     finally:
         os._exit(status)
-
-
-# --- the lab ------------------------------------------------------------------------------------
 
 
 class Process:

@@ -124,9 +124,6 @@ def steady(
     }
 
 
-# --- one rank -----------------------------------------------------------------------------------
-
-
 def weights_of(seed: int) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
@@ -273,9 +270,6 @@ def frees_late(place: str) -> list[bool]:
             gc.collect()
         assert same(engine.weights(), weights_of(3))
         return [reference() is not None for reference in alive]
-
-
-# --- what goes wrong ----------------------------------------------------------------------------
 
 
 def lending_fails(place: str, call: str) -> dict[str, Any]:

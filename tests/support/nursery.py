@@ -169,9 +169,6 @@ def _main_of(command: Sequence[str]) -> list[str]:
     return rest
 
 
-# --- the process that has imported everything ---------------------------------------------------
-
-
 class Nursery:
     """The process; ends with this one, or when it is closed.  What it has started goes on."""
 

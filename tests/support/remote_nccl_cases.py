@@ -80,9 +80,6 @@ def inject(what: str, k: int, value: int = 0) -> None:
     _fake().fakenccl_inject(what.encode(), ctypes.c_long(k), ctypes.c_long(value))
 
 
-# --- an engine's workers --------------------------------------------------------------------------
-
-
 class PlacedWorker(tensor_parallel_engine._Worker):
     """Is served by a GPU of its own."""
 
@@ -157,9 +154,6 @@ def engines(config: Any, *sizes: int) -> list[TensorParallelEngine]:
 
 def _runs(pid: int) -> bool:
     return runs(pid, patience=0.1)
-
-
-# --- trainer ranks --------------------------------------------------------------------------------
 
 
 class Held:

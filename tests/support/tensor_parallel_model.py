@@ -24,9 +24,6 @@ from wsync.families.rules import Cut, Rule, Target
 _VOCAB_MULTIPLE: Final = 64
 
 
-# --- the rules: `*` is cut over all workers, `@` over those whose key and value heads differ ------
-
-
 def _kept(name: str, view: str) -> Rule:
     return renamed(name, view, name)
 
