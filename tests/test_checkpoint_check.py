@@ -241,6 +241,11 @@ def test_a_tied_head_may_be_delivered_under_both_names(tmp_path: Path) -> None:
     folder = saved(tmp_path, ones(*NAMES[:2], *EMBED), tie_word_embeddings=True)
     weights = ones(*NAMES[:2], *EMBED)
     deliver(weights | {NAMES[2]: weights[EMBED[0]]}, Noting(folder))
+    drafts = ones("model.layers.1.embed_tokens.weight")  # its own embedding
+    folder = saved(tmp_path, weights | drafts, tie_word_embeddings=True)
+    deliver(weights | drafts | {NAMES[2]: weights[EMBED[0]]}, Noting(folder))
+    with pytest.raises(wsync.LayoutError, match=r"lm_head\.weight \(it is tied"):
+        deliver(weights | drafts | ones(NAMES[2]), Noting(folder))
     with pytest.raises(wsync.InvalidArgumentError, match="checkpoint='/no/such': this host has no"):
         deliver(weights, Noting(folder), checkpoint="/no/such")
 

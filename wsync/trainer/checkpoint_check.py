@@ -273,19 +273,21 @@ def compare(
 
 
 def is_untied(source: TrainerLayout) -> bool:
-    """Whether this rank holds a head whose memory is none of its embeddings'."""
+    """Whether this rank holds a head and embeddings, and the head has memory of its own."""
     layout = source.layout
-    if not all(any(n.endswith(end) for n in layout.names()) for end in (_HEAD, _EMBEDDING)):
-        return False  # a mapping may make its tensors when it is read
+    heads, embeddings = (
+        [layout.shards(index) for index, name in enumerate(layout.names()) if name.endswith(end)]
+        for end in (_HEAD, _EMBEDDING)
+    )
+    if not (any(heads) and any(embeddings)):
+        return False  # does not read the tensors: a mapping may make them when it is read
     tensors = source.tensors()
-    places = {
-        name: {tensors[shard.buffer].data_ptr() + shard.offset for shard in layout.shards(index)}
-        for index, name in enumerate(layout.names())
-        if name.endswith((_HEAD, _EMBEDDING))
-    }
-    embeddings = [at for name, at in places.items() if name.endswith(_EMBEDDING) and at]
-    heads = [at for name, at in places.items() if name.endswith(_HEAD) and at]
-    return any(embeddings and head.isdisjoint(*embeddings) for head in heads)
+
+    def places(held: Iterable[Sequence[_core.Shard]]) -> list[set[int]]:
+        return [{tensors[s.buffer].data_ptr() + s.offset for s in each} for each in held]
+
+    others = set[int]().union(*places(embeddings))
+    return any(head and head.isdisjoint(others) for head in places(heads))
 
 
 class _Source(NamedTuple):
