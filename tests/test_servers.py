@@ -18,7 +18,7 @@ import requests
 import torch
 from support import guide
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, eagle3
-from support.servers import Fresh, packages
+from support.servers import Fresh, everyday, packages
 from support.sglang_server import NEWEST, Drafting, Nursery, Served, Server, plain_environment
 from support.wrong_names import WRONG
 
@@ -56,7 +56,7 @@ def pair(folder: Path, *, experts: bool, dtype: torch.dtype) -> Pair:
     return first, second
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=everyday(KINDS, "qwen3_moe-tp2"))
 def served(
     request: pytest.FixtureRequest, servers: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Pair]]:
@@ -104,7 +104,9 @@ def reloaded(server: Server, model: Checkpoint) -> list[dict[str, str]]:
     return checksums(server)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--tp-size", "2"]])
+@pytest.mark.parametrize(
+    "arguments", [[], pytest.param(["--tp-size", "2"], marks=pytest.mark.slow)]
+)
 def test_a_server_as_users_start_it(tmp_path: Path, arguments: list[str]) -> None:
     environment = plain_environment(packages(NEWEST))
     start, model = Fresh(environment), Checkpoint(tmp_path / guide.MODEL, None, {})
@@ -194,6 +196,7 @@ def test_what_a_server_keeps_is_named_where_its_folder_is_not_here(
     assert said in caplog.messages[-1]
 
 
+@pytest.mark.slow
 def test_files_reach_every_pipeline_stage(servers: Nursery, tmp_path: Path) -> None:
     """SGLang answers when the first has loaded them; what is asked then comes after them."""
     first, second = pair(tmp_path, experts=False, dtype=torch.float32)
@@ -254,6 +257,7 @@ def drafting(
         yield server, models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_draft_of_another_model_stays_as_it_is(drafting: tuple[Server, Pair], way: str) -> None:
     server, (first, second) = drafting
@@ -268,6 +272,7 @@ def test_a_draft_of_another_model_stays_as_it_is(drafting: tuple[Server, Pair], 
             assert changed == (set() if number else before.keys() - drafts)
 
 
+@pytest.mark.slow
 def test_files_are_refused_where_they_would_overwrite_a_draft(
     drafting: tuple[Server, Pair], tmp_path: Path
 ) -> None:

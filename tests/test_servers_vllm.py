@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import guide
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint
-from support.servers import packages
+from support.servers import everyday, packages
 from support.vllm_server import (
     NEWEST,
     PROBE,
@@ -68,7 +68,7 @@ def differing(found: Any, wanted: Any) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=everyday(KINDS, "qwen3_moe-tp2"))
 def served(
     request: pytest.FixtureRequest, vllm: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Pair, list[Any]]]:
@@ -128,6 +128,7 @@ def test_every_tensor_is_that_of_vllms_own_load(
     assert len(units) >= server.workers * 2 * 2  # kernels have weights of their own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", ["qwen3-tied-tp1"], indirect=True)
 def test_requests_wait_while_memory_sleeps(served: tuple[Server, Pair, list[Any]]) -> None:
     """As vLLM's recipe for a GPU that a trainer shares: its KV cache is woken after an update."""
@@ -143,6 +144,7 @@ def test_requests_wait_while_memory_sleeps(served: tuple[Server, Pair, list[Any]
         answer.result(timeout=PATIENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", ["qwen3-bfloat16-tp2"], indirect=True)
 def test_two_trainer_ranks_update_a_server_by_vllms_own_weight_transfer(
     served: tuple[Server, Pair, list[Any]], vllm: Nursery
@@ -166,6 +168,7 @@ def check_step(step: Any, model: Checkpoint, version: str) -> None:
     assert step["version"] == version
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llm", "async"])
 def test_an_engine_of_the_trainers_process(
     vllm: Nursery, models: list[Checkpoint], tmp_path: Path, kind: str
@@ -178,6 +181,7 @@ def test_an_engine_of_the_trainers_process(
     assert differing(after["held"], before["held"]) != []
 
 
+@pytest.mark.slow
 def test_vllms_own_weight_transfer_by_wsync(
     vllm: Nursery, models: list[Checkpoint], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -176,6 +176,11 @@ def logs() -> Iterator[tuple[str, str]]:
     """What the servers that run have written, for a test that has failed."""
     for server in running:
         yield f"server {server.url}", server.tail()
+
+
+def everyday(kinds: Iterable[str], one: str) -> list[Any]:
+    """The parameters of a fixture: one of them is for each change, and `.ci/run all` has all."""
+    return [kind if kind == one else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
 
 
 _libc = ctypes.CDLL(None)
