@@ -15,7 +15,7 @@ from wsync.disk import DiskSync
 from wsync.handles.base import EngineHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.messages.control import UPDATING, Control
-from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.checked_engine import CheckedEngine
 from wsync.trainer.requests import EngineRequests
 
 __all__ = ["server"]

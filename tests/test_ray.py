@@ -23,7 +23,7 @@ import wsync
 from wsync._core import PeerClosedError, RemoteError
 from wsync.handles.base import handle
 from wsync.handles.local import RayHandle
-from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.checked_engine import CheckedEngine
 
 PATIENCE = 120.0
 

@@ -22,7 +22,7 @@ from support.weights_only_engine import ProcessEngine
 import wsync
 from wsync import _core
 from wsync.exchange import choose_exchange
-from wsync.exchange.choose_exchange import Transport
+from wsync.exchange.choose_exchange import ExchangeSetup
 from wsync.exchange.introductions import Introduction
 from wsync.exchange.polled_collectives import Collectives
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
@@ -164,11 +164,11 @@ def chosen(
     """By the first of two ranks on one host, which serves workers of engine E."""
     told = [[1, "trainer rank 1", dataclasses.asdict(second)]]
     group: Any = SimpleNamespace(rank=0, size=2, gather_json=lambda mine: [mine, told])
-    transport = Transport(group, [0, 0], options)
+    setup = ExchangeSetup(group, [0, 0], options)
     remote = {2 + i: (f"engine E: worker {i}", said) for i, said in enumerate(workers)}
     with mock.patch.object(Introduction, "on", return_value=first):
-        transport.choose(_core.host(), remote)
-    return transport._kind
+        setup.choose(_core.host(), remote)
+    return setup._kind
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from support.update_cases import before_receiving
 import wsync
 from wsync import _core
 from wsync.exchange import choose_exchange
-from wsync.exchange.choose_exchange import Transport
+from wsync.exchange.choose_exchange import ExchangeSetup
 from wsync.exchange.remote_session import RemoteImporter
 from wsync.layout import TrainerLayout
 from wsync.trainer.connection import Connection
@@ -355,9 +355,9 @@ def _killed_at(step: str) -> Any:
     if step == "round":
         return before_receiving(lambda _, number: kill() if number == STRUCK else None)
     owner, name = {
-        "choosing": (Transport, "choose"),
-        "planned": (Transport, "meet"),
-        "meeting": (Transport, "open"),
+        "choosing": (ExchangeSetup, "choose"),
+        "planned": (ExchangeSetup, "meet"),
+        "meeting": (ExchangeSetup, "open"),
         "loaded": (Connection, "prepared"),
         "committing": (Connection, "commit"),
     }[step]

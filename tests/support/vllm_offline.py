@@ -137,7 +137,7 @@ def transfer(first: Path, second: Path) -> list[Step]:
         WeightTransferTrainerFactory,
     )
 
-    from wsync.vllm.transfer import TrainerInitInfo
+    from wsync.vllm.weight_transfer_engine import TrainerInitInfo
 
     class Source(WeightSource):
         tensors = weights(second)

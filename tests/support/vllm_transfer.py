@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer import (
 )
 
 import wsync
-from wsync.vllm.transfer import TrainerInitInfo
+from wsync.vllm.weight_transfer_engine import TrainerInitInfo
 
 RANKS = 2
 OPTIONS = wsync.Options(progress=False, deadline=240.0)

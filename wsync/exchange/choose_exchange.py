@@ -23,8 +23,8 @@ from wsync.options import Options
 _say_once = functools.cache(logging.getLogger(__name__).warning)
 
 
-class Transport:
-    """One rank's exchange, with the group and the store that it may need.
+class ExchangeSetup:
+    """Chooses, opens and closes one rank's exchange, and the group and store that it may need.
 
     hosts: the host of every trainer rank.  All trainer ranks call the methods together, in this
     order.

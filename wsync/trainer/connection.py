@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.exchange.choose_exchange import Transport
+from wsync.exchange.choose_exchange import ExchangeSetup
 from wsync.exchange.group_exchange import Exchange
 from wsync.exchange.remote_plan import PlanInput, RemotePlan
 from wsync.exchange.trainer_group import TrainerGroup
@@ -25,7 +25,7 @@ from wsync.messages.control import LEARN, PIECES, WHOLE, Control
 from wsync.module_tensors.names import is_note
 from wsync.options import Options
 from wsync.report import Report
-from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.checked_engine import CheckedEngine
 from wsync.trainer.lending import Lending
 from wsync.trainer.planning import Planning, Session, whole
 from wsync.trainer.requests import UnderWay
@@ -72,7 +72,7 @@ class Connection:
         self._group = group
         self._check = group.check
         self._roster = roster
-        self._transport = Transport(group, roster.hosts, options)
+        self._exchange_setup = ExchangeSetup(group, roster.hosts, options)
         self._exchange: Exchange | None = None
         self._options = options
         self._gpu = gpu
@@ -177,9 +177,9 @@ class Connection:
             said = {
                 workers[s.worker].serving_rank: (s.name, s.exporter.introduction) for s in remote
             }
-            self._transport.choose(device, said)
+            self._exchange_setup.choose(device, said)
             names = [engine.name for engine in self._roster.taking(Delivery.REMOTE)]
-            meeting = self._transport.meet(rounds, names)
+            meeting = self._exchange_setup.meet(rounds, names)
             for far in remote:
                 rank, fingerprint = workers[far.worker].serving_rank, rounds.fingerprint
                 far.remote_plan = RemotePlan(far.worker, rank, fingerprint, meeting, given)
@@ -189,7 +189,7 @@ class Connection:
             spans[session.worker] = session.attach(rounds, device, deadline.left, self._check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
         if by_rounds:
-            self._exchange = self._transport.open(self._check)
+            self._exchange = self._exchange_setup.open(self._check)
 
     def _split(self, layouts: list[bytes], reaching: dict[int, list[str]]) -> list[bytes]:
         """Makes workers read in place what they can; returns, for each worker, the layout of what
@@ -415,7 +415,7 @@ class Connection:
                 last_first.callback(self._stream.close)
             for session in reversed(self._sessions):
                 last_first.callback(session.close)
-            last_first.callback(self._transport.close)
+            last_first.callback(self._exchange_setup.close)
 
     def _pack_and_post(
         self, number: int, sources: _core.BufferTable, report: Report

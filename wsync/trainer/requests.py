@@ -24,7 +24,7 @@ from wsync.machine.deadline import (
 from wsync.messages.control import Control
 from wsync.options import Options
 from wsync.report import Report
-from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.checked_engine import CheckedEngine
 from wsync.trainer.first_effect import FirstEffect
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ the model it keeps.  `wsync.handle(llm)` calls them through collective_rpc.
 
 wsync is also a backend of vLLM's own weight transfer (start_weight_update, update_weights,
 finish_weight_update), with `--weight-transfer-config '{"backend": "wsync"}'`; see
-wsync.vllm.transfer.
+wsync.vllm.weight_transfer_engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def register() -> None:
         (WeightTransferTrainerFactory, "TrainerEngine"),
     ):
         with contextlib.suppress(ValueError):  # it is registered already
-            factory.register_engine("wsync", "wsync.vllm.transfer", name)
+            factory.register_engine("wsync", "wsync.vllm.weight_transfer_engine", name)
 
 
 class WorkerExtension:

@@ -32,9 +32,9 @@ from wsync.machine.host import own_address
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.module_tensors import name_of
 from wsync.options import Options
-from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.checked_engine import CheckedEngine
 from wsync.trainer.requests import NO_CALLS, Calls, UnderWay
-from wsync.trainer.sessions.base import Bucket, BucketSession, Span, WorkerRounds
+from wsync.trainer.sessions.bucket_session import Bucket, BucketSession, Span, WorkerRounds
 
 
 class BroadcastSession(BucketSession):

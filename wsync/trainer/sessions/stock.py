@@ -18,9 +18,9 @@ from wsync.machine.fork_guard import Owner
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.messages.gpu_payload import LEFT_SECONDS, GpuRing
-from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.checked_engine import CheckedEngine
 from wsync.trainer.requests import UnderWay
-from wsync.trainer.sessions.base import BucketSession, Span, WorkerRounds
+from wsync.trainer.sessions.bucket_session import BucketSession, Span, WorkerRounds
 
 
 class SharedRing:

@@ -20,7 +20,7 @@ from wsync.machine.deadline import Check, Deadline, seconds
 from wsync.machine.device import find
 from wsync.messages.control import BORROWS, Learnt
 from wsync.trainer.lending import Lending, Segment, buffers_of
-from wsync.trainer.sessions.base import Span, WorkerRounds
+from wsync.trainer.sessions.bucket_session import Span, WorkerRounds
 
 _log = logging.getLogger(__name__)
 _BINDING: Final = struct.Struct("=QQQ")  # wsync_binding_t of csrc/ipc/session.h

@@ -5,7 +5,7 @@ beside vLLM.  A trainer gives vLLM's factory a TrainerInitInfo:
 
     from vllm.distributed.weight_transfer import (
         HTTPVLLMWeightSyncClient, ModuleSource, WeightTransferTrainerFactory)
-    from wsync.vllm.transfer import TrainerInitInfo
+    from wsync.vllm.weight_transfer_engine import TrainerInitInfo
 
     engine = WeightTransferTrainerFactory.trainer_init(
         TrainerInitInfo(rank=0, workers=2),
