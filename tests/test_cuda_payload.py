@@ -223,7 +223,7 @@ def refusals(owner: Peer, reader: Peer) -> None:
             "open_tensor(tensor)",
             tensor=dataclasses.replace(tensor, offset=1, nbytes=GRAIN),
         )
-    with raises("UnsupportedError: GPU 2: this process sees 2"):
+    with raises("UnsupportedError: GPU 2 does not exist in this process: it sees 2 GPUs"):
         reader("_core.IpcMemory(2, 64)")
     reader("opened = open_tensor(tensor)", tensor=tensor)
     owner.kill()

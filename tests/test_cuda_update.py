@@ -243,7 +243,7 @@ def test_rounds_are_large_where_the_gpu_of_every_rank_has_room(tmp_path: Path) -
             {"WSYNC_DEVICE": "GPU-00112233-4455-6677-8899-aabbccddeeff"},
             "none of the 2 GPUs that this process sees has the UUID that begins with 00112233",
         ),
-        ({"WSYNC_DEVICE": "cuda:7"}, "cuda:7: this process sees 2 GPUs"),
+        ({"WSYNC_DEVICE": "cuda:7"}, "cuda:7 does not exist in this process: it sees 2 GPUs"),
         ({"WSYNC_DEVICE": "gpu0"}, "WSYNC_DEVICE='gpu0' is neither cuda:N nor a GPU's UUID"),
         ({"WSYNC_NVRTC_LIB": "/nowhere/libnvrtc.so"}, "/nowhere/libnvrtc.so"),
     ],

@@ -364,7 +364,7 @@ def test_overlapping_boxes_of_one_parameter_are_replicas() -> None:
 def test_a_destination_that_wants_an_element_twice_is_named(boxes: list[Box]) -> None:
     made = [matrix("w")]
     world = two_ranks(made, [Shard(0, 0, whole(made[0]))], Destination(False, {0: boxes}))
-    refused(world, _core.LayoutError, "w: destination 0", "twice", f"[{boxes[1].start[0]}, 0]")
+    refused(world, _core.LayoutError, "w: worker 0 asks twice", f"[{boxes[1].start[0]}, 0]")
 
 
 def test_a_tensor_that_the_source_lacks_is_named() -> None:
@@ -372,7 +372,7 @@ def test_a_tensor_that_the_source_lacks_is_named() -> None:
     source.add_tensor("known", "bfloat16", (4,))
     wanted = _core.LayoutBuilder()
     wanted.add_tensor("model.unknown", "bfloat16", (4,))
-    with pytest.raises(_core.LayoutError, match=r"model\.unknown: destination 0"):
+    with pytest.raises(_core.LayoutError, match=r"model\.unknown: worker 0"):
         _core.Plan(source.build(), [(wanted.build(), True)], [(0, 0)], [0], 0)
 
 

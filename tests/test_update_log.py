@@ -145,7 +145,7 @@ def test_learning_that_takes_too_long_is_named(options: wsync.Options) -> None:
 
     engine = ThreadEngine([RecordedLoader(module, slow)])
     short = dataclasses.replace(options, deadline=2)
-    late = r"did not learn within .* what its load_weights does; Options\(deadline=\) gives it"
+    late = r"did not learn within .* where its load_weights puts tensors; Options"
     with wsync.connect(draw(0), engines=[engine], options=short) as sync:
         with pytest.raises(wsync.WsyncError, match=late):
             sync.update()

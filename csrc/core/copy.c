@@ -281,15 +281,22 @@ wsync_status_t wsync_copies_check(const wsync_copy_t *copies, size_t count,
                                    copy->destination_offset, 0, copy->destination_stride};
         wsync_status_t status;
 
-        if (copy->ndim > WSYNC_COPY_NDIM || is_empty(copy) ||
-            __builtin_mul_overflow(copy->row_count, copy->source_item_nbytes,
+        if (copy->ndim > WSYNC_COPY_NDIM) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "copies",
+                              "copy %zu has %u dimensions, at most %d are possible", i,
+                              copy->ndim, WSYNC_COPY_NDIM);
+        }
+        if (is_empty(copy)) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "copies",
+                              "copy %zu has no elements", i);
+        }
+        if (__builtin_mul_overflow(copy->row_count, copy->source_item_nbytes,
                                    &source.row_nbytes) ||
             __builtin_mul_overflow(copy->row_count, copy->destination_item_nbytes,
                                    &destination.row_nbytes)) {
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "copies",
-                              "copy %zu: %u dimensions around a row of %llu elements is "
-                              "no copy",
-                              i, copy->ndim, (unsigned long long)copy->row_count);
+                              "copy %zu: a row of %llu elements has 2^64 bytes or more", i,
+                              (unsigned long long)copy->row_count);
         }
         status = check_side(&source, copy, i, sources, source_count, err);
         if (status == WSYNC_OK) {

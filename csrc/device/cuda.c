@@ -143,7 +143,9 @@ static wsync_status_t open_once(int ordinal, wsync_cuda_device_t **device,
     }
     if (ordinal < 0 || ordinal >= driver->device_count) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_device",
-                          "GPU %d: this process sees %d", ordinal, driver->device_count);
+                          "GPU %d does not exist in this process: it sees %d GPUs, "
+                          "numbered from 0",
+                          ordinal, driver->device_count);
     }
     (void)pthread_mutex_lock(&opened.mutex);
     status = find_or_open(driver, ordinal, device, err);

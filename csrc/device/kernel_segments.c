@@ -362,6 +362,28 @@ static wsync_status_t append_copy(wsync_segments_t *segments, const wsync_copy_t
     return append_copy(segments, &half, index, err);
 }
 
+static wsync_status_t check_copy(const wsync_copy_t *copy, size_t index, wsync_error_t *err)
+{
+    uint64_t nbytes;
+
+    if (copy->ndim > WSYNC_COPY_NDIM) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "segments",
+                          "copy %zu has %u dimensions, at most %d are possible", index,
+                          copy->ndim, WSYNC_COPY_NDIM);
+    }
+    if (copy->transform > WSYNC_TRANSFORM_F16) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "segments",
+                          "copy %zu: there is no transform %u, the last is %d", index,
+                          copy->transform, WSYNC_TRANSFORM_F16);
+    }
+    if (__builtin_mul_overflow(copy->row_count, copy->source_item_nbytes, &nbytes)) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "segments",
+                          "copy %zu: a row of %llu elements has 2^64 bytes or more", index,
+                          (unsigned long long)copy->row_count);
+    }
+    return WSYNC_OK;
+}
+
 wsync_status_t wsync_segments_append(wsync_segments_t *segments, const wsync_copy_t *copies,
                                      size_t count, wsync_segment_list_t *list,
                                      wsync_error_t *err)
@@ -370,18 +392,8 @@ wsync_status_t wsync_segments_append(wsync_segments_t *segments, const wsync_cop
     wsync_status_t status = WSYNC_OK;
 
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
-        uint64_t nbytes;
-
-        if (copies[i].ndim > WSYNC_COPY_NDIM || copies[i].transform > WSYNC_TRANSFORM_F16 ||
-            __builtin_mul_overflow(copies[i].row_count, copies[i].source_item_nbytes,
-                                   &nbytes)) {
-            status =
-                wsync_fail(err, WSYNC_ERR_INVALID, 0, "segments",
-                           "copy %zu: transform %u, %u dimensions around a row of %llu "
-                           "elements is no copy",
-                           i, copies[i].transform, copies[i].ndim,
-                           (unsigned long long)copies[i].row_count);
-        } else {
+        status = check_copy(&copies[i], i, err);
+        if (status == WSYNC_OK) {
             status = append_copy(segments, &copies[i], i, err);
         }
     }

@@ -29,7 +29,7 @@ TEST(gpus_say_what_they_are)
     CHECK(device->granularity > 0 && device->processors > 0);
     CHECK_EQ(open_device(1)->info.uuid.bytes[15], 1);
     CHECK_EQ(wsync_cuda_device(2, &other, &err), WSYNC_ERR_UNSUPPORTED);
-    CHECK_HAS(err.message, "GPU 2: this process sees 2");
+    CHECK_HAS(err.message, "GPU 2 does not exist in this process: it sees 2 GPUs");
     CHECK_EQ(wsync_cuda_device(-1, &other, &err), WSYNC_ERR_UNSUPPORTED);
     CHECK(other == NULL);
 }

@@ -57,7 +57,7 @@ def other_draft(started: Mapping[str, Any]) -> str:
 
 
 class NotOfferedError(RemoteError):
-    """An engine has no method of this name."""
+    """An engine does not have the method that was called (over HTTP: status 404)."""
 
 
 class Setup(NamedTuple):

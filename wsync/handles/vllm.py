@@ -184,7 +184,10 @@ class VllmHandle(LocalHandle):
         found = [json_or_text(text) if isinstance(text, str) else text for text in answers]
         for each in found:
             if not isinstance(each, dict) or not each.keys() >= _DESCRIBED:
-                raise RemoteError(f"engine {self.name}: {method}: a worker says {cut(str(each))!r}")
+                raise RemoteError(
+                    f"engine {self.name}: {method}: expected a mapping with the keys "
+                    f"{', '.join(sorted(_DESCRIBED))}, but a worker answered {cut(str(each))!r}"
+                )
         return found
 
     def _ask_workers(self, method: str, timeout: float, *arguments: Any) -> list[Any]:
@@ -192,7 +195,10 @@ class VllmHandle(LocalHandle):
         takes late answers for answers to the next call."""
         answers = self._call("collective_rpc", timeout, method=method, args=arguments)
         if not isinstance(answers, list | tuple) or not answers:
-            raise RemoteError(f"engine {self.name}: {method}: workers answer {answers!r}")
+            raise RemoteError(
+                f"engine {self.name}: {method}: expected a list of the workers' answers, "
+                f"but vLLM answered {cut(str(answers))!r}"
+            )
         return list(answers)
 
     def _method(self, name: str) -> Any:

@@ -63,7 +63,10 @@ def uuid(ordinal: int) -> str:
     """Returns the UUID of the GPU that has this number in torch."""
     uuids = _uuids(os.getpid())
     if ordinal >= len(uuids):
-        raise _core.UnsupportedError(f"cuda:{ordinal}: this process sees {len(uuids)} GPUs")
+        raise _core.UnsupportedError(
+            f"cuda:{ordinal} does not exist in this process: it sees {len(uuids)} GPUs, "
+            "numbered from 0"
+        )
     return uuids[ordinal]
 
 

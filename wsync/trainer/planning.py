@@ -73,7 +73,8 @@ class Planning:
         return [layouts[number] for number in range(len(self.roster.workers))], device, told
 
     def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[PlanInput, _core.Plan]:
-        """Plans, and makes the rings.  If some rank has no memory for them, tries smaller rings.
+        """Makes the plan and this rank's rings.  If some rank has no memory for its rings, all
+        ranks try again with smaller rings.
 
         Raises:
             LayoutError: the ranks' plans differ.

@@ -39,8 +39,8 @@ static wsync_status_t match_tensor(const wsync_planner_t *planner, uint32_t dest
     if (*found == SIZE_MAX) {
         return wsync_fail(
             planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
-            "%.256s: destination %u needs it, but the source has no such tensor", to->name,
-            destination);
+            "%.256s: worker %u asks for it, but the trainer has no such tensor", to->name,
+            wsync_planner_first_worker(planner, destination));
     }
     return wsync_tensor_check_copy(wsync_layout_tensor(planner->spec->source, *found), to,
                                    "plan", planner->err);

@@ -279,8 +279,9 @@ static wsync_status_t fail_twice(const wsync_planner_t *planner, uint32_t tensor
 
     (void)wsync_box_intersect(a, b, &common);
     return wsync_fail(planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
-                      "%.256s: destination %u asks for the element at %s twice", what->name,
-                      destination, wsync_shape_text(start, what->ndim, common.start));
+                      "%.256s: worker %u asks twice for the element at %s", what->name,
+                      wsync_planner_first_worker(planner, destination),
+                      wsync_shape_text(start, what->ndim, common.start));
 }
 
 static wsync_status_t check_demands(wsync_planner_t *planner, uint32_t tensor, size_t first,

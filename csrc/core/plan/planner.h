@@ -200,6 +200,13 @@ typedef struct wsync_planner {
     wsync_error_t *err;
 } wsync_planner_t;
 
+/* The number of the first worker that takes this destination.  Messages name it. */
+static inline uint32_t wsync_planner_first_worker(const wsync_planner_t *planner,
+                                                  uint32_t destination)
+{
+    return planner->workers[planner->first_worker[destination]].number;
+}
+
 /* Collects what destinations want, decides keep-together groups, makes all items. */
 wsync_status_t wsync_plan_make_items(wsync_planner_t *planner);
 

@@ -157,7 +157,8 @@ class RecordedLoader(ChoosingLoader):
             NotTakenError: load_weights does not take what the trainer delivers.
         """
         if wrapped := wrapped_parameters(self._module):
-            raise NotLearntError(f"parameters wrap other tensors ({listed(wrapped)})")
+            why = "these parameters have no memory of their own, because they wrap other tensors"
+            raise NotLearntError(f"{why}: {listed(wrapped)}")
         given = given_values(sources)
         made = [MadeUpTensors(given, seed) for seed in (0, 1)]
 
@@ -258,9 +259,8 @@ class RecordedLoader(ChoosingLoader):
         may override this."""
         method: LoadWeights | None = self._given or getattr(self._module, "load_weights", None)
         if method is None:
-            raise _core.LayoutError(
-                f"{type(self._module).__name__} has no load_weights to learn from"
-            )
+            name = type(self._module).__name__
+            raise _core.LayoutError(f"{name} has no method load_weights, and none was given")
         return method
 
     def _stale(self) -> str:
@@ -309,7 +309,5 @@ def _check_share(sources: Sequence[Source], does: LearntLoad) -> None:
     """Raises NotLearntError if load_weights computes with most of the bytes that it loads."""
     sizes = {source.name: source.nbytes for source in sources}
     if 2 * sum(sizes[name] for name in does.computed) > sum(sizes.values()):
-        raise NotLearntError(
-            f"load_weights computes with most of the bytes, such as {next(iter(does.computed))}",
-            does.unwritten,
-        )
+        most = f"most of the bytes, such as those of {next(iter(does.computed))}"
+        raise NotLearntError(f"load_weights computes with {most}", does.unwritten)

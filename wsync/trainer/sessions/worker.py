@@ -140,8 +140,8 @@ class WorkerSession:
         return asked
 
     def send_model(self, model: bytes, timeout: float, check: Check) -> None:
-        """Sends a worker that asked to LEARN the list of the model's tensors (a layout without
-        shards), and the address to come back to."""
+        """Sends the list of the model's tensors (a layout without shards), and the address to come
+        back to.  The worker has asked to LEARN."""
         learning = self._exporter
         self._exporters.append(self._listen())
         content = self.address.encode() + b"\n" + model
@@ -151,11 +151,12 @@ class WorkerSession:
             learning.begin(0, 0, timeout, check)
 
     def accept_layout(self, timeout: float, check: Check) -> bytes:
-        """Waits until the worker has learnt and is back; returns what `accept` returns.
+        """Waits until the worker has learnt where its load_weights puts the trainer's tensors, and
+        has connected again; returns what `accept` returns.
 
         Raises:
-            RemoteError: the worker failed to learn.
-            DeadlineError: the worker has not learnt in time.
+            RemoteError: the worker could not learn it.
+            DeadlineError: the worker has not learnt it in time.
         """
         learning = self._exporters[0]
 
@@ -164,8 +165,8 @@ class WorkerSession:
             learning.look()
 
         late = (
-            f"learn within {seconds(timeout)} what its load_weights does; Options(deadline=) gives "
-            "it more time"
+            f"learn within {seconds(timeout)} where its load_weights puts tensors; "
+            "Options(deadline=) gives it more time"
         )
         learnt = Learnt.from_bytes(self._hear(timeout, alive, late))
         del self._exporters[0]
