@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from wsync.machine.trace import Trace, stretch
+from wsync.machine.trace import Stretch, Trace
 
 
 @dataclass
@@ -127,14 +126,14 @@ class Report:
             f"of them again on another rank), {self.image_nbytes:,} bytes of codes and scales here"
         )
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    def phase(self, name: str) -> Stretch:
         """Adds the time spent in a block to phase `name`."""
 
         def add(begin: int, end: int) -> None:
             self.trace.spans.append(("thread", name, -1, begin, end))
             self.phases[name] = self.phases.get(name, 0.0) + 1e-9 * (end - begin)
 
-        return stretch(add)
+        return Stretch(add)
 
     def metrics(self, *, whole: bool = True) -> dict[str, float]:
         """Flat numbers for a training log, under wsync's own names.  Seconds and bytes also appear

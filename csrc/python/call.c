@@ -131,18 +131,13 @@ static int convert_text(PyObject *object, void *text)
     return *(const char **)text != NULL;
 }
 
-/* Called with NULL if a later argument is refused. */
 static int convert_buffer(PyObject *object, void *buffer)
 {
-    if (object == NULL) {
-        PyBuffer_Release(buffer);
-        return 1;
-    }
-    return PyObject_GetBuffer(object, buffer, PyBUF_SIMPLE) == 0 ? Py_CLEANUP_SUPPORTED : 0;
+    return PyObject_GetBuffer(object, buffer, PyBUF_SIMPLE) == 0;
 }
 
 static const struct {
-    char *name;
+    const char *name;
     int (*convert)(PyObject *object, void *field);
     size_t field;
     size_t type;   /* slot in the module state of the type that is demanded; or 0 */
@@ -174,52 +169,66 @@ static const struct {
 #undef TYPE
 };
 
-static int check_type(ModuleState *state, wsync_py_parameter_t parameter,
-                      wsync_py_call_t *call)
+static int convert_argument(ModuleState *state, wsync_py_parameter_t parameter,
+                            PyObject *object, wsync_py_call_t *call)
 {
     const size_t slot = parameters[parameter].type;
-    PyObject *object;
-    PyTypeObject *type;
 
-    if (slot == 0) {
-        return 0; /* and the field may be no pointer */
-    }
-    object = *(PyObject **)((char *)call + parameters[parameter].field);
-    type = *(PyTypeObject **)((char *)state + slot);
-    return wsync_py_check_type(object, type, parameters[parameter].name);
-}
-
-/* Fills a call from the arguments of a method; on success its buffer has to be released. */
-static int parse_call(ModuleState *state, PyObject *args, PyObject *kwargs,
-                      const wsync_py_method_t *method, wsync_py_call_t *call)
-{
-    static const char all[] = "O&O&O&O&O&";
-    char format[64];
-    char *keywords[WSYNC_PY_MAX_PARAMETERS + 1] = {NULL};
-    int (*convert[WSYNC_PY_MAX_PARAMETERS])(PyObject *, void *) = {NULL};
-    void *fields[WSYNC_PY_MAX_PARAMETERS] = {NULL};
-    unsigned count = 0;
-    unsigned optional = 0;
-
-    for (; method->parameters[count] != WSYNC_PY_END; count++) {
-        const wsync_py_parameter_t parameter = method->parameters[count];
-
-        optional += parameters[parameter].optional;
-        keywords[count] = parameters[parameter].name;
-        convert[count] = parameters[parameter].convert;
-        fields[count] = (char *)call + parameters[parameter].field;
-    }
-    (void)PyOS_snprintf(format, sizeof(format), "%.*s|%.*s:%s",
-                        (int)(2 * (count - optional)), all, (int)(2 * optional), all,
-                        method->name);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, convert[0], fields[0],
-                                     convert[1], fields[1], convert[2], fields[2],
-                                     convert[3], fields[3], convert[4], fields[4])) {
+    if (slot != 0 && wsync_py_check_type(object, *(PyTypeObject **)((char *)state + slot),
+                                         parameters[parameter].name) < 0) {
         return -1;
     }
-    for (unsigned i = 0; i < count; i++) {
-        if (check_type(state, method->parameters[i], call) < 0) {
-            PyBuffer_Release(&call->manifest);
+    return parameters[parameter].convert(object, (char *)call + parameters[parameter].field)
+               ? 0
+               : -1;
+}
+
+/* The place of a named argument among the method's parameters, or that of WSYNC_PY_END. */
+static Py_ssize_t find_parameter(const wsync_py_method_t *method, PyObject *name)
+{
+    Py_ssize_t i = 0;
+
+    while (method->parameters[i] != WSYNC_PY_END &&
+           PyUnicode_CompareWithASCIIString(name, parameters[method->parameters[i]].name) !=
+               0) {
+        i++;
+    }
+    return i;
+}
+
+/* Fills a call from the arguments of a method, of which some have names.  Its buffer has to
+ * be released, even after an error.  Python's own parser would read a format at each call
+ * of a round. */
+static int parse_call(ModuleState *state, PyObject *const *args, Py_ssize_t unnamed,
+                      PyObject *names, const wsync_py_method_t *method,
+                      wsync_py_call_t *call)
+{
+    const Py_ssize_t count = unnamed + (names == NULL ? 0 : PyTuple_Size(names));
+    bool given[WSYNC_PY_MAX_PARAMETERS] = {false};
+    Py_ssize_t known = 0;
+
+    while (method->parameters[known] != WSYNC_PY_END) {
+        known++;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Py_ssize_t place =
+            i < unnamed ? i : find_parameter(method, PyTuple_GetItem(names, i - unnamed));
+
+        if (place >= known || given[place]) {
+            PyErr_Format(PyExc_TypeError, "%s() got an unexpected or repeated argument: %R",
+                         method->name,
+                         i < unnamed ? args[i] : PyTuple_GetItem(names, i - unnamed));
+            return -1;
+        }
+        if (convert_argument(state, method->parameters[place], args[i], call) < 0) {
+            return -1;
+        }
+        given[place] = true;
+    }
+    for (Py_ssize_t i = 0; i < known; i++) {
+        if (!given[i] && !parameters[method->parameters[i]].optional) {
+            PyErr_Format(PyExc_TypeError, "%s() is missing the argument '%s'", method->name,
+                         parameters[method->parameters[i]].name);
             return -1;
         }
     }
@@ -250,20 +259,17 @@ PyObject *wsync_py_call_run(wsync_py_peer_t *peer, wsync_py_step_func_t step,
     return result;
 }
 
-PyObject *wsync_py_call(PyObject *self, PyObject *args, PyObject *kwargs,
-                        const wsync_py_method_t *method)
+PyObject *wsync_py_call(PyObject *self, PyObject *const *args, Py_ssize_t unnamed,
+                        PyObject *names, const wsync_py_method_t *method)
 {
     wsync_py_peer_t *peer = (wsync_py_peer_t *)self;
     wsync_py_call_t call = {0};
     PyObject *result = NULL;
 
-    if (parse_call(state_of(peer), args, kwargs, method, &call) < 0) {
-        return NULL;
-    }
-    if (method->if_open && peer->closed) {
-        result = Py_NewRef(Py_None);
-    } else {
-        result = wsync_py_call_run(peer, method->step, method->give, &call);
+    if (parse_call(state_of(peer), args, unnamed, names, method, &call) == 0) {
+        result = method->if_open && peer->closed
+                     ? Py_NewRef(Py_None)
+                     : wsync_py_call_run(peer, method->step, method->give, &call);
     }
     PyBuffer_Release(&call.manifest); /* nothing where there is none */
     return result;

@@ -106,8 +106,12 @@ typedef struct wsync_py_method {
 } wsync_py_method_t;
 
 /* A method of an object that begins with a wsync_py_peer_t. */
-PyObject *wsync_py_call(PyObject *self, PyObject *args, PyObject *kwargs,
-                        const wsync_py_method_t *method);
+PyObject *wsync_py_call(PyObject *self, PyObject *const *args, Py_ssize_t unnamed,
+                        PyObject *names, const wsync_py_method_t *method);
+
+/* The entry of a PyMethodDef for it. */
+#define WSYNC_PY_CALLED(function) \
+    ((PyCFunction)(void (*)(void))(function)), METH_FASTCALL | METH_KEYWORDS
 
 /* Defines `function`, the PyCFunction of a method.  The last arguments are its
  * parameters. */
@@ -118,13 +122,14 @@ PyObject *wsync_py_call(PyObject *self, PyObject *args, PyObject *kwargs,
 #define WSYNC_PY_CALL_IF_OPEN(function, name, step, give, ...) \
     WSYNC_PY_METHOD(function, name, step, give, true, __VA_ARGS__)
 
-#define WSYNC_PY_METHOD(function, name, step, give, if_open, ...)               \
-    static PyObject *function(PyObject *self, PyObject *args, PyObject *kwargs) \
-    {                                                                           \
-        static const wsync_py_method_t method = {                               \
-            name, step, give, {__VA_ARGS__}, if_open};                          \
-                                                                                \
-        return wsync_py_call(self, args, kwargs, &method);                      \
+#define WSYNC_PY_METHOD(function, name, step, give, if_open, ...)                        \
+    static PyObject *function(PyObject *self, PyObject *const *args, Py_ssize_t unnamed, \
+                              PyObject *names)                                           \
+    {                                                                                    \
+        static const wsync_py_method_t method = {                                        \
+            name, step, give, {__VA_ARGS__}, if_open};                                   \
+                                                                                         \
+        return wsync_py_call(self, args, unnamed, names, &method);                       \
     }
 
 /* wsync_py_wait, and then the result, with the object and the stream in use. */

@@ -290,10 +290,10 @@ static wsync_status_t step_check(wsync_py_call_t *call, int Py_UNUSED(timeout_ms
 WSYNC_PY_CALL(run_check, "check", step_check, NULL, WSYNC_PY_END)
 
 /* A wait that is under way, perhaps the caller's own, says itself what has gone wrong. */
-static PyObject *exchange_check(PyObject *object, PyObject *args, PyObject *kwargs)
+static PyObject *exchange_check(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     return ((wsync_py_peer_t *)object)->busy ? Py_NewRef(Py_None)
-                                             : run_check(object, args, kwargs);
+                                             : run_check(object, NULL, 0, NULL);
 }
 
 static wsync_status_t step_park(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
@@ -304,21 +304,19 @@ static wsync_status_t step_park(wsync_py_call_t *call, int Py_UNUSED(timeout_ms)
 
 WSYNC_PY_CALL(exchange_park, "park", step_park, NULL, WSYNC_PY_END)
 
-#define METHOD(name, function, text) {name, WSYNC_PY_KEYWORDS(function), text}
+#define METHOD(name, text) {#name, WSYNC_PY_CALLED(exchange_##name), text}
 
 static PyMethodDef exchange_methods[] = {
-    METHOD("connect", exchange_connect,
-           "connect($self, addresses, timeout, check=None)\n--\n\n"),
-    METHOD("begin", exchange_begin, "begin($self, plan)\n--\n\n"),
-    METHOD("acquire", exchange_acquire,
-           "acquire($self, round, timeout, check=None)\n--\n\n"),
-    METHOD("spans", exchange_spans, "spans($self, round)\n--\n\n"),
-    METHOD("post", exchange_post, "post($self, round, stream)\n--\n\n"),
-    METHOD("wait", exchange_wait,
-           "wait($self, round, stream, timeout, check=None)\n--\n\n"),
-    METHOD("release", exchange_release, "release($self, round, stream)\n--\n\n"),
-    METHOD("check", exchange_check, "check($self)\n--\n\n"),
-    METHOD("park", exchange_park, "park($self)\n--\n\n"),
+    {"connect", WSYNC_PY_KEYWORDS(exchange_connect),
+     "connect($self, addresses, timeout, check=None)\n--\n\n"},
+    METHOD(begin, "begin($self, plan)\n--\n\n"),
+    METHOD(acquire, "acquire($self, round, timeout, check=None)\n--\n\n"),
+    {"spans", WSYNC_PY_KEYWORDS(exchange_spans), "spans($self, round)\n--\n\n"},
+    METHOD(post, "post($self, round, stream)\n--\n\n"),
+    METHOD(wait, "wait($self, round, stream, timeout, check=None)\n--\n\n"),
+    METHOD(release, "release($self, round, stream)\n--\n\n"),
+    {"check", exchange_check, METH_NOARGS, "check($self)\n--\n\n"},
+    METHOD(park, "park($self)\n--\n\n"),
     {"close", wsync_py_peer_close, METH_NOARGS, "close($self)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
@@ -331,11 +329,12 @@ static PyGetSetDef exchange_getset[] = {
 };
 
 static PyMethodDef exchange_static_methods[] = {
-    METHOD("shared", exchange_shared,
-           "shared(rank, ranks, staging_nbytes, directory=None, device=None)\n--\n\n"),
-    METHOD("nccl", exchange_nccl,
-           "nccl(rank, ranks, send_nbytes, recv_nbytes, timeout, device)\n--\n\n"),
-    METHOD("nccl_address", exchange_nccl_address, "nccl_address(device)\n--\n\n"),
+    {"shared", WSYNC_PY_KEYWORDS(exchange_shared),
+     "shared(rank, ranks, staging_nbytes, directory=None, device=None)\n--\n\n"},
+    {"nccl", WSYNC_PY_KEYWORDS(exchange_nccl),
+     "nccl(rank, ranks, send_nbytes, recv_nbytes, timeout, device)\n--\n\n"},
+    {"nccl_address", WSYNC_PY_KEYWORDS(exchange_nccl_address),
+     "nccl_address(device)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -242,7 +242,7 @@ static wsync_status_t step_abort(wsync_py_call_t *call, int Py_UNUSED(timeout_ms
 
 WSYNC_PY_CALL_IF_OPEN(exporter_abort, "abort", step_abort, NULL, WSYNC_PY_TEXT)
 
-#define METHOD(name, text) {#name, WSYNC_PY_KEYWORDS(exporter_##name), text}
+#define METHOD(name, text) {#name, WSYNC_PY_CALLED(exporter_##name), text}
 
 static PyMethodDef exporter_methods[] = {
     METHOD(accept, "accept($self, timeout, check=None)\n--\n\n"),

@@ -278,7 +278,7 @@ static PyObject *importer_manifest(PyObject *object, void *Py_UNUSED(closure))
     return give_attached(object, ((ImporterObject *)object)->manifest, "manifest");
 }
 
-#define METHOD(name, text) {#name, WSYNC_PY_KEYWORDS(importer_##name), text}
+#define METHOD(name, text) {#name, WSYNC_PY_CALLED(importer_##name), text}
 
 static PyMethodDef importer_methods[] = {
     METHOD(begin, "begin($self, timeout, check=None)\n--\n\n"),

@@ -8,13 +8,11 @@ a number of nanoseconds of CLOCK_MONOTONIC, a clock that all processes of a host
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from wsync import _core
@@ -26,15 +24,21 @@ PHASES = {_core.PACK: "pack", _core.LOCAL: "local", _core.UNPACK: "unpack"}
 Span = tuple[str, str, int, int, int]
 
 
-@contextlib.contextmanager
-def stretch(end: Callable[[int, int], object]) -> Iterator[None]:
-    """Measures the block.  end: called with the times at which the block began and ended, in ns
-    of CLOCK_MONOTONIC."""
-    begin = time.monotonic_ns()
-    try:
-        yield
-    finally:
-        end(begin, time.monotonic_ns())
+class Stretch:
+    """Measures a block; there are several in every round.
+
+    end: called with the times at which the block began and ended, in ns of CLOCK_MONOTONIC."""
+
+    __slots__ = ("_begin", "_end")
+
+    def __init__(self, end: Callable[[int, int], object]) -> None:
+        self._end = end
+
+    def __enter__(self) -> None:
+        self._begin = time.monotonic_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._end(self._begin, time.monotonic_ns())
 
 
 @dataclass
@@ -57,9 +61,9 @@ class Trace:
         """Returns an empty trace, for the next update."""
         return Trace(self.folder, self.role, self.rank)
 
-    def span(self, what: str, round: int = -1) -> AbstractContextManager[None]:
+    def span(self, what: str, round: int = -1) -> Stretch:
         """Records the block as a span."""
-        return stretch(lambda begin, end: self.spans.append(("thread", what, round, begin, end)))
+        return Stretch(lambda begin, end: self.spans.append(("thread", what, round, begin, end)))
 
     def mark(self, what: str, round: int) -> None:
         """Records an event without duration."""
