@@ -144,11 +144,11 @@ def test_a_warm_buffer_is_filled_in_place() -> None:
 @pytest.mark.parametrize(
     ("out", "text"),
     [
-        (torch.empty(27, dtype=torch.uint8), "27 bytes, but the tensors need 28"),
+        (torch.empty(27, dtype=torch.uint8), "27 bytes, the tensors need 28"),
         (torch.empty(28), "torch.float32"),
         (torch.empty(7, 4, dtype=torch.uint8), r"shape \(7, 4\)"),
         (torch.empty(64, dtype=torch.uint8)[::2], "stride"),
-        (torch.empty(64, dtype=torch.uint8)[1:], "start is not a multiple of the alignment 16"),
+        (torch.empty(64, dtype=torch.uint8)[1:], "address is not a multiple of alignment=16"),
     ],
 )
 def test_a_buffer_that_cannot_hold_it_is_refused(out: torch.Tensor, text: str) -> None:
@@ -179,7 +179,7 @@ def test_metadata_that_does_not_fit_is_refused(start: int, end: int, shape: obje
     bucket = FlattenedTensorBucket(
         flattened_tensor=torch.zeros(8, dtype=torch.uint8), metadata=[entry]
     )
-    with pytest.raises(LayoutError, match="w: bytes"):
+    with pytest.raises(LayoutError, match=r"^w: torch.* bytes, but its place is"):
         bucket.reconstruct_tensors()
 
 
@@ -191,6 +191,6 @@ def test_a_bucket_is_flat_bytes() -> None:
         flattened_tensor=torch.zeros(8, dtype=torch.uint8)[::2],
         metadata=[FlattenedTensorMetadata("w", torch.Size((2,)), torch.float16, 0, 4, 4)],
     )
-    with pytest.raises(LayoutError, match=r"stride \(2,\) instead of contiguous"):
+    with pytest.raises(LayoutError, match=r"expected a contiguous .* stride \(2,\)"):
         gaps.reconstruct_tensors()
     assert wsync.FlattenedTensorBucket is FlattenedTensorBucket

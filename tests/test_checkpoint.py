@@ -158,7 +158,7 @@ def test_rows_that_alternate_are_written_where_they_belong(tmp_path: Path) -> No
 
 
 def test_elements_on_no_rank_are_counted_by_name() -> None:
-    with pytest.raises(wsync.LayoutError, match="t: 3 of 5 elements are on no rank"):
+    with pytest.raises(wsync.LayoutError, match="t: no trainer rank holds 3 of its 5 elements"):
         owners(layouts((5,), [(0, (0,), (2,), (1,))]), 4)
 
 
@@ -207,12 +207,12 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "missing file": (lambda folder: (folder / "one.safetensors").unlink(), r"one\.safetensors: "),
     "missing tensor": (
         lambda folder: save_file({"c": TENSORS["c"]}, folder / "two.safetensors"),
-        r"two\.safetensors: lacks b, which is in ",
+        r"two\.safetensors: it lacks b, which ",
     ),
     "no json": (lambda folder: (folder / INDEX).write_text("{"), "index.json: "),
     "no object": (
         lambda folder: (folder / INDEX).write_text("[]"),
-        "list instead of a JSON object",
+        "expected a JSON object, not a list",
     ),
     "no files": (lambda folder: (folder / INDEX).write_text("{}"), "has no weight_map"),
     "empty": (lambda folder: (folder / INDEX).unlink(), "index.json: No such file"),

@@ -106,7 +106,7 @@ def test_names_that_engines_pass_over_are_refused_before_anything_is_paused(
         deliver(given, engine, delivery="distributed", broadcast="bucket")
     with pytest.raises(wsync.LayoutError, match=text):
         wsync.DiskSync(given, [engine], folder=tmp_path, options=OPTIONS)
-    with pytest.raises(wsync.LayoutError, match=f"{folder} has other.*{text}"):
+    with pytest.raises(wsync.LayoutError, match=f"{folder} does not match.*{text}"):
         wsync.DiskSync(given, folder=tmp_path, base=folder, options=OPTIONS)
     receiver = Noting(folder)
     receiver.load_formats = (LOAD_FORMAT,)
@@ -143,9 +143,9 @@ def test_every_family_delivers_what_its_checkpoint_has(
         deliver(weights, Noting(tmp_path / "fused"))
         one = next(name for name in weights if ".experts.1.up_proj" in name)
         del weights[one]
-        with pytest.raises(wsync.LayoutError, match=rf"delivers its: {one}"):
+        with pytest.raises(wsync.LayoutError, match=rf"not delivered: {one}"):
             deliver(weights, Noting(tmp_path / "fused"))
-    assert all("no checkpoint is here" not in text for text in caplog.messages)
+    assert all("are not compared" not in text for text in caplog.messages)
 
 
 VISION = {**ones(*NAMES), **ones("model.visual.a.weight", "model.visual.b.0.weight")}
@@ -154,13 +154,13 @@ VISION = {**ones(*NAMES), **ones("model.visual.a.weight", "model.visual.b.0.weig
 def test_what_is_to_stay_is_named(tmp_path: Path) -> None:
     folder, text = saved(tmp_path / "model", VISION), ones(*NAMES)
     names = r"model\.visual\.a\.weight, model\.visual\.b\.0\.weight"
-    advice = rf"delivers its: {names} \(.*Options\(keep=\[\.\.\.\]\) names"
+    advice = rf"not delivered: {names} \(.*Options\(keep=\[\.\.\.\]\) names"
     with pytest.raises(wsync.LayoutError, match=advice):
         deliver(text, Noting(folder))
     deliver(text, Noting(folder), keep=["model.visual.*"])
     deliver(VISION, Noting(folder), keep=["model.visual.*"])
     deliver(text, Noting(folder), keep=["model.visual.a.weight", "*.0.weight"])
-    with pytest.raises(wsync.LayoutError, match=r"delivers its: model\.visual\.b\.0\.weight \("):
+    with pytest.raises(wsync.LayoutError, match=r"not delivered: model\.visual\.b\.0\.weight \("):
         deliver(text, Noting(folder), keep=["model.visual.a.weight"])
     options = wsync.Options.named("WSYNC_OPTIONS", '{"keep": ["model.visual.*"]}')
     with wsync.DiskSync(text, folder=tmp_path, base=folder, options=wsync.Options(**options)):
@@ -189,7 +189,7 @@ DRAFTS = {"speculative_algorithm": "EAGLE"}
             {"tie_word_embeddings": True},
             [*EMBED, NAMES[2]],
             {},
-            "lm_head.weight (it is tied",
+            "lm_head.weight (tied",
         ),
         ([], {"model_type": "gemma2"}, [NAMES[2]], {}, ""),
         (
@@ -197,15 +197,21 @@ DRAFTS = {"speculative_algorithm": "EAGLE"}
             {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}},
             *([], {}, ""),
         ),
-        ([NAMES[2]], {"tie_word_embeddings": False}, [], {}, "delivers its: lm_head.weight"),
-        ([], {"tie_word_embeddings": False}, [NAMES[2]], {}, "it has no: lm_head.weight"),
+        ([NAMES[2]], {"tie_word_embeddings": False}, [], {}, "not delivered: lm_head.weight"),
+        ([], {"tie_word_embeddings": False}, [NAMES[2]], {}, "not there: lm_head.weight"),
         # layers that only draft
         (MTP, {"num_hidden_layers": 1}, [], {}, ""),
         (MTP, {"text_config": {"num_hidden_layers": 1}}, [], {}, ""),
         (MTP, {"num_hidden_layers": 1}, MTP, DRAFTS, ""),
-        (MTP, {"num_hidden_layers": 1}, MTP[:2], DRAFTS, "its: model.mtp_layers.0.a.weight"),
+        (
+            MTP,
+            {"num_hidden_layers": 1},
+            MTP[:2],
+            DRAFTS,
+            "not delivered: model.mtp_layers.0.a.weight",
+        ),
         (MTP, {"num_hidden_layers": 1}, [], DRAFTS | {"speculative_draft_model_path": "/o"}, ""),
-        (MTP[:1], {"num_hidden_layers": 2}, [], {}, "delivers its: model.layers.1.eh_proj"),
+        (MTP[:1], {"num_hidden_layers": 2}, [], {}, "not delivered: model.layers.1.eh_proj"),
         (
             [*MTP, "model.layers.1.embed_tokens.weight", "model.layers.1.shared_head.head.weight"],
             *({"num_hidden_layers": 1}, MTP, DRAFTS, ""),
@@ -244,9 +250,11 @@ def test_a_tied_head_may_be_delivered_under_both_names(tmp_path: Path) -> None:
     drafts = ones("model.layers.1.embed_tokens.weight")  # its own embedding
     folder = saved(tmp_path, weights | drafts, tie_word_embeddings=True)
     deliver(weights | drafts | {NAMES[2]: weights[EMBED[0]]}, Noting(folder))
-    with pytest.raises(wsync.LayoutError, match=r"lm_head\.weight \(it is tied"):
+    with pytest.raises(wsync.LayoutError, match=r"lm_head\.weight \(tied"):
         deliver(weights | drafts | ones(NAMES[2]), Noting(folder))
-    with pytest.raises(wsync.InvalidArgumentError, match="checkpoint='/no/such': this host has no"):
+    with pytest.raises(
+        wsync.InvalidArgumentError, match="checkpoint='/no/such': expected a folder"
+    ):
         deliver(weights, Noting(folder), checkpoint="/no/such")
 
 
@@ -261,7 +269,7 @@ def test_a_base_models_checkpoint_has_no_prefix(tmp_path: Path) -> None:
     with mock.patch.object(checkpoint_check, "places_of", lambda _: places):
         assert compare([each._replace(name=f"model.{each.name}") for each in many], str(folder))
     assert time.process_time() - began < 3
-    with pytest.raises(wsync.LayoutError, match=r"it has no: model\.visual\.a\.weight"):
+    with pytest.raises(wsync.LayoutError, match=r"not there: model\.visual\.a\.weight"):
         deliver(ones("model.visual.a.weight"), Noting(saved(folder, ones("visual.a", *NAMES))))
 
 
@@ -272,7 +280,7 @@ def test_shapes_and_parameters_without_elements(tmp_path: Path) -> None:
     text = r"other shapes: model\.norm\.weight \(\(2,\) there, \(3,\) delivered\)"
     with pytest.raises(wsync.LayoutError, match=text):
         deliver(wider, Noting(folder))
-    with pytest.raises(wsync.LayoutError, match=f"{folder} has other.*{text}"):
+    with pytest.raises(wsync.LayoutError, match=f"{folder} does not match.*{text}"):
         wsync.DiskSync(wider, folder=tmp_path, base=folder)
     hollow = weights | {"model.norm.weight": torch.ones(0)}
     for engine in (Noting(folder), Engine()):
@@ -302,7 +310,7 @@ def test_names_of_wrapped_models_are_refused(names: tuple[str, ...], tmp_path: P
     ):
         with pytest.raises(wsync.LayoutError, match=text):
             refuse()
-    with pytest.raises(wsync.LayoutError, match=r"it has no: .*without those of torch's wrappers"):
+    with pytest.raises(wsync.LayoutError, match=r"not there: .*without those of torch's wrappers"):
         deliver(weights, Noting(folder))
     deliver(weights, Noting(saved(folder, weights)))  # a checkpoint that has them itself
 
@@ -313,7 +321,7 @@ def test_where_no_folder_is_seen_it_is_said_once(
     engines = [Engine("a"), Engine("b", model_path="/nowhere"), Engine("c", model_path="org/name")]
     wsync.connect(ones(*NAMES), engines, options=OPTIONS).close()
     (text,) = caplog.messages
-    assert text.startswith("no checkpoint is here to compare with for engines a, b, c: ")
+    assert text.startswith("names, shapes and dtypes are not compared for engines a, b, c, ")
     assert "(Options(checkpoint=DIR) names the folder that they were started from)" in text
     caplog.clear()
     wsync.connect(ones(*NAMES), engines, options=wsync.Options(checkpoint="")).close()
@@ -329,7 +337,7 @@ def test_a_relative_folder_is_looked_up_here(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "model", ones(*NAMES))
-    with pytest.raises(wsync.LayoutError, match=rf"{tmp_path}/model, .*it has no: model\.other"):
+    with pytest.raises(wsync.LayoutError, match=rf"{tmp_path}/model, .*not there: model\.other"):
         deliver(ones("model.other"), Noting("model"))
 
 
@@ -341,7 +349,9 @@ def test_a_name_of_the_hub_is_looked_up_in_this_hosts_cache(
     made.mkdir(parents=True)
     saved(made, ones(*NAMES), model_type="any")
     for engine, checkpoint in ((Noting("Qwen/Any"), None), (Engine(), "Qwen/Any")):
-        text = rf"^{made}, which engine e was started from, has other .*: it has no: model\.other"
+        text = (
+            rf"^{made}, which engine e was started from, does not match .*: not there: model\.other"
+        )
         with pytest.raises(wsync.LayoutError, match=text):
             deliver(ones("model.other"), engine, checkpoint=checkpoint)
 
@@ -353,8 +363,9 @@ def test_a_folder_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     (tmp_path / "model.safetensors").write_bytes(b"short")
     wsync.connect(ones(*NAMES), engines, options=OPTIONS).close()
     assert [text.partition(":")[0] for text in caplog.messages] == [
-        *["the trainer's names are not compared with a checkpoint"] * 2,
-        "no checkpoint is here to compare with for engines e, b",
+        *["names, shapes and dtypes are not compared with a checkpoint"] * 2,
+        "names, shapes and dtypes are not compared for engines e, b, because this host has no "
+        "checkpoint of theirs that wsync can read",
     ]
 
 

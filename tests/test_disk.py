@@ -313,12 +313,12 @@ def test_a_half_written_checkpoint_is_refused_before_anything_is_loaded(
         # by the engine, or by the version that it has, if that is there
         (
             lambda w: w.pop("model.norm.weight"),
-            r"model.norm.weight: in \w+, not del|delivers its: model.norm",
+            r"model.norm.weight: \w+ has it|not delivered: model.norm",
         ),
-        (lambda w: w.update(extra=torch.zeros(2)), r"extra: not in \w+|has no: extra"),
+        (lambda w: w.update(extra=torch.zeros(2)), r"extra: \w+ has no such|not there: extra"),
         (
             lambda w: w.update({"model.norm.weight": torch.zeros(3)}),
-            r"model.norm.weight:? (shape )?\(3,\) ",
+            r"model.norm.weight:? .*\(3,\)",
         ),
     ],
 )
@@ -386,8 +386,8 @@ def test_an_engine_without_the_call_is_named(tmp_path: Path) -> None:
     ("options", "text"),
     [
         ({"keep": 0}, "keep=0"),
-        ({"base": "/nowhere"}, "base=/nowhere: neither a folder"),
-        ({"base": 3}, "base=3: neither a folder with"),
+        ({"base": "/nowhere"}, "base=/nowhere: expected the folder"),
+        ({"base": 3}, "base=3: expected the folder of"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(

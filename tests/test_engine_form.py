@@ -180,7 +180,7 @@ def test_codes_without_scales_are_refused(method: str, part: str, tmp_path: Path
     lacking = {
         name: tensor for name, tensor in made.items() if not name.endswith(f"x_proj.weight{part}")
     }
-    text = r"x_proj.weight(_packed)?: codes that the trainer delivers no scales for"
+    text = r"x_proj.weight(_packed)?: the trainer delivers codes, but no scales"
     with pytest.raises(wsync.LayoutError, match=text):
         wsync.connect(lacking, [Engine()])
     with pytest.raises(wsync.LayoutError, match=text):
@@ -223,7 +223,7 @@ PLAIN_WEIGHTS = {"a.weight": torch.zeros(4, 2), "b.bias": torch.zeros(3)}
     ("there", "given", "text"),
     [
         (CODES | SCALES, CODES | SCALES, ""),
-        (CODES | SCALES, CODES, "nobody delivers its: a.weight_scale_inv"),
+        (CODES | SCALES, CODES, "not delivered: a.weight_scale_inv"),
         (
             *(CODES | SCALES, CODES | {"a.weight_scale_inv": torch.ones(1, 1).byte()}),
             "other dtypes: a.weight_scale_inv (float32 there, uint8 delivered)",
@@ -232,12 +232,12 @@ PLAIN_WEIGHTS = {"a.weight": torch.zeros(4, 2), "b.bias": torch.zeros(3)}
             *(CODES | SCALES, CODES | {"a.weight_scale_inv": torch.ones(2, 1)}),
             "other shapes: a.weight_scale_inv ((1, 1) there, (2, 1) delivered)",
         ),
-        (CODES | SCALES, CODES | {"a.weight_scale": torch.ones(1)}, "it has no: a.weight_scale;"),
+        (CODES | SCALES, CODES | {"a.weight_scale": torch.ones(1)}, "not there: a.weight_scale;"),
         # the trainer does not quantise: what there are codes of is compared
         (CODES | SCALES, PLAIN_WEIGHTS, ""),
-        (CODES | SCALES, PLAIN_WEIGHTS | {"c": torch.ones(1)}, "it has no: c ("),
+        (CODES | SCALES, PLAIN_WEIGHTS | {"c": torch.ones(1)}, "not there: c ("),
         (FUSED, FUSED, ""),
-        (FUSED, {EXPERTS: FUSED[EXPERTS]}, f"nobody delivers its: {EXPERTS}_scale_inv"),
+        (FUSED, {EXPERTS: FUSED[EXPERTS]}, f"not delivered: {EXPERTS}_scale_inv"),
         (FUSED | {EXPERTS: torch.zeros(2, 4, 4).bfloat16()}, FUSED, f"other dtypes: {EXPERTS}"),
         (FUSED | {EXPERTS: torch.zeros(2, 4, 4).to(torch.float8_e5m2)}, FUSED, "other dtypes"),
         # engines read scales of any floating-point dtype, and none of activations is delivered
@@ -265,11 +265,11 @@ def test_what_engines_with_wsyncs_receiver_say_themselves_is_a_warning(
     more = {"model.layers.1.weight": torch.ones(1, dtype=FP8)}
     folder = model(tmp_path, PER_TENSOR, weights=CODES | SCALES | more)
     assert compare(from_tensors(CODES | SCALES).layout, folder)
-    assert caplog.messages == [f"only {folder} has model.layers.1.weight"]
+    assert caplog.messages == [f"{folder} has model.layers.1.weight, but the trainer does not"]
     caplog.clear()
     assert not compare([], model(tmp_path, {"quant_method": "gptq"}, "other"))
     (text,) = caplog.messages
-    assert text.startswith("the trainer's names are not compared with a checkpoint: ")
+    assert text.startswith("names, shapes and dtypes are not compared with a checkpoint: ")
 
 
 def test_an_updater_of_slimes_compares_with_its_checkpoint(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_an_updater_of_slimes_compares_with_its_checkpoint(tmp_path: Path) -> No
         None,
         model_name="any",
     )
-    with pytest.raises(wsync.LayoutError, match=r"it has no: c\.weight"):
+    with pytest.raises(wsync.LayoutError, match=r"not there: c\.weight"):
         updater.connect_rollout_engines([Engine(model_path=path)])
     with pytest.raises(REFUSAL, match="checkpoint=3 is no path"):
         wsync.Options(checkpoint=3)  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ REFUSED: dict[tuple[str, Fields | None, Fields | None, str, str], tuple[str, ...
         f"KeyError: '{FUSED}.weight_scale'",
     ),
     ("qwen3", FP8, FP8, "session", "_scale_inv$"): (
-        "no tensor of the trainer is loaded to model.layers.0.mlp.down_proj.weight_scale_inv",
+        "the trainer delivers nothing for model.layers.0.mlp.down_proj.weight_scale_inv",
     ),
     ("qwen3", FP8, PACKED, "session", ""): (
         f"{FUSED}.weight_scale_inv: its scales are packed as UE8M0, but the trainer's are not",
@@ -110,7 +110,7 @@ REFUSED: dict[tuple[str, Fields | None, Fields | None, str, str], tuple[str, ...
         f"KeyError: '{FUSED}.weight'",
     ),
     ("qwen3_moe", None, INT4_EXPERTS, "session", ""): (
-        "no tensor of the trainer is loaded to model.layers.0.mlp.experts.w13_weight_packed",
+        "the trainer delivers nothing for model.layers.0.mlp.experts.w13_weight_packed",
         "none of model.layers.0.mlp.experts.0.down_proj.weight, ",
     ),
     ("qwen3_moe", INT4_EXPERTS, COARSER_EXPERTS, "session", ""): (
@@ -121,7 +121,7 @@ REFUSED: dict[tuple[str, Fields | None, Fields | None, str, str], tuple[str, ...
         f"KeyError: '{FUSED}.weight_zero_point'",
     ),
     ("qwen3", INT4, ZERO, "learnt", ""): (
-        "no tensor of the trainer is loaded to model.layers.0.mlp.down_proj.weight_zero_point",
+        "the trainer delivers nothing for model.layers.0.mlp.down_proj.weight_zero_point",
     ),
     # SGLang cannot load these a second time
     ("qwen3", INT4, INT4, "session", ""): (
@@ -200,16 +200,16 @@ UNLIKE: dict[tuple[str, Fields | None, Fields | None, str], tuple[str, ...]] = {
     ),
     ("qwen3", FP8, FINER, ""): (f"{QKV}.weight_scale_inv (float32 (4, 2)): RuntimeError",),
     ("qwen3", FP8, FP8, "_scale_inv$"): (
-        "loaded to model.layers.0.mlp.down_proj.weight_scale_inv",
+        "nothing for model.layers.0.mlp.down_proj.weight_scale_inv",
     ),
     # what attention makes of the lost weights is no reason to reload
-    ("deepseek_v3", FP8, FP8, "model.norm"): ("loaded to model.norm.weight",),
+    ("deepseek_v3", FP8, FP8, "model.norm"): ("nothing for model.norm.weight",),
     # where layers are made anew: before that
     ("qwen3", None, INT4, ""): (f"load_weights fails at {QKV}.weight (bfloat16 (512, 256)): ",),
-    ("qwen3", INT4, ZERO, ""): ("loaded to model.layers.0.mlp.down_proj.weight_zero_point",),
+    ("qwen3", INT4, ZERO, ""): ("nothing for model.layers.0.mlp.down_proj.weight_zero_point",),
     ("qwen3", INT4, INT4, "_scale$"): (
         "model.layers.0.mlp.down_proj.weight_packed, ",
-        "codes that the trainer delivers no scales for",
+        "the trainer delivers codes, but no scales",
     ),
     ("qwen3_moe", INT4_EXPERTS, COARSER_EXPERTS, ""): ("weight_scale (bfloat16 (256, 8))",),
     # layers that are made anew would have any memory in place of what is not loaded
@@ -366,7 +366,7 @@ def test_what_sglang_restores_without_values_cannot_stay(monkeypatch: pytest.Mon
         wsync.connect(
             weights, engines=[ThreadEngine([SglangLoader(module)])], options=OPTIONS
         ) as sync,
-        pytest.raises(wsync.WsyncError, match=r"is loaded to weight_packed \(64 of its 64 bytes\)"),
+        pytest.raises(wsync.WsyncError, match=r"nothing for weight_packed \(64 of its 64 bytes\)"),
     ):
         sync.update()
 

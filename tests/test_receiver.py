@@ -159,12 +159,17 @@ def test_an_unknown_name_is_refused(start: Start) -> None:
     weights = {**tiny_weights(1), "stranger": torch.ones(2)}
     rounds = [*ROUNDS, ["stranger"]]
     before = as_bytes(torch.nn.utils.parameters_to_vector((module := Tiny()).parameters()))
-    assert "stranger: not in Tiny" in failed_update(start, ModuleLoader(module), weights, rounds)
+    assert "stranger: Tiny has no such tensor" in failed_update(
+        start, ModuleLoader(module), weights, rounds
+    )
     # nothing was loaded: the weights are still the old ones
     assert as_bytes(torch.nn.utils.parameters_to_vector(module.parameters())) == before
     fused = {**tiny_weights(1), "a.experts.down_proj": torch.ones(2)}
     text = failed_update(start, ModuleLoader(module), fused, [*ROUNDS, ["a.experts.down_proj"]])
-    assert "down_proj: not in Tiny; wsync.fsdp.layout(model) gives fused experts the" in text
+    assert (
+        "down_proj: Tiny has no such tensor; wsync.fsdp.layout(model) gives fused experts the"
+        in text
+    )
 
 
 def test_what_is_not_converted_is_named_with_what_is(start: Start) -> None:
@@ -178,13 +183,13 @@ def test_a_parameter_that_is_not_delivered_is_named(start: Start) -> None:
     del weights["up.bias"]
     rounds = [["embed.weight", "up.weight", "bias"]]
     text = failed_update(start, ModuleLoader(Tiny()), weights, rounds)
-    assert "up.bias: in Tiny, not delivered" in text
+    assert "up.bias: Tiny has it, but the trainer does not deliver it" in text
 
 
 def test_another_shape_is_refused_with_both(start: Start) -> None:
     weights = {**tiny_weights(1), "up.weight": torch.ones(4, 6)}
     text = failed_update(start, ModuleLoader(Tiny()), weights)
-    assert "up.weight: shape (4, 6) delivered, (6, 4) in Tiny" in text
+    assert "up.weight: the trainer delivers shape (4, 6), but Tiny has (6, 4)" in text
 
 
 class Loading(Tiny):

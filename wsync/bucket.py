@@ -129,8 +129,8 @@ class FlattenedTensorBucket:
         flat = self.flattened_tensor
         if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
             raise LayoutError(
-                f"bucket: {flat.dtype} of shape {tuple(flat.shape)} and stride {flat.stride()} "
-                "instead of contiguous flat torch.uint8"
+                "bucket: expected a contiguous flat tensor of torch.uint8, but it is "
+                f"{flat.dtype} of shape {tuple(flat.shape)} and stride {flat.stride()}"
             )
         return [(entry.name, _read_entry(flat, entry)) for entry in self.metadata]
 
@@ -139,13 +139,13 @@ def _check_out(out: torch.Tensor, nbytes: int, alignment: int) -> None:
     flat = out.dtype == torch.uint8 and out.dim() == 1 and out.is_contiguous()
     if not flat or out.device.type != "cpu":
         raise InvalidArgumentError(
-            f"out: {out.dtype} of shape {tuple(out.shape)} and stride {out.stride()} on "
-            f"{out.device} instead of contiguous flat torch.uint8 in CPU memory"
+            "out: expected a contiguous flat tensor of torch.uint8 in CPU memory, but it is "
+            f"{out.dtype} of shape {tuple(out.shape)} and stride {out.stride()} on {out.device}"
         )
     if out.numel() < nbytes:
-        raise InvalidArgumentError(f"out: {out.numel()} bytes, but the tensors need {nbytes}")
+        raise InvalidArgumentError(f"out: it has {out.numel()} bytes, the tensors need {nbytes}")
     if out.data_ptr() % alignment:
-        raise InvalidArgumentError(f"out: its start is not a multiple of the alignment {alignment}")
+        raise InvalidArgumentError(f"out: its address is not a multiple of alignment={alignment}")
 
 
 def _read_entry(flat: torch.Tensor, entry: Any) -> torch.Tensor:
@@ -154,8 +154,8 @@ def _read_entry(flat: torch.Tensor, entry: Any) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize  # numel() wraps around
     if not 0 <= start <= end <= flat.numel() or end - start != nbytes:
         raise LayoutError(
-            f"{entry.name}: bytes {start}:{end} of a bucket of {flat.numel()} bytes, but "
-            f"{dtype} of shape {tuple(shape)} has {nbytes}"
+            f"{entry.name}: {dtype} of shape {tuple(shape)} has {nbytes} bytes, but its place is "
+            f"{start}:{end} in a bucket of {flat.numel()} bytes"
         )
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device=flat.device)

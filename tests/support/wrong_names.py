@@ -65,22 +65,25 @@ def _one_missing(weights: Tensors) -> Tensors:
 WRONG: Mapping[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "fused experts": (
         _fused_in_another_family,
-        r"it has no: model\.layers\.0\.own \(.*wsync\.fsdp\.layout\(model\) gives",
+        r"not there: model\.layers\.0\.own \(.*wsync\.fsdp\.layout\(model\) gives",
     ),
-    "w1, w2, w3": (_w123, r"it has no: .*experts\.0\.w1\.weight"),
+    "w1, w2, w3": (_w123, r"not there: .*experts\.0\.w1\.weight"),
     "no model.": (
         _renamed(r"^model\.", ""),
-        r"it has no: embed_tokens\.weight",
+        r"not there: embed_tokens\.weight",
     ),
     "model.language_model.": (
         _renamed(r"^model\.", "model.language_model."),
-        r"it has no: model\.language_model\.embed_tokens\.weight.*wsync\.fsdp\.layout\("
+        r"not there: model\.language_model\.embed_tokens\.weight.*wsync\.fsdp\.layout\("
         r".*Options\(checkpoint=DIR\) names the folder .*checkpoint='' switches this ",
     ),
     "a prefix": (_renamed("^", "policy."), r"policy\.lm_head\.weight"),
-    "fused attention": (_fused_attention, r"it has no: .*qkv_proj\.weight.*delivers its: .*k_proj"),
+    "fused attention": (
+        _fused_attention,
+        r"not there: .*qkv_proj\.weight.*not delivered: .*k_proj",
+    ),
     "one missing": (
         _one_missing,
-        r"nobody delivers its: model\.layers\.1\.mlp\.gate\.weight \(.*Options\(keep=\[\.\.\.\]\)",
+        r"not delivered: model\.layers\.1\.mlp\.gate\.weight \(.*Options\(keep=\[\.\.\.\]\)",
     ),
 }

@@ -184,7 +184,7 @@ def owners(model: _core.Layout, ranks: int) -> list[list[Owned]]:
         lacking = math.prod(shape) - sum(math.prod(shard.extent) for shard in shards)
         if lacking > 0:
             raise _core.LayoutError(
-                f"{name}: {lacking} of {math.prod(shape)} elements are on no rank"
+                f"{name}: no trainer rank holds {lacking} of its {math.prod(shape)} elements"
             )
         for shard in shards:
             rank = bisect.bisect(ends, shard.buffer)
@@ -228,7 +228,7 @@ class Checkpoint:
             self.places |= _stored(file)
         for name, where in expected.items():
             if name not in self.places:
-                raise _core.LayoutError(f"{path / where}: lacks {name}, which is in {INDEX}")
+                raise _core.LayoutError(f"{path / where}: it lacks {name}, which {INDEX} lists")
 
 
 def _stored(path: Path) -> dict[str, Stored]:
@@ -256,7 +256,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _core.LayoutError(f"{path}: {error!s:.300}") from None
     if not isinstance(found, dict):
-        raise _core.LayoutError(f"{path}: {type(found).__name__} instead of a JSON object")
+        raise _core.LayoutError(f"{path}: expected a JSON object, not a {type(found).__name__}")
     return found
 
 

@@ -45,7 +45,7 @@ def newest(root: str | os.PathLike[str]) -> Path:
     found = Path(root, LATEST).resolve()
     if (found / INDEX).exists():
         return found
-    raise _core.StateError(f"{os.fspath(root)}: holds no complete version yet")
+    raise _core.StateError(f"{os.fspath(root)}: there is no complete version in it yet")
 
 
 class Versions:
@@ -84,8 +84,8 @@ class Versions:
         is_folder = isinstance(base, str | os.PathLike) and Path(base).is_dir()
         if base is not None and not is_folder and not hasattr(base, "save_pretrained"):
             raise _core.InvalidArgumentError(
-                f"base={base!s:.200}: neither a folder with a checkpoint's configuration nor a "
-                "transformers configuration"
+                f"base={base!s:.200}: expected the folder of a checkpoint, or a configuration of "
+                "transformers"
             )
 
     @contextlib.contextmanager
@@ -116,7 +116,7 @@ class Versions:
     def begin(self, version: str) -> Path:
         """A new hidden folder with everything but the weights and their index."""
         if "/" in version or "\0" in version or not version.isprintable():
-            raise _core.InvalidArgumentError(f"version {version!r} cannot name a folder")
+            raise _core.InvalidArgumentError(f"version {version!r} cannot be a folder's name")
         folder = self._hidden(_name(version))
         with system_calls(folder):
             folder.mkdir()

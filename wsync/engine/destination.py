@@ -133,7 +133,7 @@ def named_tensors(
     who, state = type(module).__name__, state_of(module)
     unknown = delivered.keys() - state.keys()
     if unknown:
-        raise LayoutError(f"{listed(unknown)}: not in {who}{unfused(unknown)}")
+        raise LayoutError(f"{listed(unknown)}: {who} has no such tensor{unfused(unknown)}")
     found: dict[str, torch.Tensor] = {}
     others: dict[str, str] = {}
     missing: list[str] = []
@@ -144,14 +144,14 @@ def named_tensors(
         for name in given:
             if tuple(state[name].shape) != delivered[name]:
                 raise LayoutError(
-                    f"{name}: shape {delivered[name]} delivered, {tuple(state[name].shape)} "
-                    f"in {who}"
+                    f"{name}: the trainer delivers shape {delivered[name]}, but {who} has "
+                    f"{tuple(state[name].shape)}"
                 )
         if given and state[given[0]].numel():
             found[given[0]] = state[given[0]]
             others |= dict.fromkeys(given[1:], given[0])
     if missing:
-        raise MissingError(f"{listed(missing)}: in {who}, not delivered")
+        raise MissingError(f"{listed(missing)}: {who} has it, but the trainer does not deliver it")
     return NamedTensors(found, others)
 
 

@@ -175,7 +175,10 @@ class Receiver:
             update, rounds = importer.begin(timeout)
         self._end_learning()
         if update != message.update:
-            raise ProtocolError(f"the trainer has begun {_nth(update)}, not {message.update}")
+            raise ProtocolError(
+                f"this request is for update {message.update}, but the trainer "
+                f"has begun {_nth(update)}"
+            )
         if importer.generation != self._generation:
             self._generation = -1
             self._loader.attach(importer.ring, Layout.from_bytes(importer.manifest))
@@ -331,7 +334,7 @@ def connect(address: str, blob: bytes, timeout: float, device: Device) -> Sessio
         return Importer(address, blob, timeout, device)
     except PeerClosedError as error:
         raise PeerClosedError(
-            f"{error}: the trainer has ended; or this engine was restarted after the trainer "
-            "connected (call update again, which connects anew); or this process does not see the "
-            "trainer's folder, because it runs in another container (set Options.directory)"
+            f"{error}: either the trainer has ended; or this engine was restarted after the "
+            "trainer connected (call update again, which connects anew); or this process runs in "
+            "another container and does not see the trainer's folder (set Options.directory)"
         ) from error

@@ -115,8 +115,8 @@ class EngineCheck:
         self._chosen = None if options.checkpoint is None else _found(options.checkpoint)
         if self._chosen and not os.path.isdir(self._chosen):
             raise _core.InvalidArgumentError(
-                f"checkpoint={options.checkpoint!r}: this host has no such folder, and no model of "
-                "this name in its cache of the Hugging Face hub"
+                f"checkpoint={options.checkpoint!r}: expected a folder of this host, or the name "
+                "of a model in this host's cache of the Hugging Face hub"
             )
         self._folder = self._base if self._chosen is None else self._chosen
         self._untied = untied
@@ -131,10 +131,11 @@ class EngineCheck:
             check_names(self._tensors)
         if unseen and self._folder != "":
             _log.warning(
-                "no checkpoint is here to compare with for engines %s: they ignore names that they "
-                "do not know, keep tensors that are not delivered, and convert weights to the form "
-                "that they hold, all without a message (Options(checkpoint=DIR) names the folder "
-                "that they were started from)",
+                "names, shapes and dtypes are not compared for engines %s, because this host has "
+                "no checkpoint of theirs that wsync can read: they ignore names that they do not "
+                "know, keep tensors that are not delivered, and convert weights to the form that "
+                "they hold, all without a message (Options(checkpoint=DIR) names the folder that "
+                "they were started from)",
                 ", ".join(unseen),
             )
         return [] if self._folder == "" else unseen
@@ -256,19 +257,19 @@ def compare(
     kinds = set() if whole else {key_of(name) for name in given}
     asked = [name for name in lacking if whole or unknown or key_of(name) in kinds]
     wrong = {
-        "it has no": (unknown, _RENAME),
-        "nobody delivers its": (asked, _KEEP),
+        "not there": (unknown, _RENAME),
+        "not delivered": (asked, _KEEP),
         "other shapes": (list(_other_shapes(given.values(), places)), ""),
         "other dtypes": (list(_other_dtypes(given.values(), places)), ""),
     }
     if texts := [f"{text}: {listed(names)}" for text, (names, _) in wrong.items() if names]:
         help = [text for names, text in wrong.values() if names and text]
         raise _core.LayoutError(
-            f"{title or folder} has other tensors than those delivered: "
+            f"{title or folder} does not match the trainer's tensors: "
             f"{'; '.join(texts)} ({'; '.join([*help, _OTHERWISE])})"
         )
     if lacking:
-        _log.warning("only %s has %s", folder, listed(lacking))
+        _log.warning("%s has %s, but the trainer does not", folder, listed(lacking))
     return True
 
 
@@ -310,7 +311,7 @@ class _Source(NamedTuple):
                 if not coded and (said := config_in(Path(folder))) is not None:
                     Method.of(said)
         except _core.WsyncError as error:
-            _log.warning("the trainer's names are not compared with a checkpoint: %s", error)
+            _log.warning("names, shapes and dtypes are not compared with a checkpoint: %s", error)
             return None
         if not places:
             return None
@@ -336,7 +337,7 @@ class _Source(NamedTuple):
         """The given names that it lacks and that engines do not make themselves."""
         for name in given:
             if name not in self.places and untied and name.endswith(_HEAD):
-                yield f"{name} (it is tied to the embedding there, but not in the trainer)"
+                yield f"{name} (tied to the embedding there, but not in the trainer)"
             elif name not in self.places and not self.makes(name):
                 yield name
 
@@ -403,8 +404,8 @@ def check_names(facts: Sequence[TensorFacts]) -> None:
     ]:
         raise _core.LayoutError(
             f"{listed(names)}: a wrapper of the model or an adapter has made these names: "
-            f"{_RENAME} (if the model itself has these names, Options(checkpoint=DIR) names a "
-            "folder that has them)"
+            f"{_RENAME} (if the model itself has these names, give a folder that has them, too: "
+            "Options(checkpoint=DIR))"
         )
     check_elements(facts)
 
@@ -416,8 +417,8 @@ def check_elements(facts: Iterable[TensorFacts]) -> None:
         each.name for each in facts if tuple(each.shape) == (0,) and "float" in each.dtype
     ]:
         raise _core.LayoutError(
-            f"{listed(names)}: no elements: with ZeRO-3, make this call within "
-            "deepspeed.zero.GatheredParameters, where parameters have elements"
+            f"{listed(names)}: there are no elements here; with ZeRO-3, make this call within "
+            "deepspeed.zero.GatheredParameters"
         )
 
 
@@ -441,7 +442,7 @@ def check_scales(model: _core.Layout) -> None:
     these codes with other scales, or with none."""
     missing = without_scales((each.name, each.dtype) for each in facts_of(model))
     if missing:
-        raise _core.LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
+        raise _core.LayoutError(f"{listed(missing)}: the trainer delivers codes, but no scales")
 
 
 def has_codes(model: _core.Layout) -> bool:

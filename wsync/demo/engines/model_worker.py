@@ -126,12 +126,12 @@ def check_fit(weights: Named, facts: Facts, who: str) -> None:
     """
     for name, tensor in weights:
         if name not in facts:
-            raise LayoutError(f"{name}: not in {who}{unfused([name])}")
+            raise LayoutError(f"{name}: {who} has no such tensor{unfused([name])}")
         shape, dtype = facts[name]
         if tensor.shape != shape:
-            raise LayoutError(f"{name}: shape {tuple(tensor.shape)} delivered, {shape} in {who}")
+            raise LayoutError(f"{name}: shape {tuple(tensor.shape)} came, {who} has {shape}")
         if tensor.dtype != dtype and {tensor.dtype, dtype} not in _CASTS:
-            raise LayoutError(f"{name}: {tensor.dtype} delivered, {dtype} in {who}")
+            raise LayoutError(f"{name}: {tensor.dtype} came, {who} has {dtype}")
 
 
 def _tensors(content: Any, load_format: str | None) -> Named:

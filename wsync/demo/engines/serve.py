@@ -82,12 +82,15 @@ class ServerProcess:
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], timeout)[0]:
             raise DeadlineError(
-                f"engine {self.name}: no port after {seconds(timeout)}; its log: {self.log()}"
+                f"engine {self.name}: it did not listen within {seconds(timeout)}; its log: "
+                f"{self.log()}"
             )
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait(_STOP_SECONDS)
-            raise PeerClosedError(f"engine {self.name}: ended with {status}: {self.log()}")
+            raise PeerClosedError(
+                f"engine {self.name}: it ended with exit status {status}; its log: {self.log()}"
+            )
         self.url = f"http://127.0.0.1:{json.loads(line)['port']}"
 
 
@@ -138,7 +141,7 @@ def load(path: str, *, dtype: str | None, seed: int | None) -> Any:
 
     options = {"dtype": dtype_of(dtype)} if dtype else {}
     if not Path(path, "config.json").is_file():
-        raise InvalidArgumentError(f"{path}: no config.json there")
+        raise InvalidArgumentError(f"{path}: there is no config.json in this folder")
     auto: Any = transformers.AutoModelForCausalLM
     if seed is not None:
         torch.manual_seed(seed)

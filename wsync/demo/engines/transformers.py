@@ -48,7 +48,7 @@ class Gate:
     def request(self) -> Iterator[Callable[[], bool]]:
         """A context for one request.  Yields a function that tells whether it was aborted."""
         with self._changed:
-            self._wait(lambda: not self._paused, REQUEST_SECONDS, "the engine stays paused")
+            self._wait(lambda: not self._paused, REQUEST_SECONDS, "the engine is still paused")
             self._running += 1
             begun = self._aborts
         try:
@@ -60,13 +60,13 @@ class Gate:
 
     def pause(self, mode: str = "abort") -> None:
         if mode not in PAUSE_MODES:
-            raise InvalidArgumentError(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
+            raise InvalidArgumentError(f"mode={mode!r}: expected {' or '.join(PAUSE_MODES)}")
         with self._changed:
             self._paused = True
             if mode == "abort":
                 self._aborts += 1
                 self._changed.notify_all()
-                self._wait(lambda: not self._running, REQUEST_SECONDS, "requests do not end")
+                self._wait(lambda: not self._running, REQUEST_SECONDS, "requests are still running")
 
     def resume(self) -> None:
         with self.alone():
@@ -78,7 +78,7 @@ class Gate:
     ) -> Iterator[None]:
         """A context for a step or an update, which nothing else shares."""
         with self._changed:
-            late = "the engine stays paused, or a step or an update does not end"
+            late = "the engine is still paused, or a step or an update is still running"
             self._wait(lambda: not self._writing and ready(), timeout, late)
             self._writing = True
         try:
@@ -94,7 +94,7 @@ class Gate:
 
     def _wait(self, ready: Callable[[], bool], timeout: float, otherwise: str) -> None:
         if not self._changed.wait_for(ready, timeout):
-            raise DeadlineError(f"{otherwise}: waited {seconds(timeout)}")
+            raise DeadlineError(f"after {seconds(timeout)}, {otherwise}")
 
 
 class Engine(ModuleWorker):

@@ -21,7 +21,8 @@ _CACHE_NBYTES: Final = 16 << 20  # a plain attribute with more bytes is taken fo
 
 def has_changed(module: str, change: str) -> StateError:
     return StateError(
-        f"{module} has changed since it was learnt: {change}; the next update learns it anew"
+        f"{module} has changed since wsync learnt what its load_weights does: {change}; the next "
+        "update learns it anew"
     )
 
 
@@ -67,7 +68,7 @@ class LoadTargets:
         """
         found = [target.home.get(target.key) for target in self.targets]
         if not self._tree.same() or not all(isinstance(each, torch.Tensor) for each in found):
-            change = "its submodules or the names of its tensors are different"
+            change = "its submodules or the names of its tensors have changed"
             raise has_changed(self._module, change)
         return found  # type: ignore[return-value]
 
@@ -92,8 +93,8 @@ def _apart(found: Sequence[tuple[TensorTarget, torch.Tensor]]) -> Iterator[Tenso
             yield target
     if asleep:
         raise StateError(
-            f"no GPU memory is mapped for {listed(asleep)}, for example because the engine sleeps; "
-            "wake its weights before the update"
+            f"{listed(asleep)}: no GPU memory is mapped there, for example because the engine "
+            "sleeps; wake its weights before the update"
         )
 
 

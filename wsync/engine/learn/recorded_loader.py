@@ -123,9 +123,10 @@ class RecordedLoader(ChoosingLoader):
         try:
             learnt = self._learn(memory, sources)
         except NotLearntError as error:
-            self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
+            name = type(self._module).__name__
+            self.reason = f"copies cannot replace the load_weights of {name}: {error}"
             self.check_delivered(_lacking(LoadTargets(self._module), error.pieces))
-            text = "%s; load_weights gets all tensors in one call: %.1f GB of host memory"
+            text = "%s; it gets all tensors in one call, which takes %.1f GB of host memory"
             _log.warning(text, self.reason, sum(source.nbytes for source in sources) / 1e9)
             names = [source.name for source in sources]
             self._chosen = CallingLoader(self._module, self._load, at_once=names)
@@ -195,9 +196,9 @@ class RecordedLoader(ChoosingLoader):
             if not self.stays(path)
         ]
         if missing:
-            instead = f", and none of {listed(unused)} is used" if unused else ""
+            instead = f", and load_weights uses none of {listed(unused)}" if unused else ""
             raise MissingError(
-                f"{type(self._module).__name__}: no tensor of the trainer is loaded to "
+                f"{type(self._module).__name__}: the trainer delivers nothing for "
                 f"{listed(missing)}{instead}; if these parameters may stay as they are, list "
                 f"them in {KEEP} or RecordedLoader(ignore=...){unfused(unused)}"
             )
@@ -270,7 +271,7 @@ class RecordedLoader(ChoosingLoader):
         if self._load != method == self.method():
             return "load_weights was replaced"
         if self.depends_on() != self._depended_on:
-            return "values outside the module that load_weights depends on, such as expert places"
+            return "values that load_weights uses have changed, such as the places of experts"
         return ""
 
 
