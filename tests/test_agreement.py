@@ -35,7 +35,7 @@ def test_what_one_rank_does_differently_all_ranks_say(ranks: Ranks) -> None:
     assert first["weights"].endswith(
         "trainer rank 0 gives weights to update(), and rank 1 does not"
     )
-    assert first["closed"] == "StateError: update after close: connect anew"
+    assert first["closed"] == "StateError: this connection was closed: connect again"
     assert first["versions"] == ["9"]
     for name in ("layout", "updater", "version", "odd", "weights", "closed"):
         assert first[name] == second[name]

@@ -79,7 +79,7 @@ def test_an_engine_that_was_started_again_in_an_update_fails_it(
     weights = {"a": torch.zeros(3)}
     with DiskSync(weights, [engine, other], folder=tmp_path, options=QUICK) as sync:
         with pytest.raises(
-            wsync.PeerClosedError, match=r"engine stock: is not the one.*was 1 and is 2"
+            wsync.PeerClosedError, match=r"engine stock: it is not the engine.*was 1 and is 2"
         ):
             sync.update(version=7)
         # what it takes on before it is missed is not the next update's version
@@ -234,7 +234,7 @@ def test_a_version_is_not_given_to_an_engine_that_was_started_again() -> None:
     checked.pause("abort", 10)
     checked.update_weights(lambda: [b""], load_format=None, weight_version=None, timeout=10)
     engine.seed = 2
-    with pytest.raises(wsync.PeerClosedError, match="is not the one that was paused"):
+    with pytest.raises(wsync.PeerClosedError, match="is not the engine that was paused"):
         checked.update_weights(lambda: [b""], load_format=None, weight_version=7, timeout=10)
     assert engine.told == ["pause", "update"]
 

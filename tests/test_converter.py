@@ -78,8 +78,8 @@ def test_mbridges_own_conversion_is_a_converter(ranks):
             "partition_dim is -1",
         ),
         ("of-several", "decoder.layers.0.self_attention.linear_proj.weight: it belongs to a Gated"),
-        ("over-others", "linear_proj.weight: cut over 4 ranks, but 2 ranks share such"),
-        ("of-no-known-gate", "decoder.layers.0.mlp.linear_fc1.weight: no config says whether"),
+        ("over-others", "linear_proj.weight: its layer is cut into 4 parts, but 2 ranks share"),
+        ("of-no-known-gate", "decoder.layers.0.mlp.linear_fc1.weight: no module around it has"),
     ],
 )
 def test_parameters_of_which_nobody_knows_how_they_are_cut_are_refused(ranks, damage, text):
@@ -245,6 +245,6 @@ def test_joined_parameters_are_whole_as_one_rank_has_them_or_as_slime_gathers_th
                 assert shard.offset == first * 4 * held[name]
                 first += size // 2
     model.net.v_dim = model.net.d_state = 6
-    text = r"net\.(in_proj\.|conv1d_)weight: \d+ elements are not one rank's part of"
+    text = r"net\.(in_proj\.|conv1d_)weight: this rank has \d+ rows or columns, which is not"
     with pytest.raises(wsync.LayoutError, match=text):
         wsync.megatron.layout(model, config, converter=own)

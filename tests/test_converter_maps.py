@@ -98,7 +98,7 @@ def test_boxes_say_where_a_converter_puts_elements(shape, function):
 def test_a_copy_of_too_many_boxes_is_refused(monkeypatch):
     monkeypatch.setattr(probed_converter, "_BOXES", 50)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
-    with pytest.raises(LayoutError, match=r"model\.0\.w: it falls into more than 50 boxes"):
+    with pytest.raises(LayoutError, match=r"model\.0\.w: it consists of more than 50 boxes"):
         maps_of(lambda t: {"w": t[order]}, (64, 4))
 
 

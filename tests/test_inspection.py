@@ -83,8 +83,8 @@ def test_workers_that_have_learnt_nothing_say_why() -> None:
     module = Fused()
     engine = ThreadEngine([RecordedLoader(module), ModuleLoader(module)])
     text = inspection.table(inspection.look(engine).workers)
-    assert "worker 0: nothing learnt: no trainer has asked for it yet; updates by buckets" in text
-    assert "worker 1: nothing learnt: its loader needs no learning" in text
+    assert "worker 0: wsync has not learnt what it keeps: no trainer has asked for it yet;" in text
+    assert "worker 1: wsync has not learnt what it keeps: its loader does not need this" in text
 
 
 def test_an_engine_without_wsync_is_named() -> None:
@@ -100,7 +100,7 @@ def test_an_engine_without_wsync_is_named() -> None:
 def test_an_engine_that_does_not_answer_costs_the_timeout() -> None:
     engine, _ = learnt_engine()
     engine.update_weights = lambda *_, **__: None
-    with pytest.raises(wsync.DeadlineError, match="not every worker answers"):
+    with pytest.raises(wsync.DeadlineError, match="a worker has not answered"):
         inspection.look(engine, timeout=0.3)
 
 
@@ -120,7 +120,7 @@ def test_the_command_asks_a_url() -> None:
         done = run(server.url, "--timeout", "100")
         assert (done.returncode, done.stderr) == (0, "")
         assert "weight version: default\n" in done.stdout
-        assert "nothing learnt: its loader needs no learning" in done.stdout
+        assert "wsync has not learnt what it keeps: its loader does not need this" in done.stdout
         model = AutoModelForCausalLM.from_config(config)
         stock = dataclasses.replace(OPTIONS, delivery="stock")
         with wsync.connect(dict(model.named_parameters()), [server.url], options=stock) as sync:

@@ -89,7 +89,7 @@ def test_weights_without_an_element_are_refused(
     weights: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """As a filter leaves them that no name has passed: a stock engine would be sent nothing."""
-    text = f"no trainer rank has an element to send: {len(weights)} tensor"
+    text = f"there is nothing to send: the trainer ranks have {len(weights)} tensor"
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         wsync.connect(weights, [Engine()])
     with pytest.raises(wsync.InvalidArgumentError, match=text):

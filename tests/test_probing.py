@@ -159,7 +159,7 @@ def test_what_another_source_may_be_the_value_of_is_computed() -> None:
             scale.copy_(torch.maximum(given["one"], given["other"]))
 
     sources = [Source(name, F32, (3,)) for name in ("one", "other")]
-    with pytest.raises(Exception, match="depends on more"):
+    with pytest.raises(Exception, match="computes other values"):
         learnt(load, [scale], sources)
 
 

@@ -160,7 +160,9 @@ def test_an_actor_that_ray_starts_again_is_another_engine() -> None:
         with contextlib.suppress(PeerClosedError):
             if made.model_info(PATIENCE) != first:
                 break
-    with pytest.raises(PeerClosedError, match=r"is not the one that was paused .*: process was "):
+    with pytest.raises(
+        PeerClosedError, match=r"is not the engine that was paused .*: its process was "
+    ):
         checked.verify(PATIENCE)
     kill(actor)
 

@@ -70,13 +70,13 @@ def test_an_actor_says_how_many_workers_its_engine_has() -> None:
     made = handle(Actor(Engine(started)))
     assert isinstance(made, RayHandle)
     assert (made.workers, made.load_formats) == (4, (LOAD_FORMAT,))
-    with pytest.raises(InvalidArgumentError, match="has 4 workers, not 2"):
+    with pytest.raises(InvalidArgumentError, match="has 4 workers, but workers=2"):
         handle(Actor(Engine(started)), workers=2)
     staged = handle(Actor(Engine({"tp_size": 2, "pp_size": 2})))
     with pytest.raises(UnsupportedError, match="pp_size 2"):
         RolloutEngine.of(staged, None, wsync.Options(), 1)
     drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}
-    with pytest.raises(UnsupportedError, match="another model, /head, and an actor cannot"):
+    with pytest.raises(UnsupportedError, match="another model, /head, which updates through"):
         handle(Actor(Engine(started | drafting)))
 
 

@@ -311,7 +311,7 @@ def test_an_axis_may_be_in_several_alternatives():
     assert found["grouped"].tolist() == [0, 2, 3, 6, 7, 8, 1, 4, 5, 9, 10, 11]
     assert found["flat"].tolist() == [0, 1, 2, 3, 4, 5]
     assert local_share(rule, full, Cut(1, 2)).tolist() == [1, 4, 5, 9, 10, 11]
-    with pytest.raises(RuleError, match=r"hold \['layr'\], which the rule has not"):
+    with pytest.raises(RuleError, match=r"use \['layr'\], which the rule lacks"):
         Rule("p.{layer}", "a", Target("t.{layr}", "a"))
     with pytest.raises(RuleError, match="axis 'a' has two sizes"):
         Rule("w", "(a:1 | a:2)", Target("t", "a"))

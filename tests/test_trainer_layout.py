@@ -343,7 +343,9 @@ def test_a_chunk_that_replaces_another_in_the_models_list_is_read(chunks):
 def test_a_list_of_more_or_fewer_chunks_is_refused(chunks, change):
     model, layout = chunks
     change(model)
-    with pytest.raises(LayoutError, match=r"decoder.layers.\d.pre_mlp_layernorm.weight: differs"):
+    with pytest.raises(
+        LayoutError, match=r"decoder.layers.\d.pre_mlp_layernorm.weight: it has changed"
+    ):
         layout.bind()
 
 

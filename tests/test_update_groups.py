@@ -177,7 +177,7 @@ def chosen(
         (ONE, "trainer rank 0 and trainer rank 1 share GPU-1: NCCL needs a GPU for each"),
         (NONE, "trainer rank 1 has no NCCL"),
         (OLD, "trainer rank 0 has NCCL 22907 and trainer rank 1 NCCL 22809"),
-        (Introduction(), "trainer rank 1 is on the host"),
+        (Introduction(), "trainer rank 1 has its weights in CPU memory"),
     ],
 )
 def test_ranks_that_nccl_does_not_serve_share_memory_where_all_reach_it(
@@ -197,7 +197,7 @@ def test_ranks_that_nccl_does_not_serve_share_memory_where_all_reach_it(
         (TWO, "trainer rank 1 and engine E: worker 1 share GPU-2: NCCL needs a GPU"),
         (dataclasses.replace(OLD, gpu="GPU-4"), "engine E: worker 1 NCCL 22809"),
         (dataclasses.replace(NONE, gpu="GPU-4"), "engine E: worker 1 has no NCCL"),
-        (Introduction(), "engine E: worker 1 is on the host"),
+        (Introduction(), "engine E: worker 1 has its weights in CPU memory"),
     ],
 )
 def test_remote_workers_that_nccl_does_not_serve_are_reached_by_gloo(

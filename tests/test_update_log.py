@@ -84,7 +84,10 @@ def test_each_update_is_a_line_that_says_how_engines_were_reached(
 
 @pytest.mark.parametrize(
     ("learning", "said"),
-    [(5.2, "in 6.000 s (5.2 s of it learning, once a connection; 0.5 MB/s, "), (0.5, "(0.5 MB/s")],
+    [
+        (5.2, "in 6.000 s (5.2 s of it to learn where weights go, once a connection; 0.5 MB/s, "),
+        (0.5, "(0.5 MB/s"),
+    ],
 )
 def test_a_line_says_what_learning_took_where_that_is_much(learning: float, said: str) -> None:
     report = wsync.Report(delivered_nbytes=3_000_000, seconds=6.0, learning_seconds=learning)

@@ -75,7 +75,7 @@ def test_a_mapping_speaks_for_its_own_rank(ranks: Ranks, tmp_path: Path) -> None
 def test_slimes_calls_work_and_engines_may_change(ranks: Ranks) -> None:
     found = ranks.run(update_cases.as_slime_does, dense(), Parallel(tp=2, pp=2), timeout=240)
     for facts in found:
-        assert facts["early"] == "update_weights before connect_rollout_engines"
+        assert facts["early"] == "call connect_rollout_engines before update_weights"
         assert facts["wrong"] == []
         assert (facts["version"], facts["engine_version"]) == (2, "2")
         assert facts["metrics"]["wsync/update_seconds"] > 0

@@ -379,7 +379,7 @@ class Exporter:
     def post(self, round: int, stream: Stream, timeout: float, check: Check = None) -> None:
         """Announces a round, which is ready when the stream gets here."""
     def prepared(self, timeout: float, check: Check = None) -> tuple[int, int, int]:
-        """Returns (tensors, bytes, nanoseconds of the audit)."""
+        """Waits until the worker has loaded everything; returns (tensors, bytes, nanoseconds of the audit)."""
     def commit(self, timeout: float, check: Check = None, park: bool = False) -> None:
         """Ends the update; with `park`, park() must follow."""
     def park(self, timeout: float, check: Check = None) -> None:
@@ -393,7 +393,7 @@ class Exporter:
 class Importer:
     def __new__(cls, address: str, blob: bytes, timeout: float, device: Device | None = None) -> Self: ...
     def begin(self, timeout: float, check: Check = None) -> tuple[int, int]:
-        """Returns (update, rounds)."""
+        """Waits for an update; returns (update, rounds)."""
     @property
     def generation(self) -> int:
         """The number of attaches: if it changes, ring and manifest are new."""

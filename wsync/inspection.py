@@ -40,8 +40,8 @@ class EngineReport:
         consistent               whether all weights are from one update
         inconsistency            why they are not
         loader                   the class of the loader
-        module                   the class of the model, if the loader learns
-        unlearnt                 if the loader learns: why it has learnt nothing, or ""
+        module                   the class of the model, if wsync learns what the worker keeps
+        unlearnt                 why wsync has not learnt what the worker keeps, or "" if it has
 
     A worker that has learnt what it keeps adds: model_tensors, model_nbytes, kept_nbytes, fallbacks
     (tensors that go through the engine's own load_weights, and why) and tensors.  Each tensor has
@@ -110,7 +110,7 @@ def _ask(engine: EngineHandle, deadline: Deadline) -> list[dict[str, Any]]:
             said = [json.loads(each.accept(deadline.left, asking.check)) for each in exporters]
         except _core.DeadlineError:
             raise _core.DeadlineError(
-                f"engine {engine.name}: not every worker answers; are the workers on this host?"
+                f"engine {engine.name}: a worker has not answered; are all workers on this host?"
             ) from None
         asking.join(deadline.left)
     return sorted(said, key=lambda worker: int(worker["worker"]))
@@ -129,8 +129,8 @@ def _row(said: Mapping[str, Any]) -> list[str]:
 
 def _notes(said: Mapping[str, Any]) -> Iterator[str]:
     """Texts about a worker's unusual state."""
-    if unlearnt := said.get("unlearnt", "its loader needs no learning"):
-        yield f"nothing learnt: {unlearnt}"
+    if unlearnt := said.get("unlearnt", "its loader does not need this"):
+        yield f"wsync has not learnt what it keeps: {unlearnt}"
     for name, reason in said.get("fallbacks", {}).items():
         yield f"{name} goes through load_weights: {reason}"
     if not said["consistent"]:

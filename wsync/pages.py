@@ -15,7 +15,7 @@ from xml.etree.ElementTree import Element, tostring
 _PHASES: Final = {
     "quantise": "codes and scales are made",
     "pause": "engines stop",
-    "open": "workers join; in the first update they also learn, and ranks plan",
+    "open": "workers join; in the first update they also learn where weights go, and ranks plan",
     "staging": "other ranks have read the rounds sent before",
     "engine": "workers have taken their rounds",
     "gather": "the bytes from other ranks have arrived",

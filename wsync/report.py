@@ -19,7 +19,7 @@ class Report:
     its copies ran.  An update of a `Sync` has these phases, in this order:
 
         quantise this rank makes codes and scales (with Options.quantise)
-        pause    engines stop, and all ranks learn that they have stopped
+        pause    engines stop, and all ranks hear that they have stopped
         open     rank 0 sends the opening requests; ranks tell where weights are to be read in
                  place; in a first update workers also connect and say what they keep, and ranks
                  plan and make rings
@@ -100,7 +100,8 @@ class Report:
 
     def _learning(self) -> str:
         notable = self.learning_seconds >= max(0.05, 0.1 * self.seconds)
-        return f"{self.learning_seconds:.1f} s of it learning, once a connection; " * notable
+        text = f"{self.learning_seconds:.1f} s of it to learn where weights go, once a connection; "
+        return text * notable
 
     def _in_place(self) -> str:
         return ", read in place" * any(path.startswith("direct") for path in self.paths.values())

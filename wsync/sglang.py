@@ -56,7 +56,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     try:
         if _DRAFT.search(type(model).__name__):
             # SGLang calls this for the draft, too, but the session is the main model's
-            _log.warning("%s is not updated: it is a draft model", type(model).__name__)
+            _log.warning("%s is a draft model, which wsync does not update", type(model).__name__)
             return
         with _lock:
             control = payload.control_bytes(named_tensors)
@@ -68,7 +68,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
         if not success:
             _log.error("%s", text)
     except Exception as error:
-        _log.exception("an update failed before it had a session")
+        _log.exception("an update failed before this worker could connect to the trainer")
         refuse(control, error)
 
 
@@ -83,7 +83,8 @@ def _forget_images() -> None:
 
 
 class SglangLoader(RecordedLoader):
-    """Learns from load_weights; refuses weights that SGLang rewrites after it has loaded them.
+    """Learns from load_weights where tensors go; refuses weights that SGLang rewrites after it has
+    loaded them.
 
     Scales of the KV cache stay as they are if the trainer delivers none.
     """

@@ -96,7 +96,7 @@ class Receiver:
         """Follows a control message; returns (success, text).
 
         control: the message, as bytes or as text.
-        version: the weight version of the request that carries a close, if the engine passes it on.
+        version: the weight version of a closing request, if the engine passes it on.
         """
         try:
             message = Control.from_bytes(control.encode() if isinstance(control, str) else control)

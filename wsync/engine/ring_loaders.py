@@ -92,7 +92,10 @@ class RingManifest:
                     found.append((name, dtype_of(dtype), shape, shard.offset))
 
     def check_rounds(self, rounds: int, first: int = 0) -> None:
-        """first: the buffer number of round 0.  Buffers with lower numbers come with that round."""
+        """Raises ProtocolError if the manifest has more rounds than the update.
+
+        first: the buffer number of round 0.  Buffers with lower numbers come with that round.
+        """
         last = max(max(self.nbytes, default=-1) - first, 0 if first else -1)
         if last >= rounds:
             raise ProtocolError(f"the update has {rounds} rounds, but the manifest has {last + 1}")

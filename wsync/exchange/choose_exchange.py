@@ -62,7 +62,7 @@ class ExchangeSetup:
         self._kind = self._choose()
 
     def meet(self, plan: _core.Plan, engines: Sequence[str]) -> Meeting:
-        """Makes what ranks need to meet, and returns the place in the form that remote workers get.
+        """Makes what ranks need to meet, and returns where they meet, as remote workers get it.
 
         engines: the names of the engines that remote workers belong to.
         """

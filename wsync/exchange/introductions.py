@@ -28,7 +28,7 @@ class Introduction:
     gpu: str = ""
     version: int = 0
     address: str = ""
-    lacks: str = "is on the host"
+    lacks: str = "has its weights in CPU memory"
 
     @staticmethod
     def on(device: _core.Device) -> Introduction:

@@ -134,7 +134,8 @@ class RemoteImporter:
         return
 
     def begin(self, timeout: float) -> tuple[int, int]:
-        """Waits for an update; the first time, a plan or a model comes before; (update, rounds)."""
+        """Waits for an update; returns (update, rounds).  A plan, or the list of the model's
+        tensors, comes before the first update."""
         while True:
             wanted = (Frame.BEGIN,) if self.generation else (Frame.MODEL, Frame.PLAN)
             kind, content = self._channel.wait(wanted, timeout)
@@ -215,7 +216,7 @@ class RemoteImporter:
             try:
                 self._exchange.park()
             except _core.WsyncError as error:  # the update is committed all the same
-                _log.warning("the remote workers' exchange keeps its memory: %s", error)
+                _log.warning("the exchange of remote workers cannot free its memory: %s", error)
 
     def fail(self, text: str) -> None:
         self._channel.fail(text)

@@ -44,7 +44,7 @@ def device_of(backend: str, device: _core.Device | None = None) -> torch.device:
         InvalidArgumentError: for another backend.
     """
     if backend not in ("gloo", "nccl"):
-        raise _core.InvalidArgumentError(f"backend {backend!r}: gloo or nccl")
+        raise _core.InvalidArgumentError(f"backend={backend!r}: expected 'gloo' or 'nccl'")
     if backend == "gloo":
         return _HOST
     ordinal = torch.cuda.current_device() if device is None else device.ordinal
@@ -134,7 +134,7 @@ class UpdateGroup(Collectives):
     ) -> None:
         name, size = place.name, place.size
         if not 0 <= rank < size:
-            raise _core.InvalidArgumentError(f"rank {rank} in a group of world_size {size}")
+            raise _core.InvalidArgumentError(f"rank {rank} is not below world_size {size}")
         self._device = device
         limit = timedelta(seconds=meeting + LATER_SECONDS)
         try:

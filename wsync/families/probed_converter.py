@@ -174,7 +174,7 @@ class _Reader:
         self._targets = [torch.empty_like(each) for each in self._outputs]
         for target, shape, dtype in self._forms:
             if kind_of(dtype) != WIDE or torch.promote_types(dtype, self.whole.dtype) != dtype:
-                raise self._refusal(target, f"it returns {dtype} for {self.whole.dtype}")
+                raise self._refusal(target, f"it is {dtype}, the parameter is {self.whole.dtype}")
             if not shape.numel():
                 raise self._refusal(target, "it has no elements")
 
@@ -187,7 +187,8 @@ class _Reader:
         """The tensors that the converter returns; their forms must be those of the first call."""
         made = self.convert(self.name, tensor)
         if [(target, each.shape, each.dtype) for target, each in made] != self._forms:
-            raise self._refusal(self._forms[0][0], "the names or shapes of its tensors change")
+            why = "the names, shapes or dtypes of its tensors are not the same in each call"
+            raise self._refusal(self._forms[0][0], why)
         return [each for _, each in made]
 
     def _load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -208,7 +209,7 @@ class _Reader:
                 found[target] = [self._computed(target)]
             for (name, *_), mine in zip(self._forms, found, strict=True):
                 if len(mine) > _BOXES:
-                    raise self._refusal(name, f"it falls into more than {_BOXES} boxes")
+                    raise self._refusal(name, f"it consists of more than {_BOXES} boxes")
             if may_step(piece for mine in found for piece in mine):
                 break
         return found
@@ -243,14 +244,14 @@ class _Reader:
         scale = one - offset
         copied = (scale, offset) == (1.0, 0.0) or scale == 0 or not math.isfinite(one)
         if copied or (shape, dtype) != (whole.shape, whole.dtype):
-            raise self._refusal(target, "its elements are not the parameter's")
+            raise self._refusal(target, "its elements are not those of the parameter")
         count, every = math.prod(shape), _finite(dtype)
         for first in range(0, min(len(every), count * _CALLS), count):
             values = _filled(every[first : first + count], whole)
             wanted = values.float() * scale  # as copies compute it (csrc/core/layout/dtype.h)
             wanted = wanted + offset if offset else wanted  # -0 + 0 would lose its sign
             if not same_bytes(self._made(values)[number], wanted.to(dtype)):
-                raise self._refusal(target, "its elements have no common scale and offset")
+                raise self._refusal(target, "its elements have different scales or offsets")
         zeros, axes = (0,) * len(shape), tuple(range(len(shape)))
         box = zeros, zeros, tuple(shape), axes, (1,) * len(shape)
         return Piece(target, tuple(shape), *box, affine=(scale, offset))

@@ -219,7 +219,7 @@ def family_of(name: str, *, part: bool = False) -> Family:
     part by which slime chooses a converter ("kimi-k2-instruct").
 
     Raises:
-        UnsupportedError: wsync has no table for this name.
+        UnsupportedError: wsync has no rules for this name.
     """
     plain = _plain(name)
     known = {_plain(each): each for each in (*FAMILIES, *BRIDGED)}
@@ -229,7 +229,7 @@ def family_of(name: str, *, part: bool = False) -> Family:
         found = parts.get(max((each for each in parts if each in plain), key=len, default=""), "")
     if found in BRIDGED and found not in FAMILIES:
         raise _core.UnsupportedError(
-            f"the model family {found!r} has no table: {BRIDGED[found]}; pass "
+            f"wsync has no rules for the model family {found!r}: {BRIDGED[found]}; pass "
             "bridge=AutoBridge... to use Megatron-Bridge's mappings"
         )
     if not found:

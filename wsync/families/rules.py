@@ -446,7 +446,7 @@ class Rule:
         numbers = set(PLACEHOLDER.findall(self.name))
         known = {*numbers, *self.parsed.sizes, *(("layer", *_ENDS) if "mtp" in numbers else ())}
         if strange := sorted(named - known):
-            raise RuleError(f"{self.name}: targets' names hold {strange}, which the rule has not")
+            raise RuleError(f"{self.name}: targets' names use {strange}, which the rule lacks")
         parts |= {"block"} if named.intersection(_ENDS) else set()
         self.sizes = frozenset(part for part in parts if part != INFERRED and not part.isdigit())
         wanted = {axis for target in self.targets for axis in _View(target.view).sizes}

@@ -115,7 +115,8 @@ class RuntimeNames:
         if found.family is None and fused:
             known = f"the family {kind!r}" if kind else "a model without config"
             raise _core.UnsupportedError(
-                f"{fused}: experts are fused, and {known} has no rule for the engines' names"
+                f"{fused}: one parameter holds all experts, and wsync does not know the engines' "
+                f"names for {known}"
             )
         return found
 
@@ -178,7 +179,7 @@ class RuntimeNames:
             return expansion, numbers
         if any((p.name.format(**numbers), p.shape) == (name, shape) for p in expansion.pieces):
             return None
-        raise _core.LayoutError(f"{name}: shape {shape} != {expansion.shape} of the configuration")
+        raise _core.LayoutError(f"{name}: shape {shape} != {expansion.shape} by the configuration")
 
 
 def _kind_of(shapes: Mapping[str, Sequence[int]]) -> str:

@@ -95,7 +95,8 @@ def share_of(
     parts = [whole // cut.ranks for whole in wholes]
     if sum(parts) != extent or sum(wholes) != extent * cut.ranks:
         raise _core.LayoutError(
-            f"{name}: {extent} elements are not one rank's part of {wholes} over {cut.ranks} ranks"
+            f"{name}: this rank has {extent} rows or columns, which is not its part of "
+            f"{' + '.join(map(str, wholes))} over {cut.ranks} ranks"
         )
     if kind and rows_of_ranks:
         parts = [extent]
@@ -153,7 +154,7 @@ def _parts(name: str, module: Any, kind: _Kind, cut: Cut) -> Cut:
     parts = whole // part
     if parts not in (1, cut.ranks) and (not kind.repeats or not parts or cut.ranks % parts):
         raise _core.LayoutError(
-            f"{name}: cut over {parts} ranks, but {cut.ranks} ranks share such parameters"
+            f"{name}: its layer is cut into {parts} parts, but {cut.ranks} ranks share it"
         )
     return Cut(cut.rank * parts // cut.ranks, parts)
 
@@ -182,4 +183,4 @@ def _has_halves(name: str, modules: Sequence[Module]) -> bool:
     if config is not None:
         alternating = (getattr(config, s, None) for part, s in _ALTERNATING.items() if part in name)
         return bool(config.gated_linear_unit) and not any(alternating)
-    raise _core.LayoutError(f"{name}: no config says whether the layer is gated")
+    raise _core.LayoutError(f"{name}: no module around it has a config with gated_linear_unit")

@@ -90,7 +90,10 @@ class Setup(NamedTuple):
         if type(workers) is not int or workers < 1:
             vllm = f"; for a vLLM server, give {'vllm+' + name!r}"
             hint = vllm if name.startswith("http") else ""
-            raise RemoteError(f"engine {name}: server_info: tp_size is {workers!r}{hint}")
+            raise RemoteError(
+                f"engine {name}: server_info: expected a number of workers as tp_size, "
+                f"not {workers!r}{hint}"
+            )
         found = started.get("custom_weight_loader")
         loaders = tuple(map(str, found)) if isinstance(found, list) else ()
         return Setup(
@@ -108,8 +111,8 @@ def check_same(name: str, before: object, now: object) -> None:
     on."""
     if now != before:
         raise RemoteError(
-            f"engine {name}: was started again with {now}, and had {before}: connect anew; if you "
-            "made its handle yourself, make a new one"
+            f"engine {name}: it was restarted with {now}, and had {before} before: connect again; "
+            "if you made its handle yourself, make a new one"
         )
 
 

@@ -132,7 +132,9 @@ def handle(
     else:
         made = _adapt(engine, workers, api_key, timeout)
     if workers is not None and workers != made.workers:
-        raise InvalidArgumentError(f"engine {made.name}: has {made.workers} workers, not {workers}")
+        raise InvalidArgumentError(
+            f"engine {made.name}: it has {made.workers} workers, but workers={workers} was given"
+        )
     return made
 
 

@@ -51,7 +51,7 @@ class LocalHandle(ApiHandle):
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
         if self._method(method) is None:
-            raise NotOfferedError(f"engine {self.name}: has no method {method}")
+            raise NotOfferedError(f"engine {self.name}: it has no method {method}")
         if self._remote:
             with self._asks(method):
                 return call_actor(self._engine, self.name, method, timeout, arguments)
@@ -92,8 +92,8 @@ class RayHandle(LocalHandle):
         self.workers, self.load_formats, self._started = setup.workers, setup.loaders, started
         if draft := other_draft(started):
             raise UnsupportedError(
-                f"engine {self.name}: drafts tokens with another model, {draft}, and an actor "
-                "cannot update its own model only: give the URL of its server"
+                f"engine {self.name}: it drafts tokens with another model, {draft}, which updates "
+                "through the actor would reach, too: give the URL of its server"
             )
 
     def model_info(self, timeout: float) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class ApiHandle(ABC):
         self._given_up = True
 
     def pause(self, mode: str, timeout: float) -> None:
-        """Begins an update."""
+        """Stops generation, and begins an update."""
         self._begun = None
         self._pause(mode, timeout)
 
@@ -110,7 +110,9 @@ class ApiHandle(ABC):
             answer = self._call(f"get_{method}", deadline.left)
         if not isinstance(answer, Mapping):
             text = cut(str(answer))
-            raise RemoteError(f"engine {self.name}: {method}: not a JSON object: {text}")
+            raise RemoteError(
+                f"engine {self.name}: {method}: expected a JSON object, but it answered: {text}"
+            )
         return dict(answer)
 
     def rearranges(self, rearranges: bool) -> None:
@@ -222,7 +224,8 @@ class ApiHandle(ABC):
                 return
             time.sleep(min(_FLUSH_RETRY_SECONDS, deadline.left))
         raise DeadlineError(
-            f"engine {self.name}: flush_cache: not idle after {seconds(timeout)}: {cut(reason)}"
+            f"engine {self.name}: flush_cache: the cache could not be emptied within "
+            f"{seconds(timeout)}: {cut(reason)}"
         )
 
     def update_weights(

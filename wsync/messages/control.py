@@ -12,7 +12,7 @@ A control message travels to each tensor-parallel worker of an engine as a uint8
 `open` makes the worker take part in update number `update`; the worker answers when that update has
 been committed or has failed.  `close` gives the weights the version of the request around it.  It
 is refused unless the weights are those of that session's update number `update`.  `inspect` makes
-the worker connect; its first message says in JSON what it has learnt (see wsync.inspection).
+the worker connect; its first message says in JSON what it keeps (see wsync.inspection).
 """
 
 import json
@@ -52,7 +52,8 @@ PROTOCOL: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """The request of a worker that has learnt.  As bytes: a line of JSON, and the blob.
+    """What a worker asks for when it has learnt what it keeps.  As bytes: a line of JSON, and the
+    blob.
 
     blob: the request; a layout, WHOLE or PIECES.  own_loading: the tensors that go through the
     engine's own load_weights, and why; "" for none.

@@ -111,7 +111,7 @@ class GpuRing:
             if held == 0:
                 raise
             raise _core.NoMemoryError(
-                f"{error}; engines have not released {held} more bytes"
+                f"{error}; engines still hold {held} bytes of earlier buckets"
             ) from None
         self.address = self._memory.address
         self.nbytes = nbytes
@@ -163,8 +163,9 @@ class GpuRing:
             check()
             if not deadline.left:
                 raise _core.DeadlineError(
-                    f"{nbytes} bytes of GPU {self._uuid} were not released in {seconds(timeout)}; "
-                    f"engines release them with /dev/shm{self._file.decode()}, if they see it"
+                    f"{nbytes} bytes of GPU {self._uuid} were not released within "
+                    f"{seconds(timeout)}; to release them, the engine must see the trainer's "
+                    f"/dev/shm{self._file.decode()}"
                 )
             time.sleep(_POLL_SECONDS)
 

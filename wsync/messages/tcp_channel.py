@@ -97,9 +97,9 @@ class Channel:
         try:
             connection = socket.create_connection((host, int(port)), timeout)
         except TimeoutError as error:
-            raise _core.DeadlineError(f"no {where} within {seconds(timeout)}") from error
+            raise _core.DeadlineError(f"no answer of {where} within {seconds(timeout)}") from error
         except (OSError, OverflowError) as error:
-            raise _core.PeerClosedError(f"no {where}: {error}") from error
+            raise _core.PeerClosedError(f"cannot connect to {where}: {error}") from error
         channel = cls(connection, where)
         try:
             channel.send(Frame.HELLO, token.encode(), timeout)
@@ -117,7 +117,9 @@ class Channel:
             StateError: an earlier frame was sent only in part.
         """
         if self._torn:
-            raise _core.StateError(f"{self.peer} was sent a part of a frame: close the connection")
+            raise _core.StateError(
+                f"{self.peer} was sent only a part of a message: close the connection"
+            )
         deadline = Deadline(timeout)
         for part in (_HEADER.pack(kind, len(content)), content):
             left = memoryview(part)

@@ -80,7 +80,7 @@ class Slots:
                 self._tree = None
                 odd = next(iter({*self.names} ^ {*found}), "the order of tensors")
                 raise _core.LayoutError(
-                    f"{odd}: differs since the layout was made: make the layout anew"
+                    f"{odd}: it has changed since the layout was made: make the layout again"
                 )
         tensors: list[Any] = []
         for slot, number in self._slots:
@@ -89,8 +89,8 @@ class Slots:
                 tensors.append(tensor)
             elif tensor is not tensors[number]:
                 raise _core.LayoutError(
-                    f"{slot.path}: shared a tensor with {self.names[number]} when the layout was "
-                    "made, and has its own now: make the layout anew"
+                    f"{slot.path}: it shared a tensor with {self.names[number]} when the layout "
+                    "was made, and has its own now: make the layout again"
                 )
         return tensors
 

@@ -184,6 +184,7 @@ class _Proof:
         places = [piece for piece in pieces if piece.why == COMPUTED]
         if not places:
             return {}
+        only = "when it is given only the tensors that it computes with"
         try:
             found = self._sources_of(places, values, others)
             self._load(values)
@@ -192,21 +193,11 @@ class _Proof:
                 raw(place.view(self.loads.targets)).bitwise_not_()
             self._load(values, found)
         except RaisedError as error:
-            raise NotLearntError(
-                "load_weights fails when it is given only the tensors that it computes with: "
-                f"{error}",
-                pieces,
-            ) from error
+            raise NotLearntError(f"load_weights fails {only}: {error}", pieces) from error
         if self._sums(places) != whole:
-            raise NotLearntError(
-                "what load_weights computes depends on more than the tensors that change it", pieces
-            )
+            raise NotLearntError(f"load_weights computes other values {only}", pieces)
         if self._wrong([piece for piece in pieces if piece.name not in found], values):
-            raise NotLearntError(
-                "load_weights writes to other places, too, when it is given only the tensors that "
-                "it computes with",
-                pieces,
-            )
+            raise NotLearntError(f"load_weights writes to other places, too, {only}", pieces)
         return found
 
     def _sources_of(

@@ -100,15 +100,15 @@ def _chosen(
             for fact in facts
             if _is_linear(fact) and method.targeted(fact.name) and not method.keeps(fact.name)
         ]
-        why = " by the quantization_config"
+        why = "by the quantization_config, none of the model's tensors is quantised"
     else:
         chosen = [fact for fact in facts if method.scales_name(fact.name) in held]
         why = (
-            f": the checkpoint has no {method.scales_name('')} of its tensors (with Options("
-            "checkpoint='') the lists of the quantization_config decide)"
+            f"the checkpoint has no {method.scales_name('')} of any of the model's tensors (with "
+            "Options(checkpoint='') the lists of the quantization_config decide what is quantised)"
         )
     if not chosen:
-        raise _core.LayoutError(f"{method.kind}: the model has no tensor that is quantised{why}")
+        raise _core.LayoutError(f"{method.kind}: {why}")
     return chosen
 
 

@@ -128,7 +128,7 @@ class Updater:
             WsyncError: the update failed, with the same error on every rank; see `Sync.update`.
         """
         if self._sync is None:
-            raise _core.StateError("update_weights before connect_rollout_engines")
+            raise _core.StateError("call connect_rollout_engines before update_weights")
         self._calls += 1
         try:
             self._update(self._sync)
@@ -138,8 +138,8 @@ class Updater:
             patience = min(_MEET_SECONDS, self._options.exchange_deadline)
             if self._source.rank == 0:
                 _log.warning(
-                    "wsync: an update failed and is tried once more, when all trainer ranks have "
-                    "left it: %s",
+                    "wsync: an update failed, and will be tried once more when all trainer ranks "
+                    "have left it: %s",
                     error,
                 )
             # a rank that saw the update succeed does not come: the engines would get its next

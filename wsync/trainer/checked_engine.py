@@ -75,7 +75,7 @@ class CheckedEngine:
         deadline = Deadline(timeout)
         version = str(self.handle.model_info(timeout).get("weight_version"))
         if version.startswith(UPDATING):
-            raise RemoteError(f"engine {self.name}: another update has begun: {version}")
+            raise RemoteError(f"engine {self.name}: another update has begun ({version})")
         self._for_one_update().resume(deadline.left)
         self.stopped = False
 
@@ -97,7 +97,7 @@ class CheckedEngine:
         self._told.flush(timeout)
 
     def update_weights(self, payloads: Callable[[], Sequence[bytes]], **request: Any) -> None:
-        """payloads: called to make the payloads once the engine has been checked."""
+        """Sends weights.  payloads: called to make the payloads, once the engine was checked."""
         checked = self._sending(**request)
         self._told.update_weights(payloads(), **checked)
 
@@ -123,13 +123,13 @@ class CheckedEngine:
         for what, before in self._identity.items():
             if identity.get(what) != before:
                 raise PeerClosedError(
-                    f"engine {self.name}: is not the one that was paused for this update: {what} "
-                    f"was {before!r} and is {identity.get(what)!r}"
+                    f"engine {self.name}: it is not the engine that was paused for this update: "
+                    f"its {what} was {before!r} and is {identity.get(what)!r}"
                 )
         if None not in (version, self._version) and version != self._version:
             raise PeerClosedError(
-                f"engine {self.name}: reports weight version {version}, not {self._version}: it "
-                "was restarted since it was paused for this update, or another trainer updates it"
+                f"engine {self.name}: it reports weight version {version}, not {self._version}: "
+                "it was restarted during this update, or another trainer updates it"
             )
 
     def resume(self, timeout: float) -> None:

@@ -240,7 +240,7 @@ def compare(
 
     Raises:
         LayoutError: the checkpoint lacks delivered tensors, or has other shapes, or other dtypes of
-            codes and scales; or nobody delivers some of its tensors.  The text names the tensors.
+            codes and scales; or some of its tensors are not delivered.  The text names them.
     """
     given = {each.name: each for each in facts_of(model) if not is_note(each.name)}
     source = _Source.of(folder, given)

@@ -147,7 +147,8 @@ class Connection:
     def attach(self, show: Callable[[int], tqdm[None]]) -> None:
         """Waits for the workers, makes a plan of what they keep, and hands them their rings.
 
-        show: makes a progress bar for a number of tensors, shown while workers learn.
+        show: makes a progress bar for a number of tensors, shown while workers learn where weights
+        go.
         """
         deadline = Deadline(PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(deadline.left, self._check) for s in self._sessions}
@@ -251,7 +252,8 @@ class Connection:
         for each in self._receivers:
             if self._options.delivery == "direct" and each.reaches and pieces > each.most_segments:
                 _log.warning(
-                    "wsync: %s gets a ring: the weights are in %d pieces of shared memory, and the "
+                    "wsync: %s does not read weights in place, but gets a ring: the weights are in "
+                    "%d pieces of shared memory, and the "
                     "worker may open %d (half of its `ulimit -Hn`)",
                     each.name,
                     pieces,

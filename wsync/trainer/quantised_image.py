@@ -163,4 +163,5 @@ def _bytes(nbytes: int, where: torch.device) -> torch.Tensor:
             return torch.frombuffer(_core.Memory(nbytes), dtype=torch.uint8)
         return torch.empty(nbytes, dtype=torch.uint8, device=where)
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise _core.NoMemoryError(f"{nbytes} bytes for codes and scales: {error}") from error
+        text = f"no memory for {nbytes} bytes of codes and scales: {error}"
+        raise _core.NoMemoryError(text) from error

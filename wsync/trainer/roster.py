@@ -105,23 +105,24 @@ def _obstacle(
         return f"it has {engine.workers} workers"
     if control_only(engine) and delivery in (Delivery.STOCK, Delivery.BROADCAST):
         return (
-            f"takes updates only through wsync's receiver (as vLLM does), and no {delivery.words}: "
-            "give delivery='auto', or broadcast='auto' with delivery='distributed'"
+            "like all vLLM engines, it takes updates only through wsync's receiver, not by "
+            f"{delivery.words}: give delivery='auto', or broadcast='auto' with "
+            "delivery='distributed'"
         )
     if stages != 1:
         return (
             f"pp_size {stages}: SGLang chooses payloads by tensor-parallel rank only, so all "
-            "pipeline stages would get the same one; DiskSync updates them"
+            "pipeline stages would get the same one; use DiskSync"
         )
     if replicas != 1 and not started.get("enable_dp_attention"):
         return (
             f"dp_size {replicas}: SGLang updates data-parallel replicas with tensors only if "
-            "enable_dp_attention is set; DiskSync updates them"
+            "enable_dp_attention is set; set it, or use DiskSync"
         )
     if delivery is Delivery.STOCK and (hosts != 1 or (gpu is None and is_elsewhere(engine.name))):
         where = f"nnodes {hosts}: workers are" if hosts != 1 else "it is"
         return (
-            f"{where} on another host, and would end, because buckets are in this host's shared "
+            f"{where} on another host, and would crash, because buckets are in this host's shared "
             "memory: give Options(delivery='distributed'), or engine_gpu_offsets if the engine "
             "shares a trainer rank's GPU"
         )

@@ -181,7 +181,8 @@ class Updates(abc.ABC):
         model = self._merged()
         if not model.nbytes:
             raise _core.InvalidArgumentError(
-                f"no trainer rank has an element to send: {counted(model.tensor_count, 'tensor')}"
+                "there is nothing to send: the trainer ranks have "
+                f"{counted(model.tensor_count, 'tensor')} with 0 elements in all"
             )
         if rank == 0:
             self._check_engines(model)
@@ -220,7 +221,7 @@ class Updates(abc.ABC):
         self._owner.check("update")
         with self._turn("update"):
             if self._closed:
-                raise _core.StateError("update after close: connect anew")
+                raise _core.StateError("this connection was closed: connect again")
             self._updates += 1  # first: what follows may fail on this rank only
             start = time.perf_counter()
             self._renew()
@@ -282,7 +283,7 @@ class Updates(abc.ABC):
         for engine, reason in report.own_loading.items():
             self._warn(
                 f"engine {engine} gets every weight, but some by its own load_weights, which takes "
-                f"longer than wsync's copies: {reason} (wsync learns slices, transposes, "
+                f"longer than wsync's copies: {reason} (wsync can replace slices, transposes, "
                 "casts and other copies)"
             )
 

@@ -110,7 +110,7 @@ class WorkerExtension:
         messages: one for each worker.  version: the new weight version, for a closing message."""
         try:
             if not 0 <= self.rank < len(messages):
-                return [False, f"worker {self.rank}: only {len(messages)} control messages came"]
+                return [False, f"worker {self.rank} got none of the {len(messages)} messages"]
             receiver = self._wsync_receiver()
             return list(receiver.handle(messages[self.rank].encode(), version=version))
         except Exception as error:
@@ -126,11 +126,12 @@ class WorkerExtension:
 
 
 class VllmLoader(ChoosingLoader):
-    """Learns from load_weights, and runs vLLM's process_weights_after_loading after each update.
+    """Learns from load_weights where tensors go, and runs vLLM's process_weights_after_loading
+    after each update.
 
     If processing changes weights that load_weights has written (packs, quantises or shuffles them),
-    all tensors go through vLLM's own layerwise reload instead; `reason` says why.  Either way a
-    model's own hook runs once an update: what it makes only if it does not exist stays as it is.
+    all tensors go through vLLM's own layerwise reload instead; `reason` says why.  Either way, a
+    model's own hook runs once an update.  What the hook makes only once, it does not make again.
 
     A parameter that the trainer does not deliver is refused by name, unless the environment
     variable WSYNC_KEEP of vLLM's workers names it.  For example, "visual.*" suits a trainer of a

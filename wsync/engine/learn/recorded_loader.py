@@ -54,8 +54,8 @@ class RecordedLoader(ChoosingLoader):
     load_weights puts the elements, and random values prove it.  If load_weights computes with some
     tensors, it still gets these tensors, in one call after every round has arrived.  If copies
     cannot replace load_weights, it gets all tensors in one call, as when the engine starts; then
-    `reason` says why.  What load_weights does must not depend on the module's weights: they are
-    lost while it is learnt.
+    `reason` says why.  What load_weights does must not depend on the module's weights, which are
+    lost while wsync learns it.
 
     At each update the module must have the same tensors, but their addresses may be others.  For a
     sample of tensors, load_weights must write to the same places as before.  Otherwise the update

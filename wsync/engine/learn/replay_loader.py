@@ -1,4 +1,4 @@
-"""A loader that copies as load_weights was learnt to copy, and calls load_weights for the rest."""
+"""A loader that copies what load_weights was seen to copy, and calls load_weights for the rest."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class LearntModule(NamedTuple):
 
 
 class ReplayLoader(RoutedLoader):
-    """Does what was learnt with the tensors of a module.  Their addresses may change.
+    """Makes the copies that load_weights made in a module's tensors.  Their addresses may change.
 
     Each update except the first one audits load_weights on some tensors before anything is written.
     It raises StateError if the module, or what load_weights does, has changed.
