@@ -164,10 +164,10 @@ def test_a_computation_rounds_each_step_to_float32_and_then_as_the_tensor_is(
 
 
 def test_what_cannot_be_computed_is_refused() -> None:
-    with pytest.raises(_core.UnsupportedError, match="p: no computation from int32 to int32"):
+    with pytest.raises(_core.UnsupportedError, match="p: no conversion from int32 to int32 with"):
         computing_layout(torch.ones(2, dtype=torch.int32), 1.0, 1.0)
     for scale, offset in ((float("nan"), 0.0), (1.0, float("inf")), (0.0, 1.0)):
-        with pytest.raises(_core.InvalidArgumentError, match="t0: nothing is computed with"):
+        with pytest.raises(_core.InvalidArgumentError, match="must be finite, and a scale"):
             computing_layout(torch.ones(2), scale, offset)
 
 
@@ -207,9 +207,9 @@ def test_copies_outside_their_buffers_are_refused() -> None:
         stream.copy(route, 0, 0, table, small)
     with pytest.raises(_core.InvalidArgumentError):
         stream.copy(route, 0, 0, table, _core.BufferTable([]))
-    with pytest.raises(_core.InvalidArgumentError, match="buffer 1 of 1"):
+    with pytest.raises(_core.InvalidArgumentError, match="buffer 1 is not one of 1"):
         stream.copy(route, 1, 0, table, table)
-    with pytest.raises(_core.InvalidArgumentError, match="buffer -1 of 1"):
+    with pytest.raises(_core.InvalidArgumentError, match="buffer -1 is not one of 1"):
         stream.copy(route, -1, 0, table, table)
     with pytest.raises(TypeError, match="Plan or a Route"):
         stream.copy("route", 0, 0, table, table)  # type: ignore[arg-type]
@@ -235,9 +235,9 @@ def test_a_plan_fills_the_ring_round_by_round() -> None:
         offset = manifest.shards(manifest.names().index(f"t{i}"))[0][2]
         data = bytes(memoryview(ring)[offset : offset + tensor.nbytes])
         assert data == tensor.numpy().tobytes()
-    with pytest.raises(_core.InvalidArgumentError, match=f"round {plan.round_count} of"):
+    with pytest.raises(_core.InvalidArgumentError, match=f"round {plan.round_count} is not one of"):
         stream.copy(plan, plan.round_count, _core.LOCAL, sources, rings)
-    with pytest.raises(_core.InvalidArgumentError, match="phase 3 of 3"):
+    with pytest.raises(_core.InvalidArgumentError, match="phase 3 is not one of 3"):
         stream.copy(plan, 0, 3, sources, rings)
 
 

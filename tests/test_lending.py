@@ -172,12 +172,12 @@ def test_what_cannot_be_read_in_place_is_left_to_a_ring() -> None:
     # a box that a worker does not want may be private
     part = model.join(layout(0, [("b", 5, 2)]), bytes([0, 0, 0, 0, 1, 0]))
     assert [shard.buffer for shard in part.shards(part.names().index("b"))] == [4]
-    with pytest.raises(ValueError, match="lent is of 5 buffers, there are 6"):
+    with pytest.raises(ValueError, match="lent has 5 bytes, but there are 6 buffers"):
         model.join(None, bytes(5))
     for wrong in (-1, 2**32):
         with pytest.raises(ValueError, match="first"):
             wanted.beside(wanted, wrong)
-    with pytest.raises(_core.LayoutError, match="buffer 1 beside 4294967295 others"):
+    with pytest.raises(_core.LayoutError, match="buffer 1 cannot follow 4294967295 others"):
         builder = _core.LayoutBuilder()
         builder.add_shard("x", "uint8", (8,), (0,), (8,), 1, 0, (1,))
         wanted.beside(builder.build(), 2**32 - 1)

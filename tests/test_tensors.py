@@ -189,7 +189,7 @@ def test_what_is_not_where_a_table_says_is_found() -> None:
     ):
         changed = [change(t) if i == place else t for i, t in enumerate(tensors)]
         assert form.moved(changed) == place, place
-    with pytest.raises(InvalidArgumentError, match="3 tensors for a table of 4"):
+    with pytest.raises(InvalidArgumentError, match="3 tensors were given, but the table has 4"):
         form.moved(tensors[:3])
 
 
@@ -199,7 +199,7 @@ def test_a_form_describes_but_is_not_read() -> None:
     row = (tensor.data_ptr(), "float32", (2, 3), (3, 1), 24)
     assert (len(form), form.nbytes, form[0]) == (1, 24, row)
     assert form.differs(describe([torch.zeros(2, 3)])) is None
-    text = r"a table's form\(\) does not keep what it describes"
+    text = r"a table's form\(\) cannot be read"
     with pytest.raises(InvalidArgumentError, match=text):
         BufferTable.of(form)
     with pytest.raises(InvalidArgumentError, match=text):

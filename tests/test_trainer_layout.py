@@ -333,7 +333,7 @@ def test_a_chunk_that_replaces_another_in_the_models_list_is_read(chunks):
         model[1] = chunk_of(1, value)
         assert [tensor[0].item() for tensor in layout.tensors()] == [1.0, value]
     model.reverse()
-    with pytest.raises(LayoutError, match="the order of tensors: differs"):
+    with pytest.raises(LayoutError, match="the order of tensors: it has changed"):
         layout.bind()
 
 

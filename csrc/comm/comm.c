@@ -10,8 +10,9 @@ wsync_status_t wsync_comm_init(wsync_comm_t *comm, const wsync_comm_ops_t *ops,
 {
     if (rank >= rank_count || staging_nbytes > UINT64_MAX / 4) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, name,
-                          "rank %u of %u with %llu bytes of staging", rank, rank_count,
-                          (unsigned long long)staging_nbytes);
+                          "rank %u must be below the number of ranks, %u, and staging of "
+                          "%llu bytes below 2^62",
+                          rank, rank_count, (unsigned long long)staging_nbytes);
     }
     comm->ops = ops;
     comm->device = device;
@@ -63,9 +64,11 @@ static wsync_status_t require_round(const wsync_comm_t *comm, const char *call,
         return status;
     }
     if (round != next || round >= limit) {
-        return wsync_fail(err, WSYNC_ERR_STATE, 0, name,
-                          "%s: round %u, the next is %u and the limit now %u of %u", call,
-                          round, next, limit, comm->round_count);
+        return wsync_fail(
+            err, WSYNC_ERR_STATE, 0, name,
+            "%s: round %u is out of turn: the next is %u, and %u of %u rounds "
+            "are possible now",
+            call, round, next, limit, comm->round_count);
     }
     return WSYNC_OK;
 }
@@ -81,19 +84,21 @@ static wsync_status_t check_message(const wsync_comm_t *comm, uint32_t round,
         last = message->peers[i] > last ? message->peers[i] : last;
     }
     if (last >= comm->rank_count) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, name,
-                          "round %u: a message of rank %u, the exchange has %u", round,
-                          last, comm->rank_count);
+        return wsync_fail(
+            err, WSYNC_ERR_INVALID, 0, name,
+            "round %u: a message names rank %u, but the exchange has %u ranks", round, last,
+            comm->rank_count);
     }
     half_nbytes = comm->ops->half_nbytes(comm, message->source);
     end = comm->ops->offset(comm, message) + message->nbytes;
     return end <= half_nbytes
                ? WSYNC_OK
-               : wsync_fail(err, WSYNC_ERR_INVALID, 0, name,
-                            "round %u: messages of %llu bytes, the staging of rank %u has "
-                            "%llu",
-                            round, (unsigned long long)end, message->source,
-                            (unsigned long long)half_nbytes);
+               : wsync_fail(
+                     err, WSYNC_ERR_INVALID, 0, name,
+                     "round %u: messages need %llu bytes, but the staging of rank %u "
+                     "has %llu",
+                     round, (unsigned long long)end, message->source,
+                     (unsigned long long)half_nbytes);
 }
 
 /* Whether a plan can be exchanged now. */
@@ -105,17 +110,18 @@ static wsync_status_t check_begin(const wsync_comm_t *comm, const wsync_plan_t *
 
     if (!comm->connected || comm->next_release != comm->round_count) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, name,
-                          "begin: %s, %u of %u rounds are released",
+                          "begin: %s (%u of %u rounds are released)",
                           comm->connected ? "the last update has not ended"
                                           : "the exchange is not connected",
                           comm->next_release, comm->round_count);
     }
     if (wsync_plan_send_nbytes(plan) > send_nbytes) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, name,
-                          "the plan needs %llu bytes of send staging a round, rank %u's "
-                          "exchange has %llu",
-                          (unsigned long long)wsync_plan_send_nbytes(plan), comm->rank,
-                          (unsigned long long)send_nbytes);
+        return wsync_fail(
+            err, WSYNC_ERR_INVALID, 0, name,
+            "the plan needs %llu bytes of send staging a round, but rank %u's "
+            "exchange has %llu",
+            (unsigned long long)wsync_plan_send_nbytes(plan), comm->rank,
+            (unsigned long long)send_nbytes);
     }
     for (uint32_t round = 0; round < wsync_plan_round_count(plan); round++) {
         size_t count = 0;
@@ -183,15 +189,17 @@ wsync_status_t wsync_comm_spans(wsync_comm_t *comm, uint32_t round, wsync_span_t
         return status;
     }
     if (round >= comm->next_acquire || (uint64_t)round + 2 < comm->next_acquire) {
-        return wsync_fail(err, WSYNC_ERR_STATE, 0, name,
-                          "spans: round %u, %u rounds are acquired", round,
-                          comm->next_acquire);
+        return wsync_fail(
+            err, WSYNC_ERR_STATE, 0, name,
+            "spans: round %u is not one of the last two of the %u rounds that "
+            "were acquired",
+            round, comm->next_acquire);
     }
     messages = wsync_plan_messages(comm->plan, round, &message_count);
     if (count != message_count) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, name,
-                          "spans: room for %zu, round %u has %zu messages", count, round,
-                          message_count);
+                          "spans: there is room for %zu messages, but round %u has %zu",
+                          count, round, message_count);
     }
     for (size_t i = 0; i < count; i++) {
         spans[i].data = comm->ops->place(comm, round, &messages[i]);
@@ -262,7 +270,7 @@ wsync_status_t wsync_comm_park(wsync_comm_t *comm, wsync_error_t *err)
     }
     if (comm->next_release != comm->round_count) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, name,
-                          "park: %u of %u rounds are released", comm->next_release,
+                          "park: only %u of %u rounds are released", comm->next_release,
                           comm->round_count);
     }
     status = comm->ops->park(comm, err);

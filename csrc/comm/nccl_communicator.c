@@ -517,7 +517,8 @@ wsync_status_t wsync_nccl_communicator_submit(wsync_nccl_communicator_t *communi
         *err = self->failure;
     } else if (status == WSYNC_OK && self->submitted - self->passed >= QUEUE) {
         status = wsync_fail(err, WSYNC_ERR_STATE, 0, name,
-                            "round %u: %d groups have not moved", group->round, QUEUE);
+                            "round %u: the bytes of %d earlier groups have not moved yet",
+                            group->round, QUEUE);
     } else if (status == WSYNC_OK) {
         status = keep(self, group, err);
         (void)pthread_cond_broadcast(&self->changed);

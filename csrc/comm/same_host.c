@@ -228,12 +228,14 @@ static wsync_status_t take_memory(shared_t *self, uint32_t rank, const wsync_fra
     if (frame->fd_count != 2 || frame->arguments[0] != rank ||
         frame->arguments[2] != self->base.rank_count ||
         frame->arguments[3] != SHARED_PURPOSE || half_nbytes > UINT64_MAX / 2) {
-        return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, name,
-                          "introduction of rank %llu of %llu with %u descriptors and %llu "
-                          "bytes of staging, not of rank %u of %u",
-                          (unsigned long long)frame->arguments[0],
-                          (unsigned long long)frame->arguments[2], frame->fd_count,
-                          (unsigned long long)half_nbytes, rank, self->base.rank_count);
+        return wsync_fail(
+            err, WSYNC_ERR_PROTOCOL, 0, name,
+            "expected rank %u of %u to introduce itself with 2 descriptors, "
+            "but rank %llu of %llu did, with %u descriptors and %llu bytes of "
+            "staging",
+            rank, self->base.rank_count, (unsigned long long)frame->arguments[0],
+            (unsigned long long)frame->arguments[2], frame->fd_count,
+            (unsigned long long)half_nbytes);
     }
     status = wsync_memory_import(self->base.device, frame->fds[0], 2 * half_nbytes,
                                  &peer->staging, err);

@@ -239,8 +239,8 @@ static wsync_status_t check_side(const copy_side_t *side, const wsync_copy_t *co
         if (__builtin_mul_overflow((uint64_t)copy->extent[i] - 1, size, &steps) ||
             __builtin_add_overflow(*reach, steps, reach)) {
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "copies",
-                              "copy %zu: %s buffer %u: extent %lld times stride %lld is "
-                              "no address",
+                              "copy %zu: %s buffer %u: extent %lld times stride %lld "
+                              "exceeds 64 bits",
                               index, side->name, side->buffer, (long long)copy->extent[i],
                               (long long)stride);
         }

@@ -150,8 +150,8 @@ static wsync_status_t check_rank(const wsync_layout_t *layout, const char *side,
 
         if (count != 0 && owner != rank_count) {
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "route",
-                              "the %s has shards on ranks %u and %u, a route stays inside "
-                              "one process",
+                              "the %s has shards on ranks %u and %u, but a route stays "
+                              "inside one process",
                               side, owner, i);
         }
         if (count != 0) {

@@ -316,8 +316,8 @@ wsync_status_t wsync_cuda_register(const wsync_cuda_device_t *device, void *data
         }
     }
     return wsync_cuda_check(driver, code, call, err,
-                            "%s is to reach %" PRIu64 " bytes of %s", device->label, nbytes,
-                            what);
+                            "giving %s access to %" PRIu64 " bytes of %s", device->label,
+                            nbytes, what);
 }
 
 void wsync_cuda_unregister(const wsync_cuda_device_t *device, void *data)

@@ -549,7 +549,7 @@ wsync_status_t wsync_cuda_lent_park(wsync_cuda_memory_t *memory, wsync_error_t *
     } else if (status == WSYNC_OK) {
         code = unmap_pieces(memory);
         status = wsync_cuda_check(device->driver, code, "cuMemUnmap", err,
-                                  "letting go of %" PRIu64 " bytes of a peer's",
+                                  "unmapping %" PRIu64 " bytes that a peer lends",
                                   memory->base.nbytes);
         if (status != WSYNC_OK && memory->piece_count == count) {
             wsync_pins_unpark(&memory->base.pins); /* it is whole yet */

@@ -182,7 +182,7 @@ wsync_status_t wsync_stream_check(const wsync_stream_t *stream,
     return stream->device == device
                ? WSYNC_OK
                : wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_stream",
-                            "%s is on %s, the stream on %s", what,
+                            "%s is on %s, but the stream is on %s", what,
                             wsync_device_text(device, text[0]),
                             wsync_device_text(stream->device, text[1]));
 }

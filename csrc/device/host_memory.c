@@ -234,13 +234,12 @@ static wsync_status_t memory_make(const wsync_device_t *self, bool control, int 
                               "seals of descriptor %d: fcntl: %s", fd, strerror(code));
         }
         return wsync_fail(err, WSYNC_ERR_REFUSED, code, "fcntl",
-                          "descriptor %d is not a memfd: its file system knows no seals",
-                          fd);
+                          "descriptor %d is not a memfd, because it cannot have seals", fd);
     }
     if ((seals & SIZE_SEALS) != SIZE_SEALS) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
-                          "descriptor %d: seals 0x%x do not hold its size (0x%x needed)",
-                          fd, (unsigned)seals, (unsigned)SIZE_SEALS);
+                          "descriptor %d: seals 0x%x do not fix its size (0x%x needed)", fd,
+                          (unsigned)seals, (unsigned)SIZE_SEALS);
     }
     if (fstat(fd, &info) != 0) {
         return fail_call("fstat", errno, nbytes, err);

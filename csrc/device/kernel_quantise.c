@@ -237,8 +237,9 @@ static wsync_status_t append(wsync_quantise_tasks_t *tasks,
         __builtin_mul_overflow(threads, task.lanes, &threads) ||
         threads > thread_limit - begin - WSYNC_KERNEL_WARP) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_quantise",
-                          "%.256s: %" PRIu64 " x %" PRIu64 " elements after %" PRIu64
-                          " threads' work: a GPU counts 2^31 here",
+                          "%.256s: quantising %" PRIu64 " x %" PRIu64
+                          " elements needs too many GPU threads beside %" PRIu64
+                          " others: 2^31 are possible",
                           piece->tensor, piece->extent[0], piece->extent[1], begin);
     }
     task.columns = wsync_divisor((uint32_t)columns);

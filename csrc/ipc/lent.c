@@ -57,15 +57,15 @@ wsync_status_t wsync_lent_add(wsync_lent_t *lent, const wsync_device_t *device,
 
     if (number != lent->next || lent->segments.count >= WSYNC_LENT_MAX_SEGMENTS) {
         return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "session",
-                          "segment %" PRIu64 " is lent, where %" PRIu64
-                          " is the next, and %zu of at most %d are",
+                          "the trainer lends segment %" PRIu64 ", but the next is %" PRIu64
+                          ", and %zu of at most %d are lent",
                           number, lent->next, lent->segments.count,
                           WSYNC_LENT_MAX_SEGMENTS);
     }
     if (more > WSYNC_LENT_MAX_SEGMENTS || left > WSYNC_LENT_MAX_SEGMENTS - more) {
         return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "session",
-                          "segment %" PRIu64 " has %zu descriptors and %" PRIu64
-                          " more, where %d are the most",
+                          "segment %" PRIu64 " has %zu descriptors, and %" PRIu64
+                          " are to follow: at most %d are possible",
                           number, more, left, WSYNC_LENT_MAX_SEGMENTS);
     }
     if (!WSYNC_ARRAY_RESERVE(lent->coming, frame->fd_count)) {
@@ -166,9 +166,10 @@ wsync_status_t wsync_lent_bind(wsync_lent_t *lent, int fd, uint64_t nbytes,
         goto cleanup;
     }
     if (nbytes % sizeof(wsync_binding_t) != 0) {
-        status = wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "session",
-                            "%" PRIu64 " bytes of bindings, of %zu each", nbytes,
-                            sizeof(wsync_binding_t));
+        status =
+            wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "session",
+                       "bindings have %" PRIu64 " bytes, which is not a multiple of %zu",
+                       nbytes, sizeof(wsync_binding_t));
         goto cleanup;
     }
     status = resolve(lent, (const void *)data, count, spans, used, err);

@@ -473,8 +473,9 @@ wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
     }
     if (round != exporter->next_post || round >= exporter->round_count) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
-                          "post: round %u, the next is %u of %u", (unsigned)round,
-                          (unsigned)exporter->next_post, (unsigned)exporter->round_count);
+                          "post: round %u is out of turn: the next is %u of %u",
+                          (unsigned)round, (unsigned)exporter->next_post,
+                          (unsigned)exporter->round_count);
     }
     status = wsync_link_announce(link, stream, SESSION_READY_OFFSET, value, &frame,
                                  timeout_ms, awaited, err);
@@ -494,7 +495,7 @@ wsync_status_t wsync_exporter_prepared(wsync_exporter_t *exporter, int timeout_m
     }
     if (exporter->next_post != exporter->round_count) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
-                          "prepared: %u of %u rounds have been posted",
+                          "prepared: only %u of %u rounds have been posted",
                           (unsigned)exporter->next_post, (unsigned)exporter->round_count);
     }
     status = wsync_link_drain(&exporter->link, awaited, err);

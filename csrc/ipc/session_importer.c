@@ -212,7 +212,7 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
     }
     if (importer->updating) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
-                          "begin: update %llu has had no verdict yet",
+                          "begin: update %llu has not been committed yet",
                           (unsigned long long)importer->update);
     }
     while (status == WSYNC_OK && !importer->begun) {
@@ -274,8 +274,8 @@ static wsync_status_t require_round(const wsync_importer_t *self, const char *ca
     }
     if (round != next || round >= limit) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
-                          "%s: round %u, the next is %u of %u", call, (unsigned)round,
-                          (unsigned)next, (unsigned)limit);
+                          "%s: round %u is out of turn: the next is %u of %u", call,
+                          (unsigned)round, (unsigned)next, (unsigned)limit);
     }
     return session_check_stream(&self->link, stream, err);
 }
@@ -380,10 +380,10 @@ wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
     if (!importer->updating || importer->prepared_sent ||
         importer->next_done != importer->round_count) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
-                          "prepared: %s, %u of %u rounds are done",
+                          "prepared: %s (%u of %u rounds are done)",
                           !importer->updating       ? "no update has begun"
-                          : importer->prepared_sent ? "said before"
-                                                    : "an update is under way",
+                          : importer->prepared_sent ? "this was said before"
+                                                    : "rounds are still to come",
                           (unsigned)importer->next_done, (unsigned)importer->round_count);
     }
     status = wsync_link_announce(link, NULL, 0, 0, &frame, timeout_ms, awaited, err);

@@ -61,8 +61,8 @@ int wsync_py_read_exactly(PyObject *sequence, const char *what,
         return -1;
     }
     if (found != count) {
-        PyErr_Format(PyExc_ValueError, "%s: %u numbers where there are %u dimensions", what,
-                     found, count);
+        PyErr_Format(PyExc_ValueError, "%s: %u numbers for %u dimensions", what, found,
+                     count);
         return -1;
     }
     return 0;
@@ -76,7 +76,7 @@ int wsync_py_read_index(PyObject *object, size_t count, const char *what, size_t
         return -1;
     }
     if (value < 0 || (size_t)value >= count) {
-        PyErr_Format(PyExc_IndexError, "%s %zd of %zu", what, value, count);
+        PyErr_Format(PyExc_IndexError, "%s %zd is not one of %zu", what, value, count);
         return -1;
     }
     *index = (size_t)value;

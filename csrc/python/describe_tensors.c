@@ -432,8 +432,8 @@ PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence)
     }
     if (PyTuple_Size(tensors) != table->count) {
         (void)wsync_py_fail(describer.state, WSYNC_ERR_INVALID, "TensorTable",
-                            "%zd tensors for a table of %zd", PyTuple_Size(tensors),
-                            table->count);
+                            "%zd tensors were given, but the table has %zd",
+                            PyTuple_Size(tensors), table->count);
     } else {
         index = find_moved(&describer, tensors, table);
     }

@@ -14,7 +14,7 @@ static int read_file(const void *Py_UNUSED(context), PyObject *object, size_t in
     wsync_file_t *file = item;
 
     if (!PyTuple_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "file %zu: (name, descriptor, nbytes) is wanted",
+        PyErr_Format(PyExc_TypeError, "file %zu: expected (name, descriptor, nbytes)",
                      index);
         return -1;
     }
@@ -64,8 +64,9 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     route = ((RouteObject *)route_object)->route;
     if (first < 0 || last < first || last > wsync_route_buffer_count(route)) {
-        return PyErr_Format(PyExc_IndexError, "buffers %lld to %lld of a route with %u",
-                            first, last, wsync_route_buffer_count(route));
+        return PyErr_Format(PyExc_IndexError,
+                            "buffers %lld to %lld are not a range of the route's %u", first,
+                            last, wsync_route_buffer_count(route));
     }
     if (wsync_py_items_init(&files, sequence, sizeof(wsync_file_t), read_file, NULL) < 0) {
         return NULL;

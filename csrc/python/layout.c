@@ -97,7 +97,8 @@ static int check_lent(ModuleState *state, const wsync_layout_t *layout, Py_ssize
         return -1;
     }
     if ((size_t)given != count) {
-        PyErr_Format(PyExc_ValueError, "join: lent is of %zd buffers, there are %lu", given,
+        PyErr_Format(PyExc_ValueError,
+                     "join: lent has %zd bytes, but there are %lu buffers", given,
                      (unsigned long)count);
         return -1;
     }

@@ -226,8 +226,8 @@ static int add_row(PyObject *self, const wsync_tensor_row_t *row, const char *na
         if (__builtin_mul_overflow(row->stride[i], (int64_t)wsync_dtype_nbytes(row->dtype),
                                    &shard.stride[i])) {
             status = wsync_fail(&err, WSYNC_ERR_INVALID, 0, "layout",
-                                "%.256s: dim %u: stride %lld is no number of bytes", name,
-                                i, (long long)row->stride[i]);
+                                "%.256s: dim %u: stride %lld in bytes exceeds 64 bits",
+                                name, i, (long long)row->stride[i]);
         }
     }
     if (status == WSYNC_OK) {
@@ -371,7 +371,7 @@ static int read_map(PyObject *self, PyObject *item, const parameter_t *parameter
         if (axes[i] < -1 || axes[i] >= (int64_t)parameter->ndim) {
             PyErr_Format(
                 PyExc_ValueError,
-                "%s: dim %u comes from axis %lld of a parameter with %u dimensions",
+                "%s: dim %u cannot come from axis %lld of a parameter with %u dimensions",
                 tensor->name, i, (long long)axes[i], parameter->ndim);
             return -1;
         }
@@ -399,8 +399,10 @@ static wsync_status_t place_region(const parameter_t *parameter, const region_t 
             __builtin_mul_overflow(region->local[i], shard->stride[i], &step) ||
             __builtin_add_overflow(offset, step, &offset)) {
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
-                              "axis %u: local start %lld with stride %lld is no address", i,
-                              (long long)region->local[i], (long long)parameter->stride[i]);
+                              "axis %u: local start %lld with stride %lld is negative or "
+                              "exceeds 64 bits",
+                              i, (long long)region->local[i],
+                              (long long)parameter->stride[i]);
         }
     }
     shard->offset = (uint64_t)offset;

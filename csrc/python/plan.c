@@ -26,8 +26,8 @@ static int read_destination(const void *context, PyObject *object, size_t index,
     int whole;
 
     if (!PyTuple_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "destination %zu is no (layout, whole): %R", index,
-                     object);
+        PyErr_Format(PyExc_TypeError, "destination %zu: expected (layout, whole), not %R",
+                     index, object);
         return -1;
     }
     if (!PyArg_ParseTuple(object, "O!p;destination: (layout, whole)", state->type_Layout,
@@ -46,8 +46,8 @@ static int read_worker(const void *Py_UNUSED(context), PyObject *object, size_t 
     long long home;
 
     if (!PyTuple_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "worker %zu is no (destination, home): %R", index,
-                     object);
+        PyErr_Format(PyExc_TypeError, "worker %zu: expected (destination, home), not %R",
+                     index, object);
         return -1;
     }
     if (!PyArg_ParseTuple(object, "LL;worker: (destination, home)", &destination, &home) ||

@@ -17,7 +17,7 @@ static int read_rule(const void *context, PyObject *item, size_t index, void *ma
     wsync_error_t err = {0};
 
     if (!PyTuple_Check(item)) {
-        PyErr_Format(PyExc_TypeError, "rule %zu is no tuple: %R", index, item);
+        PyErr_Format(PyExc_TypeError, "rule %zu: expected a tuple, not %R", index, item);
         return -1;
     }
     if (!PyArg_ParseTuple(item, "sspO&O&sszzO&O&", &rule->tensor, &kind, &reciprocal,

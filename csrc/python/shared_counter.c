@@ -34,7 +34,8 @@ static PyObject *count_down(PyObject *Py_UNUSED(module), PyObject *args)
     }
     if ((counter.len != 4 && counter.len != 8) ||
         (uintptr_t)counter.buf % (uintptr_t)counter.len != 0) {
-        PyErr_Format(PyExc_ValueError, "a counter of %zd bytes at %p: 4 or 8 are wanted",
+        PyErr_Format(PyExc_ValueError,
+                     "expected an aligned counter of 4 or 8 bytes, not %zd bytes at %p",
                      counter.len, counter.buf);
         PyBuffer_Release(&counter);
         return NULL;

@@ -256,8 +256,8 @@ static void stream_dealloc(PyObject *object)
 
 static int fail_range(ModuleState *state, const char *what, long long index, size_t count)
 {
-    (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "Stream.copy", "%s %lld of %zu", what,
-                        index, count);
+    (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "Stream.copy",
+                        "%s %lld is not one of %zu", what, index, count);
     return -1;
 }
 
@@ -336,7 +336,7 @@ int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_t *device
         return 0;
     }
     (void)wsync_py_fail(state, WSYNC_ERR_INVALID, call,
-                        "memory of GPU %d is copied on a stream of it, not on %s", gpu,
+                        "memory of GPU %d needs a stream on this GPU, not on %s", gpu,
                         wsync_device_text(device, text));
     return -1;
 }
@@ -428,7 +428,7 @@ static PyObject *stream_quantise(PyObject *object, PyObject *args, PyObject *kwa
     }
     if (results->count != 2) {
         return wsync_py_fail(state, WSYNC_ERR_INVALID, "Stream.quantise",
-                             "%zu results, where image and amaxes are wanted",
+                             "expected 2 results, image and amaxes, not %zu",
                              results->count);
     }
     batch.pieces =

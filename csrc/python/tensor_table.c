@@ -95,8 +95,8 @@ static PyObject *table_item(PyObject *self, Py_ssize_t index)
     PyObject *address = NULL;
 
     if (index < 0 || index >= table->count) {
-        return PyErr_Format(PyExc_IndexError, "tensor %zd of a table of %zd", index,
-                            table->count);
+        return PyErr_Format(PyExc_IndexError, "tensor %zd is not one of the table's %zd",
+                            index, table->count);
     }
     row = &table->rows[index];
     address = PyLong_FromVoidPtr(row->data);
@@ -190,7 +190,7 @@ int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table)
         return 0;
     }
     (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "TensorTable",
-                        "a table's form() does not keep what it describes");
+                        "a table's form() cannot be read: it does not keep the tensors");
     return -1;
 }
 
@@ -215,7 +215,8 @@ static PyObject *table_joined(PyObject *self, PyObject *object)
     }
     if (one->gpu >= 0 && other->gpu >= 0 && one->gpu != other->gpu) {
         return wsync_py_fail(state, WSYNC_ERR_INVALID, "TensorTable",
-                             "tensors of GPU %d and of GPU %d", one->gpu, other->gpu);
+                             "one table cannot have tensors of GPU %d and of GPU %d",
+                             one->gpu, other->gpu);
     }
     joined = wsync_py_table_new(state, one->count + other->count);
     if (joined == NULL) {

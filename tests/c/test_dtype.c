@@ -74,5 +74,5 @@ TEST(floats_are_computed_in_their_own_dtype_and_in_those_they_are_cast_to)
     CHECK_EQ(wsync_dtype_transform(WSYNC_DTYPE_INT8, WSYNC_DTYPE_INT8, true,
                                    &(wsync_transform_t){0}, &err),
              WSYNC_ERR_UNSUPPORTED);
-    CHECK_STR(err.message, "no computation from int8 to int8");
+    CHECK_STR(err.message, "no conversion from int8 to int8 with a scale and an offset");
 }

@@ -61,8 +61,9 @@ static wsync_status_t check_tensor(const wsync_tensor_t *tensor, uint64_t *nbyte
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout", "a tensor has no name");
     }
     if ((unsigned)tensor->dtype >= WSYNC_DTYPE_COUNT) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout", "%.256s: no dtype number %d",
-                          tensor->name, (int)tensor->dtype);
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                          "%.256s: no dtype has number %d", tensor->name,
+                          (int)tensor->dtype);
     }
     if (tensor->ndim > WSYNC_MAX_NDIM) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
@@ -216,9 +217,9 @@ static wsync_status_t check_owner(const wsync_layout_builder_t *builder,
     }
     if (shard->rank >= WSYNC_MAX_RANKS || shard->buffer == UINT32_MAX) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
-                          "%.256s: rank %u buffer %u: ranks end at %d, buffers at %u",
+                          "%.256s: rank %u must be below %d, and buffer %u below %u",
                           builder->tensors.items[shard->tensor].name, shard->rank,
-                          shard->buffer, WSYNC_MAX_RANKS, UINT32_MAX);
+                          WSYNC_MAX_RANKS, shard->buffer, UINT32_MAX);
     }
     return WSYNC_OK;
 }
@@ -231,7 +232,8 @@ static wsync_status_t check_affine(const wsync_tensor_t *tensor,
     if (!__builtin_isfinite(affine->scale) || !__builtin_isfinite(affine->offset) ||
         (affine->scale == 0 && affine->offset != 0)) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
-                          "%.256s: nothing is computed with scale %g and offset %g",
+                          "%.256s: scale %g and offset %g must be finite, and a scale of 0 "
+                          "has no offset",
                           tensor->name, (double)affine->scale, (double)affine->offset);
     }
     return wsync_dtype_transform(tensor->dtype, tensor->dtype, affine->scale != 0,
@@ -306,8 +308,8 @@ static wsync_status_t check_map(const wsync_tensor_t *tensor, const wsync_map_t 
         if (map->source_start[axis] < 0 ||
             __builtin_add_overflow(map->source_start[axis], map->target.extent[i], &end)) {
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
-                              "%.256s: dim %u: source start %lld with extent %lld is no "
-                              "range",
+                              "%.256s: dim %u: source start %lld with extent %lld is not a "
+                              "range of indices",
                               tensor->name, i, (long long)map->source_start[axis],
                               (long long)map->target.extent[i]);
         }
@@ -316,7 +318,7 @@ static wsync_status_t check_map(const wsync_tensor_t *tensor, const wsync_map_t 
         /* also of an axis that no dimension comes from, where the map reads one index */
         if (map->source_start[i] < 0 || map->source_start[i] == INT64_MAX) {
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
-                              "%.256s: axis %u: source start %lld is no index",
+                              "%.256s: axis %u: source start %lld is not an index",
                               tensor->name, i, (long long)map->source_start[i]);
         }
     }
@@ -333,7 +335,7 @@ static wsync_status_t check_region(const char *name, const wsync_shard_t *region
             __builtin_add_overflow(region->box.start[i], region->box.extent[i], &end)) {
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
                               "%.256s: axis %u of the parameter: start %lld with extent "
-                              "%lld is no range",
+                              "%lld is not a range of indices",
                               name, i, (long long)region->box.start[i],
                               (long long)region->box.extent[i]);
         }

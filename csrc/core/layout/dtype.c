@@ -69,7 +69,8 @@ wsync_status_t wsync_dtype_transform(wsync_dtype_t source, wsync_dtype_t destina
             return WSYNC_OK;
         }
     }
-    return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "dtype", "no %s from %s to %s",
-                      computed ? "computation" : "conversion", wsync_dtype_name(source),
-                      wsync_dtype_name(destination));
+    return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "dtype",
+                      "no conversion from %s to %s%s", wsync_dtype_name(source),
+                      wsync_dtype_name(destination),
+                      computed ? " with a scale and an offset" : "");
 }

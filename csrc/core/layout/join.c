@@ -249,7 +249,8 @@ static wsync_status_t add_tensors(wsync_layout_builder_t *builder,
             if (status == WSYNC_OK &&
                 __builtin_add_overflow(added.buffer, first, &added.buffer)) {
                 status = wsync_fail(err, WSYNC_ERR_LAYOUT, 0, "layout",
-                                    "buffer %u beside %u others", shards[j].buffer, first);
+                                    "buffer %u cannot follow %u others: 2^32 are possible",
+                                    shards[j].buffer, first);
             }
             if (status == WSYNC_OK) {
                 status = wsync_layout_builder_shard(builder, &added, err);

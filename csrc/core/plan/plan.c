@@ -31,7 +31,7 @@ static wsync_status_t check_spec(const wsync_plan_spec_t *spec, wsync_error_t *e
         if (worker->destination >= spec->destination_count ||
             worker->home >= spec->rank_count) {
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "plan",
-                              "worker %u: destination %u on rank %u, the plan has %u "
+                              "worker %u: destination %u and rank %u must be below %u "
                               "destinations and %u ranks",
                               i, worker->destination, worker->home, spec->destination_count,
                               spec->rank_count);

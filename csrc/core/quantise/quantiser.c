@@ -122,9 +122,10 @@ static wsync_status_t add_rule(maker_t *maker, const wsync_quantise_rule_t *rule
     found->size[ROW] = (uint64_t)found->tensor->shape[found->leading];
     found->size[COL] = (uint64_t)found->tensor->shape[found->leading + 1];
     if (found->size[ROW] > UINT32_MAX || found->size[COL] > UINT32_MAX) {
-        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-                          "%.256s: a matrix of more than 2^32 rows or columns",
-                          rule->tensor);
+        return wsync_fail(
+            err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
+            "%.256s: a matrix of 2^32 rows or columns or more is not quantised",
+            rule->tensor);
     }
     if (found->method.block_rows == 0) {
         found->method.block_rows = (uint32_t)(found->size[ROW] > 0 ? found->size[ROW] : 1);
