@@ -73,7 +73,7 @@ def test_arguments_that_ranks_have_to_share_are_compared(ranks: Ranks, tmp_path:
 
 def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Ranks) -> None:
     first, _ = ranks.run(agreement_cases.absent)
-    assert first == "DeadlineError: trainer ranks [1] did not come within 1 s"
+    assert first == "DeadlineError: trainer ranks [1] did not join the others within 1 s"
 
 
 def test_ranks_hear_of_one_that_is_interrupted_while_they_connect(ranks: Ranks) -> None:

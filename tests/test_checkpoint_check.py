@@ -168,7 +168,7 @@ def test_what_is_to_stay_is_named(tmp_path: Path) -> None:
     assert wsync.Options.named("WSYNC_OPTIONS", '{"keep": null}') == {"keep": None}
     assert wsync.Options(keep=None).keep == ()  # type: ignore[arg-type]
     assert wsync.Options(keep="model.visual.*").keep == ("model.visual.*",)
-    with pytest.raises(wsync.InvalidArgumentError, match="is no list of names or patterns"):
+    with pytest.raises(wsync.InvalidArgumentError, match="is not a list of names or patterns"):
         wsync.Options(keep=[3])  # type: ignore[list-item]
 
 

@@ -282,5 +282,5 @@ def test_an_updater_of_slimes_compares_with_its_checkpoint(tmp_path: Path) -> No
     )
     with pytest.raises(wsync.LayoutError, match=r"not there: c\.weight"):
         updater.connect_rollout_engines([Engine(model_path=path)])
-    with pytest.raises(REFUSAL, match="checkpoint=3 is no path"):
+    with pytest.raises(REFUSAL, match="checkpoint=3 is not a path"):
         wsync.Options(checkpoint=3)  # type: ignore[arg-type]

@@ -64,4 +64,4 @@ def test_ranks_that_came_are_told_who_did_not() -> None:
         while not store.check(["rank1"]):
             pass
         errors = [str(pool.submit(_meet, store, 0, 4, 0.2).exception()), str(came.exception())]
-    assert errors == ["trainer ranks [2, 3] did not come within 0.2 s"] * 2
+    assert errors == ["trainer ranks [2, 3] did not join the others within 0.2 s"] * 2

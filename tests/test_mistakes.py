@@ -146,7 +146,7 @@ def test_each_worker_of_a_server_has_cores(
 def test_an_option_of_another_type_is_named(name: str, value: Any) -> None:
     with pytest.raises(
         wsync.InvalidArgumentError,
-        match=rf"{name}={value!r} is (no integer|not a number of seconds)$",
+        match=rf"{name}={value!r} is (not an integer|not a number of seconds)$",
     ):
         wsync.Options(**{name: value})
 
@@ -179,7 +179,7 @@ def test_options_that_are_none_are_named() -> None:
             SimpleNamespace(), source, None, model_name="any", options=wrong
         )
     assert wsync.Options(directory="here").directory == os.path.abspath("here")
-    with pytest.raises(wsync.InvalidArgumentError, match="directory=3 is no path"):
+    with pytest.raises(wsync.InvalidArgumentError, match="directory=3 is not a path"):
         wsync.Options(directory=3)  # type: ignore[arg-type]
 
 

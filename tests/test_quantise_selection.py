@@ -174,7 +174,7 @@ def test_a_row_says_what_the_quantiser_needs() -> None:
 def test_a_checkpoint_without_any_scale_is_refused() -> None:
     with pytest.raises(wsync.LayoutError, match=r"fp8_block: .*the checkpoint has no _scale_inv"):
         select(BLOCKS, weights("a"), ["a.weight"])
-    with pytest.raises(wsync.LayoutError, match="quantised by the quantization_config"):
+    with pytest.raises(wsync.LayoutError, match="by the quantization_config, none"):
         select(BLOCKS, weights("lm_head"))
 
 
@@ -408,7 +408,7 @@ def test_a_checkpoint_that_cannot_say_it_is_named(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("fp8", "quantise='fp8' is no quantization_config, 'checkpoint' or None"),
+        ("fp8", "quantise='fp8' is not a quantization_config, 'checkpoint' or None"),
         (True, "quantise=True is no"),
         (["fp8"], r"quantise=\['fp8'\] is no"),
     ],

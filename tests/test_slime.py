@@ -208,7 +208,7 @@ def test_what_wsync_cannot_deliver_goes_slimes_own_way(
     assert chosen.pop_metrics() == {"slime/own": 1.0}
     assert not hasattr(chosen, "disconnect_rollout_engines")
     (text,) = caplog.messages
-    assert text.startswith("wsync: slime's own UpdateWeightFromTensor runs: ")
+    assert text.startswith("wsync: slime's own UpdateWeightFromTensor runs instead")
     assert "not know the model family 'mamba'" in text
 
 
@@ -223,7 +223,7 @@ def test_an_engine_that_wsync_cannot_update_changes_over(
     assert chosen.connected == [(engines, [2], staged)] * 2
     assert chosen.weight_version == 4
     (text,) = caplog.messages
-    assert "UpdateWeightFromTensor runs: engine " in text
+    assert "UpdateWeightFromTensor runs instead of wsync's: engine " in text
     assert "pp_size 2: SGLang chooses payloads by tensor-parallel rank " in text
 
 

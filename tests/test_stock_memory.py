@@ -59,5 +59,5 @@ def test_a_tensor_whose_allocator_has_paused_is_named(known: str) -> None:
 
 
 def test_a_choice_that_there_is_not_is_named() -> None:
-    with pytest.raises(wsync.InvalidArgumentError, match="stock_memory='file' is none of"):
+    with pytest.raises(wsync.InvalidArgumentError, match="stock_memory='file' is not one of"):
         wsync.Options(stock_memory="file")

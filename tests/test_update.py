@@ -361,7 +361,7 @@ def test_a_trainer_is_told_that_another_one_has_taken_over(
         first.update()
         with wsync.connect(weights, engines=[engine], options=OPTIONS) as second:
             second.update()
-            with pytest.raises(wsync.RemoteError, match="another trainer has taken over"):
+            with pytest.raises(wsync.RemoteError, match="another trainer has taken this"):
                 first.update()
             first.update()
 

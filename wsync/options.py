@@ -127,11 +127,11 @@ class Options:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                self._fail(name, f"is none of {allowed}")
+                self._fail(name, f"is not one of {allowed}")
         for name in ("threads", "round_nbytes", "ring_nbytes", "bucket_nbytes"):
             value = getattr(self, name)
             if not hasattr(value, "__index__") or isinstance(value, bool):
-                self._fail(name, "is no integer")
+                self._fail(name, "is not an integer")
             object.__setattr__(self, name, operator.index(value))  # numpy's, too
             if value < 0:
                 self._fail(name, "is negative")
@@ -146,19 +146,19 @@ class Options:
         for name in ("directory", "checkpoint"):
             value = getattr(self, name)
             if not isinstance(value, str | os.PathLike | None):
-                self._fail(name, "is no path")
+                self._fail(name, "is not a path")
             object.__setattr__(self, name, value and os.fspath(value))
         if self.directory:  # engines have another working directory
             object.__setattr__(self, "directory", os.path.abspath(self.directory))
         # null in WSYNC_OPTIONS gives None
         keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep or ())
         if not all(isinstance(name, str) for name in keep):
-            self._fail("keep", "is no list of names or patterns (example: ['model.visual.*'])")
+            self._fail("keep", "is not a list of names or patterns (example: ['model.visual.*'])")
         object.__setattr__(self, "keep", keep)
         if isinstance(self.quantise, Mapping):  # a copy: the caller's may change
             object.__setattr__(self, "quantise", json.loads(json.dumps(self.quantise)))
         elif self.quantise not in (None, "checkpoint"):
-            self._fail("quantise", "is no quantization_config, 'checkpoint' or None")
+            self._fail("quantise", "is not a quantization_config, 'checkpoint' or None")
 
     def _fail(self, name: str, why: str) -> NoReturn:
         raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r:.200} {why}")

@@ -42,7 +42,7 @@ static wsync_status_t find_place(wsync_cuda_runner_t *self, const wsync_span_t *
         wsync_cuda_spans_age(&self->spans);
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_quantise",
                           "%s, %" PRIu64 " bytes at %#" PRIxPTR
-                          ", is pageable memory of the host, which %s does not reach",
+                          ", is pageable memory of the host, which %s cannot access",
                           what, span->nbytes, (uintptr_t)span->data, self->device->label);
     }
     return status;

@@ -320,7 +320,7 @@ static wsync_status_t fail_destination(wsync_cuda_runner_t *self, const wsync_sp
     wsync_cuda_spans_age(&self->spans);
     return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_copy",
                       "destination buffer %" PRIu32 ", %" PRIu64 " bytes at %#" PRIxPTR
-                      ", is pageable memory of the host, which %s does not reach",
+                      ", is pageable memory of the host, which %s cannot access",
                       buffer, span->nbytes, (uintptr_t)span->data, self->device->label);
 }
 

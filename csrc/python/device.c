@@ -269,7 +269,8 @@ static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
     if (!parse_uuid(text, &uuid)) {
         return wsync_py_fail(
             state, WSYNC_ERR_INVALID, "gpu",
-            "'%.64s' is no UUID of a GPU: \"GPU-\" and 32 hexadecimal digits", text);
+            "'%.64s' is not a GPU's UUID, which has \"GPU-\" and 32 hexadecimal digits",
+            text);
     }
     if (wsync_py_items_init_texts(&paths, state, libraries, "libraries") < 0) {
         return NULL;

@@ -184,7 +184,9 @@ def called_alone() -> list[str]:
     weights = {name: tensor.detach().clone() for name, tensor in modules[0].named_parameters()}
     engines = [ThreadEngine([ModuleLoader(m) for m in modules])] if dist.get_rank() == 0 else []
     options = dataclasses.replace(OPTIONS, delivery="wsync")
-    late = mock.Mock(side_effect=wsync.DeadlineError("trainer rank 0 did not come within 60 s"))
+    late = mock.Mock(
+        side_effect=wsync.DeadlineError("trainer rank 0 did not join the others within 60 s")
+    )
     with wsync.connect(weights, engines, options=options) as sync:
         found = [error_of(lambda: sync.update(version=""))]
         if dist.get_rank() == 1:

@@ -238,7 +238,7 @@ class Receiver:
             # first: a late message of a trainer that is gone must not end another's session
             importer = connect(message.address, self._introduced(blob), message.deadline, device)
             if self._importer is not None:
-                self._importer.fail("another trainer has taken over")
+                self._importer.fail("another trainer has taken this engine over")
             self.close()
             self._importer, self._session = importer, message.session
             self._opened = message.update

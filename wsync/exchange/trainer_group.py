@@ -271,7 +271,7 @@ def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
     absent = [other for other, key in enumerate(keys, 1) if key not in came]
     name, text = secrets.token_hex(8), ""
     if absent:
-        text = f"trainer ranks {absent} did not come within {seconds(timeout)}"
+        text = f"trainer ranks {absent} did not join the others within {seconds(timeout)}"
     for key in came:
         store.set(store.get(key).decode(), json.dumps([name, text]))
     if absent:
@@ -287,7 +287,7 @@ def _come(store: Any, rank: int, timeout: float) -> str:
     try:
         name, text = json.loads(store.get(word))
     except RuntimeError as error:
-        late = f"trainer rank 0 did not come within {seconds(timeout)}"
+        late = f"trainer rank 0 did not join the others within {seconds(timeout)}"
         raise _core.DeadlineError(late) from error
     finally:
         # before other ranks can miss this one: rank 0 would answer an old word, too; raises if the

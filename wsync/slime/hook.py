@@ -109,7 +109,7 @@ class WsyncOrSlime:
 def _give_way(args: Any, what: str, reason: object) -> None:
     """Logs on one rank that slime's own way is taken."""
     if getattr(args, "rank", 0) == 0:
-        _log.warning("wsync: slime's own %s runs: %s", what, reason)
+        _log.warning("wsync: slime's own %s runs instead of wsync's: %s", what, reason)
 
 
 def _replaceable(actor: Any, ours: type[Updater]) -> type:

@@ -246,15 +246,16 @@ class Connection:
         self._learning_seconds = time.perf_counter() - start
 
     def _told(self) -> dict[str, Any]:
-        """What this rank tells other ranks about its workers: how long they learnt, what they load
-        by the engine's own load_weights, and the places of lent memory that they can read."""
+        """What this rank tells other ranks about its workers: how long they took to learn where
+        weights go, what they load by the engine's own load_weights, and the places of lent memory
+        that they can read."""
         pieces = 0 if self._lending is None else self._lending.pieces
         for each in self._receivers:
             if self._options.delivery == "direct" and each.reaches and pieces > each.most_segments:
                 _log.warning(
                     "wsync: %s does not read weights in place, but gets a ring: the weights are in "
-                    "%d pieces of shared memory, and the "
-                    "worker may open %d (half of its `ulimit -Hn`)",
+                    "%d pieces of shared memory, and the worker may open only %d (half of its "
+                    "`ulimit -Hn`)",
                     each.name,
                     pieces,
                     each.most_segments,

@@ -145,7 +145,7 @@ class BroadcastSession(BucketSession):
         try:
             # the broadcast has a deadline of its own
             late = Deadline(timeout + LATER_SECONDS)
-            result(self._sent[round], late, check, f"bucket {round} was not taken")
+            result(self._sent[round], late, check, f"the broadcast of bucket {round} did not end")
         except _core.PeerClosedError:
             look_around(check)
             raise
