@@ -153,7 +153,7 @@ def test_experts_that_sglang_deals_out_anew_are_learnt_anew(
     with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
         sync.update(draw(1))
         places.copy_(places.flip(0))
-        with pytest.raises(wsync.RemoteError, match="outside the module that load_weights"):
+        with pytest.raises(wsync.RemoteError, match="the places of experts"):
             sync.update(draw(2))
         sync.update(draw(3))
     assert torch.equal(module.a, draw(3)["a"].flip(0))

@@ -105,7 +105,7 @@ def _obstacle(
         return f"it has {engine.workers} workers"
     if control_only(engine) and delivery in (Delivery.STOCK, Delivery.BROADCAST):
         return (
-            "like all vLLM engines, it takes updates only through wsync's receiver, not by "
+            "like vLLM, it takes updates only through wsync's receiver, not by "
             f"{delivery.words}: give delivery='auto', or broadcast='auto' with "
             "delivery='distributed'"
         )
