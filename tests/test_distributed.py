@@ -122,7 +122,7 @@ def test_slimes_calls_and_engines_that_come_and_go(
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
     weights = drawn(3)
     updater = slime(weights)
-    with pytest.raises(wsync.StateError, match="before connect_rollout_engines"):
+    with pytest.raises(wsync.StateError, match="connect_rollout_engines before"):
         updater.update_weights()
     for number, present in enumerate((engines[:1], engines, engines[1:]), 1):
         updater.connect_rollout_engines(present, object())

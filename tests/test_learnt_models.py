@@ -39,7 +39,7 @@ UNDRAFTED = {
     },
     "sglang 0.5.17": {
         "mimo_v2_flash": "cannot import name 'Qwen2_5_VisionRotaryEmbedding'",
-        "bailing_moe_v2": "no tensor of the trainer is loaded to model.decoder.mlp.down_proj",
+        "bailing_moe_v2": "the trainer delivers nothing for model.decoder.mlp.down_proj",
     },
 }
 # tensors of which more is kept than copies, and why: SGLang has 1 + weight beside such norms, both

@@ -481,5 +481,5 @@ def test_what_is_closed_keeps_no_weights(source: Any, delivery: str, tmp_path: P
     assert [storage() for storage in storages] == [None, None]
     assert [report.version for report in reports] == ["1", "2"]
     assert "closed" in repr(sync)
-    with pytest.raises(wsync.StateError, match="update after close"):
+    with pytest.raises(wsync.StateError, match="connection was closed"):
         sync.update()
