@@ -314,7 +314,7 @@ static PyObject *buffers_item(PyObject *object, Py_ssize_t index)
     const BufferTableObject *self = (BufferTableObject *)object;
 
     if (index < 0 || (size_t)index >= self->count) {
-        return PyErr_Format(PyExc_IndexError, "buffer %zd is not one of the table's %zu",
+        return PyErr_Format(PyExc_IndexError, "buffer %zd is out of range (%zu in all)",
                             index, self->count);
     }
     return Py_BuildValue("(NK)", PyLong_FromVoidPtr(self->spans[index].data),

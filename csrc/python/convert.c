@@ -76,7 +76,8 @@ int wsync_py_read_index(PyObject *object, size_t count, const char *what, size_t
         return -1;
     }
     if (value < 0 || (size_t)value >= count) {
-        PyErr_Format(PyExc_IndexError, "%s %zd is not one of %zu", what, value, count);
+        PyErr_Format(PyExc_IndexError, "%s %zd is out of range (%zu in all)", what, value,
+                     count);
         return -1;
     }
     *index = (size_t)value;

@@ -64,9 +64,10 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     route = ((RouteObject *)route_object)->route;
     if (first < 0 || last < first || last > wsync_route_buffer_count(route)) {
-        return PyErr_Format(PyExc_IndexError,
-                            "buffers %lld to %lld are not a range of the route's %u", first,
-                            last, wsync_route_buffer_count(route));
+        return PyErr_Format(
+            PyExc_IndexError,
+            "buffers %lld to %lld are not a range of the route's (%u in all)", first, last,
+            wsync_route_buffer_count(route));
     }
     if (wsync_py_items_init(&files, sequence, sizeof(wsync_file_t), read_file, NULL) < 0) {
         return NULL;

@@ -257,7 +257,7 @@ static void stream_dealloc(PyObject *object)
 static int fail_range(ModuleState *state, const char *what, long long index, size_t count)
 {
     (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "Stream.copy",
-                        "%s %lld is not one of %zu", what, index, count);
+                        "%s %lld is out of range (%zu in all)", what, index, count);
     return -1;
 }
 

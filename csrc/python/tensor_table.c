@@ -95,7 +95,7 @@ static PyObject *table_item(PyObject *self, Py_ssize_t index)
     PyObject *address = NULL;
 
     if (index < 0 || index >= table->count) {
-        return PyErr_Format(PyExc_IndexError, "tensor %zd is not one of the table's %zd",
+        return PyErr_Format(PyExc_IndexError, "tensor %zd is out of range (%zd in all)",
                             index, table->count);
     }
     row = &table->rows[index];

@@ -129,9 +129,10 @@ def check_fit(weights: Named, facts: Facts, who: str) -> None:
             raise LayoutError(f"{name}: {who} has no such tensor{unfused([name])}")
         shape, dtype = facts[name]
         if tensor.shape != shape:
-            raise LayoutError(f"{name}: shape {tuple(tensor.shape)} came, {who} has {shape}")
+            given = tuple(tensor.shape)
+            raise LayoutError(f"{name}: shape {given} was delivered, but {who} has {shape}")
         if tensor.dtype != dtype and {tensor.dtype, dtype} not in _CASTS:
-            raise LayoutError(f"{name}: {tensor.dtype} came, {who} has {dtype}")
+            raise LayoutError(f"{name}: {tensor.dtype} was delivered, but {who} has {dtype}")
 
 
 def _tensors(content: Any, load_format: str | None) -> Named:

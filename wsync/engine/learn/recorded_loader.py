@@ -126,7 +126,7 @@ class RecordedLoader(ChoosingLoader):
             name = type(self._module).__name__
             self.reason = f"copies cannot replace the load_weights of {name}: {error}"
             self.check_delivered(_lacking(LoadTargets(self._module), error.pieces))
-            text = "%s; it gets all tensors in one call, which takes %.1f GB of host memory"
+            text = "%s (load_weights gets all tensors in one call: %.1f GB of host memory)"
             _log.warning(text, self.reason, sum(source.nbytes for source in sources) / 1e9)
             names = [source.name for source in sources]
             self._chosen = CallingLoader(self._module, self._load, at_once=names)

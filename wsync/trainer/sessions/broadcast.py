@@ -93,7 +93,7 @@ class BroadcastSession(BucketSession):
             )
         except _core.DeadlineError as error:
             wanted = ", ".join(f"{each.name} (tp {each.workers})" for _, each in self._engines)
-            raise _core.DeadlineError(f"{error}; expected to join: {wanted}") from error
+            raise _core.DeadlineError(f"{error}; these should have joined: {wanted}") from error
         self._joining.join(deadline.left, check)
         self._announcements = [self._announcement(bucket) for bucket in self.rounds.broadcasts]
         return self._ring.data_ptr(), self._ring.numel()
