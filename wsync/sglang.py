@@ -93,7 +93,7 @@ class SglangLoader(RecordedLoader):
         if (stages := _pipeline_stages()) > 1:
             raise UnsupportedError(
                 f"pp_size {stages}: SGLang gives a message for a tensor-parallel rank to every "
-                "pipeline stage, but only one stage can follow it; DiskSync updates such engines"
+                "pipeline stage, but only one stage can follow it; use DiskSync for such engines"
             )
         reason = rewritten(self._module)
         if reason:

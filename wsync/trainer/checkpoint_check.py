@@ -165,7 +165,8 @@ class EngineCheck:
     def check_folders(self) -> None:
         """Compares what versions on a disk will contain with Options.checkpoint and `base`.
 
-        Raises LayoutError as `compare` does; without a folder to compare with, as `check_names`."""
+        Raises LayoutError as `compare` does, or, without a folder to compare with, as `check_names`
+        does."""
         check_elements(self._tensors)
         wanted = {} if self._folder == "" else dict.fromkeys((self._base, self._folder))
         if not any([self._compare(folder) for folder in wanted if folder]):

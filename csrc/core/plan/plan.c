@@ -17,8 +17,8 @@ static wsync_status_t check_spec(const wsync_plan_spec_t *spec, wsync_error_t *e
 
     if (spec->rank >= spec->rank_count || spec->rank_count > WSYNC_MAX_RANKS) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "plan",
-                          "rank %u is not one of %u ranks (at most %d)", spec->rank,
-                          spec->rank_count, WSYNC_MAX_RANKS);
+                          "rank %u must be below the number of ranks, %u (at most %d)",
+                          spec->rank, spec->rank_count, WSYNC_MAX_RANKS);
     }
     if (source_ranks > spec->rank_count) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "plan",
