@@ -109,7 +109,7 @@ def _learn_kind(
 ) -> Iterator[tuple[str, list[Piece]]]:
     if kind_of(whole.dtype) != WIDE or whole.dtype.itemsize > 4:
         raise _core.LayoutError(
-            f"{next(iter(names))}: wsync cannot learn a converter for {whole.dtype}"
+            f"{next(iter(names))}: wsync cannot learn what a converter does with {whole.dtype}"
         )
     values = _random(whole)
     known: list[tuple[list[Tensor], list[list[Piece]]]] = []

@@ -40,8 +40,8 @@ class RaisedError(Exception):
 
 
 class Overwriting:
-    """Calls a load on targets whose bytes are inverted before.  If the load does not write to a
-    place, all bytes of the place have changed.  They are restored when they are inverted again.
+    """Inverts all bytes of the targets and then calls a load.  A place that the load does not write
+    to stays inverted; to restore it, its bytes are inverted again.
 
     At first the load is given views that have few elements in memory.  If it fails, it is given
     tensors with memory for all elements from then on, because it may write to them, or read their

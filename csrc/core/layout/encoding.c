@@ -152,9 +152,10 @@ static uint64_t read_number(reader_t *reader, const char *what, uint64_t limit)
         }
         byte = reader->data[reader->at++];
         if (i == VARINT_MAX_NBYTES - 1 && byte > 1) {
-            reader->status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                                        "byte %zu: 0x%02x does not end a %s",
-                                        reader->at - 1, byte, what);
+            reader->status =
+                wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                           "byte %zu: with 0x%02x here, the %s exceeds 64 bits",
+                           reader->at - 1, byte, what);
         }
         number |= (uint64_t)(byte & 0x7f) << (7 * i);
     }
