@@ -50,8 +50,8 @@ static int fill_dim(const wsync_copy_t *copy)
     const int64_t period = copy->source_item_nbytes;
     int found = -1;
 
-    if (copy->transform != WSYNC_TRANSFORM_NONE || copy->row_count != 1 || period > 16 ||
-        (period & (period - 1)) != 0) {
+    if (copy->transform != WSYNC_TRANSFORM_NONE || copy->row_count != 1 || period < 1 ||
+        period > 16 || (period & (period - 1)) != 0) {
         return -1;
     }
     for (int d = 0; d < (int)copy->ndim; d++) {

@@ -25,7 +25,7 @@ from wsync.demo.megatron_cpu import CpuTrainer, build, exported, on_cpu
 SENTENCE = "Fresh weights reach every engine, byte for byte, before the next token is due. "
 PROMPT_LENGTH = 18
 NEW_TOKENS = 40
-_STEPS = 12  # before each update; five times as many before the last, to learn the text
+_STEPS = 12  # before each update; eight times as many before the last, to learn the text
 _TOLERANCE = 1e-3  # of logits
 _MODEL = {
     "vocab_size": 256,  # bytes
@@ -90,7 +90,7 @@ def _update(
     urls = [server.url for server in servers]
     with _connected(trainer, urls, chosen, folder) as sync:
         for number in range(1, chosen.updates + 1):
-            steps = _STEPS * (5 if number == chosen.updates > 1 else 1)
+            steps = _STEPS * (8 if number == chosen.updates > 1 else 1)
             text = f"training before update {number}"
             for _ in tqdm(range(steps), text, unit="step", leave=False, disable=hidden):
                 trainer.step(ids)
