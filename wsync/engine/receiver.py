@@ -19,6 +19,7 @@ from wsync._core import (
     host,
 )
 from wsync.engine.ring_loaders import Loader, Receipt
+from wsync.engine.staged_rounds import StagedRounds
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, settle
 from wsync.machine.error_text import error_text
@@ -46,7 +47,8 @@ class Receiver:
     control message in it.  Both return (success, text) when the update has been committed or has
     failed.  They do not raise for bad input or failed updates.
     The session with the trainer rank, its ring and its manifest stay attached between updates;
-    a message with another session id replaces it.
+    a message with another session id replaces it.  If a closing message says so, the rounds of the
+    next update come before its opening message, while the engine generates.
 
     state: whether the weights are those of one update.
     """
@@ -59,6 +61,7 @@ class Receiver:
         self._opened = 0  # the session's last update
         self._importer: Session | None = None
         self._learning: Session | None = None  # open until the next session has begun
+        self._staged: StagedRounds | None = None  # uses the session between two updates
         self._generation = -1
         self._rounds = self._ring_nbytes = 0  # of the last update
         self._trace = Trace.wanted("engine", worker)
@@ -112,6 +115,9 @@ class Receiver:
     def close(self) -> None:
         """Ends the session."""
         self._end_learning()
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.close()
         importer, self._importer, self._session = self._importer, None, ""
         if importer is not None:
             importer.close()
@@ -132,6 +138,8 @@ class Receiver:
             if message.update == self.state.update:
                 self.fail(message, str(error))
             raise
+        if message.stage and self._importer is not None:
+            self._staged = StagedRounds(self._importer, self, message.deadline)
         return True, _nth(message.update)
 
     def _inspect(self, message: Control) -> tuple[bool, str]:
@@ -172,7 +180,9 @@ class Receiver:
         timeout = message.deadline
         with trace.span("join"):
             importer = self._connect(message)
-            update, rounds = importer.begin(timeout)
+            staged, self._staged = self._staged, None
+            begun = importer.begin(timeout) if staged is None else staged.join(timeout)
+        update, rounds = begun
         self._end_learning()
         if update != message.update:
             raise ProtocolError(
@@ -186,7 +196,7 @@ class Receiver:
         self._rounds, self._ring_nbytes = rounds, importer.ring.nbytes
         self._loader.borrow(importer.bound)
         try:
-            receipt = self._load(importer, rounds, timeout)
+            receipt = self._load(importer, rounds, timeout, taken=staged is not None)
             importer.prepared(receipt.tensors, receipt.nbytes, receipt.audit_ns, timeout)
             with trace.span("verdict"):
                 importer.verdict(timeout)
@@ -197,9 +207,10 @@ class Receiver:
         self.state.commit(message.session, update)
         trace.write(update)
 
-    def _load(self, importer: Session, rounds: int, timeout: float) -> Receipt:
-        """Takes all rounds.  If the loader has a stream, the stream waits for the data: this
-        thread first hands it all rounds, and then checks that each one arrives in time."""
+    def _load(self, importer: Session, rounds: int, timeout: float, *, taken: bool) -> Receipt:
+        """Takes all rounds, unless they are taken, and loads them.  If the loader has a stream, the
+        stream waits for the data: this thread first hands it all rounds, and then checks that each
+        one arrives in time."""
         trace = self._trace
         stream = self._loader.stream
         # after a fault a GPU sets no more events, here or in the trainer
@@ -211,14 +222,16 @@ class Receiver:
         if stream is not None:
             trace.watch(stream, rounds)
         for round in range(rounds):
-            with trace.span("take", round):
-                importer.take(round, stream, timeout, look)
+            if not taken:
+                with trace.span("take", round):
+                    importer.take(round, stream, timeout, look)
             if round == 0:
                 self.lose()
             with trace.span("load", round) if stream is None else nullcontext():
                 self._loader.load(round)
-            importer.done(round, stream, timeout)
-        if stream is not None:
+            if not taken:
+                importer.done(round, stream, timeout)
+        if stream is not None and not taken:
             round = 0
             while round < rounds:
                 with trace.span("take", round):
@@ -237,6 +250,8 @@ class Receiver:
             blob, device = self._loader.blob(), self._loader.device
             # first: a late message of a trainer that is gone must not end another's session
             importer = connect(message.address, self._introduced(blob), message.deadline, device)
+            if self._staged is not None:
+                self._staged.close()  # first: it uses the session
             if self._importer is not None:
                 self._importer.fail("another trainer has taken this engine over")
             self.close()

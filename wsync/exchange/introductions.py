@@ -23,25 +23,28 @@ class Introduction:
     version: of NCCL; 22809 is 2.28.9, and 0 is none.
     address: the address at which the others meet it with NCCL, "" if NCCL is not possible.
     lacks: why NCCL is not possible, as the end of a sentence that begins with a name; else "".
+    free_nbytes: memory that is free there, of the GPU or of the host.
     """
 
     gpu: str = ""
     version: int = 0
     address: str = ""
     lacks: str = "has its weights in CPU memory"
+    free_nbytes: int = 0
 
     @staticmethod
     def on(device: _core.Device) -> Introduction:
         """This process's report, if its rounds are on `device`."""
+        free = device.memory_available()
         if device.ordinal < 0:
-            return Introduction()
+            return Introduction(free_nbytes=free)
         gpu = device.uuid
         try:
             version, _ = _core.nccl_library(nccl_libraries())
         except _core.UnsupportedError as error:
-            return Introduction(gpu=gpu, lacks=f"has {error}")
+            return Introduction(gpu=gpu, lacks=f"has {error}", free_nbytes=free)
         address = _core.Exchange.nccl_address(device)
-        return Introduction(gpu=gpu, version=version, address=address, lacks="")
+        return Introduction(gpu=gpu, version=version, address=address, lacks="", free_nbytes=free)
 
     def to_bytes(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()

@@ -133,12 +133,12 @@ class RemoteImporter:
         """None: memory cannot be lent to another host."""
         return
 
-    def begin(self, timeout: float) -> tuple[int, int]:
+    def begin(self, timeout: float, check: Check = bool) -> tuple[int, int]:
         """Waits for an update; returns (update, rounds).  A plan, or the list of the model's
         tensors, comes before the first update."""
         while True:
             wanted = (Frame.BEGIN,) if self.generation else (Frame.MODEL, Frame.PLAN)
-            kind, content = self._channel.wait(wanted, timeout)
+            kind, content = self._channel.wait(wanted, timeout, check)
             if kind == Frame.BEGIN:
                 break
             self.generation += 1
@@ -155,7 +155,7 @@ class RemoteImporter:
         self._rounds, self._recorded = rounds, []
         if self._exchange is not None and self._plan is not None and rounds:
             self._exchange.begin(self._plan)
-            self._following = self._join_round(0, timeout)
+            self._following = self._join_round(0, timeout, functools.partial(self._look, check))
         return update, rounds
 
     def take(
@@ -171,7 +171,7 @@ class RemoteImporter:
         if exchange is None or plan is None or spans is None:
             raise _core.StateError(f"round {round} was asked for before a plan came")
         if round + 1 < self._rounds:
-            self._following = self._join_round(round + 1, timeout)
+            self._following = self._join_round(round + 1, timeout, look)
         exchange.wait(round, self._stream, timeout, look)
         former = self._waits[round]
         if former >= 0 and self._recorded[former]:
@@ -267,10 +267,10 @@ class RemoteImporter:
         self._exchange = exchange
         exchange.connect(meeting, PUNCTUAL * timeout, look)
 
-    def _join_round(self, round: int, timeout: float) -> _core.BufferTable:
+    def _join_round(self, round: int, timeout: float, look: Check) -> _core.BufferTable:
         """Joins a round's collective, and sends nothing; returns where the round will be."""
         assert self._exchange is not None
-        self._exchange.acquire(round, timeout, self._channel.look)
+        self._exchange.acquire(round, timeout, look)
         spans = self._exchange.spans(round)
         self._exchange.post(round, self._stream)
         return spans

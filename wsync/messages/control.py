@@ -11,8 +11,9 @@ A control message travels to each tensor-parallel worker of an engine as a uint8
 
 `open` makes the worker take part in update number `update`; the worker answers when that update has
 been committed or has failed.  `close` gives the weights the version of the request around it.  It
-is refused unless the weights are those of that session's update number `update`.  `inspect` makes
-the worker connect; its first message says in JSON what it keeps (see wsync.inspection).
+is refused unless the weights are those of that session's update number `update`.  With
+`"stage": true`, the session then brings the rounds of the next update before its `open`.  `inspect`
+makes the worker connect; its first message says in JSON what it keeps (see wsync.inspection).
 """
 
 import json
@@ -86,6 +87,7 @@ class Control:
     update: int
     deadline: float
     address: str = ""
+    stage: bool = False
 
     def __post_init__(self) -> None:
         if self.op not in ("open", "close", "inspect"):
@@ -94,8 +96,8 @@ class Control:
     def to_bytes(self) -> bytes:
         """The message as JSON."""
         fields = {"protocol": PROTOCOL, **asdict(self)}
-        if self.op == "close":
-            del fields["address"]
+        for name in ("address",) if self.op == "close" else ("stage",):
+            del fields[name]
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @staticmethod
