@@ -19,6 +19,7 @@ _CHOICES: Final = {
     "backend": ("auto", "gloo", "nccl"),
     "exchange": ("auto", "shared", "gloo", "nccl"),
     "pause_mode": ("abort", "retract", "in_place"),
+    "stage": ("auto", "on", "off"),
 }
 
 
@@ -65,6 +66,13 @@ class Options:
             False.  With False, SGLang reuses prefixes that old weights have computed, in every
             mode.  To avoid that, name the weight version in each request's `extra_key`: SGLang
             shares a prefix only between requests with the same `extra_key`.
+        stage: whether engines take an update's bytes while they generate, and pause only to copy
+            them into their weights (see `Sync.stage`).  Each worker then keeps memory for its whole
+            share, in GPU memory if its weights are there.  "auto" does this if all engines run
+            wsync's receiver as remote engines, and each worker's share is at most half of the
+            memory that is free there when the trainer connects.  "on": also on the trainer's host;
+            NoMemoryError if a share does not fit.  The first update of a connection is not staged,
+            because engines learn first where weights go.
         exchange: how bytes move between trainer ranks.  "shared" needs all ranks on one host, GPUs
             that reach each other's memory, and no remote engine with wsync's receiver.  "nccl"
             needs one GPU for each rank and each remote worker with wsync's receiver, and the same
@@ -114,6 +122,7 @@ class Options:
     backend: str = "auto"
     pause_mode: str = "abort"
     flush_cache: bool = True
+    stage: str = "auto"
     exchange: str = "auto"
     park: bool = False
     threads: int = 0

@@ -33,6 +33,9 @@ class Report:
     An update of a `DiskSync` has quantise, begin (make files of full size), write, sync (to the
     disk), publish, engines (stop, load the files, take the version and continue).
 
+    `paused` is, for each engine, the seconds from the request to pause until it generates again, on
+    rank 0.  In a staged update (see `Sync.stage`) the rounds come before the pause, so that the
+    phases staging, engine, gather and copy are not a part of it.
     `engine_pause_seconds` and `engine_flush_seconds` are the times that the slowest engine took to
     stop and to empty its cache, as rank 0 saw it.  Engines do this together, during other phases.
 
@@ -77,6 +80,7 @@ class Report:
     seconds: float = 0.0
     learning_seconds: float = 0.0
     audit_seconds: float = 0.0
+    paused: dict[str, float] = field(default_factory=dict)
     engine_pause_seconds: float = 0.0
     engine_flush_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
@@ -94,9 +98,12 @@ class Report:
         return (
             f"version {self.version}: {counted(self.tensors, 'tensor')}, "
             f"{self.delivered_nbytes:,} bytes to {counted(self.workers, 'worker')} in "
-            f"{self.seconds:.3f} s ({self._learning()}{speed}, {counted(self.rounds, 'round')}, "
-            f"redundancy {self.redundancy:.2f})"
+            f"{self.seconds:.3f} s ({self._learning()}{self._paused()}{speed}, "
+            f"{counted(self.rounds, 'round')}, redundancy {self.redundancy:.2f})"
         ) + "".join((self._in_place(), self._quantised(), self._own_loading()))
+
+    def _paused(self) -> str:
+        return f"paused {max(self.paused.values()):.3f} s, " if self.paused else ""
 
     def _learning(self) -> str:
         notable = self.learning_seconds >= max(0.05, 0.1 * self.seconds)
@@ -145,6 +152,9 @@ class Report:
             flat["perf/update_weights_time"] = self.seconds
         for name, seconds in self.phases.items():
             flat[f"wsync/{name}_seconds"] = flat[f"perf/update_weights_{name}_time"] = seconds
+        if self.paused:
+            longest = max(self.paused.values())
+            flat["wsync/paused_seconds"] = flat["perf/update_weights_paused"] = longest
         flat["perf/update_weights_wire_bytes"] = float(self.delivered_nbytes)
         names = ["engine_pause_seconds", "engine_flush_seconds"]
         names += ["learning_seconds", "audit_seconds"]

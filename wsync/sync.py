@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
@@ -58,6 +58,8 @@ class Sync(Updates):
         super().__init__(source, options)
         self._receivers: list[EngineHandle] = []  # engines with wsync's receiver, on rank 0
         self._connection: Connection | None = None
+        # a staged update's report, its weights, and whether the engines hold its bytes
+        self._staged: tuple[Report, Weights | None, bool] | None = None
         self._lending: Lending | None = None  # lets workers read in place
         self._lends = False  # whether the current or next connection uses it
         self._trace = Trace.wanted("trainer", self._group.rank)
@@ -67,7 +69,8 @@ class Sync(Updates):
             if self._group.rank == 0:
                 found = self._find(engines, engine_gpu_offsets)
             self._roster = self._meet(found)
-        if self._delivery in ("auto", "direct") and self._roster.taking(Delivery.WSYNC):
+        in_place = self._delivery in ("auto", "direct") and self.options.stage != "on"
+        if in_place and self._roster.taking(Delivery.WSYNC):
             known = self._layout, self._group.rank, self._roster, self.options
             self._lending = Lending(*known, wholly=self._delivery == "auto")
 
@@ -104,6 +107,64 @@ class Sync(Updates):
             self._update(self._given(weights), report)
         report.trace.write(self._updates)
         return report
+
+    def stage(
+        self,
+        weights: Weights | Callable[[], Weights] | None = None,
+        *,
+        version: int | str | None = None,
+    ) -> bool:
+        """Brings the bytes of an update to engines that generate; `commit` then puts them in place.
+        All trainer ranks call it together, with the arguments of `update`, which does both.
+
+        Returns:
+            Whether engines now hold the bytes, so that the tensors may change.  False: `commit`
+            brings them, and the tensors must not change until it returns.  So it is in the first
+            update of a connection, and if Options.stage does not allow more.
+
+        Raises:
+            StateError: an update is staged already; or as in `update`.
+            WsyncError: as in `update`.  Engines continue with the weights that they have.
+        """
+        with self._running("stage"), self._beginning(version, weights) as report:
+            report.trace = self._trace.anew()
+            given = self._given(weights)
+            if brought := self._stages:
+                with self._group.watching(self._watch):
+                    self._bring(given, report)
+                given = None
+            self._staged = report, given, brought
+        return brought
+
+    def commit(self) -> Report:
+        """Puts a staged update in place: engines pause, copy it into their weights, and continue
+        with its version.  All trainer ranks call it together.
+
+        Returns:
+            What happened in `stage` and here, as this rank saw it.
+
+        Raises:
+            StateError: nothing is staged; or as in `update`.
+            WsyncError: as in `update`.
+        """
+        with self._running("commit"):
+            assert self._staged is not None
+            (report, given, brought), self._staged = self._staged, None
+            with self._one_error(report):
+                self._update(given, report, brought=brought)
+            self._end(report)
+        report.trace.write(self._updates)
+        return report
+
+    @contextlib.contextmanager
+    def _running(self, call: str) -> Iterator[None]:
+        with super()._running(call):
+            if self._staged is None and call == "commit":
+                raise _core.StateError("commit: no update is staged; call stage first")
+            if self._staged is not None and call != "commit":
+                version = self._staged[0].version
+                raise _core.StateError(f"{call}: version {version} is staged; call commit first")
+            yield
 
     @property
     def ways(self) -> dict[str, list[str]]:
@@ -177,9 +238,18 @@ class Sync(Updates):
             check_scales(roster.model)
         return roster
 
-    def _update(self, weights: Weights | None, report: Report) -> None:
+    @property
+    def _stages(self) -> bool:
+        """Whether the connection's engines take an update's bytes before they pause."""
+        return self._connection is not None and self._connection.staged
+
+    def _update(self, weights: Weights | None, report: Report, *, brought: bool = False) -> None:
         with self._group.watching(self._watch):
-            connection = self._deliver(weights, report)
+            if self._stages and not brought:
+                self._bring(weights, report)
+            connection = self._place(report) if self._stages else self._deliver(weights, report)
+            with report.phase("prepare"):
+                connection.prepared(report)
         with report.phase("prepare"), self._group.watching(self._watch_failures):
             self._group.barrier()
         with report.phase("commit"):
@@ -188,8 +258,26 @@ class Sync(Updates):
             self._close_requests(connection, report.version)
             self._group.confirm()
 
+    def _bring(self, weights: Weights | None, report: Report) -> None:
+        """Brings all rounds to workers that keep them beside their weights."""
+        connection = self._connection
+        assert connection is not None
+        sources = _core.BufferTable.of(self._bind(weights, report))
+        connection.describe(report)
+        with self._progress(report, report.rounds, unit="round") as bar:
+            messages = connection.start(self._updates, sources, report)
+            connection.run(sources, messages, report, bar)
+        self._group.confirm()
+
+    def _place(self, report: Report) -> Connection:
+        """Makes the workers copy these rounds into their weights."""
+        assert self._connection is not None
+        self._requests.pause()
+        self._open(self._connection, report)
+        return self._connection
+
     def _deliver(self, weights: Weights | None, report: Report) -> Connection:
-        """Runs an update until the workers of this rank hold every byte."""
+        """Brings the workers of this rank every byte while their engines are paused."""
         table = self._bind(weights, report)
         sources = _core.BufferTable.of(table)
         with report.phase("open"):
@@ -217,8 +305,6 @@ class Sync(Updates):
             if ahead:
                 self._open(connection, report)
             connection.run(sources, messages, report, bar)
-        with report.phase("prepare"):
-            connection.prepared(report)
         return connection
 
     def _lend(self, sources: _core.BufferTable, gpu: str) -> None:
@@ -287,9 +373,10 @@ class Sync(Updates):
             connection.look()
             self._group.barrier()
 
-        self._requests.close(version, self._group.check, still_there)
+        self._requests.close(version, self._group.check, still_there, stage=connection.staged)
 
     def _abandon(self, error: _core.WsyncError) -> None:
+        self._staged = None
         connection, self._connection = self._connection, None
         under_way = [] if connection is None else connection.under_way
         try:

@@ -50,6 +50,7 @@ class Connection:
     Attributes:
         plan: the plan of all that is delivered; None until the workers have said what they keep.
         reading: the workers that read lent memory in place; True if they also get rounds.
+        staged: whether engines take all rounds of further updates before they pause.
     """
 
     # once there is a plan: the plan of what is sent through rings, and the stream that copies it
@@ -69,6 +70,7 @@ class Connection:
         self.plan: _core.Plan | None = None
         self._lending = lending
         self.reading: dict[int, bool] = {}
+        self.staged = False
         self._group = group
         self._check = group.check
         self._roster = roster
@@ -132,7 +134,8 @@ class Connection:
         """The control messages that make workers join an update, by engine."""
         found = defaultdict[int, list[Control]](list)
         for number, told in sorted(self._addresses.items()):
-            control = Control(update=update, deadline=self._options.deadline, **told)
+            facts: Any = told
+            control = Control(update=update, deadline=self._options.deadline, **facts)
             found[self._roster.workers[number].engine].append(control)
         return found
 
@@ -160,14 +163,17 @@ class Connection:
             engine = self._roster.engines[self._roster.workers[int(number)].engine].name
             self._own_loading.setdefault(engine, reason)
         reaching = {int(n): reached for rank in told for n, reached in rank["reaching"].items()}
-        given, self._rounds_plan = planning.fit(self._split(layouts, reaching), device)
+        left = self._split(layouts, reaching)
+        free = {int(n): nbytes for rank in told for n, nbytes in rank["free"].items()}
+        staged = planning.may_stage(left, free, bool(self.reading))
+        given, self._rounds_plan = planning.fit(left, device, staged)
         # workers read in place during round 0
         self._round_count = max(self._rounds_plan.round_count, 1 if self.reading else 0)
         self._make_ready(given, device)
         plan = planning.plan(layouts, device) if self.reading else self._rounds_plan
         # last: without a plan, there is no stream to close
         self._stream = _core.Stream(self._options.threads or threads_for(device), device)
-        self.plan = plan
+        self.plan, self.staged = plan, staged
 
     def _make_ready(self, given: PlanInput, device: _core.Device) -> None:
         """Tells the workers about the plan, and opens the exchange with the other ranks."""
@@ -247,8 +253,8 @@ class Connection:
 
     def _told(self) -> dict[str, Any]:
         """What this rank tells other ranks about its workers: how long they took to learn where
-        weights go, what they load by the engine's own load_weights, and the places of lent memory
-        that they can read."""
+        weights go, what they load by the engine's own load_weights, the places of lent memory that
+        they can read, and remote workers' free memory."""
         pieces = 0 if self._lending is None else self._lending.pieces
         for each in self._receivers:
             if self._options.delivery == "direct" and each.reaches and pieces > each.most_segments:
@@ -265,6 +271,11 @@ class Connection:
             "seconds": self._learning_seconds,
             "learnt": {s.worker: s.own_loading for s in self._receivers if s.own_loading},
             "reaching": {s.worker: s.reaches for s in able},
+            "free": {
+                s.worker: s.exporter.introduction.free_nbytes
+                for s in self._receivers
+                if isinstance(s, RemoteSession)
+            },
         }
 
     def start(

@@ -31,6 +31,8 @@ _LARGE_ROUND_NBYTES = 1 << 30
 _LARGE_FREE_NBYTES = 16 << 30  # large rounds need this on every GPU, for each worker
 _DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's default; one large tensor may exceed it
 _LEAST_RING_NBYTES = 16 << 10  # smaller rings are not tried
+_ALL_NBYTES = 1 << 62  # a ring of so many bytes gets a slot for every round, and is no larger
+_STAGE_SHARE = 0.5  # the part of a worker's free memory that stage="auto" may take
 Session: TypeAlias = WorkerSession | StockSession | BroadcastSession
 Single: TypeAlias = Mapping[int, Sequence[Box]]
 
@@ -72,9 +74,41 @@ class Planning:
         device = find(self._device([facts["gpus"] for facts in told]))
         return [layouts[number] for number in range(len(self.roster.workers))], device, told
 
-    def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[PlanInput, _core.Plan]:
+    def may_stage(self, layouts: list[bytes], free: Mapping[int, int], reading: bool) -> bool:
+        """Whether engines may take all rounds before they pause (see Options.stage).
+
+        free: by number, the free memory of remote workers.  reading: whether workers read lent
+        memory in place.
+
+        Raises:
+            NoMemoryError: a remote worker's share does not fit, with stage="on".
+        """
+        options, workers = self.options, self.roster.workers
+        on = options.stage == "on"
+        near = any(worker.delivery is not Delivery.REMOTE for worker in workers)
+        if options.stage == "off" or reading or not (on or (not near and not options.ring_nbytes)):
+            return False
+        for number, nbytes in free.items():
+            given = layouts[number] not in (WHOLE, PIECES)
+            kept = _core.Layout.from_bytes(layouts[number]) if given else self.roster.model
+            if kept.nbytes <= nbytes * (1 if on else _STAGE_SHARE):
+                continue
+            engine = self.roster.engines[workers[number].engine].name
+            text = (
+                f"engine {engine}: worker {workers[number].index} needs {kept.nbytes:,} bytes to "
+                f"stage an update, and has {nbytes:,} free"
+            )
+            if on:
+                raise _core.NoMemoryError(f"{text}; Options(stage='off') needs less memory")
+            _log.info("wsync: %s: updates are not staged", text)
+            return False
+        return True
+
+    def fit(
+        self, layouts: list[bytes], device: _core.Device, staged: bool = False
+    ) -> tuple[PlanInput, _core.Plan]:
         """Makes the plan and this rank's rings.  If some rank has no memory for its rings, all
-        ranks try again with smaller rings.
+        ranks try again with smaller rings, unless these have to hold all rounds (`staged`).
 
         Raises:
             LayoutError: the ranks' plans differ.
@@ -83,6 +117,8 @@ class Planning:
         if device.ordinal >= 0:
             release_cached(device)  # the driver does not ask torch for its cached memory
         large, limit, short = self._may_be_large(device), self.options.ring_nbytes, ""
+        if staged:
+            large, limit = False, _ALL_NBYTES
         while True:
             made_of = self._draw(layouts, device, large, limit)
             try:
@@ -96,6 +132,8 @@ class Planning:
             if not lacking:
                 self._name(short, limit)
                 return made_of, plan
+            if staged:
+                raise _core.NoMemoryError(f"{lacking}: Options(stage='off') needs less memory")
             if large:  # rounds of the usual size come before a smaller ring
                 large = False
                 continue
@@ -240,7 +278,8 @@ class Planning:
         most = self.options.bucket_nbytes
         if self.roster.takes_buckets and not (broadcast and most >= _DEFAULT_ROUND_NBYTES):
             return most
-        return 0 if device.ordinal < 0 or ring_nbytes else _GPU_ROUND_NBYTES
+        limited = 0 < ring_nbytes < _ALL_NBYTES
+        return 0 if device.ordinal < 0 or limited else _GPU_ROUND_NBYTES
 
     def _agree(self, plan: _core.Plan, missing: str) -> str:
         """Compares all ranks' plans; returns the first rank's error text about memory, or ""."""

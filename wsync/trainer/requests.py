@@ -119,6 +119,8 @@ class EngineRequests:
         self._left: UnderWay = []  # requests of failed updates
         # by engine: the seconds that it took to pause and to flush
         self._stops: dict[str, tuple[float, float]] = {}
+        self._since: dict[str, float] = {}  # when each engine was asked to pause
+        self.paused_seconds: dict[str, float] = {}  # by engine, in the last update
 
     def pause(self) -> None:
         """Pauses the engines."""
@@ -133,6 +135,7 @@ class EngineRequests:
                 f"engine {engine.name}: still busy with a request of an update that failed"
             )
         times = [time.perf_counter()]
+        self._since[engine.name] = times[0]
         engine.pause(self._options.pause_mode, deadline.left)
         times.append(time.perf_counter())
         if engine.restarted:
@@ -173,9 +176,10 @@ class EngineRequests:
         self._pausing.check()
         (self._opened.check if committing else self._opened.check_pending)()
 
-    def close(self, version: str, check: Check, between: Check) -> None:
+    def close(self, version: str, check: Check, between: Check, *, stage: bool = False) -> None:
         """Waits for the opening requests, gives engines the version, and lets them continue.
-        `between` is called before any engine gets the version, and again before any continues."""
+        `between` is called before any engine gets the version, and again before any continues.
+        stage: whether the next update's rounds come before its opening requests."""
         deadline = Deadline(self._options.deadline)
         self._opened.join(deadline.left, check)
         self._opened = NO_CALLS
@@ -183,7 +187,8 @@ class EngineRequests:
 
         def close(index: int, engine: Any) -> None:
             opened = self._messages.get(index, ())
-            if messages := [dataclasses.replace(each, op="close", address="") for each in opened]:
+            closing: Any = {"op": "close", "address": "", "stage": stage}
+            if messages := [dataclasses.replace(each, **closing) for each in opened]:
                 send_control(engine, messages, weight_version=version, timeout=deadline.left)
 
         self.take_on(close, deadline, check, between)
@@ -203,12 +208,17 @@ class EngineRequests:
             engine.verify(deadline.left)
             self.effect.look(engine.handle, deadline.left, after=True)
 
+        def go_on(_: int, engine: CheckedEngine) -> None:
+            engine.resume(deadline.left)
+            paused = time.perf_counter() - self._since.pop(engine.name)
+            self.paused_seconds[engine.name] = paused
+
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
         end = Deadline(deadline.left + LATER_SECONDS)
         self._handover = self._start(hand_over)
         self._handover.join(end.left, check)
         between()
-        self._handover = self._start(lambda _, engine: engine.resume(deadline.left))
+        self._handover = self._start(go_on)
         self._handover.join(end.left, check)
         self._handover = NO_CALLS
 

@@ -209,6 +209,12 @@ class Roster:
         """Raises InvalidArgumentError if there is no engine, or if options do not fit engines."""
         if not self.engines:
             raise _core.InvalidArgumentError("no engines to connect to")
+        if options.stage == "on" and self.takes_buckets:
+            without = self.taking(Delivery.STOCK) + self.taking(Delivery.BROADCAST)
+            raise _core.UnsupportedError(
+                f"stage='on', but these engines run without wsync's receiver and have no place for "
+                f"a staged update: {', '.join(engine.name for engine in without)}"
+            )
         remote = self.taking(Delivery.REMOTE)
         if remote and options.exchange == "shared":
             distant = ", ".join(engine.name for engine in remote)

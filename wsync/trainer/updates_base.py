@@ -216,31 +216,42 @@ class Updates(abc.ABC):
             return self._image.fill(table, self._group, self.options.deadline)
 
     @contextlib.contextmanager
-    def _updating(self, version: int | str | None, weights: object) -> Iterator[Report]:
-        """Wraps one update; the block fills in its report.  weights: what the caller gave."""
-        self._owner.check("update")
-        with self._turn("update"):
+    def _running(self, call: str) -> Iterator[None]:
+        """Wraps a public call that updates engines."""
+        self._owner.check(call)
+        with self._turn(call):
             if self._closed:
                 raise _core.StateError("this connection was closed: connect again")
-            self._updates += 1  # first: what follows may fail on this rank only
-            start = time.perf_counter()
-            self._renew()
-            with self._one_error():
-                given = weights is not None if self._source.names else None
-                text = self._agree(version, given)
-                report = Report(version=text)
-                self._next_version = int(text) if text.isdecimal() else self.version + 1
-                try:
-                    yield report
-                finally:
-                    if self._image is not None and self.options.park:
-                        self._image.park()
-            report.seconds = time.perf_counter() - start
-            self._use_up_version()
-            report.ways = self.ways
-            if self._group.rank == 0:
-                with contextlib.suppress(Exception):  # of a log handler: the update has succeeded
-                    self._log_update(report)
+            yield
+
+    @contextlib.contextmanager
+    def _updating(self, version: int | str | None, weights: object) -> Iterator[Report]:
+        """Wraps one update; the block fills in its report.  weights: what the caller gave."""
+        with self._running("update"):
+            with self._beginning(version, weights) as report:
+                yield report
+            self._end(report)
+
+    @contextlib.contextmanager
+    def _beginning(self, version: int | str | None, weights: object) -> Iterator[Report]:
+        """Wraps an update or its first part, in which ranks agree on the version."""
+        self._updates += 1  # first: what follows may fail on this rank only
+        self._renew()
+        report = Report()
+        with self._one_error(report):
+            given = weights is not None if self._source.names else None
+            report.version = text = self._agree(version, given)
+            self._next_version = int(text) if text.isdecimal() else self.version + 1
+            yield report
+
+    def _end(self, report: Report) -> None:
+        """Ends an update that has succeeded on all ranks."""
+        self._use_up_version()
+        report.ways = self.ways
+        report.paused = dict(self._requests.paused_seconds)
+        if self._group.rank == 0:
+            with contextlib.suppress(Exception):  # of a log handler: the update has succeeded
+                self._log_update(report)
 
     def _agree(self, version: object, given: bool | None) -> str:
         """The version of an update, the same on all ranks.  If a rank gives none, it is one more
@@ -311,11 +322,18 @@ class Updates(abc.ABC):
             self._group.begin()
 
     @contextlib.contextmanager
-    def _one_error(self) -> Iterator[None]:
+    def _one_error(self, report: Report | None = None) -> Iterator[None]:
         """If any rank raises an error in the block, raises it on every rank.  Its `__cause__` is
-        this rank's own error."""
+        this rank's own error.  The block's seconds are added to the report."""
+        start = time.perf_counter()
         try:
-            yield
+            try:
+                yield
+            finally:
+                if self._image is not None and self.options.park:
+                    self._image.park()
+                if report is not None:
+                    report.seconds += time.perf_counter() - start
         except BaseException as error:
             first: _core.WsyncError = _core.RemoteError(
                 "this rank gave up the call before it could tell the other ranks why"
