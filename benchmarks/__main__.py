@@ -20,7 +20,7 @@ GB = 10**9
 NEEDED = {
     **{"bucket": 3 * GB, "update": 14 * GB, "distributed": 14 * GB, "disk": 12 * GB},
     **{"plan": 4 * GB, "control": 2 * GB, "memory": 8 * GB, "scaling": 11 * GB, "load": 4 * GB},
-    **{"needed": 8 * GB, "quantise": 10 * GB, "gpu": 4 * GB, "nccl": 4 * GB},
+    **{"needed": 8 * GB, "quantise": 10 * GB, "gpu": 4 * GB, "nccl": 4 * GB, "pause": 9 * GB},
 }
 NAMES = tuple(NEEDED)
 DIRECT_NEEDED = 11 * GB  # of `update --direct`

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 LONG = 4000  # tokens of an answer that nobody waits for
 BEFORE, AFTER = 5, 20  # tokens that have come when an update begins, and that come after it
 Pair = tuple[Checkpoint, Checkpoint]
+WAYS = {"wsync": "wsync", "stock": "stock", "staged": "distributed"}
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +49,14 @@ class Generating(Answer):
         return found and found["type"]
 
 
-@pytest.mark.parametrize("way", ["wsync", "stock"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_no_answer_is_of_mixed_weights(served: tuple[Server, Pair], mode: str, way: str) -> None:
     server, (old, new) = served
     options = wsync.Options(
         deadline=PATIENCE,
         progress=False,
-        delivery=way,
+        delivery=WAYS[way],
         pause_mode=mode,
         flush_cache=mode != "in_place",
     )
@@ -77,6 +78,28 @@ def test_no_answer_is_of_mixed_weights(served: tuple[Server, Pair], mode: str, w
                 assert len(answer.tokens) < LONG // 4, answer.tokens
                 answer.read(len(answer.tokens) + AFTER)
     assert max(found) >= BEFORE, (found, answer.tokens)
+
+
+def test_a_request_goes_on_while_an_update_is_staged(served: tuple[Server, Pair]) -> None:
+    server, (old, new) = served
+    options = wsync.Options(
+        deadline=PATIENCE,
+        progress=False,
+        delivery="distributed",
+        pause_mode="in_place",
+        flush_cache=False,
+    )
+    with wsync.connect(old.weights, engines=[server.url], options=options) as sync:
+        sync.update(version="old")
+        with Generating(server) as answer:
+            answer.read(BEFORE)
+            assert sync.stage(new.weights, version="new")
+            answer.read(len(answer.tokens) + AFTER)
+            assert answer.last["meta_info"]["weight_version"] == "old"
+            assert all(old.says(answer.tokens))
+            sync.commit()
+            answer.read(len(answer.tokens) + AFTER)
+            assert answer.reason is None
 
 
 def changes(mode: str, tokens: list[int], old: Checkpoint, new: Checkpoint) -> list[int]:
