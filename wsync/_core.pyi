@@ -371,6 +371,8 @@ class Exporter:
         size."""
     def begin(self, update: int, rounds: int, timeout: float, check: Check = None) -> None:
         """Starts an update."""
+    def begun(self, timeout: float, check: Check = None) -> None:
+        """Waits until the worker has seen the start, and has mapped all that was lent before it."""
     def acquire(self, wait_round: int, stream: Stream | None, timeout: float, check: Check = None) -> None:
         """Makes the stream wait until the worker has finished a round (None: waits here); -1: no round to wait for."""
     def look(self) -> None:

@@ -6,6 +6,7 @@
  *   accept       <------- HELLO ----- create        once; carries the worker's layout
  *   attach       -- ATTACH(ring) ---> begin         once per plan
  *   begin        -- BEGIN(update) --> begin
+ *   begun        <------ BEGUN -----                where the exporter wants to know
  *   acquire                           take k        ROUND announces, the ready event orders
  *   post k       -- ROUND k -------->
  *                <------- DONE k ---- done k        the slot may be written again
@@ -99,6 +100,9 @@ wsync_status_t wsync_exporter_bind(wsync_exporter_t *exporter,
  * for want of memory, the session is as it was. */
 wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
                                     uint32_t round_count, int timeout_ms,
+                                    wsync_error_t *err);
+/* Waits until the worker has seen the begin, and has mapped all that was lent before it. */
+wsync_status_t wsync_exporter_begun(wsync_exporter_t *exporter, int timeout_ms,
                                     wsync_error_t *err);
 /* Has `stream` wait until the worker has finished `wait_round` (-1: nothing to wait for);
  * returns when the worker has enqueued the end of that round.  Without a stream (NULL) the

@@ -25,6 +25,7 @@ struct wsync_exporter {
     wsync_memory_t *ring; /* counted; NULL before the first attach */
     exporter_state_t state;
     bool control_sent;
+    bool begun; /* the worker, too */
     bool prepared;
     uint32_t round_count;
     uint32_t next_post;
@@ -87,6 +88,10 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
     wsync_exporter_t *self = owner;
 
     if (self->state == EXPORTER_UPDATING && frame->fd_count == 0) {
+        if (frame->kind == SESSION_BEGUN && !self->begun) {
+            self->begun = true;
+            return WSYNC_OK;
+        }
         if (frame->kind == SESSION_DONE && frame->arguments[0] == self->done_count &&
             self->done_count < self->next_post && frame->arguments[1] <= 1) {
             self->done_count++;
@@ -387,7 +392,24 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
         exporter->next_post = 0;
         exporter->done_count = 0;
         exporter->link.recorded = false;
+        exporter->begun = false;
         exporter->prepared = false;
+    }
+    return wsync_ending_note_failure(&exporter->ending, status, err);
+}
+
+wsync_status_t wsync_exporter_begun(wsync_exporter_t *exporter, int timeout_ms,
+                                    wsync_error_t *err)
+{
+    const int64_t deadline = wsync_deadline_ms(timeout_ms);
+    const wsync_awaited_t awaited = {"the begin of the update", -1};
+    wsync_status_t status = require(exporter, "begun", EXPORTER_UPDATING, NULL, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    while (status == WSYNC_OK && !exporter->begun) {
+        status = wsync_link_pump(&exporter->link, deadline, awaited, err);
     }
     return wsync_ending_note_failure(&exporter->ending, status, err);
 }

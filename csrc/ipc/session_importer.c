@@ -205,6 +205,7 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
 {
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
     const wsync_awaited_t awaited = {"the next update", -1};
+    const wsync_frame_t frame = {.kind = SESSION_BEGUN};
     wsync_status_t status = wsync_ending_check(&importer->ending, err);
 
     if (status != WSYNC_OK) {
@@ -217,6 +218,12 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
     }
     while (status == WSYNC_OK && !importer->begun) {
         status = wsync_link_pump(&importer->link, deadline, awaited, err);
+    }
+    /* If the trainer is gone, the next call says why. */
+    if (status == WSYNC_OK &&
+        wsync_link_send(&importer->link, &frame, wsync_left_ms(deadline, INT_MAX), awaited,
+                        err) == WSYNC_ERR_TIMEOUT) {
+        status = WSYNC_ERR_TIMEOUT;
     }
     if (status == WSYNC_OK) {
         importer->begun = false;

@@ -18,6 +18,7 @@ enum {
     SESSION_FAILED = WSYNC_LINK_FAILED, /* payload: text */
     SESSION_LEND = 11,   /* segment, descriptors of it that follow in other frames; fds */
     SESSION_BIND = 12,   /* size of the wsync_binding_t[]; fd: a blob */
+    SESSION_BEGUN = 13,  /* BEGIN has come, and all that was lent before it is mapped */
     SESSION_PARKED = 10, /* 1, or 0 if it cannot be; payload: text that says why */
 };
 

@@ -165,6 +165,13 @@ static wsync_status_t step_begin(wsync_py_call_t *call, int timeout_ms, wsync_er
 WSYNC_PY_CALL(exporter_begin, "begin", step_begin, NULL, WSYNC_PY_UPDATE, WSYNC_PY_ROUNDS,
               WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
+static wsync_status_t step_begun(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+{
+    return wsync_exporter_begun(call->core, timeout_ms, err);
+}
+
+WSYNC_PY_CALL(exporter_begun, "begun", step_begun, NULL, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+
 static wsync_status_t step_acquire(wsync_py_call_t *call, int timeout_ms,
                                    wsync_error_t *err)
 {
@@ -250,6 +257,7 @@ static PyMethodDef exporter_methods[] = {
     METHOD(lend, "lend($self, memory, timeout, check=None)\n--\n\n"),
     METHOD(bind, "bind($self, bindings, timeout, check=None)\n--\n\n"),
     METHOD(begin, "begin($self, update, rounds, timeout, check=None)\n--\n\n"),
+    METHOD(begun, "begun($self, timeout, check=None)\n--\n\n"),
     METHOD(acquire, "acquire($self, wait_round, stream, timeout, check=None)\n--\n\n"),
     {"look", exporter_look, METH_NOARGS, "look($self)\n--\n\n"},
     METHOD(post, "post($self, round, stream, timeout, check=None)\n--\n\n"),
