@@ -282,6 +282,9 @@ class Sync(Updates):
         sources = _core.BufferTable.of(table)
         with report.phase("open"):
             self._lend(sources, of(table))  # before engines are asked for anything
+        early, messages = self._connection, None
+        if early is not None and early.ahead:  # workers map what is lent before they pause
+            messages = early.start(self._updates, sources, report)
         self._requests.pause()
         connection = self._connect(of(table))
         # The plan depends on what workers say when they join.  So a first update opens before it
@@ -301,7 +304,8 @@ class Sync(Updates):
         if self._roster.takes_buckets:
             self._use_up_version()  # the last bucket carries it
         with self._progress(report, report.rounds, unit="round") as bar:
-            messages = connection.start(self._updates, sources, report)
+            if early is None or not early.ahead:
+                messages = connection.start(self._updates, sources, report)
             if ahead:
                 self._open(connection, report)
             connection.run(sources, messages, report, bar)
@@ -373,7 +377,7 @@ class Sync(Updates):
             connection.look()
             self._group.barrier()
 
-        self._requests.close(version, self._group.check, still_there, stage=connection.staged)
+        self._requests.close(version, self._group.check, still_there, ahead=connection.ahead)
 
     def _abandon(self, error: _core.WsyncError) -> None:
         self._staged = None

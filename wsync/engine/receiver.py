@@ -18,8 +18,8 @@ from wsync._core import (
     WsyncError,
     host,
 )
+from wsync.engine.ahead import Ahead
 from wsync.engine.ring_loaders import Loader, Receipt
-from wsync.engine.staged_rounds import StagedRounds
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, settle
 from wsync.machine.error_text import error_text
@@ -47,8 +47,8 @@ class Receiver:
     control message in it.  Both return (success, text) when the update has been committed or has
     failed.  They do not raise for bad input or failed updates.
     The session with the trainer rank, its ring and its manifest stay attached between updates;
-    a message with another session id replaces it.  If a closing message says so, the rounds of the
-    next update come before its opening message, while the engine generates.
+    a message with another session id replaces it.  If a closing message says so, a part of the next
+    update comes before its opening message, while the engine generates.
 
     state: whether the weights are those of one update.
     """
@@ -61,7 +61,7 @@ class Receiver:
         self._opened = 0  # the session's last update
         self._importer: Session | None = None
         self._learning: Session | None = None  # open until the next session has begun
-        self._staged: StagedRounds | None = None  # uses the session between two updates
+        self._ahead: Ahead | None = None  # uses the session between two updates
         self._generation = -1
         self._rounds = self._ring_nbytes = 0  # of the last update
         self._trace = Trace.wanted("engine", worker)
@@ -115,9 +115,9 @@ class Receiver:
     def close(self) -> None:
         """Ends the session."""
         self._end_learning()
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            staged.close()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
         importer, self._importer, self._session = self._importer, None, ""
         if importer is not None:
             importer.close()
@@ -138,8 +138,8 @@ class Receiver:
             if message.update == self.state.update:
                 self.fail(message, str(error))
             raise
-        if message.stage and self._importer is not None:
-            self._staged = StagedRounds(self._importer, self, message.deadline)
+        if message.ahead and self._importer is not None:
+            self._ahead = Ahead(message.ahead, self._importer, self, message.deadline)
         return True, _nth(message.update)
 
     def _inspect(self, message: Control) -> tuple[bool, str]:
@@ -180,8 +180,8 @@ class Receiver:
         timeout = message.deadline
         with trace.span("join"):
             importer = self._connect(message)
-            staged, self._staged = self._staged, None
-            begun = importer.begin(timeout) if staged is None else staged.join(timeout)
+            ahead, self._ahead = self._ahead, None
+            begun = importer.begin(timeout) if ahead is None else ahead.join(timeout)
         update, rounds = begun
         self._end_learning()
         if update != message.update:
@@ -196,7 +196,8 @@ class Receiver:
         self._rounds, self._ring_nbytes = rounds, importer.ring.nbytes
         self._loader.borrow(importer.bound)
         try:
-            receipt = self._load(importer, rounds, timeout, taken=staged is not None)
+            taken = ahead is not None and ahead.rounds
+            receipt = self._load(importer, rounds, timeout, taken=taken)
             importer.prepared(receipt.tensors, receipt.nbytes, receipt.audit_ns, timeout)
             with trace.span("verdict"):
                 importer.verdict(timeout)
@@ -250,8 +251,8 @@ class Receiver:
             blob, device = self._loader.blob(), self._loader.device
             # first: a late message of a trainer that is gone must not end another's session
             importer = connect(message.address, self._introduced(blob), message.deadline, device)
-            if self._staged is not None:
-                self._staged.close()  # first: it uses the session
+            if self._ahead is not None:
+                self._ahead.close()  # first: it uses the session
             if self._importer is not None:
                 self._importer.fail("another trainer has taken this engine over")
             self.close()

@@ -3,17 +3,17 @@
 A control message travels to each tensor-parallel worker of an engine as a uint8 tensor named
 `__wsync__` (see wsync.messages.payload.control).  Its bytes are one JSON object:
 
-    {"protocol": 1, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
+    {"protocol": 2, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
      "update": 7, "deadline": 60.0}
-    {"protocol": 1, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0}
-    {"protocol": 1, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
+    {"protocol": 2, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0}
+    {"protocol": 2, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
      "deadline": 60.0}
 
 `open` makes the worker take part in update number `update`; the worker answers when that update has
 been committed or has failed.  `close` gives the weights the version of the request around it.  It
-is refused unless the weights are those of that session's update number `update`.  With
-`"stage": true`, the session then brings the rounds of the next update before its `open`.  `inspect`
-makes the worker connect; its first message says in JSON what it keeps (see wsync.inspection).
+is refused unless the weights are those of that session's update number `update`.  `ahead` says what
+the session then brings of the next update before its `open`.  `inspect` makes the worker connect;
+its first message says in JSON what it keeps (see wsync.inspection).
 """
 
 import json
@@ -48,7 +48,13 @@ trainer lends.  Next, separated by commas, come the number of segments that it m
 (wsync.machine.lendable.most_segments) and the places that it reads, beginning with its own device
 (wsync.machine.lendable.place_of).  The message ends with a line feed and the worker's request."""
 
-PROTOCOL: Final = 1
+NOTHING: Final = ""
+BEGIN: Final = "begin"
+ROUNDS: Final = "rounds"
+"""What of an update comes before its opening message: its begin, with the memory that the trainer
+lends for it; or its rounds, too."""
+
+PROTOCOL: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +82,9 @@ class Learnt:
 class Control:
     """One control message.
 
-    op: "open", "close" or "inspect".  session: hex id of the session between one trainer rank and
-    this worker.  update: number of the update.  deadline: seconds that the worker may wait for any
-    one event.  address: where the other side listens; "" in a close.  It is the address of a
+    op: "open", "close" or "inspect". session: hex id of the session between one trainer rank and
+    this worker. update: number of the update. deadline: seconds that the worker may wait for any
+    one event. address: where the other side listens; "" in a close. It is the address of a
     `wsync._core.Exporter`, or of a `wsync.messages.tcp_channel.Listener` for another host.
     """
 
@@ -87,7 +93,7 @@ class Control:
     update: int
     deadline: float
     address: str = ""
-    stage: bool = False
+    ahead: str = NOTHING
 
     def __post_init__(self) -> None:
         if self.op not in ("open", "close", "inspect"):
@@ -96,7 +102,7 @@ class Control:
     def to_bytes(self) -> bytes:
         """The message as JSON."""
         fields = {"protocol": PROTOCOL, **asdict(self)}
-        for name in ("address",) if self.op == "close" else ("stage",):
+        for name in ("address",) if self.op == "close" else ("ahead",):
             del fields[name]
         return json.dumps(fields, separators=(",", ":")).encode()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class CheckedEngine:
             the last successful update.
         stopped: whether the engine was asked to pause, and has not continued since.
         sent: whether the engine was sent weights since it paused, and may hold a part of an update.
+        paused_seconds: how long the last update kept the engine from generating.
     """
 
     def __init__(self, engine: EngineHandle, before: CheckedEngine | None = None) -> None:
@@ -41,6 +43,8 @@ class CheckedEngine:
         self.restarted = True
         self.stopped: bool = before is not None and before.stopped
         self.sent: bool = before is not None and before.sent
+        self.paused_seconds = 0.0
+        self._since = 0.0  # when it was asked to pause
         self._during: Any = engine
         self._identity: dict[str, Any] = {}
         self._version: str | None = None  # that the engine must report
@@ -85,7 +89,7 @@ class CheckedEngine:
 
     def pause(self, mode: str, timeout: float) -> None:
         deadline, former, given = Deadline(timeout), self._identity, self._version
-        self.stopped = True
+        self.stopped, self._since = True, time.perf_counter()
         self._during = self._for_one_update()
         self._told.pause(mode, timeout)
         self._identity, self._version = self._ask(deadline)
@@ -137,6 +141,7 @@ class CheckedEngine:
         last check, it continues with the weights of its checkpoint."""
         deadline = Deadline(timeout)
         self._told.resume(deadline.left)
+        self.paused_seconds = time.perf_counter() - self._since
         self.verify(deadline.left)
         self.stopped = self.sent = False
 

@@ -21,7 +21,7 @@ from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import PUNCTUAL, Deadline
 from wsync.machine.device import settle, threads_for
 from wsync.machine.host import own_address
-from wsync.messages.control import LEARN, PIECES, WHOLE, Control
+from wsync.messages.control import BEGIN, LEARN, NOTHING, PIECES, ROUNDS, WHOLE, Control
 from wsync.module_tensors.names import is_note
 from wsync.options import Options
 from wsync.report import Report
@@ -121,12 +121,17 @@ class Connection:
         return [asked for session in taking for asked in session.under_way]
 
     @property
+    def ahead(self) -> str:
+        """What of an update comes to workers before its opening requests, except in the first."""
+        return ROUNDS if self.staged else BEGIN if self.reading else NOTHING
+
+    @property
     def packs_ahead(self) -> bool:
         """Whether an update may begin before its engines have paused.  This needs a plan.  No
-        worker may read in place, because it must be told addresses first.  No remote worker may
-        take part in an NCCL exchange, which would wait for it."""
-        if self.plan is None or self.reading:
-            return False
+        remote worker may take part in an NCCL exchange, which would wait for it; unless workers
+        begin ahead, too."""
+        if self.plan is None or self.ahead:
+            return self.plan is not None
         by_nccl = self._exchange is not None and self._exchange.name == "nccl"
         return not (by_nccl and self._roster.taking(Delivery.REMOTE))
 
@@ -287,6 +292,9 @@ class Connection:
         report.trace.watch(stream, 3 * plan.round_count)
         for session in self._sessions:
             session.begin(update, report.version, timeout, self._check)
+        for session in self._receivers:
+            if session.worker in self.reading:
+                session.begun(timeout, self._check)
         # some stream may still be writing the weights; if it does not end, this fails before
         # workers miss round 0
         settle(stream.device, PUNCTUAL * timeout, self._check)

@@ -21,7 +21,7 @@ from wsync.machine.deadline import (
     Check,
     Deadline,
 )
-from wsync.messages.control import Control
+from wsync.messages.control import NOTHING, Control
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.checked_engine import CheckedEngine
@@ -119,8 +119,6 @@ class EngineRequests:
         self._left: UnderWay = []  # requests of failed updates
         # by engine: the seconds that it took to pause and to flush
         self._stops: dict[str, tuple[float, float]] = {}
-        self._since: dict[str, float] = {}  # when each engine was asked to pause
-        self.paused_seconds: dict[str, float] = {}  # by engine, in the last update
 
     def pause(self) -> None:
         """Pauses the engines."""
@@ -135,7 +133,6 @@ class EngineRequests:
                 f"engine {engine.name}: still busy with a request of an update that failed"
             )
         times = [time.perf_counter()]
-        self._since[engine.name] = times[0]
         engine.pause(self._options.pause_mode, deadline.left)
         times.append(time.perf_counter())
         if engine.restarted:
@@ -154,6 +151,11 @@ class EngineRequests:
         if self._stops:
             pauses, flushes = zip(*self._stops.values(), strict=True)
             report.engine_pause_seconds, report.engine_flush_seconds = max(pauses), max(flushes)
+
+    @property
+    def pauses(self) -> dict[str, float]:
+        """By engine, the seconds from the request to pause until it went on, in the last update."""
+        return {engine.name: engine.paused_seconds for engine in self.engines}
 
     def paused(self, check: Check) -> None:
         """Waits until the engines have stopped."""
@@ -176,10 +178,10 @@ class EngineRequests:
         self._pausing.check()
         (self._opened.check if committing else self._opened.check_pending)()
 
-    def close(self, version: str, check: Check, between: Check, *, stage: bool = False) -> None:
+    def close(self, version: str, check: Check, between: Check, *, ahead: str = NOTHING) -> None:
         """Waits for the opening requests, gives engines the version, and lets them continue.
         `between` is called before any engine gets the version, and again before any continues.
-        stage: whether the next update's rounds come before its opening requests."""
+        ahead: what of the next update comes before its opening requests."""
         deadline = Deadline(self._options.deadline)
         self._opened.join(deadline.left, check)
         self._opened = NO_CALLS
@@ -187,7 +189,7 @@ class EngineRequests:
 
         def close(index: int, engine: Any) -> None:
             opened = self._messages.get(index, ())
-            closing: Any = {"op": "close", "address": "", "stage": stage}
+            closing: Any = {"op": "close", "address": "", "ahead": ahead}
             if messages := [dataclasses.replace(each, **closing) for each in opened]:
                 send_control(engine, messages, weight_version=version, timeout=deadline.left)
 
@@ -208,17 +210,12 @@ class EngineRequests:
             engine.verify(deadline.left)
             self.effect.look(engine.handle, deadline.left, after=True)
 
-        def go_on(_: int, engine: CheckedEngine) -> None:
-            engine.resume(deadline.left)
-            paused = time.perf_counter() - self._since.pop(engine.name)
-            self.paused_seconds[engine.name] = paused
-
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
         end = Deadline(deadline.left + LATER_SECONDS)
         self._handover = self._start(hand_over)
         self._handover.join(end.left, check)
         between()
-        self._handover = self._start(go_on)
+        self._handover = self._start(lambda _, engine: engine.resume(deadline.left))
         self._handover.join(end.left, check)
         self._handover = NO_CALLS
 

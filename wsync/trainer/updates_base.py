@@ -248,7 +248,7 @@ class Updates(abc.ABC):
         """Ends an update that has succeeded on all ranks."""
         self._use_up_version()
         report.ways = self.ways
-        report.paused = dict(self._requests.paused_seconds)
+        report.paused = self._requests.pauses
         if self._group.rank == 0:
             with contextlib.suppress(Exception):  # of a log handler: the update has succeeded
                 self._log_update(report)

@@ -217,6 +217,11 @@ class WorkerSession:
                 self._lend(lending, timeout, check)
             self._exporter.begin(update, self.round_count, timeout, check)
 
+    def begun(self, timeout: float, check: Check) -> None:
+        """Waits until the worker has mapped all memory that it was told of."""
+        with self._naming:
+            self._exporter.begun(timeout, check)
+
     def _lend(self, lending: Lending, timeout: float, check: Check) -> None:
         """Makes the worker map new segments, and unmap those that it no longer reads."""
         exporter = self._exporter
