@@ -206,6 +206,24 @@ def test_a_parked_update_leaves_nothing_mapped(
                 }
 
 
+def test_memory_is_mapped_before_engines_pause(
+    config: Any, weights: Weights, engine: TensorParallelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped, pause = [], engine.pause
+
+    def pausing(mode: str, timeout: float) -> None:
+        mapped.extend(sum("/torch_" in link for link in holdings(pid)[1]) for pid in engine.pids)
+        pause(mode, timeout)
+
+    with wsync.connect(
+        weights, engines=[engine], options=dataclasses.replace(OPTIONS, park=True)
+    ) as sync:
+        sync.update()
+        monkeypatch.setattr(engine, "pause", pausing)
+        sync.update()
+    assert mapped == [len(weights)] * 2
+
+
 def test_memory_that_is_never_let_go_of_fails_the_update(
     config: Any, weights: Weights, engine: TensorParallelEngine
 ) -> None:
