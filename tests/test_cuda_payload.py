@@ -38,7 +38,7 @@ TENSOR = GpuTensor(UUID, bytes(range(64)), 512, 200, (b"/torch_7_8_9", 3))
 FIRST = "first.payload(0, 64, [])"
 CENSUS = """
 library = ctypes.CDLL(path)
-counts = (ctypes.c_long * 9)()  # fakecuda_census_t
+counts = (ctypes.c_long * 6)()  # fakecuda_census_t
 library.fakecuda_census(counts)
 list(counts)
 """

@@ -23,7 +23,7 @@ logging.getLogger("wsync").addHandler(Said())
 
 library = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
 def census():
-    counts = (ctypes.c_long * 9)()  # fakecuda_census_t
+    counts = (ctypes.c_long * 6)()  # fakecuda_census_t
     library.fakecuda_census(counts)
     return counts[0], counts[1], counts[2]  # physical, reserved, mapped
 

@@ -20,16 +20,21 @@ static _Thread_local wsync_cu_result_t planned; /* for fake_leave */
 static atomic_int log_fd = -1;
 static atomic_int misuse_fd = -1;
 static atomic_bool ended; /* the process runs what it has for its end */
-static fake_failure_t failure = FAKE_FAILURE_INIT;
+/* The call that is to fail; locked. */
 static struct {
-    pthread_mutex_t mutex;
+    char call[FAKE_NAME_NBYTES]; /* "*": any */
+    long left;                   /* calls until then; negative: none fails */
+    int code;
+    bool lasts;      /* and so does every call after it */
+    const char *hit; /* the call, once it has failed */
+} failure = {.left = -1};
+static struct {
     long left; /* kernels that run until one faults; negative: none does */
     int code;
-} fault = {.mutex = PTHREAD_MUTEX_INITIALIZER, .left = -1};
+} fault = {.left = -1};
 
 EXPORT void fakecuda_fail(const char *call, long k, int code);
 EXPORT void fakecuda_lose(const char *call, long k, int code);
-EXPORT void fakecuda_fault(long k, int code);
 EXPORT const char *fakecuda_failed(void);
 EXPORT int fakecuda_current(uint8_t *uuid);
 EXPORT void fakecuda_census(fakecuda_census_t *census);
@@ -37,24 +42,18 @@ EXPORT wsync_cu_result_t cuInit(unsigned flags);
 
 /* --- log and planned failures --------------------------------------------------------- */
 
-static void write_line(int fd, const char *format, va_list arguments)
-{
-    char prefix[FAKE_NAME_NBYTES];
-
-    (void)snprintf(prefix, sizeof(prefix), "%ld", (long)getpid());
-    fake_write_line(fd, prefix, format, arguments);
-}
-
 void fake_log(const char *format, ...)
 {
+    char text[FAKE_TEXT_NBYTES];
     va_list arguments;
 
     if (atomic_load(&log_fd) < 0) {
         return;
     }
     va_start(arguments, format);
-    write_line(atomic_load(&log_fd), format, arguments);
+    (void)vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
+    fake_write_line(atomic_load(&log_fd), text);
 }
 
 wsync_cu_result_t fake_refuse(wsync_cu_result_t code, const char *format, ...)
@@ -69,42 +68,41 @@ wsync_cu_result_t fake_refuse(wsync_cu_result_t code, const char *format, ...)
     if (code == WSYNC_CU_ILLEGAL_STATE || code == WSYNC_CU_ILLEGAL_ADDRESS ||
         code == WSYNC_CU_INVALID_HANDLE || code == WSYNC_CU_DEINITIALIZED ||
         code == WSYNC_CU_NOT_PERMITTED) {
-        va_start(arguments, format);
-        write_line(atomic_load(&misuse_fd), format, arguments);
-        va_end(arguments);
+        fake_write_line(atomic_load(&misuse_fd), text);
     }
     return code;
 }
 
+static void plan(const char *call, long k, int code, bool lasts)
+{
+    fake_lock();
+    (void)snprintf(failure.call, sizeof(failure.call), "%s", call);
+    failure.left = k;
+    failure.code = code;
+    failure.lasts = lasts;
+    failure.hit = NULL;
+    fake_unlock();
+}
+
 void fakecuda_fail(const char *call, long k, int code)
 {
-    fake_failure_plan(&failure, call, k, code, false);
+    plan(call, k, code, false);
 }
 
 void fakecuda_lose(const char *call, long k, int code)
 {
-    fake_failure_plan(&failure, call, k, code, true);
-}
-
-void fakecuda_fault(long k, int code)
-{
-    (void)pthread_mutex_lock(&fault.mutex);
-    fault.left = k;
-    fault.code = code;
-    (void)pthread_mutex_unlock(&fault.mutex);
+    plan(call, k, code, true);
 }
 
 bool fake_launch_faults(void)
 {
-    bool faults = false;
+    bool faults;
 
-    (void)pthread_mutex_lock(&fault.mutex);
-    if (fault.left >= 0 && fault.left-- == 0) {
-        faults = true;
-        atomic_store(&fake.lost, fault.code);
-    }
-    (void)pthread_mutex_unlock(&fault.mutex);
+    fake_lock();
+    faults = fault.left >= 0 && fault.left-- == 0;
+    fake_unlock();
     if (faults) {
+        atomic_store(&fake.lost, fault.code);
         fake_log("a kernel faults");
     }
     return faults;
@@ -112,14 +110,28 @@ bool fake_launch_faults(void)
 
 const char *fakecuda_failed(void)
 {
-    return fake_failure_hit(&failure);
+    const char *hit;
+
+    fake_lock();
+    hit = failure.hit;
+    fake_unlock();
+    return hit;
 }
 
 static wsync_cu_result_t strike(const char *call)
 {
+    wsync_cu_result_t code = WSYNC_CU_SUCCESS;
     bool lost;
-    const wsync_cu_result_t code = fake_failure_strike(&failure, call, &lost);
 
+    fake_lock();
+    if (failure.left >= 0 &&
+        (strcmp(failure.call, "*") == 0 || strcmp(failure.call, call) == 0) &&
+        failure.left-- == 0) {
+        failure.hit = call;
+        code = failure.code;
+    }
+    lost = code != WSYNC_CU_SUCCESS && failure.lasts;
+    fake_unlock();
     if (code != WSYNC_CU_SUCCESS) {
         fake_log("failed %s %d", call, code);
     }
@@ -192,14 +204,22 @@ void fake_unlock(void)
 
 /* --- initialisation, devices ---------------------------------------------------------- */
 
-static void read_fault(void)
+/* What is to fail, as the variables have it. */
+static void read_plans(void)
 {
-    long k = -1;
-    int code = 0;
-    const char *text = getenv("WSYNC_FAKE_CUDA_FAULT");
+    const char *fails = getenv("WSYNC_FAKE_CUDA_FAIL");
+    const char *faults = getenv("WSYNC_FAKE_CUDA_FAULT");
+    char call[FAKE_NAME_NBYTES];
+    long k;
+    int code;
+    int lasts = 0;
 
-    if (text != NULL && sscanf(text, "%ld:%d", &k, &code) == 2) {
-        fakecuda_fault(k, code);
+    if (fails != NULL && sscanf(fails, "%63[^:]:%ld:%d:%d", call, &k, &code, &lasts) >= 3) {
+        plan(call, k, code, lasts != 0);
+    }
+    if (faults != NULL && sscanf(faults, "%ld:%d", &k, &code) == 2) {
+        fault.left = k;
+        fault.code = code;
     }
 }
 
@@ -228,8 +248,7 @@ wsync_cu_result_t fake_init(unsigned flags)
         return fake_refuse(WSYNC_CU_NOT_INITIALIZED, "cuInit in a fork");
     }
     if (fake.pid == 0) {
-        fake_failure_read(&failure, "WSYNC_FAKE_CUDA_FAIL");
-        read_fault();
+        read_plans();
     }
     code = strike("cuInit");
     if (code != WSYNC_CU_SUCCESS || flags != 0) {
@@ -461,15 +480,6 @@ void fakecuda_census(fakecuda_census_t *census)
         count.mapped += at->kind == FAKE_MAPPED;
         count.allocated += at->kind == FAKE_ALLOCATED || at->kind == FAKE_OPENED;
         count.registered += at->kind == FAKE_HOST;
-    }
-    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
-        count.streams++;
-    }
-    for (const struct wsync_cu_event *at = fake.events; at != NULL; at = at->next) {
-        count.events++;
-    }
-    for (const struct wsync_cu_module *at = fake.modules; at != NULL; at = at->next) {
-        count.modules++;
     }
     fake_unlock();
     *census = count;

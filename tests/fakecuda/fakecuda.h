@@ -49,9 +49,6 @@ typedef struct fakecuda_census {
     long mapped;
     long allocated; /* cuMemAlloc and opened handles */
     long registered;
-    long streams;
-    long events;
-    long modules;
     long pushed; /* contexts, by the calling thread */
 } fakecuda_census_t;
 
@@ -62,9 +59,6 @@ typedef void (*fakecuda_fail_func_t)(const char *call, long k, int code);
 /* The same of a device that is lost with that call: every call fails from then on, with
  * nothing done, and streams run nothing any more. */
 typedef void (*fakecuda_lose_func_t)(const char *call, long k, int code);
-/* Kernels that run until one faults, long after its launch: its stream goes no further, and
- * every call fails from then on.  Negative: none does. */
-typedef void (*fakecuda_fault_func_t)(long k, int code);
 /* The call that was failed, or NULL. */
 typedef const char *(*fakecuda_failed_func_t)(void);
 
@@ -103,7 +97,6 @@ typedef int (*fakecuda_current_func_t)(uint8_t *uuid);
 #define FAKECUDA_CENSUS "fakecuda_census"
 #define FAKECUDA_FAIL "fakecuda_fail"
 #define FAKECUDA_LOSE "fakecuda_lose"
-#define FAKECUDA_FAULT "fakecuda_fault"
 #define FAKECUDA_FAILED "fakecuda_failed"
 
 #endif

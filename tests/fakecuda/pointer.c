@@ -4,9 +4,6 @@
 
 #include "fake.h"
 
-/* Attributes that wsync does not ask for: see tests/test_driver.py. */
-enum { FAKE_RANGE_START = 11, FAKE_RANGE_NBYTES = 12 };
-
 static unsigned type_of(const fake_range_t *range)
 {
     if (range == NULL || (range->kind == FAKE_RESERVED && !fake.reserved)) {
@@ -21,21 +18,6 @@ static bool in(wsync_cu_ptr_t at, const void *begin, const fake_range_t *range)
     return at >= (uintptr_t)begin && at - (uintptr_t)begin < range->nbytes;
 }
 
-/* "Not necessarily the address of the mapped region, but the address of the mappable
- * address range" (cuda.h). */
-static const fake_range_t *mappable(const fake_range_t *range)
-{
-    const fake_range_t *found = range;
-
-    for (const fake_range_t *at = fake.ranges; range->kind == FAKE_MAPPED && at != NULL;
-         at = at->next) {
-        if (at->kind == FAKE_RESERVED && in(range->at, (const void *)at->at, at)) {
-            found = at;
-        }
-    }
-    return found;
-}
-
 static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_ptr_t at)
 {
     const unsigned type = type_of(range);
@@ -45,11 +27,9 @@ static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_
     const bool managed = false;
     const bool mapped = known && range->kind != FAKE_RESERVED;
     const bool by_host = known && range->kind == FAKE_HOST && in(at, range->host, range);
-    const wsync_cu_ptr_t start = !known    ? 0
-                                 : by_host ? (uintptr_t)range->host
-                                           : mappable(range)->at;
-    const wsync_cu_ptr_t address = by_host ? range->at + (at - start) : type != 0 ? at : 0;
-    const size_t nbytes = known ? mappable(range)->nbytes : 0;
+    const wsync_cu_ptr_t address = by_host     ? range->at + (at - (uintptr_t)range->host)
+                                   : type != 0 ? at
+                                               : 0;
     const bool legacy = known && range->kind == FAKE_ALLOCATED;
     const unsigned long long types =
         known && range->kind == FAKE_MAPPED ? (unsigned)range->physical->types : 0;
@@ -75,12 +55,6 @@ static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_
         return;
     case WSYNC_CU_POINTER_HANDLE_TYPES:
         memcpy(value, &types, sizeof(types));
-        return;
-    case FAKE_RANGE_START:
-        memcpy(value, &start, sizeof(start));
-        return;
-    case FAKE_RANGE_NBYTES:
-        memcpy(value, &nbytes, sizeof(nbytes));
         return;
     default:
         return;

@@ -65,17 +65,13 @@ int fake_refuse(int result, const char *format, ...)
 
 int fake_misuse(int result, const char *format, ...)
 {
-    char prefix[FAKE_NAME_NBYTES];
     char text[FAKE_TEXT_NBYTES];
     va_list arguments;
 
     va_start(arguments, format);
     (void)vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
-    (void)snprintf(prefix, sizeof(prefix), "%ld", (long)getpid());
-    va_start(arguments, format);
-    fake_write_line(misuse_fd, prefix, format, arguments);
-    va_end(arguments);
+    fake_write_line(misuse_fd, text);
     return fake_refuse(result, "%s", text);
 }
 

@@ -19,8 +19,6 @@ _UNKNOWN: Final = {1, 500}  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND
 _NOT_READY: Final = 600
 _FIELDS: Final = {
     "type": (2, ctypes.c_uint),
-    "start": (11, ctypes.c_uint64),
-    "size": (12, ctypes.c_size_t),
     "mapped": (13, ctypes.c_bool),
 }
 
@@ -164,8 +162,6 @@ def pointers() -> dict[str, Any]:
         other, host = _attributes(allocated.value + 9), ctypes.create_string_buffer(64)
         unknown = _attributes(ctypes.addressof(host))
         different = _differences(
-            # the mappable range, and not what is mapped
-            range=((inside["start"], inside["size"]), (first, 3 * _PIECE)),
             mapped=((inside["type"], inside["mapped"], hole["mapped"]), (2, 1, 0)),
             mapping=(_range(first + 9), (first, _PIECE)),
             hole=(_range(first + _PIECE), None),
