@@ -87,6 +87,8 @@ def special_floats() -> Tensor:
     halves = all_16_bits(torch.float16).float().view(torch.int32).long()
     brains = all_16_bits(torch.bfloat16).float().view(torch.int32).long()
     parts = [bits]
+    between = all_16_bits(torch.float16).float().unfold(0, 2, 1).mean(1).view(torch.int32).long()
+    parts += [between + delta for delta in (-1, 0, 1)]  # of subnormal halves, too
     for values, tie in ((halves, 2**12), (brains, 2**15)):
         parts += [values + base + delta for base in (0, tie) for delta in (-1, 0, 1)]
     return torch.cat(parts).clamp(low, high).to(torch.int32).view(torch.float32)

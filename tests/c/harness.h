@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * A test file is a program: TEST(name) { ... } blocks, and this header once.  `program
  * name` runs one test in this process, `program` runs each in a process of its own.  The
- * exit code is 0 passed, 1 failed, 77 skipped. */
+ * exit code is 0 passed, 1 failed. */
 #ifndef WSYNC_TESTS_HARNESS_H
 #define WSYNC_TESTS_HARNESS_H
 
@@ -16,7 +16,7 @@
 
 #include "core/base/status.h"
 
-enum { HARNESS_FAILED = 1, HARNESS_SKIPPED = 77, HARNESS_MAX_TESTS = 256 };
+enum { HARNESS_FAILED = 1, HARNESS_MAX_TESTS = 256 };
 
 typedef void (*harness_test_func_t)(void);
 
@@ -44,13 +44,6 @@ static int harness_test_count;
         (void)fprintf(stderr, __VA_ARGS__);                   \
         (void)fputc('\n', stderr);                            \
         _exit(HARNESS_FAILED);                                \
-    } while (0)
-
-#define SKIP(reason)                           \
-    do {                                       \
-        (void)printf("skipped: %s\n", reason); \
-        (void)fflush(stdout);                  \
-        _exit(HARNESS_SKIPPED);                \
     } while (0)
 
 #define CHECK(condition)                                 \
@@ -124,13 +117,9 @@ int main(int argc, char **argv)
     for (int i = 0; i < harness_test_count && argc == 1; i++) {
         const int code = harness_fork(i);
 
-        (void)printf("%-8s %s\n",
-                     code == 0                 ? "passed"
-                     : code == HARNESS_SKIPPED ? "skipped"
-                                               : "FAILED",
-                     harness_tests[i].name);
+        (void)printf("%-8s %s\n", code == 0 ? "passed" : "FAILED", harness_tests[i].name);
         (void)fflush(stdout);
-        failed += code != 0 && code != HARNESS_SKIPPED;
+        failed += code != 0;
     }
     if (argc == 1) {
         (void)printf("%d tests, %d failed\n", harness_test_count, failed);

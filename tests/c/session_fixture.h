@@ -8,14 +8,6 @@
 
 enum { SOON_MS = 20, PATIENT_MS = 20000, RING_NBYTES = 1 << 16 };
 
-/* A call out of order, which says so in the wsync_error_t `err`. */
-#define CHECK_STATE(call, err)           \
-    do {                                 \
-        CHECK_EQ(call, WSYNC_ERR_STATE); \
-        CHECK((err).message[0] != '\0'); \
-        (err) = (wsync_error_t){0};      \
-    } while (0)
-
 typedef struct session {
     wsync_exporter_t *exporter;
     wsync_importer_t *importer;

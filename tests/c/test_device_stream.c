@@ -125,6 +125,32 @@ TEST(waiters_wake_for_values_beyond_32_bits)
     wsync_memory_destroy(memory);
 }
 
+TEST(events_wake_another_process)
+{
+    wsync_memory_t *memory = make_memory();
+    const wsync_event_t there = {memory, 0};
+    const wsync_event_t here = {memory, 64};
+    wsync_error_t err = {0};
+    wsync_stream_t *stream;
+    int status = 0;
+    const pid_t child = fork();
+
+    stream = make_stream(1); /* after the fork: one in each process */
+    for (uint64_t i = 1; i <= 100; i++) {
+        const wsync_event_t mine = child == 0 ? there : here;
+        const wsync_event_t other = child == 0 ? here : there;
+
+        CHECK_OK(wsync_stream_record(stream, mine, i, &err), err);
+        CHECK_OK(wsync_event_wait(other, i, DEADLINE_MS, &err), err);
+    }
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
+    if (child != 0) {
+        CHECK_EQ(waitpid(child, &status, 0), child);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+}
+
 TEST(synchronize_ends_at_its_deadline)
 {
     wsync_stream_t *stream = make_stream(1);

@@ -17,15 +17,6 @@
 
 enum { BUFFERS = 2, MAX_COPIES = 6, SPAN_NBYTES = 1024 * 1024, GUARD_NBYTES = 64 };
 
-static uint64_t draw_of(random_state_t *random, const uint32_t *values, size_t count)
-{
-    return values[draw(random, count)];
-}
-
-#define DRAW_OF(random, ...)                         \
-    draw_of(random, (const uint32_t[]){__VA_ARGS__}, \
-            sizeof((const uint32_t[]){__VA_ARGS__}) / 4)
-
 /* What a test draws: the copies, and where in each buffer the next one may begin. */
 typedef struct scene {
     random_state_t random;

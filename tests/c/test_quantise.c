@@ -68,19 +68,15 @@ static uint32_t odd_weight(random_state_t *random, unsigned weight)
 
 static float value_of(unsigned weight, uint32_t bits)
 {
-    const int exponent = (int)(bits >> 10 & 0x1f);
-    double half = (double)(bits & 0x3ff);
+    const bool special = (bits & 0x7c00) == 0x7c00;
+    const double half = special ? ((bits & 0x3ff) == 0 ? INFINITY : NAN)
+                                : small_value(bits & 0x7fff, 10, 15);
 
     if (weight == WSYNC_WEIGHT_F32) {
         return float_of(bits);
     }
     if (weight == WSYNC_WEIGHT_BF16) {
         return float_of(bits << 16);
-    }
-    if (exponent == 0x1f) {
-        half = half == 0 ? INFINITY : NAN;
-    } else {
-        half = exponent == 0 ? ldexp(half, -24) : ldexp(half + 1024, exponent - 25);
     }
     return (float)((bits & 0x8000) != 0 ? -half : half);
 }
@@ -134,27 +130,6 @@ static void scene_fini(scene_t *scene)
     free(scene->expected);
     free(scene->image);
     free(scene->bits);
-}
-
-static uint64_t draw_of(random_state_t *random, const uint64_t *values, size_t count)
-{
-    return values[draw(random, count)];
-}
-
-#define DRAW_OF(random, ...)                         \
-    draw_of(random, (const uint64_t[]){__VA_ARGS__}, \
-            sizeof((const uint64_t[]){__VA_ARGS__}) / 8)
-
-/* An infinity or a NaN. */
-static uint32_t draw_wild(random_state_t *random, unsigned weight)
-{
-    static const uint32_t wild[][4] = {
-        [WSYNC_WEIGHT_F32] = {0x7f800000, 0xff800000, 0x7fc00001, 0xff812345},
-        [WSYNC_WEIGHT_BF16] = {0x7f80, 0xff80, 0x7fc1, 0xff81},
-        [WSYNC_WEIGHT_F16] = {0x7c00, 0xfc00, 0x7e01, 0xfc02},
-    };
-
-    return wild[weight][draw(random, 4)];
 }
 
 static void draw_method(scene_t *scene)
@@ -461,7 +436,7 @@ static void draw_scene(scene_t *scene)
     for (uint64_t i = 0; i < scene->rows * scene->cols; i++) {
         scene->bits[i] = draw_weight(random, scene->weight);
         if (scene->wild && draw(random, 500) == 0) {
-            scene->bits[i] = draw_wild(random, scene->weight);
+            scene->bits[i] = odd_weight(random, scene->weight);
         }
     }
     for (uint64_t i = draw(random, 4) == 0 ? draw(random, 4) : 0; i > 0; i--) {
