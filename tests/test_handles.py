@@ -922,11 +922,11 @@ def test_a_control_message_reaches_a_vllm_engine_as_it_is(monkeypatch: pytest.Mo
         seen: ClassVar[list[Any]] = []
 
         def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
-            facts = {"rank": 0, "workers": 1, "engines": 1, "weight_version": None}
+            facts = {"rank": 0, "workers": 1, "engine": 0, "engines": 1, "weight_version": None}
             self.seen.append((method, *args))
             return [json.dumps(facts) if method == "wsync_describe" else [True, "good"]]
 
     monkeypatch.setattr(payload, "control", None)
     message = Control(op="close", session="0a", update=3, deadline=5.0)
     send_control(handle(Llm()), [message], weight_version=7, timeout=5)
-    assert Llm.seen[-1] == ("wsync_update", [message.to_bytes().decode()], "7")
+    assert Llm.seen[-1] == ("wsync_update", [message.to_bytes().decode()], "7", 0)

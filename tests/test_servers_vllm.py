@@ -96,10 +96,12 @@ def connect(server: Server, weights: dict[str, torch.Tensor], **options: Any) ->
     return wsync.connect(weights, engines=["vllm+" + server.url], options=wsync.Options(**given))
 
 
-def check(server: Server, model: Checkpoint, version: str) -> None:
-    """That the server answers with these weights, and says so."""
+def check(server: Server, model: Checkpoint, version: str, rank: int | None = None) -> None:
+    """That the server answers with these weights, and says so.  rank: of its engines."""
     greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
-    answer = server.post("/inference/v1/generate", token_ids=PROMPT, sampling_params=greedy)
+    asked = {"token_ids": PROMPT, "sampling_params": greedy}
+    headers = None if rank is None else {"X-data-parallel-rank": str(rank)}
+    answer = server.post("/inference/v1/generate", headers, **asked)
     found = answer["choices"][0]
     assert found["weight_versions"] == [{"version": version, "start": 0, "end": TOKENS}]
     check_tokens(found["token_ids"], model)

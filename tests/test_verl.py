@@ -179,7 +179,7 @@ def test_an_update_of_vllm_leaves_pausing_and_going_on_to_verl(
         name = "vllm"
 
         def collective_rpc(self, method: str, args: object = ()) -> list[str]:
-            return ['{"rank": 0, "workers": 1, "engines": 1, "prefix_cache": true}']
+            return ['{"rank": 0, "workers": 1, "engine": 0, "engines": 1, "prefix_cache": true}']
 
         def __getattr__(self, name: str) -> Any:
             if name not in ("pause_generation", "resume_generation", "reset_prefix_cache"):

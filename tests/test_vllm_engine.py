@@ -240,7 +240,7 @@ class Calls:
     """An engine of one worker that only notes what it is asked."""
 
     def __init__(self, **facts: Any) -> None:
-        told = {"rank": 0, "workers": 1, "engines": 1, "weight_version": "4", "instance": "a"}
+        told = {"rank": 0, "workers": 1, "engine": 0, "engines": 1, "weight_version": "4", "instance": "a"}
         self.facts = told | facts
         self.seen: list[tuple[Any, ...]] = []
         self.llm_engine: Any = None
@@ -256,8 +256,26 @@ def worker_of(model: torch.nn.Module) -> Any:
     worker.rank, worker.device = 0, "cpu"
     worker.model_config = worker.vllm_config = None
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
-    worker.parallel_config = SimpleNamespace(data_parallel_size=1, world_size=1)
+    names = ("size", "rank", "index")
+    parallel = dict(zip((f"data_parallel_{name}" for name in names), (1, 0, 0), strict=True))
+    worker.parallel_config = SimpleNamespace(world_size=1, **parallel)
     return worker
+
+
+def test_engines_that_one_call_reaches_are_counted_before_it() -> None:
+    """In each of them, vLLM sets a dense model's data_parallel_size to 1."""
+    calls: Any = Calls()
+    parallel = SimpleNamespace(world_size_across_dp=2)
+    calls.vllm_config = SimpleNamespace(parallel_config=parallel)  # as an AsyncLLM has it
+    with pytest.raises(wsync.UnsupportedError, match="2 data-parallel engines behind one"):
+        VllmHandle(calls)
+    calls.facts["alone"] = True
+    assert VllmHandle(calls).workers == 1
+    worker = worker_of(torch.nn.Linear(2, 2))  # of an actor, which does not tell
+    worker.parallel_config.data_parallel_index = 1
+    assert json.loads(worker.wsync_describe())["engine"] == 1
+    with pytest.raises(wsync.UnsupportedError, match="engine 1 got messages for engine 0"):
+        worker.wsync_update(["{}"])
 
 
 def test_weights_that_an_update_has_left_half_way_have_no_version() -> None:

@@ -145,10 +145,12 @@ class Llm:
 
     def wsync_describe(self) -> str:
         version, instance = self._worker.updates.weight_version, str(os.getpid())
-        facts = {"rank": 0, "workers": 1, "engines": 1, "instance": instance}
+        facts = {"rank": 0, "workers": 1, "engine": 0, "engines": 1, "instance": instance}
         return json.dumps({**facts, "weight_version": version})
 
-    def wsync_update(self, messages: list[str], version: str | None = None) -> list[Any]:
+    def wsync_update(
+        self, messages: list[str], version: str | None = None, first: int = 0
+    ) -> list[Any]:
         return list(self._worker.receiver.handle(messages[0].encode(), version=version))
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:

@@ -89,9 +89,9 @@ class Server:
     def _healthy(self) -> bool:
         return requests.get(self.url + "/health", timeout=PATIENCE).ok
 
-    def post(self, path: str, **body: Any) -> Any:
+    def post(self, path: str, headers: dict[str, str] | None = None, **body: Any) -> Any:
         """The answer to one request, which must be a good one."""
-        answer = requests.post(self.url + path, json=body, timeout=PATIENCE)
+        answer = requests.post(self.url + path, json=body, headers=headers, timeout=PATIENCE)
         assert answer.ok, (path, answer.status_code, answer.text)
         return answer.json()
 

@@ -27,7 +27,7 @@ from wsync.messages.control import LOAD_FORMAT, Control
 _log = logging.getLogger(__name__)
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
-_DESCRIBED: Final = {"rank", "workers", "engines"}
+_DESCRIBED: Final = {"rank", "workers", "engine", "engines"}
 # the server's paths for AsyncLLM's methods
 _ROUTES: Final = {
     "collective_rpc": "/collective_rpc",
@@ -128,7 +128,8 @@ class VllmHandle(LocalHandle):
         deadline = Deadline(timeout)
         told = [message.to_bytes().decode() for message in messages]
         version = None if weight_version is None else str(weight_version)
-        for answer in self._ask_workers("wsync_update", timeout, told, version):
+        first = self._keeps["engine"]
+        for answer in self._ask_workers("wsync_update", timeout, told, version, first):
             good = isinstance(answer, list | tuple) and len(answer) == 2
             if not good or answer[0] is not True:
                 check_answer(self.name, "wsync_update", (False, answer[1] if good else answer))
@@ -150,17 +151,19 @@ class VllmHandle(LocalHandle):
         }
 
     def _count(self, timeout: float) -> int:
+        deadline = Deadline(timeout)
         try:
-            found = self._describe(timeout)
+            found = self._describe(deadline.left)
         except RemoteError as error:
             raise RemoteError(
                 f"{error} (was vLLM started with --worker-extension-cls {EXTENSION}?)"
             ) from error
         first = found[0]
-        if first["engines"] > 1:
+        engines = max(first["engines"], self._all_workers(deadline.left) // first["workers"])
+        if engines > 1 and not first.get("alone"):
             raise UnsupportedError(
-                f"engine {self.name}: {first['engines']} data-parallel engines behind one "
-                "collective_rpc, which answers only for the first of them"
+                f"engine {self.name}: {engines} data-parallel engines behind one collective_rpc, "
+                "which answers only for the first of them"
             )
         self._keeps.clear()
         self._keeps |= first
@@ -176,6 +179,13 @@ class VllmHandle(LocalHandle):
                 f"{first['workers']}"
             )
         return len(ranks)
+
+    def _all_workers(self, timeout: float) -> int:
+        """The number of all data-parallel engines' workers; 0 if the API does not tell it."""
+        if self._has("get_world_size") and not self._remote:
+            return self._call("get_world_size", timeout) or 0
+        config = getattr(self._engine, "vllm_config", None)  # of an AsyncLLM
+        return 0 if config is None else int(config.parallel_config.world_size_across_dp)
 
     def _describe(self, timeout: float) -> list[dict[str, Any]]:
         """What every worker reports about itself."""
@@ -251,6 +261,11 @@ class VllmServer:
         if name not in _ROUTES:
             raise AttributeError(name)
         return functools.partial(self._post, name)
+
+    def get_world_size(self, *, timeout: float) -> Any:
+        """The number of all engines' workers; None if this version of vLLM does not tell."""
+        status, text = self._http.request("GET", "/get_world_size", None, timeout)
+        return None if status != 200 else json_or_text(text)["world_size"]
 
     def wake_up(self, tags: Sequence[str], *, timeout: float) -> Any:
         """Whether the whole engine is awake; None if this version of vLLM does not tell."""

@@ -56,8 +56,8 @@ def register() -> None:
 
 
 class WorkerExtension:
-    """Methods that vLLM's workers get.  None of them raises: after an exception, vLLM's executor
-    leaves the other workers' answers in its queues.
+    """Methods that vLLM's workers get.  They do not raise: after an exception, vLLM's executor
+    leaves the other workers' answers in its queues.  Only the last worker of an engine may raise.
 
     >>> llm = LLM("DIR", worker_extension_cls="wsync.vllm.WorkerExtension")
     >>> with wsync.connect(weights, engines=[llm]) as sync:
@@ -80,11 +80,11 @@ class WorkerExtension:
     rank: int
 
     def wsync_describe(self) -> str:
-        """Describes this worker as JSON: its rank, the number of workers, the version of its
-        weights (null if they are not those of one update), which caches keep results of the
-        weights, and whether layers of the model draft tokens."""
+        """Describes this worker as JSON: its rank, the number of workers of its engine, the number
+        of this engine, whether it alone has its API, the version of its weights (null if they are
+        not those of one update), which caches keep results of the weights, and whether layers of
+        the model draft tokens."""
         parallel = self.parallel_config
-        alone = getattr(parallel, "data_parallel_external_lb", False)
         model = self.model_runner.get_model()
         receiver: Receiver | None = vars(model).get(_RECEIVER)
         whole = receiver is not None and not receiver.trouble
@@ -95,7 +95,9 @@ class WorkerExtension:
             {
                 "rank": self.rank,
                 "workers": parallel.world_size,
-                "engines": 1 if alone else parallel.data_parallel_size,
+                "engine": engine_of(parallel),
+                "engines": parallel.data_parallel_size,  # 1 for a model without experts
+                "alone": getattr(parallel, "data_parallel_external_lb", False),
                 "weight_version": version,
                 "prefix_cache": bool(getattr(cache, "enable_prefix_caching", False)),
                 "kv_connector": bool(getattr(self.vllm_config, "kv_transfer_config", None)),
@@ -105,9 +107,19 @@ class WorkerExtension:
             }
         )
 
-    def wsync_update(self, messages: list[str], version: str | None = None) -> list[Any]:
+    def wsync_update(
+        self, messages: list[str], version: str | None = None, first: int = 0
+    ) -> list[Any]:
         """Takes part in an update as this worker's control message says; returns [success, text].
-        messages: one for each worker.  version: the new weight version, for a closing message."""
+        messages: one for each worker.  version: the new weight version, for a closing message.
+        first: the number of the engine that they are for.
+
+        Raises UnsupportedError in another engine, whose answers vLLM does not pass on."""
+        if (engine := engine_of(self.parallel_config)) != first:
+            text = f"engine {engine} got messages for engine {first} behind the same API"
+            if self.rank == self.parallel_config.world_size - 1:
+                raise UnsupportedError(text)
+            return [False, text]
         try:
             if not 0 <= self.rank < len(messages):
                 return [False, f"worker {self.rank} got none of the {len(messages)} messages"]
@@ -123,6 +135,12 @@ class WorkerExtension:
             vars(model)[_RECEIVER] = Receiver(loader, worker=self.rank)
         receiver: Receiver = vars(model)[_RECEIVER]
         return receiver
+
+
+def engine_of(parallel: Any) -> int:
+    """Returns an engine's number among data-parallel ones.  Newer versions of vLLM set a dense
+    model's data_parallel_size and data_parallel_rank back to those of a single engine."""
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
 
 
 class VllmLoader(ChoosingLoader):

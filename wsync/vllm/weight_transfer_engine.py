@@ -49,7 +49,7 @@ import wsync
 from wsync.engine.receiver import Receiver
 from wsync.machine.daemon_threads import result, start
 from wsync.machine.deadline import Deadline
-from wsync.vllm import VllmLoader, register
+from wsync.vllm import VllmLoader, engine_of, register
 
 _log = logging.getLogger(__name__)
 
@@ -104,13 +104,16 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self._receiver = Receiver(loader, worker=self._rank)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Raises ValueError if the trainer expects another number of workers."""
+        """Raises ValueError if the trainer expects another number of workers, or if its client
+        reaches several engines."""
         parallel = self.parallel_config
-        if (parallel.data_parallel_size, parallel.world_size) != (1, init_info.workers):
+        alone = getattr(parallel, "data_parallel_external_lb", False)
+        engines = max(parallel.data_parallel_size, 1 if alone else engine_of(parallel) + 1)
+        if (engines, parallel.world_size) != (1, init_info.workers):
             self._tell(
                 ValueError(
                     f"workers={init_info.workers}: the engine has {parallel.world_size} workers "
-                    f"and data_parallel_size {parallel.data_parallel_size} (only 1 is supported)"
+                    f"and data_parallel_size {engines} (only 1 is supported)"
                 )
             )
 
@@ -241,6 +244,7 @@ class _Engine:
         self._started = False
         self._facts = {
             "workers": workers,
+            "engine": 0,
             "engines": 1,
             "weight_version": None,
             "instance": secrets.token_hex(8),  # stands for a worker that keeps its weights
@@ -250,7 +254,7 @@ class _Engine:
         ranks = range(self._workers)
         if method == "wsync_describe":
             return [json.dumps({"rank": rank, **self._facts}) for rank in ranks]
-        messages, version = args
+        messages, version, _ = args
         if not self._started:
             self._start()
         self._client.update_weights({"messages": messages, "version": version})
